@@ -1,0 +1,40 @@
+"""One torch thread, a fixed seed for every test, and hypothesis profiles (chosen by ``HYPOTHESIS_PROFILE``)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+
+# Every example builds a model, an optimizer and a dense oracle: slow is normal, a deadline would only measure the load.
+settings.register_profile(
+    "default",
+    max_examples=100,
+    deadline=None,
+    print_blob=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("ci", parent=settings.get_profile("default"), derandomize=True)
+settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Start every test from the same global seed."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def float64() -> Iterator[None]:
+    """Make float64 the default dtype of a test module that compares exact values."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
