@@ -1,0 +1,62 @@
+"""K-FAC as ordinary ``torch.optim`` optimizers.
+
+    optimizer = KFACSGD(model, lr=0.1, momentum=0.9)      # instead of torch.optim.SGD(model.parameters(), ...)
+
+How data flow, and which module does what::
+
+    model --capture--> a, g --layers--> moments --factors--> A, G --assignment + comm--> solvers: (Q_A, d_A), (Q_G, d_G)
+                                                                                             |
+    weights <--base class's step-- .grad <-- optimizers <-- scaled preconditioned gradient <-+
+"""
+
+from .assignment import KAISA, Assignment, AssignmentStrategy, FactorWise, LayerCost, LayerWise
+from .capture import Bernoulli, Categorical, Fisher, Gaussian
+from .curvature import CurvatureEngine, memory_estimate
+from .layers import Declined, KroneckerLayer, LayerOptions, register_layer
+from .optimizers import KFACLAMB, KFACSGD, KFACAdam, KFACMixin
+from .scaling import Direction, Graft, KLClip, Scaling, Unit
+from .schedules import constant_then_scaled, exponential_decay, growing
+from .solvers import EigenSolver, InverseSolver, Solver
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # optimizers
+    "KFACSGD",
+    "KFACAdam",
+    "KFACLAMB",
+    "KFACMixin",
+    "CurvatureEngine",
+    "memory_estimate",
+    # values over time
+    "constant_then_scaled",
+    "exponential_decay",
+    "growing",
+    # module types
+    "Declined",
+    "KroneckerLayer",
+    "LayerOptions",
+    "register_layer",
+    # solvers
+    "EigenSolver",
+    "InverseSolver",
+    "Solver",
+    # scalings
+    "Direction",
+    "Graft",
+    "KLClip",
+    "Scaling",
+    "Unit",
+    # sampled Fisher
+    "Bernoulli",
+    "Categorical",
+    "Fisher",
+    "Gaussian",
+    # distribution
+    "KAISA",
+    "Assignment",
+    "AssignmentStrategy",
+    "FactorWise",
+    "LayerCost",
+    "LayerWise",
+]

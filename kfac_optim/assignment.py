@@ -1,0 +1,216 @@
+"""Who decomposes which factor, and who preconditions which layer: pure policy, no processes.
+
+A strategy maps layer costs and a world size to an :class:`Assignment`. It is deterministic, so all ranks compute the same
+one without communication; ``curvature.py`` interprets it through ``comm.py``.
+
+    ============  ============================  ==============================
+    strategy      inverse workers of a layer    gradient workers of a layer
+    ============  ============================  ==============================
+    LayerWise     one rank for A and G          that rank
+    FactorWise    one rank for A, one for G     every rank
+    KAISA(f)      among its gradient workers    ``f * world_size`` ranks
+    ============  ============================  ==============================
+
+LayerWise is K-FAC-lw and FactorWise is K-FAC-opt of the distributed K-FAC paper (section 6.4.1); KAISA(1/R) is MEM-OPT,
+KAISA(1) COMM-OPT and everything between HYBRID-OPT of Pauloski et al. 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["KAISA", "Assignment", "AssignmentStrategy", "FactorWise", "LayerCost", "LayerWise"]
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What a strategy may know of a layer.
+
+    Attributes:
+        factor_costs: Decomposition cost of A and of G in multiply-adds (n^3 per dense pair, n per diagonal one).
+        memory: Bytes of the layer's decompositions on a rank that preconditions it.
+    """
+
+    factor_costs: tuple[float, float]
+    memory: int
+
+
+@dataclass(frozen=True)
+class LayerAssignment:
+    """The ranks of one layer: ``inverse_workers`` decompose (A, G), ``gradient_workers`` precondition."""
+
+    inverse_workers: tuple[int, int]
+    gradient_workers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One :class:`LayerAssignment` per layer, in the order of the costs, and the decomposition load of each rank."""
+
+    layers: tuple[LayerAssignment, ...]
+    loads: tuple[float, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Largest load divided by the mean load; 1.0 is perfect."""
+        mean = sum(self.loads) / len(self.loads)
+        return max(self.loads) / mean if mean else 1.0
+
+
+class AssignmentStrategy(Protocol):
+    """Anything with this method can be passed as ``assignment=``."""
+
+    def assign(self, costs: Sequence[LayerCost], world_size: int) -> Assignment:
+        """Returns the assignment; must be deterministic and the same on every rank."""
+        ...
+
+
+def longest_first(costs: Sequence[float], candidates: Sequence[Sequence[int]], loads: list[float]) -> list[int]:
+    """Greedy longest-processing-time: the dearest job first, each to its least loaded candidate rank.
+
+    Args:
+        costs: Cost of each job.
+        candidates: Ranks that may take each job.
+        loads: Load per rank so far; the jobs' costs are added to it in place.
+
+    Returns:
+        The rank of each job. Ties go to the earlier job and the lower rank, so the result is deterministic.
+    """
+    ranks = [0] * len(costs)
+    for job in sorted(range(len(costs)), key=lambda job: (-costs[job], job)):
+        ranks[job] = min(candidates[job], key=lambda rank: (loads[rank], rank))
+        loads[ranks[job]] += costs[job]
+    return ranks
+
+
+def _within_groups(
+    costs: Sequence[LayerCost], groups: Sequence[Sequence[int]], world_size: int, *, split_factors: bool
+) -> Assignment:
+    """Decomposes each layer's factors within its group of gradient workers."""
+    loads = [0.0] * world_size
+    if split_factors:
+        jobs = [cost for layer in costs for cost in layer.factor_costs]
+        ranks = longest_first(jobs, [group for group in groups for _ in range(2)], loads)
+        pairs = list(zip(ranks[::2], ranks[1::2], strict=True))
+    else:
+        ranks = longest_first([sum(layer.factor_costs) for layer in costs], groups, loads)
+        pairs = [(rank, rank) for rank in ranks]
+    layers = (LayerAssignment(pair, tuple(group)) for pair, group in zip(pairs, groups, strict=True))
+    return Assignment(tuple(layers), tuple(loads))
+
+
+@dataclass(frozen=True)
+class FactorWise:
+    """K-FAC-opt: every factor is decomposed on its own rank, every rank preconditions every layer.
+
+    No traffic in steps without a refresh. The default.
+    """
+
+    def assign(self, costs: Sequence[LayerCost], world_size: int) -> Assignment:
+        """See :class:`AssignmentStrategy`."""
+        return _within_groups(costs, [range(world_size)] * len(costs), world_size, split_factors=True)
+
+
+@dataclass(frozen=True)
+class LayerWise:
+    """K-FAC-lw (Osawa et al. 2019): one rank decomposes both factors of a layer and preconditions it for all others."""
+
+    def assign(self, costs: Sequence[LayerCost], world_size: int) -> Assignment:
+        """See :class:`AssignmentStrategy`."""
+        assigned = _within_groups(costs, [range(world_size)] * len(costs), world_size, split_factors=False)
+        layers = (LayerAssignment(layer.inverse_workers, layer.inverse_workers[:1]) for layer in assigned.layers)
+        return Assignment(tuple(layers), assigned.loads)
+
+
+@dataclass(frozen=True)
+class KAISA:
+    """KAISA: ``grad_worker_fraction`` of the ranks precondition a layer and send the result to the others.
+
+    Args:
+        grad_worker_fraction: f in [1/R, 1], with ``f * R`` a divisor of the world size R. More gradient workers cost
+            memory and save the broadcast of preconditioned gradients.
+        memory_budget: Instead of a fraction: the bytes ("2GiB", "500MB" or an int) that decompositions may take on each
+            rank; the largest fraction that fits is chosen.
+
+    Raises:
+        ValueError: At construction if both or neither are given or out of range; in ``assign`` if the world size does not
+            allow the fraction (the valid ones are listed) or no fraction fits (the smallest working budget is named).
+    """
+
+    grad_worker_fraction: float | None = None
+    memory_budget: str | int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.grad_worker_fraction is None) == (self.memory_budget is None):
+            raise ValueError("KAISA takes either grad_worker_fraction= or memory_budget=")
+        if self.grad_worker_fraction is not None and not 0 < self.grad_worker_fraction <= 1:
+            raise ValueError(f"KAISA(grad_worker_fraction={self.grad_worker_fraction!r}): must be in (0, 1]")
+        if self.memory_budget is not None:
+            parse_bytes(self.memory_budget)
+
+    def assign(self, costs: Sequence[LayerCost], world_size: int) -> Assignment:
+        """See :class:`AssignmentStrategy`."""
+        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        if self.memory_budget is not None:
+            return self._largest_that_fits(costs, world_size, divisors)
+        assert self.grad_worker_fraction is not None
+        workers = self.grad_worker_fraction * world_size
+        if round(workers) not in divisors or abs(workers - round(workers)) > 1e-6 * world_size:
+            valid = ", ".join(f"{n}/{world_size}" for n in divisors)
+            raise ValueError(
+                f"KAISA(grad_worker_fraction={self.grad_worker_fraction!r}) does not divide {world_size} ranks evenly; "
+                f"valid fractions: {valid}"
+            )
+        return self._grid(costs, world_size, round(workers))
+
+    def _grid(self, costs: Sequence[LayerCost], world_size: int, workers: int) -> Assignment:
+        """Ranks as a grid of ``world_size / workers`` rows; a layer belongs to the row with the least load so far."""
+        rows = [range(start, start + workers) for start in range(0, world_size, workers)]
+        row_of = longest_first([sum(c.factor_costs) for c in costs], [range(len(rows))] * len(costs), [0.0] * len(rows))
+        return _within_groups(costs, [rows[row] for row in row_of], world_size, split_factors=workers > 1)
+
+    def _largest_that_fits(self, costs: Sequence[LayerCost], world_size: int, divisors: Sequence[int]) -> Assignment:
+        assert self.memory_budget is not None
+        budget, smallest = parse_bytes(self.memory_budget), None
+        for workers in reversed(divisors):
+            assignment = self._grid(costs, world_size, workers)
+            needed = max(bytes_per_rank(costs, assignment))
+            if needed <= budget:
+                return assignment
+            smallest = needed if smallest is None else min(smallest, needed)
+        raise ValueError(
+            f"KAISA(memory_budget={self.memory_budget!r}): no fraction fits on {world_size} ranks; "
+            f"the smallest budget that works is {smallest} bytes"
+        )
+
+
+def bytes_per_rank(costs: Sequence[LayerCost], assignment: Assignment) -> list[int]:
+    """Bytes of decompositions on each rank under an assignment."""
+    held = [0] * len(assignment.loads)
+    for cost, layer in zip(costs, assignment.layers, strict=True):
+        for rank in layer.gradient_workers:
+            held[rank] += cost.memory
+    return held
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes of ``"2GiB"``, ``"500 MB"`` or an int.
+
+    Raises:
+        ValueError: If the text is not a number with one of the units B, KB, MB, GB, KiB, MiB, GiB.
+    """
+    if isinstance(text, int):
+        return text
+    number = text.strip().rstrip("BbGgIiKkMm").strip()
+    unit = text.strip()[len(number) :].strip().upper()
+    try:
+        return int(float(number) * _UNITS[unit])
+    except (KeyError, ValueError):
+        raise ValueError(
+            f"memory_budget={text!r}: must be bytes as an int, or text such as '500MB' or '2GiB'"
+        ) from None

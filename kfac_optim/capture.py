@@ -1,0 +1,555 @@
+"""Get activations ``a`` and output gradients ``g`` out of a model, and fold them into raw moments per step.
+
+How a layer is watched. A forward hook reduces the input to its moment at once (so nothing large is kept, and activation
+checkpointing keeps its savings) and puts a hook on the *output tensor*. The input's moment counts only when that output's
+gradient arrives. This one rule makes evaluation, ``no_grad`` and both kinds of activation checkpointing right. Full
+backward hooks are never used: they crash when an in-place activation follows the layer.
+
+How terms are counted. M, the number of loss terms, belongs to the loss: it is read off the output of the outermost module
+call and counted once per backward pass, however many layers and calls took part.
+
+A *micro-batch* is one backward pass. Its moments are added to the sums of the step when the backward pass ends, unless
+one of them is not finite; then the whole micro-batch has weight 0. That decision stays on the device: the flags are read
+once, in ``step()``.
+
+Sampled Fisher. When the outermost call returns, gradients of the layer outputs are taken for targets drawn from the
+model's own predictive distribution, and committed when the user's backward pass reaches the model output.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, Literal, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .layers import AttentionInputLayer, KroneckerLayer, Observation, full_precision
+
+__all__ = ["Bernoulli", "Capture", "Categorical", "Fisher", "Gaussian", "LossTerms", "StepStatistics"]
+
+
+# Predictive distributions --------------------------------------------------------------------------------------------
+
+
+class Fisher(Protocol):
+    """A sampled Fisher: the model's predictive distribution. Anything with this method can be passed as ``fisher=``."""
+
+    def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        """Gradient, with respect to the output, of the negative log likelihood summed over all terms, of sampled targets."""
+        ...
+
+
+@dataclass(frozen=True)
+class Categorical:
+    """Softmax over logits (cross-entropy); classes in dimension ``dim``, -1 by default, 1 for images ``[N, C, H, W]``."""
+
+    dim: int = -1
+
+    def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        """``softmax(output) - one_hot(sample)``."""
+        probabilities = output.movedim(self.dim, -1).softmax(-1)
+        flat = probabilities.reshape(-1, probabilities.shape[-1])
+        sample = torch.multinomial(flat, 1, generator=generator)
+        return (
+            flat.scatter_add(1, sample, flat.new_full(sample.shape, -1.0)).view_as(probabilities).movedim(-1, self.dim)
+        )
+
+
+@dataclass(frozen=True)
+class Bernoulli:
+    """Independent sigmoids of logits (binary cross-entropy)."""
+
+    def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        """``sigmoid(output) - sample``."""
+        probabilities = output.sigmoid()
+        return probabilities - torch.bernoulli(probabilities, generator=generator)
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """Normal distribution around the output: half squared error divided by ``variance`` (> 0, default 1)."""
+
+    variance: float = 1.0
+
+    def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        """``(output - sample) / variance``."""
+        noise = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
+        return noise / self.variance**0.5
+
+
+# Loss terms ----------------------------------------------------------------------------------------------------------
+
+LossAverage = Literal["batch", "batch+sequence", "elements"]
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """Counts M, the number of terms over which the loss takes its mean, from the inputs and the output of the model.
+
+    ``average`` and ``terms`` are the engine's ``loss_average`` and ``loss_terms``, documented there.
+    """
+
+    average: LossAverage | None = "batch"
+    terms: int | Callable[[Any, Any], int] | None = None
+    batch_dim: int = 0
+    class_dim: int = -1
+
+    def count(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+        """M for one call of the model."""
+        if callable(self.terms):
+            return int(self.terms(args if args else kwargs, output))
+        if self.terms is not None:
+            return self.terms
+        if self.average is None:
+            return 1
+        tensor = main_tensor(output)
+        if tensor is None or tensor.dim() == 0:  # the model returns its loss: count its examples instead
+            tensor = first_tensor((args, kwargs))
+            if tensor is None:
+                return 1
+            positions = tensor.numel() if not tensor.is_floating_point() else tensor.numel() // max(1, tensor.shape[-1])
+        else:
+            positions = tensor.numel() // max(1, tensor.shape[self.class_dim] if tensor.dim() > 1 else 1)
+        if self.average == "elements":
+            return tensor.numel()
+        return tensor.shape[self.batch_dim if tensor.dim() > 1 else 0] if self.average == "batch" else positions
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """The first tensor in nested tuples, lists, dicts and dataclasses."""
+    if isinstance(value, Tensor):
+        return value
+    items: Iterable[Any] = value if isinstance(value, (tuple, list)) else ()
+    if isinstance(value, dict):
+        items = value.values()
+    elif is_dataclass(value):
+        items = vars(value).values()
+    return next((found for item in items if (found := first_tensor(item)) is not None), None)
+
+
+def main_tensor(output: Any) -> Tensor | None:
+    """The tensor that stands for a model's output: itself, ``.logits``, else the first one in it."""
+    logits = getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else first_tensor(output)
+
+
+# Raw moments of a step -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Moments:
+    """One layer's share of a micro-batch or of a step: packed sums and the rows behind A."""
+
+    a: Tensor
+    g: Tensor
+    counts: list[float] = field(default_factory=list)  # per micro-batch
+
+
+@dataclass(eq=False)
+class _ModelCall:
+    """One call of the outermost module: M, and for the sampled Fisher what its layers did."""
+
+    module: nn.Module
+    terms: int = 0
+    layers: list[tuple[int, nn.Module, Observation, Any]] = field(default_factory=list)
+
+
+@dataclass
+class _MicroBatch:
+    """One backward pass in progress."""
+
+    sums: dict[int, _Moments] = field(default_factory=dict)
+    calls: set[_ModelCall] = field(default_factory=set)
+
+    def add(self, layer: int, a: Tensor, count: float, g: Tensor) -> None:
+        """Adds one layer call; several calls within a backward pass add rows."""
+        if layer in self.sums:
+            entry = self.sums[layer]
+            entry.a, entry.g, entry.counts = entry.a + a, entry.g + g, [entry.counts[0] + count]
+        else:
+            self.sums[layer] = _Moments(a, g, [count])
+
+
+@dataclass
+class StepStatistics:
+    """The micro-batches of a step so far.
+
+    Attributes:
+        sums: Packed raw sums by layer index, over the finite micro-batches.
+        terms: M of each micro-batch.
+        kept: Per micro-batch a 0-dim tensor, 1.0 if all of its moments were finite, else 0.0.
+        scales: Per micro-batch the loss scale (0-dim tensor), where a gradient scaler is in use.
+    """
+
+    sums: dict[int, _Moments] = field(default_factory=dict)
+    terms: list[int] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)
+    scales: list[Tensor] = field(default_factory=list)
+
+    @property
+    def flags(self) -> list[Tensor]:
+        """What has to be read from the device to know which micro-batches count."""
+        return [*self.kept, *self.scales]
+
+    def counted(self, flags: Sequence[float]) -> tuple[list[bool], list[bool]]:
+        """From the values of :attr:`flags`: which micro-batches belong to the step, and which of those are finite."""
+        kept, scales = flags[: len(self.kept)], flags[len(self.kept) :]
+        taken = [all(later >= scale for later in scales[i + 1 :]) for i, scale in enumerate(scales)] or [True] * len(
+            kept
+        )
+        return taken, [belongs and bool(finite) for belongs, finite in zip(taken, kept, strict=True)]
+
+
+class Capture:
+    """Watches the layers of a model. One for an engine.
+
+    Args:
+        layers: The layers.
+        roots: The modules that contain them.
+        loss_terms: Counts M.
+        fisher: None for the empirical Fisher, else the distribution to sample from.
+        output_fn: Model output -> tensor of the distribution's parameters.
+        packers: Per layer two functions, for A and for G: moment -> packed form.
+        dtype: Precision of the moments.
+        stage: Name of a stage -> context manager that times it.
+        seed: (seed, rank) of the sampled targets.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[KroneckerLayer],
+        roots: Iterable[nn.Module],
+        *,
+        loss_terms: LossTerms,
+        fisher: Fisher | None,
+        output_fn: Callable[[Any], Tensor] | None,
+        packers: Sequence[tuple[Callable[[Tensor], Tensor], ...]],
+        dtype: torch.dtype,
+        stage: Callable[[str], AbstractContextManager[None]],
+        seed: tuple[int, int],
+    ) -> None:
+        self.layers = list(layers)
+        self.loss_terms, self.fisher, self.output_fn = loss_terms, fisher, output_fn
+        self.packers, self.dtype, self.stage, self.seed = packers, dtype, stage, seed
+        self.enabled = False
+        self.grad_scaler: torch.amp.GradScaler | None = None
+        self.statistics = StepStatistics()
+        self.step = 0
+        self._samples = 0
+        self._call: _ModelCall | None = None
+        self._depth = 0
+        self._last_call: _ModelCall | None = None
+        self._batch: _MicroBatch | None = None
+        self._handles: list[Any] = []
+        self._attach(roots)
+        weakref.finalize(self, _remove, self._handles)
+
+    # Hooks ----------------------------------------------------------------------------------------------------------
+
+    def _attach(self, roots: Iterable[nn.Module]) -> None:
+        """Hooks on every layer, and on every module that contains one (any of them may be the outermost call)."""
+        called = {module: i for i, layer in enumerate(self.layers) for module in layer.modules if layer.host is None}
+        hosts = {layer.host for layer in self.layers if layer.host is not None}
+        watched = set(called) | hosts
+        containers: dict[nn.Module, None] = {}
+        for root in roots:
+            for module in root.modules():
+                if any(child in watched for child in module.modules()):
+                    containers[module] = None
+        for module in containers:
+            hook = functools.partial(module.register_forward_pre_hook, with_kwargs=True)
+            self._handles.append(hook(_Hook(self, "_enter"), prepend=True))
+            if module in hosts:
+                self._handles.append(hook(_Hook(self, "_start_tapping")))
+                after = _Hook(self, "_stop_tapping")
+                self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+            if module in called:
+                after = _Hook(self, "_after_layer", called[module])
+                self._handles.append(module.register_forward_hook(after, with_kwargs=True))
+            after = _Hook(self, "_leave")
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+    def close(self) -> None:
+        """Removes every hook and forgets what was captured."""
+        self.enabled = False
+        self.discard()
+        _remove(self._handles)
+
+    def discard(self) -> None:
+        """Forgets the micro-batches of this step; a forward that still awaits its backward is kept."""
+        self.statistics, self._samples = StepStatistics(), 0
+        if not _in_backward():
+            self._batch = None
+
+    def take(self) -> StepStatistics:
+        """The statistics of this step, which start anew."""
+        statistics = self.statistics
+        self.discard()
+        return statistics
+
+    # Outermost calls ------------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.enabled or _in_backward():
+            return
+        if self._call is None:
+            if not torch.is_grad_enabled():
+                return
+            self._batch = None  # left behind by a backward pass that raised
+            self._call, self._depth = _ModelCall(module), 0
+        self._depth += 1
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        call = self._call
+        if call is None or _in_backward():
+            return
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        self._call = None
+        if output is None or not torch.is_grad_enabled():  # the forward raised, or returned nothing
+            return
+        call.terms = self.loss_terms.count(args, kwargs, output)
+        self._last_call = call
+        if self.fisher is not None:
+            self._sample(call, output)
+            return
+        tensor = main_tensor(output)
+        if tensor is not None and tensor.requires_grad:
+            tensor.register_hook(functools.partial(self._reach, call))
+
+    def _reach(self, call: _ModelCall, g: Tensor) -> None:
+        """The backward pass reached the model output."""
+        if not torch.is_grad_enabled():
+            self._open(call)
+
+    # Layer calls ----------------------------------------------------------------------------------------------------
+
+    def _after_layer(
+        self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        a = args[0] if args else next(iter(kwargs.values()), None)
+        self._see(index, module, a, output)
+
+    def _see(self, index: int, module: nn.Module, a: Any, output: Any, **how: Any) -> Observation | None:
+        layer = self.layers[index]
+        if not (self.enabled and torch.is_grad_enabled() and layer.weight.requires_grad):
+            return None
+        if not (isinstance(output, Tensor) and output.requires_grad and isinstance(a, Tensor)):
+            return None
+        recomputed = _in_backward()
+        if self.fisher is not None and (recomputed or self._call is None):
+            return None
+        with self.stage("factor computation"), full_precision(a.device.type):
+            observation = layer.observe(module, a, output, self.dtype, **how)
+            observation.moment = self.packers[index][0](observation.moment)
+        call = self._last_call if recomputed else self._call
+        if self.fisher is not None:
+            assert call is not None
+            # The edge, not the tensor: after an in-place activation the tensor stands for the activation's output.
+            edge = torch.autograd.graph.get_gradient_edge(output)
+            call.layers.append((index, module, observation, edge))
+        else:
+            output.register_hook(functools.partial(self._arrive, index, module, observation, call))
+        return observation
+
+    def _arrive(
+        self, index: int, module: nn.Module, observation: Observation, call: _ModelCall | None, g: Tensor
+    ) -> None:
+        """The gradient of a layer's output: the pair (a, g) is complete."""
+        if torch.is_grad_enabled():  # create_graph=True: a gradient penalty or a higher derivative, not the loss
+            return
+        batch = self._open(call)
+        batch.add(index, observation.moment, observation.count, self._output_moment(index, module, observation, g))
+
+    def _output_moment(self, index: int, module: nn.Module, observation: Observation, g: Tensor) -> Tensor:
+        with self.stage("factor computation"), full_precision(g.device.type):
+            g = g.detach().to(self.dtype)
+            if self.grad_scaler is not None and self.fisher is None:
+                g = g / _scale_of(self.grad_scaler, g.device)
+            return self.packers[index][1](self.layers[index].output_moment(module, g, observation))
+
+    # Micro-batches --------------------------------------------------------------------------------------------------
+
+    def _open(self, call: _ModelCall | None) -> _MicroBatch:
+        """The micro-batch of the backward pass in progress."""
+        if self._batch is None:
+            self._batch = _MicroBatch()
+            close = _Hook(self, "_close")
+            torch.autograd.Variable._execution_engine.queue_callback(close)
+        if call is not None:
+            self._batch.calls.add(call)
+        return self._batch
+
+    def _close(self) -> None:
+        """The backward pass has ended: adds its moments to the step's if all of them are finite."""
+        batch, self._batch = self._batch, None
+        if batch is None or not batch.sums:
+            return
+        step = self.statistics
+        sums = [tensor.sum() for entry in batch.sums.values() for tensor in (entry.a, entry.g)]
+        kept = torch.stack([s.to(sums[0].device) for s in sums]).isfinite().all()
+        if self.grad_scaler is not None:
+            self._drop_overflowed(_scale_of(self.grad_scaler, sums[0].device))
+        for index, new in batch.sums.items():
+            a, g = (torch.where(kept.to(t.device), t, 0.0) for t in (new.a, new.g))
+            counts = [0.0] * len(step.terms) + new.counts
+            if index in step.sums:
+                entry = step.sums[index]
+                entry.a.add_(a)
+                entry.g.add_(g)
+                entry.counts += counts[len(entry.counts) :]
+            else:
+                step.sums[index] = _Moments(a, g, counts)
+        step.terms.append(max((call.terms for call in batch.calls), default=1))
+        step.kept.append(kept)
+
+    def _drop_overflowed(self, scale: Tensor) -> None:
+        """A loss scale that fell says that the micro-batches before it belong to a step that was not taken."""
+        step = self.statistics
+        if step.scales:
+            valid = (scale >= step.scales[-1]).to(self.dtype)
+            for entry in step.sums.values():
+                entry.a.mul_(valid.to(entry.a.device))
+                entry.g.mul_(valid.to(entry.g.device))
+        step.scales.append(scale.clone())
+
+    # The sampled Fisher ---------------------------------------------------------------------------------------------
+
+    def _sample(self, call: _ModelCall, output: Any) -> None:
+        """Output moments for targets drawn from the model, pending until the user's backward reaches the output."""
+        logits = self.output_fn(output) if self.output_fn is not None else main_tensor(output)
+        if not (isinstance(logits, Tensor) and logits.requires_grad) or logits.dim() == 0 or not call.layers:
+            return
+        self._require_whole_model(call)
+        generator = torch.Generator(logits.device).manual_seed(hash((*self.seed, self.step, self._samples)) % 2**63)
+        self._samples += 1
+        with self.stage("sampled backward"), torch.autocast(logits.device.type, enabled=False):
+            with torch.no_grad():
+                dtype = torch.promote_types(logits.dtype, torch.float32)
+                target = (
+                    cast(Fisher, self.fisher).sample_gradient(logits.detach().to(dtype), generator).to(logits.dtype)
+                )
+            edges = [edge for *_, edge in call.layers]
+            try:
+                gradients = torch.autograd.grad(logits, edges, target, retain_graph=True, allow_unused=True)
+            except RuntimeError as error:
+                if "heckpoint" not in str(error):
+                    raise
+                raise RuntimeError(
+                    "the sampled Fisher can't pass re-entrant activation checkpoints: use "
+                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or fisher='empirical'"
+                ) from error
+        pending = [
+            (index, observation, self._output_moment(index, module, observation, g))
+            for (index, module, observation, _), g in zip(call.layers, gradients, strict=True)
+            if g is not None
+        ]
+        call.layers.clear()
+        logits.register_hook(functools.partial(self._commit, call, pending))
+
+    def _commit(self, call: _ModelCall, pending: list[tuple[int, Observation, Tensor]], g: Tensor) -> None:
+        if torch.is_grad_enabled():
+            return
+        batch = self._open(call)
+        for index, observation, moment in pending:
+            batch.add(index, observation.moment, observation.count, moment)
+
+    def _require_whole_model(self, call: _ModelCall) -> None:
+        inside = set(call.module.modules())
+        outside = [layer.name for layer in self.layers if not any(m in inside for m in layer.modules)]
+        if outside:
+            raise RuntimeError(
+                f"the sampled Fisher needs the model's output, but {type(call.module).__name__} was called on its own, "
+                f"without {outside[0]!r}: call the model as one module, or use fisher='empirical'"
+            )
+
+    # Attention ------------------------------------------------------------------------------------------------------
+
+    def _start_tapping(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Attention applies its projections by ``F.linear`` without calling a module: listen in during its forward."""
+        if self.enabled and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            tapped = [(i, layer) for i, layer in enumerate(self.layers) if layer.host is module]
+            _Tap(self, tapped).start()
+
+    def _stop_tapping(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if isinstance(F.linear, _Tap):
+            F.linear.stop()
+
+
+class _Tap:
+    """Stands in for ``F.linear`` while one attention module runs."""
+
+    def __init__(self, capture: Capture, tapped: list[tuple[int, KroneckerLayer]]) -> None:
+        self.capture, self.tapped, self.original = capture, tapped, F.linear
+        self.query_rows = 0.0
+
+    def start(self) -> None:
+        F.linear = self
+
+    def stop(self) -> None:
+        F.linear = self.original
+
+    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        output = self.original(input, weight, bias)
+        for index, layer in self.tapped:
+            if weight is layer.weight or weight._base is layer.weight:
+                module = layer.modules[0]
+                if isinstance(layer, AttentionInputLayer):
+                    self._see_part(index, module, layer, input, weight, output)
+                else:
+                    self.capture._see(index, module, input, output)
+        return output
+
+    def _see_part(
+        self, index: int, module: nn.Module, layer: AttentionInputLayer, a: Tensor, weight: Tensor, output: Tensor
+    ) -> None:
+        """q, k, v at once or part by part; keys and values count as many rows as the queries."""
+        offset = weight.storage_offset() - layer.weight.storage_offset()
+        first = offset // weight.stride(0) // layer.d_out
+        parts = slice(first, first + weight.shape[0] // layer.d_out)
+        seen = self.capture._see(index, module, a, output, pairs=parts)
+        if seen is None:
+            return
+        if first == 0:
+            self.query_rows = seen.count
+        else:
+            seen.moment *= self.query_rows / seen.count
+            seen.count = 0.0
+
+
+class _Hook:
+    """A method of a capture, held weakly: copies and pickles of a hooked model carry hooks that do nothing."""
+
+    def __init__(self, capture: Capture | None, method: str = "", *args: Any) -> None:
+        self.capture = weakref.ref(capture) if capture is not None else None
+        self.method, self.args = method, args
+
+    def __call__(self, *args: Any) -> None:
+        capture = self.capture() if self.capture is not None else None
+        if capture is not None and capture.enabled:
+            getattr(capture, self.method)(*self.args, *args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (None,)
+
+
+def _remove(handles: list[Any]) -> None:
+    while handles:
+        handles.pop().remove()
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> Tensor:
+    """The current loss scale, without waiting for the device."""
+    scale = scaler._get_scale_async()
+    return torch.ones((), device=device) if scale is None else scale.to(device)

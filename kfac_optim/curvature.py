@@ -1,0 +1,877 @@
+"""The curvature engine: conducts capture, factors, solvers, assignment and scaling once per step.
+
+What a step does, in order:
+
+    fold the captured moments into the running averages          (statistics steps; drop non-finite micro-batches)
+    if due: freeze the factors, decompose them                   (eqs. 11-13 or 8-10)
+    precondition
+    scale (kl_clip, unit, graft)
+
+The engine returns directions and leaves ``.grad`` alone; whoever owns it (an optimizer of this package, or the caller of
+:meth:`CurvatureEngine.precondition_`) applies them.
+
+References: Pauloski et al., "Deep Neural Network Training with Distributed K-FAC" (the paper; its equation numbers are
+used throughout); Martens & Grosse 2015, arXiv:1503.05671; Grosse & Martens 2016, arXiv:1602.01407; Eschenhagen et al.
+2023, arXiv:2311.00636.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from . import diagnostics
+from .assignment import (
+    KAISA,
+    AssignmentStrategy,
+    FactorWise,
+    LayerAssignment,
+    LayerCost,
+    LayerWise,
+    longest_first,
+)
+from .capture import Bernoulli, Capture, Categorical, Fisher, Gaussian, LossAverage, LossTerms, StepStatistics
+from .comm import Communicator, make_communicator
+from .factors import FactorSpec, fold_, snapshot_
+from .layers import KroneckerLayer, LayerOptions, Sharing, find_layers, full_precision, owners_of, unwrap
+from .scaling import Direction, Graft, KLClip, Scaling, Unit
+from .schedules import (
+    Schedule,
+    due,
+    flag,
+    growing,
+    instance,
+    one_of,
+    optional_callable,
+    optional_count,
+    patterns,
+    scheduled,
+    value_at,
+)
+from .solvers import Decomposition, EigenSolver, InverseSolver, Solver, decompose_safely
+
+__all__ = ["CurvatureEngine", "memory_estimate"]
+
+Lr = float | Tensor
+SIDES = ("A", "G")
+
+# Short names of instances; anything else passed for these options must be an instance with the protocol's method.
+_SOLVERS = {"eigen": EigenSolver(), "inverse": InverseSolver()}
+_SCALINGS = {"unit": Unit(), "graft": Graft()}
+_FISHERS = {"categorical": Categorical(), "bernoulli": Bernoulli(), "gaussian": Gaussian()}
+_ASSIGNMENTS = {"layer-wise": LayerWise(), "factor-wise": FactorWise(), "kaisa": KAISA(grad_worker_fraction=1.0)}
+
+_ENGINES: weakref.WeakSet[CurvatureEngine] = weakref.WeakSet()
+
+
+# Checks of arguments that need torch -----------------------------------------------------------------------------------
+
+
+def _dtype(name: str, *, optional: bool = False) -> Callable[[Any], Any]:
+    allowed = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *((None,) if optional else ()))
+    return one_of(name, allowed)
+
+
+def _grad_scaler(value: Any) -> Any:
+    if value is not None and not isinstance(value, torch.amp.GradScaler):
+        raise TypeError(f"grad_scaler={value!r}: must be a torch.amp.GradScaler or None")
+    return value
+
+
+class _Refresh:
+    """A refresh in progress: factors frozen at ``start``, decomposed over ``spread`` steps, used from then on."""
+
+    def __init__(self, start: int, spread: int, damping: float) -> None:
+        self.start, self.spread, self.damping = start, spread, damping
+        self.layers: list[KroneckerLayer] = []
+        self.jobs: list[tuple[int, KroneckerLayer, int]] = []  # (step since start, layer, side)
+        self.done: dict[tuple[KroneckerLayer, int], Decomposition | None] = {}
+
+    def plan(self, layers: list[KroneckerLayer], specs: Mapping[KroneckerLayer, tuple[FactorSpec, FactorSpec]]) -> None:
+        """Shares the decompositions of the layers out to the steps, evenly by cost."""
+        self.layers = layers
+        jobs = [(layer, side) for layer in layers for side in range(2)]
+        steps = max(1, self.spread)
+        when = longest_first(
+            [specs[layer][side].cost for layer, side in jobs], [range(steps)] * len(jobs), [0.0] * steps
+        )
+        self.jobs = [(step, layer, side) for step, (layer, side) in zip(when, jobs, strict=True)]
+
+    def jobs_until(self, elapsed: int) -> list[tuple[KroneckerLayer, int]]:
+        """What has to be done by now and is not."""
+        return [(layer, side) for step, layer, side in self.jobs if step <= elapsed and (layer, side) not in self.done]
+
+
+class CurvatureEngine:
+    """Everything about curvature for one model; ``optimizer.curvature`` of the optimizers of this package.
+
+    Args:
+        model: The module to watch, raw or wrapped (DDP, torch.compile), or the parameters (or parameter groups) whose
+            owning modules are then found by identity.
+        params: The parameters that are trained; default: all of the model's. Layers whose weight is not among them get
+            no hooks.
+        damping: gamma of eqs. 9-13, > 0; float or callable(step).
+        relative_damping: True: gamma is ``damping`` times the mean eigenvalue of the layer's ``A (x) G``.
+        factor_decay: xi of eqs. 14-15, the weight of the past in the running averages, in [0, 1); float or callable.
+        factor_update_steps: Steps between statistics updates, >= 1; int or callable. None (default): 10, or a fifth of
+            the interval where ``inv_update_steps`` is :class:`~kfac_optim.growing`.
+        inv_update_steps: Steps between decompositions ("kfac-update-freq" of the paper), >= 1; int or callable.
+        scaling: "kl_clip" (eq. 16), "unit", "graft", None, or an object with ``multipliers(directions)``.
+        kl_clip: kappa of eq. 16 for scaling="kl_clip", > 0; float or callable.
+        solver: "eigen" (eqs. 11-13), "inverse" (eqs. 8-10), or an object with the protocol of
+            :class:`~kfac_optim.solvers.Solver`.
+        fisher: "empirical" (default: the gradients of the training loss itself), or, with targets sampled from the
+            model's own output distribution at the price of one more backward pass on statistics steps, "categorical",
+            "bernoulli", "gaussian" or an object with ``sample_gradient(output, generator)``.
+        loss_average: Over what the loss takes its mean: "batch" (default), "batch+sequence" (token-mean language
+            models), "elements" (MSELoss), None (a sum).
+        loss_terms: The number of averaged loss terms itself, where ``loss_average`` can't tell (ignored targets, masked
+            tokens): an int >= 1 or callable(inputs, output) -> int. ``inputs`` is the tuple of the model's positional
+            arguments, or the dict of its keyword arguments if there are none.
+        batch_dim: Dimension of the examples in the model's output and in the layers' inputs: 0 (default), or 1 for
+            sequence-first models.
+        weight_sharing: "expand" (default) or "reduce" over shared positions, or callable(name, module) returning one.
+        skip_layers: Regular expressions; layers whose name contains a match train by the base rule.
+        max_factor_dim: Larger factors are kept diagonal; int or None for no limit.
+        spread: Steps over which a refresh is worked off, >= 0; int or callable. 0: at once.
+        assignment: "layer-wise", "factor-wise" (default), "kaisa", or an object with ``assign(costs, world_size)``.
+        process_group: Processes that train together; default: torch.distributed's default group, if initialised.
+        communicator: Replaces the process group.
+        grad_scaler: The ``torch.amp.GradScaler`` of fp16 autocast training; may be set later.
+        skip_nonfinite: True (default): a step whose final gradients are not all finite is not taken, and counted.
+        output_fn: Model output -> tensor of the sampled Fisher; default: the tensor itself, or ``.logits``.
+        seed: Of the sampled targets.
+        factor_dtype: Storage of the factors.
+        inv_dtype: Storage of the decompositions.
+        comm_dtype: Of factors on the wire; None: as stored.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value is out of range, or no module owns the parameters.
+    """
+
+    # Checked at construction and whenever they are set. The first group may be changed during training.
+    _hyperparameters: ClassVar[dict[str, Callable[[Any], Any]]] = {
+        "damping": scheduled("damping", float, "> 0", lambda x: 0 < x < math.inf),
+        "relative_damping": flag("relative_damping"),
+        "factor_decay": scheduled("factor_decay", float, "in [0, 1)", lambda x: 0 <= x < 1),
+        "factor_update_steps": optional_count("factor_update_steps", or_callable=True),
+        "inv_update_steps": scheduled("inv_update_steps", int, ">= 1", lambda x: x >= 1),
+        "scaling": instance("scaling", _SCALINGS, "multipliers", ("kl_clip", None)),
+        "kl_clip": scheduled("kl_clip", float, "> 0", lambda x: 0 < x < math.inf),
+        "spread": scheduled("spread", int, ">= 0", lambda x: x >= 0),
+        "grad_scaler": _grad_scaler,
+        "skip_nonfinite": flag("skip_nonfinite"),
+    }
+    _fixed: ClassVar[dict[str, Callable[[Any], Any]]] = {
+        "solver": instance("solver", _SOLVERS, "precondition"),
+        "fisher": instance("fisher", _FISHERS, "sample_gradient", ("empirical",)),
+        "loss_average": one_of("loss_average", ("batch", "batch+sequence", "elements", None)),
+        "loss_terms": optional_count("loss_terms", or_callable=True),
+        "batch_dim": one_of("batch_dim", (0, 1)),
+        "weight_sharing": one_of("weight_sharing", ("expand", "reduce"), or_callable=True),
+        "skip_layers": patterns,
+        "max_factor_dim": optional_count("max_factor_dim"),
+        "assignment": instance("assignment", _ASSIGNMENTS, "assign"),
+        "output_fn": optional_callable("output_fn"),
+        "seed": scheduled("seed", int, "an int", lambda x: True),
+        "factor_dtype": _dtype("factor_dtype"),
+        "inv_dtype": _dtype("inv_dtype"),
+        "comm_dtype": _dtype("comm_dtype", optional=True),
+    }
+
+    damping: Schedule[float]
+    relative_damping: bool
+    factor_decay: Schedule[float]
+    factor_update_steps: Schedule[int] | None
+    inv_update_steps: Schedule[int]
+    scaling: Scaling | str | None
+    kl_clip: Schedule[float]
+    spread: Schedule[int]
+    grad_scaler: torch.amp.GradScaler | None
+    skip_nonfinite: bool
+    solver: Solver
+    fisher: Fisher | str
+    loss_average: LossAverage | None
+    loss_terms: int | Callable[[Any, Any], int] | None
+    batch_dim: int
+    weight_sharing: Sharing | Callable[[str, nn.Module], Sharing]
+    skip_layers: tuple[str, ...]
+    max_factor_dim: int | None
+    assignment: AssignmentStrategy
+    output_fn: Callable[[Any], Tensor] | None
+    seed: int
+    factor_dtype: torch.dtype
+    inv_dtype: torch.dtype
+    comm_dtype: torch.dtype | None
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[Any],
+        params: Iterable[nn.Parameter] | None = None,
+        *,
+        damping: Schedule[float] = 0.03,
+        relative_damping: bool = False,
+        factor_decay: Schedule[float] = 0.95,
+        factor_update_steps: Schedule[int] | None = None,
+        inv_update_steps: Schedule[int] = 100,
+        scaling: Scaling | str | None = "kl_clip",
+        kl_clip: Schedule[float] = 1e-3,
+        solver: Solver | str = "eigen",
+        fisher: Fisher | str = "empirical",
+        loss_average: str | None = "batch",
+        loss_terms: int | Callable[[Any, Any], int] | None = None,
+        batch_dim: int = 0,
+        weight_sharing: str | Callable[[str, nn.Module], str] = "expand",
+        skip_layers: Sequence[str] = (),
+        max_factor_dim: int | None = 8192,
+        spread: Schedule[int] = 0,
+        assignment: AssignmentStrategy | str = "factor-wise",
+        process_group: Any = None,
+        communicator: Communicator | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        skip_nonfinite: bool = True,
+        output_fn: Callable[[Any], Tensor] | None = None,
+        seed: int = 0,
+        factor_dtype: torch.dtype = torch.float32,
+        inv_dtype: torch.dtype = torch.float32,
+        comm_dtype: torch.dtype | None = None,
+    ) -> None:
+        arguments = locals()
+        for name in (*self._hyperparameters, *self._fixed):
+            object.__setattr__(self, name, self._check(name, arguments[name]))
+        self.comm = communicator if communicator is not None else make_communicator(process_group)
+        self.model = model if isinstance(model, nn.Module) else None
+        self._trained = dict.fromkeys(_parameters_of(model if params is None else params))
+        self._find_layers()
+
+        self.owned = False
+        self.step_count = 0
+        self.last_statistics: int | None = None
+        self.last_refresh: int | None = None
+        self.skipped_steps = 0
+        self.skipped_batches = 0
+        self.failed_decompositions = 0
+        self._refresh: _Refresh | None = None
+        self._averages: dict[KroneckerLayer, dict[str, Any]] = {}
+        self._decomposed: dict[KroneckerLayer, tuple[Decomposition, Decomposition]] = {}
+        self._means: dict[KroneckerLayer, tuple[Tensor, Tensor]] = {}
+        self._cosines: dict[KroneckerLayer, Tensor] = {}
+        self._stages = diagnostics.StageTimes()
+        self._warned: set[str] = set()
+        self._dry = False
+        self._attach()
+        _ENGINES.add(self)
+
+    # Construction ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def _check(cls, name: str, value: Any) -> Any:
+        return (cls._hyperparameters.get(name) or cls._fixed[name])(value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._fixed and hasattr(self, name):
+            changeable = ", ".join(self._hyperparameters)
+            raise AttributeError(f"{name} is fixed at construction; what can be changed during training: {changeable}")
+        if name in self._hyperparameters:
+            value = self._check(name, value)
+        object.__setattr__(self, name, value)
+        if name in self._hyperparameters and "_capture" in self.__dict__:
+            self._plan()
+
+    def _find_layers(self) -> None:
+        """Finds the layers of the trained parameters, and who works on them."""
+        self._roots = [unwrap(self.model)] if self.model is not None else owners_of(self._trained)
+        options = LayerOptions(
+            weight_sharing=self.weight_sharing,
+            batch_dim=self.batch_dim,
+            max_factor_dim=self.max_factor_dim,
+            skip_layers=self.skip_layers,
+            trainable=self._trained,
+        )
+        coverage = find_layers(self._roots, options)
+        self.layers: list[KroneckerLayer] = coverage.layers
+        self.uncovered = coverage.uncovered
+        covered = {parameter for layer in self.layers for parameter in layer.parameters}
+        for i, parameter in enumerate(self._trained):
+            if parameter not in covered and parameter not in self.uncovered:
+                self.uncovered[parameter] = (f"parameter {i}", "no module of the model owns it")
+        self._specs = {layer: specs_of(layer) for layer in self.layers}
+        costs = [_cost_of(self._specs[layer], self.solver, self.inv_dtype) for layer in self.layers]
+        self.work = self.assignment.assign(costs, self.comm.world_size)
+
+    def _attach(self) -> None:
+        """Puts the hooks on."""
+        sampled = None if isinstance(self.fisher, str) else self.fisher
+        terms = LossTerms(self.loss_average, self.loss_terms, self.batch_dim, getattr(sampled, "dim", -1))
+        self._capture = Capture(
+            self.layers,
+            self._roots,
+            loss_terms=terms,
+            fisher=sampled,
+            output_fn=self.output_fn,
+            packers=[tuple(spec.pack for spec in self._specs[layer]) for layer in self.layers],
+            dtype=torch.promote_types(self.factor_dtype, torch.float32),
+            stage=self._stages.stage,
+            seed=(self.seed, self.comm.rank),
+        )
+        self._plan()
+
+    def extend(self, params: Iterable[Any]) -> None:
+        """Takes more trained parameters (``add_param_group``); their layers start without statistics."""
+        new = [p for p in _parameters_of(params) if p not in self._trained]
+        self._trained.update(dict.fromkeys(new))
+        known = {layer.weight: layer for layer in self.layers}
+        self._find_layers()
+        # A layer that exists already keeps its identity, and with it its statistics.
+        self.layers[:] = [known.get(layer.weight, layer) for layer in self.layers]
+        self._specs = {layer: specs_of(layer) for layer in self.layers}
+        self._capture.close()
+        self._attach()
+
+    def close(self) -> None:
+        """Removes every hook; from then on the model trains as if it had no curvature."""
+        self._capture.close()
+        _ENGINES.discard(self)
+
+    # The step -------------------------------------------------------------------------------------------------------
+
+    def _plan(self) -> None:
+        """Decides whether the coming step collects statistics; its forward has not run yet."""
+        interval = self.factor_update_steps
+        if interval is None:
+            fraction = 5 if isinstance(self.inv_update_steps, growing) else None
+            interval = max(1, self.inv_update_steps(self.step_count) // fraction) if fraction else 10
+        self._capture.step = self.step_count
+        self._capture.grad_scaler = self.grad_scaler
+        self._capture.enabled = due(interval, self.step_count, self.last_statistics)
+
+    def update(self, gradients: Sequence[Tensor], lrs: Iterable[Lr] = (1.0,)) -> bool:
+        """The first half of a step: takes up what was captured and refreshes the decompositions if that is due.
+
+        Args:
+            gradients: The gradients of all trained parameters.
+            lrs: The learning rates of the step. A step on zero gradients with all of them 0 and nothing captured, as
+                torch.distributed.checkpoint takes it, changes nothing.
+
+        Returns:
+            Whether the step is to be taken; False if a gradient is not finite and ``skip_nonfinite`` is set.
+
+        Raises:
+            RuntimeError: If the model was trained but none of its layers was seen.
+        """
+        self._ensure_state()
+        statistics = self._capture.take()
+        largest = torch.nn.utils.get_total_norm(gradients, math.inf) if gradients else torch.zeros(())
+        flags = [largest, *statistics.flags]
+        norm, *flags = torch.stack([flag.to(largest.device, torch.float32) for flag in flags]).tolist()  # the one sync
+        self._dry = norm == 0 and not statistics.terms and not any(float(lr) for lr in lrs)
+        if self._dry:
+            return True
+        if self.skip_nonfinite and not math.isfinite(norm):
+            self.skipped_steps += 1
+            return False
+        with self._stages.stage("factor update"):
+            self._fold(statistics, flags)
+        self._require_statistics(norm, lrs)
+        self._refresh_if_due()
+        return True
+
+    def _fold(self, statistics: StepStatistics, flags: Sequence[float]) -> None:
+        """Eqs. 14-15: running averages of A, and of G = M sum g g^T over the M terms of the step's loss."""
+        taken, finite = statistics.counted(flags)
+        if not any(taken):
+            return
+        self.skipped_batches += sum(taken) - sum(finite)
+        self.last_statistics = self.step_count
+        all_terms = sum(m for m, use in zip(statistics.terms, taken, strict=True) if use)
+        terms = sum(m for m, use in zip(statistics.terms, finite, strict=True) if use)
+        # g carries the 1/M of the mean; sampled gradients are those of the sum.
+        per_term = all_terms**2 if isinstance(self.fisher, str) else 1
+        decay = value_at(self.factor_decay, self.step_count)
+        for index, sums in statistics.sums.items():
+            average = self._averages[self.layers[index]]
+            rows = sum(count for count, use in zip(sums.counts, finite, strict=False) if use)
+            if rows:
+                fold_(average["A"], sums.a, rows, decay)
+                fold_(average["G"], sums.g.mul_(per_term), terms, decay)
+
+    def _require_statistics(self, norm: float, lrs: Iterable[Lr]) -> None:
+        if self.last_statistics is not None or not self._capture.enabled or norm == 0 or not any(map(float, lrs)):
+            return
+        if any(layer.weight.grad is not None for layer in self.layers):
+            raise RuntimeError(
+                "the model has gradients, but none of its layers was seen in a forward and backward pass. Build the "
+                "optimizer before the first call of a compiled model (or call torch._dynamo.reset()), and call the "
+                "model's modules rather than their forward methods; statistics come from the backward passes since the "
+                "last zero_grad()"
+            )
+
+    # Refreshes ------------------------------------------------------------------------------------------------------
+
+    def _refresh_if_due(self) -> None:
+        """Starts a refresh if one is due, works on it, and installs its results when its time is up."""
+        step = self.step_count
+        if self._refresh is None and due(self.inv_update_steps, step, self.last_refresh):
+            ready = [layer for layer in self.layers if all(float(self._averages[layer][s]["weight"]) for s in SIDES)]
+            if not ready:
+                return
+            spread = 0 if self.last_refresh is None else value_at(self.spread, step)
+            self._refresh = _Refresh(step, spread, value_at(self.damping, step))
+            self.last_refresh = step
+            for layer in self.layers:
+                for side in SIDES if spread else ():
+                    snapshot_(self._averages[layer][f"{side}_next"], self._averages[layer][side])
+            self._refresh.plan(ready, self._specs)
+        if self._refresh is not None:
+            self._work_off(self._refresh, step - self._refresh.start)
+
+    def _work_off(self, refresh: _Refresh, elapsed: int) -> None:
+        source = "{}_next" if refresh.spread else "{}"
+        with self._stages.stage("decomposition"):
+            for layer, side in refresh.jobs_until(elapsed):
+                refresh.done[layer, side] = self._decompose(layer, side, source.format(SIDES[side]), refresh.damping)
+        if elapsed < refresh.spread:
+            return
+        self._refresh = None
+        for layer in refresh.layers:
+            a, g = refresh.done[layer, 0], refresh.done[layer, 1]
+            if a is None or g is None:
+                self._keep_last(layer)
+                continue
+            average = self._averages[layer]
+            for side in SIDES:
+                snapshot_(average[f"{side}_last"], average[source.format(side)])
+            average["damping"] = torch.tensor(refresh.damping, dtype=torch.float64)
+            self._install(layer, a, g)
+
+    def _install(self, layer: KroneckerLayer, a: Decomposition, g: Decomposition) -> None:
+        self._decomposed[layer] = (a, g)
+        self._means[layer] = self._mean_eigenvalues(layer, "{}_last")
+        self._cosines.pop(layer, None)
+
+    def _decompose(self, layer: KroneckerLayer, side: int, key: str, damping: float) -> Decomposition | None:
+        average = self._averages[layer]
+        factor = self._specs[layer][side].matrix(average[key])
+        means = self._mean_eigenvalues(layer, key.replace(SIDES[side], "{}"))
+        shift = self.solver.shifts(self._gamma(means, damping), *means)[side]
+        with full_precision(factor.device.type):
+            dtype = torch.promote_types(factor.dtype, torch.promote_types(self.inv_dtype, torch.float32))
+            result = decompose_safely(self.solver, factor.to(dtype), shift.to(dtype))
+        return None if result is None else tuple(part.to(self.inv_dtype) for part in result)
+
+    def _mean_eigenvalues(self, layer: KroneckerLayer, key: str) -> tuple[Tensor, Tensor]:
+        """Of A and of G, per pair ``[p]``; of all pairs together where they are joint."""
+        means = []
+        for side, spec in zip(SIDES, self._specs[layer], strict=True):
+            mean = spec.mean_eigenvalue(self._averages[layer][key.format(side)])
+            means.append(mean.mean().expand_as(mean) if layer.joint else mean)
+        return means[0], means[1]
+
+    def _gamma(self, means: tuple[Tensor, Tensor], damping: float) -> Tensor:
+        """The damping of each pair, ``[p]``."""
+        product = means[0] * means[1]
+        if not self.relative_damping:
+            return torch.full_like(product, damping)
+        return damping * torch.where(product > 0, product, 1.0)
+
+    def _keep_last(self, layer: KroneckerLayer) -> None:
+        """A decomposition failed for good: the layer goes on with the last good one, or with its raw gradient."""
+        self.failed_decompositions += 1
+        if layer.name not in self._warned:
+            self._warned.add(layer.name)
+            instead = "its last good decomposition" if layer in self._decomposed else "its raw gradient"
+            warnings.warn(f"the factors of {layer.name!r} could not be decomposed; using {instead}", stacklevel=2)
+
+    # Directions -----------------------------------------------------------------------------------------------------
+
+    def directions(
+        self, vectors: Mapping[nn.Parameter, Tensor], lr: Mapping[nn.Parameter, Lr]
+    ) -> dict[nn.Parameter, Tensor]:
+        """The second half of a step: the preconditioned and scaled vectors.
+
+        Args:
+            vectors: What to precondition (gradients or momentum), by parameter.
+            lr: The current learning rate of each parameter, for the scaling.
+
+        Returns:
+            Directions for the parameters whose layer has a decomposition; the others keep their vector.
+        """
+        layers = [
+            layer for layer in self.layers if layer in self._decomposed and all(p in vectors for p in layer.parameters)
+        ]
+        with self._stages.stage("preconditioning"):
+            found = [self._direction(layer, vectors, lr) for layer in layers]
+        with self._stages.stage("scaling"):
+            scaling = KLClip(value_at(self.kl_clip, self.step_count)) if self.scaling == "kl_clip" else self.scaling
+            if scaling is not None:
+                assert not isinstance(scaling, str)
+                multipliers = scaling.multipliers(found)
+            result = {}
+            for i, (layer, d) in enumerate(zip(layers, found, strict=True)):
+                if layer not in self._cosines:
+                    self._cosines[layer] = diagnostics.cosine(d.gradient, d.direction)
+                matrix = d.direction if scaling is None else d.direction * multipliers[i].reshape(-1, 1, 1)
+                for parameter, direction in zip(layer.parameters, layer.from_matrix(matrix), strict=True):
+                    result[parameter] = direction.to(vectors[parameter].dtype)
+        return result
+
+    def _direction(
+        self, layer: KroneckerLayer, vectors: Mapping[nn.Parameter, Tensor], lr: Mapping[nn.Parameter, Lr]
+    ) -> Direction:
+        dtype = torch.promote_types(self.inv_dtype, torch.float32)
+        tensors = [vectors[p].to(dtype) for p in layer.parameters]
+        gradient = layer.to_matrix(tensors[0], tensors[1] if len(tensors) > 1 else None)
+        a, g = (tuple(part.to(dtype) for part in side) for side in self._decomposed[layer])
+        gamma = self._gamma(self._means[layer], value_at(self.damping, self.step_count)).to(dtype)
+        with full_precision(gradient.device.type):
+            direction = self.solver.precondition(gradient, a, g, gamma)
+        rates = [lr[p] for p in layer.parameters]
+        rate: Lr = rates[0]
+        if len(rates) > 1 and rates[1] is not rates[0] and rates[1] != rates[0]:
+            rate = layer.to_matrix(*(torch.ones_like(t) * r for t, r in zip(tensors, rates, strict=True)))
+        return Direction(direction, gradient, rate, layer.joint)
+
+    def advance(self) -> None:
+        """The step is over."""
+        if not self._dry:
+            self.step_count += 1
+        self._plan()
+
+    @torch.no_grad()
+    def precondition_(self, lr: Lr | None = None) -> bool:
+        """Replaces ``.grad`` by the direction, between ``backward()`` and the ``step()`` of a foreign optimizer.
+
+        Args:
+            lr: The foreign optimizer's learning rate; needed for scaling="kl_clip".
+
+        Returns:
+            False if the gradients are not finite; they are then left as they are.
+
+        Raises:
+            RuntimeError: If an optimizer of this package owns the engine and calls it itself.
+            ValueError: If the scaling needs a learning rate and none is given.
+        """
+        if self.owned:
+            raise RuntimeError("this engine belongs to an optimizer, whose step() preconditions; call that alone")
+        if lr is None and self.scaling == "kl_clip":
+            raise ValueError("precondition_(lr=None): scaling='kl_clip' needs the learning rate of the step, lr=...")
+        gradients = {p: p.grad for p in self._trained if p.grad is not None}
+        taken = self.update(list(gradients.values()), () if lr is None else (lr,))
+        if taken:
+            rates = dict.fromkeys(gradients, 1.0 if lr is None else lr)
+            for parameter, direction in self.directions(gradients, rates).items():
+                gradients[parameter].copy_(direction)
+            self.advance()
+        return taken
+
+    def discard(self) -> None:
+        """Forgets what this step has captured so far (``zero_grad()`` does it)."""
+        self._capture.discard()
+
+    # State ----------------------------------------------------------------------------------------------------------
+
+    def _ensure_state(self) -> None:
+        """Running averages for every layer that has none yet."""
+        pending = ("_last", "") if self.spread == 0 else ("_last", "", "_next")
+        for layer in self.layers:
+            average = self._averages.setdefault(layer, {})
+            for side, spec in zip(SIDES, self._specs[layer], strict=True):
+                for suffix in pending:
+                    if f"{side}{suffix}" not in average:
+                        average[f"{side}{suffix}"] = spec.empty(self.factor_dtype, layer.weight.device)
+            average.setdefault("damping", torch.zeros((), dtype=torch.float64))
+
+    def layer_states(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """The running averages by weight, the tensors themselves; empty before the first step."""
+        return {layer.weight: self._averages[layer] for layer in self.layers if layer in self._averages}
+
+    def adopt_states(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        """Takes running averages that somebody moved or replaced (Lightning moves optimizer state between devices)."""
+        for layer in self.layers:
+            if layer.weight in states:
+                self._averages[layer] = states[layer.weight]
+
+    def counters(self) -> dict[str, float | int]:
+        """Plain numbers that belong to the state: counters (-1: never) and the hyperparameters that are numbers."""
+        refresh = self._refresh
+        found: dict[str, float | int] = {
+            "step": self.step_count,
+            "last_statistics": -1 if self.last_statistics is None else self.last_statistics,
+            "last_refresh": -1 if self.last_refresh is None else self.last_refresh,
+            "pending_spread": -1 if refresh is None else refresh.spread,
+            "pending_damping": -1.0 if refresh is None else refresh.damping,
+            "skipped_steps": self.skipped_steps,
+            "skipped_batches": self.skipped_batches,
+            "failed_decompositions": self.failed_decompositions,
+        }
+        for name in self._hyperparameters:
+            value = getattr(self, name)
+            if isinstance(value, (bool, int, float)):
+                found[name] = value
+        return found
+
+    def check_states(self, states: Mapping[nn.Parameter, Any]) -> None:
+        """Raises ValueError unless the states could be loaded: every layer's, of its shape, finite, and no others."""
+        weights = {layer.weight: layer for layer in self.layers}
+        for weight in states:
+            if weight not in weights:
+                raise ValueError("the state has Kronecker factors for a parameter that has none here: another model?")
+        for weight, layer in weights.items():
+            if weight not in states:
+                raise ValueError(
+                    f"the state has no Kronecker factors for {layer.name!r}: another model or skip_layers?"
+                )
+            for side, spec in zip(SIDES, self._specs[layer], strict=True):
+                for key in (side, f"{side}_last"):
+                    problem = spec.problem(states[weight].get(key))
+                    if problem:
+                        raise ValueError(f"the state of {layer.name!r} is damaged or of another model: {key} {problem}")
+
+    def load(self, states: Mapping[nn.Parameter, dict[str, Any]], counters: Mapping[str, Any]) -> None:
+        """Loads checked states; copies, keeps the engine's own precision, and rebuilds the decompositions."""
+        self._averages, self._decomposed, self._refresh = {}, {}, None
+        self._means, self._cosines = {}, {}
+        self._capture.discard()
+        for name in self._hyperparameters:
+            if name in counters and not callable(getattr(self, name)):
+                setattr(self, name, type(getattr(self, name))(counters[name]))
+        self.step_count = int(counters.get("step", 0))
+        self.last_statistics = _never_if_negative(counters.get("last_statistics", -1))
+        self.last_refresh = _never_if_negative(counters.get("last_refresh", -1))
+        for name in ("skipped_steps", "skipped_batches", "failed_decompositions"):
+            setattr(self, name, int(counters.get(name, 0)))
+        if states:
+            self._ensure_state()
+            for layer in self.layers:
+                _copy_state(self._averages[layer], states[layer.weight])
+            self._rebuild(int(counters.get("pending_spread", -1)), float(counters.get("pending_damping", -1.0)))
+        self._plan()
+
+    def _rebuild(self, pending_spread: int, pending_damping: float) -> None:
+        """Decompositions from the factors they were made of, never from the current sums."""
+        for layer in self.layers:
+            average = self._averages[layer]
+            if all(float(average[f"{side}_last"]["weight"]) for side in SIDES):
+                damping = float(average["damping"])
+                a, g = (self._decompose(layer, i, f"{side}_last", damping) for i, side in enumerate(SIDES))
+                if a is not None and g is not None:
+                    self._install(layer, a, g)
+        if pending_spread >= 0 and self.last_refresh is not None:
+            self._refresh = _Refresh(self.last_refresh, pending_spread, pending_damping)
+            ready = [
+                layer
+                for layer in self.layers
+                if all(float(self._averages[layer][f"{s}_next"]["weight"]) for s in SIDES)
+            ]
+            self._refresh.plan(ready, self._specs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of an engine that stands alone: averages by layer name, and counters."""
+        return {
+            "layers": {layer.name: self._averages[layer] for layer in self.layers if layer in self._averages},
+            "counters": self.counters(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads :meth:`state_dict`.
+
+        Raises:
+            ValueError: If the state is damaged or of another model; nothing is changed then.
+        """
+        weights = {layer.name: layer.weight for layer in self.layers}
+        unknown = set(state_dict["layers"]) - set(weights)
+        if unknown:
+            raise ValueError(f"the state has layers that the model has not: {', '.join(sorted(unknown))}")
+        states = {weights[name]: state for name, state in state_dict["layers"].items()}
+        if states:
+            self.check_states(states)
+        self.load(states, state_dict["counters"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles carry the model; hooks, scaler and communicator stay behind."""
+        dropped = ("_capture", "comm", "grad_scaler")
+        return {key: value for key, value in self.__dict__.items() if key not in dropped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__dict__.update(grad_scaler=None, comm=make_communicator())
+        self._attach()
+        _ENGINES.add(self)
+
+    # Views ----------------------------------------------------------------------------------------------------------
+
+    def factors(self, layer: KroneckerLayer | str) -> tuple[Tensor, Tensor]:
+        """The running averages A ``[p, d_in, d_in]`` and G ``[p, d_out, d_out]`` of a layer (diagonals: ``[p, d]``)."""
+        if isinstance(layer, str):
+            layer = next(known for known in self.layers if known.name == layer)
+        a, g = (spec.matrix(self._averages[layer][s]) for s, spec in zip(SIDES, self._specs[layer], strict=True))
+        return a, g
+
+    def memory_estimate(self) -> dict[str, int]:
+        """Bytes on this rank by kind: see :func:`kfac_optim.memory_estimate`."""
+        here = (self.comm.rank in assigned.gradient_workers for assigned in self.work.layers)
+        spread = self.spread != 0
+        kinds = [_memory(specs, self, spread, held) for specs, held in zip(self._specs.values(), here, strict=True)]
+        return _total(kinds)
+
+    def report(self) -> dict[str, Any]:
+        """Numbers for logging, plain floats and ints.
+
+        Returns:
+            ``step``, ``skipped_steps`` (gradients not finite), ``skipped_batches`` (statistics not finite),
+            ``failed_decompositions``, ``staleness`` (steps since the factors in use were frozen, None before the first
+            refresh) and ``layers``: per layer name the spectra of A and G in use (``min``, ``mean``, ``max``,
+            ``condition``), and ``cosine`` between gradient and direction at the last refresh. Spectra are computed when
+            asked for, which costs an eigenvalue computation per factor.
+        """
+        layers: dict[str, dict[str, Any]] = {}
+        for layer in self._decomposed:
+            average = self._averages[layer]
+            layers[layer.name] = {
+                side: diagnostics.spectrum(spec.matrix(average[f"{side}_last"]))
+                for side, spec in zip(SIDES, self._specs[layer], strict=True)
+            }
+            layers[layer.name]["cosine"] = float(self._cosines[layer]) if layer in self._cosines else None
+        return {
+            "step": self.step_count,
+            "skipped_steps": self.skipped_steps,
+            "skipped_batches": self.skipped_batches,
+            "failed_decompositions": self.failed_decompositions,
+            "staleness": None if self.last_refresh is None else self.step_count - self.last_refresh,
+            "layers": layers,
+        }
+
+    def profile(self) -> dict[str, dict[str, float]]:
+        """Milliseconds and calls per stage since construction, the stages of the paper's Fig. 7."""
+        return self._stages.table()
+
+    def __repr__(self) -> str:
+        rows = [self._row(layer, workers) for layer, workers in zip(self.layers, self.work.layers, strict=True)]
+        rows += [diagnostics.Row(name, "base", note=reason) for name, reason in self.uncovered.values()]
+        memory = diagnostics.human_bytes(self.memory_estimate()["total"])
+        footer = (
+            f"{len(self.layers)} layers preconditioned, {len(self.uncovered)} parameters by the base rule, {memory}"
+        )
+        return diagnostics.table(rows, f"Curvature after {self.step_count} steps", footer)
+
+    def _row(self, layer: KroneckerLayer, workers: LayerAssignment) -> diagnostics.Row:
+        notes = list(layer.notes)
+        if len(layer.modules) > 1:
+            notes.append(f"shared by {len(layer.modules)} modules")
+        if not layer.weight.requires_grad:
+            notes.append("frozen")
+        elif layer not in self._decomposed:
+            notes.append("raw gradient until its first decomposition")
+        a, g = (f"{spec.pairs} x {spec.dim}" * (spec.pairs > 1) or str(spec.dim) for spec in self._specs[layer])
+        memory = sum(_memory(self._specs[layer], self, self.spread != 0, True).values())
+        who = f"{workers.inverse_workers} -> {len(workers.gradient_workers)}" if self.comm.world_size > 1 else ""
+        return diagnostics.Row(layer.name or "(model)", layer.rule_name, a, g, memory, who, "; ".join(notes))
+
+
+# Functions beside the engine -----------------------------------------------------------------------------------------
+
+
+def _parameters_of(source: nn.Module | Iterable[Any]) -> list[nn.Parameter]:
+    """The parameters of a module, or of anything torch's optimizers take: tensors, named tensors, groups of them."""
+    if isinstance(source, nn.Module):
+        return list(source.parameters())
+    found: list[nn.Parameter] = []
+    for item in source:
+        if isinstance(item, dict):
+            found += _parameters_of([item["params"]] if isinstance(item["params"], Tensor) else item["params"])
+        else:
+            found.append(item[1] if isinstance(item, tuple) else item)
+    return found
+
+
+def specs_of(layer: KroneckerLayer) -> tuple[FactorSpec, FactorSpec]:
+    """The shapes of A and G."""
+    a, g = zip((layer.d_in, layer.d_out), layer.diagonal, strict=True)
+    return FactorSpec(layer.pairs, *a), FactorSpec(layer.pairs, *g)
+
+
+def _cost_of(specs: tuple[FactorSpec, FactorSpec], solver: Solver, inv_dtype: torch.dtype) -> LayerCost:
+    a, g = specs
+    return LayerCost((a.cost, g.cost), _decomposed_bytes(specs, solver, inv_dtype))
+
+
+def _decomposed_bytes(specs: tuple[FactorSpec, FactorSpec], solver: Solver, inv_dtype: torch.dtype) -> int:
+    return sum(spec.pairs * solver.stored(spec.dim, spec.diagonal) for spec in specs) * inv_dtype.itemsize
+
+
+def _never_if_negative(step: Any) -> int | None:
+    return None if step < 0 else int(step)
+
+
+def _copy_state(target: dict[str, Any], source: Mapping[str, Any]) -> None:
+    """Copies saved tensors into fresh ones: own dtype, own device, nothing shared with the loaded dict."""
+    for key, value in source.items():
+        if isinstance(value, Mapping):
+            _copy_state(target.setdefault(key, {k: torch.empty_like(v) for k, v in value.items()}), value)
+        elif key in target and target[key].dim():
+            target[key].copy_(value)
+        elif key in target:
+            target[key] = value.detach().to(target[key]).clone()
+
+
+def _memory(specs: tuple[FactorSpec, FactorSpec], options: Any, spread: bool, preconditions: bool) -> dict[str, int]:
+    """Bytes of one layer by kind, from shapes alone."""
+    numbers = sum(spec.packed_numel for spec in specs)
+    return {
+        "factors": numbers * options.factor_dtype.itemsize,
+        "snapshots": (1 + spread) * numbers * options.factor_dtype.itemsize,
+        "decompositions": _decomposed_bytes(specs, options.solver, options.inv_dtype) if preconditions else 0,
+    }
+
+
+def _total(kinds: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    sums = {kind: 0 for kind in ("factors", "snapshots", "decompositions")}
+    for layer in kinds:
+        for kind, count in layer.items():
+            sums[kind] += count
+    return {**sums, "total": sum(sums.values())}
+
+
+def memory_estimate(
+    model: nn.Module, *, world_size: int = 1, assignment: AssignmentStrategy | str = "factor-wise", **options: Any
+) -> dict[str, int]:
+    """Bytes that curvature takes on the fullest rank, before anything is trained.
+
+    Args:
+        model: The module.
+        world_size: Number of processes.
+        assignment: As for the optimizers.
+        **options: Any other keyword of :class:`CurvatureEngine` that matters to memory.
+
+    Returns:
+        Bytes by kind: ``factors`` (running averages), ``snapshots`` (what the decompositions were made of),
+        ``decompositions``, and their ``total``. On statistics steps one more copy of the factors comes and goes.
+    """
+    with torch.no_grad():
+        engine = CurvatureEngine(model, assignment=assignment, communicator=_Imagined(world_size), **options)
+    engine.close()
+    ranks = []
+    for rank in range(world_size):
+        engine.comm = _Imagined(world_size, rank)
+        ranks.append(engine.memory_estimate())
+    return max(ranks, key=lambda kinds: kinds["total"])
+
+
+class _Imagined:
+    """A communicator of a cluster that does not exist."""
+
+    def __init__(self, world_size: int, rank: int = 0) -> None:
+        self.world_size, self.rank = world_size, rank
+
+
+def owning_engine(params: Iterable[nn.Parameter]) -> CurvatureEngine | None:
+    """The live engine of an optimizer over exactly these parameters, if there is one."""
+    wanted = set(params)
+    return next((engine for engine in _ENGINES if engine.owned and set(engine._trained) == wanted), None)

@@ -1,0 +1,714 @@
+"""Kronecker structure of each module type.
+
+One canonical shape serves every layer: a call computes
+
+    s[n, r] = W a[n, r],     n examples, r shared positions (pixels, tokens; 1 for a plain Linear),
+
+the bias being the last column of ``W`` with a 1 appended to ``a``; ``g[n, r] = dL/ds[n, r]``. A layer here turns what a
+module saw into *rows* of that form, ``[n, r, p, d]``, and gradients into matrices ``[p, d_out, d_in]`` and back. ``p`` is
+the number of Kronecker pairs: 1, the groups of a grouped convolution, q/k/v of attention, the channels of a norm layer.
+From rows the raw second moments follow, the same for every type (Eschenhagen et al. 2023):
+
+    expand:  sum_{n,r} a a^T  (count n r)                     sum_{n,r} g g^T
+    reduce:  a~ = mean_r a, g~ = sum_r g;  sum_n a~ a~^T  (count n)    sum_n g~ g~^T
+
+For convolutions expand is KFC (Grosse & Martens 2016). Norm layers have no such product structure: their block is the
+Fisher of scale and shift per channel, which is the pair (1, F_c) with ``W = [scale, shift]^T`` and ``a = 1``.
+
+``register_layer`` adds a module type; a type that cannot be treated exactly as above is declined with its reason
+(:class:`Declined`) and trains by the base rule.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = [
+    "Declined",
+    "KroneckerLayer",
+    "LayerOptions",
+    "Observation",
+    "find_layers",
+    "full_precision",
+    "register_layer",
+]
+
+Sharing = Literal["expand", "reduce"]
+
+# Patches of a convolution are unfolded for a few examples at a time: this many numbers at once (16 MiB in float32)
+# instead of a copy of the activations as many times larger as the kernel has taps.
+_CHUNK_NUMEL = 2**22
+
+
+class Declined(Exception):
+    """Raised by a layer factory for a module that it can't treat exactly; the message is the reason shown to the user."""
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """The options of the engine that shape layers; documented there.
+
+    ``trainable`` holds the parameters that the optimizer updates; None stands for all.
+    """
+
+    weight_sharing: Sharing | Callable[[str, nn.Module], Sharing] = "expand"
+    batch_dim: int = 0
+    max_factor_dim: int | None = 8192
+    skip_layers: tuple[str, ...] = ()
+    trainable: Container[nn.Parameter] | None = None
+
+    def sharing(self, name: str, module: nn.Module) -> Sharing:
+        """expand or reduce, for one module.
+
+        Raises:
+            ValueError: If a callable ``weight_sharing`` returns anything else.
+        """
+        choice = self.weight_sharing(name, module) if callable(self.weight_sharing) else self.weight_sharing
+        if choice not in ("expand", "reduce"):
+            raise ValueError(f"weight_sharing returned {choice!r} for {name}: must be 'expand' or 'reduce'")
+        return choice
+
+    def trains(self, parameter: nn.Parameter) -> bool:
+        """Whether the optimizer updates the parameter."""
+        return self.trainable is None or parameter in self.trainable
+
+
+@dataclass
+class Observation:
+    """What one call of a module told about A, and what it keeps until the output gradient arrives.
+
+    Attributes:
+        moment: Raw sum over rows, ``[p, d_in, d_in]`` (``[p, d_in]`` where A is diagonal).
+        count: Rows in the sum.
+        context: What :meth:`KroneckerLayer.output_rows` needs of the input; None for most types.
+        pairs: The pairs that the call was about, the others having a zero moment; None for all.
+    """
+
+    moment: Tensor
+    count: float
+    context: Any = None
+    pairs: slice | None = None
+
+
+@contextmanager
+def full_precision(device_type: str) -> Iterator[None]:
+    """Autocast, gradients and TF32 off: second moments need every bit of float32."""
+    with torch.no_grad(), torch.autocast(device_type, enabled=False):
+        if device_type != "cuda":
+            yield
+            return
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(precision)
+
+
+def second_moment(rows: Tensor, *, diagonal: bool) -> Tensor:
+    """``sum x x^T`` over rows ``[n, r, p, d]``: ``[p, d, d]``, or its diagonal ``[p, d]``."""
+    rows = rows.flatten(0, 1)
+    if diagonal:
+        return rows.square().sum(0)
+    if rows.shape[1] == 1:
+        flat = rows[:, 0]
+        return (flat.T @ flat)[None]
+    return rows.permute(1, 2, 0) @ rows.transpose(0, 1)
+
+
+def _with_ones(moment: Tensor, total: Tensor, count: float) -> Tensor:
+    """The moment of rows with a 1 appended, from the moment and the sum ``[p, d]`` of the rows without it."""
+    if moment.dim() == 2:
+        return F.pad(moment, (0, 1), value=count)
+    moment = F.pad(moment, (0, 1, 0, 1), value=count)
+    moment[:, :-1, -1] = moment[:, -1, :-1] = total
+    return moment
+
+
+class KroneckerLayer:
+    """One weight, its bias, and the Kronecker pairs of their Fisher block.
+
+    A subclass says how rows and matrices come about for its module type; the moments are the same for all.
+
+    Attributes:
+        name: Name of the (first) module.
+        modules: The modules that use the weight.
+        weight: The parameter whose block this is.
+        bias: Its bias, or None where there is none or the optimizer does not update it.
+        pairs: p.
+        d_out: Rows of ``W``.
+        d_in: Columns of ``W``, bias included.
+        diagonal: Whether A and G are kept as diagonals.
+        joint: The pairs share one damping and one norm.
+        sharing: "expand" or "reduce".
+        host: The module during whose forward the projection runs by ``F.linear`` on the weight, where the module that
+            owns the weight is never called itself (attention); else None.
+        notes: What a user should know, shown in the table.
+    """
+
+    rule = "Kronecker"
+    joint = False
+    host: nn.Module | None = None
+
+    def __init__(self, name: str, module: nn.Module, options: LayerOptions) -> None:
+        self.name = name
+        self.modules = [module]
+        self.weight, self.bias = self.own_parameters(module)
+        if self.bias is not None and not (
+            options.trains(self.bias) and self.bias.requires_grad >= self.weight.requires_grad
+        ):
+            self.bias = None
+        self.sharing = options.sharing(name, module)
+        self.batch_dim = options.batch_dim
+        self.notes: list[str] = []
+        self.pairs, self.d_out, self.d_in = self.structure(module)
+        limit = options.max_factor_dim
+        self.diagonal = tuple(limit is not None and dim > limit for dim in (self.d_in, self.d_out))
+        for side, dim, diagonal in zip("AG", (self.d_in, self.d_out), self.diagonal, strict=True):
+            if diagonal:
+                self.notes.append(f"{side} diagonal: {dim} > max_factor_dim={limit}")
+
+    @property
+    def rule_name(self) -> str:
+        """What the table calls the rule: "Linear, expand", for instance."""
+        kind = type(self).__name__.strip("_").removesuffix("Layer")
+        return f"{kind}, {self.sharing}" if self.rule == "Kronecker" else f"{kind}, {self.rule}"
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Weight and bias, as far as they are preconditioned here."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    # What a module type defines.
+
+    def own_parameters(self, module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
+        """Weight and bias of the module."""
+        return own_parameter(module, "weight"), module._parameters.get("bias")
+
+    def structure(self, module: nn.Module) -> tuple[int, int, int]:
+        """``(pairs, d_out, d_in)``.
+
+        Raises:
+            Declined: If the module can't be treated exactly.
+        """
+        raise NotImplementedError
+
+    def input_rows(self, module: nn.Module, a: Tensor, output: Tensor) -> Iterable[Tensor]:
+        """The input of a call as rows ``[n, r, p, d]`` without the bias's 1, in chunks over n."""
+        raise NotImplementedError
+
+    def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
+        """The output gradient of a call as rows ``[n, r, p, d_out]``."""
+        raise NotImplementedError
+
+    def weight_to_matrix(self, weight: Tensor) -> Tensor:
+        """A tensor of the weight's shape as ``[p, d_out, d]`` without the bias column."""
+        raise NotImplementedError
+
+    def matrix_to_weight(self, matrix: Tensor) -> Tensor:
+        """The inverse of :meth:`weight_to_matrix`."""
+        raise NotImplementedError
+
+    # The same for all.
+
+    def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
+        """Sum of ``a a^T`` over the rows of one call, in ``dtype``."""
+        chunks = []
+        for rows in self.input_rows(module, a.detach().to(dtype), output):
+            if self.sharing == "reduce":
+                rows = rows.mean(1, keepdim=True)
+            total = rows.sum((0, 1)) if self.bias is not None else None
+            chunks.append((second_moment(rows, diagonal=self.diagonal[0]), total, rows.shape[0] * rows.shape[1]))
+        moments, totals, counts = zip(*chunks, strict=True)
+        moment, count = sum(moments[1:], moments[0]), sum(counts)
+        if self.bias is not None:
+            moment = _with_ones(moment, sum(totals[1:], totals[0]), count)
+        return Observation(moment, count)
+
+    def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
+        """Sum of ``g g^T`` over the rows of one call: ``[p, d_out, d_out]``, or ``[p, d_out]`` where G is diagonal."""
+        rows = self.output_rows(module, g, observation.context)
+        if self.sharing == "reduce":
+            rows = rows.sum(1, keepdim=True)
+        return second_moment(rows, diagonal=self.diagonal[1])
+
+    def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Weight- and bias-shaped tensors as one matrix ``[p, d_out, d_in]``."""
+        matrix = self.weight_to_matrix(weight)
+        return matrix if bias is None else torch.cat((matrix, bias.reshape(self.pairs, self.d_out, 1)), dim=-1)
+
+    def from_matrix(self, matrix: Tensor) -> tuple[Tensor, ...]:
+        """The inverse of :meth:`to_matrix`: one tensor per entry of :attr:`parameters`."""
+        if self.bias is None:
+            return (self.matrix_to_weight(matrix),)
+        return self.matrix_to_weight(matrix[..., :-1]), matrix[..., -1].reshape(self.bias.shape)
+
+
+LayerFactory = Callable[[str, nn.Module, LayerOptions], "KroneckerLayer | Sequence[KroneckerLayer]"]
+_FACTORIES: dict[type[nn.Module] | str, LayerFactory] = {}
+
+
+def register_layer(*module_types: type[nn.Module] | str) -> Callable[[Any], Any]:
+    """Registers how modules of a type (and of its subclasses that keep its ``forward``) become Kronecker layers.
+
+    Decorates a :class:`KroneckerLayer` subclass, or any ``factory(name, module, options)`` that returns one layer or
+    several. A type of a package that is not to be imported is given by its qualified name,
+    ``"transformers.pytorch_utils.Conv1D"``.
+    """
+
+    def register(factory: LayerFactory) -> LayerFactory:
+        for module_type in module_types:
+            _FACTORIES[module_type] = factory
+        return factory
+
+    return register
+
+
+def own_parameter(module: nn.Module, name: str) -> nn.Parameter:
+    """A parameter that the module owns and uses as it is.
+
+    Raises:
+        Declined: If there is none under that name (a parametrization computes it, say), or it is complex.
+        ValueError: If it is not initialised yet.
+    """
+    parameter = module._parameters.get(name)
+    if parameter is None:
+        raise Declined(f"{name} is not a plain parameter of the module")
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise ValueError(
+            f"{type(module).__name__} is not initialised: run the model once before building the optimizer"
+        )
+    if parameter.is_complex():
+        raise Declined("complex parameters")
+    return parameter
+
+
+@register_layer(nn.Linear)
+class LinearLayer(KroneckerLayer):
+    """``nn.Linear`` on inputs of any rank, features last."""
+
+    def structure(self, module: nn.Module) -> tuple[int, int, int]:
+        d_out, d_in = self.weight_to_matrix(self.weight).shape[1:]
+        return 1, d_out, d_in + (self.bias is not None)
+
+    def input_rows(self, module: nn.Module, a: Tensor, output: Tensor) -> Iterable[Tensor]:
+        yield self._rows(a)
+
+    def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
+        return self._rows(g)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        if x.dim() <= 2 or self.sharing == "expand":
+            return x.reshape(-1, 1, 1, x.shape[-1])
+        return x.movedim(self.batch_dim, 0).flatten(1, -2)[:, :, None]
+
+    def weight_to_matrix(self, weight: Tensor) -> Tensor:
+        return weight[None]
+
+    def matrix_to_weight(self, matrix: Tensor) -> Tensor:
+        return matrix[0]
+
+
+@register_layer("transformers.pytorch_utils.Conv1D")
+class TransposedLinearLayer(LinearLayer):
+    """transformers' ``Conv1D``: a Linear whose weight is stored ``[d_in, d_out]``."""
+
+    def weight_to_matrix(self, weight: Tensor) -> Tensor:
+        return weight.T[None]
+
+    def matrix_to_weight(self, matrix: Tensor) -> Tensor:
+        return matrix[0].T
+
+
+@register_layer(nn.Embedding)
+class EmbeddingLayer(LinearLayer):
+    """``nn.Embedding``: a Linear on one-hot inputs, so that A is the diagonal of token frequencies.
+
+    Rows at ``padding_idx`` don't reach the weight and count neither in A nor in G. Always expand.
+    """
+
+    def structure(self, module: nn.Module) -> tuple[int, int, int]:
+        assert isinstance(module, nn.Embedding)
+        for option in ("sparse", "scale_grad_by_freq", "max_norm"):
+            if getattr(module, option):
+                raise Declined(f"{option}={getattr(module, option)}")
+        self.sharing: Sharing = "expand"
+        return 1, module.embedding_dim, module.num_embeddings
+
+    def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
+        assert isinstance(module, nn.Embedding)
+        frequency = torch.bincount(a.flatten(), minlength=module.num_embeddings).to(dtype)[None]
+        if module.padding_idx is None:
+            return Observation(frequency, a.numel())
+        frequency[:, module.padding_idx] = 0
+        # The one count that only the data know; waiting for it costs a synchronisation, on statistics steps only.
+        return Observation(frequency, float(frequency.sum()), context=a != module.padding_idx)
+
+    def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
+        return self._rows(g if context is None else g * context[..., None])
+
+    def weight_to_matrix(self, weight: Tensor) -> Tensor:
+        return weight.T[None]
+
+    def matrix_to_weight(self, matrix: Tensor) -> Tensor:
+        return matrix[0].T
+
+
+class _ConvNdLayer(KroneckerLayer):
+    """What convolutions and transposed convolutions share: groups are Kronecker pairs, positions are output pixels."""
+
+    def structure(self, module: nn.Module) -> tuple[int, int, int]:
+        assert isinstance(module, nn.modules.conv._ConvNd)
+        d_in = module.in_channels // module.groups * math.prod(module.kernel_size)
+        return module.groups, module.out_channels // module.groups, d_in + (self.bias is not None)
+
+    def input_rows(self, module: nn.Module, a: Tensor, output: Tensor) -> Iterable[Tensor]:
+        assert isinstance(module, nn.modules.conv._ConvNd)
+        spatial = len(module.kernel_size)
+        if a.dim() == spatial + 1:
+            a, output = a[None], output[None]
+        per_example = math.prod(output.shape[2:]) * module.in_channels * math.prod(module.kernel_size)
+        for chunk in a.split(max(1, _CHUNK_NUMEL // per_example)):
+            patches = self.patches(module, chunk, output)  # [n, channels, *positions, *taps]
+            patches = patches.movedim(1, spatial + 1).flatten(1, spatial)  # [n, r, channels, *taps]
+            yield patches.reshape(*patches.shape[:2], module.groups, -1)
+
+    def patches(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> Tensor:
+        """The input that each output position sees, ``[n, channels, *positions, *taps]``, as a strided view."""
+        raise NotImplementedError
+
+    def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
+        assert isinstance(module, nn.modules.conv._ConvNd)
+        if g.dim() == len(module.kernel_size) + 1:
+            g = g[None]
+        return g.flatten(2).mT.unflatten(-1, (self.pairs, self.d_out))
+
+
+def _windows(x: Tensor, size: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
+    """Sliding windows over the trailing dimensions of ``[n, c, *spatial]``: ``[n, c, *positions, *taps]``, a view."""
+    for dim, (k, s, d) in enumerate(zip(size, stride, dilation, strict=True), start=2):
+        x = x.unfold(dim, (k - 1) * d + 1, s)[..., ::d]
+    return x
+
+
+@register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+class ConvLayer(_ConvNdLayer):
+    """``nn.Conv1d/2d/3d`` with any stride, padding, padding mode, dilation and groups."""
+
+    def patches(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> Tensor:
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        a = F.pad(a, module._reversed_padding_repeated_twice, mode=mode)
+        return _windows(a, module.kernel_size, module.stride, module.dilation)
+
+    def weight_to_matrix(self, weight: Tensor) -> Tensor:
+        return weight.reshape(self.pairs, self.d_out, -1)
+
+    def matrix_to_weight(self, matrix: Tensor) -> Tensor:
+        return matrix.reshape(self.weight.shape)
+
+
+@register_layer(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+class ConvTransposeLayer(_ConvNdLayer):
+    """``nn.ConvTranspose1d/2d/3d``: a convolution of the zero-stuffed input with the flipped kernel."""
+
+    def patches(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> Tensor:
+        padding = []
+        for dim, (k, s, p, d) in enumerate(
+            zip(module.kernel_size, module.stride, module.padding, module.dilation, strict=True), 2
+        ):
+            stuffed = a.new_zeros(*a.shape[:dim], (a.shape[dim] - 1) * s + 1, *a.shape[dim + 1 :])
+            stuffed[(slice(None),) * dim + (slice(None, None, s),)] = a
+            a, reach = stuffed, (k - 1) * d
+            before = reach - int(p)
+            padding[:0] = [before, output.shape[dim] + reach - before - a.shape[dim]]
+        ones = (1,) * len(module.kernel_size)
+        windows = _windows(F.pad(a, padding), module.kernel_size, ones, module.dilation)
+        return windows.flip(tuple(range(-len(ones), 0)))
+
+    def weight_to_matrix(self, weight: Tensor) -> Tensor:
+        return weight.unflatten(0, (self.pairs, -1)).transpose(1, 2).flatten(2)
+
+    def matrix_to_weight(self, matrix: Tensor) -> Tensor:
+        shape = self.weight.shape
+        return matrix.unflatten(-1, (shape[0] // self.pairs, *shape[2:])).transpose(1, 2).reshape(shape)
+
+
+class _NormLayer(KroneckerLayer):
+    """Scale and shift of a norm layer: per channel the 2x2 Fisher ``F_c = M sum_n`` of per-example gradients.
+
+    As a pair: ``W = [scale, shift]^T`` is ``[2, 1]``, A is the constant 1, G is ``F_c`` of the rows
+    ``(sum_r g x_hat, sum_r g)``.
+    """
+
+    rule = "unit-wise"
+    joint = True
+
+    def structure(self, module: nn.Module) -> tuple[int, int, int]:
+        self.sharing: Sharing = "expand"
+        return self.weight.numel(), len(self.parameters), 1
+
+    def normalized(self, module: Any, x: Tensor, training: bool) -> Tensor:
+        """The input after normalisation in a mode (``module.training`` at the call), before scale and shift."""
+        raise NotImplementedError
+
+    def positions(self, x: Tensor) -> Tensor:
+        """``[n, r, channels]`` of a tensor of the output's shape."""
+        raise NotImplementedError
+
+    def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
+        ones = torch.ones(self.pairs, 1, 1, dtype=dtype, device=a.device)
+        # A reference to what autograd saves for its own backward anyway; normalised again when the gradient is there.
+        return Observation(ones, 1, context=(a.detach(), module.training))
+
+    def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
+        a, training = context
+        x_hat = self.positions(self.normalized(module, a.to(g.dtype), training))
+        g = self.positions(g)
+        return torch.stack([(g * x_hat).sum(1), g.sum(1)][: self.d_out], dim=-1)[:, None]
+
+    def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.stack([p.flatten() for p in (weight, bias) if p is not None], dim=-1)[..., None]
+
+    def from_matrix(self, matrix: Tensor) -> tuple[Tensor, ...]:
+        return tuple(column.reshape(self.weight.shape) for column in matrix[..., 0].unbind(-1))
+
+
+class _ChannelsLastNorm(_NormLayer):
+    def positions(self, x: Tensor) -> Tensor:
+        x = x.flatten(-self.weight.dim())
+        return x.reshape(-1, 1, x.shape[-1]) if x.dim() <= 2 else x.movedim(self.batch_dim, 0).flatten(1, -2)
+
+
+class _ChannelsFirstNorm(_NormLayer):
+    def positions(self, x: Tensor) -> Tensor:
+        return x.reshape(*x.shape[:2], -1).mT
+
+
+@register_layer(nn.LayerNorm)
+class LayerNormLayer(_ChannelsLastNorm):
+    """``nn.LayerNorm``; each entry of ``normalized_shape`` is a channel."""
+
+    def normalized(self, module: Any, x: Tensor, training: bool) -> Tensor:
+        return F.layer_norm(x, module.normalized_shape, eps=module.eps)
+
+
+@register_layer(nn.RMSNorm)
+class RMSNormLayer(_ChannelsLastNorm):
+    """``nn.RMSNorm``: a scale and no shift, so 1x1 blocks."""
+
+    def normalized(self, module: Any, x: Tensor, training: bool) -> Tensor:
+        return F.rms_norm(x, module.normalized_shape, eps=module.eps)
+
+
+@register_layer(nn.GroupNorm)
+class GroupNormLayer(_ChannelsFirstNorm):
+    """``nn.GroupNorm``."""
+
+    def normalized(self, module: Any, x: Tensor, training: bool) -> Tensor:
+        return F.group_norm(x, module.num_groups, eps=module.eps)
+
+
+@register_layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+class BatchNormLayer(_ChannelsFirstNorm):
+    """``nn.BatchNorm1d/2d/3d`` in train mode (batch statistics taken as given) and eval mode (running statistics)."""
+
+    def normalized(self, module: Any, x: Tensor, training: bool) -> Tensor:
+        if training or module.running_mean is None:
+            return F.batch_norm(x, None, None, training=True, eps=module.eps)
+        return F.batch_norm(x, module.running_mean.to(x), module.running_var.to(x), training=False, eps=module.eps)
+
+
+class AttentionInputLayer(LinearLayer):
+    """The packed q, k, v projections of ``nn.MultiheadAttention``: three Kronecker pairs on one weight.
+
+    A call of ``F.linear`` may concern all three (self-attention) or some of them (cross-attention).
+    """
+
+    def own_parameters(self, module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
+        return own_parameter(module, "in_proj_weight"), module._parameters.get("in_proj_bias")
+
+    def structure(self, module: nn.Module) -> tuple[int, int, int]:
+        self.sharing, self.host = "expand", module
+        rows, d_in = self.weight.shape
+        return 3, rows // 3, d_in + (self.bias is not None)
+
+    def observe(
+        self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype, pairs: slice = slice(0, 3)
+    ) -> Observation:
+        """As for a Linear, for the pairs of one call; the sums of k and v are brought to the row count of q."""
+        seen = super().observe(module, a, output, dtype)
+        moment = seen.moment.new_zeros(self.pairs, *seen.moment.shape[1:])
+        moment[pairs] = seen.moment
+        return Observation(moment, seen.count, pairs=pairs)
+
+    def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
+        rows = g.reshape(-1, 1, g.shape[-1]).unflatten(-1, (-1, self.d_out))
+        moment = second_moment(rows, diagonal=self.diagonal[1])
+        full = moment.new_zeros(self.pairs, *moment.shape[1:])
+        full[observation.pairs] = moment
+        return full
+
+    def weight_to_matrix(self, weight: Tensor) -> Tensor:
+        return weight.unflatten(0, (self.pairs, -1))
+
+    def matrix_to_weight(self, matrix: Tensor) -> Tensor:
+        return matrix.flatten(0, 1)
+
+
+class _AttentionProjection(LinearLayer):
+    """A projection of attention with a weight of its own, which attention applies without calling a module."""
+
+    def __init__(self, name: str, module: nn.Module, options: LayerOptions, host: nn.Module, weight: str) -> None:
+        self.weight_name, self.host = weight, host
+        super().__init__(name, module, options)
+        self.sharing = "expand"
+
+    def own_parameters(self, module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
+        return own_parameter(module, self.weight_name), module._parameters.get("bias")
+
+
+@register_layer(nn.MultiheadAttention)
+def _attention(name: str, module: nn.Module, options: LayerOptions) -> Sequence[KroneckerLayer]:
+    """In and out projections; q, k, v with widths of their own are three weights without their (packed) bias."""
+    assert isinstance(module, nn.MultiheadAttention)
+    layers: list[KroneckerLayer] = []
+    if module.in_proj_weight is not None:
+        layers.append(AttentionInputLayer(f"{name}.in_proj", module, options))
+    else:
+        for part in "qkv":
+            layers.append(_AttentionProjection(f"{name}.{part}_proj", module, options, module, f"{part}_proj_weight"))
+    layers.append(_AttentionProjection(f"{name}.out_proj", module.out_proj, options, module, "weight"))
+    return layers
+
+
+def _factory_for(module: nn.Module) -> tuple[LayerFactory | None, str]:
+    """The factory registered for a module's type or the nearest base of it, else the reason why there is none."""
+    for cls in type(module).__mro__:
+        factory = _FACTORIES.get(cls) or _FACTORIES.get(f"{cls.__module__}.{cls.__qualname__}")
+        if factory is None:
+            continue
+        if type(module).forward is not cls.forward:
+            return None, f"{type(module).__name__} overrides {cls.__name__}.forward; see register_layer"
+        return factory, ""
+    return None, f"no Kronecker rule for {type(module).__name__}"
+
+
+@dataclass
+class Coverage:
+    """What :func:`find_layers` found: the layers, and for every parameter without one its name and the reason."""
+
+    layers: list[KroneckerLayer]
+    uncovered: dict[nn.Parameter, tuple[str, str]]
+
+
+def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
+    """The Kronecker layers of some modules.
+
+    Weights used by several modules under the same rule and with the same bias are one layer; under different rules the
+    weight is declined, because its Fisher block is no Kronecker product.
+    """
+    layers: dict[nn.Parameter, KroneckerLayer] = {}
+    reasons: dict[nn.Parameter, tuple[str, str]] = {}
+    visited: set[nn.Module] = set()
+    for root in roots:
+        for name, module in root.named_modules():
+            if module in visited:
+                continue
+            parts = list(module.modules()) if isinstance(module, nn.MultiheadAttention) else [module]
+            visited.update(parts)
+            found, reason = _layers_of(name, module, options)
+            for layer in found:
+                _join(layer, layers, reasons)
+            own = module.named_parameters(name, recurse=len(parts) > 1)
+            for parameter_name, parameter in own:
+                reasons.setdefault(parameter, (parameter_name, reason))
+    kept = [layer for layer in layers.values() if not reasons[layer.weight][1] and options.trains(layer.weight)]
+    covered = {parameter for layer in kept for parameter in layer.parameters}
+    uncovered = {
+        parameter: (name, reason or "not trainable when the optimizer was built, or packed beside weights of their own")
+        for parameter, (name, reason) in reasons.items()
+        if parameter not in covered and options.trains(parameter)
+    }
+    return Coverage(kept, uncovered)
+
+
+def _layers_of(name: str, module: nn.Module, options: LayerOptions) -> tuple[Sequence[KroneckerLayer], str]:
+    """The layers of one module, or none and the reason."""
+    for pattern in options.skip_layers:
+        if re.search(pattern, name):
+            return (), f"skip_layers matches {pattern!r}"
+    factory, reason = _factory_for(module)
+    if factory is None:
+        return (), reason
+    try:
+        made = factory(name, module, options)
+    except Declined as declined:
+        return (), str(declined)
+    return (made,) if isinstance(made, KroneckerLayer) else tuple(made), ""
+
+
+def _join(
+    layer: KroneckerLayer, layers: dict[nn.Parameter, KroneckerLayer], reasons: dict[nn.Parameter, tuple[str, str]]
+) -> None:
+    """Adds a layer, or its module to the layer that has the same weight already."""
+    first = layers.setdefault(layer.weight, layer)
+    if first is layer:
+        return
+    if type(first) is type(layer) and first.bias is layer.bias and first.sharing == layer.sharing:
+        first.modules += layer.modules
+        return
+    reason = f"weight shared by {first.name} ({first.rule_name}) and {layer.name} ({layer.rule_name})"
+    for parameter in (*first.parameters, *layer.parameters):
+        name, _ = reasons.get(parameter, (f"{layer.name}.bias", ""))
+        reasons[parameter] = (name, reason)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's module inside DistributedDataParallel (torch's or Apex's), DataParallel and torch.compile."""
+    while True:
+        if type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
+            model = model.module  # type: ignore[assignment]
+        elif "_orig_mod" in model._modules:
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def owners_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
+    """The outermost live modules that contain the modules that own some parameters, found by identity.
+
+    Raises:
+        ValueError: If no live module owns any of them.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    parents: dict[int, list[nn.Module]] = {}
+    for module in modules:
+        for child in module.__dict__.get("_modules", {}).values():
+            parents.setdefault(id(child), []).append(module)
+    pending = [m for m in modules if any(id(p) in wanted for p in m.__dict__.get("_parameters", {}).values())]
+    tops: dict[nn.Module, None] = {}
+    seen: set[int] = set()
+    while pending:
+        module = pending.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            above = parents.get(id(module), [])
+            pending += above
+            if not above:
+                tops[unwrap(module)] = None
+    if not tops:
+        raise ValueError(
+            "no module was found that owns these parameters: pass the model, model=... or as first argument"
+        )
+    return sorted(tops, key=lambda top: -sum(id(p) in wanted for p in top.parameters()))

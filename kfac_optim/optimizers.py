@@ -1,0 +1,360 @@
+"""``KFACSGD``, ``KFACAdam``, ``KFACLAMB``: torch's optimizers with K-FAC in front, over one mixin.
+
+A step of any of them: turn ``.grad`` into directions, run the base class's own update on them, put ``.grad`` back. What
+the base class does (momentum, moments, weight decay, trust ratio, foreach and fused kernels) it goes on doing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+import torch_optimizer
+from torch import Tensor, nn
+
+from .curvature import CurvatureEngine, owning_engine
+
+__all__ = ["KFACLAMB", "KFACAdam", "KFACMixin", "KFACSGD"]
+
+_STATE_KEY = "kfac"
+_PREFIX = "kfac_"
+
+
+def _engine_options() -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(CurvatureEngine.__init__).parameters
+    return {name: p for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+class KFACMixin:
+    """Preconditions the gradients of any ``torch.optim.Optimizer`` by K-FAC.
+
+    ``class KFACRMSprop(KFACMixin, torch.optim.RMSprop): pass`` is all it takes to make another optimizer.
+
+    Args:
+        params: An ``nn.Module`` (raw, or wrapped by DDP or torch.compile), or what the base class takes: parameters,
+            named parameters, group dicts. Without a module the owning modules are found by identity.
+        *args: The base class's positional arguments, in its order.
+        model: The module, where ``params`` is not one.
+        precondition: "gradient" (default, as the paper), or "momentum" (:class:`KFACSGD` only).
+        **options: The base class's keywords, and those of :class:`~kfac_optim.CurvatureEngine`, documented there.
+
+    Raises:
+        TypeError: For an unknown keyword or a value of the wrong kind.
+        ValueError: For a value out of range, parameters no module owns, or base options that can't be honoured
+            (``capturable``, ``differentiable``).
+    """
+
+    curvature: CurvatureEngine
+    # The scaler is to unscale the gradients and to leave out overflowed steps itself, also where a fused base would.
+    _step_supports_amp_scaling = False
+    _preconditions: ClassVar[tuple[str, ...]] = ("gradient",)
+    _curvature_defaults: ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Shows the base class's arguments and the engine's in the signature."""
+        super().__init_subclass__(**kwargs)
+        if "__init__" in cls.__dict__:
+            return
+        base = next(c for c in cls.__mro__ if "__init__" in c.__dict__ and not issubclass(c, KFACMixin))
+        own = [p for p in inspect.signature(base.__init__).parameters.values() if p.name != "self"]
+        more = [
+            p for n, p in inspect.signature(KFACMixin.__init__).parameters.items() if n in ("model", "precondition")
+        ]
+        more += [p.replace(default=cls._curvature_defaults.get(n, p.default)) for n, p in _engine_options().items()]
+        own = [p for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        cls.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
+
+    def __init__(
+        self, params: Any, *args: Any, model: nn.Module | None = None, precondition: str = "gradient", **options: Any
+    ) -> None:
+        if precondition not in self._preconditions:
+            allowed = ", ".join(map(repr, self._preconditions))
+            raise ValueError(f"precondition={precondition!r}: {type(self).__name__} takes {allowed}")
+        if not (model is None or isinstance(model, nn.Module)):
+            raise TypeError(f"model={type(model).__name__}: must be an nn.Module")
+        if isinstance(params, nn.Module):
+            model, params = model or params, params.parameters()
+        params = list(params)
+        curvature = {name: options.pop(name) for name in _engine_options() if name in options}
+        self._check_keywords(options)
+        super().__init__(params, *args, **options)
+        for flag in ("capturable", "differentiable"):
+            if any(group.get(flag) for group in self.param_groups):
+                raise ValueError(f"{flag}=True: not possible with K-FAC, whose step reads one flag on the host")
+        self._step_supports_amp_scaling = False
+        self.precondition = precondition
+        trained = [p for group in self.param_groups for p in group["params"]]
+        engine = owning_engine(trained) if model is None and not curvature else None
+        if engine is None:
+            engine = CurvatureEngine(model or trained, trained, **{**self._curvature_defaults, **curvature})
+        engine.owned = True
+        self.curvature = engine
+        self._show_counters()
+
+    @classmethod
+    def _check_keywords(cls, options: Mapping[str, Any]) -> None:
+        known = list(inspect.signature(cls).parameters)
+        for name in options:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise TypeError(f"{cls.__name__} got an unexpected keyword argument {name!r}{hint}")
+
+    # The step -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step.
+
+        Args:
+            closure: Evaluated first, with gradients enabled, if given.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        engine = self.curvature
+        self._hand_over_states()
+        groups = self.param_groups
+        gradients = {p: p.grad for group in groups for p in group["params"] if p.grad is not None}
+        if engine.update(list(gradients.values()), [group["lr"] for group in groups]):
+            lr = {p: group["lr"] for group in groups for p in group["params"]}
+            vectors = self._vectors(gradients)
+            directions = engine.directions(vectors, lr)
+            with self._gradients_replaced(gradients, {**vectors, **directions}):
+                self._base_step()
+            engine.advance()
+        self._show_states()
+        self._show_counters()
+        return loss
+
+    def _vectors(self, gradients: dict[nn.Parameter, Tensor]) -> Mapping[nn.Parameter, Tensor]:
+        """What is preconditioned."""
+        return gradients
+
+    def _base_step(self) -> None:
+        """The base class's update, without its step hooks: they fire once, for our own step."""
+        step = super(KFACMixin, type(self)).step  # type: ignore[misc]
+        while getattr(step, "hooked", False):
+            step = step.__wrapped__
+        step(self)
+
+    @contextmanager
+    def _gradients_replaced(
+        self, gradients: Mapping[nn.Parameter, Tensor], directions: Mapping[nn.Parameter, Tensor]
+    ) -> Iterator[None]:
+        """Directions in ``.grad`` while the base class updates; afterwards logging and clipping see the true ones."""
+        for parameter, direction in directions.items():
+            parameter.grad = direction
+        try:
+            yield
+        finally:
+            for parameter in directions:
+                parameter.grad = gradients[parameter]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; statistics of backward passes whose step is not taken are forgotten with their gradients."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        if "curvature" in self.__dict__:
+            self.curvature.discard()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; layers of the new parameters join the curvature."""
+        super().add_param_group(param_group)  # type: ignore[misc]
+        if "curvature" in self.__dict__:
+            self.curvature.extend(self.param_groups[-1]["params"])
+            self._show_counters()
+
+    # State ----------------------------------------------------------------------------------------------------------
+    # The averages of a layer stand in state[weight]["kfac"], counters in every group: the two places that survive
+    # torch.distributed.checkpoint. Base classes take a non-empty state for an initialised one, so theirs never sees ours.
+
+    def _hand_over_states(self) -> None:
+        states = {p: state.pop(_STATE_KEY) for p, state in self.state.items() if _STATE_KEY in state}
+        self.curvature.adopt_states(states)
+
+    def _show_states(self) -> None:
+        for weight, state in self.curvature.layer_states().items():
+            self.state[weight][_STATE_KEY] = state
+
+    def _show_counters(self) -> None:
+        counters = {_PREFIX + name: value for name, value in self.curvature.counters().items()}
+        for group in self.param_groups:
+            for name in [name for name in group if name.startswith(_PREFIX) and name not in counters]:
+                del group[name]
+            group.update(counters)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state of this optimizer, or of its plain base class (the curvature then starts anew).
+
+        Raises:
+            ValueError: If the state is damaged or of another model; nothing is changed then.
+        """
+        saved = self._checked(state_dict)
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        counters = {
+            name.removeprefix(_PREFIX): value
+            for name, value in self.param_groups[0].items()
+            if name.startswith(_PREFIX)
+        }
+        for state in self.state.values():
+            state.pop(_STATE_KEY, None)
+        self.curvature.load(saved, counters)
+        self._show_states()
+        self._show_counters()
+
+    def _checked(self, state_dict: Mapping[str, Any]) -> dict[nn.Parameter, dict[str, Any]]:
+        """The saved averages by weight, after every check that can be made without changing anything."""
+        groups, saved_groups = self.param_groups, state_dict["param_groups"]
+        sizes, saved_sizes = ([len(group["params"]) for group in gs] for gs in (groups, saved_groups))
+        if sizes != saved_sizes:
+            raise ValueError(
+                f"the state has groups of {saved_sizes} parameters, the optimizer of {sizes}: another model?"
+            )
+        params = [p for group in groups for p in group["params"]]
+        ids = [i for group in saved_groups for i in group["params"]]
+        found = {}
+        for parameter, i in zip(params, ids, strict=True):
+            state = state_dict["state"].get(i, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape:
+                    raise ValueError(
+                        f"the state's {key} of parameter {i} has shape {tuple(value.shape)} instead of "
+                        f"{tuple(parameter.shape)}: another model?"
+                    )
+            if _STATE_KEY in state:
+                found[parameter] = state[_STATE_KEY]
+        if found:
+            self.curvature.check_states(found)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles carry the model and its curvature along, and the options a base class keeps on itself."""
+        own = {key: value for key, value in self.__dict__.items() if not key.startswith("_") and key != "step"}
+        return {**super().__getstate__(), **own}  # type: ignore[misc]
+
+
+class KFACSGD(KFACMixin, torch.optim.SGD):
+    """``torch.optim.SGD`` with K-FAC; see :class:`KFACMixin` for the arguments.
+
+    With ``precondition="momentum"`` SGD's momentum is taken of the raw gradients and then preconditioned, and the base
+    update runs without a momentum of its own on the covered parameters. Weight decay is never preconditioned; in this
+    mode the base step adds it without momentum.
+    """
+
+    _preconditions = ("gradient", "momentum")
+
+    def _vectors(self, gradients: dict[nn.Parameter, Tensor]) -> Mapping[nn.Parameter, Tensor]:
+        if self.precondition == "gradient":
+            return gradients
+        covered = self._covered()
+        vectors = {}
+        for group in self.param_groups:
+            present = [p for p in group["params"] if p in covered and p in gradients]
+            vectors.update(zip(present, self._momentum([(p, gradients[p]) for p in present], group), strict=True))
+        return vectors
+
+    def _momentum(self, pairs: list[tuple[nn.Parameter, Tensor]], group: Mapping[str, Any]) -> list[Tensor]:
+        """SGD's recurrence on raw gradients: ``buf = mu buf + (1 - dampening) g``, first ``buf = g``."""
+        mu, gradients = group["momentum"], [g for _, g in pairs]
+        if mu == 0 or not pairs:
+            return gradients
+        old = [
+            (self.state[p]["momentum_buffer"], g) for p, g in pairs if self.state[p].get("momentum_buffer") is not None
+        ]
+        if old:
+            buffers, new = map(list, zip(*old, strict=True))
+            torch._foreach_mul_(buffers, mu)
+            torch._foreach_add_(buffers, new, alpha=1 - group["dampening"])
+        for p, g in pairs:
+            if self.state[p].get("momentum_buffer") is None:
+                self.state[p]["momentum_buffer"] = g.clone()
+        buffers = [self.state[p]["momentum_buffer"] for p, _ in pairs]
+        return list(torch._foreach_add(gradients, buffers, alpha=mu)) if group["nesterov"] else buffers
+
+    def _base_step(self) -> None:
+        """In momentum mode the base update has no momentum for covered parameters; the groups stay as users see them."""
+        if self.precondition == "gradient":
+            return super()._base_step()
+        covered, groups = self._covered(), self.param_groups
+        without = {"momentum": 0, "nesterov": False}
+        self.param_groups = [
+            {**group, **changes, "params": [p for p in group["params"] if (p in covered) == bool(changes)]}
+            for group in groups
+            for changes in ({}, without)
+        ]
+        try:
+            super()._base_step()
+        finally:
+            self.param_groups = groups
+
+    def _covered(self) -> set[nn.Parameter]:
+        return {p for layer in self.curvature.layers for p in layer.parameters}
+
+
+class KFACAdam(KFACMixin, torch.optim.Adam):
+    """``torch.optim.Adam`` with K-FAC; see :class:`KFACMixin` for the arguments.
+
+    The moments are those of the preconditioned gradients and live in parameter space, so that they outlast a refresh.
+    """
+
+
+class _MultiTensorLamb(torch_optimizer.Lamb):
+    """``torch_optimizer.Lamb`` with its loop over parameters as multi-tensor operations that never wait for the device."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step."""
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if any(p.grad.is_sparse for p in params):
+                raise RuntimeError("Lamb does not support sparse gradients, please consider SparseAdam instead")
+            if params:
+                self._update(params, group)
+        return loss
+
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        gradients, states = [p.grad for p in params], [self.state[p] for p in params]
+        for p, state in zip(params, states, strict=True):
+            if not state:
+                state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            state["step"] += 1
+        beta1, beta2 = group["betas"]
+        first, second = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
+        torch._foreach_mul_(first, beta1)
+        torch._foreach_add_(first, gradients, alpha=1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+        updates = torch._foreach_sqrt(second)
+        torch._foreach_add_(updates, group["eps"])
+        torch._foreach_reciprocal_(updates)
+        torch._foreach_mul_(updates, first)
+        if group["weight_decay"] != 0:
+            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+
+        weight_norms = [norm.clamp(0, self.clamp_value) for norm in torch._foreach_norm(params)]
+        adam_norms = torch._foreach_norm(updates)
+        for state, weight, adam in zip(states, weight_norms, adam_norms, strict=True):
+            ratio = torch.where((weight == 0) | (adam == 0), 1.0, weight / adam)
+            state.update(weight_norm=weight, adam_norm=adam, trust_ratio=torch.ones_like(ratio) if self.adam else ratio)
+            t = state["step"]
+            debias = math.sqrt(1 - beta2**t) / (1 - beta1**t) if self.debias else 1.0
+            state["_step_size"] = state["trust_ratio"] * (-group["lr"] * debias)
+        torch._foreach_mul_(updates, [state.pop("_step_size") for state in states])
+        torch._foreach_add_(params, updates)
+
+
+class KFACLAMB(KFACMixin, _MultiTensorLamb):
+    """``torch_optimizer.Lamb`` with K-FAC; see :class:`KFACMixin` for the arguments.
+
+    The trust ratio is that of the update made of preconditioned gradients.
+    """

@@ -1,0 +1,181 @@
+"""Hyperparameters that are a number or a callable of the step.
+
+A schedule is any ``callable(step) -> number``; a plain number is a constant schedule. The functions below are the
+schedules of the papers; each returns a small picklable callable, so an optimizer that uses them can be pickled too.
+
+The intervals follow one rule everywhere: work is due at step ``t`` when ``t - last >= interval(t)``, where ``last`` is
+the step at which it was done before (work never done is due at once).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+__all__ = ["Schedule", "constant_then_scaled", "due", "exponential_decay", "growing", "value_at"]
+
+Number = TypeVar("Number", int, float)
+Schedule = Number | Callable[[int], Number]
+
+
+def value_at(schedule: Schedule[Number], step: int) -> Number:
+    """The value of a number-or-callable at ``step`` (a count of optimizer steps from 0)."""
+    return schedule(step) if callable(schedule) else schedule
+
+
+def due(interval: Schedule[int], step: int, last: int | None) -> bool:
+    """Whether work that was last done at step ``last`` (None: never) is due at ``step``."""
+    return last is None or step - last >= value_at(interval, step)
+
+
+@dataclass(frozen=True)
+class growing:  # noqa: N801  (used like a function: inv_update_steps=growing(...))
+    """An interval that grows with the step: curvature moves fast at first and slowly later.
+
+    The interval at step ``t`` is ``max(minimum, fraction * t)``, at most ``maximum``; the amortised cost of refreshing
+    is then a constant share of the training, while early training sees curvature as fresh as ``minimum`` steps.
+
+    Args:
+        fraction: Interval per step of training, > 0. Default 0.1: at step 1000 every 100 steps.
+        minimum: Smallest interval in steps, >= 1.
+        maximum: Largest interval in steps; None (default) for no limit.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    fraction: float = 0.1
+    minimum: int = 5
+    maximum: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.fraction > 0:
+            raise ValueError(f"growing(fraction={self.fraction!r}): must be > 0")
+        if self.minimum < 1:
+            raise ValueError(f"growing(minimum={self.minimum!r}): must be >= 1")
+        if self.maximum is not None and self.maximum < self.minimum:
+            raise ValueError(f"growing(maximum={self.maximum!r}): must be None or >= minimum={self.minimum!r}")
+
+    def __call__(self, step: int) -> int:
+        interval = max(self.minimum, int(self.fraction * step))
+        return interval if self.maximum is None else min(interval, self.maximum)
+
+
+@dataclass(frozen=True)
+class exponential_decay:  # noqa: N801
+    """``initial * rate ** (step / steps)``, never below ``final``: for instance a damping that decays.
+
+    "larger damping values early account for rapid changes in the FIM at the start of training" (paper, section 5.3).
+    """
+
+    initial: float
+    rate: float
+    steps: int
+    final: float = 0.0
+
+    def __call__(self, step: int) -> float:
+        return max(self.final, self.initial * self.rate ** (step / self.steps))
+
+
+@dataclass(frozen=True)
+class constant_then_scaled:  # noqa: N801
+    """A number that is multiplied by ``factor`` at each of ``milestones`` (steps), rounded to an int where it was one.
+
+    The paper's decay of damping (``factor < 1``) and of the update frequency (``factor > 1`` on the interval), "at
+    fixed iterations" (section 5.3).
+    """
+
+    initial: float
+    milestones: tuple[int, ...]
+    factor: float
+
+    def __call__(self, step: int) -> float:
+        value = self.initial * self.factor ** sum(step >= milestone for milestone in self.milestones)
+        return max(1, round(value)) if isinstance(self.initial, int) else value
+
+
+# Checks of arguments: each makes a function that returns a valid value and raises TypeError or ValueError, naming the
+# argument, the value and what is allowed, for any other.
+
+Check = Callable[[Any], Any]
+
+
+def scheduled(name: str, kind: type, allowed: str, test: Callable[[Any], bool]) -> Check:
+    """A check for a number (of ``kind``) or callable of the step."""
+
+    def check(value: Any) -> Any:
+        if callable(value):
+            return value
+        if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
+            expected = f"{'an int' if kind is int else 'a number'} or a callable(step)"
+            raise TypeError(f"{name}={value!r}: must be {expected}, {allowed}, not {type(value).__name__}")
+        if not test(value):
+            raise ValueError(f"{name}={value!r}: must be {allowed}, or a callable(step)")
+        return value
+
+    return check
+
+
+def instance(name: str, choices: Mapping[str, Any], method: str, extra: tuple[Any, ...] = ()) -> Check:
+    """A check for a short name, one of ``extra``, or an object with the protocol's method."""
+
+    def check(value: Any) -> Any:
+        if value is None or isinstance(value, str):
+            if value in extra or value in choices:
+                return choices.get(value, value) if isinstance(value, str) else None
+            names = ", ".join(repr(choice) for choice in (*extra, *choices))
+            raise ValueError(f"{name}={value!r}: must be one of {names}, or an object with a {method}() method")
+        if not hasattr(value, method):
+            raise TypeError(f"{name}={value!r}: an object given here needs a {method}() method")
+        return value
+
+    return check
+
+
+def one_of(name: str, choices: tuple[Any, ...], *, or_callable: bool = False) -> Check:
+    def check(value: Any) -> Any:
+        if (or_callable and callable(value)) or value in choices:
+            return value
+        raise ValueError(
+            f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}" + " or a callable" * or_callable
+        )
+
+    return check
+
+
+def flag(name: str) -> Check:
+    def check(value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r}: must be True or False, not {type(value).__name__}")
+        return value
+
+    return check
+
+
+def optional_count(name: str, *, or_callable: bool = False) -> Check:
+    def check(value: Any) -> Any:
+        if value is None or (or_callable and callable(value)):
+            return value
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}={value!r}: must be an int >= 1 or None, not {type(value).__name__}")
+        if value < 1:
+            raise ValueError(f"{name}={value!r}: must be an int >= 1 or None")
+        return value
+
+    return check
+
+
+def optional_callable(name: str) -> Check:
+    def check(value: Any) -> Any:
+        if value is not None and not callable(value):
+            raise TypeError(f"{name}={value!r}: must be callable or None, not {type(value).__name__}")
+        return value
+
+    return check
+
+
+def patterns(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not all(isinstance(pattern, str) for pattern in value):
+        raise TypeError(f"skip_layers={value!r}: must be a sequence of regular expressions (str)")
+    return tuple(value)
