@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 REL_TOL = 1e-8  # exact arithmetic in float64: what is left is rounding, amplified by the condition number of the solve
+NOISE = 1e-20  # second moments of rounding errors (1e-16) of quantities of order one are at most 1e-30
 ROUNDING = 1e-14  # a weight change is a difference of two weights, so it carries the rounding of the weights
 
 # The paper's own update with every convenience switched off: the applied weight change is minus the damped solve.
@@ -177,7 +178,8 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
 
 def log_cosh(output: Tensor, target: Tensor) -> Tensor:
     """Sum of a loss whose derivative is not linear in the output."""
-    return (output - target).cosh().log().sum()
+    error = (output - target).abs()
+    return (error + nn.functional.softplus(-2 * error) - math.log(2)).sum()  # the cosh itself would overflow
 
 
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
@@ -518,6 +520,11 @@ class Oracle:
         """Geometric mean over the layers of the mean eigenvalue: an absolute damping of this size matters."""
         logs = [math.log(c.mean_eigenvalue) for c in self.curvature.values() if c.mean_eigenvalue > 0]
         return math.exp(sum(logs) / len(logs)) if logs else 1.0
+
+    def well_posed(self) -> bool:
+        """No layer's curvature is mere rounding, as where a norm or a softmax cancels its gradient exactly."""
+        sizes = [c.mean_eigenvalue for c in self.curvature.values()]
+        return all(size == 0 or size > NOISE * max(sizes) for size in sizes)
 
     def uncovered(self) -> list[str]:
         """Parameters that no layer of the oracle owns."""
