@@ -1,7 +1,7 @@
 """Who decomposes which factor, and who preconditions which layer: pure policy, no processes.
 
-A strategy maps layer costs and a world size to an :class:`Assignment`. It is deterministic, so all ranks compute the same
-one without communication; ``curvature.py`` interprets it through ``comm.py``.
+A strategy maps layer costs and a world size to an :class:`Assignment`. It is deterministic, so all ranks compute the
+same one without communication; ``curvature.py`` interprets it through ``comm.py``.
 
     ============  ============================  ==============================
     strategy      inverse workers of a layer    gradient workers of a layer
@@ -135,8 +135,8 @@ class KAISA:
             rank; the largest fraction that fits is chosen.
 
     Raises:
-        ValueError: At construction if both or neither are given or out of range; in ``assign`` if the world size does not
-            allow the fraction (the valid ones are listed) or no fraction fits (the smallest working budget is named).
+        ValueError: At construction if both or neither are given or out of range; in ``assign`` if the world size
+            does not allow the fraction (the valid ones are listed) or none fits (the smallest working budget is named).
     """
 
     grad_worker_fraction: float | None = None

@@ -1,16 +1,16 @@
 """Get activations ``a`` and output gradients ``g`` out of a model, and fold them into raw moments per step.
 
 How a layer is watched. A forward hook reduces the input to its moment at once (so nothing large is kept, and activation
-checkpointing keeps its savings) and puts a hook on the *output tensor*. The input's moment counts only when that output's
-gradient arrives. This one rule makes evaluation, ``no_grad`` and both kinds of activation checkpointing right. Full
-backward hooks are never used: they crash when an in-place activation follows the layer.
+checkpointing keeps its savings) and puts a hook on the *output tensor*. The input's moment counts only when that
+output's gradient arrives. This one rule makes evaluation, ``no_grad`` and both kinds of activation checkpointing right.
+Full backward hooks are never used: they crash when an in-place activation follows the layer.
 
-How terms are counted. M, the number of loss terms, belongs to the loss: it is read off the output of the outermost module
-call and counted once per backward pass, however many layers and calls took part.
+How terms are counted. M, the number of loss terms, belongs to the loss: it is read off the output of the outermost
+module call and counted once per backward pass, however many layers and calls took part.
 
 A *micro-batch* is one backward pass. Its moments are added to the sums of the step when the backward pass ends, unless
-one of them is not finite; then the whole micro-batch has weight 0. That decision stays on the device: the flags are read
-once, in ``step()``.
+one of them is not finite; then the whole micro-batch has weight 0. That decision stays on the device: the flags are
+read once, in ``step()``.
 
 Sampled Fisher. When the outermost call returns, gradients of the layer outputs are taken for targets drawn from the
 model's own predictive distribution, and committed when the user's backward pass reaches the model output.
@@ -41,13 +41,13 @@ class Fisher(Protocol):
     """A sampled Fisher: the model's predictive distribution. Anything with this method can be passed as ``fisher=``."""
 
     def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
-        """Gradient, with respect to the output, of the negative log likelihood summed over all terms, of sampled targets."""
+        """Gradient with respect to the output of the negative log likelihood, summed over all terms, of a sample."""
         ...
 
 
 @dataclass(frozen=True)
 class Categorical:
-    """Softmax over logits (cross-entropy); classes in dimension ``dim``, -1 by default, 1 for images ``[N, C, H, W]``."""
+    """Softmax over logits (cross-entropy); classes in dimension ``dim``: -1 by default, 1 for ``[N, C, H, W]``."""
 
     dim: int = -1
 
@@ -475,8 +475,10 @@ class Capture:
     def _start_tapping(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Attention applies its projections by ``F.linear`` without calling a module: listen in during its forward."""
         if self.enabled and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            query = args[0] if args else kwargs["query"]
+            examples = query.shape[0 if module.batch_first else 1] if query.dim() == 3 else 1
             tapped = [(i, layer) for i, layer in enumerate(self.layers) if layer.host is module]
-            _Tap(self, tapped).start()
+            _Tap(self, tapped, examples).start()
 
     def _stop_tapping(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if isinstance(F.linear, _Tap):
@@ -486,8 +488,8 @@ class Capture:
 class _Tap:
     """Stands in for ``F.linear`` while one attention module runs."""
 
-    def __init__(self, capture: Capture, tapped: list[tuple[int, KroneckerLayer]]) -> None:
-        self.capture, self.tapped, self.original = capture, tapped, F.linear
+    def __init__(self, capture: Capture, tapped: list[tuple[int, KroneckerLayer]], examples: int) -> None:
+        self.capture, self.tapped, self.examples, self.original = capture, tapped, examples, F.linear
         self.query_rows = 0.0
 
     def start(self) -> None:
@@ -504,7 +506,7 @@ class _Tap:
                 if isinstance(layer, AttentionInputLayer):
                     self._see_part(index, module, layer, input, weight, output)
                 else:
-                    self.capture._see(index, module, input, output)
+                    self.capture._see(index, module, input, output, examples=self.examples)
         return output
 
     def _see_part(
@@ -514,7 +516,7 @@ class _Tap:
         offset = weight.storage_offset() - layer.weight.storage_offset()
         first = offset // weight.stride(0) // layer.d_out
         parts = slice(first, first + weight.shape[0] // layer.d_out)
-        seen = self.capture._see(index, module, a, output, pairs=parts)
+        seen = self.capture._see(index, module, a, output, examples=self.examples, pairs=parts)
         if seen is None:
             return
         if first == 0:

@@ -36,10 +36,11 @@ def make_communicator(process_group: Any = None) -> Communicator:
     Raises:
         RuntimeError: If the group has more than one process.
     """
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1:
+    size = dist.get_world_size(process_group) if dist.is_available() and dist.is_initialized() else 1
+    if size > 1:
         raise RuntimeError(
-            f"the process group has {dist.get_world_size(process_group)} processes; this version of kfac_optim trains on "
-            "one process only (its ranks would drift apart). Pass process_group= a group of one process, or train with "
+            f"the process group has {size} processes; this version of kfac_optim trains on one process only (its "
+            "ranks would drift apart). Pass process_group= a group of one process, or train with "
             "the base optimizer"
         )
     return LocalCommunicator()

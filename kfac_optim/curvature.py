@@ -7,8 +7,8 @@ What a step does, in order:
     precondition
     scale (kl_clip, unit, graft)
 
-The engine returns directions and leaves ``.grad`` alone; whoever owns it (an optimizer of this package, or the caller of
-:meth:`CurvatureEngine.precondition_`) applies them.
+The engine returns directions and leaves ``.grad`` alone; whoever owns it (an optimizer of this package, or the caller
+of :meth:`CurvatureEngine.precondition_`) applies them.
 
 References: Pauloski et al., "Deep Neural Network Training with Distributed K-FAC" (the paper; its equation numbers are
 used throughout); Martens & Grosse 2015, arXiv:1503.05671; Grosse & Martens 2016, arXiv:1602.01407; Eschenhagen et al.
@@ -70,7 +70,7 @@ _ASSIGNMENTS = {"layer-wise": LayerWise(), "factor-wise": FactorWise(), "kaisa":
 _ENGINES: weakref.WeakSet[CurvatureEngine] = weakref.WeakSet()
 
 
-# Checks of arguments that need torch -----------------------------------------------------------------------------------
+# Checks of arguments that need torch ---------------------------------------------------------------------------------
 
 
 def _dtype(name: str, *, optional: bool = False) -> Callable[[Any], Any]:
@@ -265,7 +265,7 @@ class CurvatureEngine:
         self._cosines: dict[KroneckerLayer, Tensor] = {}
         self._stages = diagnostics.StageTimes()
         self._warned: set[str] = set()
-        self._dry = False
+        self._dry = self._closed = False
         self._attach()
         _ENGINES.add(self)
 
@@ -336,8 +336,10 @@ class CurvatureEngine:
         self._attach()
 
     def close(self) -> None:
-        """Removes every hook; from then on the model trains as if it had no curvature."""
+        """Removes every hook; from then on the optimizer is its base class."""
         self._capture.close()
+        self._closed = True
+        self._decomposed.clear()
         _ENGINES.discard(self)
 
     # The step -------------------------------------------------------------------------------------------------------
@@ -346,8 +348,8 @@ class CurvatureEngine:
         """Decides whether the coming step collects statistics; its forward has not run yet."""
         interval = self.factor_update_steps
         if interval is None:
-            fraction = 5 if isinstance(self.inv_update_steps, growing) else None
-            interval = max(1, self.inv_update_steps(self.step_count) // fraction) if fraction else 10
+            growth = self.inv_update_steps
+            interval = max(1, growth(self.step_count) // 5) if isinstance(growth, growing) else 10
         self._capture.step = self.step_count
         self._capture.grad_scaler = self.grad_scaler
         self._capture.enabled = due(interval, self.step_count, self.last_statistics)
@@ -370,7 +372,7 @@ class CurvatureEngine:
         statistics = self._capture.take()
         largest = torch.nn.utils.get_total_norm(gradients, math.inf) if gradients else torch.zeros(())
         flags = [largest, *statistics.flags]
-        norm, *flags = torch.stack([flag.to(largest.device, torch.float32) for flag in flags]).tolist()  # the one sync
+        norm, *values = torch.stack([flag.to(largest.device, torch.float32) for flag in flags]).tolist()  # the one sync
         self._dry = norm == 0 and not statistics.terms and not any(float(lr) for lr in lrs)
         if self._dry:
             return True
@@ -378,7 +380,7 @@ class CurvatureEngine:
             self.skipped_steps += 1
             return False
         with self._stages.stage("factor update"):
-            self._fold(statistics, flags)
+            self._fold(statistics, values)
         self._require_statistics(norm, lrs)
         self._refresh_if_due()
         return True
@@ -403,7 +405,8 @@ class CurvatureEngine:
                 fold_(average["G"], sums.g.mul_(per_term), terms, decay)
 
     def _require_statistics(self, norm: float, lrs: Iterable[Lr]) -> None:
-        if self.last_statistics is not None or not self._capture.enabled or norm == 0 or not any(map(float, lrs)):
+        seen = self.last_statistics is not None or self._closed
+        if seen or not self._capture.enabled or norm == 0 or not any(map(float, lrs)):
             return
         if any(layer.weight.grad is not None for layer in self.layers):
             raise RuntimeError(
@@ -435,8 +438,8 @@ class CurvatureEngine:
     def _work_off(self, refresh: _Refresh, elapsed: int) -> None:
         source = "{}_next" if refresh.spread else "{}"
         with self._stages.stage("decomposition"):
-            for layer, side in refresh.jobs_until(elapsed):
-                refresh.done[layer, side] = self._decompose(layer, side, source.format(SIDES[side]), refresh.damping)
+            for layer, i in refresh.jobs_until(elapsed):
+                refresh.done[layer, i] = self._decompose(layer, i, source.format(SIDES[i]), refresh.damping)
         if elapsed < refresh.spread:
             return
         self._refresh = None
@@ -460,7 +463,10 @@ class CurvatureEngine:
         average = self._averages[layer]
         factor = self._specs[layer][side].matrix(average[key])
         means = self._mean_eigenvalues(layer, key.replace(SIDES[side], "{}"))
-        shift = self.solver.shifts(self._gamma(means, damping), *means)[side]
+        gamma = self._gamma(means, damping)
+        # Where A is the constant 1 there is nothing to split the damping between.
+        shifts = (torch.zeros_like(gamma), gamma) if layer.joint else self.solver.shifts(gamma, *means)
+        shift = shifts[side]
         with full_precision(factor.device.type):
             dtype = torch.promote_types(factor.dtype, torch.promote_types(self.inv_dtype, torch.float32))
             result = decompose_safely(self.solver, factor.to(dtype), shift.to(dtype))

@@ -62,7 +62,7 @@ def cosine(x: Tensor, y: Tensor) -> Tensor:
 
 
 def spectrum(factor: Tensor) -> dict[str, float]:
-    """Smallest, mean and largest eigenvalue and condition number of a factor ``[p, n, n]`` (or diagonals ``[p, n]``)."""
+    """Smallest, mean and largest eigenvalue and condition number of a factor ``[p, n, n]`` or ``[p, n]``."""
     values = factor if factor.dim() == 2 else torch.linalg.eigvalsh(factor.cpu())
     low, high = float(values.min().clamp(min=0)), float(values.max())
     return {"min": low, "mean": float(values.mean()), "max": high, "condition": high / low if low else float("inf")}

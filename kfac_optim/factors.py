@@ -1,15 +1,15 @@
 """Running averages of Kronecker factors, in packed storage.
 
 A factor is a stack of ``p`` symmetric matrices (one per Kronecker pair; ``p = 1`` but for grouped layers) of which one
-triangle is stored: shape ``[p, n (n + 1) / 2]``, or ``[p, n]`` for a diagonal factor. Packed storage halves memory, state
-and traffic.
+triangle is stored: shape ``[p, n (n + 1) / 2]``, or ``[p, n]`` for a diagonal factor. Packed storage halves memory,
+state and traffic.
 
 Each running average is two sums, value and weight (eqs. 14-15 of the paper without their initial bias):
 
     S <- xi S + sum of the new moments,   w <- xi w + their count,   factor = S / w.
 
-What is stored is the quotient S / w and w, which is the same algebra and keeps half precision from overflowing. There is
-no identity initialisation and so nothing to correct; unequal batches are weighted exactly.
+What is stored is the quotient S / w and w, which is the same algebra and keeps half precision from overflowing. There
+is no identity initialisation and so nothing to correct; unequal batches are weighted exactly.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["FactorSpec", "fold_", "pack", "read", "snapshot_", "unpack"]
 def pack(matrix: Tensor) -> Tensor:
     """One triangle of symmetric matrices ``[..., n, n]`` as ``[..., n (n + 1) / 2]``.
 
-    Rectangular full packed format (Gustavson et al. 2010, LAPACK Working Note 199): the triangle of the trailing half is
-    folded into the empty corner beside the leading half, so that packing is two block copies and needs no index.
+    Rectangular full packed format (Gustavson et al. 2010, LAPACK Working Note 199): the triangle of the trailing half
+    is folded into the empty corner beside the leading half, so that packing is two block copies and needs no index.
     """
     n = matrix.shape[-1]
     rows, cols, shift = _rectangle(n)
@@ -74,9 +74,9 @@ class FactorSpec:
         """A running average that has seen nothing.
 
         Returns:
-            ``value`` (packed), ``weight`` (0-dim, float64, on the CPU, so that reading it never waits for a device) and,
-            in float16 only, ``scale``: the largest entry of each pair, by which ``value`` is divided, because second
-            moments of gradients lie below float16's range.
+            ``value`` (packed), ``weight`` (0-dim, float64, on the CPU, so that reading it never waits for a device)
+            and, in float16 only, ``scale``: the largest entry of each pair, by which ``value`` is divided, because
+            second moments of gradients lie below float16's range.
         """
         average = {
             "value": torch.zeros(self.pairs, self.packed_numel // self.pairs, dtype=dtype, device=device),

@@ -5,9 +5,9 @@ One canonical shape serves every layer: a call computes
     s[n, r] = W a[n, r],     n examples, r shared positions (pixels, tokens; 1 for a plain Linear),
 
 the bias being the last column of ``W`` with a 1 appended to ``a``; ``g[n, r] = dL/ds[n, r]``. A layer here turns what a
-module saw into *rows* of that form, ``[n, r, p, d]``, and gradients into matrices ``[p, d_out, d_in]`` and back. ``p`` is
-the number of Kronecker pairs: 1, the groups of a grouped convolution, q/k/v of attention, the channels of a norm layer.
-From rows the raw second moments follow, the same for every type (Eschenhagen et al. 2023):
+module saw into *rows* of that form, ``[n, r, p, d]``, and gradients into matrices ``[p, d_out, d_in]`` and back. ``p``
+is the number of Kronecker pairs: 1, the groups of a grouped convolution, q/k/v of attention, the channels of a norm
+layer. From rows the raw second moments follow, the same for every type (Eschenhagen et al. 2023):
 
     expand:  sum_{n,r} a a^T  (count n r)                     sum_{n,r} g g^T
     reduce:  a~ = mean_r a, g~ = sum_r g;  sum_n a~ a~^T  (count n)    sum_n g~ g~^T
@@ -27,7 +27,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +51,7 @@ _CHUNK_NUMEL = 2**22
 
 
 class Declined(Exception):
-    """Raised by a layer factory for a module that it can't treat exactly; the message is the reason shown to the user."""
+    """Raised by a layer factory for a module that it can't treat exactly; the message is the reason in the table."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,7 @@ class KroneckerLayer:
 
     rule = "Kronecker"
     joint = False
+    diagonal_input = False  # A is a diagonal by nature
     host: nn.Module | None = None
 
     def __init__(self, name: str, module: nn.Module, options: LayerOptions) -> None:
@@ -173,9 +174,10 @@ class KroneckerLayer:
         self.notes: list[str] = []
         self.pairs, self.d_out, self.d_in = self.structure(module)
         limit = options.max_factor_dim
-        self.diagonal = tuple(limit is not None and dim > limit for dim in (self.d_in, self.d_out))
-        for side, dim, diagonal in zip("AG", (self.d_in, self.d_out), self.diagonal, strict=True):
-            if diagonal:
+        too_large = [limit is not None and dim > limit for dim in (self.d_in, self.d_out)]
+        self.diagonal = (self.diagonal_input or too_large[0], too_large[1])
+        for side, dim, large in zip("AG", (self.d_in, self.d_out), too_large, strict=True):
+            if large and not (side == "A" and self.diagonal_input):
                 self.notes.append(f"{side} diagonal: {dim} > max_factor_dim={limit}")
 
     @property
@@ -337,6 +339,8 @@ class EmbeddingLayer(LinearLayer):
     Rows at ``padding_idx`` don't reach the weight and count neither in A nor in G. Always expand.
     """
 
+    diagonal_input = True
+
     def structure(self, module: nn.Module) -> tuple[int, int, int]:
         assert isinstance(module, nn.Embedding)
         for option in ("sparse", "scale_grad_by_freq", "max_norm"):
@@ -422,14 +426,13 @@ class ConvTransposeLayer(_ConvNdLayer):
     """``nn.ConvTranspose1d/2d/3d``: a convolution of the zero-stuffed input with the flipped kernel."""
 
     def patches(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> Tensor:
-        padding = []
-        for dim, (k, s, p, d) in enumerate(
-            zip(module.kernel_size, module.stride, module.padding, module.dilation, strict=True), 2
-        ):
+        padding: list[int] = []
+        config = (module.kernel_size, module.stride, cast(tuple[int, ...], module.padding), module.dilation)
+        for dim, (k, s, p, d) in enumerate(zip(*config, strict=True), start=2):
             stuffed = a.new_zeros(*a.shape[:dim], (a.shape[dim] - 1) * s + 1, *a.shape[dim + 1 :])
             stuffed[(slice(None),) * dim + (slice(None, None, s),)] = a
             a, reach = stuffed, (k - 1) * d
-            before = reach - int(p)
+            before = reach - p
             padding[:0] = [before, output.shape[dim] + reach - before - a.shape[dim]]
         ones = (1,) * len(module.kernel_size)
         windows = _windows(F.pad(a, padding), module.kernel_size, ones, module.dilation)
@@ -528,67 +531,88 @@ class BatchNormLayer(_ChannelsFirstNorm):
         return F.batch_norm(x, module.running_mean.to(x), module.running_var.to(x), training=False, eps=module.eps)
 
 
-class AttentionInputLayer(LinearLayer):
-    """The packed q, k, v projections of ``nn.MultiheadAttention``: three Kronecker pairs on one weight.
+class AttentionLayer(LinearLayer):
+    """A projection of ``nn.MultiheadAttention``, which applies its weights by ``F.linear`` without calling a module.
+
+    Inside attention tensors are sequence first, and flattened at the output projection; ``examples`` is the batch size.
+    """
+
+    def __init__(self, name: str, module: nn.Module, options: LayerOptions, host: nn.Module, weight: str) -> None:
+        self.weight_name, self.host = weight, host
+        super().__init__(name, module, options)
+
+    def own_parameters(self, module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
+        return own_parameter(module, self.weight_name), module._parameters.get("bias")
+
+    def observe(
+        self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype, *, examples: int = 1
+    ) -> Observation:
+        seen = super().observe(module, self._by_example(a, examples), output, dtype)
+        seen.context = examples
+        return seen
+
+    def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
+        return self._rows(self._by_example(g, context))
+
+    def _by_example(self, x: Tensor, examples: int) -> Tensor:
+        return x.reshape(-1, examples, x.shape[-1]).movedim(1, self.batch_dim)
+
+
+class AttentionInputLayer(AttentionLayer):
+    """The packed q, k, v projections: three Kronecker pairs on one weight.
 
     A call of ``F.linear`` may concern all three (self-attention) or some of them (cross-attention).
     """
 
     def own_parameters(self, module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
-        return own_parameter(module, "in_proj_weight"), module._parameters.get("in_proj_bias")
+        return own_parameter(module, self.weight_name), module._parameters.get("in_proj_bias")
 
     def structure(self, module: nn.Module) -> tuple[int, int, int]:
-        self.sharing, self.host = "expand", module
         rows, d_in = self.weight.shape
         return 3, rows // 3, d_in + (self.bias is not None)
 
     def observe(
-        self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype, pairs: slice = slice(0, 3)
+        self,
+        module: nn.Module,
+        a: Tensor,
+        output: Tensor,
+        dtype: torch.dtype,
+        *,
+        examples: int = 1,
+        pairs: slice = slice(0, 3),
     ) -> Observation:
-        """As for a Linear, for the pairs of one call; the sums of k and v are brought to the row count of q."""
-        seen = super().observe(module, a, output, dtype)
-        moment = seen.moment.new_zeros(self.pairs, *seen.moment.shape[1:])
-        moment[pairs] = seen.moment
-        return Observation(moment, seen.count, pairs=pairs)
+        seen = super().observe(module, a, output, dtype, examples=examples)
+        return Observation(self._in_place_of(pairs, seen.moment), seen.count, examples, pairs)
+
+    def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
+        return super().output_rows(module, g, context).squeeze(2).unflatten(-1, (-1, self.d_out))
 
     def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
-        rows = g.reshape(-1, 1, g.shape[-1]).unflatten(-1, (-1, self.d_out))
-        moment = second_moment(rows, diagonal=self.diagonal[1])
+        assert observation.pairs is not None
+        return self._in_place_of(observation.pairs, super().output_moment(module, g, observation))
+
+    def _in_place_of(self, pairs: slice, moment: Tensor) -> Tensor:
+        """A moment of some pairs (or one for each of them) among zeros for the others."""
         full = moment.new_zeros(self.pairs, *moment.shape[1:])
-        full[observation.pairs] = moment
+        full[pairs] = moment
         return full
 
     def weight_to_matrix(self, weight: Tensor) -> Tensor:
-        return weight.unflatten(0, (self.pairs, -1))
+        return weight.unflatten(0, (3, -1))
 
     def matrix_to_weight(self, matrix: Tensor) -> Tensor:
         return matrix.flatten(0, 1)
-
-
-class _AttentionProjection(LinearLayer):
-    """A projection of attention with a weight of its own, which attention applies without calling a module."""
-
-    def __init__(self, name: str, module: nn.Module, options: LayerOptions, host: nn.Module, weight: str) -> None:
-        self.weight_name, self.host = weight, host
-        super().__init__(name, module, options)
-        self.sharing = "expand"
-
-    def own_parameters(self, module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
-        return own_parameter(module, self.weight_name), module._parameters.get("bias")
 
 
 @register_layer(nn.MultiheadAttention)
 def _attention(name: str, module: nn.Module, options: LayerOptions) -> Sequence[KroneckerLayer]:
     """In and out projections; q, k, v with widths of their own are three weights without their (packed) bias."""
     assert isinstance(module, nn.MultiheadAttention)
-    layers: list[KroneckerLayer] = []
+    out = AttentionLayer(f"{name}.out_proj", module.out_proj, options, module, "weight")
     if module.in_proj_weight is not None:
-        layers.append(AttentionInputLayer(f"{name}.in_proj", module, options))
-    else:
-        for part in "qkv":
-            layers.append(_AttentionProjection(f"{name}.{part}_proj", module, options, module, f"{part}_proj_weight"))
-    layers.append(_AttentionProjection(f"{name}.out_proj", module.out_proj, options, module, "weight"))
-    return layers
+        return AttentionInputLayer(f"{name}.in_proj", module, options, module, "in_proj_weight"), out
+    parts = [AttentionLayer(f"{name}.{p}_proj", module, options, module, f"{p}_proj_weight") for p in "qkv"]
+    return *parts, out
 
 
 def _factory_for(module: nn.Module) -> tuple[LayerFactory | None, str]:
@@ -597,7 +621,7 @@ def _factory_for(module: nn.Module) -> tuple[LayerFactory | None, str]:
         factory = _FACTORIES.get(cls) or _FACTORIES.get(f"{cls.__module__}.{cls.__qualname__}")
         if factory is None:
             continue
-        if type(module).forward is not cls.forward:
+        if type(module).forward is not getattr(cls, "forward", None):
             return None, f"{type(module).__name__} overrides {cls.__name__}.forward; see register_layer"
         return factory, ""
     return None, f"no Kronecker rule for {type(module).__name__}"
@@ -635,7 +659,7 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
     kept = [layer for layer in layers.values() if not reasons[layer.weight][1] and options.trains(layer.weight)]
     covered = {parameter for layer in kept for parameter in layer.parameters}
     uncovered = {
-        parameter: (name, reason or "not trainable when the optimizer was built, or packed beside weights of their own")
+        parameter: (name, reason or "frozen when the optimizer was built, or a bias packed for several weights")
         for parameter, (name, reason) in reasons.items()
         if parameter not in covered and options.trains(parameter)
     }

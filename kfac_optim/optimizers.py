@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch_optimizer
@@ -25,12 +25,19 @@ _STATE_KEY = "kfac"
 _PREFIX = "kfac_"
 
 
+# What the mixin relies on of the class beside it.
+if TYPE_CHECKING:
+    _Optimizer = torch.optim.Optimizer
+else:
+    _Optimizer = object
+
+
 def _engine_options() -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(CurvatureEngine.__init__).parameters
     return {name: p for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
-class KFACMixin:
+class KFACMixin(_Optimizer):
     """Preconditions the gradients of any ``torch.optim.Optimizer`` by K-FAC.
 
     ``class KFACRMSprop(KFACMixin, torch.optim.RMSprop): pass`` is all it takes to make another optimizer.
@@ -142,7 +149,7 @@ class KFACMixin:
 
     def _base_step(self) -> None:
         """The base class's update, without its step hooks: they fire once, for our own step."""
-        step = super(KFACMixin, type(self)).step  # type: ignore[misc]
+        step: Any = super(KFACMixin, type(self)).step
         while getattr(step, "hooked", False):
             step = step.__wrapped__
         step(self)
@@ -162,23 +169,23 @@ class KFACMixin:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; statistics of backward passes whose step is not taken are forgotten with their gradients."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(set_to_none)
         if "curvature" in self.__dict__:
             self.curvature.discard()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; layers of the new parameters join the curvature."""
-        super().add_param_group(param_group)  # type: ignore[misc]
+        super().add_param_group(param_group)
         if "curvature" in self.__dict__:
             self.curvature.extend(self.param_groups[-1]["params"])
             self._show_counters()
 
     # State ----------------------------------------------------------------------------------------------------------
     # The averages of a layer stand in state[weight]["kfac"], counters in every group: the two places that survive
-    # torch.distributed.checkpoint. Base classes take a non-empty state for an initialised one, so theirs never sees ours.
+    # torch.distributed.checkpoint. Base classes take a non-empty state for an initialised one, so they never see ours.
 
     def _hand_over_states(self) -> None:
-        states = {p: state.pop(_STATE_KEY) for p, state in self.state.items() if _STATE_KEY in state}
+        states: dict[Any, Any] = {p: state.pop(_STATE_KEY) for p, state in self.state.items() if _STATE_KEY in state}
         self.curvature.adopt_states(states)
 
     def _show_states(self) -> None:
@@ -199,7 +206,7 @@ class KFACMixin:
             ValueError: If the state is damaged or of another model; nothing is changed then.
         """
         saved = self._checked(state_dict)
-        super().load_state_dict(state_dict)  # type: ignore[misc]
+        super().load_state_dict(state_dict)
         counters = {
             name.removeprefix(_PREFIX): value
             for name, value in self.param_groups[0].items()
@@ -239,7 +246,7 @@ class KFACMixin:
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the model and its curvature along, and the options a base class keeps on itself."""
         own = {key: value for key, value in self.__dict__.items() if not key.startswith("_") and key != "step"}
-        return {**super().__getstate__(), **own}  # type: ignore[misc]
+        return {**super().__getstate__(), **own}
 
 
 class KFACSGD(KFACMixin, torch.optim.SGD):
@@ -256,7 +263,7 @@ class KFACSGD(KFACMixin, torch.optim.SGD):
         if self.precondition == "gradient":
             return gradients
         covered = self._covered()
-        vectors = {}
+        vectors: dict[nn.Parameter, Tensor] = {}
         for group in self.param_groups:
             present = [p for p in group["params"] if p in covered and p in gradients]
             vectors.update(zip(present, self._momentum([(p, gradients[p]) for p in present], group), strict=True))
@@ -281,7 +288,7 @@ class KFACSGD(KFACMixin, torch.optim.SGD):
         return list(torch._foreach_add(gradients, buffers, alpha=mu)) if group["nesterov"] else buffers
 
     def _base_step(self) -> None:
-        """In momentum mode the base update has no momentum for covered parameters; the groups stay as users see them."""
+        """In momentum mode covered parameters are updated without a momentum; the groups stay as users see them."""
         if self.precondition == "gradient":
             return super()._base_step()
         covered, groups = self._covered(), self.param_groups
@@ -308,7 +315,7 @@ class KFACAdam(KFACMixin, torch.optim.Adam):
 
 
 class _MultiTensorLamb(torch_optimizer.Lamb):
-    """``torch_optimizer.Lamb`` with its loop over parameters as multi-tensor operations that never wait for the device."""
+    """``torch_optimizer.Lamb`` as multi-tensor operations that never wait for the device."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -323,7 +330,7 @@ class _MultiTensorLamb(torch_optimizer.Lamb):
         return loss
 
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        gradients, states = [p.grad for p in params], [self.state[p] for p in params]
+        gradients, states = [p.grad for p in params if p.grad is not None], [self.state[p] for p in params]
         for p, state in zip(params, states, strict=True):
             if not state:
                 state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))

@@ -1,7 +1,7 @@
 """Direction -> scaled direction: kl_clip (eq. 16), unit, graft.
 
-A scaling sees all preconditioned layers of a step at once and returns one multiplier per layer: a scalar, or ``[p]`` for
-the ``p`` Kronecker pairs of a grouped layer. Everything stays on the device; nothing is read on the host.
+A scaling sees all preconditioned layers of a step at once and returns one multiplier per layer: a scalar, or ``[p]``
+for the ``p`` Kronecker pairs of a grouped layer. Everything stays on the device; nothing is read on the host.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class KLClip:
 class Unit:
     """Each pair's direction gets the norm of a semi-orthogonal update, ``sqrt(min(d_out, d_in) max(1, d_out / d_in))``.
 
-    ``lr`` then has the units of Muon's (0.01 to 0.05) and one value serves all layers; every global scale of the loss or
-    of G drops out. The pairs of a norm layer together get ``sqrt(C)``.
+    ``lr`` then has the units of Muon's (0.01 to 0.05) and one value serves all layers; every global scale of the loss
+    or of G drops out. The pairs of a norm layer together get ``sqrt(C)``.
     """
 
     def multipliers(self, directions: Sequence[Direction]) -> list[Tensor]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Union
 
 __all__ = ["Schedule", "constant_then_scaled", "due", "exponential_decay", "growing", "value_at"]
 
 Number = TypeVar("Number", int, float)
-Schedule = Number | Callable[[int], Number]
+Schedule = Union[Number, Callable[[int], Number]]  # noqa: UP007  (mypy takes no | here)
 
 
 def value_at(schedule: Schedule[Number], step: int) -> Number:
@@ -37,7 +37,7 @@ class growing:  # noqa: N801  (used like a function: inv_update_steps=growing(..
     is then a constant share of the training, while early training sees curvature as fresh as ``minimum`` steps.
 
     Args:
-        fraction: Interval per step of training, > 0. Default 0.1: at step 1000 every 100 steps.
+        fraction: Interval per step of training, >= 0. Default 0.1: at step 1000 every 100 steps.
         minimum: Smallest interval in steps, >= 1.
         maximum: Largest interval in steps; None (default) for no limit.
 
@@ -50,8 +50,8 @@ class growing:  # noqa: N801  (used like a function: inv_update_steps=growing(..
     maximum: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.fraction > 0:
-            raise ValueError(f"growing(fraction={self.fraction!r}): must be > 0")
+        if not self.fraction >= 0:
+            raise ValueError(f"growing(fraction={self.fraction!r}): must be >= 0")
         if self.minimum < 1:
             raise ValueError(f"growing(minimum={self.minimum!r}): must be >= 1")
         if self.maximum is not None and self.maximum < self.minimum:
