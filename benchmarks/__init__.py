@@ -1,0 +1,9 @@
+"""Training jobs and measurements on real and generated data; no part of the installed package.
+
+``python -m benchmarks.train TASK --optimizer NAME`` trains one of three tasks with any optimizer, ``python -m
+benchmarks.first_look`` produces the first table of results. Both run from the root of the repository.
+
+    models -> tasks ----+
+                        +--> runs -> train, first_look
+    settings -> optimizers         \\-> plots
+"""

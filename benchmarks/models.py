@@ -1,0 +1,131 @@
+"""The networks of the tasks: residual network, deep autoencoder, causal transformer.
+
+All of them use plain ``nn`` modules (Linear, Conv2d, Embedding, BatchNorm2d, LayerNorm), so that an optimizer that
+looks at modules sees every weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions with BatchNorm and a shortcut without weights (He et al., 2015, option A)."""
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels_out)
+        self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels_out)
+        self.stride = stride
+        self.new_channels = channels_out - channels_in
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[n, channels_in, h, w]`` to ``[n, channels_out, h / stride, w / stride]``."""
+        y = F.relu(self.norm1(self.conv1(x)))
+        y = self.norm2(self.conv2(y))
+        shortcut = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
+        return F.relu(y + shortcut)
+
+
+class ResNet(nn.Module):
+    """The CIFAR form of the residual network: three stages of ``blocks`` blocks, ``6 blocks + 2`` weight layers.
+
+    Args:
+        channels: Of the input image.
+        blocks: Per stage; 2 gives ResNet-14, 5 gives ResNet-32.
+        classes: Of the output.
+        width: Channels of the first stage; the second and third have two and four times as many.
+    """
+
+    def __init__(self, channels: int, blocks: int, classes: int = 10, width: int = 16) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(channels, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        widths = [width * 2**stage for stage in range(3) for _ in range(blocks)]
+        pairs = zip([width, *widths], widths, strict=False)
+        self.body = nn.Sequential(*(ResidualBlock(c_in, c_out, 1 if c_in == c_out else 2) for c_in, c_out in pairs))
+        self.head = nn.Linear(4 * width, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images ``[n, channels, h, w]`` to logits ``[n, classes]``."""
+        x = self.body(F.relu(self.norm(self.stem(x))))
+        return self.head(x.mean(dim=(2, 3)))
+
+
+def autoencoder(widths: Sequence[int] = (784, 400, 200, 100, 50, 25, 6), incoming: int = 15) -> nn.Sequential:
+    """Return the deep autoencoder of Hinton & Salakhutdinov (2006) with the sparse start of Martens (2010).
+
+    Hidden units are tanh, the code (the narrowest layer) is linear, the output is the logits of the pixels.
+
+    Args:
+        widths: From the image to the code; the decoder mirrors them.
+        incoming: Weights per unit drawn from N(0, 0.3^2); all others, and the biases, start at 0.
+    """
+    sizes = [*widths, *reversed(widths[:-1])]
+    code = len(widths) - 1
+    layers: list[nn.Module] = []
+    for position, (d_in, d_out) in enumerate(zip(sizes, sizes[1:], strict=False), start=1):
+        linear = nn.Linear(d_in, d_out)
+        with torch.no_grad():
+            chosen = torch.rand(d_out, d_in).argsort(dim=1) < incoming
+            linear.weight.copy_(torch.randn(d_out, d_in) * 0.3 * chosen)
+            linear.bias.zero_()
+        layers.append(linear)
+        if position not in (code, len(sizes) - 1):
+            layers.append(nn.Tanh())
+    return nn.Sequential(*layers)
+
+
+class TransformerBlock(nn.Module):
+    """Causal self-attention and a feed-forward layer of four times the width, each behind a LayerNorm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[n, positions, width]`` to the same shape."""
+        n, positions, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(n, positions, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(n, positions, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """A small causal language model over bytes, with learned positions and an output layer of its own (not tied)."""
+
+    def __init__(self, layers: int = 2, width: int = 128, heads: int = 4, context: int = 128) -> None:
+        super().__init__()
+        symbols = 256
+        self.symbol = nn.Embedding(symbols, width)
+        self.position = nn.Embedding(context, width)
+        self.body = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, symbols)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        """Map bytes ``[n, positions]`` to logits ``[n, positions, symbols]``."""
+        x = self.symbol(symbols) + self.position(torch.arange(symbols.shape[1], device=symbols.device))
+        return self.head(self.norm(self.body(x)))
