@@ -525,14 +525,19 @@ class CurvatureEngine:
                     self._cosines[layer] = diagnostics.cosine(d.gradient, d.direction)
                 matrix = d.direction if scaling is None else d.direction * multipliers[i].reshape(-1, 1, 1)
                 for parameter, direction in zip(layer.parameters, layer.from_matrix(matrix), strict=True):
-                    result[parameter] = direction.to(vectors[parameter].dtype)
+                    if parameter is layer.bias and layer.bias_part != slice(None):
+                        result.setdefault(parameter, vectors[parameter].clone())[layer.bias_part] = direction
+                    else:
+                        result[parameter] = direction.to(vectors[parameter].dtype)
         return result
 
     def _direction(
         self, layer: KroneckerLayer, vectors: Mapping[nn.Parameter, Tensor], lr: Mapping[nn.Parameter, Lr]
     ) -> Direction:
         dtype = torch.promote_types(self.inv_dtype, torch.float32)
-        tensors = [vectors[p].to(dtype) for p in layer.parameters]
+        tensors = [vectors[layer.weight].to(dtype)]
+        if layer.bias is not None:
+            tensors.append(vectors[layer.bias][layer.bias_part].to(dtype))
         gradient = layer.to_matrix(tensors[0], tensors[1] if len(tensors) > 1 else None)
         a, g = (tuple(part.to(dtype) for part in side) for side in self._decomposed[layer])
         gamma = self._gamma(self._means[layer], value_at(self.damping, self.step_count)).to(dtype)

@@ -159,6 +159,7 @@ class KroneckerLayer:
     rule = "Kronecker"
     joint = False
     diagonal_input = False  # A is a diagonal by nature
+    bias_part = slice(None)  # of a bias that several weights share, the part that is this weight's
     host: nn.Module | None = None
 
     def __init__(self, name: str, module: nn.Module, options: LayerOptions) -> None:
@@ -253,7 +254,7 @@ class KroneckerLayer:
         """The inverse of :meth:`to_matrix`: one tensor per entry of :attr:`parameters`."""
         if self.bias is None:
             return (self.matrix_to_weight(matrix),)
-        return self.matrix_to_weight(matrix[..., :-1]), matrix[..., -1].reshape(self.bias.shape)
+        return self.matrix_to_weight(matrix[..., :-1]), matrix[..., -1].flatten()
 
 
 LayerFactory = Callable[[str, nn.Module, LayerOptions], "KroneckerLayer | Sequence[KroneckerLayer]"]
@@ -537,12 +538,15 @@ class AttentionLayer(LinearLayer):
     Inside attention tensors are sequence first, and flattened at the output projection; ``examples`` is the batch size.
     """
 
-    def __init__(self, name: str, module: nn.Module, options: LayerOptions, host: nn.Module, weight: str) -> None:
-        self.weight_name, self.host = weight, host
+    def __init__(
+        self, name: str, module: nn.Module, options: LayerOptions, host: nn.Module, weight: str, bias: str
+    ) -> None:
+        self.names, self.host = (weight, bias), host
         super().__init__(name, module, options)
 
     def own_parameters(self, module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
-        return own_parameter(module, self.weight_name), module._parameters.get("bias")
+        weight, bias = self.names
+        return own_parameter(module, weight), module._parameters.get(bias)
 
     def observe(
         self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype, *, examples: int = 1
@@ -563,9 +567,6 @@ class AttentionInputLayer(AttentionLayer):
 
     A call of ``F.linear`` may concern all three (self-attention) or some of them (cross-attention).
     """
-
-    def own_parameters(self, module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
-        return own_parameter(module, self.weight_name), module._parameters.get("in_proj_bias")
 
     def structure(self, module: nn.Module) -> tuple[int, int, int]:
         rows, d_in = self.weight.shape
@@ -606,13 +607,17 @@ class AttentionInputLayer(AttentionLayer):
 
 @register_layer(nn.MultiheadAttention)
 def _attention(name: str, module: nn.Module, options: LayerOptions) -> Sequence[KroneckerLayer]:
-    """In and out projections; q, k, v with widths of their own are three weights without their (packed) bias."""
+    """In and out projections; q, k, v of different widths have weights of their own and each a part of one bias."""
     assert isinstance(module, nn.MultiheadAttention)
-    out = AttentionLayer(f"{name}.out_proj", module.out_proj, options, module, "weight")
+    out = AttentionLayer(f"{name}.out_proj", module.out_proj, options, module, "weight", "bias")
     if module.in_proj_weight is not None:
-        return AttentionInputLayer(f"{name}.in_proj", module, options, module, "in_proj_weight"), out
-    parts = [AttentionLayer(f"{name}.{p}_proj", module, options, module, f"{p}_proj_weight") for p in "qkv"]
-    return *parts, out
+        return AttentionInputLayer(f"{name}.in_proj", module, options, module, "in_proj_weight", "in_proj_bias"), out
+    layers = []
+    for i, part in enumerate("qkv"):
+        weight = f"{part}_proj_weight"
+        layers.append(AttentionLayer(f"{name}.{part}_proj", module, options, module, weight, "in_proj_bias"))
+        layers[-1].bias_part = slice(i * module.embed_dim, (i + 1) * module.embed_dim)
+    return *layers, out
 
 
 def _factory_for(module: nn.Module) -> tuple[LayerFactory | None, str]:
@@ -659,7 +664,7 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
     kept = [layer for layer in layers.values() if not reasons[layer.weight][1] and options.trains(layer.weight)]
     covered = {parameter for layer in kept for parameter in layer.parameters}
     uncovered = {
-        parameter: (name, reason or "frozen when the optimizer was built, or a bias packed for several weights")
+        parameter: (name, reason or "frozen when the optimizer was built")
         for parameter, (name, reason) in reasons.items()
         if parameter not in covered and options.trains(parameter)
     }
