@@ -519,7 +519,7 @@ class CurvatureEngine:
             if scaling is not None:
                 assert not isinstance(scaling, str)
                 multipliers = scaling.multipliers(found)
-            result = {}
+            result: dict[nn.Parameter, Tensor] = {}
             for i, (layer, d) in enumerate(zip(layers, found, strict=True)):
                 if layer not in self._cosines:
                     self._cosines[layer] = diagnostics.cosine(d.gradient, d.direction)
