@@ -23,8 +23,8 @@ BFLOAT16_TOL = 0.03  # 8 bits of mantissa (2^-9 relative rounding), through thre
 FLOAT16_TOL = 3e-3  # 11 bits (2^-12), the same way
 UNDERFLOW_TOL = 1e-3  # what a loss scale of 1 loses below 6e-8; the scaled run keeps it
 FLOAT32_TOL = 1e-5  # the same float32 arithmetic after exact scaling, a few steps of it
-# Storage in half precision rounds the largest eigenvalues (some ten times the mean) by 2^-12 or 2^-9, against a damping of
-# one mean eigenvalue. Twice what was measured.
+# Storage in half precision rounds the largest eigenvalues (some ten times the mean) by 2^-12 or 2^-9, against a damping
+# of one mean eigenvalue. Twice what was measured.
 STORED_TOL = {torch.float16: 0.01, torch.bfloat16: 0.07}
 SCALE = 2.0**8
 
