@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 REL_TOL = 1e-8  # exact arithmetic in float64: what is left is rounding, amplified by the condition number of the solve
-NOISE = 1e-20  # second moments of rounding errors (1e-16) of quantities of order one are at most 1e-30
+NOISE = 1e-8  # what should be of order one and is smaller than this may have lost half of its digits to cancellation
 ROUNDING = 1e-14  # a weight change is a difference of two weights, so it carries the rounding of the weights
 
 # The paper's own update with every convenience switched off: the applied weight change is minus the damped solve.
@@ -261,12 +261,17 @@ def find_layers(model: nn.Module) -> list[Layer]:
 
 @dataclass
 class Sums:
-    """Sums over one backward pass for one layer: ``sum a a^T``, the count of rows, ``sum g g^T``; ``v = sum g a^T``."""
+    """Sums over one backward pass for one layer.
+
+    ``sum a a^T``, the count of rows, ``sum g g^T``; ``v = sum g a^T``, and ``size = |g| |a|``, which ``v`` would have if
+    nothing cancelled.
+    """
 
     a: Tensor | None
     rows: int
     g: Tensor
     v: Tensor
+    size: float
 
 
 def outer_sum(rows: Tensor) -> Tensor:
@@ -278,10 +283,10 @@ def layer_sums(layer: Layer, uses: Sequence[tuple[Use, Tensor]], sharing: str, b
     """Moments of one layer in one backward pass: several calls add rows, not examples."""
     if is_norm(layer.module):
         per_example = sum(norm_rows(use.module, use.x, g, batch_dim) for use, g in uses)
-        return Sums(None, 0, outer_sum(per_example), per_example.sum(0))
+        return Sums(None, 0, outer_sum(per_example), per_example.sum(0), sum(float(g.norm()) for _, g in uses))
     a = torch.cat([input_rows(use.module, use.x, batch_dim) for use, _ in uses], dim=1)
     g = torch.cat([positions(use.module, grad, batch_dim) for use, grad in uses], dim=1)
-    v = torch.einsum("nrko,nrki->koi", g, a)
+    v, size = torch.einsum("nrko,nrki->koi", g, a), float(g.norm() * a.norm())
     if sharing == "reduce":
         a, g = a.mean(1), g.sum(1)
     else:
@@ -289,7 +294,7 @@ def layer_sums(layer: Layer, uses: Sequence[tuple[Use, Tensor]], sharing: str, b
     if isinstance(layer.module, nn.Embedding) and layer.module.padding_idx is not None:
         used = a.sum((1, 2)) > 0  # a padded position is no row at all
         a, g = a[used], g[used]
-    return Sums(outer_sum(a), len(a), outer_sum(g), v)
+    return Sums(outer_sum(a), len(a), outer_sum(g), v, size)
 
 
 @dataclass
@@ -458,9 +463,11 @@ class Oracle:
     def check_rows(self, step: Step) -> None:
         """The rows are right only if ``sum g a^T`` is the gradient that autograd gives the weight."""
         for layer in self.layers:
-            seen = [sums[layer.name].v for sums in step.passes if layer.name in sums]
+            seen = [sums[layer.name] for sums in step.passes if layer.name in sums]
             expected = layer.of(step.gradients)
-            assert_near(sum(seen, torch.zeros_like(expected)), expected, f"oracle's rows of {layer.name!r}")
+            total = sum((sums.v for sums in seen), torch.zeros_like(expected))
+            size = 1 + sum(sums.size for sums in seen)
+            assert_near(total, expected, f"oracle's rows of {layer.name!r}", scale=size)
 
     def sums(self, uses: Sequence[Use], gradients: Sequence[Tensor]) -> dict[str, Sums]:
         """Moments of every layer that was used."""
@@ -521,10 +528,13 @@ class Oracle:
         logs = [math.log(c.mean_eigenvalue) for c in self.curvature.values() if c.mean_eigenvalue > 0]
         return math.exp(sum(logs) / len(logs)) if logs else 1.0
 
-    def well_posed(self) -> bool:
-        """No layer's curvature is mere rounding, as where a norm or a softmax cancels its gradient exactly."""
+    def well_posed(self, step: Step) -> bool:
+        """No layer's curvature or gradient is mere rounding, as where a norm or a softmax cancels it exactly."""
         sizes = [c.mean_eigenvalue for c in self.curvature.values()]
-        return all(size == 0 or size > NOISE * max(sizes) for size in sizes)
+        if not all(size == 0 or size > NOISE**2 * max(sizes) for size in sizes):
+            return False
+        seen = [sums for one in step.passes for sums in one.values()]
+        return all(sums.size == 0 or float(sums.v.norm()) > NOISE * sums.size for sums in seen)
 
     def uncovered(self) -> list[str]:
         """Parameters that no layer of the oracle owns."""
@@ -578,7 +588,8 @@ def expected_step(oracle: Oracle, inputs: Inputs, roots: Callable[[Tensor], Iter
     total: dict[str, Sums] = {}
     for value in roots(output):
         for name, sums in oracle.sums(uses, gradient(value / terms, outputs, keep=True)).items():
-            total[name] = Sums(sums.a, sums.rows, sums.g + (total[name].g if name in total else 0.0), sums.v)
+            sums.g = sums.g + (total[name].g if name in total else 0.0)
+            total[name] = sums
     return Step({}, [total], terms)
 
 

@@ -201,6 +201,19 @@ def test_micro_batches_of_a_divided_loss_sample_the_fisher_of_one_batch() -> Non
     assert_close_to(oracle, changes, directions)
 
 
+def test_micro_batches_of_a_summed_loss_sample_the_fisher_of_one_batch() -> None:
+    """M is 1 for a sum, in however many passes it is taken; gradient, factors and damping are COPIES times as large."""
+    model, twin = perceptron(), perceptron()
+    twin.load_state_dict(model.state_dict())
+    x, target = torch.randn(4, 3), 3 * torch.randn(4, 3)
+    oracle = Oracle(twin, average=None)
+    directions, gamma = expected_directions(oracle, x, target, squared_error, categorical_roots)
+    keywords = {"damping": COPIES * gamma, "fisher": "categorical", "loss_average": None}
+    passes = [((copied(x, COPIES // 4),), copied(target, COPIES // 4))] * 4
+    changes = take_step(model, KFACSGD(model, **EXACT | keywords), passes, squared_error)
+    assert_close_to(oracle, changes, directions)
+
+
 class Wrapped(nn.Module):
     """A model whose logits stand in an object or a dictionary."""
 
