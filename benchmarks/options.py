@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ def task_table() -> str:
     for name, values in OPTIMIZER_DEFAULTS.items():
         rows.append(f"  {name:10}" + ", ".join(f"--{option} {value}" for option, value in values.items()))
     rows += ["", "recipes (for the K-FAC optimizers; options of the command line win):"]
-    rows += [f"  {name:10}{recipe.about}" for name, recipe in RECIPES.items()]
+    for name, recipe in RECIPES.items():
+        rows.append(textwrap.fill(recipe.about, 100, initial_indent=f"  {name:10}", subsequent_indent=" " * 12))
     rows += ["", "tasks:"] + [f"  {name:8}{(make.__doc__ or '').splitlines()[0]}" for name, make in TASKS.items()]
     return "\n".join(rows)
 
@@ -51,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser; options that are not given leave no trace in its result."""
     command = argparse.ArgumentParser(
         prog="python -m benchmarks.train",
+        usage="%(prog)s TASK --optimizer NAME [options]   (--help explains all of them)",
         description="Train a task with an optimizer, log it, plot it, and compare it with others on the same batches.",
         epilog=task_table(),
         formatter_class=argparse.RawDescriptionHelpFormatter,

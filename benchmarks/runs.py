@@ -157,7 +157,7 @@ class Trainer:
     def header(self) -> Line:
         """Return the first line of the log."""
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        figures = {"target": self.task.target, "parameters": parameters, "data_checksum": self.task.digest}
+        figures = {"parameters": parameters, "data_checksum": self.task.digest}
         return {"kind": "settings", "settings": asdict(self.settings), **figures, **facts()}
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,24 +8,24 @@ from benchmarks.runs import Line, Record
 from benchmarks.tasks import Task
 
 
-def table(task: Task, records: Mapping[str, Record], target: float) -> str:
+def table(task: Task, records: Mapping[str, Record]) -> str:
     """Return the table of final losses, accuracy, seconds per step and the way to the target."""
     sign = ">=" if task.has_accuracy else "<="
     heads = ["optimizer", "end", "steps", "loss", "held out", "accuracy", "s/step", "worst", "to target", "seconds"]
-    rows = [heads] + [row(task, label, record, target) for label, record in records.items()]
+    rows = [heads] + [row(task, label, record) for label, record in records.items()]
     widths = [max(len(cells[column]) for cells in rows) for column in range(len(heads))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in rows]
-    goal = f"target: held-out {task.metric.removeprefix('test_')} {sign} {target:g}"
+    goal = f"target: held-out {task.metric.removeprefix('test_')} {sign} {task.target:g}"
     return "\n".join([*lines, f"{goal}; seconds: CPU, without evaluation"])
 
 
-def row(task: Task, label: str, record: Record, target: float) -> list[str]:
+def row(task: Task, label: str, record: Record) -> list[str]:
     """Return the row of one run; "-" where there is no figure."""
     last = record.evaluations[-1] if record.evaluations else {}
     ends = [0.0, *(line["cpu_seconds"] for line in record.steps)]
     seconds = [after - before for before, after in zip(ends, ends[1:], strict=False)]
     recent = [line["loss"] for line in record.steps[-20:] if line["loss"] is not None]
-    reached = first_reached(task, record, target)
+    reached = first_reached(task, record)
     return [
         label,
         record.end or "interrupted",
@@ -40,10 +40,10 @@ def row(task: Task, label: str, record: Record, target: float) -> list[str]:
     ]
 
 
-def first_reached(task: Task, record: Record, target: float) -> Line | None:
-    """Return the first evaluation that was as good as ``target``."""
+def first_reached(task: Task, record: Record) -> Line | None:
+    """Return the first evaluation that reached the target."""
     lines = (line for line in record.evaluations if line[task.metric] is not None)
-    return next((line for line in lines if task.reached(line[task.metric], target)), None)
+    return next((line for line in lines if task.reached(line[task.metric])), None)
 
 
 def number(value: float | None) -> str:

@@ -122,9 +122,9 @@ class Task:
         """Name of the evaluation figure that ``target`` is about."""
         return "test_accuracy" if self.has_accuracy else "test_loss"
 
-    def reached(self, value: float, target: float) -> bool:
-        """Say whether ``value`` of the metric is as good as ``target``."""
-        return value >= target if self.has_accuracy else value <= target
+    def reached(self, value: float) -> bool:
+        """Say whether ``value`` of the metric is as good as the target."""
+        return value >= self.target if self.has_accuracy else value <= self.target
 
     @cached_property
     def digest(self) -> int:

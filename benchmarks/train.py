@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import FrameType
@@ -157,6 +157,7 @@ def prepare(options: Mapping[str, Any]) -> tuple[Task, list[Plan]]:
     if options["checkpoint_every"] < 1:
         raise ValueError("--checkpoint-every: must be at least 1")
     task, folder = make(), options.get("out") or default_folder(options)
+    task = replace(task, target=options.get("target", task.target))
     plans = [Plan(settings, RunFiles(folder, label)) for label, settings in all_settings(task, options).items()]
     headers = {plan.files.label: Trainer(task, plan.settings).header() for plan in plans}
     if not options["overwrite"]:
@@ -239,7 +240,7 @@ def run(task: Task, plans: Sequence[Plan], options: Mapping[str, Any]) -> int:
                 train(Trainer(task, plan.settings), plan.files, signals, **how)
     records = {plan.files.label: record for plan in plans if (record := plan.files.record())}
     plots.draw(task, records, folder / "plot.png")
-    print(summary.table(task, records, options.get("target", task.target)))
+    print(summary.table(task, records))
     print(f"logs, checkpoints and plot.png: {folder}")
     if signals.received is None:
         return 0
