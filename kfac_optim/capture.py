@@ -165,6 +165,7 @@ class _MicroBatch:
     """One backward pass in progress."""
 
     sums: dict[int, _Moments] = field(default_factory=dict)
+    by_example: dict[tuple[int, int], list[tuple[Observation, Tensor]]] = field(default_factory=dict)
     calls: set[_ModelCall] = field(default_factory=set)
 
     def add(self, layer: int, a: Tensor, count: float, g: Tensor) -> None:
@@ -348,7 +349,8 @@ class Capture:
             return None
         with self.stage("factor computation"), full_precision(a.device.type):
             observation = layer.observe(module, a, output, self.dtype, **how)
-            observation.moment = self.packers[index][0](observation.moment)
+            if not layer.by_example:
+                observation.a = self.packers[index][0](observation.a)
         call = self._last_call if recomputed else self._call
         if self.fisher is not None:
             assert call is not None
@@ -365,15 +367,28 @@ class Capture:
         """The gradient of a layer's output: the pair (a, g) is complete."""
         if torch.is_grad_enabled():  # create_graph=True: a gradient penalty or a higher derivative, not the loss
             return
-        batch = self._open(call)
-        batch.add(index, observation.moment, observation.count, self._output_moment(index, module, observation, g))
+        self._add(self._open(call), index, observation, self._output_moment(index, module, observation, g))
+
+    def _add(self, batch: _MicroBatch, index: int, observation: Observation, g: Tensor) -> None:
+        if self.layers[index].by_example:  # calls on as many examples are taken for calls on the same examples
+            batch.by_example.setdefault((index, len(g)), []).append((observation, g))
+        else:
+            batch.add(index, observation.a, observation.count, g)
+
+    def _pool_calls(self, batch: _MicroBatch) -> None:
+        for (index, _), calls in batch.by_example.items():
+            device = calls[0][1].device
+            with self.stage("factor computation"), full_precision(device.type):
+                a, count, g = self.layers[index].pool(calls)
+                batch.add(index, self.packers[index][0](a), count, self.packers[index][1](g))
 
     def _output_moment(self, index: int, module: nn.Module, observation: Observation, g: Tensor) -> Tensor:
         with self.stage("factor computation"), full_precision(g.device.type):
             g = g.detach().to(self.dtype)
             if self.grad_scaler is not None and self.fisher is None:
                 g = g / _scale_of(self.grad_scaler, g.device)
-            return self.packers[index][1](self.layers[index].output_moment(module, g, observation))
+            moment = self.layers[index].output_moment(module, g, observation)
+            return moment if self.layers[index].by_example else self.packers[index][1](moment)
 
     # Micro-batches --------------------------------------------------------------------------------------------------
 
@@ -390,7 +405,10 @@ class Capture:
     def _close(self) -> None:
         """The backward pass has ended: adds its moments to the step's if all of them are finite."""
         batch, self._batch = self._batch, None
-        if batch is None or not batch.sums:
+        if batch is None:
+            return
+        self._pool_calls(batch)
+        if not batch.sums:
             return
         step = self.statistics
         sums = [tensor.sum() for entry in batch.sums.values() for tensor in (entry.a, entry.g)]
@@ -458,8 +476,8 @@ class Capture:
         if torch.is_grad_enabled():
             return
         batch = self._open(call)
-        for index, observation, moment in pending:
-            batch.add(index, observation.moment, observation.count, moment)
+        for index, observation, g_sum in pending:
+            self._add(batch, index, observation, g_sum)
 
     def _require_whole_model(self, call: _ModelCall) -> None:
         inside = set(call.module.modules())
@@ -519,10 +537,12 @@ class _Tap:
         seen = self.capture._see(index, module, a, output, examples=self.examples, pairs=parts)
         if seen is None:
             return
+        if layer.by_example:
+            return
         if first == 0:
             self.query_rows = seen.count
         else:
-            seen.moment *= self.query_rows / seen.count
+            seen.a *= self.query_rows / seen.count
             seen.count = 0.0
 
 

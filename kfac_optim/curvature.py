@@ -392,17 +392,19 @@ class CurvatureEngine:
             return
         self.skipped_batches += sum(taken) - sum(finite)
         self.last_statistics = self.step_count
-        all_terms = sum(m for m, use in zip(statistics.terms, taken, strict=True) if use)
-        terms = sum(m for m, use in zip(statistics.terms, finite, strict=True) if use)
+        all_terms = sum(terms for terms, use in zip(statistics.terms, taken, strict=True) if use)
+        terms = sum(terms for terms, use in zip(statistics.terms, finite, strict=True) if use)
+        # A sum has M = 1, in however many backward passes it was taken.
+        m = all_terms if self.loss_average is not None or self.loss_terms is not None else 1
         # g carries the 1/M of the mean; sampled gradients are those of the sum.
-        per_term = all_terms**2 if isinstance(self.fisher, str) else 1
+        per_term = m**2 if isinstance(self.fisher, str) else 1
         decay = value_at(self.factor_decay, self.step_count)
         for index, sums in statistics.sums.items():
             average = self._averages[self.layers[index]]
             rows = sum(count for count, use in zip(sums.counts, finite, strict=False) if use)
             if rows:
                 fold_(average["A"], sums.a, rows, decay)
-                fold_(average["G"], sums.g.mul_(per_term), terms, decay)
+                fold_(average["G"], sums.g.mul_(per_term), m * terms / all_terms, decay)
 
     def _require_statistics(self, norm: float, lrs: Iterable[Lr]) -> None:
         seen = self.last_statistics is not None or self._closed

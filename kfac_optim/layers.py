@@ -88,14 +88,15 @@ class Observation:
     """What one call of a module told about A, and what it keeps until the output gradient arrives.
 
     Attributes:
-        moment: Raw sum over rows, ``[p, d_in, d_in]`` (``[p, d_in]`` where A is diagonal).
-        count: Rows in the sum.
+        a: Raw sum over rows, ``[p, d_in, d_in]`` (``[p, d_in]`` where A is diagonal); for layers that pool their calls
+            by example the sum over positions of each example, ``[n, p, d_in]``.
+        count: Rows in the sum; for layers that pool by example, positions of each example (tensor ``[p]``).
         context: What :meth:`KroneckerLayer.output_rows` needs of the input; None for most types.
-        pairs: The pairs that the call was about, the others having a zero moment; None for all.
+        pairs: The pairs that the call was about, the others being zero; None for all.
     """
 
-    moment: Tensor
-    count: float
+    a: Tensor
+    count: Any
     context: Any = None
     pairs: slice | None = None
 
@@ -224,12 +225,17 @@ class KroneckerLayer:
 
     # The same for all.
 
+    @property
+    def by_example(self) -> bool:
+        """Whether all calls in a backward pass make up one row of each example (reduce), or rows of their own."""
+        return self.sharing == "reduce"
+
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
-        """Sum of ``a a^T`` over the rows of one call, in ``dtype``."""
+        """What one call tells about A, in ``dtype``: see :class:`Observation`."""
+        if self.by_example:
+            return self._observe_examples(self.input_rows(module, a.detach().to(dtype), output))
         chunks = []
         for rows in self.input_rows(module, a.detach().to(dtype), output):
-            if self.sharing == "reduce":
-                rows = rows.mean(1, keepdim=True)
             total = rows.sum((0, 1)) if self.bias is not None else None
             chunks.append((second_moment(rows, diagonal=self.diagonal[0]), total, rows.shape[0] * rows.shape[1]))
         moments, totals, counts = zip(*chunks, strict=True)
@@ -238,12 +244,32 @@ class KroneckerLayer:
             moment = _with_ones(moment, sum(totals[1:], totals[0]), count)
         return Observation(moment, count)
 
+    def _observe_examples(self, chunks: Iterable[Tensor]) -> Observation:
+        sums, positions = [], 0
+        for rows in chunks:
+            positions = rows.shape[1]
+            sums.append(rows.sum(1))
+        a = torch.cat(sums)
+        if self.bias is not None:
+            a = F.pad(a, (0, 1), value=positions)
+        return Observation(a, torch.full(a.shape[1:2], float(positions), dtype=a.dtype, device=a.device))
+
     def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
-        """Sum of ``g g^T`` over the rows of one call: ``[p, d_out, d_out]``, or ``[p, d_out]`` where G is diagonal."""
+        """Sum of ``g g^T`` over the rows of one call: ``[p, d_out, d_out]``, or ``[p, d_out]`` where G is diagonal.
+
+        For layers that pool their calls by example the sum over positions, ``[n, p, d_out]``.
+        """
         rows = self.output_rows(module, g, observation.context)
-        if self.sharing == "reduce":
-            rows = rows.sum(1, keepdim=True)
-        return second_moment(rows, diagonal=self.diagonal[1])
+        return rows.sum(1) if self.by_example else second_moment(rows, diagonal=self.diagonal[1])
+
+    def pool(self, calls: Sequence[tuple[Observation, Tensor]]) -> tuple[Tensor, int, Tensor]:
+        """The moments of the calls of a backward pass on the same examples: A's sum and count, and G's sum."""
+        a = sum((seen.a for seen, _ in calls[1:]), calls[0][0].a)
+        positions = sum((seen.count for seen, _ in calls[1:]), calls[0][0].count)
+        g = sum((rows for _, rows in calls[1:]), calls[0][1])
+        mean = a / positions.clamp(min=1)[:, None]
+        moments = (second_moment(x[:, None], diagonal=d) for x, d in zip((mean, g), self.diagonal, strict=True))
+        return next(moments), len(g), next(moments)
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Weight- and bias-shaped tensors as one matrix ``[p, d_out, d_in]``."""
@@ -377,20 +403,29 @@ class _ConvNdLayer(KroneckerLayer):
         d_in = module.in_channels // module.groups * math.prod(module.kernel_size)
         return module.groups, module.out_channels // module.groups, d_in + (self.bias is not None)
 
+    def windows(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
+        """The padded input over which the kernel slides, and how it slides."""
+        raise NotImplementedError
+
+    def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
+        if self.by_example or self.diagonal[0]:
+            return super().observe(module, a, output, dtype)
+        assert isinstance(module, nn.modules.conv._ConvNd)
+        padded, windows = self._batched(module, a.detach().to(dtype), output)
+        moment, total, count = shifted_moment(padded, windows, module.groups)
+        return Observation(moment if self.bias is None else _with_ones(moment, total, count), count)
+
     def input_rows(self, module: nn.Module, a: Tensor, output: Tensor) -> Iterable[Tensor]:
         assert isinstance(module, nn.modules.conv._ConvNd)
-        spatial = len(module.kernel_size)
-        if a.dim() == spatial + 1:
-            a, output = a[None], output[None]
-        per_example = math.prod(output.shape[2:]) * module.in_channels * math.prod(module.kernel_size)
-        for chunk in a.split(max(1, _CHUNK_NUMEL // per_example)):
-            patches = self.patches(module, chunk, output)  # [n, channels, *positions, *taps]
-            patches = patches.movedim(1, spatial + 1).flatten(1, spatial)  # [n, r, channels, *taps]
+        padded, windows = self._batched(module, a, output)
+        for chunk in padded.split(windows.examples_at_once(padded)):
+            patches = windows.unfold(chunk, range(len(windows.size)))
+            patches = patches.movedim(1, len(windows.size) + 1).flatten(1, len(windows.size))
             yield patches.reshape(*patches.shape[:2], module.groups, -1)
 
-    def patches(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> Tensor:
-        """The input that each output position sees, ``[n, channels, *positions, *taps]``, as a strided view."""
-        raise NotImplementedError
+    def _batched(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
+        unbatched = a.dim() == len(module.kernel_size) + 1
+        return self.windows(module, a[None], output[None]) if unbatched else self.windows(module, a, output)
 
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
         assert isinstance(module, nn.modules.conv._ConvNd)
@@ -399,21 +434,97 @@ class _ConvNdLayer(KroneckerLayer):
         return g.flatten(2).mT.unflatten(-1, (self.pairs, self.d_out))
 
 
-def _windows(x: Tensor, size: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
-    """Sliding windows over the trailing dimensions of ``[n, c, *spatial]``: ``[n, c, *positions, *taps]``, a view."""
-    for dim, (k, s, d) in enumerate(zip(size, stride, dilation, strict=True), start=2):
-        x = x.unfold(dim, (k - 1) * d + 1, s)[..., ::d]
-    return x
+@dataclass(frozen=True)
+class Windows:
+    """Windows of ``size`` taps, ``dilation`` apart, that slide by ``stride`` over spatial dimensions."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    def unfold(self, x: Tensor, dims: Iterable[int]) -> Tensor:
+        """``[n, c, *spatial]`` as ``[n, c, *positions, *taps]`` along some of the spatial dimensions; a view."""
+        for dim in dims:
+            k, s, d = self.size[dim], self.stride[dim], self.dilation[dim]
+            x = x.unfold(dim + 2, (k - 1) * d + 1, s)[..., ::d]
+        return x
+
+    def positions(self, dim: int, length: int) -> int:
+        """Number of windows along a dimension of some length."""
+        return (length - (self.size[dim] - 1) * self.dilation[dim] - 1) // self.stride[dim] + 1
+
+    def examples_at_once(self, x: Tensor) -> int:
+        """How many examples to unfold together, so that the copy stays small and the products large."""
+        taps = math.prod(self.size)
+        rows = math.prod(self.positions(dim, length) for dim, length in enumerate(x.shape[2:]))
+        d = x.shape[1] * taps
+        return max(1, max(_CHUNK_NUMEL, d * d // taps) // max(1, rows * d))
+
+
+def shifted_moment(x: Tensor, windows: Windows, groups: int) -> tuple[Tensor, Tensor, int]:
+    """Sums of ``a a^T`` and of ``a`` over all windows, ``[p, d, d]`` and ``[p, d]``, and how many windows there are.
+
+    The first spatial dimension is not unfolded. With stride 1 the block of two of its taps depends on their distance
+    alone, up to the rows at the border: one product over all rows for each distance, less a few over single rows,
+    instead of one for each pair of taps; and the activations are copied as often as the kernel is wide, not as often as
+    it has taps.
+    """
+    k, stride, dilation = windows.size[0], windows.stride[0], windows.dilation[0]
+    height = windows.positions(0, x.shape[2])
+    taps = math.prod(windows.size[1:])
+    moment: Tensor | float = 0.0
+    total: Tensor | float = 0.0
+    count = 0
+    for chunk in x.split(windows.examples_at_once(x) * k):
+        u = windows.unfold(chunk, range(1, len(windows.size)))  # [n, c, h, *positions, *taps]
+        u = u.flatten(3, -1 - len(windows.size[1:])) if len(windows.size) > 1 else u[..., None]
+        u = u.reshape(*u.shape[:4], taps).unflatten(1, (groups, -1))  # [n, p, c, h, w, taps]
+        u = u.permute(1, 3, 0, 4, 5, 2).flatten(4).flatten(2, 3)  # [p, h, n w, taps c]
+        moment = moment + _blocks(u, k, height, stride, dilation)
+        sums = [u[:, i * dilation :][:, : (height - 1) * stride + 1 : stride].sum((1, 2)) for i in range(k)]
+        total = total + torch.stack(sums, 1)
+        count += height * u.shape[2]
+    assert isinstance(moment, Tensor) and isinstance(total, Tensor)
+    # From (taps of the first dimension, other taps, channels) to the order of the weight, channels first.
+    channels = x.shape[1] // groups
+    total = total.reshape(groups, k * taps, channels).mT.flatten(1)
+    moment = moment.reshape(groups, k * taps, channels, k * taps, channels).permute(0, 2, 1, 4, 3)
+    return moment.reshape(groups, total.shape[1], total.shape[1]), total, count
+
+
+def _blocks(u: Tensor, k: int, height: int, stride: int, dilation: int) -> Tensor:
+    """``[p, k, d, k, d]``: for taps i, j of the first dimension ``sum_y u[y + i]^T u[y + j]``; u ``[p, h, rows, d]``."""
+
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        return left.flatten(1, 2).mT @ right.flatten(1, 2)
+
+    result = u.new_empty(u.shape[0], k, u.shape[3], k, u.shape[3])
+    for distance in range(k):
+        pairs = [(i, i + distance) for i in range(k - distance)]
+        if stride == 1 and dilation == 1:
+            shifted, border = u.shape[1] - distance, k - 1 - distance
+            whole = product(u[:, :shifted], u[:, distance:])
+            edge = [*range(border), *range(shifted - border, shifted)]
+            rows = [product(u[:, y : y + 1], u[:, y + distance : y + distance + 1]) for y in edge]
+            blocks = [whole - sum(rows[:i]) - sum(rows[border + i :]) for i, _ in pairs]
+        else:
+            span = (height - 1) * stride + 1
+            taps = [u[:, i * dilation :][:, :span:stride] for i in range(k)]
+            blocks = [product(taps[i], taps[j]) for i, j in pairs]
+        for (i, j), block in zip(pairs, blocks, strict=True):
+            result[:, i, :, j] = block
+            result[:, j, :, i] = block.mT
+    return result
 
 
 @register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class ConvLayer(_ConvNdLayer):
     """``nn.Conv1d/2d/3d`` with any stride, padding, padding mode, dilation and groups."""
 
-    def patches(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> Tensor:
+    def windows(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        a = F.pad(a, module._reversed_padding_repeated_twice, mode=mode)
-        return _windows(a, module.kernel_size, module.stride, module.dilation)
+        padded = F.pad(a, module._reversed_padding_repeated_twice, mode=mode)
+        return padded, Windows(module.kernel_size, module.stride, module.dilation)
 
     def weight_to_matrix(self, weight: Tensor) -> Tensor:
         return weight.reshape(self.pairs, self.d_out, -1)
@@ -426,7 +537,7 @@ class ConvLayer(_ConvNdLayer):
 class ConvTransposeLayer(_ConvNdLayer):
     """``nn.ConvTranspose1d/2d/3d``: a convolution of the zero-stuffed input with the flipped kernel."""
 
-    def patches(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> Tensor:
+    def windows(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
         padding: list[int] = []
         config = (module.kernel_size, module.stride, cast(tuple[int, ...], module.padding), module.dilation)
         for dim, (k, s, p, d) in enumerate(zip(*config, strict=True), start=2):
@@ -436,15 +547,16 @@ class ConvTransposeLayer(_ConvNdLayer):
             before = reach - p
             padding[:0] = [before, output.shape[dim] + reach - before - a.shape[dim]]
         ones = (1,) * len(module.kernel_size)
-        windows = _windows(F.pad(a, padding), module.kernel_size, ones, module.dilation)
-        return windows.flip(tuple(range(-len(ones), 0)))
+        return F.pad(a, padding), Windows(module.kernel_size, ones, module.dilation)
 
     def weight_to_matrix(self, weight: Tensor) -> Tensor:
-        return weight.unflatten(0, (self.pairs, -1)).transpose(1, 2).flatten(2)
+        flipped = weight.flip(tuple(range(2, weight.dim())))
+        return flipped.unflatten(0, (self.pairs, -1)).transpose(1, 2).flatten(2)
 
     def matrix_to_weight(self, matrix: Tensor) -> Tensor:
         shape = self.weight.shape
-        return matrix.unflatten(-1, (shape[0] // self.pairs, *shape[2:])).transpose(1, 2).reshape(shape)
+        flipped = matrix.unflatten(-1, (shape[0] // self.pairs, *shape[2:])).transpose(1, 2).reshape(shape)
+        return flipped.flip(tuple(range(2, len(shape))))
 
 
 class _NormLayer(KroneckerLayer):
@@ -456,6 +568,7 @@ class _NormLayer(KroneckerLayer):
 
     rule = "unit-wise"
     joint = True
+    by_example = True
 
     def structure(self, module: nn.Module) -> tuple[int, int, int]:
         self.sharing: Sharing = "expand"
@@ -470,9 +583,13 @@ class _NormLayer(KroneckerLayer):
         raise NotImplementedError
 
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
-        ones = torch.ones(self.pairs, 1, 1, dtype=dtype, device=a.device)
         # A reference to what autograd saves for its own backward anyway; normalised again when the gradient is there.
-        return Observation(ones, 1, context=(a.detach(), module.training))
+        one = torch.ones((), dtype=dtype, device=a.device)
+        return Observation(one, one, context=(a.detach(), module.training))
+
+    def pool(self, calls: Sequence[tuple[Observation, Tensor]]) -> tuple[Tensor, int, Tensor]:
+        g = sum((rows for _, rows in calls[1:]), calls[0][1])
+        return g.new_ones(self.pairs, 1, 1), 1, second_moment(g[:, None], diagonal=self.diagonal[1])
 
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
         a, training = context
@@ -583,19 +700,24 @@ class AttentionInputLayer(AttentionLayer):
         pairs: slice = slice(0, 3),
     ) -> Observation:
         seen = super().observe(module, a, output, dtype, examples=examples)
-        return Observation(self._in_place_of(pairs, seen.moment), seen.count, examples, pairs)
+        count = self._in_place_of(pairs, seen.count, 0) if self.by_example else seen.count
+        return Observation(self._in_place_of(pairs, seen.a, self._pair_dim), count, examples, pairs)
 
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
         return super().output_rows(module, g, context).squeeze(2).unflatten(-1, (-1, self.d_out))
 
     def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
         assert observation.pairs is not None
-        return self._in_place_of(observation.pairs, super().output_moment(module, g, observation))
+        return self._in_place_of(observation.pairs, super().output_moment(module, g, observation), self._pair_dim)
 
-    def _in_place_of(self, pairs: slice, moment: Tensor) -> Tensor:
-        """A moment of some pairs (or one for each of them) among zeros for the others."""
-        full = moment.new_zeros(self.pairs, *moment.shape[1:])
-        full[pairs] = moment
+    @property
+    def _pair_dim(self) -> int:
+        return 1 if self.by_example else 0
+
+    def _in_place_of(self, pairs: slice, part: Tensor, dim: int) -> Tensor:
+        """What some pairs have (or one thing for each of them) among zeros for the others."""
+        full = part.new_zeros(*part.shape[:dim], self.pairs, *part.shape[dim + 1 :])
+        full.narrow(dim, pairs.start, pairs.stop - pairs.start).copy_(part)
         return full
 
     def weight_to_matrix(self, weight: Tensor) -> Tensor:
