@@ -77,7 +77,7 @@ def assert_identical(model: nn.Module, other: nn.Module) -> None:
     """The same parameters, bit for bit, and finite."""
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         assert bool(p.isfinite().all()), f"{name} is not finite"
-        assert torch.equal(p, q), f"{name} differs by up to {float((p - q).abs().max()):.3g}"
+        assert torch.equal(p, q), f"{name} differs by up to {float((p - q).detach().abs().max()):.3g}"
 
 
 def assert_close(model: nn.Module, other: nn.Module, tolerance: float) -> None:
