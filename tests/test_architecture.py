@@ -1,0 +1,140 @@
+"""The package keeps the shape of its design: who imports whom, how thin the optimizers are, who decides what."""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kfac_optim
+
+PACKAGE = Path(kfac_optim.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+TREES = {path.stem: ast.parse(path.read_text()) for path in FILES}
+
+# The table of the design: modules of the package, then packages beside the standard library.
+ALL_BELOW = {
+    "layers", "capture", "factors", "solvers", "assignment", "comm", "scaling", "schedules", "diagnostics"
+}  # fmt: skip
+MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
+    "__init__": ({*ALL_BELOW, "curvature", "optimizers"}, set()),
+    "layers": (set(), {"torch"}),
+    "capture": ({"layers"}, {"torch"}),
+    "factors": (set(), {"torch"}),
+    "solvers": (set(), {"torch"}),
+    "assignment": (set(), set()),
+    "comm": (set(), {"torch", "horovod"}),
+    "scaling": (set(), {"torch"}),
+    "schedules": (set(), set()),
+    "diagnostics": (set(), {"torch"}),
+    "curvature": (ALL_BELOW, {"torch"}),
+    "optimizers": ({"curvature"}, {"torch", "torch_optimizer"}),
+}
+MAX_CODE_LINES = 40
+
+
+def imports_of(tree: ast.Module) -> Iterator[tuple[str, bool]]:
+    """Every imported module, also inside functions, and whether it is one of the package."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, alias.name.split(".")[0] == "kfac_optim"
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level == 0:
+                yield module, module.split(".")[0] == "kfac_optim"
+            elif module:
+                yield module, True
+            else:
+                yield from ((alias.name, True) for alias in node.names)
+
+
+def test_the_files_are_those_of_the_design() -> None:
+    assert [path.relative_to(PACKAGE).as_posix() for path in FILES] == sorted(f"{name}.py" for name in MAY_IMPORT)
+
+
+@pytest.mark.parametrize("name", MAY_IMPORT)
+def test_imports(name: str) -> None:
+    own, others = MAY_IMPORT[name]
+    found = list(imports_of(TREES[name]))
+    inside = {module.removeprefix("kfac_optim.").split(".")[0] for module, internal in found if internal}
+    outside = {module.split(".")[0] for module, internal in found if not internal} - set(sys.stdlib_module_names)
+    assert inside <= own, f"{name}.py must not import {inside - own}"
+    assert outside <= others, f"{name}.py must not import {outside - others}"
+
+
+def test_no_import_hides_from_the_table() -> None:
+    for name, tree in TREES.items():
+        called = {
+            node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
+        modules = {module for module, _ in imports_of(tree)}
+        assert "__import__" not in called and "importlib" not in modules, name
+
+
+def test_only_comm_knows_of_processes() -> None:
+    for name, tree in TREES.items():
+        if name == "comm":
+            continue
+        assert not [m for m, _ in imports_of(tree) if m.startswith(("torch.distributed", "horovod"))], name
+        dotted = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert not {text for text in dotted if text.startswith("torch.distributed")}, name
+        names = [
+            a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module == "torch" for a in n.names
+        ]
+        assert "distributed" not in names, name
+
+
+def code_lines(path: Path, node: ast.ClassDef) -> int:
+    """Lines of a class that hold code: no comment, no blank line, no docstring."""
+    source = path.read_text()
+    with_code: set[int] = set()
+    ignored = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in ignored:
+            with_code.update(range(token.start[0], token.end[0] + 1))
+    for part in ast.walk(node):
+        if isinstance(part, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(part) is not None:
+            with_code.difference_update(range(part.body[0].lineno, (part.body[0].end_lineno or 0) + 1))
+    return len(with_code & set(range(node.lineno, (node.end_lineno or 0) + 1)))
+
+
+@pytest.mark.parametrize("name", ["KFACSGD", "KFACAdam", "KFACLAMB"])
+def test_an_optimizer_is_a_thin_class(name: str) -> None:
+    node = next(n for n in ast.walk(TREES["optimizers"]) if isinstance(n, ast.ClassDef) and n.name == name)
+    lines = code_lines(PACKAGE / "optimizers.py", node)
+    assert 1 <= lines <= MAX_CODE_LINES, f"{name} has {lines} lines of code"
+
+
+def test_module_types_are_told_apart_in_layers_alone() -> None:
+    """A type of module is an entry of the registry; ``isinstance(module, nn.Linear)`` elsewhere would be another."""
+    general = {"Module", "Parameter", "parameter"}
+    for name, tree in TREES.items():
+        if name == "layers":
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+                types = [
+                    n.attr
+                    for n in ast.walk(node.args[1])
+                    if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "nn"
+                ]
+                assert set(types) <= general, f"{name}.py, line {node.lineno}: {ast.unparse(node)}"
+
+
+def test_nothing_is_read_on_the_host_layer_by_layer() -> None:
+    """``.item()`` waits for the device; what has to be read is read once per step."""
+    for name, tree in TREES.items():
+        calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+        assert not [n.lineno for n in calls if isinstance(n.func, ast.Attribute) and n.func.attr == "item"], name
+
+
+def test_every_public_name_exists_and_is_documented() -> None:
+    for name in kfac_optim.__all__:
+        assert (getattr(kfac_optim, name).__doc__ or "").strip(), name
+    assert isinstance(kfac_optim.__version__, str)

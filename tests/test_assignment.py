@@ -1,0 +1,189 @@
+"""Who decomposes and who preconditions what: properties of every policy over generated costs and world sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kfac_optim import KAISA, Assignment, AssignmentStrategy, FactorWise, LayerCost, LayerWise
+
+ROUNDING = 1e-9  # loads are sums of integers up to 1e10 in floats, in another order
+
+dims = st.integers(1, 600)
+layer_costs = st.builds(
+    lambda a, g, cubic: LayerCost((float(a**3 if cubic else a), float(g**3)), 8 * (a * a + g * g)),
+    dims,
+    dims,
+    st.booleans(),
+)
+costs_of_models = st.lists(layer_costs, max_size=24)
+world_sizes = st.integers(1, 12)
+
+
+def divisors(world_size: int) -> list[int]:
+    return [n for n in range(1, world_size + 1) if world_size % n == 0]
+
+
+@st.composite
+def strategies_on_ranks(draw: st.DrawFn) -> tuple[AssignmentStrategy, int, int]:
+    """A strategy, a world size, and how many ranks are to precondition each layer."""
+    ranks = draw(world_sizes)
+    workers = draw(st.sampled_from(divisors(ranks)))
+    return draw(
+        st.sampled_from(
+            [
+                (LayerWise(), ranks, 1),
+                (FactorWise(), ranks, ranks),
+                (KAISA(grad_worker_fraction=workers / ranks), ranks, workers),
+            ]
+        )
+    )
+
+
+def held_bytes(costs: Sequence[LayerCost], assignment: Assignment, ranks: int) -> list[int]:
+    """Bytes of decompositions on each rank."""
+    pairs = list(zip(costs, assignment.layers, strict=True))
+    return [sum(cost.memory for cost, layer in pairs if rank in layer.gradient_workers) for rank in range(ranks)]
+
+
+@given(costs_of_models, strategies_on_ranks())
+def test_every_factor_once_within_its_group(
+    costs: list[LayerCost], chosen: tuple[AssignmentStrategy, int, int]
+) -> None:
+    strategy, ranks, workers = chosen
+    assignment = strategy.assign(costs, ranks)
+    assert len(assignment.layers) == len(costs)
+    loads = [0.0] * ranks
+    for cost, layer in zip(costs, assignment.layers, strict=True):
+        assert len(layer.inverse_workers) == 2, "one rank for A, one for G"
+        assert len(layer.gradient_workers) == len(set(layer.gradient_workers)) == workers
+        assert set(layer.gradient_workers) <= set(range(ranks))
+        assert set(layer.inverse_workers) <= set(layer.gradient_workers), "who decomposes also preconditions"
+        for rank, factor in zip(layer.inverse_workers, cost.factor_costs, strict=True):
+            loads[rank] += factor
+    assert assignment.loads == pytest.approx(loads, rel=ROUNDING)
+
+
+@given(costs_of_models, strategies_on_ranks())
+def test_deterministic(costs: list[LayerCost], chosen: tuple[AssignmentStrategy, int, int]) -> None:
+    """Every rank computes the same without asking: from equal costs, by another instance of the strategy."""
+    strategy, ranks, workers = chosen
+    again: AssignmentStrategy = (
+        KAISA(grad_worker_fraction=workers / ranks) if isinstance(strategy, KAISA) else type(strategy)()
+    )
+    assert strategy.assign(costs, ranks) == again.assign(
+        tuple(LayerCost(c.factor_costs, c.memory) for c in costs), ranks
+    )
+
+
+@given(costs_of_models, world_sizes)
+def test_greedy_load_is_at_most_mean_plus_largest_job(costs: list[LayerCost], ranks: int) -> None:
+    """Of the ungrouped policies; the jobs are factors for FactorWise and whole layers for LayerWise."""
+    for strategy, jobs in (
+        (FactorWise(), [cost for layer in costs for cost in layer.factor_costs]),
+        (LayerWise(), [sum(layer.factor_costs) for layer in costs]),
+    ):
+        loads = strategy.assign(costs, ranks).loads
+        assert max(loads) <= (sum(jobs) / ranks + max(jobs, default=0.0)) * (1 + ROUNDING)
+        if len(jobs) <= ranks:
+            assert max(loads) == max(jobs, default=0.0), "with a rank for every job the dearest one decides"
+
+
+@given(costs_of_models, world_sizes)
+def test_the_ends_of_kaisa_are_the_paper_s_strategies(costs: list[LayerCost], ranks: int) -> None:
+    """MEM-OPT is K-FAC-lw, COMM-OPT is K-FAC-opt, in who decomposes and who preconditions."""
+    assert KAISA(grad_worker_fraction=1 / ranks).assign(costs, ranks).layers == LayerWise().assign(costs, ranks).layers
+    assert KAISA(grad_worker_fraction=1).assign(costs, ranks).layers == FactorWise().assign(costs, ranks).layers
+
+
+@given(costs_of_models, world_sizes)
+def test_kaisa_s_gradient_workers_are_rows_of_a_grid(costs: list[LayerCost], ranks: int) -> None:
+    """Two layers have the same workers or none in common, so that a rank needs one group per grid."""
+    for workers in divisors(ranks):
+        assignment = KAISA(grad_worker_fraction=workers / ranks).assign(costs, ranks)
+        groups = {layer.gradient_workers for layer in assignment.layers}
+        assert sum(map(len, groups)) == len({rank for group in groups for rank in group})
+
+
+@given(st.lists(layer_costs, min_size=1, max_size=24), world_sizes, st.integers(0, 3 * 10**7))
+def test_memory_budget_picks_the_largest_fraction_that_fits(costs: list[LayerCost], ranks: int, budget: int) -> None:
+    needs = {}
+    for workers in divisors(ranks):
+        assignment = KAISA(grad_worker_fraction=workers / ranks).assign(costs, ranks)
+        needs[workers] = max(held_bytes(costs, assignment, ranks))
+    fitting = [workers for workers, need in needs.items() if need <= budget]
+    strategy = KAISA(memory_budget=budget)
+    if fitting:
+        assert strategy.assign(costs, ranks) == KAISA(grad_worker_fraction=max(fitting) / ranks).assign(costs, ranks)
+    else:
+        with pytest.raises(ValueError, match=rf"smallest.*\b{min(needs.values())}\b"):
+            strategy.assign(costs, ranks)
+        KAISA(memory_budget=min(needs.values())).assign(costs, ranks)  # the budget that the message names works
+
+
+def test_by_hand() -> None:
+    """On 2 ranks, longest first: 8 -> 0, 6 -> 1, 5 -> 1, 3 -> 0 (11 = 11), 1 -> 0, 1 -> 1."""
+    costs = [LayerCost((8.0, 1.0), 10), LayerCost((6.0, 5.0), 20), LayerCost((3.0, 1.0), 30)]
+    factor_wise = FactorWise().assign(costs, 2)
+    assert [layer.inverse_workers for layer in factor_wise.layers] == [(0, 0), (1, 1), (0, 1)]
+    assert factor_wise.loads == (12.0, 12.0)
+    assert factor_wise.imbalance == 1.0
+    # Whole layers 9, 11, 4: 11 -> 0, 9 -> 1, 4 -> 1.
+    layer_wise = LayerWise().assign(costs, 2)
+    assert [layer.inverse_workers for layer in layer_wise.layers] == [(1, 1), (0, 0), (1, 1)]
+    assert [layer.gradient_workers for layer in layer_wise.layers] == [(1,), (0,), (1,)]
+    assert layer_wise.loads == (11.0, 13.0)
+    assert layer_wise.imbalance == pytest.approx(13 / 12)
+    assert held_bytes(costs, layer_wise, 2) == [20, 40]
+    assert held_bytes(costs, factor_wise, 2) == [60, 60]
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({}, "grad_worker_fraction.*memory_budget"),
+    ({"grad_worker_fraction": 0.5, "memory_budget": 100}, "grad_worker_fraction.*memory_budget"),
+    ({"grad_worker_fraction": 0.0}, r"grad_worker_fraction=0.0.*\(0, 1\]"),
+    ({"grad_worker_fraction": -0.5}, r"grad_worker_fraction=-0.5.*\(0, 1\]"),
+    ({"grad_worker_fraction": 1.5}, r"grad_worker_fraction=1.5.*\(0, 1\]"),
+    ({"grad_worker_fraction": float("nan")}, r"grad_worker_fraction=nan.*\(0, 1\]"),
+    ({"memory_budget": "2 elephants"}, "memory_budget='2 elephants'.*GiB"),
+    ({"memory_budget": "GiB"}, "memory_budget='GiB'.*GiB"),
+    ({"memory_budget": -1}, "memory_budget=-1"),
+    ({"memory_budget": "-2GiB"}, "memory_budget='-2GiB'"),
+    ({"memory_budget": True}, "memory_budget=True"),
+    ({"memory_budget": 1.5}, "memory_budget=1.5"),
+    ({"grad_worker_fraction": "half"}, "grad_worker_fraction='half'"),
+]
+
+
+@pytest.mark.parametrize(("keywords", "message"), BAD, ids=str)
+def test_bad_values_are_refused_at_construction(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        KAISA(**keywords)
+
+
+@pytest.mark.parametrize(("fraction", "ranks", "valid"), [(0.3, 8, "1/8, 2/8, 4/8, 8/8"), (0.5, 3, "1/3, 3/3")])
+def test_an_invalid_fraction_lists_the_valid_ones(fraction: float, ranks: int, valid: str) -> None:
+    with pytest.raises(ValueError, match=rf"grad_worker_fraction={fraction}.*{ranks}.*{valid}"):
+        KAISA(grad_worker_fraction=fraction).assign([LayerCost((1.0, 1.0), 8)], ranks)
+
+
+@pytest.mark.parametrize("ranks", [3, 6, 7, 12, 49, 96])
+def test_a_fraction_written_as_a_quotient_is_exact_enough(ranks: int) -> None:
+    for workers in divisors(ranks):
+        assignment = KAISA(grad_worker_fraction=workers / ranks).assign([LayerCost((1.0, 1.0), 8)], ranks)
+        assert len(assignment.layers[0].gradient_workers) == workers
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [(100, 100), ("100", 100), ("100B", 100), ("1.5KiB", 1536), ("2 MB", 2 * 10**6), ("1GiB", 2**30), ("1gb", 10**9)],
+)
+def test_budgets_in_words(text: str | int, count: int) -> None:
+    """One byte more than the budget does not fit, the budget itself does."""
+    KAISA(memory_budget=text).assign([LayerCost((1.0, 1.0), count)], 2)
+    with pytest.raises(ValueError, match="smallest"):
+        KAISA(memory_budget=text).assign([LayerCost((1.0, 1.0), count + 1)], 2)
