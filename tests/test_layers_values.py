@@ -499,6 +499,19 @@ def test_grouped_convolution_is_separate_convolutions(
         assert_near(change, theirs[name], name, scale=10)
 
 
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_transposed_convolutions(dims: int, groups: int, solver: str) -> None:
+    cls = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 1]
+
+    def factory() -> nn.Module:
+        return nn.Sequential(cls(4, 6, 3, stride=2, padding=1, output_padding=1, groups=groups), nn.Tanh())
+
+    x = torch.randn(2, 4, *[2] * dims)
+    check_with_oracle(factory, [((x,), torch.randn_like(factory()(x)))], {"solver": solver})
+
+
 def test_depthwise_convolution() -> None:
     passes = [((torch.randn(2, 3, 4, 4),), torch.randn(2, 6, 4, 4))]
     check_with_oracle(lambda: nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, groups=3), nn.Tanh()), passes, {})
