@@ -80,6 +80,7 @@ def test_bfloat16_autocast_gives_the_factors_of_float32() -> None:
     train(half, first, data, torch.bfloat16)
     train(full, second, data)
     assert_same_factors(first, second, BFLOAT16_TOL)
+    assert_near(factors_of(first)["0.A"], factors_of(second)["0.A"], "the float32 input's A", FLOAT32_TOL)
     assert all(p.dtype is torch.float32 for p in half.parameters())
     assert {f.dtype for layer in first.curvature.layers for f in first.curvature.factors(layer)} == {torch.float32}
 
