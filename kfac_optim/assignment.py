@@ -145,7 +145,10 @@ class KAISA:
     def __post_init__(self) -> None:
         if (self.grad_worker_fraction is None) == (self.memory_budget is None):
             raise ValueError("KAISA takes either grad_worker_fraction= or memory_budget=")
-        if self.grad_worker_fraction is not None and not 0 < self.grad_worker_fraction <= 1:
+        fraction = self.grad_worker_fraction
+        if fraction is not None and (isinstance(fraction, bool) or not isinstance(fraction, (int, float))):
+            raise TypeError(f"KAISA(grad_worker_fraction={fraction!r}): must be a number in (0, 1]")
+        if fraction is not None and not 0 < fraction <= 1:
             raise ValueError(f"KAISA(grad_worker_fraction={self.grad_worker_fraction!r}): must be in (0, 1]")
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget)
@@ -202,15 +205,18 @@ def parse_bytes(text: str | int) -> int:
     """Bytes of ``"2GiB"``, ``"500 MB"`` or an int.
 
     Raises:
-        ValueError: If the text is not a number with one of the units B, KB, MB, GB, KiB, MiB, GiB.
+        TypeError: If it is neither.
+        ValueError: If it is negative, or the text not a number with one of the units B, KB, MB, GB, KiB, MiB, GiB.
     """
-    if isinstance(text, int):
-        return text
-    number = text.strip().rstrip("BbGgIiKkMm").strip()
-    unit = text.strip()[len(number) :].strip().upper()
+    allowed = "must be bytes as an int >= 0, or text such as '500MB' or '2GiB'"
+    if isinstance(text, bool) or not isinstance(text, (int, str)):
+        raise TypeError(f"memory_budget={text!r}: {allowed}")
+    number = str(text).strip().rstrip("BbGgIiKkMm").strip()
+    unit = str(text).strip()[len(number) :].strip().upper()
     try:
-        return int(float(number) * _UNITS[unit])
+        count = int(float(number) * _UNITS[unit])
     except (KeyError, ValueError):
-        raise ValueError(
-            f"memory_budget={text!r}: must be bytes as an int, or text such as '500MB' or '2GiB'"
-        ) from None
+        count = -1
+    if count < 0:
+        raise ValueError(f"memory_budget={text!r}: {allowed}")
+    return count

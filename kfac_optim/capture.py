@@ -185,7 +185,7 @@ class StepStatistics:
         sums: Packed raw sums by layer index, over the finite micro-batches.
         terms: M of each micro-batch.
         kept: Per micro-batch a 0-dim tensor, 1.0 if all of its moments were finite, else 0.0.
-        scales: Per micro-batch the loss scale (0-dim tensor), where a gradient scaler is in use.
+        scales: Per micro-batch the loss scale, a 0-dim tensor.
     """
 
     sums: dict[int, _Moments] = field(default_factory=dict)
@@ -201,9 +201,7 @@ class StepStatistics:
     def counted(self, flags: Sequence[float]) -> tuple[list[bool], list[bool]]:
         """From the values of :attr:`flags`: which micro-batches belong to the step, and which of those are finite."""
         kept, scales = flags[: len(self.kept)], flags[len(self.kept) :]
-        taken = [all(later >= scale for later in scales[i + 1 :]) for i, scale in enumerate(scales)] or [True] * len(
-            kept
-        )
+        taken = [all(later >= scale for later in scales[i + 1 :]) for i, scale in enumerate(scales)]
         return taken, [belongs and bool(finite) for belongs, finite in zip(taken, kept, strict=True)]
 
 
@@ -292,23 +290,26 @@ class Capture:
         """The statistics of this step, which start anew."""
         statistics = self.statistics
         self.discard()
+        self._last_call = None
         return statistics
 
     # Outermost calls ------------------------------------------------------------------------------------------------
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.enabled or _in_backward():
+        recomputed = _in_backward()
+        if recomputed and self._last_call is not None:  # a checkpointed part of a call that was counted
             return
         if self._call is None:
             if not torch.is_grad_enabled():
                 return
-            self._batch = None  # left behind by a backward pass that raised
+            if not recomputed:
+                self._batch = None  # left behind by a backward pass that raised
             self._call, self._depth = _ModelCall(module), 0
         self._depth += 1
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         call = self._call
-        if call is None or _in_backward():
+        if call is None or (_in_backward() and self._last_call is not None):
             return
         self._depth -= 1
         if self._depth > 0:
@@ -317,7 +318,8 @@ class Capture:
         if output is None or not torch.is_grad_enabled():  # the forward raised, or returned nothing
             return
         call.terms = self.loss_terms.count(args, kwargs, output)
-        self._last_call = call
+        if not _in_backward():
+            self._last_call = call
         if self.fisher is not None:
             self._sample(call, output)
             return
@@ -351,7 +353,7 @@ class Capture:
             observation = layer.observe(module, a, output, self.dtype, **how)
             if not layer.by_example:
                 observation.a = self.packers[index][0](observation.a)
-        call = self._last_call if recomputed else self._call
+        call = self._call or self._last_call
         if self.fisher is not None:
             assert call is not None
             # The edge, not the tensor: after an in-place activation the tensor stands for the activation's output.
@@ -385,7 +387,7 @@ class Capture:
     def _output_moment(self, index: int, module: nn.Module, observation: Observation, g: Tensor) -> Tensor:
         with self.stage("factor computation"), full_precision(g.device.type):
             g = g.detach().to(self.dtype)
-            if self.grad_scaler is not None and self.fisher is None:
+            if self.fisher is None:
                 g = g / _scale_of(self.grad_scaler, g.device)
             moment = self.layers[index].output_moment(module, g, observation)
             return moment if self.layers[index].by_example else self.packers[index][1](moment)
@@ -413,8 +415,7 @@ class Capture:
         step = self.statistics
         sums = [tensor.sum() for entry in batch.sums.values() for tensor in (entry.a, entry.g)]
         kept = torch.stack([s.to(sums[0].device) for s in sums]).isfinite().all()
-        if self.grad_scaler is not None:
-            self._drop_overflowed(_scale_of(self.grad_scaler, sums[0].device))
+        self._drop_overflowed(_scale_of(self.grad_scaler, sums[0].device))
         for index, new in batch.sums.items():
             a, g = (torch.where(kept.to(t.device), t, 0.0) for t in (new.a, new.g))
             counts = [0.0] * len(step.terms) + new.counts
@@ -432,8 +433,8 @@ class Capture:
         """A loss scale that fell says that the micro-batches before it belong to a step that was not taken."""
         step = self.statistics
         if step.scales:
-            valid = (scale >= step.scales[-1]).to(self.dtype)
-            for entry in step.sums.values():
+            valid = (scale >= step.scales[-1].to(scale)).to(self.dtype)
+            for entry in step.sums.values() if self.grad_scaler is not None else ():
                 entry.a.mul_(valid.to(entry.a.device))
                 entry.g.mul_(valid.to(entry.g.device))
         step.scales.append(scale.clone())
@@ -571,7 +572,7 @@ def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> Tensor:
-    """The current loss scale, without waiting for the device."""
-    scale = scaler._get_scale_async()
+def _scale_of(scaler: torch.amp.GradScaler | None, device: torch.device) -> Tensor:
+    """The current loss scale, without waiting for the device; 1 where no scaler is in use."""
+    scale = scaler._get_scale_async() if scaler is not None and scaler.is_enabled() else None
     return torch.ones((), device=device) if scale is None else scale.to(device)

@@ -34,8 +34,11 @@ def make_communicator(process_group: Any = None) -> Communicator:
     """The communicator for a process group (default: torch.distributed's default group if it is initialised).
 
     Raises:
+        TypeError: If ``process_group`` is not a group.
         RuntimeError: If the group has more than one process.
     """
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(f"process_group={process_group!r}: must be a torch.distributed.ProcessGroup or None")
     size = dist.get_world_size(process_group) if dist.is_available() and dist.is_initialized() else 1
     if size > 1:
         raise RuntimeError(

@@ -176,7 +176,7 @@ class CurvatureEngine:
         "loss_terms": optional_count("loss_terms", or_callable=True),
         "batch_dim": one_of("batch_dim", (0, 1)),
         "weight_sharing": one_of("weight_sharing", ("expand", "reduce"), or_callable=True),
-        "skip_layers": patterns,
+        "skip_layers": patterns("skip_layers"),
         "max_factor_dim": optional_count("max_factor_dim"),
         "assignment": instance("assignment", _ASSIGNMENTS, "assign"),
         "output_fn": optional_callable("output_fn"),
@@ -246,7 +246,9 @@ class CurvatureEngine:
         arguments = locals()
         for name in (*self._hyperparameters, *self._fixed):
             object.__setattr__(self, name, self._check(name, arguments[name]))
-        self.comm = communicator if communicator is not None else make_communicator(process_group)
+        self.comm = make_communicator(process_group) if communicator is None else communicator
+        if not (hasattr(self.comm, "rank") and hasattr(self.comm, "world_size")):
+            raise TypeError(f"communicator={communicator!r}: must have a rank and a world_size")
         self.model = model if isinstance(model, nn.Module) else None
         self._trained = dict.fromkeys(_parameters_of(model if params is None else params))
         self._find_layers()
@@ -472,7 +474,10 @@ class CurvatureEngine:
         with full_precision(factor.device.type):
             dtype = torch.promote_types(factor.dtype, torch.promote_types(self.inv_dtype, torch.float32))
             result = decompose_safely(self.solver, factor.to(dtype), shift.to(dtype))
-        return None if result is None else tuple(part.to(self.inv_dtype) for part in result)
+        if result is None:
+            return None
+        exact = torch.promote_types(self.inv_dtype, torch.float32)
+        return tuple(part.to(self.inv_dtype if part.dim() == 3 else exact) for part in result)
 
     def _mean_eigenvalues(self, layer: KroneckerLayer, key: str) -> tuple[Tensor, Tensor]:
         """Of A and of G, per pair ``[p]``; of all pairs together where they are joint."""
@@ -527,10 +532,13 @@ class CurvatureEngine:
                     self._cosines[layer] = diagnostics.cosine(d.gradient, d.direction)
                 matrix = d.direction if scaling is None else d.direction * multipliers[i].reshape(-1, 1, 1)
                 for parameter, direction in zip(layer.parameters, layer.from_matrix(matrix), strict=True):
+                    vector = vectors[parameter]
                     if parameter is layer.bias and layer.bias_part != slice(None):
-                        result.setdefault(parameter, vectors[parameter].clone())[layer.bias_part] = direction
-                    else:
-                        result[parameter] = direction.to(vectors[parameter].dtype)
+                        result.setdefault(parameter, vector.clone())[layer.bias_part] = direction
+                    elif direction.dtype is vector.dtype and direction.stride() == vector.stride():
+                        result[parameter] = direction
+                    else:  # fused kernels expect the layout of the parameter
+                        result[parameter] = torch.empty_like(vector).copy_(direction)
         return result
 
     def _direction(
@@ -816,7 +824,12 @@ def _cost_of(specs: tuple[FactorSpec, FactorSpec], solver: Solver, inv_dtype: to
 
 
 def _decomposed_bytes(specs: tuple[FactorSpec, FactorSpec], solver: Solver, inv_dtype: torch.dtype) -> int:
-    return sum(spec.pairs * solver.stored(spec.dim, spec.diagonal) for spec in specs) * inv_dtype.itemsize
+    exact = torch.promote_types(inv_dtype, torch.float32)
+    total = 0
+    for spec in specs:
+        matrices, vectors = solver.stored(spec.dim, spec.diagonal)
+        total += spec.pairs * (matrices * inv_dtype.itemsize + vectors * exact.itemsize)
+    return total
 
 
 def _never_if_negative(step: Any) -> int | None:

@@ -493,7 +493,7 @@ def shifted_moment(x: Tensor, windows: Windows, groups: int) -> tuple[Tensor, Te
 
 
 def _blocks(u: Tensor, k: int, height: int, stride: int, dilation: int) -> Tensor:
-    """``[p, k, d, k, d]``: for taps i, j of the first dimension ``sum_y u[y + i]^T u[y + j]``; u ``[p, h, rows, d]``."""
+    """``[p, k, d, k, d]``: for first-dimension taps i, j ``sum_y u[y + i]^T u[y + j]``; u ``[p, h, rows, d]``."""
 
     def product(left: Tensor, right: Tensor) -> Tensor:
         return left.flatten(1, 2).mT @ right.flatten(1, 2)

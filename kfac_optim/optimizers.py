@@ -86,13 +86,10 @@ class KFACMixin(_Optimizer):
             raise TypeError(f"model={type(model).__name__}: must be an nn.Module")
         if isinstance(params, nn.Module):
             model, params = model or params, params.parameters()
-        params = list(params)
+        params = params if isinstance(params, Tensor) else list(params)  # the base class refuses a lone tensor
         curvature = {name: options.pop(name) for name in _engine_options() if name in options}
         self._check_keywords(options)
         super().__init__(params, *args, **options)
-        for flag in ("capturable", "differentiable"):
-            if any(group.get(flag) for group in self.param_groups):
-                raise ValueError(f"{flag}=True: not possible with K-FAC, whose step reads one flag on the host")
         self._step_supports_amp_scaling = False
         self.precondition = precondition
         trained = [p for group in self.param_groups for p in group["params"]]
@@ -175,6 +172,9 @@ class KFACMixin(_Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; layers of the new parameters join the curvature."""
+        for flag in ("capturable", "differentiable"):
+            if param_group.get(flag, self.defaults.get(flag)):
+                raise ValueError(f"{flag}=True: not possible with K-FAC, whose step reads one flag on the host")
         super().add_param_group(param_group)
         if "curvature" in self.__dict__:
             self.curvature.extend(self.param_groups[-1]["params"])

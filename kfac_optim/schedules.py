@@ -9,6 +9,7 @@ the step at which it was done before (work never done is due at once).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, Union
@@ -154,13 +155,16 @@ def flag(name: str) -> Check:
 
 
 def optional_count(name: str, *, or_callable: bool = False) -> Check:
+    """A check for an int >= 1, None, or perhaps a callable."""
+    allowed = "an int >= 1, a callable or None" if or_callable else "an int >= 1 or None"
+
     def check(value: Any) -> Any:
         if value is None or (or_callable and callable(value)):
             return value
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}={value!r}: must be an int >= 1 or None, not {type(value).__name__}")
+            raise TypeError(f"{name}={value!r}: must be {allowed}, not {type(value).__name__}")
         if value < 1:
-            raise ValueError(f"{name}={value!r}: must be an int >= 1 or None")
+            raise ValueError(f"{name}={value!r}: must be {allowed}")
         return value
 
     return check
@@ -175,7 +179,18 @@ def optional_callable(name: str) -> Check:
     return check
 
 
-def patterns(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not all(isinstance(pattern, str) for pattern in value):
-        raise TypeError(f"skip_layers={value!r}: must be a sequence of regular expressions (str)")
-    return tuple(value)
+def patterns(name: str) -> Check:
+    """A check for a sequence of regular expressions."""
+
+    def check(value: Any) -> tuple[str, ...]:
+        listed = isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(item, str) for item in value)
+        if not listed:
+            raise TypeError(f"{name}={value!r}: must be a sequence of regular expressions (str)")
+        for pattern in value:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{name}={value!r}: {pattern!r} is not a regular expression: {error}") from None
+        return tuple(value)
+
+    return check

@@ -8,7 +8,8 @@ Two solvers, both for stacks of ``p`` Kronecker pairs, ``V`` of shape ``[p, d_ou
 with ``pi^2 = mean eigenvalue(A) / mean eigenvalue(G)`` (Martens & Grosse 2015, section 6.3), a factored form of
 the same Tikhonov damping. A diagonal factor is decomposed by its diagonal alone.
 
-A decomposition is a tuple of tensors, so that any solver's results can be sent between ranks.
+A decomposition is a tuple of tensors, so that any solver's results can be sent between ranks. Matrices in it are stored
+in ``inv_dtype``, vectors and scalars (which carry the magnitude) in float32 at least.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Solver(Protocol):
         """
         ...
 
-    def stored(self, dim: int, diagonal: bool) -> int:
-        """How many numbers the decomposition of one factor of a pair holds."""
+    def stored(self, dim: int, diagonal: bool) -> tuple[int, int]:
+        """How many numbers the decomposition of one factor of a pair holds: in matrices, and in vectors and scalars."""
         ...
 
     def decompose(self, factor: Tensor, shift: Tensor) -> Decomposition:
@@ -65,9 +66,9 @@ class EigenSolver:
         """None: the damping enters when the gradient is preconditioned."""
         return torch.zeros_like(gamma), torch.zeros_like(gamma)
 
-    def stored(self, dim: int, diagonal: bool) -> int:
-        """Eigenvalues and eigenvectors, or eigenvalues alone."""
-        return dim if diagonal else dim * (dim + 1)
+    def stored(self, dim: int, diagonal: bool) -> tuple[int, int]:
+        """Eigenvectors and eigenvalues; of a diagonal factor eigenvalues alone."""
+        return 0 if diagonal else dim * dim, dim
 
     def decompose(self, factor: Tensor, shift: Tensor) -> Decomposition:
         """``(eigenvalues [p, n],)`` of a diagonal factor, else ``(eigenvalues [p, n], eigenvectors [p, n, n])``."""
@@ -112,23 +113,31 @@ class InverseSolver:
         root = gamma.sqrt()
         return pi * root, root / pi
 
-    def stored(self, dim: int, diagonal: bool) -> int:
-        """The inverse."""
-        return dim if diagonal else dim * dim
+    def stored(self, dim: int, diagonal: bool) -> tuple[int, int]:
+        """The inverse and its scale; of a diagonal factor the inverse alone."""
+        return (0, dim) if diagonal else (dim * dim, 1)
 
     def decompose(self, factor: Tensor, shift: Tensor) -> Decomposition:
-        """``(inverse,)`` with the factor's own shape."""
+        """``(inverse [p, n],)`` of a diagonal factor, else ``(inverse / scale [p, n, n], scale [p])``.
+
+        The scale, its largest entry, keeps the inverses of small factors within the range of half precision.
+        """
         if factor.dim() == 2:
             return ((factor + shift[:, None]).reciprocal(),)
         damped = factor.clone()
         damped.diagonal(dim1=-2, dim2=-1).add_(shift[:, None])
-        return (torch.cholesky_inverse(torch.linalg.cholesky(damped)),)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+        scale = inverse.diagonal(dim1=-2, dim2=-1).amax(-1)
+        return inverse / scale[:, None, None], scale
 
     def precondition(self, gradient: Tensor, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
         """Eq. 8 with the damped inverses."""
-        (a_inverse,), (g_inverse,) = a, g
+        (a_inverse, *a_scale), (g_inverse, *g_scale) = a, g
         v = gradient * g_inverse[:, :, None] if g_inverse.dim() == 2 else g_inverse @ gradient
-        return v * a_inverse[:, None, :] if a_inverse.dim() == 2 else v @ a_inverse
+        v = v * a_inverse[:, None, :] if a_inverse.dim() == 2 else v @ a_inverse
+        for scale in (*a_scale, *g_scale):
+            v = v * scale[:, None, None]
+        return v
 
 
 def decompose_safely(solver: Solver, factor: Tensor, shift: Tensor) -> Decomposition | None:
