@@ -445,6 +445,7 @@ class Capture:
         """Output moments for targets drawn from the model, pending until the user's backward reaches the output."""
         logits = self.output_fn(output) if self.output_fn is not None else main_tensor(output)
         if not (isinstance(logits, Tensor) and logits.requires_grad) or logits.dim() == 0 or not call.layers:
+            call.layers.clear()
             return
         self._require_whole_model(call)
         generator = torch.Generator(logits.device).manual_seed(hash((*self.seed, self.step, self._samples)) % 2**63)

@@ -638,22 +638,44 @@ class CurvatureEngine:
                 found[name] = value
         return found
 
-    def check_states(self, states: Mapping[nn.Parameter, Any]) -> None:
-        """Raises ValueError unless the states could be loaded: every layer's, of its shape, finite, and no others."""
+    def check(self, states: Mapping[nn.Parameter, Any], counters: Mapping[str, Any]) -> None:
+        """Raises unless the state could be loaded; changes nothing.
+
+        Raises:
+            ValueError: If a layer's averages are missing, of another shape, not finite, or there is one too many; if
+                the counters are missing or one of them is out of range.
+            TypeError: If a hyperparameter among the counters is of the wrong kind.
+        """
+        for name, value in counters.items():
+            if name in self._hyperparameters:
+                self._check(name, value)
+            elif not math.isfinite(value):
+                raise ValueError(f"the state is damaged: its counter {name!r} is {value}")
+        if states and any(name not in counters for name in ("step", "last_refresh", "last_statistics")):
+            raise ValueError("the state is damaged: it has Kronecker factors but no counters")
         weights = {layer.weight: layer for layer in self.layers}
-        for weight in states:
-            if weight not in weights:
-                raise ValueError("the state has Kronecker factors for a parameter that has none here: another model?")
+        if any(weight not in weights for weight in states):
+            raise ValueError("the state has Kronecker factors for a parameter that has none here: another model?")
+        if not states:
+            return
+        suffixes = ("", "_last", "_next") if counters.get("pending_spread", -1) >= 0 else ("", "_last")
         for weight, layer in weights.items():
-            if weight not in states:
-                raise ValueError(
-                    f"the state has no Kronecker factors for {layer.name!r}: another model or skip_layers?"
-                )
-            for side, spec in zip(SIDES, self._specs[layer], strict=True):
-                for key in (side, f"{side}_last"):
-                    problem = spec.problem(states[weight].get(key))
-                    if problem:
-                        raise ValueError(f"the state of {layer.name!r} is damaged or of another model: {key} {problem}")
+            problem = (
+                "has no Kronecker factors" if weight not in states else self._problem(layer, states[weight], suffixes)
+            )
+            if problem:
+                raise ValueError(f"the state of {layer.name!r} {problem}: damaged, or of another model or skip_layers?")
+
+    def _problem(self, layer: KroneckerLayer, state: Any, suffixes: Sequence[str]) -> str:
+        """What keeps a layer's state from being loaded; empty if nothing."""
+        for side, spec in zip(SIDES, self._specs[layer], strict=True):
+            for key in (f"{side}{suffix}" for suffix in suffixes):
+                problem = spec.problem(state.get(key))
+                if problem:
+                    return f"has a {key} that {problem}"
+        damping = state.get("damping")
+        valid = isinstance(damping, Tensor) and damping.dim() == 0 and 0 <= float(damping) < math.inf
+        return "" if valid else f"has a damping of {damping}"
 
     def load(self, states: Mapping[nn.Parameter, dict[str, Any]], counters: Mapping[str, Any]) -> None:
         """Loads checked states; copies, keeps the engine's own precision, and rebuilds the decompositions."""
@@ -662,7 +684,7 @@ class CurvatureEngine:
         self._capture.discard()
         for name in self._hyperparameters:
             if name in counters and not callable(getattr(self, name)):
-                setattr(self, name, type(getattr(self, name))(counters[name]))
+                setattr(self, name, counters[name])
         self.step_count = int(counters.get("step", 0))
         self.last_statistics = _never_if_negative(counters.get("last_statistics", -1))
         self.last_refresh = _never_if_negative(counters.get("last_refresh", -1))
@@ -711,8 +733,7 @@ class CurvatureEngine:
         if unknown:
             raise ValueError(f"the state has layers that the model has not: {', '.join(sorted(unknown))}")
         states = {weights[name]: state for name, state in state_dict["layers"].items()}
-        if states:
-            self.check_states(states)
+        self.check(states, state_dict["counters"])
         self.load(states, state_dict["counters"])
 
     def __getstate__(self) -> dict[str, Any]:

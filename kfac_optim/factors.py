@@ -109,7 +109,9 @@ class FactorSpec:
         shape = (self.pairs, self.packed_numel // self.pairs)
         if average["value"].shape != shape:
             return f"has shape {tuple(average['value'].shape)} instead of {shape}"
-        if not all(bool(average[key].isfinite().all()) for key in ("value", "weight")):
+        if average["weight"].dim() != 0 or not float(average["weight"]) >= 0:
+            return f"has a weight of {average['weight']}"
+        if not all(bool(tensor.isfinite().all()) for tensor in average.values()):
             return "is not finite"
         return ""
 

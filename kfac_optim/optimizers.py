@@ -85,7 +85,7 @@ class KFACMixin(_Optimizer):
         if not (model is None or isinstance(model, nn.Module)):
             raise TypeError(f"model={type(model).__name__}: must be an nn.Module")
         if isinstance(params, nn.Module):
-            model, params = model or params, params.parameters()
+            model, params = params if model is None else model, params.parameters()
         params = params if isinstance(params, Tensor) else list(params)  # the base class refuses a lone tensor
         curvature = {name: options.pop(name) for name in _engine_options() if name in options}
         self._check_keywords(options)
@@ -95,7 +95,9 @@ class KFACMixin(_Optimizer):
         trained = [p for group in self.param_groups for p in group["params"]]
         engine = owning_engine(trained) if model is None and not curvature else None
         if engine is None:
-            engine = CurvatureEngine(model or trained, trained, **{**self._curvature_defaults, **curvature})
+            engine = CurvatureEngine(
+                trained if model is None else model, trained, **{**self._curvature_defaults, **curvature}
+            )
         engine.owned = True
         self.curvature = engine
         self._show_counters()
@@ -205,21 +207,21 @@ class KFACMixin(_Optimizer):
         Raises:
             ValueError: If the state is damaged or of another model; nothing is changed then.
         """
-        saved = self._checked(state_dict)
+        saved, counters = self._checked(state_dict)
         super().load_state_dict(state_dict)
-        counters = {
-            name.removeprefix(_PREFIX): value
-            for name, value in self.param_groups[0].items()
-            if name.startswith(_PREFIX)
-        }
         for state in self.state.values():
             state.pop(_STATE_KEY, None)
         self.curvature.load(saved, counters)
         self._show_states()
         self._show_counters()
 
-    def _checked(self, state_dict: Mapping[str, Any]) -> dict[nn.Parameter, dict[str, Any]]:
-        """The saved averages by weight, after every check that can be made without changing anything."""
+    def _checked(
+        self, state_dict: Mapping[str, Any]
+    ) -> tuple[dict[nn.Parameter, dict[str, Any]], dict[str, float | int]]:
+        """The saved averages by weight and the counters, after every check that changes nothing."""
+        for key in ("state", "param_groups"):
+            if key not in state_dict:
+                raise ValueError(f"this is no state of an optimizer: it has no {key!r}")
         groups, saved_groups = self.param_groups, state_dict["param_groups"]
         sizes, saved_sizes = ([len(group["params"]) for group in gs] for gs in (groups, saved_groups))
         if sizes != saved_sizes:
@@ -239,9 +241,11 @@ class KFACMixin(_Optimizer):
                     )
             if _STATE_KEY in state:
                 found[parameter] = state[_STATE_KEY]
-        if found:
-            self.curvature.check_states(found)
-        return found
+        first: Mapping[str, Any] = saved_groups[0] if saved_groups else {}
+        counters = {name.removeprefix(_PREFIX): v for name, v in first.items() if name.startswith(_PREFIX)}
+        if found or counters:
+            self.curvature.check(found, counters)
+        return found, counters
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the model and its curvature along, and the options a base class keeps on itself."""
@@ -352,12 +356,14 @@ class _MultiTensorLamb(torch_optimizer.Lamb):
         adam_norms = torch._foreach_norm(updates)
         for state, weight, adam in zip(states, weight_norms, adam_norms, strict=True):
             ratio = torch.where((weight == 0) | (adam == 0), 1.0, weight / adam)
-            state.update(weight_norm=weight, adam_norm=adam, trust_ratio=torch.ones_like(ratio) if self.adam else ratio)
-            t = state["step"]
-            debias = math.sqrt(1 - beta2**t) / (1 - beta1**t) if self.debias else 1.0
-            state["_step_size"] = state["trust_ratio"] * (-group["lr"] * debias)
-        torch._foreach_mul_(updates, [state.pop("_step_size") for state in states])
+            state.update(weight_norm=weight, adam_norm=adam, trust_ratio=ratio)
+        if not self.adam:
+            torch._foreach_mul_(updates, [state["trust_ratio"] for state in states])
+        torch._foreach_mul_(updates, [-group["lr"] * self._debias(state["step"], beta1, beta2) for state in states])
         torch._foreach_add_(params, updates)
+
+    def _debias(self, t: int, beta1: float, beta2: float) -> float:
+        return math.sqrt(1 - beta2**t) / (1 - beta1**t) if self.debias else 1.0
 
 
 class KFACLAMB(KFACMixin, _MultiTensorLamb):
