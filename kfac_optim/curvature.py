@@ -810,7 +810,9 @@ class CurvatureEngine:
         if not layer.weight.requires_grad:
             notes.append("frozen")
         elif layer not in self._decomposed:
-            notes.append("raw gradient until its first decomposition")
+            unseen = layer.host is not None and self.last_refresh is not None
+            reason = ": attention can't be watched under torch.compile" if unseen else " until its first decomposition"
+            notes.append("raw gradient" + reason)
         a, g = (f"{spec.pairs} x {spec.dim}" * (spec.pairs > 1) or str(spec.dim) for spec in self._specs[layer])
         memory = sum(_memory(self._specs[layer], self, self.spread != 0, True).values())
         who = f"{workers.inverse_workers} -> {len(workers.gradient_workers)}" if self.comm.world_size > 1 else ""
