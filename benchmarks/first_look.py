@@ -49,9 +49,9 @@ class Contender:
     given: Mapping[str, Any] = field(default_factory=dict)
 
     def trainer(self, task: Task, **more: Any) -> Trainer:
-        """Return a fresh run on ``task``; ``more``: further settings."""
+        """Return a fresh run on ``task``; ``more``: settings unless its own say otherwise."""
         settings = resolve(
-            task, self.name, is_kfac=is_kfac(self.name), recipe=self.recipe, given={**self.given, **more}
+            task, self.name, is_kfac=is_kfac(self.name), recipe=self.recipe, given={**more, **self.given}
         )
         return Trainer(task, settings)
 
@@ -80,7 +80,8 @@ class Part:
 
 PARTS: dict[str, Part] = {
     "digits": Part(
-        contenders=(Contender("SGD"), Contender("KFACSGD", "paper")),
+        # The practical mode has another unit of lr, so its row is an addition to the comparison at the same lr.
+        contenders=(Contender("SGD"), Contender("KFACSGD", "paper"), Contender("KFACSGD", "practical", {"lr": 0.02})),
         seeds=(0, 1, 2),
         shared={"lr": 0.1, "momentum": 0.9, "schedule": "cosine", "eval_every": 11},
     ),

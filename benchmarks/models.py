@@ -119,11 +119,6 @@ class Transformer(nn.Module):
         self.body = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, symbols)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-            if isinstance(module, nn.Linear):
-                nn.init.zeros_(module.bias)
 
     def forward(self, symbols: Tensor) -> Tensor:
         """Map bytes ``[n, positions]`` to logits ``[n, positions, symbols]``."""

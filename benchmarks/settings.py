@@ -42,20 +42,20 @@ LEARNING_RATES: dict[str, dict[str, float]] = {
         "KFACLAMB": 0.01,
     },
     "curves": {
-        "SGD": 0.003,
+        "SGD": 0.01,
         "Adam": 0.003,
         "AdamW": 0.003,
         "Muon": 0.02,
         "Lamb": 0.01,
         "RMSprop": 0.001,
-        "KFACSGD": 0.01,
+        "KFACSGD": 0.1,
         "KFACAdam": 0.003,
         "KFACLAMB": 0.01,
     },
     "text": {
         "SGD": 0.3,
-        "Adam": 0.003,
-        "AdamW": 0.003,
+        "Adam": 0.005,
+        "AdamW": 0.005,
         "Muon": 0.02,
         "Lamb": 0.01,
         "RMSprop": 0.001,
@@ -103,7 +103,10 @@ RECIPES: dict[str, Recipe] = {
             "factor_update_steps": 10,
             "inv_update_steps": 100,
         },
-        by_task={"curves": {"kfac": {"fisher": "sampled", "factor_update_steps": 1, "inv_update_steps": 10}}},
+        by_task={
+            "digits": {"kfac": {"damping": 0.3}},
+            "curves": {"kfac": {"fisher": "sampled", "factor_update_steps": 1, "inv_update_steps": 10}},
+        },
     ),
     "practical": Recipe(
         about="preconditioned momentum (KFACSGD), unit scaling, relative damping, a refresh interval that grows by a "
@@ -117,7 +120,7 @@ RECIPES: dict[str, Recipe] = {
             "fisher": "sampled",
         },
         # Adam and LAMB bring steps to a size of their own, and take their momentum after preconditioning.
-        by_optimizer={"KFACSGD": {"momentum": 0.95}, "KFACAdam": _DIRECT, "KFACLAMB": _DIRECT},
+        by_optimizer={"KFACAdam": _DIRECT, "KFACLAMB": _DIRECT},
         by_task={
             "curves": {"kfac": {"damping": 0.01}},
             "text": {"rest": "AdamW", "kfac": {"fisher": "empirical"}},
