@@ -24,6 +24,7 @@ from torch.nn.modules.conv import _ConvNd
 
 REL_TOL = 1e-8  # exact arithmetic in float64: what is left is rounding, amplified by the condition number of the solve
 NOISE = 1e-8  # what should be of order one and is smaller than this may have lost half of its digits to cancellation
+LARGEST_CONDITION = 1e6  # rounding of 1e-16 times this leaves two digits to spare below REL_TOL
 ROUNDING = 1e-14  # a weight change is a difference of two weights, so it carries the rounding of the weights
 
 # The paper's own update with every convenience switched off: the applied weight change is minus the damped solve.
@@ -263,8 +264,8 @@ def find_layers(model: nn.Module) -> list[Layer]:
 class Sums:
     """Sums over one backward pass for one layer.
 
-    ``sum a a^T``, the count of rows, ``sum g g^T``; ``v = sum g a^T``, and ``size = |g| |a|``, which ``v`` would have if
-    nothing cancelled.
+    ``sum a a^T``, the count of rows, ``sum g g^T``; ``v = sum g a^T``, and ``size = |g| |a|``, which ``v`` would have
+    if nothing cancelled; ``noise`` tells that ``g`` or ``v`` of some pair or channel cancelled down to mere rounding.
     """
 
     a: Tensor | None
@@ -272,6 +273,7 @@ class Sums:
     g: Tensor
     v: Tensor
     size: float
+    noise: bool
 
 
 def outer_sum(rows: Tensor) -> Tensor:
@@ -279,14 +281,18 @@ def outer_sum(rows: Tensor) -> Tensor:
     return torch.einsum("xki,xkj->kij", rows, rows)
 
 
+def cancelled(values: Tensor, sizes: Tensor) -> bool:
+    """Whether some of the values are not zero, but nothing beside the sizes of what they were summed from."""
+    return bool(((values > 0) & (values < NOISE * sizes)).any())
+
+
 def layer_sums(layer: Layer, uses: Sequence[tuple[Use, Tensor]], sharing: str, batch_dim: int) -> Sums:
     """Moments of one layer in one backward pass: several calls add rows, not examples."""
     if is_norm(layer.module):
-        per_example = sum(norm_rows(use.module, use.x, g, batch_dim) for use, g in uses)
-        return Sums(None, 0, outer_sum(per_example), per_example.sum(0), sum(float(g.norm()) for _, g in uses))
+        return norm_sums(uses, batch_dim)
     a = torch.cat([input_rows(use.module, use.x, batch_dim) for use, _ in uses], dim=1)
     g = torch.cat([positions(use.module, grad, batch_dim) for use, grad in uses], dim=1)
-    v, size = torch.einsum("nrko,nrki->koi", g, a), float(g.norm() * a.norm())
+    v, g_size, a_size = torch.einsum("nrko,nrki->koi", g, a), pair_norms(g), pair_norms(a)
     if sharing == "reduce":
         a, g = a.mean(1), g.sum(1)
     else:
@@ -294,7 +300,21 @@ def layer_sums(layer: Layer, uses: Sequence[tuple[Use, Tensor]], sharing: str, b
     if isinstance(layer.module, nn.Embedding) and layer.module.padding_idx is not None:
         used = a.sum((1, 2)) > 0  # a padded position is no row at all
         a, g = a[used], g[used]
-    return Sums(outer_sum(a), len(a), outer_sum(g), v, size)
+    noise = cancelled(pair_norms(g), g_size) or cancelled(v.norm(dim=(1, 2)), g_size * a_size)
+    return Sums(outer_sum(a), len(a), outer_sum(g), v, float(g_size.norm() * a_size.norm()), noise)
+
+
+def pair_norms(rows: Tensor) -> Tensor:
+    """Norm of all rows ``[..., groups, d]`` of each group."""
+    return rows.flatten(0, -3).norm(dim=(0, 2))
+
+
+def norm_sums(uses: Sequence[tuple[Use, Tensor]], batch_dim: int) -> Sums:
+    """The same for a norm layer."""
+    per_example = sum(norm_rows(use.module, use.x, g, batch_dim) for use, g in uses)
+    sizes = sum(per_channel(use.module, g.abs(), batch_dim).sum(0) for use, g in uses)
+    v = per_example.sum(0)
+    return Sums(None, 0, outer_sum(per_example), v, float(sizes.sum()), cancelled(v.norm(dim=1), sizes))
 
 
 @dataclass
@@ -325,9 +345,14 @@ def dense_solve(a: Tensor, g: Tensor, v: Tensor, gamma: float) -> Tensor:
 
 def tikhonov_solve(a: Tensor, g: Tensor, v: Tensor, gamma: float) -> Tensor:
     """``(G + sqrt(gamma)/pi I)^-1 V (A + pi sqrt(gamma) I)^-1``."""
+    return two_sided_solve(a, g, v, *factored_damping(a, g, gamma))
+
+
+def factored_damping(a: Tensor, g: Tensor, gamma: float) -> tuple[float, float]:
+    """``pi sqrt(gamma)`` for A, ``sqrt(gamma) / pi`` for G."""
     mean_a, mean_g = mean_eigenvalue(a), mean_eigenvalue(g)
     pi = math.sqrt(mean_a / mean_g) if mean_a > 0 and mean_g > 0 else 1.0
-    return two_sided_solve(a, g, v, pi * math.sqrt(gamma), math.sqrt(gamma) / pi)
+    return pi * math.sqrt(gamma), math.sqrt(gamma) / pi
 
 
 def letter_solve(a: Tensor, g: Tensor, v: Tensor, gamma: float) -> Tensor:
@@ -361,10 +386,21 @@ class Pair:
         """Of ``A (x) G``."""
         return mean_eigenvalue(self.a) * mean_eigenvalue(self.g)
 
+    def gamma(self, damping: float, relative: bool) -> float:
+        """The damping in absolute terms."""
+        return damping * ((self.mean_eigenvalue or 1.0) if relative else 1.0)
+
     def solve(self, v: Tensor, damping: float, relative: bool, solver: str) -> Tensor:
         """The direction for the gradient ``v [d_out, d_in]``."""
-        gamma = damping * ((self.mean_eigenvalue or 1.0) if relative else 1.0)
-        return SOLVES[solver](self.a, self.g, v, gamma)
+        return SOLVES[solver](self.a, self.g, v, self.gamma(damping, relative))
+
+    def condition(self, damping: float, relative: bool, solver: str) -> float:
+        """Condition number of what is solved with; the second of two solves amplifies the error of the first."""
+        gamma, values = self.gamma(damping, relative), [torch.linalg.eigvalsh(factor) for factor in (self.a, self.g)]
+        if solver == "eigen":
+            return damped_condition(torch.outer(*values), gamma)
+        shifts = factored_damping(self.a, self.g, gamma) if solver == "inverse" else (gamma, gamma)
+        return math.prod(damped_condition(*pair) for pair in zip(values, shifts, strict=False))
 
 
 @dataclass
@@ -384,10 +420,26 @@ class Curvature:
     def solve(self, v: Tensor, damping: float, relative: bool = False, solver: str = "eigen") -> Tensor:
         """The direction for the canonical gradient ``v``, before any scaling."""
         if self.blocks is None:
-            return torch.stack([p.solve(part, damping, relative, solver) for p, part in zip(self.pairs, v)])
-        gamma = damping * ((self.mean_eigenvalue or 1.0) if relative else 1.0)
-        identity = torch.eye(self.blocks.shape[-1], dtype=v.dtype)
-        return torch.stack([torch.linalg.solve(b + gamma * identity, part) for b, part in zip(self.blocks, v)])
+            return torch.stack(
+                [p.solve(part, damping, relative, solver) for p, part in zip(self.pairs, v, strict=False)]
+            )
+        damped = self.blocks + self.block_gamma(damping, relative) * torch.eye(self.blocks.shape[-1], dtype=v.dtype)
+        return torch.stack([torch.linalg.solve(block, part) for block, part in zip(damped, v, strict=False)])
+
+    def block_gamma(self, damping: float, relative: bool) -> float:
+        """The damping of a norm layer in absolute terms."""
+        return damping * ((self.mean_eigenvalue or 1.0) if relative else 1.0)
+
+    def condition(self, damping: float, relative: bool, solver: str) -> float:
+        """The largest condition number of the systems that are solved."""
+        if self.blocks is None:
+            return max(pair.condition(damping, relative, solver) for pair in self.pairs)
+        return damped_condition(torch.linalg.eigvalsh(self.blocks), self.block_gamma(damping, relative))
+
+
+def damped_condition(eigenvalues: Tensor, damping: float) -> float:
+    """Condition number of a positive semi-definite matrix with damping."""
+    return (float(eigenvalues.max()) + damping) / damping
 
 
 class RunningAverage:
@@ -451,7 +503,7 @@ class Oracle:
                 output = self.model(*inputs)
             wanted = [use.output for use in uses] + list(trained.values())
             gradients = gradient(loss(output, target), wanted)
-            for name, value in zip(trained, gradients[len(uses) :]):
+            for name, value in zip(trained, gradients[len(uses) :], strict=False):
                 step.gradients[name] += value
             step.passes.append(self.sums(uses, gradients))
             step.terms += self.count(output)
@@ -473,7 +525,7 @@ class Oracle:
         """Moments of every layer that was used."""
         result = {}
         for layer in self.layers:
-            mine = [(use, g) for use, g in zip(uses, gradients) if use.module in layer.modules]
+            mine = [(use, g) for use, g in zip(uses, gradients, strict=False) if use.module in layer.modules]
             if mine:
                 result[layer.name] = layer_sums(layer, mine, self.sharing, self.batch_dim)
         return result
@@ -499,7 +551,7 @@ class Oracle:
                 self.curvature[layer.name] = Curvature(blocks=average["G"].mean)
                 continue
             a, g = self.limited(average["A"].mean), self.limited(average["G"].mean)
-            self.curvature[layer.name] = Curvature(pairs=[Pair(*pair) for pair in zip(a, g)])
+            self.curvature[layer.name] = Curvature(pairs=[Pair(*pair) for pair in zip(a, g, strict=False)])
 
     def limited(self, factor: Tensor) -> Tensor:
         """Keep only the diagonal of a factor that is too large."""
@@ -524,17 +576,24 @@ class Oracle:
         return result
 
     def typical_eigenvalue(self) -> float:
-        """Geometric mean over the layers of the mean eigenvalue: an absolute damping of this size matters."""
-        logs = [math.log(c.mean_eigenvalue) for c in self.curvature.values() if c.mean_eigenvalue > 0]
-        return math.exp(sum(logs) / len(logs)) if logs else 1.0
+        """Geometric mean over the layers of the mean eigenvalue: an absolute damping of this size matters.
 
-    def well_posed(self, step: Step) -> bool:
-        """No layer's curvature or gradient is mere rounding, as where a norm or a softmax cancels it exactly."""
-        sizes = [c.mean_eigenvalue for c in self.curvature.values()]
-        if not all(size == 0 or size > NOISE**2 * max(sizes) for size in sizes):
+        At least a hundredth of the largest, so that no system becomes too ill-conditioned to compare.
+        """
+        sizes = [c.mean_eigenvalue for c in self.curvature.values() if c.mean_eigenvalue > 0]
+        if not sizes:
+            return 1.0
+        return max(math.exp(sum(map(math.log, sizes)) / len(sizes)), 0.01 * max(sizes))
+
+    def well_posed(self, step: Step, damping: float, relative: bool = False, solver: str = "eigen") -> bool:
+        """Whether a comparison to 1e-8 means anything in float64.
+
+        No layer's curvature or gradient may be mere rounding, as where a norm or a softmax cancels it exactly, and the
+        systems to solve must not amplify rounding too much.
+        """
+        if any(c.condition(damping, relative, solver) > LARGEST_CONDITION for c in self.curvature.values()):
             return False
-        seen = [sums for one in step.passes for sums in one.values()]
-        return all(sums.size == 0 or float(sums.v.norm()) > NOISE * sums.size for sums in seen)
+        return not any(sums.noise for one in step.passes for sums in one.values())
 
     def uncovered(self) -> list[str]:
         """Parameters that no layer of the oracle owns."""
@@ -548,7 +607,7 @@ class Oracle:
 def gradient(value: Tensor, wanted: Sequence[Tensor], keep: bool = False) -> list[Tensor]:
     """Gradients, zeros where the value does not depend on a tensor."""
     found = torch.autograd.grad(value, wanted, allow_unused=True, retain_graph=keep)
-    return [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found)]
+    return [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=False)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -598,14 +657,16 @@ def expected_step(oracle: Oracle, inputs: Inputs, roots: Callable[[Tensor], Iter
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def per_example_gradients(model: nn.Module, passes: Sequence[tuple[Inputs, Tensor]], total: LossFunction) -> list[Named]:
+def per_example_gradients(
+    model: nn.Module, passes: Sequence[tuple[Inputs, Tensor]], total: LossFunction
+) -> list[Named]:
     """Gradient of every single example's own loss ``l_n``, one autograd call each."""
     result = []
     for inputs, target in passes:
         for n in range(len(target)):
             output = model(*(x[n : n + 1] for x in inputs))
-            names, params = zip(*model.named_parameters())
-            result.append(dict(zip(names, gradient(total(output, target[n : n + 1]), params))))
+            names, params = zip(*model.named_parameters(), strict=False)
+            result.append(dict(zip(names, gradient(total(output, target[n : n + 1]), params), strict=False)))
     return result
 
 
@@ -752,7 +813,7 @@ def assert_applied(
     size = 1.0 + max(float(p.detach().norm()) for p in oracle.model.parameters())
     for layer in oracle.layers:
         expected = -lr * directions[layer.name]
-        for k, (moved, wanted) in enumerate(zip(layer.of(changes), expected)):
+        for k, (moved, wanted) in enumerate(zip(layer.of(changes), expected, strict=False)):
             assert_near(moved, wanted, f"layer {layer.name!r}, block {k}", rel, size)
     for name in oracle.uncovered():
         assert_near(changes[name], -lr * gradients[name], name, rel, size)

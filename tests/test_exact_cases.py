@@ -102,9 +102,9 @@ def covering_convolutions(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
     kernel = [draw(st.integers(1, 3)) for _ in range(dims)]
     dilation = [draw(st.integers(1, 2)) for _ in range(dims)]
     padding = [draw(st.integers(0, 1)) for _ in range(dims)]
-    sizes = [d * (k - 1) + 1 - 2 * p for d, k, p in zip(dilation, kernel, padding)]
-    padding = [p if size >= 1 else 0 for p, size in zip(padding, sizes)]
-    sizes = [d * (k - 1) + 1 - 2 * p for d, k, p in zip(dilation, kernel, padding)]
+    sizes = [d * (k - 1) + 1 - 2 * p for d, k, p in zip(dilation, kernel, padding, strict=False)]
+    padding = [p if size >= 1 else 0 for p, size in zip(padding, sizes, strict=False)]
+    sizes = [d * (k - 1) + 1 - 2 * p for d, k, p in zip(dilation, kernel, padding, strict=False)]
     cls = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
     options = {"padding": tuple(padding), "dilation": tuple(dilation), "bias": draw(st.booleans())}
     return cls(channels, out, tuple(kernel), **options), (channels, *sizes)
@@ -157,8 +157,8 @@ def test_one_example_with_a_frozen_bias(sharing: str, gamma: float, seed: int) -
     passes = [((torch.randn(1, 3),), torch.randn(1, 2))]
     layers = find_layers(model)
     inputs, target = passes[0]
-    names, params = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
-    own = dict(zip(names, gradient(squared_error(model(*inputs), target), params)))
+    names, params = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=False)
+    own = dict(zip(names, gradient(squared_error(model(*inputs), target), params), strict=False))
     fishers = {layer.name: dense_fisher(layer, [own]) for layer in layers}
     optimizer = KFACSGD(model, **EXACT | {"damping": gamma, "weight_sharing": sharing})
     changes = take_step(model, optimizer, passes, squared_error)
@@ -214,18 +214,16 @@ def ideal_samples(model: nn.Module, x: Tensor) -> Passes:
 
 def gauss_newton(model: nn.Module, layer: Layer, x: Tensor) -> Tensor:
     """``(1/N) sum_n J_n^T J_n`` of the outputs with respect to one layer's canonical weight."""
-    names, params = zip(*model.named_parameters())
+    names, params = zip(*model.named_parameters(), strict=False)
     rows = []
     for n in range(len(x)):
         for value in model(x[n : n + 1]).flatten():
-            rows.append(layer.of(dict(zip(names, gradient(value, params, keep=True)))).flatten())
+            rows.append(layer.of(dict(zip(names, gradient(value, params, keep=True), strict=False))).flatten())
     jacobian = torch.stack(rows)
     return jacobian.T @ jacobian / len(x)
 
 
-@given(
-    widths=st.lists(st.integers(1, 4), min_size=2, max_size=4), n=st.integers(1, 4), gamma=gammas, seed=seeds
-)
+@given(widths=st.lists(st.integers(1, 4), min_size=2, max_size=4), n=st.integers(1, 4), gamma=gammas, seed=seeds)
 def test_deep_linear_network_with_squared_error_is_the_gauss_newton_matrix(
     widths: list[int], n: int, gamma: float, seed: int
 ) -> None:
@@ -257,8 +255,8 @@ def check_gauss_newton(model: nn.Module, x: Tensor, gamma: float, sharing: str) 
     blocks = {layer.name: gauss_newton(model, layer, x) for layer in layers}
     loss = averaged(squared_error, "batch")
     ((inputs, target),) = passes
-    names, params = zip(*model.named_parameters())
-    raw = dict(zip(names, gradient(loss(model(*inputs), target), params)))
+    names, params = zip(*model.named_parameters(), strict=False)
+    raw = dict(zip(names, gradient(loss(model(*inputs), target), params), strict=False))
     optimizer = KFACSGD(model, **EXACT | {"damping": gamma, "weight_sharing": sharing})
     changes = take_step(model, optimizer, passes, loss)
     for layer in layers:
@@ -337,7 +335,7 @@ def test_oracle_canonical_form_is_the_linear_map_of_the_layer() -> None:
     """``s = W a`` with the canonical W, for layers that store their weight differently."""
     modules = [nn.Linear(3, 2), Conv1D(2, 3), nn.Conv1d(4, 6, 2, groups=2), nn.ConvTranspose1d(4, 6, 2, groups=2)]
     shapes = [(2, 5, 3), (2, 5, 3), (2, 4, 5), (2, 4, 5)]
-    for module, shape in zip(modules, shapes):
+    for module, shape in zip(modules, shapes, strict=False):
         x = torch.randn(shape)
         weight = matrix(module, module.weight.detach(), module.bias.detach())
         made = torch.einsum("koi,nrki->nrko", weight, input_rows(module, x))

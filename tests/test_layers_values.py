@@ -117,7 +117,7 @@ BATCH_NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def channel_blocks(norm: nn.Module, gradients: list[Named], prefix: str = "norm.") -> tuple[Tensor, Tensor]:
-    """``F_c = (1/N) sum_n`` of outer products, and the mean gradient, both per channel, from gradients of single l_n."""
+    """``F_c = (1/N) sum_n`` of outer products, and the mean gradient, both per channel."""
     bias = f"{prefix}bias"
     rows = [matrix(norm, g[f"{prefix}weight"], g.get(bias)) for g in gradients]
     blocks = sum(torch.stack([torch.outer(channel, channel) for channel in row]) for row in rows) / len(rows)
@@ -132,7 +132,7 @@ def check_norm(model: Between, passes: Passes, blocks: Tensor, mean: Tensor, key
     changes = take_step(model, KFACSGD(model, **EXACT | keywords), passes, mean_loss)
     moved = matrix(model.norm, changes["norm.weight"], changes.get("norm.bias"))
     identity = torch.eye(blocks.shape[-1])
-    for channel, (block, v) in enumerate(zip(blocks, mean)):
+    for channel, (block, v) in enumerate(zip(blocks, mean, strict=False)):
         wanted = torch.linalg.solve(block + gamma * identity, v)
         assert_near(moved[channel], -wanted, f"channel {channel}", scale=10)
 
@@ -189,7 +189,7 @@ def test_norm_blocks_over_micro_batches(batches: list[int], case: str, damping: 
     optimizer = KFACSGD(model, **EXACT | {"damping": damping})
     changes = take_step(model, optimizer, passes, lambda output, y: squared_error(output, y) / total)
     moved = matrix(model.norm, changes["norm.weight"], changes.get("norm.bias"))
-    for channel, (block, v) in enumerate(zip(blocks, mean)):
+    for channel, (block, v) in enumerate(zip(blocks, mean, strict=False)):
         wanted = torch.linalg.solve(block + damping * torch.eye(len(block)), v)
         assert_near(moved[channel], -wanted, f"channel {channel}", scale=10)
 
@@ -333,9 +333,9 @@ def projections(values: Named) -> Named:
         weights = values["in_proj_weight"].chunk(3)
     else:
         weights = tuple(values[f"{name}_proj_weight"] for name in "qkv")
-    result |= {f"{name}.weight": w for name, w in zip("qkv", weights)}
+    result |= {f"{name}.weight": w for name, w in zip("qkv", weights, strict=False)}
     if "in_proj_bias" in values:
-        result |= {f"{name}.bias": b for name, b in zip("qkv", values["in_proj_bias"].chunk(3))}
+        result |= {f"{name}.bias": b for name, b in zip("qkv", values["in_proj_bias"].chunk(3), strict=False)}
     return result
 
 
@@ -390,7 +390,7 @@ def test_attention_gives_the_same_output_and_gradients_under_the_optimizer() -> 
     assert_near(model(*passes[0][0]).detach(), plain(*passes[0][0]).detach(), rel=1e-12)
     backward(model, passes, mean_loss)
     backward(plain, passes, mean_loss)
-    for ours, theirs in zip(model.parameters(), plain.parameters()):
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=False):
         assert_near(ours.grad, theirs.grad, rel=1e-12)
 
 
@@ -460,11 +460,11 @@ class Separate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Convolve every group, and concatenate."""
         parts = x.chunk(len(self.convs), dim=1)
-        return torch.cat([conv(part) for conv, part in zip(self.convs, parts)], dim=1).tanh()
+        return torch.cat([conv(part) for conv, part in zip(self.convs, parts, strict=False)], dim=1).tanh()
 
 
 def per_group(values: Named, transposed: bool, groups: int) -> Named:
-    """Values of ``Grouped`` under the names of ``Separate``; both kinds store their groups along the first dimension."""
+    """Values of ``Grouped`` under the names of ``Separate``; both store their groups first."""
     weights, biases = values["conv.weight"].chunk(groups), values["conv.bias"].chunk(groups)
     return {f"convs.{k}.weight": w for k, w in enumerate(weights)} | {
         f"convs.{k}.bias": b for k, b in enumerate(biases)

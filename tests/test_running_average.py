@@ -39,7 +39,7 @@ def build(without: str = "", **keywords: object) -> tuple[nn.Module, KFACSGD]:
 
 def backward(model: nn.Module, batch: Batch, parts: int = 1) -> None:
     """Backward of ``(1/N) sum c s``, divided by the number of micro-batches."""
-    x, c = (torch.tensor(column).unsqueeze(1) for column in zip(*batch))
+    x, c = (torch.tensor(column).unsqueeze(1) for column in zip(*batch, strict=False))
     ((c * model(x)).mean() / parts).backward()
 
 
@@ -124,7 +124,7 @@ def test_micro_batches_of_one_step_do_not_decay_each_other(parts: list[Batch], d
     for _ in range(2):
         whole = [pair for part in parts for pair in part]
         for part in parts:
-            x, c = (torch.tensor(column).unsqueeze(1) for column in zip(*part))
+            x, c = (torch.tensor(column).unsqueeze(1) for column in zip(*part, strict=False))
             ((c * model(x)).sum() / len(whole)).backward()
         sums.add(whole)
         wanted = -mean_gradient(whole) / (sums.curvature + GAMMA)

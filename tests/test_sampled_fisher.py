@@ -1,7 +1,7 @@
 """The sampled Fisher against its expectation, which the oracle adds up over all outcomes.
 
-Every input stands in the batch ``COPIES`` times: each copy draws its own targets, so one step averages over many samples
-while gradient and input factor stay those of the few distinct inputs.
+Every input stands in the batch ``COPIES`` times: each copy draws its own targets, so one step averages over many
+samples while gradient and input factor stay those of the few distinct inputs.
 """
 
 from __future__ import annotations
@@ -259,9 +259,9 @@ def test_deep_linear_network_samples_the_gauss_newton_matrix() -> None:
     for layer in oracle.layers:
         rows = []
         for value in twin(x).flatten():
-            names, params = zip(*twin.named_parameters())
+            names, params = zip(*twin.named_parameters(), strict=False)
             derivative = torch.autograd.grad(value, params, retain_graph=True, allow_unused=True)
-            rows.append(layer.of(dict(zip(names, derivative))).flatten())
+            rows.append(layer.of(dict(zip(names, derivative, strict=False))).flatten())
         jacobian = torch.stack(rows)
         damped = jacobian.T @ jacobian / len(x) + gamma * torch.eye(jacobian.shape[1])
         v = layer.of(step.gradients)
@@ -306,10 +306,10 @@ def test_the_users_gradient_is_untouched(fisher: str) -> None:
         plain.load_state_dict(model.state_dict())
         backward(model, passes, loss)
         backward(plain, passes, loss)
-        for ours, theirs in zip(model.parameters(), plain.parameters()):
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=False):
             assert torch.equal(ours.grad, theirs.grad)
         apply(model, optimizer)
-        for ours, theirs in zip(model.parameters(), plain.parameters()):
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=False):
             assert torch.equal(ours.grad, theirs.grad)
 
 
@@ -353,7 +353,9 @@ def test_in_place_activations_change_nothing(fisher: str) -> None:
         def act() -> nn.Module:
             return nn.ReLU(inplace=in_place)
 
-        return nn.Sequential(nn.Linear(3, 6), act(), nn.LayerNorm(6), act(), nn.Linear(6, 3), nn.Hardtanh(-2, 2, in_place))
+        return nn.Sequential(
+            nn.Linear(3, 6), act(), nn.LayerNorm(6), act(), nn.Linear(6, 3), nn.Hardtanh(-2, 2, in_place)
+        )
 
     plain, in_place = factory(False), factory(True)
     in_place.load_state_dict(plain.state_dict())

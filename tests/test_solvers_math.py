@@ -219,7 +219,7 @@ def test_zero_gradient_gives_zero_direction(
 def test_a_layer_without_curvature_or_gradient_stays_where_it_is(
     solver: str, scaling: str | None, relative: bool
 ) -> None:
-    """A zero-initialised head: nothing flows behind it, so G and the gradient are zero there; the head itself trains."""
+    """A zero-initialised head: nothing flows behind it, so G and gradient are zero there; the head trains."""
     model = linear_model()
     with torch.no_grad():
         model[2].weight.zero_()
@@ -239,7 +239,10 @@ def test_factors_of_trace_zero(zero: str, solver: str, relative: bool) -> None:
     oracle = Oracle(twin)
     passes = [((torch.zeros(4, 3) if zero in ("A", "both") else torch.randn(4, 3),), torch.randn(4, 2))]
     size = 0.0 if zero in ("G", "both") else 1.0
-    loss = lambda output, y: size * mean_loss(output, y)
+
+    def loss(output, y):
+        return size * mean_loss(output, y)
+
     oracle.refresh(oracle.observe(passes, loss))
     (pair,) = oracle.curvature["0"].pairs
     assert pair.mean_eigenvalue == 0
@@ -269,7 +272,9 @@ def test_norm_blocks_of_trace_zero(relative: bool) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def observed(factory: Callable[[], nn.Module], passes: Passes, damping: float) -> tuple[nn.Module, Oracle, Named, Named]:
+def observed(
+    factory: Callable[[], nn.Module], passes: Passes, damping: float
+) -> tuple[nn.Module, Oracle, Named, Named]:
     """A model, the oracle, the raw gradients and the unscaled directions of one step."""
     model, twin = twins(factory)
     oracle = Oracle(twin)
@@ -304,7 +309,9 @@ def test_kl_clip_takes_each_groups_current_learning_rate(kappa: float) -> None:
     keywords = {"scaling": "kl_clip", "kl_clip": kappa, "damping": 0.1, "model": model}
     optimizer = KFACSGD(groups, **EXACT | keywords)
     rates = {"0": 0.2, "2": 3.0}
-    for group, lr in zip(optimizer.param_groups, rates.values()):  # as a scheduler does, after construction
+    for group, lr in zip(
+        optimizer.param_groups, rates.values(), strict=False
+    ):  # as a scheduler does, after construction
         group["lr"] = lr
     terms = [(directions[layer.name], layer.of(gradients), rates[layer.name]) for layer in oracle.layers]
     nu = kl_clip_factor(terms, kappa)
@@ -415,7 +422,7 @@ def test_unit_scaling_with_relative_damping_ignores_the_scale_of_the_loss(
         for _ in range(3):
             take_step(model, optimizer, token_passes(), lambda o, y, s=scale: s * averaged(log_cosh, "batch")(o, y))
         results.append(model)
-    for first, second in zip(*(model.parameters() for model in results)):
+    for first, second in zip(*(model.parameters() for model in results), strict=False):
         assert_near(second.detach(), first.detach(), rel=1e-7)  # three steps, each amplifies the rounding of the last
 
 
