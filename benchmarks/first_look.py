@@ -90,7 +90,6 @@ PARTS: dict[str, Part] = {
             Contender("KFACSGD", "paper"),
             Contender("KFACSGD", "practical"),
             Contender("AdamW"),
-            Contender("Muon"),
         ),
         at=(100, 200, 300),
         shared={"steps": 300, "eval_every": 20},
