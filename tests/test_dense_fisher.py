@@ -43,7 +43,7 @@ from tests.reference import (
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-CHAIN_TOL = 1e-6  # Adam and LAMB divide by square roots of small second moments, which amplifies rounding
+CHAIN_TOL = 1e-6  # Adam and LAMB divide by roots of small second moments, step after step, which amplifies rounding
 
 LARGEST_WEIGHT = 100.0  # a course that diverges (small damping, few data) ends where saturated units lose all digits
 

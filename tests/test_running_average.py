@@ -45,10 +45,10 @@ def backward(model: nn.Module, batch: Batch, parts: int = 1) -> None:
 
 def change(model: nn.Module, optimizer: KFACSGD) -> float:
     """The weight change of one step; the gradients are cleared."""
-    before = float(model[0].weight)
+    before = model[0].weight.item()
     optimizer.step()
     optimizer.zero_grad()
-    return float(model[0].weight) - before
+    return model[0].weight.item() - before
 
 
 def step(model: nn.Module, optimizer: KFACSGD, batch: Batch) -> float:
