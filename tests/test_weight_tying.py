@@ -81,7 +81,9 @@ class Language(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "factory", [Shared, lambda: Shared("none"), lambda: Recurrent(2), lambda: Recurrent(3)], ids=str
+    "factory",
+    [Shared, lambda: Shared("none"), lambda: Recurrent(2), lambda: Recurrent(3)],
+    ids=["shared", "shared without bias", "called twice", "called three times"],
 )
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 @pytest.mark.parametrize("sizes", [(5,), (4, 4)])
