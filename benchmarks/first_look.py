@@ -12,6 +12,7 @@ writes ``first_look-NAME.json`` with every setting, the seeds, versions and mach
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -240,10 +241,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         command.error(str(error))
     words = sys.argv[1:] if arguments is None else list(arguments)
+    importlib.import_module("kfac_optim")  # its version is one of the facts
+    found = facts()  # before the runs: the code that they use, whatever the checkout becomes meanwhile
     for part in options.part or (*PARTS, "steptime"):
         result = steptime(options.solver or ["eigen"], options.smoke) if part == "steptime" else None
         result = result or learn(part, seeds, options.smoke)
-        result = {"command": " ".join(["python -m benchmarks.first_look", *words]), **facts(), **result}
+        result = {"command": " ".join(["python -m benchmarks.first_look", *words]), **found, **result}
         path = folder / f"first_look-{part}.json"
         path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
         print(f"written: {path}")

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.runs import Line, Record
+from benchmarks.runs import Line, Record, seconds_key
 from benchmarks.tasks import Task
 
 MEMORY = 0.9  # of the running average of the training loss
@@ -24,11 +24,8 @@ def draw(task: Task, records: Mapping[str, Record], path: Path) -> None:
     dots); the lower row the held-out accuracy, or the held-out loss alone for a task without accuracy.
     """
     settings = next(iter(records.values())).header["settings"]
-    cpu = settings["device"] == "cpu"
-    columns = {
-        "step": "steps",
-        "cpu_seconds" if cpu else "wall_seconds": f"{'CPU ' if cpu else ''}seconds of training, without evaluation",
-    }
+    seconds = seconds_key(next(iter(records.values())))
+    columns = {"step": "steps", seconds: f"{seconds.replace('_', ' ')} of training, without evaluation"}
     figure = Figure(figsize=(12, 8), layout="constrained")
     FigureCanvasAgg(figure)  # a canvas of its own: works without a display and leaves pyplot's state alone
     grid = figure.subplots(2, 2, sharex="col", sharey="row")

@@ -217,6 +217,11 @@ class Record:
             self.end = line["reason"]
 
 
+def seconds_key(record: Record) -> str:
+    """Return which seconds a run is judged by: of CPU time, or the wall's where a GPU does the work."""
+    return "cpu_seconds" if record.header["settings"]["device"] == "cpu" else "wall_seconds"
+
+
 @dataclass(frozen=True)
 class RunFiles:
     """Log and checkpoint of one run in an output folder."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from benchmarks.runs import Line, Record
+from benchmarks.runs import Line, Record, seconds_key
 from benchmarks.tasks import Task
 
 
@@ -16,13 +16,15 @@ def table(task: Task, records: Mapping[str, Record]) -> str:
     widths = [max(len(cells[column]) for cells in rows) for column in range(len(heads))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in rows]
     goal = f"target: held-out {task.metric.removeprefix('test_')} {sign} {task.target:g}"
-    return "\n".join([*lines, f"{goal}; seconds: CPU, without evaluation"])
+    kinds = {seconds_key(record)[:-8] for record in records.values()}
+    return "\n".join([*lines, f"{goal}; seconds: {' or '.join(sorted(kinds))}, without evaluation"])
 
 
 def row(task: Task, label: str, record: Record) -> list[str]:
     """Return the row of one run; "-" where there is no figure."""
     last = record.evaluations[-1] if record.evaluations else {}
-    ends = [0.0, *(line["cpu_seconds"] for line in record.steps)]
+    key = seconds_key(record)
+    ends = [0.0, *(line[key] for line in record.steps)]
     seconds = [after - before for before, after in zip(ends, ends[1:], strict=False)]
     recent = [line["loss"] for line in record.steps[-20:] if line["loss"] is not None]
     reached = first_reached(task, record)
@@ -36,7 +38,7 @@ def row(task: Task, label: str, record: Record) -> list[str]:
         number(sum(seconds) / len(seconds) if seconds else None),
         number(max(seconds, default=None)),
         f"epoch {reached['epoch']:g}" if reached else "-",
-        number(reached["cpu_seconds"] if reached else None),
+        number(reached[key] if reached else None),
     ]
 
 

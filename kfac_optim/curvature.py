@@ -257,6 +257,7 @@ class CurvatureEngine:
         self.step_count = 0
         self.last_statistics: int | None = None
         self.last_refresh: int | None = None
+        self.frozen_at: int | None = None  # the step whose factors are in use
         self.skipped_steps = 0
         self.skipped_batches = 0
         self.failed_decompositions = 0
@@ -346,6 +347,10 @@ class CurvatureEngine:
 
     # The step -------------------------------------------------------------------------------------------------------
 
+    def _now(self, name: str) -> Any:
+        """A scheduled hyperparameter at this step; what a callable returns is checked like a number that is given."""
+        return self._check(name, value_at(getattr(self, name), self.step_count))
+
     def _plan(self) -> None:
         """Decides whether the coming step collects statistics; its forward has not run yet."""
         interval = self.factor_update_steps
@@ -400,7 +405,7 @@ class CurvatureEngine:
         m = all_terms if self.loss_average is not None or self.loss_terms is not None else 1
         # g carries the 1/M of the mean; sampled gradients are those of the sum.
         per_term = m**2 if isinstance(self.fisher, str) else 1
-        decay = value_at(self.factor_decay, self.step_count)
+        decay = self._now("factor_decay")
         for index, sums in statistics.sums.items():
             average = self._averages[self.layers[index]]
             rows = sum(count for count, use in zip(sums.counts, finite, strict=False) if use)
@@ -429,8 +434,8 @@ class CurvatureEngine:
             ready = [layer for layer in self.layers if all(float(self._averages[layer][s]["weight"]) for s in SIDES)]
             if not ready:
                 return
-            spread = 0 if self.last_refresh is None else value_at(self.spread, step)
-            self._refresh = _Refresh(step, spread, value_at(self.damping, step))
+            spread = 0 if self.last_refresh is None else self._now("spread")
+            self._refresh = _Refresh(step, spread, self._now("damping"))
             self.last_refresh = step
             for layer in self.layers:
                 for side in SIDES if spread else ():
@@ -446,7 +451,7 @@ class CurvatureEngine:
                 refresh.done[layer, i] = self._decompose(layer, i, source.format(SIDES[i]), refresh.damping)
         if elapsed < refresh.spread:
             return
-        self._refresh = None
+        self._refresh, self.frozen_at = None, refresh.start
         for layer in refresh.layers:
             a, g = refresh.done[layer, 0], refresh.done[layer, 1]
             if a is None or g is None:
@@ -522,7 +527,7 @@ class CurvatureEngine:
         with self._stages.stage("preconditioning"):
             found = [self._direction(layer, vectors, lr) for layer in layers]
         with self._stages.stage("scaling"):
-            scaling = KLClip(value_at(self.kl_clip, self.step_count)) if self.scaling == "kl_clip" else self.scaling
+            scaling = KLClip(self._now("kl_clip")) if self.scaling == "kl_clip" else self.scaling
             if scaling is not None:
                 assert not isinstance(scaling, str)
                 multipliers = scaling.multipliers(found)
@@ -550,7 +555,7 @@ class CurvatureEngine:
             tensors.append(vectors[layer.bias][layer.bias_part].to(dtype))
         gradient = layer.to_matrix(tensors[0], tensors[1] if len(tensors) > 1 else None)
         a, g = (tuple(part.to(dtype) for part in side) for side in self._decomposed[layer])
-        gamma = self._gamma(self._means[layer], value_at(self.damping, self.step_count)).to(dtype)
+        gamma = self._gamma(self._means[layer], self._now("damping")).to(dtype)
         with full_precision(gradient.device.type):
             direction = self.solver.precondition(gradient, a, g, gamma)
         rates = [lr[p] for p in layer.parameters]
@@ -626,6 +631,7 @@ class CurvatureEngine:
             "step": self.step_count,
             "last_statistics": -1 if self.last_statistics is None else self.last_statistics,
             "last_refresh": -1 if self.last_refresh is None else self.last_refresh,
+            "frozen_at": -1 if self.frozen_at is None else self.frozen_at,
             "pending_spread": -1 if refresh is None else refresh.spread,
             "pending_damping": -1.0 if refresh is None else refresh.damping,
             "skipped_steps": self.skipped_steps,
@@ -688,6 +694,7 @@ class CurvatureEngine:
         self.step_count = int(counters.get("step", 0))
         self.last_statistics = _never_if_negative(counters.get("last_statistics", -1))
         self.last_refresh = _never_if_negative(counters.get("last_refresh", -1))
+        self.frozen_at = _never_if_negative(counters.get("frozen_at", -1))
         for name in ("skipped_steps", "skipped_batches", "failed_decompositions"):
             setattr(self, name, int(counters.get(name, 0)))
         if states:
@@ -786,7 +793,7 @@ class CurvatureEngine:
             "skipped_steps": self.skipped_steps,
             "skipped_batches": self.skipped_batches,
             "failed_decompositions": self.failed_decompositions,
-            "staleness": None if self.last_refresh is None else self.step_count - self.last_refresh,
+            "staleness": None if self.frozen_at is None else self.step_count - self.frozen_at,
             "layers": layers,
         }
 
@@ -901,7 +908,8 @@ def memory_estimate(
 
     Returns:
         Bytes by kind: ``factors`` (running averages), ``snapshots`` (what the decompositions were made of),
-        ``decompositions``, and their ``total``. On statistics steps one more copy of the factors comes and goes.
+        ``decompositions``, and their ``total``. On statistics steps one more copy of the factors comes and goes, while
+        a refresh is worked off (``spread``) its new decompositions.
     """
     with torch.no_grad():
         engine = CurvatureEngine(model, assignment=assignment, communicator=_Imagined(world_size), **options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -253,6 +253,34 @@ class KFACMixin(_Optimizer):
         return {**super().__getstate__(), **own}
 
 
+def momentum_(
+    params: Sequence[nn.Parameter],
+    gradients: list[Tensor],
+    state: Mapping[Any, dict[str, Any]],
+    group: Mapping[str, Any],
+) -> dict[nn.Parameter, Tensor]:
+    """SGD's recurrence on raw gradients, in place: ``buf = mu buf + (1 - dampening) g``, first ``buf = g``.
+
+    Returns:
+        The buffers by parameter; with Nesterov ``g + mu buf``; without momentum the gradients.
+    """
+    mu = group["momentum"]
+    if mu == 0 or not params:
+        return dict(zip(params, gradients, strict=True))
+    pairs = list(zip(params, gradients, strict=True))
+    old = [(state[p]["momentum_buffer"], g) for p, g in pairs if state[p].get("momentum_buffer") is not None]
+    if old:
+        buffers, new = map(list, zip(*old, strict=True))
+        torch._foreach_mul_(buffers, mu)
+        torch._foreach_add_(buffers, new, alpha=1 - group["dampening"])
+    for p, g in pairs:
+        if state[p].get("momentum_buffer") is None:
+            state[p]["momentum_buffer"] = g.clone()
+    buffers = [state[p]["momentum_buffer"] for p in params]
+    directions = torch._foreach_add(gradients, buffers, alpha=mu) if group["nesterov"] else buffers
+    return dict(zip(params, directions, strict=True))
+
+
 class KFACSGD(KFACMixin, torch.optim.SGD):
     """``torch.optim.SGD`` with K-FAC; see :class:`KFACMixin` for the arguments.
 
@@ -270,26 +298,8 @@ class KFACSGD(KFACMixin, torch.optim.SGD):
         vectors: dict[nn.Parameter, Tensor] = {}
         for group in self.param_groups:
             present = [p for p in group["params"] if p in covered and p in gradients]
-            vectors.update(zip(present, self._momentum([(p, gradients[p]) for p in present], group), strict=True))
+            vectors.update(momentum_(present, [gradients[p] for p in present], self.state, group))
         return vectors
-
-    def _momentum(self, pairs: list[tuple[nn.Parameter, Tensor]], group: Mapping[str, Any]) -> list[Tensor]:
-        """SGD's recurrence on raw gradients: ``buf = mu buf + (1 - dampening) g``, first ``buf = g``."""
-        mu, gradients = group["momentum"], [g for _, g in pairs]
-        if mu == 0 or not pairs:
-            return gradients
-        old = [
-            (self.state[p]["momentum_buffer"], g) for p, g in pairs if self.state[p].get("momentum_buffer") is not None
-        ]
-        if old:
-            buffers, new = map(list, zip(*old, strict=True))
-            torch._foreach_mul_(buffers, mu)
-            torch._foreach_add_(buffers, new, alpha=1 - group["dampening"])
-        for p, g in pairs:
-            if self.state[p].get("momentum_buffer") is None:
-                self.state[p]["momentum_buffer"] = g.clone()
-        buffers = [self.state[p]["momentum_buffer"] for p, _ in pairs]
-        return list(torch._foreach_add(gradients, buffers, alpha=mu)) if group["nesterov"] else buffers
 
     def _base_step(self) -> None:
         """In momentum mode covered parameters are updated without a momentum; the groups stay as users see them."""
