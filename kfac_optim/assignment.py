@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["KAISA", "Assignment", "AssignmentStrategy", "FactorWise", "LayerCost", "LayerWise"]
+__all__ = ["KAISA", "Assignment", "AssignmentStrategy", "FactorWise", "LayerAssignment", "LayerCost", "LayerWise"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,19 @@ class LayerAssignment:
     inverse_workers: tuple[int, int]
     gradient_workers: tuple[int, ...]
 
+    def holders(self, side: int) -> tuple[int, ...]:
+        """Ranks that are to have the decomposition of a side, its inverse worker among them."""
+        return tuple(sorted({self.inverse_workers[side], *self.gradient_workers}))
+
+    def routes(self, world_size: int) -> list[tuple[int, tuple[int, ...]]]:
+        """Who sends the preconditioned gradient to whom: (source, members with the source) for every gradient worker.
+
+        The other ranks are dealt to the gradient workers in turn, which for KAISA are the columns of its grid.
+        """
+        workers = sorted(self.gradient_workers)
+        receivers = [rank for rank in range(world_size) if rank not in self.gradient_workers]
+        return [(worker, tuple(sorted((worker, *receivers[i :: len(workers)])))) for i, worker in enumerate(workers)]
+
 
 @dataclass(frozen=True)
 class Assignment:
@@ -57,6 +70,19 @@ class Assignment:
         """Largest load divided by the mean load; 1.0 is perfect."""
         mean = sum(self.loads) / len(self.loads)
         return max(self.loads) / mean if mean else 1.0
+
+    def check(self, layers: int, world_size: int) -> None:
+        """Raises ValueError unless every layer has its workers among the ranks."""
+        if len(self.layers) != layers:
+            raise ValueError(f"assignment: has {len(self.layers)} layers instead of {layers}")
+        for i, layer in enumerate(self.layers):
+            ranks = (*layer.inverse_workers, *layer.gradient_workers)
+            if len(layer.inverse_workers) != 2 or not layer.gradient_workers:
+                raise ValueError(
+                    f"assignment: layer {i} needs an inverse worker for A, one for G, and gradient workers"
+                )
+            if not all(0 <= rank < world_size for rank in ranks):
+                raise ValueError(f"assignment: layer {i} has ranks {ranks}; there are {world_size}, from 0")
 
 
 class AssignmentStrategy(Protocol):

@@ -1,33 +1,404 @@
-"""Communication between ranks: the only module that knows of process groups. One process is the no-op case."""
+"""Communication between ranks: the only module that knows of process groups. One process is the no-op case.
+
+The engine needs two verbs. ``sum`` adds tensors over all ranks (factors and counts travel so), ``send`` copies
+tensors from one rank to some others (decompositions, preconditioned gradients). Both work on lists, put them into flat
+buckets, start all buckets at once and wait for them in order.
+
+    a communicator needs        from torch.distributed       from Horovod
+    ``_start_sum``              ``all_reduce``               ``allreduce_async_``
+    ``_start_max``              ``all_reduce``               ``allreduce_async_``
+    ``_start_broadcast``        ``broadcast``                ``broadcast_async_``
+
+Who calls what is the same on all ranks by construction: buckets follow from shapes and from the assignment alone.
+
+Traffic is counted per kind as an ideal network would carry it: an all-reduce of b bytes over R ranks is
+``2 (R - 1) / R b`` sent and as much received by each (ring), a broadcast b sent by its source and b received by every
+other member.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-__all__ = ["Communicator", "LocalCommunicator", "make_communicator"]
+__all__ = [
+    "Communicator",
+    "HorovodCommunicator",
+    "LocalCommunicator",
+    "Parcel",
+    "TorchCommunicator",
+    "joinable",
+    "make_communicator",
+]
+
+BUCKET_BYTES = 25 * 2**20
+_T = TypeVar("_T")
 
 
-class Communicator(Protocol):
-    """What the engine needs to know of the other processes."""
+@dataclass(frozen=True)
+class Parcel:
+    """Tensors that ``source`` holds and every rank in ``members`` is to have; elsewhere they are overwritten."""
 
-    @property
-    def rank(self) -> int:
-        """This process, 0 <= rank < world_size."""
-        ...
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes that train together."""
-        ...
+    tensors: Sequence[Tensor]
+    source: int
+    members: tuple[int, ...]
 
 
-class LocalCommunicator:
+class _Work(Protocol):
+    def wait(self) -> Any: ...
+
+
+class Communicator(ABC):
+    """The other processes; a subclass for another library is passed as ``communicator=``.
+
+    Args:
+        rank: This process, 0 <= rank < world_size.
+        world_size: Number of processes that train together.
+        average_gradients: Whether the wrapper averages the ranks' gradients (True: DDP, FSDP, Horovod's Average) or
+            adds them up.
+        bucket_bytes: Size of a flat bucket, > 0. Default 25 MiB, as DDP.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        average_gradients: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.average_gradients, self.bucket_bytes = average_gradients, bucket_bytes
+        self.traffic: dict[str, list[float]] = {}
+
+    @abstractmethod
+    def _start_sum(self, tensor: Tensor) -> _Work:
+        """Starts to replace a flat tensor by its sum over all ranks."""
+
+    @abstractmethod
+    def _start_max(self, tensor: Tensor) -> _Work:
+        """Starts to replace a flat tensor by its elementwise maximum over all ranks."""
+
+    @abstractmethod
+    def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> _Work:
+        """Starts to copy a flat tensor from ``source`` to ``members``, who all call this."""
+
+    def wire_device(self, device: torch.device) -> torch.device:
+        """Where a tensor of this device has to be to travel."""
+        return device
+
+    def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Makes the sub-groups that parcels will travel in; all ranks call this with the same groups in one order."""
+        return
+
+    def close(self) -> None:
+        """Gives back what was made for this communicator alone."""
+        return
+
+    # Verbs ----------------------------------------------------------------------------------------------------------
+
+    def sum(self, tensors: Sequence[Tensor], kind: str, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
+        """Sums over all ranks.
+
+        Args:
+            tensors: The same shapes on every rank, ``[rows, numbers]`` or 0-dim.
+            kind: Under which their traffic is counted.
+            dtype: Precision on the wire; None: as they are. float16 is scaled by the largest entry of each row, because
+                sums of squares leave its range.
+
+        Yields:
+            The sums in order, each as soon as it has arrived.
+
+        Raises:
+            RuntimeError: If another rank has died, or the group's time-out passed.
+        """
+        if self.world_size == 1:
+            yield from tensors
+            return
+        scales = self._common_scales(tensors, kind) if dtype is torch.float16 else []
+        started = []
+        for chosen in self._filled(tensors, dtype):
+            parts = [(t / scales[i] if scales else t).reshape(-1) for i, t in chosen]
+            flat = self._to_wire(torch.cat([part.to(dtype or part.dtype) for part in parts]))
+            share = 2 * (self.world_size - 1) / self.world_size * flat.nbytes
+            self._count(kind, share, share)
+            work = self._call(self._start_sum, flat, what=f"the all-reduce of {kind}")
+            started.append((chosen, flat, work))
+        for chosen, flat, work in started:
+            self._call(work.wait, what=f"the all-reduce of {kind}")
+            pieces = flat.split([t.numel() for _, t in chosen])
+            for (i, t), piece in zip(chosen, pieces, strict=True):
+                total = piece.to(t).view_as(t)
+                yield total * scales[i] if scales else total
+
+    def send(self, parcels: Iterable[Parcel], kind: str) -> None:
+        """Copies every parcel's tensors from its source to its members, bit for bit.
+
+        Args:
+            parcels: Those that concern this rank, in an order that all ranks share.
+            kind: Under which their traffic is counted.
+
+        Raises:
+            RuntimeError: If another rank has died, or the group's time-out passed.
+        """
+        routes: dict[tuple[int, tuple[int, ...], torch.device], list[Tensor]] = {}
+        for parcel in parcels:
+            for tensor in parcel.tensors if len(parcel.members) > 1 else ():
+                routes.setdefault((parcel.source, parcel.members, tensor.device), []).append(tensor)
+        started = []
+        for (source, members, _), tensors in routes.items():
+            for chosen in self._filled(tensors):
+                bucket = [tensor for _, tensor in chosen]
+                flat = self._to_wire(self._packed(bucket, source == self.rank, kind))
+                what = f"the broadcast of {kind} from rank {source}"
+                work = self._call(self._start_broadcast, flat, source, members, what=what)
+                started.append((source, bucket, flat, work, what))
+        for source, bucket, flat, work, what in started:
+            self._call(work.wait, what=what)
+            pieces = flat.split([tensor.nbytes for tensor in bucket])
+            for tensor, piece in zip(bucket, pieces, strict=True) if source != self.rank else ():
+                _bytes(tensor).copy_(piece)
+
+    def _packed(self, tensors: list[Tensor], sends: bool, kind: str) -> Tensor:
+        """Room for the tensors, filled on the source: bytes, so that types share a bucket and nothing is rounded."""
+        if sends:
+            flat = torch.cat([_bytes(tensor.contiguous()) for tensor in tensors])
+            self._count(kind, flat.nbytes, 0)
+            return flat
+        flat = torch.empty(sum(t.nbytes for t in tensors), dtype=torch.uint8, device=tensors[0].device)
+        self._count(kind, 0, flat.nbytes)
+        return flat
+
+    # Parts of the verbs ---------------------------------------------------------------------------------------------
+
+    def _filled(
+        self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None
+    ) -> Iterator[list[tuple[int, Tensor]]]:
+        """Neighbours of one type and device, with their index, up to the size of a bucket."""
+        bucket: list[tuple[int, Tensor]] = []
+        size = 0
+        for i, tensor in enumerate(tensors):
+            new = tensor.numel() * (dtype or tensor.dtype).itemsize
+            if bucket and (size + new > self.bucket_bytes or bucket[0][1].device != tensor.device):
+                yield bucket
+                bucket, size = [], 0
+            bucket.append((i, tensor))
+            size += new
+        if bucket:
+            yield bucket
+
+    def _common_scales(self, tensors: Sequence[Tensor], kind: str) -> list[Tensor]:
+        """Per row the largest entry on any rank, times the number of ranks: no sum of quotients exceeds 1."""
+        if not tensors:
+            return []
+        largest = [tensor.abs().amax(-1, keepdim=True) for tensor in tensors]
+        flat = self._to_wire(torch.cat([rows.reshape(-1).to(largest[0].device) for rows in largest]))
+        share = 2 * (self.world_size - 1) / self.world_size * flat.nbytes
+        self._count(kind, share, share)
+        work = self._call(self._start_max, flat, what=f"the all-reduce of {kind}")
+        self._call(work.wait, what=f"the all-reduce of {kind}")
+        pieces = flat.split([rows.numel() for rows in largest])
+        scales = [piece.to(rows).view_as(rows) for piece, rows in zip(pieces, largest, strict=True)]
+        return [torch.where(scale > 0, scale * self.world_size, 1.0) for scale in scales]
+
+    def _to_wire(self, flat: Tensor) -> Tensor:
+        return flat.to(self.wire_device(flat.device))
+
+    def _count(self, kind: str, sent: float, received: float) -> None:
+        total = self.traffic.setdefault(kind, [0.0, 0.0])
+        total[0] += sent
+        total[1] += received
+
+    def _call(self, operation: Callable[..., Any], *args: Any, what: str) -> Any:
+        try:
+            return operation(*args)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{what} failed on rank {self.rank} of {self.world_size}: another rank has died, raised, or fallen out "
+                f"of step, or the time-out of the process group has passed ({error})"
+            ) from error
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, flat."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+class LocalCommunicator(Communicator):
     """One process: nobody to talk to."""
 
-    rank = 0
-    world_size = 1
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+        super().__init__(rank, world_size)
+
+    def _start_sum(self, tensor: Tensor) -> _Work:
+        raise RuntimeError("this communicator has no other processes")
+
+    _start_max = _start_sum
+
+    def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> _Work:
+        return self._start_sum(tensor)
+
+
+class TorchCommunicator(Communicator):
+    """torch.distributed: Gloo, NCCL or MPI (NCCL and MPI are written for and not tested).
+
+    Args:
+        process_group: Default: the default group.
+        average_gradients: See :class:`Communicator`.
+        bucket_bytes: See :class:`Communicator`.
+
+    Raises:
+        ValueError: If this process is not in the group.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        average_gradients: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        rank = dist.get_rank(process_group)
+        if rank < 0:
+            raise ValueError("process_group: this process is not in it; build the optimizer on its members only")
+        size = dist.get_world_size(process_group)
+        super().__init__(rank, size, average_gradients=average_gradients, bucket_bytes=bucket_bytes)
+        self.group: dist.ProcessGroup = process_group or dist.group.WORLD  # type: ignore[assignment]
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(size)): self.group}
+
+    def _start_sum(self, tensor: Tensor) -> _Work:
+        return self._all_reduce(tensor, dist.ReduceOp.SUM)
+
+    def _start_max(self, tensor: Tensor) -> _Work:
+        return self._all_reduce(tensor, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, tensor: Tensor, op: Any) -> _Work:
+        work: Any = dist.all_reduce(tensor, op, group=self.group, async_op=True)
+        return work
+
+    def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> _Work:
+        work: Any = dist.broadcast(tensor, self._global(source), group=self._groups[members], async_op=True)
+        return work
+
+    def _global(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank)
+
+    def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Made by all processes of the default group, as torch.distributed wants it."""
+        missing = [members for members in groups if members not in self._groups]
+        if missing and self.world_size < dist.get_world_size():
+            raise ValueError(
+                f"assignment: needs groups of some of the ranks, such as {missing[0]}, but process_group is only a "
+                "part of the default group, which would have to make them as a whole. Use assignment='factor-wise' or "
+                "'layer-wise' with process_group="
+            )
+        for members in missing:
+            self._groups[members] = dist.new_group(
+                [self._global(rank) for rank in members],
+                timeout=self._timeout(),
+                backend=dist.get_backend(self.group),
+                group_desc="kfac_optim",
+            )
+
+    def _timeout(self) -> Any:
+        """The group's own time-out (None: the backend's default): a new group would otherwise wait half an hour."""
+        backend: Any = self.group._get_backend(self.wire_device(torch.device("cpu")))
+        return getattr(getattr(backend, "options", None), "_timeout", None)
+
+    def wire_device(self, device: torch.device) -> torch.device:
+        """NCCL carries tensors of the current GPU only."""
+        if device.type == "cpu" and dist.get_backend(self.group) == "nccl":
+            return torch.device("cuda", torch.cuda.current_device())
+        return device
+
+    def close(self) -> None:
+        """Destroys the sub-groups."""
+        groups, self._groups = self._groups, {tuple(range(self.world_size)): self.group}
+        for group in groups.values():
+            if isinstance(group, dist.ProcessGroup) and group is not self.group and dist.is_initialized():
+                dist.destroy_process_group(group)
+
+
+class _HorovodWork:
+    def __init__(self, synchronize: Callable[[int], Any], handle: int) -> None:
+        self.synchronize, self.handle = synchronize, handle
+
+    def wait(self) -> None:
+        self.synchronize(self.handle)
+
+
+class HorovodCommunicator(Communicator):
+    """Horovod, after ``hvd.init()``. Gradients are Horovod's business (``hvd.DistributedOptimizer``).
+
+    Strategies in which some ranks precondition for others need process sets of Horovod, which it makes during training
+    only if ``HOROVOD_DYNAMIC_PROCESS_SETS=1`` is set when it starts.
+
+    Args:
+        average_gradients: True (default) with Horovod's Average, False with its Sum.
+        bucket_bytes: See :class:`Communicator`.
+
+    Raises:
+        ImportError: If Horovod is not installed.
+        ValueError: If ``hvd.init()`` has not been called.
+    """
+
+    def __init__(self, *, average_gradients: bool = True, bucket_bytes: int = BUCKET_BYTES) -> None:
+        import horovod.torch as hvd
+
+        if not hvd.is_initialized():
+            raise ValueError("HorovodCommunicator: call hvd.init() first")
+        super().__init__(hvd.rank(), hvd.size(), average_gradients=average_gradients, bucket_bytes=bucket_bytes)
+        self._hvd: Any = hvd
+        self._sets: dict[tuple[int, ...], Any] = {tuple(range(self.world_size)): hvd.global_process_set}
+        self._names: dict[tuple[int, ...], int] = {}
+
+    def _start_sum(self, tensor: Tensor) -> _Work:
+        return self._all_reduce(tensor, self._hvd.Sum)
+
+    def _start_max(self, tensor: Tensor) -> _Work:
+        return self._all_reduce(tensor, self._hvd.Max)
+
+    def _all_reduce(self, tensor: Tensor, op: Any) -> _Work:
+        if tensor.dtype is torch.bfloat16:
+            raise TypeError("comm_dtype=torch.bfloat16: Horovod can't send it; use torch.float16 or None")
+        members = tuple(range(self.world_size))
+        handle = self._hvd.allreduce_async_(tensor, name=self._name(members), op=op)
+        return _HorovodWork(self._hvd.synchronize, handle)
+
+    def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> _Work:
+        handle = self._hvd.broadcast_async_(tensor, source, name=self._name(members), process_set=self._sets[members])
+        return _HorovodWork(self._hvd.synchronize, handle)
+
+    def _name(self, members: tuple[int, ...]) -> str:
+        """Horovod matches operations of different ranks by name."""
+        self._names[members] = self._names.get(members, 0) + 1
+        return f"kfac_optim.{members}.{self._names[members]}"
+
+    def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Process sets are made by all ranks."""
+        for members in groups:
+            if members in self._sets:
+                continue
+            try:
+                self._sets[members] = self._hvd.add_process_set(list(members))
+            except Exception as error:
+                raise RuntimeError(
+                    f"Horovod could not make the process set {members} that this assignment needs: set "
+                    "HOROVOD_DYNAMIC_PROCESS_SETS=1 in the environment, or use assignment='factor-wise'"
+                ) from error
+
+    def close(self) -> None:
+        """Removes the process sets (all ranks call this)."""
+        for members in [members for members in self._sets if len(members) < self.world_size]:
+            self._hvd.remove_process_set(self._sets.pop(members))
 
 
 def make_communicator(process_group: Any = None) -> Communicator:
@@ -35,15 +406,93 @@ def make_communicator(process_group: Any = None) -> Communicator:
 
     Raises:
         TypeError: If ``process_group`` is not a group.
-        RuntimeError: If the group has more than one process.
+        ValueError: If this process is not in it.
     """
-    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+    outside = process_group is dist.GroupMember.NON_GROUP_MEMBER
+    if not (process_group is None or outside or isinstance(process_group, dist.ProcessGroup)):
         raise TypeError(f"process_group={process_group!r}: must be a torch.distributed.ProcessGroup or None")
-    size = dist.get_world_size(process_group) if dist.is_available() and dist.is_initialized() else 1
-    if size > 1:
-        raise RuntimeError(
-            f"the process group has {size} processes; this version of kfac_optim trains on one process only (its "
-            "ranks would drift apart). Pass process_group= a group of one process, or train with "
-            "the base optimizer"
-        )
+    if not (dist.is_available() and dist.is_initialized()):
+        return LocalCommunicator()
+    if outside or dist.get_world_size(process_group) > 1:
+        return TorchCommunicator(process_group)
     return LocalCommunicator()
+
+
+# Uneven inputs -------------------------------------------------------------------------------------------------------
+
+
+class _Shadow(JoinHook):
+    """What a rank without inputs does while others go on: it takes part in their steps."""
+
+    def __init__(self, step: Callable[[], Any]) -> None:
+        self.step = step
+
+    def main_hook(self) -> None:
+        self.step()
+
+
+def shadowing(step: Callable[[], Any]) -> JoinHook:
+    """The hook of ``torch.distributed.algorithms.Join`` that calls ``step`` for every step of the other ranks."""
+    return _Shadow(step)
+
+
+def notify_join_context(optimizer: Any) -> bool:
+    """Whether a step happens under ``Join``, which is told of it."""
+    config = getattr(optimizer, "_join_config", None)
+    if config is None or not config.enable:
+        return False
+    Join.notify_join_context(optimizer)
+    return True
+
+
+def joinable(cls: type[_T]) -> type[_T]:
+    """Makes a class with a ``join_hook`` known to ``Join``."""
+    return Joinable.register(cls)
+
+
+# Gradients that a framework has sharded -------------------------------------------------------------------------------
+
+
+def full_gradient(parameter: Tensor) -> Tensor | None:
+    """The gradient, whole: also where DeepSpeed ZeRO 1-3 keeps a part of it on every rank (then a collective)."""
+    if parameter.grad is None and (hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")):
+        import deepspeed.utils
+
+        return deepspeed.utils.safe_get_full_grad(parameter)
+    return parameter.grad
+
+
+def set_full_gradient_(parameter: Tensor, gradient: Tensor) -> None:
+    """Puts back what :func:`full_gradient` gave, changed."""
+    if parameter.grad is not None:
+        parameter.grad.copy_(gradient)
+    else:
+        import deepspeed.utils
+
+        deepspeed.utils.safe_set_full_grad(parameter, gradient)
+
+
+# Sharded tensors -----------------------------------------------------------------------------------------------------
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that FSDP2 has sharded (a collective); any other tensor itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a tensor that every rank holds, laid out as ``like``; nothing is sent."""
+    if not isinstance(like, DTensor):
+        return whole
+    replicated = DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    return replicated.redistribute(placements=like.placements)
+
+
+def sharding_problem(parameter: Tensor) -> str:
+    """What keeps a sharded parameter from being treated as a whole; empty for FSDP2's shards and plain tensors."""
+    if not isinstance(parameter, DTensor):
+        return ""
+    placements = parameter.placements
+    if any(isinstance(p, Shard) and p.dim != 0 for p in placements) or sum(map(Shard.is_shard, placements)) > 1:
+        return f"is split by tensor parallelism ({placements})"
+    return ""

@@ -3,9 +3,12 @@
 What a step does, in order:
 
     fold the captured moments into the running averages          (statistics steps; drop non-finite micro-batches)
-    if due: freeze the factors, decompose them                   (eqs. 11-13 or 8-10)
-    precondition
+    if due: pool the factors of all ranks, decompose them on their inverse workers (eqs. 11-13 or 8-10), exchange
+    precondition on the gradient workers; exchange
     scale (kl_clip, unit, graft)
+
+With several ranks everything that communicates happens in ``step()``, in an order that all ranks share whatever layers
+they used: what is due depends on the step alone, what is sent on the assignment alone.
 
 The engine returns directions and leaves ``.grad`` alone; whoever owns it (an optimizer of this package, or the caller
 of :meth:`CurvatureEngine.precondition_`) applies them.
@@ -20,7 +23,9 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -37,8 +42,21 @@ from .assignment import (
     longest_first,
 )
 from .capture import Bernoulli, Capture, Categorical, Fisher, Gaussian, LossAverage, LossTerms, StepStatistics
-from .comm import Communicator, make_communicator
-from .factors import FactorSpec, fold_, snapshot_
+from .comm import (
+    Communicator,
+    LocalCommunicator,
+    Parcel,
+    full_gradient,
+    gathered,
+    joinable,
+    make_communicator,
+    notify_join_context,
+    set_full_gradient_,
+    shadowing,
+    sharded_like,
+    sharding_problem,
+)
+from .factors import FactorSpec, LocalSums, fold_, snapshot_
 from .layers import KroneckerLayer, LayerOptions, Sharing, find_layers, full_precision, owners_of, unwrap
 from .scaling import Direction, Graft, KLClip, Scaling, Unit
 from .schedules import (
@@ -56,7 +74,7 @@ from .schedules import (
 )
 from .solvers import Decomposition, EigenSolver, InverseSolver, Solver, decompose_safely
 
-__all__ = ["CurvatureEngine", "memory_estimate"]
+__all__ = ["CurvatureEngine", "joinable", "memory_estimate", "owning_engine"]
 
 Lr = float | Tensor
 SIDES = ("A", "G")
@@ -85,23 +103,24 @@ def _grad_scaler(value: Any) -> Any:
 
 
 class _Refresh:
-    """A refresh in progress: factors frozen at ``start``, decomposed over ``spread`` steps, used from then on."""
+    """A refresh in progress: factors frozen at ``start``, decomposed over ``spread`` steps, used from then on.
 
-    def __init__(self, start: int, spread: int, damping: float) -> None:
-        self.start, self.spread, self.damping = start, spread, damping
+    ``source`` names the averages that are decomposed: "{}" at once, "{}_next" when spread, "{}_last" when the
+    decompositions in use are rebuilt; then every layer has the damping of its last refresh (``damping`` is None).
+    """
+
+    def __init__(self, start: int, spread: int, damping: float | None, source: str) -> None:
+        self.start, self.spread, self.damping, self.source = start, spread, damping, source
         self.layers: list[KroneckerLayer] = []
-        self.jobs: list[tuple[int, KroneckerLayer, int]] = []  # (step since start, layer, side)
+        self.jobs: list[tuple[int, KroneckerLayer, int]] = []  # (step since start, layer, side), this rank's share
         self.done: dict[tuple[KroneckerLayer, int], Decomposition | None] = {}
 
-    def plan(self, layers: list[KroneckerLayer], specs: Mapping[KroneckerLayer, tuple[FactorSpec, FactorSpec]]) -> None:
-        """Shares the decompositions of the layers out to the steps, evenly by cost."""
+    def plan(self, layers: list[KroneckerLayer], share: list[tuple[KroneckerLayer, int, float]]) -> None:
+        """Shares this rank's decompositions (layer, side, cost) out to the steps, evenly by cost."""
         self.layers = layers
-        jobs = [(layer, side) for layer in layers for side in range(2)]
         steps = max(1, self.spread)
-        when = longest_first(
-            [specs[layer][side].cost for layer, side in jobs], [range(steps)] * len(jobs), [0.0] * steps
-        )
-        self.jobs = [(step, layer, side) for step, (layer, side) in zip(when, jobs, strict=True)]
+        when = longest_first([cost for *_, cost in share], [range(steps)] * len(share), [0.0] * steps)
+        self.jobs = [(step, layer, side) for step, (layer, side, _) in zip(when, share, strict=True)]
 
     def jobs_until(self, elapsed: int) -> list[tuple[KroneckerLayer, int]]:
         """What has to be done by now and is not."""
@@ -247,10 +266,11 @@ class CurvatureEngine:
         for name in (*self._hyperparameters, *self._fixed):
             object.__setattr__(self, name, self._check(name, arguments[name]))
         self.comm = make_communicator(process_group) if communicator is None else communicator
-        if not (hasattr(self.comm, "rank") and hasattr(self.comm, "world_size")):
-            raise TypeError(f"communicator={communicator!r}: must have a rank and a world_size")
+        if not all(hasattr(self.comm, name) for name in ("rank", "world_size", "sum", "send")):
+            raise TypeError(f"communicator={communicator!r}: must be a Communicator, with rank, world_size, sum, send")
         self.model = model if isinstance(model, nn.Module) else None
         self._trained = dict.fromkeys(_parameters_of(model if params is None else params))
+        self._met = False  # a first step has been taken
         self._find_layers()
 
         self.owned = False
@@ -262,6 +282,9 @@ class CurvatureEngine:
         self.skipped_batches = 0
         self.failed_decompositions = 0
         self._refresh: _Refresh | None = None
+        self._stale = False  # decompositions have to be rebuilt
+        self._local = LocalSums()
+        self._local_skips = 0  # non-finite micro-batches of this rank, not yet in skipped_batches
         self._averages: dict[KroneckerLayer, dict[str, Any]] = {}
         self._decomposed: dict[KroneckerLayer, tuple[Decomposition, Decomposition]] = {}
         self._means: dict[KroneckerLayer, tuple[Tensor, Tensor]] = {}
@@ -301,13 +324,34 @@ class CurvatureEngine:
         coverage = find_layers(self._roots, options)
         self.layers: list[KroneckerLayer] = coverage.layers
         self.uncovered = coverage.uncovered
+        for layer in list(self.layers):
+            problem = sharding_problem(layer.weight)
+            if problem:
+                self.layers.remove(layer)
+                self.uncovered.update(dict.fromkeys(layer.parameters, (layer.name, problem)))
         covered = {parameter for layer in self.layers for parameter in layer.parameters}
         for i, parameter in enumerate(self._trained):
             if parameter not in covered and parameter not in self.uncovered:
                 self.uncovered[parameter] = (f"parameter {i}", "no module of the model owns it")
         self._specs = {layer: specs_of(layer) for layer in self.layers}
+        self._assign()
+
+    def _assign(self) -> None:
+        """Who decomposes and who preconditions what."""
         costs = [_cost_of(self._specs[layer], self.solver, self.inv_dtype) for layer in self.layers]
         self.work = self.assignment.assign(costs, self.comm.world_size)
+        self.work.check(len(costs), self.comm.world_size)
+        self._workers = dict(zip(self.layers, self.work.layers, strict=True))
+        rank, ranks = self.comm.rank, self.comm.world_size
+        routes = {workers.gradient_workers: workers.routes(ranks) for workers in self.work.layers}
+        self._groups = {members for known in routes.values() for _, members in known if len(members) > 1}
+        self._groups |= {workers.holders(side) for workers in self.work.layers for side in range(2)}
+        # How the preconditioned gradient of a layer comes to this rank, or leaves it; None if it doesn't travel.
+        self._routes = {
+            layer: next((r for r in routes[w.gradient_workers] if rank in r[1] and len(r[1]) > 1), None)
+            for layer, w in self._workers.items()
+        }
+        self._agreed = False  # the ranks know that they have built the same
 
     def _attach(self) -> None:
         """Puts the hooks on."""
@@ -335,14 +379,50 @@ class CurvatureEngine:
         # A layer that exists already keeps its identity, and with it its statistics.
         self.layers[:] = [known.get(layer.weight, layer) for layer in self.layers]
         self._specs = {layer: specs_of(layer) for layer in self.layers}
+        self._assign()
+        self._stale = self.comm.world_size > 1  # other ranks work for the known layers now
         self._capture.close()
         self._attach()
+
+    def require(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Makes sure that the parameters an optimizer steps on are the model's own.
+
+        Frameworks that shard a model may replace both before the first step (FSDP2 does); then the layers are found
+        anew.
+
+        Raises:
+            RuntimeError: If the parameters are no module's any more (DeepSpeed ZeRO 1-3: flat partitions), or if the
+                model has other parameters than the optimizer.
+        """
+        replaced = any(p not in self._trained for p in parameters)
+        if self._met and not replaced:
+            return
+        own = {p for root in self._roots for p in root.parameters()}
+        if replaced and not (self._met or any(p not in own for p in parameters)):
+            self._trained = dict.fromkeys(parameters)
+            self._find_layers()
+            self._capture.close()
+            self._attach()
+        elif replaced:
+            raise RuntimeError(
+                "the optimizer's parameters have been replaced by others that are no weights of the model, as "
+                "DeepSpeed does with ZeRO stages 1-3 (flat partitions) and half precision. Give the framework its own "
+                "optimizer instead, build engine = CurvatureEngine(model, ...) before wrapping the model, and call "
+                "engine.precondition_(lr) between its backward and its step"
+            )
+        elif own and not any(p in own for p in self._trained):
+            raise RuntimeError(
+                "the model's parameters have been replaced since the optimizer was built: build it after "
+                "fully_shard(), to_empty() or whatever made new ones"
+            )
 
     def close(self) -> None:
         """Removes every hook; from then on the optimizer is its base class."""
         self._capture.close()
+        self.comm.close()
         self._closed = True
         self._decomposed.clear()
+        self._means.clear()
         _ENGINES.discard(self)
 
     # The step -------------------------------------------------------------------------------------------------------
@@ -375,12 +455,15 @@ class CurvatureEngine:
         Raises:
             RuntimeError: If the model was trained but none of its layers was seen.
         """
+        self._meet_ranks()
         self._ensure_state()
         statistics = self._capture.take()
-        largest = torch.nn.utils.get_total_norm(gradients, math.inf) if gradients else torch.zeros(())
+        largest = gathered(torch.nn.utils.get_total_norm(gradients, math.inf)) if gradients else torch.zeros(())
         flags = [largest, *statistics.flags]
         norm, *values = torch.stack([flag.to(largest.device, torch.float32) for flag in flags]).tolist()  # the one sync
-        self._dry = norm == 0 and not statistics.terms and not any(float(lr) for lr in lrs)
+        # Of what only this rank has seen nothing may decide here: the ranks have to go the same way.
+        alone = self.comm.world_size == 1
+        self._dry = norm == 0 and not (alone and statistics.terms) and not any(float(lr) for lr in lrs)
         if self._dry:
             return True
         if self.skip_nonfinite and not math.isfinite(norm):
@@ -388,36 +471,101 @@ class CurvatureEngine:
             return False
         with self._stages.stage("factor update"):
             self._fold(statistics, values)
-        self._require_statistics(norm, lrs)
-        self._refresh_if_due()
+        if self._stale:
+            self._rebuild()
+        trained = norm > 0 and any(map(float, lrs))
+        self._refresh_if_due(trained)
         return True
+
+    def _communicating(self, what: str) -> AbstractContextManager[None]:
+        """Times a stage of communication, which one process has not."""
+        return self._stages.stage(f"{what} communication") if self.comm.world_size > 1 else nullcontext()
+
+    def _meet_ranks(self) -> None:
+        """Before the first step of several ranks: they must have built the same, and need groups to send in."""
+        self._met = True
+        if self._agreed:
+            return
+        self._agreed = True
+        if self.comm.world_size == 1:
+            return
+        built = repr([(layer.name, specs, self._workers[layer]) for layer, specs in self._specs.items()])
+        options = repr([getattr(self, name) for name in ("solver", "factor_dtype", "inv_dtype", "comm_dtype")])
+        checksum = float(zlib.crc32((built + options).encode()))
+        mine = torch.tensor([checksum, checksum**2], dtype=torch.float64)
+        (total,) = self.comm.sum([mine], "counts")
+        if not torch.equal(total, mine * self.comm.world_size):
+            raise RuntimeError(
+                "the ranks have built different optimizers: layers, solver, dtypes and assignment must be the same on "
+                "every rank of the process group"
+            )
+        self.comm.prepare(sorted(members for members in self._groups if len(members) > 1))
 
     def _fold(self, statistics: StepStatistics, flags: Sequence[float]) -> None:
         """Eqs. 14-15: running averages of A, and of G = M sum g g^T over the M terms of the step's loss."""
-        taken, finite = statistics.counted(flags)
-        if not any(taken):
+        if not self._capture.enabled:
             return
-        self.skipped_batches += sum(taken) - sum(finite)
+        taken, finite = statistics.counted(flags)
         self.last_statistics = self.step_count
+        self._local.begin(self._now("factor_decay"))
+        self._local_skips += sum(taken) - sum(finite)
         all_terms = sum(terms for terms, use in zip(statistics.terms, taken, strict=True) if use)
         terms = sum(terms for terms, use in zip(statistics.terms, finite, strict=True) if use)
-        # A sum has M = 1, in however many backward passes it was taken.
-        m = all_terms if self.loss_average is not None or self.loss_terms is not None else 1
-        # g carries the 1/M of the mean; sampled gradients are those of the sum.
-        per_term = m**2 if isinstance(self.fisher, str) else 1
-        decay = self._now("factor_decay")
+        per_term, m = self._terms_of_rank(all_terms)
         for index, sums in statistics.sums.items():
-            average = self._averages[self.layers[index]]
             rows = sum(count for count, use in zip(sums.counts, finite, strict=False) if use)
             if rows:
-                fold_(average["A"], sums.a, rows, decay)
-                fold_(average["G"], sums.g.mul_(per_term), m * terms / all_terms, decay)
+                weights = (rows, m * terms / all_terms)
+                self._local.add(self.layers[index], (sums.a, sums.g.mul_(per_term)), weights)
+        if self.comm.world_size == 1:
+            self._pool()
 
-    def _require_statistics(self, norm: float, lrs: Iterable[Lr]) -> None:
-        seen = self.last_statistics is not None or self._closed
-        if seen or not self._capture.enabled or norm == 0 or not any(map(float, lrs)):
+    def _terms_of_rank(self, terms: int) -> tuple[float, float]:
+        """This rank's part in ``G = M sum g g^T``: the factor of its ``sum g g^T``, and its part of M.
+
+        A local g counts as g / R where the ranks' gradients are averaged. Of a mean over M = R ``terms`` terms that
+        gives ``terms^2`` (g carries the 1 / terms of the mean; sampled gradients are those of the sum). A sum has
+        M = 1, in however many backward passes and on however many ranks it was taken.
+        """
+        ranks = self.comm.world_size
+        share = 1 / ranks if getattr(self.comm, "average_gradients", True) else 1.0
+        if self.loss_average is None and self.loss_terms is None:
+            return share**2, 1 / ranks
+        return (share * ranks) ** 2 * (terms**2 if isinstance(self.fisher, str) else 1), terms
+
+    def _pool(self) -> None:
+        """Adds up what the ranks saw since the last time, into the running averages of all of them (a collective)."""
+        local, self._local = self._local, LocalSums()
+        if not local.decays:
             return
-        if any(layer.weight.grad is not None for layer in self.layers):
+        with self._communicating("factor"):
+            skips = torch.tensor(float(self._local_skips), dtype=torch.float64)
+            weights, skips = self.comm.sum([local.weights(self.layers), skips], "counts")
+            self.skipped_batches, self._local_skips = self.skipped_batches + int(skips), 0
+            decays, totals = local.pool(self.layers, weights)
+            jobs, sums = [], []
+            dtype = torch.promote_types(self.factor_dtype, torch.float32)
+            for layer, decay, weight in zip(self.layers, decays, totals, strict=True):
+                if weight[0]:
+                    own = local.sums(layer) or [spec.zeros(dtype, layer.weight.device) for spec in self._specs[layer]]
+                    jobs += [(self._averages[layer][side], w, decay) for side, w in zip(SIDES, weight, strict=True)]
+                    sums += own
+            pooled = self.comm.sum(sums, "factors", self.comm_dtype)
+            for (average, count, decay), total in zip(jobs, pooled, strict=True):
+                fold_(average, total, count, decay)
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Pools what the ranks saw since the last refresh, so that the state holds it (a collective: call it on all).
+
+        Without it, a state saved between two refreshes lacks at most that one interval of statistics. One process has
+        nothing to pool.
+        """
+        self._meet_ranks()
+        self._pool()
+
+    def _require_statistics(self) -> None:
+        if any(layer.weight.grad is not None for layer in self.layers) and not self._closed:
             raise RuntimeError(
                 "the model has gradients, but none of its layers was seen in a forward and backward pass. Build the "
                 "optimizer before the first call of a compiled model (or call torch._dynamo.reset()), and call the "
@@ -427,51 +575,103 @@ class CurvatureEngine:
 
     # Refreshes ------------------------------------------------------------------------------------------------------
 
-    def _refresh_if_due(self) -> None:
+    def _refresh_if_due(self, trained: bool) -> None:
         """Starts a refresh if one is due, works on it, and installs its results when its time is up."""
         step = self.step_count
         if self._refresh is None and due(self.inv_update_steps, step, self.last_refresh):
-            ready = [layer for layer in self.layers if all(float(self._averages[layer][s]["weight"]) for s in SIDES)]
+            self._pool()
+            ready = self._with_data("")
             if not ready:
+                seen_nothing = self.last_statistics == step and not self.skipped_batches
+                self.last_statistics = None  # every step collects until there is something
+                if trained and seen_nothing:
+                    self._require_statistics()
                 return
             spread = 0 if self.last_refresh is None else self._now("spread")
-            self._refresh = _Refresh(step, spread, self._now("damping"))
+            source = "{}_next" if spread else "{}"
+            self._refresh = _Refresh(step, spread, self._now("damping"), source)
             self.last_refresh = step
             for layer in self.layers:
                 for side in SIDES if spread else ():
                     snapshot_(self._averages[layer][f"{side}_next"], self._averages[layer][side])
-            self._refresh.plan(ready, self._specs)
+            self._plan_refresh(self._refresh, ready)
         if self._refresh is not None:
             self._work_off(self._refresh, step - self._refresh.start)
 
+    def _plan_refresh(self, refresh: _Refresh, layers: list[KroneckerLayer]) -> None:
+        share = [
+            (layer, side, self._specs[layer][side].cost)
+            for layer in layers
+            for side in range(2)
+            if self._workers[layer].inverse_workers[side] == self.comm.rank
+        ]
+        refresh.plan(layers, share)
+
     def _work_off(self, refresh: _Refresh, elapsed: int) -> None:
-        source = "{}_next" if refresh.spread else "{}"
         with self._stages.stage("decomposition"):
             for layer, i in refresh.jobs_until(elapsed):
-                refresh.done[layer, i] = self._decompose(layer, i, source.format(SIDES[i]), refresh.damping)
+                refresh.done[layer, i] = self._decompose(layer, i, refresh)
         if elapsed < refresh.spread:
             return
         self._refresh, self.frozen_at = None, refresh.start
-        for layer in refresh.layers:
-            a, g = refresh.done[layer, 0], refresh.done[layer, 1]
-            if a is None or g is None:
-                self._keep_last(layer)
-                continue
+        for layer, a, g in self._exchange(refresh):
             average = self._averages[layer]
             for side in SIDES:
-                snapshot_(average[f"{side}_last"], average[source.format(side)])
+                snapshot_(average[f"{side}_last"], average[refresh.source.format(side)])
             average["damping"] = torch.tensor(refresh.damping, dtype=torch.float64)
             self._install(layer, a, g)
 
+    def _exchange(self, refresh: _Refresh) -> list[tuple[KroneckerLayer, Decomposition, Decomposition]]:
+        """Sends the decompositions from their inverse workers to the gradient workers.
+
+        Returns:
+            The layers with new decompositions (empty tuples on ranks that do not precondition the layer).
+        """
+        with self._communicating("decomposition"):
+            done = [[float(refresh.done.get((layer, i)) is not None) for i in range(2)] for layer in refresh.layers]
+            (flags,) = self.comm.sum([torch.tensor(done, dtype=torch.float64).view(-1, 2)], "counts")
+            parcels, found = [], []
+            for layer, good in zip(refresh.layers, flags.bool().all(1).tolist(), strict=True):
+                if not good:
+                    self._keep_last(layer)
+                    continue
+                workers, sides = self._workers[layer], []
+                for i in range(2):
+                    parts, holders = refresh.done.get((layer, i)), workers.holders(i)
+                    if parts is None:
+                        parts = self._empty(layer, i) if self.comm.rank in holders else ()
+                    if self.comm.rank in holders:
+                        parcels.append(Parcel(parts, workers.inverse_workers[i], holders))
+                    sides.append(parts if self.comm.rank in workers.gradient_workers else ())
+                found.append((layer, sides[0], sides[1]))
+            self.comm.send(parcels, "decompositions")
+        return found
+
+    def _empty(self, layer: KroneckerLayer, side: int) -> Decomposition:
+        """Room for a decomposition that another rank makes."""
+        spec = self._specs[layer][side]
+        shapes = self.solver.shapes(spec.dim, spec.diagonal)
+        return tuple(
+            torch.empty(spec.pairs, *shape, dtype=self._part_dtype(len(shape)), device=layer.weight.device)
+            for shape in shapes
+        )
+
+    def _part_dtype(self, dims: int) -> torch.dtype:
+        """Of a part of a decomposition: vectors and scalars carry the magnitude."""
+        return self.inv_dtype if dims == 2 else torch.promote_types(self.inv_dtype, torch.float32)
+
     def _install(self, layer: KroneckerLayer, a: Decomposition, g: Decomposition) -> None:
-        self._decomposed[layer] = (a, g)
+        """Takes decompositions into use; that a layer has some is known on all ranks, by its entry in ``_means``."""
+        if self.comm.rank in self._workers[layer].gradient_workers:
+            self._decomposed[layer] = (a, g)
         self._means[layer] = self._mean_eigenvalues(layer, "{}_last")
         self._cosines.pop(layer, None)
 
-    def _decompose(self, layer: KroneckerLayer, side: int, key: str, damping: float) -> Decomposition | None:
-        average = self._averages[layer]
-        factor = self._specs[layer][side].matrix(average[key])
-        means = self._mean_eigenvalues(layer, key.replace(SIDES[side], "{}"))
+    def _decompose(self, layer: KroneckerLayer, side: int, refresh: _Refresh) -> Decomposition | None:
+        average, key = self._averages[layer], refresh.source
+        damping = float(average["damping"]) if refresh.damping is None else refresh.damping
+        factor = self._specs[layer][side].matrix(average[key.format(SIDES[side])])
+        means = self._mean_eigenvalues(layer, key)
         gamma = self._gamma(means, damping)
         # Where A is the constant 1 there is nothing to split the damping between.
         shifts = (torch.zeros_like(gamma), gamma) if layer.joint else self.solver.shifts(gamma, *means)
@@ -481,8 +681,7 @@ class CurvatureEngine:
             result = decompose_safely(self.solver, factor.to(dtype), shift.to(dtype))
         if result is None:
             return None
-        exact = torch.promote_types(self.inv_dtype, torch.float32)
-        return tuple(part.to(self.inv_dtype if part.dim() == 3 else exact) for part in result)
+        return tuple(part.to(self._part_dtype(part.dim() - 1)) for part in result)
 
     def _mean_eigenvalues(self, layer: KroneckerLayer, key: str) -> tuple[Tensor, Tensor]:
         """Of A and of G, per pair ``[p]``; of all pairs together where they are joint."""
@@ -504,7 +703,7 @@ class CurvatureEngine:
         self.failed_decompositions += 1
         if layer.name not in self._warned:
             self._warned.add(layer.name)
-            instead = "its last good decomposition" if layer in self._decomposed else "its raw gradient"
+            instead = "its last good decomposition" if layer in self._means else "its raw gradient"
             warnings.warn(f"the factors of {layer.name!r} could not be decomposed; using {instead}", stacklevel=2)
 
     # Directions -----------------------------------------------------------------------------------------------------
@@ -521,11 +720,14 @@ class CurvatureEngine:
         Returns:
             Directions for the parameters whose layer has a decomposition; the others keep their vector.
         """
-        layers = [
-            layer for layer in self.layers if layer in self._decomposed and all(p in vectors for p in layer.parameters)
-        ]
+        known = [layer for layer in self.layers if layer in self._means]
+        whole = {p: gathered(vectors[p]) for layer in known for p in layer.parameters if p in vectors}
+        layers = [layer for layer in known if all(p in whole for p in layer.parameters)]
         with self._stages.stage("preconditioning"):
-            found = [self._direction(layer, vectors, lr) for layer in layers]
+            found = [self._direction(layer, whole, lr) for layer in layers]
+        if any(self._routes.values()):
+            with self._communicating("gradient"):
+                self._share(known, dict(zip(layers, found, strict=True)))
         with self._stages.stage("scaling"):
             scaling = KLClip(self._now("kl_clip")) if self.scaling == "kl_clip" else self.scaling
             if scaling is not None:
@@ -537,14 +739,33 @@ class CurvatureEngine:
                     self._cosines[layer] = diagnostics.cosine(d.gradient, d.direction)
                 matrix = d.direction if scaling is None else d.direction * multipliers[i].reshape(-1, 1, 1)
                 for parameter, direction in zip(layer.parameters, layer.from_matrix(matrix), strict=True):
-                    vector = vectors[parameter]
+                    vector = whole[parameter]
                     if parameter is layer.bias and layer.bias_part != slice(None):
                         result.setdefault(parameter, vector.clone())[layer.bias_part] = direction
                     elif direction.dtype is vector.dtype and direction.stride() == vector.stride():
                         result[parameter] = direction
                     else:  # fused kernels expect the layout of the parameter
                         result[parameter] = torch.empty_like(vector).copy_(direction)
-        return result
+        return {parameter: sharded_like(direction, vectors[parameter]) for parameter, direction in result.items()}
+
+    def _share(self, layers: Sequence[KroneckerLayer], found: Mapping[KroneckerLayer, Direction]) -> None:
+        """Sends preconditioned gradients from the gradient workers to the other ranks, in place.
+
+        All known layers travel, also those without a gradient here: what is sent must not depend on what a rank has.
+        """
+        parcels = []
+        dtype = torch.promote_types(self.inv_dtype, torch.float32)
+        for layer in layers:
+            route = self._routes[layer]
+            if route is None:
+                continue
+            if layer in found:
+                tensor = found[layer].direction
+            else:
+                shape = (layer.pairs, layer.d_out, layer.d_in)
+                tensor = torch.zeros(shape, dtype=dtype, device=layer.weight.device)
+            parcels.append(Parcel([tensor], *route))
+        self.comm.send(parcels, "directions")
 
     def _direction(
         self, layer: KroneckerLayer, vectors: Mapping[nn.Parameter, Tensor], lr: Mapping[nn.Parameter, Lr]
@@ -554,10 +775,13 @@ class CurvatureEngine:
         if layer.bias is not None:
             tensors.append(vectors[layer.bias][layer.bias_part].to(dtype))
         gradient = layer.to_matrix(tensors[0], tensors[1] if len(tensors) > 1 else None)
-        a, g = (tuple(part.to(dtype) for part in side) for side in self._decomposed[layer])
-        gamma = self._gamma(self._means[layer], self._now("damping")).to(dtype)
-        with full_precision(gradient.device.type):
-            direction = self.solver.precondition(gradient, a, g, gamma)
+        if layer in self._decomposed:
+            a, g = (tuple(part.to(dtype) for part in side) for side in self._decomposed[layer])
+            gamma = self._gamma(self._means[layer], self._now("damping")).to(dtype)
+            with full_precision(gradient.device.type):
+                direction = self.solver.precondition(gradient, a, g, gamma)
+        else:  # a gradient worker sends it
+            direction = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
         rates = [lr[p] for p in layer.parameters]
         rate: Lr = rates[0]
         if len(rates) > 1 and rates[1] is not rates[0] and rates[1] != rates[0]:
@@ -588,14 +812,50 @@ class CurvatureEngine:
             raise RuntimeError("this engine belongs to an optimizer, whose step() preconditions; call that alone")
         if lr is None and self.scaling == "kl_clip":
             raise ValueError("precondition_(lr=None): scaling='kl_clip' needs the learning rate of the step, lr=...")
-        gradients = {p: p.grad for p in self._trained if p.grad is not None}
+        gradients = {p: g for p in self._trained if (g := full_gradient(p)) is not None}
         taken = self.update(list(gradients.values()), () if lr is None else (lr,))
         if taken:
             rates = dict.fromkeys(gradients, 1.0 if lr is None else lr)
             for parameter, direction in self.directions(gradients, rates).items():
-                gradients[parameter].copy_(direction)
+                set_full_gradient_(parameter, direction)
             self.advance()
         return taken
+
+    # Uneven inputs --------------------------------------------------------------------------------------------------
+
+    def notify_join(self, optimizer: Any) -> bool:
+        """Tells ``torch.distributed.algorithms.Join``, if it is in use, that this rank takes a step."""
+        return notify_join_context(optimizer)
+
+    def join_hook(self, step: Callable[[], Any]) -> Any:
+        """What ``Join`` calls on a rank that has run out of inputs, for every step of the others."""
+        return shadowing(step)
+
+    @property
+    def process_group(self) -> Any:
+        """The ranks that train together, as torch.distributed knows them; None for its default group."""
+        return getattr(self.comm, "group", None)
+
+    def share_gradients(self, parameters: Sequence[nn.Parameter], *, joined: bool) -> None:
+        """Gives the ranks that have run out of inputs the gradients of the others (a collective, under ``Join``).
+
+        They go on stepping with these, because they may be the inverse or gradient workers of a layer.
+        """
+        if self.comm.world_size == 1:
+            return
+        active = torch.zeros(self.comm.world_size, dtype=torch.float64)
+        active[self.comm.rank] = not joined
+        (active,) = self.comm.sum([active], "counts")
+        if bool(active.all()):
+            return
+        source, everyone = int(active.argmax()), tuple(range(self.comm.world_size))
+        present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
+        self.comm.send([Parcel([present], source, everyone)], "counts")
+        trained = [p for p, there in zip(parameters, present.tolist(), strict=True) if there]
+        copies = [torch.empty_like(p) if p.grad is None else p.grad.contiguous() for p in trained]
+        self.comm.send([Parcel([copy], source, everyone) for copy in copies], "gradients")
+        for parameter, copy in zip(trained, copies, strict=True) if joined else ():
+            parameter.grad = copy
 
     def discard(self) -> None:
         """Forgets what this step has captured so far (``zero_grad()`` does it)."""
@@ -633,7 +893,7 @@ class CurvatureEngine:
             "last_refresh": -1 if self.last_refresh is None else self.last_refresh,
             "frozen_at": -1 if self.frozen_at is None else self.frozen_at,
             "pending_spread": -1 if refresh is None else refresh.spread,
-            "pending_damping": -1.0 if refresh is None else refresh.damping,
+            "pending_damping": -1.0 if refresh is None or refresh.damping is None else refresh.damping,
             "skipped_steps": self.skipped_steps,
             "skipped_batches": self.skipped_batches,
             "failed_decompositions": self.failed_decompositions,
@@ -697,30 +957,36 @@ class CurvatureEngine:
         self.frozen_at = _never_if_negative(counters.get("frozen_at", -1))
         for name in ("skipped_steps", "skipped_batches", "failed_decompositions"):
             setattr(self, name, int(counters.get(name, 0)))
+        self._local, self._local_skips = LocalSums(), 0
         if states:
             self._ensure_state()
             for layer in self.layers:
                 _copy_state(self._averages[layer], states[layer.weight])
-            self._rebuild(int(counters.get("pending_spread", -1)), float(counters.get("pending_damping", -1.0)))
+            spread, damping = int(counters.get("pending_spread", -1)), float(counters.get("pending_damping", -1.0))
+            if spread >= 0 and self.last_refresh is not None:
+                self._refresh = _Refresh(self.last_refresh, spread, damping, "{}_next")
+                self._plan_refresh(self._refresh, self._with_data("_next"))
+            self._stale = True
+            if self.comm.world_size == 1:  # several ranks do it together, in their next step
+                self._rebuild()
         self._plan()
 
-    def _rebuild(self, pending_spread: int, pending_damping: float) -> None:
+    def _with_data(self, suffix: str) -> list[KroneckerLayer]:
+        return [
+            layer
+            for layer in self.layers
+            if all(float(self._averages[layer][f"{side}{suffix}"]["weight"]) for side in SIDES)
+        ]
+
+    def _rebuild(self) -> None:
         """Decompositions from the factors they were made of, never from the current sums."""
-        for layer in self.layers:
-            average = self._averages[layer]
-            if all(float(average[f"{side}_last"]["weight"]) for side in SIDES):
-                damping = float(average["damping"])
-                a, g = (self._decompose(layer, i, f"{side}_last", damping) for i, side in enumerate(SIDES))
-                if a is not None and g is not None:
-                    self._install(layer, a, g)
-        if pending_spread >= 0 and self.last_refresh is not None:
-            self._refresh = _Refresh(self.last_refresh, pending_spread, pending_damping)
-            ready = [
-                layer
-                for layer in self.layers
-                if all(float(self._averages[layer][f"{s}_next"]["weight"]) for s in SIDES)
-            ]
-            self._refresh.plan(ready, self._specs)
+        self._stale = False
+        refresh = _Refresh(self.step_count, 0, None, "{}_last")
+        self._plan_refresh(refresh, self._with_data("_last"))
+        for layer, i in refresh.jobs_until(0):
+            refresh.done[layer, i] = self._decompose(layer, i, refresh)
+        for layer, a, g in self._exchange(refresh):
+            self._install(layer, a, g)
 
     def state_dict(self) -> dict[str, Any]:
         """State of an engine that stands alone: averages by layer name, and counters."""
@@ -776,12 +1042,13 @@ class CurvatureEngine:
         Returns:
             ``step``, ``skipped_steps`` (gradients not finite), ``skipped_batches`` (statistics not finite),
             ``failed_decompositions``, ``staleness`` (steps since the factors in use were frozen, None before the first
-            refresh) and ``layers``: per layer name the spectra of A and G in use (``min``, ``mean``, ``max``,
-            ``condition``), and ``cosine`` between gradient and direction at the last refresh. Spectra are computed when
-            asked for, which costs an eigenvalue computation per factor.
+            refresh), ``traffic`` (by kind, bytes ``sent`` and ``received`` by this rank per step: "counts", "factors",
+            "decompositions", "directions"; see :mod:`kfac_optim.comm`) and ``layers``: per layer name the spectra of A
+            and G in use (``min``, ``mean``, ``max``, ``condition``), and ``cosine`` between gradient and direction at
+            the last refresh. Spectra are computed when asked for, an eigenvalue computation per factor.
         """
         layers: dict[str, dict[str, Any]] = {}
-        for layer in self._decomposed:
+        for layer in self._means:
             average = self._averages[layer]
             layers[layer.name] = {
                 side: diagnostics.spectrum(spec.matrix(average[f"{side}_last"]))
@@ -794,6 +1061,10 @@ class CurvatureEngine:
             "skipped_batches": self.skipped_batches,
             "failed_decompositions": self.failed_decompositions,
             "staleness": None if self.frozen_at is None else self.step_count - self.frozen_at,
+            "traffic": {
+                kind: {"sent": sent / max(1, self.step_count), "received": received / max(1, self.step_count)}
+                for kind, (sent, received) in getattr(self.comm, "traffic", {}).items()
+            },
             "layers": layers,
         }
 
@@ -816,7 +1087,7 @@ class CurvatureEngine:
             notes.append(f"shared by {len(layer.modules)} modules")
         if not layer.weight.requires_grad:
             notes.append("frozen")
-        elif layer not in self._decomposed:
+        elif layer not in self._means:
             unseen = layer.host is not None and self.last_refresh is not None
             reason = ": attention can't be watched under torch.compile" if unseen else " until its first decomposition"
             notes.append("raw gradient" + reason)
@@ -855,11 +1126,11 @@ def _cost_of(specs: tuple[FactorSpec, FactorSpec], solver: Solver, inv_dtype: to
 
 def _decomposed_bytes(specs: tuple[FactorSpec, FactorSpec], solver: Solver, inv_dtype: torch.dtype) -> int:
     exact = torch.promote_types(inv_dtype, torch.float32)
-    total = 0
-    for spec in specs:
-        matrices, vectors = solver.stored(spec.dim, spec.diagonal)
-        total += spec.pairs * (matrices * inv_dtype.itemsize + vectors * exact.itemsize)
-    return total
+    return sum(
+        spec.pairs * math.prod(shape) * (inv_dtype if len(shape) == 2 else exact).itemsize
+        for spec in specs
+        for shape in solver.shapes(spec.dim, spec.diagonal)
+    )
 
 
 def _never_if_negative(step: Any) -> int | None:
@@ -912,20 +1183,13 @@ def memory_estimate(
         a refresh is worked off (``spread``) its new decompositions.
     """
     with torch.no_grad():
-        engine = CurvatureEngine(model, assignment=assignment, communicator=_Imagined(world_size), **options)
+        engine = CurvatureEngine(model, assignment=assignment, communicator=LocalCommunicator(0, world_size), **options)
     engine.close()
     ranks = []
     for rank in range(world_size):
-        engine.comm = _Imagined(world_size, rank)
+        engine.comm = LocalCommunicator(rank, world_size)
         ranks.append(engine.memory_estimate())
     return max(ranks, key=lambda kinds: kinds["total"])
-
-
-class _Imagined:
-    """A communicator of a cluster that does not exist."""
-
-    def __init__(self, world_size: int, rank: int = 0) -> None:
-        self.world_size, self.rank = world_size, rank
 
 
 def owning_engine(params: Iterable[nn.Parameter]) -> CurvatureEngine | None:

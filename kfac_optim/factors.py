@@ -14,12 +14,13 @@ is no identity initialisation and so nothing to correct; unequal batches are wei
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["FactorSpec", "fold_", "pack", "read", "snapshot_", "unpack"]
+__all__ = ["FactorSpec", "LocalSums", "fold_", "pack", "read", "snapshot_", "unpack"]
 
 
 def pack(matrix: Tensor) -> Tensor:
@@ -79,12 +80,16 @@ class FactorSpec:
             second moments of gradients lie below float16's range.
         """
         average = {
-            "value": torch.zeros(self.pairs, self.packed_numel // self.pairs, dtype=dtype, device=device),
+            "value": self.zeros(dtype, device),
             "weight": torch.zeros((), dtype=torch.float64),
         }
         if dtype is torch.float16:
             average["scale"] = torch.zeros(self.pairs, 1, dtype=torch.float32, device=device)
         return average
+
+    def zeros(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The packed sum of nothing."""
+        return torch.zeros(self.pairs, self.packed_numel // self.pairs, dtype=dtype, device=device)
 
     def pack(self, moment: Tensor) -> Tensor:
         """A moment ``[p, n, n]`` (diagonal: ``[p, n]``) in packed form."""
@@ -158,3 +163,70 @@ def snapshot_(target: dict[str, Tensor], source: dict[str, Tensor]) -> None:
             target[key] = tensor.clone()
         else:
             target[key].copy_(tensor)
+
+
+class LocalSums:
+    """What this rank saw of every layer since the ranks last pooled their factors.
+
+    Running sums are linear: k updates ``S <- xi S + sum over ranks m_r`` are one update ``S <- xi^k S + sum over ranks
+    s_r`` with local sums ``s_r <- xi s_r + m_r``. So ranks need to talk only when a refresh is due.
+
+    What a rank cannot know alone is whether any rank used a layer in an update; where none did, the layer does not
+    decay. Local sums are therefore kept in *runs* of consecutive updates with data, in which every decay is certain,
+    and put together once the ranks have added up their :meth:`weights`. A layer that is always used has one run.
+    """
+
+    def __init__(self) -> None:
+        self.decays: list[float] = []
+        self._weights: list[dict[Hashable, tuple[float, float]]] = []
+        self._runs: dict[Hashable, list[tuple[int, list[Tensor]]]] = {}
+
+    def begin(self, decay: float) -> None:
+        """A new update, on all ranks, with or without data."""
+        self.decays.append(decay)
+        self._weights.append({})
+
+    def add(self, layer: Hashable, sums: Sequence[Tensor], weights: tuple[float, float]) -> None:
+        """This rank's packed sums of A and G in the current update, and their weights; takes the tensors over."""
+        update, runs = len(self.decays) - 1, self._runs.setdefault(layer, [])
+        self._weights[update][layer] = weights
+        if runs and runs[-1][0] == update - 1:
+            for total, new in zip(runs[-1][1], sums, strict=True):
+                total.mul_(self.decays[update]).add_(new)
+            runs[-1] = (update, runs[-1][1])
+        else:
+            runs.append((update, list(sums)))
+
+    def weights(self, layers: Sequence[Hashable]) -> Tensor:
+        """Weights of A and G by update and layer, ``[updates, layers, 2]``, float64; to be added up over the ranks."""
+        rows = [[update.get(layer, (0.0, 0.0)) for layer in layers] for update in self._weights]
+        return torch.tensor(rows, dtype=torch.float64).view(len(self.decays), len(layers), 2)
+
+    def pool(self, layers: Sequence[Hashable], weights: Tensor) -> tuple[list[float], list[list[float]]]:
+        """Puts the runs of every layer together, given the weights of all ranks.
+
+        Args:
+            layers: As given to :meth:`weights`.
+            weights: Sum of :meth:`weights` over the ranks.
+
+        Returns:
+            Per layer the factor by which its past decays, and the pooled weights of A and G (0 if no rank has used it).
+        """
+        decays = torch.tensor(self.decays, dtype=torch.float64)[:, None]
+        since = torch.where(weights[:, :, 0] > 0, decays, 1.0).flip(0).cumprod(0).flip(0)
+        after = torch.cat([since[1:], torch.ones_like(since[:1])])  # of each update, until now
+        for i, layer in enumerate(layers):
+            runs = self._runs.get(layer, [])
+            for update, sums in runs:
+                factor = float(after[update, i])
+                for total in sums if factor != 1 else ():
+                    total.mul_(factor)
+            if len(runs) > 1:
+                pooled = [torch.stack(parts).sum(0) for parts in zip(*(sums for _, sums in runs), strict=True)]
+                self._runs[layer] = [(runs[-1][0], pooled)]
+        return since[0].tolist(), (weights * after[:, :, None]).sum(0).tolist()
+
+    def sums(self, layer: Hashable) -> list[Tensor] | None:
+        """The pooled runs of a layer; None where this rank did not use it."""
+        runs = self._runs.get(layer)
+        return runs[0][1] if runs else None

@@ -167,6 +167,8 @@ class KroneckerLayer:
         self.name = name
         self.modules = [module]
         self.weight, self.bias = self.own_parameters(module)
+        # Kept, because ZeRO 3 leaves an empty tensor in the parameter's place between uses.
+        self.weight_shape: torch.Size = getattr(self.weight, "ds_shape", self.weight.shape)
         if self.bias is not None and not (
             options.trains(self.bias) and self.bias.requires_grad >= self.weight.requires_grad
         ):
@@ -327,7 +329,7 @@ class LinearLayer(KroneckerLayer):
     """``nn.Linear`` on inputs of any rank, features last."""
 
     def structure(self, module: nn.Module) -> tuple[int, int, int]:
-        d_out, d_in = self.weight_to_matrix(self.weight).shape[1:]
+        d_out, d_in = self.weight_to_matrix(torch.empty(self.weight_shape, device="meta")).shape[1:]
         return 1, d_out, d_in + (self.bias is not None)
 
     def input_rows(self, module: nn.Module, a: Tensor, output: Tensor) -> Iterable[Tensor]:
@@ -530,7 +532,7 @@ class ConvLayer(_ConvNdLayer):
         return weight.reshape(self.pairs, self.d_out, -1)
 
     def matrix_to_weight(self, matrix: Tensor) -> Tensor:
-        return matrix.reshape(self.weight.shape)
+        return matrix.reshape(self.weight_shape)
 
 
 @register_layer(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -554,7 +556,7 @@ class ConvTransposeLayer(_ConvNdLayer):
         return flipped.unflatten(0, (self.pairs, -1)).transpose(1, 2).flatten(2)
 
     def matrix_to_weight(self, matrix: Tensor) -> Tensor:
-        shape = self.weight.shape
+        shape = self.weight_shape
         flipped = matrix.unflatten(-1, (shape[0] // self.pairs, *shape[2:])).transpose(1, 2).reshape(shape)
         return flipped.flip(tuple(range(2, len(shape))))
 
@@ -572,7 +574,7 @@ class _NormLayer(KroneckerLayer):
 
     def structure(self, module: nn.Module) -> tuple[int, int, int]:
         self.sharing: Sharing = "expand"
-        return self.weight.numel(), len(self.parameters), 1
+        return self.weight_shape.numel(), len(self.parameters), 1
 
     def normalized(self, module: Any, x: Tensor, training: bool) -> Tensor:
         """The input after normalisation in a mode (``module.training`` at the call), before scale and shift."""
@@ -601,12 +603,12 @@ class _NormLayer(KroneckerLayer):
         return torch.stack([p.flatten() for p in (weight, bias) if p is not None], dim=-1)[..., None]
 
     def from_matrix(self, matrix: Tensor) -> tuple[Tensor, ...]:
-        return tuple(column.reshape(self.weight.shape) for column in matrix[..., 0].unbind(-1))
+        return tuple(column.reshape(self.weight_shape) for column in matrix[..., 0].unbind(-1))
 
 
 class _ChannelsLastNorm(_NormLayer):
     def positions(self, x: Tensor) -> Tensor:
-        x = x.flatten(-self.weight.dim())
+        x = x.flatten(-len(self.weight_shape))
         return x.reshape(-1, 1, x.shape[-1]) if x.dim() <= 2 else x.movedim(self.batch_dim, 0).flatten(1, -2)
 
 
@@ -686,7 +688,7 @@ class AttentionInputLayer(AttentionLayer):
     """
 
     def structure(self, module: nn.Module) -> tuple[int, int, int]:
-        rows, d_in = self.weight.shape
+        rows, d_in = self.weight_shape
         return 3, rows // 3, d_in + (self.bias is not None)
 
     def observe(
@@ -841,6 +843,7 @@ def owners_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
     Raises:
         ValueError: If no live module owns any of them.
     """
+    parameters = list(parameters)
     wanted = {id(parameter) for parameter in parameters}
     modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
     parents: dict[int, list[nn.Module]] = {}
@@ -862,4 +865,11 @@ def owners_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
         raise ValueError(
             "no module was found that owns these parameters: pass the model, model=... or as first argument"
         )
-    return sorted(tops, key=lambda top: -sum(id(p) in wanted for p in top.parameters()))
+    order = {id(parameter): i for i, parameter in enumerate(parameters)}
+
+    def rank(top: nn.Module) -> tuple[int, int]:
+        """By what it owns, so that every process finds the modules in the same order."""
+        owned = [order[id(p)] for p in top.parameters() if id(p) in order]
+        return -len(owned), min(owned)
+
+    return sorted(tops, key=rank)

@@ -17,7 +17,7 @@ import torch
 import torch_optimizer
 from torch import Tensor, nn
 
-from .curvature import CurvatureEngine, owning_engine
+from .curvature import CurvatureEngine, joinable, owning_engine
 
 __all__ = ["KFACLAMB", "KFACAdam", "KFACMixin", "KFACSGD"]
 
@@ -37,6 +37,7 @@ def _engine_options() -> dict[str, inspect.Parameter]:
     return {name: p for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
+@joinable
 class KFACMixin(_Optimizer):
     """Preconditions the gradients of any ``torch.optim.Optimizer`` by K-FAC.
 
@@ -127,7 +128,14 @@ class KFACMixin(_Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.curvature.notify_join(self):
+            self.curvature.share_gradients(self._parameters(), joined=False)
+        self._take_step()
+        return loss
+
+    def _take_step(self) -> None:
         engine = self.curvature
+        engine.require(self._parameters())
         self._hand_over_states()
         groups = self.param_groups
         gradients = {p: p.grad for group in groups for p in group["params"] if p.grad is not None}
@@ -140,7 +148,9 @@ class KFACMixin(_Optimizer):
             engine.advance()
         self._show_states()
         self._show_counters()
-        return loss
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     def _vectors(self, gradients: dict[nn.Parameter, Tensor]) -> Mapping[nn.Parameter, Tensor]:
         """What is preconditioned."""
@@ -165,6 +175,30 @@ class KFACMixin(_Optimizer):
         finally:
             for parameter in directions:
                 parameter.grad = gradients[parameter]
+
+    # Uneven inputs: a torch.distributed.algorithms.join.Joinable ------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """For ``with Join([ddp_model, optimizer])``, one ``step()`` for every forward pass of the model.
+
+        A rank that has run out of inputs goes on stepping with the gradients of the others.
+        """
+        return self.curvature.join_hook(self._shadow_step)
+
+    @torch.no_grad()
+    def _shadow_step(self) -> None:
+        self.curvature.share_gradients(self._parameters(), joined=True)
+        self._take_step()
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where ``Join`` communicates."""
+        return self._parameters()[0].device
+
+    @property
+    def join_process_group(self) -> Any:
+        """In which group ``Join`` communicates."""
+        return self.curvature.process_group
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; statistics of backward passes whose step is not taken are forgotten with their gradients."""

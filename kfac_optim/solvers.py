@@ -42,8 +42,8 @@ class Solver(Protocol):
         """
         ...
 
-    def stored(self, dim: int, diagonal: bool) -> tuple[int, int]:
-        """How many numbers the decomposition of one factor of a pair holds: in matrices, and in vectors and scalars."""
+    def shapes(self, dim: int, diagonal: bool) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the tensors in the decomposition of one factor, without the leading ``p``."""
         ...
 
     def decompose(self, factor: Tensor, shift: Tensor) -> Decomposition:
@@ -66,9 +66,9 @@ class EigenSolver:
         """None: the damping enters when the gradient is preconditioned."""
         return torch.zeros_like(gamma), torch.zeros_like(gamma)
 
-    def stored(self, dim: int, diagonal: bool) -> tuple[int, int]:
-        """Eigenvectors and eigenvalues; of a diagonal factor eigenvalues alone."""
-        return 0 if diagonal else dim * dim, dim
+    def shapes(self, dim: int, diagonal: bool) -> tuple[tuple[int, ...], ...]:
+        """Eigenvalues and eigenvectors; of a diagonal factor eigenvalues alone."""
+        return ((dim,),) if diagonal else ((dim,), (dim, dim))
 
     def decompose(self, factor: Tensor, shift: Tensor) -> Decomposition:
         """``(eigenvalues [p, n],)`` of a diagonal factor, else ``(eigenvalues [p, n], eigenvectors [p, n, n])``."""
@@ -113,9 +113,9 @@ class InverseSolver:
         root = gamma.sqrt()
         return pi * root, root / pi
 
-    def stored(self, dim: int, diagonal: bool) -> tuple[int, int]:
+    def shapes(self, dim: int, diagonal: bool) -> tuple[tuple[int, ...], ...]:
         """The inverse and its scale; of a diagonal factor the inverse alone."""
-        return (0, dim) if diagonal else (dim * dim, 1)
+        return ((dim,),) if diagonal else ((dim, dim), ())
 
     def decompose(self, factor: Tensor, shift: Tensor) -> Decomposition:
         """``(inverse [p, n],)`` of a diagonal factor, else ``(inverse / scale [p, n, n], scale [p])``.

@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "factors": (set(), {"torch"}),
     "solvers": (set(), {"torch"}),
     "assignment": (set(), set()),
-    "comm": (set(), {"torch", "horovod"}),
+    "comm": (set(), {"torch", "horovod", "deepspeed"}),
     "scaling": (set(), {"torch"}),
     "schedules": (set(), set()),
     "diagnostics": (set(), {"torch"}),

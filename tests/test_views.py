@@ -123,6 +123,7 @@ def test_report_before_the_first_step() -> None:
         "skipped_batches": 0,
         "failed_decompositions": 0,
         "staleness": None,
+        "traffic": {},
         "layers": {},
     }
 

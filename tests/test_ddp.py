@@ -1,0 +1,333 @@
+"""DistributedDataParallel in all its modes, on real Gloo ranks: every rank has the parameters of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from kfac_optim import KFACSGD, CurvatureEngine, LayerWise
+from tests.ranks import run_ranks
+
+OPTIONS: dict[str, Any] = {
+    "lr": 0.1,
+    "momentum": 0.9,
+    "damping": 0.1,
+    "factor_update_steps": 2,
+    "inv_update_steps": 3,
+    "factor_dtype": torch.float64,
+    "inv_dtype": torch.float64,
+}
+
+
+class Branches(nn.Module):
+    """Two branches; a batch goes through the first, the second or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.left, self.right = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, left: bool = True, right: bool = True) -> Tensor:
+        h = torch.tanh(self.stem(x))
+        return self.head(torch.tanh(h + (self.left(h) if left else 0) + (self.right(h) if right else 0)))
+
+
+def make(seed: int = 0) -> Branches:
+    torch.manual_seed(seed)
+    return Branches().double()
+
+
+def data_of(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(size, 5, generator=generator, dtype=torch.float64), torch.randint(
+        3, (size,), generator=generator
+    )
+
+
+def parameters_of(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_all_near(outcomes: list[list[Tensor]], expected: list[Tensor], tolerance: float = 1e-9) -> None:
+    for found in outcomes:
+        for p, q in zip(found, expected, strict=True):
+            torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
+
+
+def assert_equal_on_ranks(outcomes: list[list[Tensor]]) -> None:
+    """Bit for bit: ranks that differ at all drift apart."""
+    for found in outcomes[1:]:
+        for p, q in zip(found, outcomes[0], strict=True):
+            assert torch.equal(p, q) and bool(p.isfinite().all())
+
+
+def compressed(group: Any, bucket: Any) -> Any:
+    """A compression hook, as users write them: gradients cross the wire in float32."""
+    small = bucket.buffer().to(torch.float32).div_(dist.get_world_size())
+    future = dist.all_reduce(small, group=group, async_op=True).get_future()
+    return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+
+# DDP reads the types themselves.
+compressed.__annotations__.update(bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]})
+
+
+def train(rank: int, world_size: int, how: str, options: dict[str, Any], steps: int = 7) -> list[Tensor]:
+    """A loop as in every tutorial, with DDP set up in one of many ways."""
+    model = make()
+    wrapped: nn.Module = model
+    ddp: dict[str, Any] = {"gradient_as_bucket_view": how == "bucket view", "static_graph": how == "static graph"}
+    if how == "built first":
+        optimizer = KFACSGD(model, **OPTIONS, **options)
+    if world_size > 1:
+        wrapped = DDP(model, **ddp)
+    if how == "compression hook" and world_size > 1:
+        wrapped.register_comm_hook(None, compressed)
+    if how == "parameters":
+        optimizer = KFACSGD(wrapped.parameters(), **OPTIONS, **options)
+    elif how != "built first":
+        optimizer = KFACSGD(wrapped, **OPTIONS, **options)
+    for step in range(steps):
+        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
+        optimizer.zero_grad()
+        micro = 2 if how == "no_sync" else 1
+        for i in range(micro):
+            last = i == micro - 1 or world_size == 1
+            with nullcontext() if last else wrapped.no_sync():
+                x, y = inputs.chunk(micro)[i], classes.chunk(micro)[i]
+                (F.cross_entropy(wrapped(x), y) / micro).backward()
+        optimizer.step()
+    return parameters_of(model)
+
+
+MODES = ("wrapped", "built first", "parameters", "bucket view", "static graph", "no_sync", "compression hook")
+
+
+def train_all(rank: int, world_size: int, modes: tuple[str, ...]) -> list[list[Tensor]]:
+    return [train(rank, world_size, mode, {"assignment": LayerWise()}) for mode in modes]
+
+
+def test_every_mode_of_ddp_equals_one_process() -> None:
+    outcomes = run_ranks(2, train_all, MODES)
+    for i, mode in enumerate(MODES):
+        expected = train(0, 1, mode, {})
+        assert_all_near([found[i] for found in outcomes], expected, 1e-4 if mode == "compression hook" else 1e-9)
+
+
+# Uneven ranks --------------------------------------------------------------------------------------------------------
+
+
+def train_uneven(rank: int, world_size: int, how: str, options: dict[str, Any]) -> list[Tensor]:
+    """Ranks see different layers, batches of different sizes, or a batch that is not finite."""
+    model = make()
+    wrapped = DDP(model, find_unused_parameters=True)
+    optimizer = KFACSGD(wrapped, **OPTIONS, **options)
+    for step in range(8):
+        inputs, classes = data_of(step * world_size + rank, size=8 if how != "sizes" else 3 + 2 * rank)
+        flags: dict[str, bool] = {}
+        if how == "layers":
+            flags = {"left": rank == 0, "right": rank != 0 and step % 2 == 0}
+        if how == "rank without" and rank == 1:
+            flags = {"left": False, "right": False}
+        optimizer.zero_grad()
+        loss = F.cross_entropy(wrapped(inputs, **flags), classes)
+        if how == "nonfinite loss" and rank == 1 and step in (0, 3, 4):
+            loss = loss * float("nan")
+        loss.backward()
+        optimizer.step()
+    if how == "nonfinite loss":
+        assert optimizer.curvature.report()["skipped_steps"] == 3
+    return parameters_of(model)
+
+
+def uneven(rank: int, world_size: int) -> dict[str, list[Tensor]]:
+    return {
+        f"{how}, {name}": train_uneven(rank, world_size, how, {"assignment": name})
+        for how in ("layers", "rank without", "sizes", "nonfinite loss")
+        for name in ("factor-wise", "layer-wise")
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_uneven_ranks_keep_the_same_parameters(world_size: int) -> None:
+    outcomes = run_ranks(world_size, uneven)
+    initial = parameters_of(make())
+    for how in outcomes[0]:
+        assert_equal_on_ranks([found[how] for found in outcomes])
+        assert not any(torch.equal(p, q) for p, q in zip(outcomes[0][how], initial, strict=True)), how
+    for how in ("layers", "rank without", "sizes", "nonfinite loss"):
+        assert_all_near([outcomes[0][f"{how}, factor-wise"]], outcomes[0][f"{how}, layer-wise"])
+
+
+def train_poisoned_statistics(rank: int, world_size: int) -> tuple[list[Tensor], int]:
+    """One rank's output gradients overflow in a statistics step while the gradients of the weights stay finite."""
+    model = make()
+    wrapped = DDP(model)
+    optimizer = KFACSGD(wrapped, **{**OPTIONS, "inv_update_steps": 2})
+    engine = optimizer.curvature
+    for step in range(6):
+        inputs, classes = data_of(step * world_size + rank)
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(inputs), classes).backward()
+        if rank == 1 and step == 2:
+            for kept in engine._capture.statistics.kept:
+                kept.fill_(False)
+        optimizer.step()
+    return parameters_of(model), engine.report()["skipped_batches"]
+
+
+def test_a_dropped_micro_batch_is_counted_on_every_rank() -> None:
+    outcomes = run_ranks(2, train_poisoned_statistics)
+    assert_equal_on_ranks([weights for weights, _ in outcomes])
+    assert [count for _, count in outcomes] == [1, 1]
+
+
+# Join ----------------------------------------------------------------------------------------------------------------
+
+
+def train_joined(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Rank r has 4 + 3 r batches."""
+    model = make()
+    wrapped = DDP(model)
+    optimizer = KFACSGD(wrapped, **OPTIONS, **options)
+    assert isinstance(optimizer, Joinable)
+    with Join([wrapped, optimizer]):
+        for step in range(4 + 3 * rank):
+            inputs, classes = data_of(step * world_size + rank)
+            optimizer.zero_grad()
+            F.cross_entropy(wrapped(inputs), classes).backward()
+            optimizer.step()
+    factors = [f for layer in optimizer.curvature.layers for f in optimizer.curvature.factors(layer)]
+    optimizer.zero_grad()  # afterwards training goes on as if nothing had been
+    F.cross_entropy(wrapped(inputs), classes).backward()
+    optimizer.step()
+    assert optimizer.curvature.step_count == 4 + 3 * (world_size - 1) + 1
+    return parameters_of(model), factors
+
+
+def joined(rank: int, world_size: int) -> list[tuple[list[Tensor], list[Tensor]]]:
+    options: list[dict[str, Any]] = [
+        {"assignment": "factor-wise"},
+        {"assignment": "layer-wise"},
+        {"assignment": "layer-wise", "precondition": "momentum"},
+    ]
+    return [train_joined(rank, world_size, chosen) for chosen in options]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_end_early_under_join(world_size: int) -> None:
+    outcomes = run_ranks(world_size, joined)
+    for i in range(len(outcomes[0])):
+        assert_equal_on_ranks([found[i][0] for found in outcomes])
+        assert_equal_on_ranks([found[i][1] for found in outcomes])
+    assert_all_near([outcomes[0][0][0]], outcomes[0][1][0])
+
+
+# Sub-groups and foreign optimizers ---------------------------------------------------------------------------------
+
+
+def train_in_subgroups(rank: int, world_size: int) -> list[Tensor]:
+    """Two independent pairs of ranks."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine, inner = pairs[rank // 2], rank % 2
+    model = make(seed=rank // 2)
+    wrapped = DDP(model, process_group=mine)
+    optimizer = KFACSGD(wrapped, **OPTIONS, assignment="layer-wise", process_group=mine)
+    assert optimizer.curvature.comm.rank == inner
+    for step in range(7):
+        inputs, classes = (part.chunk(2)[inner] for part in data_of(step))
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(inputs), classes).backward()
+        optimizer.step()
+    return parameters_of(model)
+
+
+def test_process_groups_train_apart() -> None:
+    outcomes = run_ranks(4, train_in_subgroups)
+    for pair in range(2):
+        torch.manual_seed(pair)
+        model = Branches().double()
+        optimizer = KFACSGD(model, **OPTIONS)
+        for step in range(7):
+            inputs, classes = data_of(step)
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), classes).backward()
+            optimizer.step()
+        assert_all_near(outcomes[2 * pair : 2 * pair + 2], parameters_of(model))
+
+
+def outside(rank: int, world_size: int) -> str:
+    group = dist.new_group([0])
+    try:
+        KFACSGD(make(), lr=0.1, process_group=group)
+    except ValueError as error:
+        return str(error)
+    return "built"
+
+
+def test_a_rank_outside_the_group_is_told_so() -> None:
+    first, second = run_ranks(2, outside)
+    assert first == "built"
+    assert "process_group" in second and "not in it" in second
+
+
+def train_foreign(rank: int, world_size: int) -> list[Tensor]:
+    """RMSprop of torch behind an engine that stands alone."""
+    model = make()
+    wrapped = DDP(model) if world_size > 1 else model
+    options = {name: value for name, value in OPTIONS.items() if name not in ("lr", "momentum")}
+    engine = CurvatureEngine(wrapped, **options, assignment="layer-wise")
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
+    for step in range(7):
+        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(inputs), classes).backward()
+        engine.precondition_(lr=0.01)
+        optimizer.step()
+    return parameters_of(model)
+
+
+def test_precondition_in_front_of_a_foreign_optimizer() -> None:
+    # RMSprop divides by the root of what it squares: tiny differences grow where gradients are near zero.
+    assert_all_near(run_ranks(2, train_foreign), train_foreign(0, 1), 1e-7)
+
+
+LOSSES: dict[str, tuple[str | None, Callable[[Tensor, Tensor], Tensor]]] = {
+    "mean": ("batch", lambda output, classes: F.cross_entropy(output, classes)),
+    "sum": (None, lambda output, classes: F.cross_entropy(output, classes, reduction="sum")),
+    "elements": ("elements", lambda output, classes: F.mse_loss(output, F.one_hot(classes, 3).to(output))),
+}
+
+
+def train_loss(rank: int, world_size: int, name: str) -> list[Tensor]:
+    average, loss = LOSSES[name]
+    model = make()
+    wrapped = DDP(model) if world_size > 1 else model
+    optimizer = KFACSGD(wrapped, **{**OPTIONS, "loss_average": average, "lr": 0.01})
+    for step in range(5):
+        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
+        optimizer.zero_grad()
+        # DDP averages: the sum over both ranks' examples, as one process would take it, comes out halved.
+        scale = 2 if name == "sum" and world_size == 1 else 1
+        (loss(wrapped(inputs), classes) / scale).backward()
+        optimizer.step()
+    return parameters_of(model)
+
+
+def train_losses(rank: int, world_size: int) -> dict[str, list[Tensor]]:
+    return {name: train_loss(rank, world_size, name) for name in LOSSES}
+
+
+def test_every_kind_of_loss_average() -> None:
+    outcomes = run_ranks(2, train_losses)
+    for name in LOSSES:
+        assert_all_near([found[name] for found in outcomes], train_loss(0, 1, name))
