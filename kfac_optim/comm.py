@@ -18,16 +18,16 @@ other member.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 __all__ = [
     "Communicator",
@@ -475,24 +475,40 @@ def set_full_gradient_(parameter: Tensor, gradient: Tensor) -> None:
 # Sharded tensors -----------------------------------------------------------------------------------------------------
 
 
+def _is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor; whoever has one has imported them, which takes longer than all of this package."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def gathered(tensor: Tensor) -> Tensor:
     """The whole of a tensor that FSDP2 has sharded (a collective); any other tensor itself."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return cast(Any, tensor).full_tensor() if _is_sharded(tensor) else tensor
 
 
 def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
     """This rank's part of a tensor that every rank holds, laid out as ``like``; nothing is sent."""
-    if not isinstance(like, DTensor):
+    if not _is_sharded(like):
         return whole
-    replicated = DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
-    return replicated.redistribute(placements=like.placements)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, placements = cast(DTensor, like).device_mesh, cast(DTensor, like).placements
+    replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated.redistribute(placements=placements)
 
 
-def sharding_problem(parameter: Tensor) -> str:
-    """What keeps a sharded parameter from being treated as a whole; empty for FSDP2's shards and plain tensors."""
-    if not isinstance(parameter, DTensor):
+def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module]) -> str:
+    """What keeps a parameter from being treated as a whole; empty for plain tensors and for the shards of FSDP2.
+
+    Tensor parallelism shards activations as well, of which the hooks would see a part only.
+    """
+    if not _is_sharded(parameter):
         return ""
-    placements = parameter.placements
-    if any(isinstance(p, Shard) and p.dim != 0 for p in placements) or sum(map(Shard.is_shard, placements)) > 1:
-        return f"is split by tensor parallelism ({placements})"
-    return ""
+    from torch.distributed.fsdp import FSDPModule
+
+    placements = cast(Any, parameter).placements
+    shards = [placement for placement in placements if not placement.is_replicate()]
+    by_fsdp = any(isinstance(module, FSDPModule) for root in roots for module in root.modules())
+    if by_fsdp and len(shards) <= 1 and all(shard.is_shard(0) for shard in shards):
+        return ""
+    return f"split by tensor parallelism: {placements}"

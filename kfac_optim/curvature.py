@@ -325,7 +325,7 @@ class CurvatureEngine:
         self.layers: list[KroneckerLayer] = coverage.layers
         self.uncovered = coverage.uncovered
         for layer in list(self.layers):
-            problem = sharding_problem(layer.weight)
+            problem = sharding_problem(layer.weight, self._roots)
             if problem:
                 self.layers.remove(layer)
                 self.uncovered.update(dict.fromkeys(layer.parameters, (layer.name, problem)))
@@ -387,8 +387,8 @@ class CurvatureEngine:
     def require(self, parameters: Sequence[nn.Parameter]) -> None:
         """Makes sure that the parameters an optimizer steps on are the model's own.
 
-        Frameworks that shard a model may replace both before the first step (FSDP2 does); then the layers are found
-        anew.
+        Frameworks that shard a model after the optimizer was built may replace both before the first step (Accelerate
+        does so for FSDP2); the layers then go on with the new ones, in the order of the old.
 
         Raises:
             RuntimeError: If the parameters are no module's any more (DeepSpeed ZeRO 1-3: flat partitions), or if the
@@ -398,11 +398,13 @@ class CurvatureEngine:
         if self._met and not replaced:
             return
         own = {p for root in self._roots for p in root.parameters()}
-        if replaced and not (self._met or any(p not in own for p in parameters)):
+        new = dict(zip(self._trained, parameters, strict=False))
+        if replaced and not self._met and len(parameters) == len(self._trained) and own.issuperset(parameters):
             self._trained = dict.fromkeys(parameters)
-            self._find_layers()
-            self._capture.close()
-            self._attach()
+            self.uncovered = {new[p]: reason for p, reason in self.uncovered.items()}
+            for layer in self.layers:
+                layer.weight = new[layer.weight]
+                layer.bias = None if layer.bias is None else new[layer.bias]
         elif replaced:
             raise RuntimeError(
                 "the optimizer's parameters have been replaced by others that are no weights of the model, as "
