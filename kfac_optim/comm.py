@@ -469,6 +469,9 @@ def set_full_gradient_(parameter: Tensor, gradient: Tensor) -> None:
     else:
         import deepspeed.utils
 
+        if hasattr(parameter, "ds_id"):  # ZeRO 3 cuts it into equal parts, without padding it first
+            ranks = dist.get_world_size(cast(Any, parameter).ds_process_group)
+            gradient = torch.nn.functional.pad(gradient.flatten(), (0, -gradient.numel() % ranks))
         deepspeed.utils.safe_set_full_grad(parameter, gradient)
 
 
