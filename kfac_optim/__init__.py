@@ -9,8 +9,17 @@ How data flow, and which module does what::
     weights <--base class's step-- .grad <-- optimizers <-- scaled preconditioned gradient <-+
 """
 
-from .assignment import KAISA, Assignment, AssignmentStrategy, FactorWise, LayerCost, LayerWise
+from .assignment import (
+    KAISA,
+    Assignment,
+    AssignmentStrategy,
+    FactorWise,
+    LayerAssignment,
+    LayerCost,
+    LayerWise,
+)
 from .capture import Bernoulli, Categorical, Fisher, Gaussian
+from .comm import Communicator, HorovodCommunicator, TorchCommunicator
 from .curvature import CurvatureEngine, memory_estimate
 from .layers import Declined, KroneckerLayer, LayerOptions, register_layer
 from .optimizers import KFACLAMB, KFACSGD, KFACAdam, KFACMixin
@@ -56,7 +65,11 @@ __all__ = [
     "KAISA",
     "Assignment",
     "AssignmentStrategy",
+    "Communicator",
     "FactorWise",
+    "HorovodCommunicator",
+    "LayerAssignment",
     "LayerCost",
     "LayerWise",
+    "TorchCommunicator",
 ]

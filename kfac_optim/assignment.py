@@ -185,7 +185,8 @@ class KAISA:
         if self.memory_budget is not None:
             return self._largest_that_fits(costs, world_size, divisors)
         assert self.grad_worker_fraction is not None
-        workers = self.grad_worker_fraction * world_size
+        # One process is all there is: a script with this option runs there, too.
+        workers = self.grad_worker_fraction * world_size if world_size > 1 else 1
         if round(workers) not in divisors or abs(workers - round(workers)) > 1e-6 * world_size:
             valid = ", ".join(f"{n}/{world_size}" for n in divisors)
             raise ValueError(

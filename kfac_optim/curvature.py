@@ -273,7 +273,7 @@ class CurvatureEngine:
         self._met = False  # a first step has been taken
         self._find_layers()
 
-        self.owned = False
+        self._owner: weakref.ref[Any] | None = None
         self.step_count = 0
         self.last_statistics: int | None = None
         self.last_refresh: int | None = None
@@ -426,6 +426,15 @@ class CurvatureEngine:
         self._decomposed.clear()
         self._means.clear()
         _ENGINES.discard(self)
+
+    @property
+    def owner(self) -> Any:
+        """The optimizer of this package that conducts the engine; None for an engine that stands alone."""
+        return None if self._owner is None else self._owner()
+
+    @owner.setter
+    def owner(self, optimizer: Any) -> None:
+        self._owner = weakref.ref(optimizer)
 
     # The step -------------------------------------------------------------------------------------------------------
 
@@ -810,7 +819,7 @@ class CurvatureEngine:
             RuntimeError: If an optimizer of this package owns the engine and calls it itself.
             ValueError: If the scaling needs a learning rate and none is given.
         """
-        if self.owned:
+        if self.owner is not None:
             raise RuntimeError("this engine belongs to an optimizer, whose step() preconditions; call that alone")
         if lr is None and self.scaling == "kl_clip":
             raise ValueError("precondition_(lr=None): scaling='kl_clip' needs the learning rate of the step, lr=...")
@@ -1013,12 +1022,12 @@ class CurvatureEngine:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the model; hooks, scaler and communicator stay behind."""
-        dropped = ("_capture", "comm", "grad_scaler")
+        dropped = ("_capture", "_owner", "comm", "grad_scaler")
         return {key: value for key, value in self.__dict__.items() if key not in dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.__dict__.update(grad_scaler=None, comm=make_communicator())
+        self.__dict__.update(grad_scaler=None, _owner=None, comm=make_communicator())
         self._attach()
         _ENGINES.add(self)
 
@@ -1197,4 +1206,4 @@ def memory_estimate(
 def owning_engine(params: Iterable[nn.Parameter]) -> CurvatureEngine | None:
     """The live engine of an optimizer over exactly these parameters, if there is one."""
     wanted = set(params)
-    return next((engine for engine in _ENGINES if engine.owned and set(engine._trained) == wanted), None)
+    return next((engine for engine in _ENGINES if engine.owner is not None and set(engine._trained) == wanted), None)

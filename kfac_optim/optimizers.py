@@ -90,16 +90,19 @@ class KFACMixin(_Optimizer):
         params = params if isinstance(params, Tensor) else list(params)  # the base class refuses a lone tensor
         curvature = {name: options.pop(name) for name in _engine_options() if name in options}
         self._check_keywords(options)
+        plain = not (args or options or curvature) and model is None
         super().__init__(params, *args, **options)
         self._step_supports_amp_scaling = False
         self.precondition = precondition
         trained = [p for group in self.param_groups for p in group["params"]]
-        engine = owning_engine(trained) if model is None and not curvature else None
+        engine = owning_engine(trained) if plain else None
+        if engine is not None and isinstance(self, type(engine.owner)):
+            self.__dict__.update(engine.owner._settings())
         if engine is None:
             engine = CurvatureEngine(
                 trained if model is None else model, trained, **{**self._curvature_defaults, **curvature}
             )
-        engine.owned = True
+        engine.owner = self
         self.curvature = engine
         self._show_counters()
 
@@ -283,8 +286,17 @@ class KFACMixin(_Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the model and its curvature along, and the options a base class keeps on itself."""
-        own = {key: value for key, value in self.__dict__.items() if not key.startswith("_") and key != "step"}
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), **self._settings(), "curvature": self.curvature}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "curvature" in self.__dict__:
+            self.curvature.owner = self
+
+    def _settings(self) -> dict[str, Any]:
+        """The options that a class keeps on itself rather than in its groups."""
+        shared = ("defaults", "state", "param_groups", "curvature", "step")
+        return {key: value for key, value in vars(self).items() if not key.startswith("_") and key not in shared}
 
 
 def momentum_(
