@@ -1042,10 +1042,20 @@ class CurvatureEngine:
 
     def memory_estimate(self) -> dict[str, int]:
         """Bytes on this rank by kind: see :func:`kfac_optim.memory_estimate`."""
-        here = (self.comm.rank in assigned.gradient_workers for assigned in self.work.layers)
-        spread = self.spread != 0
-        kinds = [_memory(specs, self, spread, held) for specs, held in zip(self._specs.values(), here, strict=True)]
-        return _total(kinds)
+        return _total(self._memory_of(layer) for layer in self.layers)
+
+    def _memory_of(self, layer: KroneckerLayer) -> dict[str, int]:
+        """Bytes of a layer on this rank by kind, from shapes alone."""
+        specs = self._specs[layer]
+        numbers = sum(spec.packed_numel for spec in specs)
+        stored, exact = self.factor_dtype.itemsize, torch.promote_types(self.factor_dtype, torch.float32).itemsize
+        here = self.comm.rank in self._workers[layer].gradient_workers
+        return {
+            "factors": numbers * stored,
+            "snapshots": (1 + (self.spread != 0)) * numbers * stored,
+            "local sums": numbers * exact if self.comm.world_size > 1 else 0,
+            "decompositions": _decomposed_bytes(specs, self.solver, self.inv_dtype) if here else 0,
+        }
 
     def report(self) -> dict[str, Any]:
         """Numbers for logging, plain floats and ints.
@@ -1090,6 +1100,11 @@ class CurvatureEngine:
         footer = (
             f"{len(self.layers)} layers preconditioned, {len(self.uncovered)} parameters by the base rule, {memory}"
         )
+        if self.comm.world_size > 1:
+            footer += (
+                f"\nrank {self.comm.rank} of {self.comm.world_size}, load of the decompositions: "
+                f"largest / mean = {self.work.imbalance:.2f}"
+            )
         return diagnostics.table(rows, f"Curvature after {self.step_count} steps", footer)
 
     def _row(self, layer: KroneckerLayer, workers: LayerAssignment) -> diagnostics.Row:
@@ -1103,9 +1118,14 @@ class CurvatureEngine:
             reason = ": attention can't be watched under torch.compile" if unseen else " until its first decomposition"
             notes.append("raw gradient" + reason)
         a, g = (f"{spec.pairs} x {spec.dim}" * (spec.pairs > 1) or str(spec.dim) for spec in self._specs[layer])
-        memory = sum(_memory(self._specs[layer], self, self.spread != 0, True).values())
-        who = f"{workers.inverse_workers} -> {len(workers.gradient_workers)}" if self.comm.world_size > 1 else ""
-        return diagnostics.Row(layer.name or "(model)", layer.rule_name, a, g, memory, who, "; ".join(notes))
+        memory = sum(self._memory_of(layer).values())
+        inverse, gradient = "", ""
+        if self.comm.world_size > 1:
+            inverse = "A {}, G {}".format(*workers.inverse_workers)
+            gradient = diagnostics.rank_list(workers.gradient_workers)
+        return diagnostics.Row(
+            layer.name or "(model)", layer.rule_name, a, g, memory, inverse, gradient, "; ".join(notes)
+        )
 
 
 # Functions beside the engine -----------------------------------------------------------------------------------------
@@ -1159,18 +1179,8 @@ def _copy_state(target: dict[str, Any], source: Mapping[str, Any]) -> None:
             target[key] = value.detach().to(target[key]).clone()
 
 
-def _memory(specs: tuple[FactorSpec, FactorSpec], options: Any, spread: bool, preconditions: bool) -> dict[str, int]:
-    """Bytes of one layer by kind, from shapes alone."""
-    numbers = sum(spec.packed_numel for spec in specs)
-    return {
-        "factors": numbers * options.factor_dtype.itemsize,
-        "snapshots": (1 + spread) * numbers * options.factor_dtype.itemsize,
-        "decompositions": _decomposed_bytes(specs, options.solver, options.inv_dtype) if preconditions else 0,
-    }
-
-
 def _total(kinds: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    sums = {kind: 0 for kind in ("factors", "snapshots", "decompositions")}
+    sums = {kind: 0 for kind in ("factors", "snapshots", "local sums", "decompositions")}
     for layer in kinds:
         for kind, count in layer.items():
             sums[kind] += count
@@ -1189,9 +1199,10 @@ def memory_estimate(
         **options: Any other keyword of :class:`CurvatureEngine` that matters to memory.
 
     Returns:
-        Bytes by kind: ``factors`` (running averages), ``snapshots`` (what the decompositions were made of),
-        ``decompositions``, and their ``total``. On statistics steps one more copy of the factors comes and goes, while
-        a refresh is worked off (``spread``) its new decompositions.
+        Bytes by kind: ``factors`` (running averages), ``snapshots`` (what the decompositions were made of), ``local
+        sums`` (what a rank has seen since the ranks last pooled their factors), ``decompositions``, and their
+        ``total``. On statistics steps one more copy of the factors comes and goes, while a refresh is worked off
+        (``spread``) its new decompositions.
     """
     with torch.no_grad():
         engine = CurvatureEngine(model, assignment=assignment, communicator=LocalCommunicator(0, world_size), **options)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Row", "StageTimes", "cosine", "spectrum", "table"]
+__all__ = ["Row", "StageTimes", "cosine", "rank_list", "spectrum", "table"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Row:
         a: Shape of A as text.
         g: Shape of G.
         memory: Bytes of factors and decompositions on this rank.
-        workers: Who decomposes and who preconditions, as text.
+        inverse_workers: Ranks that decompose A and G, as text; empty for one process.
+        gradient_workers: Ranks that precondition.
         note: State of the layer, or the reason why the base rule applies.
     """
 
@@ -32,14 +33,19 @@ class Row:
     a: str = ""
     g: str = ""
     memory: int = 0
-    workers: str = ""
+    inverse_workers: str = ""
+    gradient_workers: str = ""
     note: str = ""
 
 
 def table(rows: Sequence[Row], title: str, footer: str) -> str:
     """The rows as aligned text; columns that are empty everywhere are left out."""
-    header = ("layer", "rule", "A", "G", "memory", "workers", "note")
-    lines = [(r.name, r.rule, r.a, r.g, human_bytes(r.memory) if r.memory else "", r.workers, r.note) for r in rows]
+    header = ("layer", "rule", "A", "G", "memory", "inverse workers", "gradient workers", "note")
+    lines = [
+        (r.name, r.rule, r.a, r.g, human_bytes(r.memory) if r.memory else "")
+        + (r.inverse_workers, r.gradient_workers, r.note)
+        for r in rows
+    ]
     used = [i for i in range(len(header)) if i == 0 or any(line[i] for line in lines)]
     widths = {i: max(len(line[i]) for line in (header, *lines)) for i in used}
     text = ["  ".join(line[i].ljust(widths[i]) for i in used).rstrip() for line in (header, *lines)]
@@ -54,6 +60,17 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     raise AssertionError("unreachable")
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """``(0, 1, 2, 5)`` as ``"0-2, 5"``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def cosine(x: Tensor, y: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import kfac_optim
 from kfac_optim import KAISA, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin
+from kfac_optim.comm import LocalCommunicator
 from tests.training import FLOAT64, backward, make_model, train, values
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -397,3 +398,29 @@ def test_a_layer_that_is_not_used_is_no_error() -> None:
     changed = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
     assert changed == [True, True, False, False]
     assert set(optimizer.curvature.report()["layers"]) == {"used"}
+
+
+def test_table_of_several_ranks() -> None:
+    model = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 30), nn.PReLU())
+    engine = CurvatureEngine(model, communicator=LocalCommunicator(1, 4), assignment=KAISA(grad_worker_fraction=0.5))
+    lines = repr(engine).splitlines()
+    rows = {line.split()[0]: line for line in lines if line[:2] in ("0 ", "1 ")}
+    for i, workers in enumerate(engine.work.layers):
+        first, last = workers.gradient_workers
+        assert "A {}, G {}".format(*workers.inverse_workers) in rows[str(i)]
+        assert f"{first}-{last}" in rows[str(i)]
+    costs = [11.0**3, 20.0**3, 21.0**3, 30.0**3]  # the second layer is dearer: one row of the grid each
+    expected = max(costs) / (sum(costs) / 4)
+    assert lines[-1] == f"rank 1 of 4, load of the decompositions: largest / mean = {expected:.2f}"
+
+
+def test_memory_of_a_rank_that_does_not_precondition() -> None:
+    model = nn.Linear(9, 5)
+    per_rank = [
+        CurvatureEngine(model, communicator=LocalCommunicator(rank, 2), assignment="layer-wise").memory_estimate()
+        for rank in range(2)
+    ]
+    packed = 4 * (10 * 11 // 2 + 5 * 6 // 2)
+    for kinds in per_rank:
+        assert kinds["factors"] == kinds["snapshots"] == kinds["local sums"] == packed
+    assert [kinds["decompositions"] for kinds in per_rank] == [4 * (10 * 10 + 10 + 5 * 5 + 5), 0]
