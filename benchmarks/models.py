@@ -1,4 +1,5 @@
-"""The networks of the tasks: residual network, deep autoencoder, causal transformer.
+"""The networks of the tasks: residual network, deep autoencoder, causal transformer; and those of the scaling model:
+ResNet-50, -101 and -152, BERT-Base and BERT-Large.
 
 All of them use plain ``nn`` modules (Linear, Conv2d, Embedding, BatchNorm2d, LayerNorm), so that an optimizer that
 looks at modules sees every weight.
@@ -124,3 +125,112 @@ class Transformer(nn.Module):
         """Map bytes ``[n, positions]`` to logits ``[n, positions, symbols]``."""
         x = self.symbol(symbols) + self.position(torch.arange(symbols.shape[1], device=symbols.device))
         return self.head(self.norm(self.body(x)))
+
+
+class Bottleneck(nn.Module):
+    """A 1x1, a 3x3 (which carries the stride) and a 1x1 convolution around a shortcut, each with BatchNorm."""
+
+    def __init__(self, channels_in: int, width: int, stride: int) -> None:
+        super().__init__()
+        channels_out = 4 * width
+        self.conv1 = nn.Conv2d(channels_in, width, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, channels_out, 1, bias=False)
+        self.norm3 = nn.BatchNorm2d(channels_out)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride > 1 or channels_in != channels_out:
+            projection = nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False)
+            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(channels_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[n, channels_in, h, w]`` to ``[n, 4 width, h / stride, w / stride]``."""
+        y = F.relu(self.norm1(self.conv1(x)))
+        y = F.relu(self.norm2(self.conv2(y)))
+        return F.relu(self.norm3(self.conv3(y)) + self.shortcut(x))
+
+
+class BottleneckResNet(nn.Module):
+    """The ImageNet form of the residual network (He et al., 2015), with the stride in the 3x3 convolutions.
+
+    Args:
+        blocks: Per stage: (3, 4, 6, 3) gives ResNet-50, (3, 4, 23, 3) ResNet-101, (3, 8, 36, 3) ResNet-152.
+        classes: Of the output.
+        width: Channels inside the blocks of the first stage.
+    """
+
+    def __init__(self, blocks: Sequence[int] = (3, 4, 6, 3), classes: int = 1000, width: int = 64) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        body: list[nn.Module] = []
+        channels = width
+        for stage, count in enumerate(blocks):
+            for position in range(count):
+                stride = 2 if stage > 0 and position == 0 else 1
+                body.append(Bottleneck(channels, width * 2**stage, stride))
+                channels = 4 * width * 2**stage
+        self.body = nn.Sequential(*body)
+        self.head = nn.Linear(channels, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images ``[n, 3, h, w]`` to logits ``[n, classes]``."""
+        x = F.max_pool2d(F.relu(self.norm(self.stem(x))), 3, stride=2, padding=1)
+        return self.head(self.body(x).mean(dim=(2, 3)))
+
+
+class EncoderBlock(nn.Module):
+    """Self-attention with separate projections and a feed-forward layer, each before a LayerNorm, as in BERT."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.norm2 = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[n, positions, width]`` to the same shape."""
+        q, k, v = (
+            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        x = self.norm1(x + self.out(mixed.transpose(1, 2).flatten(2)))
+        return self.norm2(x + self.down(F.gelu(self.up(x))))
+
+
+class Encoder(nn.Module):
+    """BERT (Devlin et al., 2018) with the head of its masked language model.
+
+    Args:
+        layers: 12 in BERT-Base, 24 in BERT-Large.
+        width: 768 and 1024.
+        heads: 12 and 16.
+        symbols: Size of the vocabulary.
+        context: Longest sequence.
+    """
+
+    def __init__(
+        self, layers: int = 12, width: int = 768, heads: int = 12, symbols: int = 30522, context: int = 512
+    ) -> None:
+        super().__init__()
+        self.symbol = nn.Embedding(symbols, width)
+        self.position = nn.Embedding(context, width)
+        self.norm = nn.LayerNorm(width)
+        self.body = nn.Sequential(*(EncoderBlock(width, heads) for _ in range(layers)))
+        self.transform = nn.Linear(width, width)
+        self.transform_norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, symbols)
+        self.head.weight = self.symbol.weight
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        """Map token numbers ``[n, positions]`` to logits ``[n, positions, symbols]``."""
+        x = self.symbol(symbols) + self.position(torch.arange(symbols.shape[1], device=symbols.device))
+        x = self.body(self.norm(x))
+        return self.head(self.transform_norm(F.gelu(self.transform(x))))
