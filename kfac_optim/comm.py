@@ -398,7 +398,9 @@ class HorovodCommunicator(Communicator):
     def close(self) -> None:
         """Removes the process sets (all ranks call this)."""
         for members in [members for members in self._sets if len(members) < self.world_size]:
-            self._hvd.remove_process_set(self._sets.pop(members))
+            made = self._sets.pop(members)
+            if self._hvd.is_initialized():
+                self._hvd.remove_process_set(made)
 
 
 def make_communicator(process_group: Any = None) -> Communicator:

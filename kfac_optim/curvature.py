@@ -271,6 +271,7 @@ class CurvatureEngine:
         self.model = model if isinstance(model, nn.Module) else None
         self._trained = dict.fromkeys(_parameters_of(model if params is None else params))
         self._met = False  # a first step has been taken
+        self._default_ranks = communicator is None and process_group is None
         self._find_layers()
 
         self._owner: weakref.ref[Any] | None = None
@@ -488,13 +489,24 @@ class CurvatureEngine:
         self._refresh_if_due(trained)
         return True
 
+    def _move(self, comm: Communicator) -> None:
+        """Goes on among other ranks than before."""
+        moved = (comm.rank, comm.world_size) != (self.comm.rank, self.comm.world_size)
+        self.comm = comm
+        if moved:
+            self._capture.seed = (self.seed, comm.rank)
+            self._assign()
+            self._stale = True
+
     def _communicating(self, what: str) -> AbstractContextManager[None]:
         """Times a stage of communication, which one process has not."""
         return self._stages.stage(f"{what} communication") if self.comm.world_size > 1 else nullcontext()
 
     def _meet_ranks(self) -> None:
         """Before the first step of several ranks: they must have built the same, and need groups to send in."""
-        self._met = True
+        first, self._met = not self._met, True
+        if first and self._default_ranks and self.comm.world_size == 1:  # torch.distributed may be up by now
+            self._move(make_communicator())
         if self._agreed:
             return
         self._agreed = True
@@ -1023,12 +1035,14 @@ class CurvatureEngine:
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the model; hooks, scaler and communicator stay behind."""
         dropped = ("_capture", "_owner", "comm", "grad_scaler")
-        return {key: value for key, value in self.__dict__.items() if key not in dropped}
+        state = {key: value for key, value in self.__dict__.items() if key not in dropped}
+        return {**state, "comm": LocalCommunicator(self.comm.rank, self.comm.world_size)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.__dict__.update(grad_scaler=None, _owner=None, comm=make_communicator())
+        self.__dict__.update(grad_scaler=None, _owner=None, _agreed=False)
         self._attach()
+        self._move(make_communicator())
         _ENGINES.add(self)
 
     # Views ----------------------------------------------------------------------------------------------------------

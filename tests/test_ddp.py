@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -331,3 +334,65 @@ def test_every_kind_of_loss_average() -> None:
     outcomes = run_ranks(2, train_losses)
     for name in LOSSES:
         assert_all_near([found[name] for found in outcomes], train_loss(0, 1, name))
+
+
+# Before and after ----------------------------------------------------------------------------------------------------
+
+
+def build_before_the_group(rank: int, world_size: int, store: str) -> list[Tensor]:
+    """The optimizer exists before torch.distributed is initialised."""
+    dist.destroy_process_group()
+    model = make()
+    optimizer = KFACSGD(model, **OPTIONS, assignment="layer-wise")
+    assert optimizer.curvature.comm.world_size == 1
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    wrapped = DDP(model)
+    for step in range(7):
+        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(inputs), classes).backward()
+        optimizer.step()
+    assert optimizer.curvature.comm.world_size == world_size
+    return parameters_of(model)
+
+
+def test_a_group_that_is_initialised_after_the_optimizer_was_built(tmp_path: Path) -> None:
+    outcomes = run_ranks(2, build_before_the_group, str(tmp_path / "store"))
+    assert_all_near(outcomes, train(0, 1, "wrapped", {}))
+
+
+def copy_and_go_on(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor], bytes]:
+    """A deep copy trains on like the original; a pickle is taken along."""
+    model = make()
+    optimizer = KFACSGD(model, **OPTIONS, assignment="layer-wise")
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, which: range) -> None:
+        for step in which:
+            inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), classes).backward()
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+                p.grad.div_(world_size)
+            optimizer.step()
+
+    steps(model, optimizer, range(4))
+    optimizer.curvature.synchronize()
+    pickled = pickle.dumps((model, optimizer))
+    other, copied = copy.deepcopy((model, optimizer))
+    steps(model, optimizer, range(4, 9))
+    steps(other, copied, range(4, 9))
+    return parameters_of(model), parameters_of(other), pickled
+
+
+def test_copies_and_pickles_of_a_rank() -> None:
+    outcomes = run_ranks(2, copy_and_go_on)
+    for original, copied, pickled in outcomes:
+        assert_all_near([copied], original)
+        model, optimizer = pickle.loads(pickled)  # on one process now, which has to decompose everything itself
+        for step in range(4, 9):
+            inputs, classes = data_of(step)
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), classes).backward()
+            optimizer.step()
+        assert_all_near([parameters_of(model)], original)
