@@ -81,6 +81,8 @@ class Assignment:
                 raise ValueError(
                     f"assignment: layer {i} needs an inverse worker for A, one for G, and gradient workers"
                 )
+            if len(set(layer.gradient_workers)) < len(layer.gradient_workers):
+                raise ValueError(f"assignment: layer {i} has a gradient worker twice: {layer.gradient_workers}")
             if not all(0 <= rank < world_size for rank in ranks):
                 raise ValueError(f"assignment: layer {i} has ranks {ranks}; there are {world_size}, from 0")
 

@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 __all__ = [
     "Communicator",
@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 BUCKET_BYTES = 25 * 2**20
+_IN_FLIGHT = 4  # buckets on the wire at a time: enough to overlap packing with sending, without a copy of everything
 _T = TypeVar("_T")
 
 
@@ -77,6 +78,7 @@ class Communicator(ABC):
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.average_gradients, self.bucket_bytes = average_gradients, bucket_bytes
+        self.device = torch.device("cpu")  # of the parameters; the engine sets it
         self.traffic: dict[str, list[float]] = {}
 
     @abstractmethod
@@ -95,12 +97,12 @@ class Communicator(ABC):
         """Where a tensor of this device has to be to travel."""
         return device
 
-    def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Makes the sub-groups that parcels will travel in; all ranks call this with the same groups in one order."""
+    def check_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Raises ValueError if parcels could not travel within these sub-groups."""
         return
 
-    def close(self) -> None:
-        """Gives back what was made for this communicator alone."""
+    def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Makes the sub-groups that parcels will travel in; all ranks call this with the same groups in one order."""
         return
 
     # Verbs ----------------------------------------------------------------------------------------------------------
@@ -124,16 +126,16 @@ class Communicator(ABC):
             yield from tensors
             return
         scales = self._common_scales(tensors, kind) if dtype is torch.float16 else []
-        started = []
-        for chosen in self._filled(tensors, dtype):
+        what = f"the all-reduce of {kind}"
+
+        def start(chosen: list[tuple[int, Tensor]]) -> tuple[list[tuple[int, Tensor]], Tensor, _Work]:
             parts = [(t / scales[i] if scales else t).reshape(-1) for i, t in chosen]
             flat = self._to_wire(torch.cat([part.to(dtype or part.dtype) for part in parts]))
-            share = 2 * (self.world_size - 1) / self.world_size * flat.nbytes
-            self._count(kind, share, share)
-            work = self._call(self._start_sum, flat, what=f"the all-reduce of {kind}")
-            started.append((chosen, flat, work))
-        for chosen, flat, work in started:
-            self._call(work.wait, what=f"the all-reduce of {kind}")
+            self._count_sum(kind, flat)
+            return chosen, flat, self._call(self._start_sum, flat, what=what)
+
+        for chosen, flat, work in _ahead(map(start, self._filled(tensors, dtype, alike=True))):
+            self._call(work.wait, what=what)
             pieces = flat.split([t.numel() for _, t in chosen])
             for (i, t), piece in zip(chosen, pieces, strict=True):
                 total = piece.to(t).view_as(t)
@@ -153,15 +155,22 @@ class Communicator(ABC):
         for parcel in parcels:
             for tensor in parcel.tensors if len(parcel.members) > 1 else ():
                 routes.setdefault((parcel.source, parcel.members, tensor.device), []).append(tensor)
-        started = []
-        for (source, members, _), tensors in routes.items():
-            for chosen in self._filled(tensors):
-                bucket = [tensor for _, tensor in chosen]
-                flat = self._to_wire(self._packed(bucket, source == self.rank, kind))
-                what = f"the broadcast of {kind} from rank {source}"
-                work = self._call(self._start_broadcast, flat, source, members, what=what)
-                started.append((source, bucket, flat, work, what))
-        for source, bucket, flat, work, what in started:
+
+        def start() -> Iterator[tuple[int, list[Tensor], Tensor, _Work, str]]:
+            for (source, members, _), tensors in routes.items():
+                for chosen in self._filled(tensors):
+                    bucket = [tensor for _, tensor in chosen]
+                    flat = self._to_wire(self._packed(bucket, source == self.rank, kind))
+                    what = f"the broadcast of {kind} from rank {source}"
+                    yield (
+                        source,
+                        bucket,
+                        flat,
+                        self._call(self._start_broadcast, flat, source, members, what=what),
+                        what,
+                    )
+
+        for source, bucket, flat, work, what in _ahead(start()):
             self._call(work.wait, what=what)
             pieces = flat.split([tensor.nbytes for tensor in bucket])
             for tensor, piece in zip(bucket, pieces, strict=True) if source != self.rank else ():
@@ -180,14 +189,17 @@ class Communicator(ABC):
     # Parts of the verbs ---------------------------------------------------------------------------------------------
 
     def _filled(
-        self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None
+        self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None, *, alike: bool = False
     ) -> Iterator[list[tuple[int, Tensor]]]:
-        """Neighbours of one type and device, with their index, up to the size of a bucket."""
+        """Neighbours on one device (and ``alike`` in type), with their index, up to the size of a bucket."""
         bucket: list[tuple[int, Tensor]] = []
         size = 0
         for i, tensor in enumerate(tensors):
             new = tensor.numel() * (dtype or tensor.dtype).itemsize
-            if bucket and (size + new > self.bucket_bytes or bucket[0][1].device != tensor.device):
+            other = bucket and (
+                bucket[0][1].device != tensor.device or (alike and bucket[0][1].dtype is not tensor.dtype)
+            )
+            if other or (bucket and size + new > self.bucket_bytes):
                 yield bucket
                 bucket, size = [], 0
             bucket.append((i, tensor))
@@ -196,21 +208,24 @@ class Communicator(ABC):
             yield bucket
 
     def _common_scales(self, tensors: Sequence[Tensor], kind: str) -> list[Tensor]:
-        """Per row the largest entry on any rank, times the number of ranks: no sum of quotients exceeds 1."""
+        """Per row the largest entry on any rank: no sum of quotients exceeds the number of ranks."""
         if not tensors:
             return []
         largest = [tensor.abs().amax(-1, keepdim=True) for tensor in tensors]
         flat = self._to_wire(torch.cat([rows.reshape(-1).to(largest[0].device) for rows in largest]))
-        share = 2 * (self.world_size - 1) / self.world_size * flat.nbytes
-        self._count(kind, share, share)
+        self._count_sum(kind, flat)
         work = self._call(self._start_max, flat, what=f"the all-reduce of {kind}")
         self._call(work.wait, what=f"the all-reduce of {kind}")
         pieces = flat.split([rows.numel() for rows in largest])
         scales = [piece.to(rows).view_as(rows) for piece, rows in zip(pieces, largest, strict=True)]
-        return [torch.where(scale > 0, scale * self.world_size, 1.0) for scale in scales]
+        return [torch.where(scale > 0, scale, 1.0) for scale in scales]
 
     def _to_wire(self, flat: Tensor) -> Tensor:
         return flat.to(self.wire_device(flat.device))
+
+    def _count_sum(self, kind: str, flat: Tensor) -> None:
+        share = 2 * (self.world_size - 1) / self.world_size * flat.nbytes
+        self._count(kind, share, share)
 
     def _count(self, kind: str, sent: float, received: float) -> None:
         total = self.traffic.setdefault(kind, [0.0, 0.0])
@@ -221,10 +236,21 @@ class Communicator(ABC):
         try:
             return operation(*args)
         except RuntimeError as error:
-            raise RuntimeError(
+            # Of the same type, by which elastic launchers know what to do.
+            raise type(error)(
                 f"{what} failed on rank {self.rank} of {self.world_size}: another rank has died, raised, or fallen out "
                 f"of step, or the time-out of the process group has passed ({error})"
             ) from error
+
+
+def _ahead(started: Iterator[_T]) -> Iterator[_T]:
+    """Draws a few items ahead of the one it yields: their operations run meanwhile."""
+    drawn: deque[_T] = deque()
+    for item in started:
+        drawn.append(item)
+        if len(drawn) > _IN_FLIGHT:
+            yield drawn.popleft()
+    yield from drawn
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -293,19 +319,22 @@ class TorchCommunicator(Communicator):
 
     def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Made by all processes of the default group, as torch.distributed wants it."""
-        missing = [members for members in groups if members not in self._groups]
-        if missing and self.world_size < dist.get_world_size():
-            raise ValueError(
-                f"assignment: needs groups of some of the ranks, such as {missing[0]}, but process_group is only a "
-                "part of the default group, which would have to make them as a whole. Use assignment='factor-wise' or "
-                "'layer-wise' with process_group="
-            )
-        for members in missing:
+        for members in [members for members in groups if members not in self._groups]:
             self._groups[members] = dist.new_group(
                 [self._global(rank) for rank in members],
                 timeout=self._timeout(),
                 backend=dist.get_backend(self.group),
                 group_desc="kfac_optim",
+            )
+
+    def check_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Groups are made by the default group as a whole."""
+        parts = [members for members in groups if 1 < len(members) < self.world_size]
+        if parts and self.world_size < dist.get_world_size():
+            raise ValueError(
+                f"assignment: needs groups of some of the ranks, such as {parts[0]}, but process_group is only a part "
+                "of the default group, which would have to make them as a whole. Use assignment='factor-wise' or "
+                "'layer-wise' with process_group="
             )
 
     def _timeout(self) -> Any:
@@ -314,17 +343,9 @@ class TorchCommunicator(Communicator):
         return getattr(getattr(backend, "options", None), "_timeout", None)
 
     def wire_device(self, device: torch.device) -> torch.device:
-        """NCCL carries tensors of the current GPU only."""
-        if device.type == "cpu" and dist.get_backend(self.group) == "nccl":
-            return torch.device("cuda", torch.cuda.current_device())
-        return device
-
-    def close(self) -> None:
-        """Destroys the sub-groups."""
-        groups, self._groups = self._groups, {tuple(range(self.world_size)): self.group}
-        for group in groups.values():
-            if isinstance(group, dist.ProcessGroup) and group is not self.group and dist.is_initialized():
-                dist.destroy_process_group(group)
+        """That of the parameters for what is on the CPU, if the group (NCCL) carries nothing from there."""
+        carried = {carried.type for carried in self.group._device_types}
+        return self.device if device.type == "cpu" and "cpu" not in carried else device
 
 
 class _HorovodWork:
@@ -350,6 +371,9 @@ class HorovodCommunicator(Communicator):
         ValueError: If ``hvd.init()`` has not been called.
     """
 
+    # Horovod makes a set of the same ranks once.
+    _sets: ClassVar[dict[tuple[int, ...], Any]] = {}
+
     def __init__(self, *, average_gradients: bool = True, bucket_bytes: int = BUCKET_BYTES) -> None:
         import horovod.torch as hvd
 
@@ -357,7 +381,7 @@ class HorovodCommunicator(Communicator):
             raise ValueError("HorovodCommunicator: call hvd.init() first")
         super().__init__(hvd.rank(), hvd.size(), average_gradients=average_gradients, bucket_bytes=bucket_bytes)
         self._hvd: Any = hvd
-        self._sets: dict[tuple[int, ...], Any] = {tuple(range(self.world_size)): hvd.global_process_set}
+        self._sets[tuple(range(self.world_size))] = hvd.global_process_set
         self._names: dict[tuple[int, ...], int] = {}
 
     def _start_sum(self, tensor: Tensor) -> _Work:
@@ -395,13 +419,6 @@ class HorovodCommunicator(Communicator):
                     "HOROVOD_DYNAMIC_PROCESS_SETS=1 in the environment, or use assignment='factor-wise'"
                 ) from error
 
-    def close(self) -> None:
-        """Removes the process sets (all ranks call this)."""
-        for members in [members for members in self._sets if len(members) < self.world_size]:
-            made = self._sets.pop(members)
-            if self._hvd.is_initialized():
-                self._hvd.remove_process_set(made)
-
 
 def make_communicator(process_group: Any = None) -> Communicator:
     """The communicator for a process group (default: torch.distributed's default group if it is initialised).
@@ -410,11 +427,11 @@ def make_communicator(process_group: Any = None) -> Communicator:
         TypeError: If ``process_group`` is not a group.
         ValueError: If this process is not in it.
     """
+    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        return LocalCommunicator()
     outside = process_group is dist.GroupMember.NON_GROUP_MEMBER
     if not (process_group is None or outside or isinstance(process_group, dist.ProcessGroup)):
         raise TypeError(f"process_group={process_group!r}: must be a torch.distributed.ProcessGroup or None")
-    if not (dist.is_available() and dist.is_initialized()):
-        return LocalCommunicator()
     if outside or dist.get_world_size(process_group) > 1:
         return TorchCommunicator(process_group)
     return LocalCommunicator()
@@ -423,19 +440,15 @@ def make_communicator(process_group: Any = None) -> Communicator:
 # Uneven inputs -------------------------------------------------------------------------------------------------------
 
 
-class _Shadow(JoinHook):
-    """What a rank without inputs does while others go on: it takes part in their steps."""
+def shadowing(step: Callable[[], Any]) -> Any:
+    """The hook of ``torch.distributed.algorithms.Join`` of a rank without inputs: takes part in the others' steps."""
+    from torch.distributed.algorithms.join import JoinHook
 
-    def __init__(self, step: Callable[[], Any]) -> None:
-        self.step = step
+    class Shadow(JoinHook):
+        def main_hook(self) -> None:
+            step()
 
-    def main_hook(self) -> None:
-        self.step()
-
-
-def shadowing(step: Callable[[], Any]) -> JoinHook:
-    """The hook of ``torch.distributed.algorithms.Join`` that calls ``step`` for every step of the other ranks."""
-    return _Shadow(step)
+    return Shadow()
 
 
 def notify_join_context(optimizer: Any) -> bool:
@@ -443,13 +456,19 @@ def notify_join_context(optimizer: Any) -> bool:
     config = getattr(optimizer, "_join_config", None)
     if config is None or not config.enable:
         return False
+    from torch.distributed.algorithms.join import Join
+
     Join.notify_join_context(optimizer)
     return True
 
 
 def joinable(cls: type[_T]) -> type[_T]:
     """Makes a class with a ``join_hook`` known to ``Join``."""
-    return Joinable.register(cls)
+    if dist.is_available():
+        from torch.distributed.algorithms.join import Joinable
+
+        Joinable.register(cls)
+    return cls
 
 
 # Gradients that a framework has sharded -------------------------------------------------------------------------------
@@ -512,8 +531,17 @@ def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module]) -> str:
     from torch.distributed.fsdp import FSDPModule
 
     placements = cast(Any, parameter).placements
-    shards = [placement for placement in placements if not placement.is_replicate()]
     by_fsdp = any(isinstance(module, FSDPModule) for root in roots for module in root.modules())
-    if by_fsdp and len(shards) <= 1 and all(shard.is_shard(0) for shard in shards):
+    # FSDP2 shards rows over the last dimension of its mesh and replicates over the others (HSDP).
+    if by_fsdp and placements[-1].is_shard(0) and all(placement.is_replicate() for placement in placements[:-1]):
         return ""
-    return f"split by tensor parallelism: {placements}"
+    return f"split by tensor parallelism, or not by rows: {placements}"
+
+
+def largest_entry(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest absolute entry of all tensors, 0-dim; NaN or infinite if one of them is. Sharded ones count whole."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    norms = [gathered(torch.nn.utils.get_total_norm(alike, float("inf"))) for alike in kinds.values()]
+    return torch.stack([norm.to(norms[0].device) for norm in norms]).max() if norms else torch.zeros(())

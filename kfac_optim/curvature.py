@@ -20,12 +20,14 @@ used throughout); Martens & Grosse 2015, arXiv:1503.05671; Grosse & Martens 2016
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -49,6 +51,7 @@ from .comm import (
     full_gradient,
     gathered,
     joinable,
+    largest_entry,
     make_communicator,
     notify_join_context,
     set_full_gradient_,
@@ -266,12 +269,15 @@ class CurvatureEngine:
         for name in (*self._hyperparameters, *self._fixed):
             object.__setattr__(self, name, self._check(name, arguments[name]))
         self.comm = make_communicator(process_group) if communicator is None else communicator
-        if not all(hasattr(self.comm, name) for name in ("rank", "world_size", "sum", "send")):
-            raise TypeError(f"communicator={communicator!r}: must be a Communicator, with rank, world_size, sum, send")
+        if not isinstance(self.comm, Communicator):
+            raise TypeError(f"communicator={communicator!r}: must be a kfac_optim.Communicator")
         self.model = model if isinstance(model, nn.Module) else None
+        self._refresh: _Refresh | None = None
         self._trained = dict.fromkeys(_parameters_of(model if params is None else params))
+        self._own_steps = 0  # steps taken by this object, not by the run that it resumes
         self._met = False  # a first step has been taken
         self._default_ranks = communicator is None and process_group is None
+        self.layers: list[KroneckerLayer] = []
         self._find_layers()
 
         self._owner: weakref.ref[Any] | None = None
@@ -282,7 +288,6 @@ class CurvatureEngine:
         self.skipped_steps = 0
         self.skipped_batches = 0
         self.failed_decompositions = 0
-        self._refresh: _Refresh | None = None
         self._stale = False  # decompositions have to be rebuilt
         self._local = LocalSums()
         self._local_skips = 0  # non-finite micro-batches of this rank, not yet in skipped_batches
@@ -313,7 +318,8 @@ class CurvatureEngine:
             self._plan()
 
     def _find_layers(self) -> None:
-        """Finds the layers of the trained parameters, and who works on them."""
+        """Finds the layers of the trained parameters, and who works on them; known ones keep their identity."""
+        known = {layer.weight: layer for layer in self.layers}
         self._roots = [unwrap(self.model)] if self.model is not None else owners_of(self._trained)
         options = LayerOptions(
             weight_sharing=self.weight_sharing,
@@ -323,7 +329,7 @@ class CurvatureEngine:
             trainable=self._trained,
         )
         coverage = find_layers(self._roots, options)
-        self.layers: list[KroneckerLayer] = coverage.layers
+        self.layers[:] = [known.get(layer.weight, layer) for layer in coverage.layers]
         self.uncovered = coverage.uncovered
         for layer in list(self.layers):
             problem = sharding_problem(layer.weight, self._roots)
@@ -353,6 +359,11 @@ class CurvatureEngine:
             for layer, w in self._workers.items()
         }
         self._agreed = False  # the ranks know that they have built the same
+        self.comm.check_groups(self._groups)
+        if self.layers:
+            self.comm.device = self.layers[0].weight.device
+        if self._refresh is not None:
+            self._plan_refresh(self._refresh, self._refresh.layers)
 
     def _attach(self) -> None:
         """Puts the hooks on."""
@@ -375,12 +386,7 @@ class CurvatureEngine:
         """Takes more trained parameters (``add_param_group``); their layers start without statistics."""
         new = [p for p in _parameters_of(params) if p not in self._trained]
         self._trained.update(dict.fromkeys(new))
-        known = {layer.weight: layer for layer in self.layers}
         self._find_layers()
-        # A layer that exists already keeps its identity, and with it its statistics.
-        self.layers[:] = [known.get(layer.weight, layer) for layer in self.layers]
-        self._specs = {layer: specs_of(layer) for layer in self.layers}
-        self._assign()
         self._stale = self.comm.world_size > 1  # other ranks work for the known layers now
         self._capture.close()
         self._attach()
@@ -420,9 +426,8 @@ class CurvatureEngine:
             )
 
     def close(self) -> None:
-        """Removes every hook; from then on the optimizer is its base class."""
+        """Removes every hook; from then on the optimizer is its base class. With several ranks, on all of them."""
         self._capture.close()
-        self.comm.close()
         self._closed = True
         self._decomposed.clear()
         self._means.clear()
@@ -451,7 +456,7 @@ class CurvatureEngine:
             interval = max(1, growth(self.step_count) // 5) if isinstance(growth, growing) else 10
         self._capture.step = self.step_count
         self._capture.grad_scaler = self.grad_scaler
-        self._capture.enabled = due(interval, self.step_count, self.last_statistics)
+        self._capture.enabled = not self._closed and due(interval, self.step_count, self.last_statistics)
 
     def update(self, gradients: Sequence[Tensor], lrs: Iterable[Lr] = (1.0,)) -> bool:
         """The first half of a step: takes up what was captured and refreshes the decompositions if that is due.
@@ -467,10 +472,13 @@ class CurvatureEngine:
         Raises:
             RuntimeError: If the model was trained but none of its layers was seen.
         """
+        if self._closed:
+            self._dry = False
+            return True
         self._meet_ranks()
         self._ensure_state()
         statistics = self._capture.take()
-        largest = gathered(torch.nn.utils.get_total_norm(gradients, math.inf)) if gradients else torch.zeros(())
+        largest = largest_entry(gradients)
         flags = [largest, *statistics.flags]
         norm, *values = torch.stack([flag.to(largest.device, torch.float32) for flag in flags]).tolist()  # the one sync
         # Of what only this rank has seen nothing may decide here: the ranks have to go the same way.
@@ -507,22 +515,25 @@ class CurvatureEngine:
         first, self._met = not self._met, True
         if first and self._default_ranks and self.comm.world_size == 1:  # torch.distributed may be up by now
             self._move(make_communicator())
-        if self._agreed:
+        if self._agreed or self.comm.world_size == 1:
             return
-        self._agreed = True
-        if self.comm.world_size == 1:
-            return
-        built = repr([(layer.name, specs, self._workers[layer]) for layer, specs in self._specs.items()])
-        options = repr([getattr(self, name) for name in ("solver", "factor_dtype", "inv_dtype", "comm_dtype")])
-        checksum = float(zlib.crc32((built + options).encode()))
-        mine = torch.tensor([checksum, checksum**2], dtype=torch.float64)
+        built = [(layer.name, specs, self._workers[layer]) for layer, specs in self._specs.items()]
+        # Not the repr of an object of the user's, which may have its address in it.
+        options = [getattr(self.solver, f.name) for f in fields(self.solver)] if is_dataclass(self.solver) else ()
+        solver = (type(self.solver).__qualname__, *options)
+        same = repr((built, solver, self.factor_dtype, self.inv_dtype, self.comm_dtype, self.counters()))
+        checksum = zlib.crc32(same.encode())
+        # Halves, so that float64 holds their sums over any number of ranks; squares, because sums may agree by chance.
+        halves = torch.tensor([checksum >> 16, checksum & 0xFFFF], dtype=torch.float64)
+        mine = torch.cat([halves, halves.square()])
         (total,) = self.comm.sum([mine], "counts")
         if not torch.equal(total, mine * self.comm.world_size):
             raise RuntimeError(
                 "the ranks have built different optimizers: layers, solver, dtypes and assignment must be the same on "
-                "every rank of the process group"
+                "every rank of the process group, and so must hyperparameters and loaded state"
             )
         self.comm.prepare(sorted(members for members in self._groups if len(members) > 1))
+        self._agreed = True
 
     def _fold(self, statistics: StepStatistics, flags: Sequence[float]) -> None:
         """Eqs. 14-15: running averages of A, and of G = M sum g g^T over the M terms of the step's loss."""
@@ -530,16 +541,16 @@ class CurvatureEngine:
             return
         taken, finite = statistics.counted(flags)
         self.last_statistics = self.step_count
-        self._local.begin(self._now("factor_decay"))
         self._local_skips += sum(taken) - sum(finite)
         all_terms = sum(terms for terms, use in zip(statistics.terms, taken, strict=True) if use)
         terms = sum(terms for terms, use in zip(statistics.terms, finite, strict=True) if use)
         per_term, m = self._terms_of_rank(all_terms)
+        m *= terms / max(1, all_terms)
+        self._local.begin(self._now("factor_decay"), m)
         for index, sums in statistics.sums.items():
             rows = sum(count for count, use in zip(sums.counts, finite, strict=False) if use)
             if rows:
-                weights = (rows, m * terms / all_terms)
-                self._local.add(self.layers[index], (sums.a, sums.g.mul_(per_term)), weights)
+                self._local.add(self.layers[index], (sums.a, sums.g.mul_(per_term)), (rows, m))
         if self.comm.world_size == 1:
             self._pool()
 
@@ -551,7 +562,7 @@ class CurvatureEngine:
         M = 1, in however many backward passes and on however many ranks it was taken.
         """
         ranks = self.comm.world_size
-        share = 1 / ranks if getattr(self.comm, "average_gradients", True) else 1.0
+        share = 1 / ranks if self.comm.average_gradients else 1.0
         if self.loss_average is None and self.loss_terms is None:
             return share**2, 1 / ranks
         return (share * ranks) ** 2 * (terms**2 if isinstance(self.fisher, str) else 1), terms
@@ -629,6 +640,9 @@ class CurvatureEngine:
             if self._workers[layer].inverse_workers[side] == self.comm.rank
         ]
         refresh.plan(layers, share)
+        refresh.done = {
+            (layer, i): refresh.done[layer, i] for _, layer, i in refresh.jobs if (layer, i) in refresh.done
+        }
 
     def _work_off(self, refresh: _Refresh, elapsed: int) -> None:
         with self._stages.stage("decomposition"):
@@ -660,7 +674,7 @@ class CurvatureEngine:
                     continue
                 workers, sides = self._workers[layer], []
                 for i in range(2):
-                    parts, holders = refresh.done.get((layer, i)), workers.holders(i)
+                    parts, holders = refresh.done.get((layer, i)), workers.holders(i)  # only jobs of this rank are done
                     if parts is None:
                         parts = self._empty(layer, i) if self.comm.rank in holders else ()
                     if self.comm.rank in holders:
@@ -685,6 +699,7 @@ class CurvatureEngine:
 
     def _install(self, layer: KroneckerLayer, a: Decomposition, g: Decomposition) -> None:
         """Takes decompositions into use; that a layer has some is known on all ranks, by its entry in ``_means``."""
+        self._decomposed.pop(layer, None)
         if self.comm.rank in self._workers[layer].gradient_workers:
             self._decomposed[layer] = (a, g)
         self._means[layer] = self._mean_eigenvalues(layer, "{}_last")
@@ -704,7 +719,8 @@ class CurvatureEngine:
             result = decompose_safely(self.solver, factor.to(dtype), shift.to(dtype))
         if result is None:
             return None
-        return tuple(part.to(self._part_dtype(part.dim() - 1)) for part in result)
+        # Contiguous, as they arrive on other ranks: products round differently with the layout, and ranks drift apart.
+        return tuple(part.to(self._part_dtype(part.dim() - 1)).contiguous() for part in result)
 
     def _mean_eigenvalues(self, layer: KroneckerLayer, key: str) -> tuple[Tensor, Tensor]:
         """Of A and of G, per pair ``[p]``; of all pairs together where they are joint."""
@@ -802,7 +818,7 @@ class CurvatureEngine:
             a, g = (tuple(part.to(dtype) for part in side) for side in self._decomposed[layer])
             gamma = self._gamma(self._means[layer], self._now("damping")).to(dtype)
             with full_precision(gradient.device.type):
-                direction = self.solver.precondition(gradient, a, g, gamma)
+                direction = self.solver.precondition(gradient, a, g, gamma).contiguous()
         else:  # a gradient worker sends it
             direction = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
         rates = [lr[p] for p in layer.parameters]
@@ -815,6 +831,7 @@ class CurvatureEngine:
         """The step is over."""
         if not self._dry:
             self.step_count += 1
+            self._own_steps += 1
         self._plan()
 
     @torch.no_grad()
@@ -875,10 +892,13 @@ class CurvatureEngine:
         present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
         self.comm.send([Parcel([present], source, everyone)], "counts")
         trained = [p for p, there in zip(parameters, present.tolist(), strict=True) if there]
-        copies = [torch.empty_like(p) if p.grad is None else p.grad.contiguous() for p in trained]
-        self.comm.send([Parcel([copy], source, everyone) for copy in copies], "gradients")
-        for parameter, copy in zip(trained, copies, strict=True) if joined else ():
-            parameter.grad = copy
+        like = torch.contiguous_format
+        wires = [torch.empty_like(p, memory_format=like) if p.grad is None else p.grad.contiguous() for p in trained]
+        self.comm.send([Parcel([wire], source, everyone) for wire in wires], "gradients")
+        if joined:
+            received = dict(zip(trained, wires, strict=True))
+            for parameter in parameters:
+                parameter.grad = received.get(parameter)
 
     def discard(self) -> None:
         """Forgets what this step has captured so far (``zero_grad()`` does it)."""
@@ -981,6 +1001,7 @@ class CurvatureEngine:
         for name in ("skipped_steps", "skipped_batches", "failed_decompositions"):
             setattr(self, name, int(counters.get(name, 0)))
         self._local, self._local_skips = LocalSums(), 0
+        self._agreed = False
         if states:
             self._ensure_state()
             for layer in self.layers:
@@ -1039,10 +1060,26 @@ class CurvatureEngine:
         return {**state, "comm": LocalCommunicator(self.comm.rank, self.comm.world_size)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.__dict__.update(grad_scaler=None, _owner=None, _agreed=False)
+        self._wake(state)
+        comm = make_communicator()
+        if comm.world_size > 1 and not self._default_ranks:
+            raise RuntimeError(
+                "this engine was pickled with a process_group= or communicator= of its own, which does not travel: "
+                "build a new optimizer and load the state_dict()"
+            )
+        self._move(comm)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CurvatureEngine:
+        """A copy for a copy of the model, among the same ranks."""
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied._wake(copy.deepcopy(self.__getstate__(), memo))
+        copied.comm, copied._agreed = self.comm, self._agreed
+        return copied
+
+    def _wake(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, grad_scaler=None, _owner=None, _agreed=False)
         self._attach()
-        self._move(make_communicator())
         _ENGINES.add(self)
 
     # Views ----------------------------------------------------------------------------------------------------------
@@ -1097,8 +1134,8 @@ class CurvatureEngine:
             "failed_decompositions": self.failed_decompositions,
             "staleness": None if self.frozen_at is None else self.step_count - self.frozen_at,
             "traffic": {
-                kind: {"sent": sent / max(1, self.step_count), "received": received / max(1, self.step_count)}
-                for kind, (sent, received) in getattr(self.comm, "traffic", {}).items()
+                kind: {"sent": sent / max(1, self._own_steps), "received": received / max(1, self._own_steps)}
+                for kind, (sent, received) in self.comm.traffic.items()
             },
             "layers": layers,
         }

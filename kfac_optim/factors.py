@@ -174,16 +174,21 @@ class LocalSums:
     What a rank cannot know alone is whether any rank used a layer in an update; where none did, the layer does not
     decay. Local sums are therefore kept in *runs* of consecutive updates with data, in which every decay is certain,
     and put together once the ranks have added up their :meth:`weights`. A layer that is always used has one run.
+
+    The weight of G is M, which belongs to the loss: it counts the terms of all ranks, also of those that did not use
+    the layer (its gradient there is zero).
     """
 
     def __init__(self) -> None:
         self.decays: list[float] = []
+        self._terms: list[float] = []
         self._weights: list[dict[Hashable, tuple[float, float]]] = []
         self._runs: dict[Hashable, list[tuple[int, list[Tensor]]]] = {}
 
-    def begin(self, decay: float) -> None:
-        """A new update, on all ranks, with or without data."""
+    def begin(self, decay: float, terms: float = 0.0) -> None:
+        """A new update, on all ranks, with or without data; ``terms`` is this rank's part of M."""
         self.decays.append(decay)
+        self._terms.append(terms)
         self._weights.append({})
 
     def add(self, layer: Hashable, sums: Sequence[Tensor], weights: tuple[float, float]) -> None:
@@ -199,7 +204,8 @@ class LocalSums:
 
     def weights(self, layers: Sequence[Hashable]) -> Tensor:
         """Weights of A and G by update and layer, ``[updates, layers, 2]``, float64; to be added up over the ranks."""
-        rows = [[update.get(layer, (0.0, 0.0)) for layer in layers] for update in self._weights]
+        updates = zip(self._weights, self._terms, strict=True)
+        rows = [[update.get(layer, (0.0, terms)) for layer in layers] for update, terms in updates]
         return torch.tensor(rows, dtype=torch.float64).view(len(self.decays), len(layers), 2)
 
     def pool(self, layers: Sequence[Hashable], weights: Tensor) -> tuple[list[float], list[list[float]]]:
@@ -212,8 +218,10 @@ class LocalSums:
         Returns:
             Per layer the factor by which its past decays, and the pooled weights of A and G (0 if no rank has used it).
         """
+        used = weights[:, :, :1] > 0
+        weights = torch.where(used, weights, 0.0)
         decays = torch.tensor(self.decays, dtype=torch.float64)[:, None]
-        since = torch.where(weights[:, :, 0] > 0, decays, 1.0).flip(0).cumprod(0).flip(0)
+        since = torch.where(used[:, :, 0], decays, 1.0).flip(0).cumprod(0).flip(0)
         after = torch.cat([since[1:], torch.ones_like(since[:1])])  # of each update, until now
         for i, layer in enumerate(layers):
             runs = self._runs.get(layer, [])

@@ -729,6 +729,39 @@ class AttentionInputLayer(AttentionLayer):
         return matrix.flatten(0, 1)
 
 
+@register_layer(nn.SyncBatchNorm)
+class SyncBatchNormLayer(BatchNormLayer):
+    """``nn.SyncBatchNorm``: in train mode the mean and variance are those of all ranks' batches together.
+
+    They are read off the layer's output, which is linear in its input, so that nothing has to be sent.
+    """
+
+    def observe(self, module: Any, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
+        seen = super().observe(module, a, output, dtype)
+        if module.training or module.running_mean is None:
+            seen.context = (a.detach(), self._statistics(module, a.detach().to(dtype), output.detach().to(dtype)))
+        return seen
+
+    def _statistics(self, module: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and inverse standard deviation per channel, from ``y = weight * inv * (x - mean) + bias``."""
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
+        weight, bias = (p.detach().to(x).view(shape) for p in (module.weight, module.bias))
+        mean_x, mean_y = x.mean(dims, keepdim=True), y.mean(dims, keepdim=True)
+        variance = (x - mean_x).square().mean(dims, keepdim=True)
+        slope = ((x - mean_x) * (y - mean_y)).mean(dims, keepdim=True) / variance
+        known = (variance > 0) & (weight != 0) & (slope != 0)
+        # A channel whose weight is zero (a zero-initialised residual branch) tells nothing: its own batch has to do.
+        mean = torch.where(known, mean_x - (mean_y - bias) / slope, mean_x)
+        return mean, torch.where(known, slope / weight, (variance + module.eps).rsqrt())
+
+    def normalized(self, module: Any, x: Tensor, training: Any) -> Tensor:
+        if isinstance(training, bool):
+            return super().normalized(module, x, training)
+        mean, inverse = training
+        return (x - mean) * inverse
+
+
 @register_layer(nn.MultiheadAttention)
 def _attention(name: str, module: nn.Module, options: LayerOptions) -> Sequence[KroneckerLayer]:
     """In and out projections; q, k, v of different widths have weights of their own and each a part of one bias."""

@@ -28,7 +28,8 @@ STEPS = 8
 
 def make() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv1d(2, 4, 3), nn.Flatten(), nn.Linear(12, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3))
+    head = nn.Linear(7, 3)
+    return nn.Sequential(nn.Conv1d(2, 4, 3), nn.Flatten(), nn.Linear(12, 7), nn.LayerNorm(7), nn.Tanh(), head)
 
 
 def data_of(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
