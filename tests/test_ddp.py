@@ -396,3 +396,136 @@ def test_copies_and_pickles_of_a_rank() -> None:
             F.cross_entropy(model(inputs), classes).backward()
             optimizer.step()
         assert_all_near([parameters_of(model)], original)
+
+
+# What a training script has beside: BatchNorm, AMP, odd layouts, closed engines --------------------------------------
+
+
+class Images(nn.Module):
+    """BatchNorm and an in-place activation, in float32 and widths whose products round by layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 10, 3), nn.BatchNorm2d(10)
+        self.hidden, self.head = nn.Linear(10 * 4 * 4, 16), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu_(self.norm(self.conv(x)))
+        return self.head(torch.relu(self.hidden(h.flatten(1))))
+
+
+def images_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(8, 3, 6, 6, generator=generator), torch.randint(5, (8,), generator=generator)
+
+
+def train_images(rank: int, world_size: int, how: str, options: dict[str, Any]) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Images().to(memory_format=torch.channels_last if how == "channels_last" else torch.contiguous_format)
+    wrapped = DDP(model)
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    groups = [{"params": decay, "weight_decay": 1e-3}, {"params": [p for p in model.parameters() if p.dim() == 1]}]
+    optimizer = KFACSGD(groups, lr=0.05, momentum=0.9, factor_update_steps=2, inv_update_steps=4, **options)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+    scaler = torch.amp.GradScaler("cpu", enabled=how == "scaler", init_scale=2.0**12)
+    for step in range(30):
+        inputs, classes = images_of(step, rank)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16, enabled=how == "scaler"):
+            loss = F.cross_entropy(wrapped(inputs), classes)
+        if how == "scaler" and rank == 0 and step in (4, 9):
+            loss = loss * 1e30  # overflows on this rank alone
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        if how == "closed" and step == 17:
+            optimizer.curvature.close()
+    if how == "scaler":
+        assert optimizer.curvature.step_count == 28
+    return parameters_of(model)
+
+
+IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{how}, {name}": (how, {"assignment": name, "solver": solver})
+    for how in ("plain", "scaler", "channels_last", "closed")
+    for name, solver in (("factor-wise", "eigen"), ("layer-wise", "inverse"))
+}
+
+
+def train_all_images(rank: int, world_size: int) -> dict[str, list[Tensor]]:
+    return {name: train_images(rank, world_size, how, options) for name, (how, options) in IMAGES.items()}
+
+
+def test_ranks_stay_bit_for_bit_equal_in_float32() -> None:
+    outcomes = run_ranks(2, train_all_images)
+    for name in IMAGES:
+        assert_equal_on_ranks([found[name] for found in outcomes])
+
+
+def join_channels_last(rank: int, world_size: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Images().to(memory_format=torch.channels_last)
+    wrapped = DDP(model)
+    optimizer = KFACSGD(wrapped, lr=0.05, factor_update_steps=1, inv_update_steps=2, assignment="layer-wise")
+    with Join([wrapped, optimizer]):
+        for step in range(3 + 2 * rank):
+            inputs, classes = images_of(step, rank)
+            F.cross_entropy(wrapped(inputs), classes).backward()
+            optimizer.step()
+            optimizer.zero_grad()  # so that a rank that ends early has no gradient left
+    return parameters_of(model)
+
+
+def test_join_with_channels_last_and_no_gradients_left() -> None:
+    assert_equal_on_ranks(run_ranks(2, join_channels_last))
+
+
+def mask_everything_on_one_rank(rank: int, world_size: int) -> list[Tensor]:
+    """``loss_terms`` counts 0 on one rank in one step: a micro-batch of padding alone."""
+    model = make()
+    wrapped = DDP(model)
+    masked = [False]
+    optimizer = KFACSGD(wrapped, **OPTIONS, loss_terms=lambda inputs, output: 0 if masked[0] else len(output))
+    for step in range(6):
+        masked[0] = rank == 1 and step in (0, 2)
+        inputs, classes = data_of(step * world_size + rank)
+        optimizer.zero_grad()
+        (F.cross_entropy(wrapped(inputs), classes) * (0.0 if masked[0] else 1.0)).backward()
+        optimizer.step()
+    return parameters_of(model)
+
+
+def test_a_rank_without_loss_terms() -> None:
+    assert_equal_on_ranks(run_ranks(2, mask_everything_on_one_rank))
+
+
+def pickle_in_a_spread_refresh(rank: int, world_size: int) -> tuple[list[Tensor], bytes]:
+    model = make()
+    options = {**OPTIONS, "factor_update_steps": 1, "inv_update_steps": 4, "spread": 3}
+    optimizer = KFACSGD(model, **options, assignment="layer-wise")
+    pickled = b""
+    for step in range(12):
+        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), classes).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad.div_(world_size)  # type: ignore[union-attr]
+        optimizer.step()
+        if step == 5:  # the refresh of step 4 is half done
+            optimizer.curvature.synchronize()
+            pickled = pickle.dumps((model, optimizer))
+    return parameters_of(model), pickled
+
+
+def test_a_pickle_in_a_spread_refresh_goes_on_alone() -> None:
+    for expected, pickled in run_ranks(2, pickle_in_a_spread_refresh):
+        model, optimizer = pickle.loads(pickled)
+        for step in range(6, 12):
+            inputs, classes = data_of(step)
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), classes).backward()
+            optimizer.step()
+        assert optimizer.curvature.failed_decompositions == 0
+        assert_all_near([parameters_of(model)], expected)

@@ -33,7 +33,7 @@ STRATEGIES = {
     "factor-wise": FactorWise(),
     "layer-wise": LayerWise(),
     "kaisa-half": KAISA(grad_worker_fraction=0.5),
-    "kaisa-memory": KAISA(memory_budget="1MB"),
+    "kaisa-memory": KAISA(memory_budget="12 KB"),  # of 21 KB of decompositions
 }
 
 
@@ -122,6 +122,16 @@ def test_ranks_equal_one_process(world_size: int) -> None:
                 torch.testing.assert_close(
                     p, q, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text, n=name, r=rank: f"{n}, rank {r}: {text}"
                 )
+
+
+def workers_of(rank: int, world_size: int) -> set[int]:
+    engine = KFACSGD(Net().double(), lr=0.1, assignment=STRATEGIES["kaisa-memory"], **OPTIONS).curvature
+    assert engine.memory_estimate()["decompositions"] <= 12_000
+    return {len(workers.gradient_workers) for workers in engine.work.layers}
+
+
+def test_the_memory_budget_of_these_tests_bites() -> None:
+    assert run_ranks(4, workers_of) == [{2}] * 4
 
 
 def spread_out(rank: int, world_size: int) -> list[list[int]]:

@@ -203,3 +203,27 @@ def test_tensor_parallel_layers_are_declined() -> None:
     for notes, any_layers in run_ranks(2, tensor_parallel):
         assert not any_layers
         assert any("tensor parallel" in note for note in notes)
+
+
+def partly_sharded(rank: int, world_size: int) -> list[Tensor]:
+    """Only the first layer is sharded; the others' gradients are averaged by hand."""
+    model = make()
+    fully_shard(model[0])
+    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, weight_decay=1e-3, **OPTIONS)
+    for step in range(7):
+        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), classes).backward()
+        for p in model.parameters():
+            if not isinstance(p, DTensor):
+                torch.distributed.all_reduce(p.grad)
+                p.grad.div_(world_size)  # type: ignore[union-attr]
+        optimizer.step()
+    return whole(model)
+
+
+def test_sharded_and_plain_parameters_in_one_model() -> None:
+    expected = train(0, 1, "sgd", "", {})
+    for found in run_ranks(2, partly_sharded):
+        for p, q in zip(found, expected, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)

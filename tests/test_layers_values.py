@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import KFACSGD
+from kfac_optim import KFACSGD, LayerOptions
+from kfac_optim.layers import find_layers
 from tests.reference import (
     EXACT,
     Inputs,
@@ -600,3 +601,37 @@ def test_weight_and_bias_in_different_groups_share_one_direction() -> None:
     changes = take_step(model, KFACSGD(groups, **EXACT | {"damping": 0.1, "model": model}), passes, mean_loss)
     scaled = {name: change / (0.5 if "weight" in name else 2.0) for name, change in changes.items()}
     assert_applied(oracle, scaled, oracle.directions(step.gradients, 0.1), step.gradients)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (6, 4, 3), (6, 4, 2, 3)])
+def test_sync_batch_norm_reads_the_statistics_of_all_ranks_off_its_output(shape: tuple[int, ...]) -> None:
+    """Its block on one rank's half equals that half's part of BatchNorm's block on the whole batch."""
+    torch.manual_seed(0)
+    whole = torch.randn(shape, dtype=torch.float64) * 3 + 1
+    kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)]
+    norm = kind(4).double()
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(norm)
+    output, g = norm(whole), torch.randn(shape, dtype=torch.float64)
+
+    def moment(module: nn.Module, x: Tensor, y: Tensor, g: Tensor) -> Tensor:
+        (layer,) = find_layers([module], LayerOptions()).layers
+        return layer.output_moment(module, g, layer.observe(module, x, y, torch.float64))
+
+    halves = [moment(synchronised, *(t.detach()[part] for t in (whole, output, g))) for part in (slice(3), slice(3, 6))]
+    expected = moment(norm, whole, output, g)
+    torch.testing.assert_close(torch.cat(halves), expected, rtol=1e-9, atol=1e-9)
+    alone = moment(kind(4).double().train(), whole[:3], output[:3], g[:3])
+    assert not torch.allclose(halves[0], alone), "the rank's own statistics are others"
+
+
+def test_sync_batch_norm_with_a_zero_weight_falls_back_to_its_own_batch() -> None:
+    module = nn.SyncBatchNorm(4).double()
+    nn.init.zeros_(module.weight)
+    x, g = torch.randn(5, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    (layer,) = find_layers([module], LayerOptions()).layers
+    found = layer.output_moment(module, g, layer.observe(module, x, torch.zeros_like(x), torch.float64))
+    x_hat = torch.nn.functional.batch_norm(x, None, None, training=True)
+    expected = torch.stack([g * x_hat, g], dim=-1)[:, None].transpose(1, 2)
+    torch.testing.assert_close(found, expected.reshape(found.shape))
