@@ -54,7 +54,7 @@ class LayerAssignment:
         The other ranks are dealt to the gradient workers in turn, which for KAISA are the columns of its grid.
         """
         workers = sorted(self.gradient_workers)
-        receivers = [rank for rank in range(world_size) if rank not in self.gradient_workers]
+        receivers = sorted(set(range(world_size)).difference(workers))
         return [(worker, tuple(sorted((worker, *receivers[i :: len(workers)])))) for i, worker in enumerate(workers)]
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["FactorSpec", "LocalSums", "fold_", "pack", "read", "snapshot_", "unpack"]
+__all__ = ["FactorSpec", "LocalSums", "fold_", "pack", "packed_diagonal", "read", "snapshot_", "unpack"]
 
 
 def pack(matrix: Tensor) -> Tensor:
@@ -45,6 +45,14 @@ def unpack(packed: Tensor, n: int) -> Tensor:
     matrix[..., :, :cols] = rectangle[..., shift : shift + n, :].tril()
     matrix[..., cols:, cols:] = rectangle[..., : n - cols, 1 - shift :].triu().mT
     return matrix + matrix.tril(-1).mT
+
+
+def packed_diagonal(packed: Tensor, n: int) -> Tensor:
+    """The diagonals ``[..., n]`` of packed matrices, without unpacking them."""
+    rows, cols, shift = _rectangle(n)
+    rectangle = packed.unflatten(-1, (rows, cols))
+    leading, trailing = rectangle[..., shift:, :], rectangle[..., 1 - shift :]
+    return torch.cat([part.diagonal(dim1=-2, dim2=-1) for part in (leading, trailing)], -1)
 
 
 def _rectangle(n: int) -> tuple[int, int, int]:
@@ -102,8 +110,8 @@ class FactorSpec:
 
     def mean_eigenvalue(self, average: dict[str, Tensor]) -> Tensor:
         """Trace divided by dimension of each pair, ``[p]``."""
-        matrix = self.matrix(average)
-        return (matrix if self.diagonal else matrix.diagonal(dim1=-2, dim2=-1)).mean(-1)
+        value = read(average)
+        return (value if self.diagonal else packed_diagonal(value, self.dim)).mean(-1)
 
     def problem(self, average: object) -> str:
         """What keeps a loaded object from being a running average of this shape; empty if nothing."""

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, growing
+from kfac_optim.factors import pack, packed_diagonal
 from tests.reference import EXACT
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -320,3 +321,10 @@ def norm_step(model: nn.Module, optimizer: KFACSGD, c: Tensor, signs: Tensor) ->
     ((c * model(signs.expand_as(c))).sum() / len(c)).backward()
     optimizer.step()
     return model[0].weight.detach().clone()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 8])
+def test_the_diagonal_of_a_packed_matrix(n: int) -> None:
+    matrix = torch.randn(2, n, n)
+    matrix = matrix + matrix.mT
+    assert torch.equal(packed_diagonal(pack(matrix), n), matrix.diagonal(dim1=-2, dim2=-1))

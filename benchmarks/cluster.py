@@ -1,0 +1,709 @@
+"""A model of distributed K-FAC: seconds of every stage, bytes sent and held, for a cluster that need not exist.
+
+    shapes of the layers, costs        Workload     (a model on the meta device, looked at by the engine itself)
+    who does what                      assign()     (the strategies of kfac_optim.assignment, the very same objects)
+    how fast a rank computes           Device       seconds = operations * launch + flops / rate + bytes / bandwidth
+    how fast ranks talk                Network      seconds = hops * latency + bytes / bandwidth, node by node
+    how often                          Schedule     statistics every a steps, decompositions every b
+    what is sent when, in which form   Exchange     ours, or that of kfac-pytorch
+
+:func:`predict` puts them together. Operations, flops and bytes of the statistics, of preconditioning and of scaling are
+not formulas: the package's own code runs on meta tensors while :class:`Counter` counts, so they follow the code. An
+eigendecomposition takes ``a + b n^2 + c n^3`` seconds. Compute stages take as long as their slowest rank; waiting for
+that rank is charged to it, not to the communication that follows.
+
+Bytes follow the convention of ``report()["traffic"]``: an all-reduce of b bytes over R ranks is ``2 (R - 1) / R b``
+sent and received by each, a broadcast b sent by its source and b received by every other member.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from kfac_optim.assignment import Assignment, AssignmentStrategy, FactorWise, LayerAssignment, LayerCost
+from kfac_optim.curvature import CurvatureEngine, specs_of
+from kfac_optim.factors import FactorSpec
+from kfac_optim.layers import KroneckerLayer
+from kfac_optim.scaling import Direction, KLClip
+from kfac_optim.solvers import EigenSolver
+
+STAGES = (
+    "factor computation",
+    "factor update",
+    "factor communication",
+    "decomposition",
+    "decomposition communication",
+    "preconditioning",
+    "gradient communication",
+    "scaling",
+)
+KINDS = ("counts", "factors", "decompositions", "directions")
+FLOAT = 4  # bytes of the numbers that are sent and stored unless said otherwise
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+# Work ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a piece of code does.
+
+    Attributes:
+        operations: Calls of kernels or operators.
+        flops: Floating-point operations of its products of matrices.
+        bytes: Read and written by everything else; a product's own hide behind its flops.
+    """
+
+    operations: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.operations + other.operations, self.flops + other.flops, self.bytes + other.bytes)
+
+    def __mul__(self, times: float) -> Work:
+        return Work(times * self.operations, times * self.flops, times * self.bytes)
+
+
+def total(works: Iterable[Work]) -> Work:
+    """The sum of several pieces of work."""
+    return sum(works, Work())
+
+
+class Counter(TorchDispatchMode):
+    """Counts the work of everything that runs inside ``with Counter() as counter:``; views are free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work = Work()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            count = flop_registry.get(func.overloadpacket)
+            flops = count(*args, **(kwargs or {}), out_val=result) if count else 0
+            moved = sum(_numbers(x) for x in (*args, *(kwargs or {}).values(), result)) if flops == 0 else 0
+            self.work += Work(1, float(flops), float(moved))
+        return result
+
+
+def _numbers(x: Any) -> int:
+    """Bytes of the tensors in an argument."""
+    if isinstance(x, Tensor):
+        return x.numel() * x.element_size()
+    return sum(map(_numbers, x)) if isinstance(x, (list, tuple)) else 0
+
+
+# What is trained -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """One preconditioned layer.
+
+    Attributes:
+        name: Of the module.
+        a: Shape of A.
+        g: Shape of G.
+        cost: What the engine tells the strategies.
+        statistics: Work of A and G for one batch.
+        handling: Work around the decompositions of A and of G: unpacking, damping, checks.
+        preconditioning: Work of one preconditioned gradient, eigen solver.
+        scaling: Work of kl_clip and of writing the direction back.
+        rows: Rows of A and of G for one batch: examples times positions.
+    """
+
+    name: str
+    a: FactorSpec
+    g: FactorSpec
+    cost: LayerCost
+    statistics: Work
+    handling: tuple[Work, Work]
+    preconditioning: Work
+    scaling: Work
+    rows: int
+
+    @property
+    def factors(self) -> tuple[FactorSpec, FactorSpec]:
+        """A and G."""
+        return self.a, self.g
+
+    @property
+    def direction_bytes(self) -> int:
+        """Of the preconditioned gradient."""
+        return FLOAT * self.a.pairs * self.a.dim * self.g.dim
+
+    @property
+    def unfolded(self) -> Work:
+        """Work of the statistics if windows are unfolded first (im2col), as in the paper's implementation."""
+        dims = [spec.dim for spec in self.factors]
+        flops = sum(2.0 * self.rows * spec.pairs * spec.dim**2 for spec in self.factors)
+        return Work(12, flops, FLOAT * (4.0 * self.rows * sum(dims) + 2.0 * sum(dim**2 for dim in dims)))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model as the cost model sees it.
+
+    Attributes:
+        name: For tables.
+        layers: The preconditioned layers.
+        batch: Examples per rank and micro-batch.
+        parameters: Of the whole model; DDP reduces their gradients.
+        forward: Work of the forward pass of one micro-batch.
+    """
+
+    name: str
+    layers: tuple[LayerWork, ...]
+    batch: int
+    parameters: int
+    forward: Work
+
+    @property
+    def packed_numbers(self) -> int:
+        """Numbers in one triangle of every factor."""
+        return sum(spec.packed_numel for layer in self.layers for spec in layer.factors)
+
+    @property
+    def full_numbers(self) -> int:
+        """Numbers in both triangles of every factor."""
+        return sum(
+            spec.pairs * spec.dim ** (1 if spec.diagonal else 2) for layer in self.layers for spec in layer.factors
+        )
+
+
+class _Costs:
+    """A strategy that keeps what the engine tells strategies."""
+
+    def __init__(self) -> None:
+        self.costs: tuple[LayerCost, ...] = ()
+
+    def assign(self, costs: Sequence[LayerCost], world_size: int) -> Assignment:
+        """See :class:`kfac_optim.assignment.AssignmentStrategy`."""
+        self.costs = tuple(costs)
+        return FactorWise().assign(costs, world_size)
+
+
+def workload(
+    name: str,
+    make: Callable[[], nn.Module],
+    example: Sequence[int],
+    batch: int,
+    *,
+    tokens: bool = False,
+    **options: Any,
+) -> Workload:
+    """Looks at a model on the meta device: nothing is allocated, nothing computed.
+
+    Args:
+        name: For tables.
+        make: Builds the model.
+        example: Shape of one example.
+        batch: Examples per rank and micro-batch.
+        tokens: The examples are token numbers rather than floats.
+        **options: Of :class:`~kfac_optim.CurvatureEngine`, ``skip_layers`` for instance.
+    """
+    with torch.device("meta"):
+        model = make()
+        inputs = torch.zeros(batch, *example, dtype=torch.long if tokens else torch.float32)
+    notes = _Costs()
+    engine = CurvatureEngine(model, assignment=notes, **options)
+    engine.close()
+    calls = _Calls(engine.layers)
+    with torch.no_grad(), Counter() as counter:
+        model(inputs)
+    forward = counter.work
+    with torch.no_grad(), calls:
+        model(inputs)
+    layers = tuple(calls.layer(layer, cost) for layer, cost in zip(engine.layers, notes.costs, strict=True))
+    return Workload(name, layers, batch, sum(p.numel() for p in model.parameters()), forward)
+
+
+class _Calls:
+    """Inputs and outputs of the layers' modules during a forward pass on the meta device."""
+
+    def __init__(self, layers: Sequence[KroneckerLayer]) -> None:
+        self.layers = layers
+        self.seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self.handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        for layer in self.layers:
+            self.handles.append(layer.modules[0].register_forward_hook(self._hook))
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _hook(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        self.seen[module] = args[0], output
+
+    def layer(self, layer: KroneckerLayer, cost: LayerCost) -> LayerWork:
+        """Counts the work of one layer."""
+        module = layer.modules[0]
+        a, output = self.seen[module]
+        specs = specs_of(layer)
+        if layer.diagonal_input:  # counting tokens is not defined on the meta device
+            a, output = (torch.zeros(x.shape, dtype=x.dtype) for x in (a, output))
+        with torch.no_grad():
+            with Counter() as statistics:
+                observation = layer.observe(module, a, output, torch.float32)
+                moment = layer.output_moment(module, torch.empty_like(output), observation)
+                for spec, new in zip(specs, (observation.a, moment), strict=True):
+                    spec.pack(new)
+            preconditioning, direction = _preconditioned(layer, specs)
+            with Counter() as scaling:
+                multiplier = KLClip().multipliers([direction])[0]
+                layer.from_matrix(direction.direction * multiplier)
+        rows = output.numel() // (layer.pairs * layer.d_out)
+        handling = (_handled(specs, 0), _handled(specs, 1))
+        return LayerWork(layer.name, *specs, cost, statistics.work, handling, preconditioning, scaling.work, rows)
+
+
+def _handled(specs: tuple[FactorSpec, FactorSpec], side: int) -> Work:
+    """Does to a factor of the meta device what the engine does to it before and after its decomposition."""
+    averages = [spec.empty(torch.float32, torch.device("meta")) for spec in specs]
+    with torch.no_grad(), Counter() as counter:
+        factor = specs[side].matrix(averages[side])
+        for spec, average in zip(specs, averages, strict=True):
+            spec.mean_eigenvalue(average)
+        factor.isfinite().all()
+    return counter.work
+
+
+def _preconditioned(layer: KroneckerLayer, specs: tuple[FactorSpec, FactorSpec]) -> tuple[Work, Direction]:
+    """Runs the eigen solver on a layer of the meta device."""
+    p, meta = layer.pairs, torch.device("meta")
+    gamma = torch.empty(p, device=meta)
+    a, g = (
+        tuple(torch.empty(p, *shape, device=meta) for shape in ([spec.dim], [spec.dim] * 2)[: 2 - spec.diagonal])
+        for spec in specs
+    )
+    bias = None if layer.bias is None else torch.empty(p * layer.d_out, device=meta)
+    with Counter() as counter:
+        gradient = layer.to_matrix(torch.empty_like(layer.weight), bias)
+        result = EigenSolver().precondition(gradient, a, g, gamma)
+    return counter.work, Direction(result, gradient, 1.0, layer.joint)
+
+
+# What it runs on -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank computes with.
+
+    Attributes:
+        name: For tables.
+        product_flops: Flops per second in products of matrices.
+        training_flops: Flops per second that forward and backward passes sustain.
+        bandwidth: Bytes per second of memory.
+        launch: Seconds per kernel or operator call, whatever its size.
+        eigh: ``(a, b, c)``: an eigendecomposition takes ``a + b n^2 + c n^3`` seconds.
+        layer: Seconds per layer and stage of the engine's own bookkeeping.
+        cores: How many ranks of a node compute at full speed at once; infinity if each has its own device.
+        corrections: Measured over modelled seconds by stage, where something was measured.
+    """
+
+    name: str
+    product_flops: float
+    training_flops: float
+    bandwidth: float
+    launch: float
+    eigh: tuple[float, float, float]
+    layer: float = 0.0
+    cores: float = math.inf
+    corrections: Mapping[str, float] = field(default_factory=dict)
+
+    def seconds(self, work: Work) -> float:
+        """Of some work on a rank that has the device to itself."""
+        return work.operations * self.launch + work.flops / self.product_flops + work.bytes / self.bandwidth
+
+    def decomposition_seconds(self, spec: FactorSpec) -> float:
+        """Of one factor; a diagonal is its own decomposition."""
+        if spec.diagonal:
+            return self.launch
+        a, b, c = self.eigh
+        return spec.pairs * (a + b * spec.dim**2 + c * spec.dim**3)
+
+
+@dataclass(frozen=True)
+class Network:
+    """What ranks talk over.
+
+    Attributes:
+        ranks_per_node: Ranks ``0 .. ranks_per_node - 1`` share the first node, and so on.
+        node_bandwidth: Bytes per second into a node, and as many out of it.
+        rank_bandwidth: Bytes per second into a rank within its node, and as many out of it.
+        latency: Seconds per hop of a message.
+        pipelined: A broadcast streams along a ring of its members, ``n - 1`` hops, each byte passing each member once
+            (NCCL). False: whole messages go down a binary tree, ``log2 n`` hops (Gloo).
+    """
+
+    ranks_per_node: int
+    node_bandwidth: float
+    rank_bandwidth: float
+    latency: float
+    pipelined: bool = True
+
+    def hops(self, members: int) -> int:
+        """Of a broadcast among so many ranks."""
+        return members - 1 if self.pipelined else math.ceil(math.log2(members))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How often.
+
+    Attributes:
+        statistics: Steps between statistics, ``factor_update_steps``.
+        decompositions: Steps between refreshes, ``inv_update_steps``.
+        micro_batches: Per step (gradient accumulation); each takes part in the statistics of its step.
+    """
+
+    statistics: int = 10
+    decompositions: int = 100
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What is sent when, and in which form.
+
+    Attributes:
+        packed: Factors travel as one triangle instead of as full matrices.
+        at_refresh: Factors are summed when a refresh is due, instead of at every statistics step.
+        unfolded: Statistics of convolutions by im2col.
+        eigenvalue_products: The decomposition of G comes with the ``d_out x d_in`` table of eigenvalue products.
+        bucket_bytes: What is summed travels in buckets of this size.
+        broadcast_bytes: What is broadcast from one source to the same ranks travels in buckets of this size; 0: each
+            tensor alone.
+        factor_bytes: Of a factor's number on the wire; 2 with ``comm_dtype=torch.bfloat16``.
+    """
+
+    packed: bool = True
+    at_refresh: bool = True
+    unfolded: bool = False
+    eigenvalue_products: bool = False
+    bucket_bytes: int = 25 * 2**20
+    broadcast_bytes: int = 25 * 2**20
+    factor_bytes: int = FLOAT
+
+
+OURS = Exchange()
+# kfac-pytorch 0.4.2 with its defaults, as read in its source (base_preconditioner.py, layers/eigen.py).
+KFAC_PYTORCH = Exchange(packed=False, at_refresh=False, unfolded=True, eigenvalue_products=True, broadcast_bytes=0)
+# The paper's own experiments: eqs. 11-13 without the table; Horovod fuses all-reduces up to 64 MiB, broadcasts not.
+PAPER = replace(KFAC_PYTORCH, eigenvalue_products=False, bucket_bytes=64 * 2**20)
+
+
+# Of one packed number, a running average times its decay plus new data: read, write, read, read, write.
+FOLD = Work(0, 0, 5 * FLOAT)
+
+
+# Messages ------------------------------------------------------------------------------------------------------------
+
+
+def buckets(sizes: Iterable[int], bucket_bytes: int) -> list[int]:
+    """Sizes of the flat buckets that tensors of these sizes fill, in order, as ``comm.py`` fills them."""
+    filled: list[int] = []
+    for size in sizes:
+        if filled and bucket_bytes and filled[-1] + size <= bucket_bytes:
+            filled[-1] += size
+        else:
+            filled.append(size)
+    return filled
+
+
+Routes = dict[tuple[int, tuple[int, ...]], list[int]]  # (source, members with the source) -> sizes of its tensors
+
+
+def decomposition_routes(work: Workload, assignment: Assignment, exchange: Exchange) -> Routes:
+    """Every decomposition from its inverse worker to the gradient workers."""
+    routes: Routes = {}
+    for layer, assigned in zip(work.layers, assignment.layers, strict=True):
+        for side, spec in enumerate(layer.factors):
+            members = assigned.holders(side)
+            sizes = [FLOAT * spec.pairs * spec.dim]
+            if not spec.diagonal:
+                sizes.append(FLOAT * spec.pairs * spec.dim**2)
+            if exchange.eigenvalue_products:
+                sizes[0] = layer.direction_bytes if side == 1 else 0
+            if len(members) > 1:
+                routes.setdefault((assigned.inverse_workers[side], members), []).extend(sizes)
+    return routes
+
+
+def direction_routes(work: Workload, assignment: Assignment, world_size: int) -> Routes:
+    """Every preconditioned gradient from the gradient workers to the other ranks."""
+    # Most layers share their gradient workers with others; the list of routes is long on a large cluster.
+    routes_of = lru_cache(None)(lambda workers: LayerAssignment((workers[0],) * 2, workers).routes(world_size))
+    routes: Routes = {}
+    for layer, assigned in zip(work.layers, assignment.layers, strict=True):
+        for source, members in routes_of(assigned.gradient_workers):
+            if len(members) > 1:
+                routes.setdefault((source, members), []).append(layer.direction_bytes)
+    return routes
+
+
+def broadcast_bytes(routes: Routes, world_size: int) -> tuple[Floats, Floats]:
+    """Bytes that each rank sends and receives."""
+    sent, received = np.zeros(world_size), np.zeros(world_size)
+    for (source, members), sizes in routes.items():
+        size = sum(sizes)
+        sent[source] += size
+        received[list(members)] += size
+        received[source] -= size
+    return sent, received
+
+
+def broadcast_seconds(routes: Routes, world_size: int, device: Device, network: Network, exchange: Exchange) -> float:
+    """All broadcasts at once: the time of the busiest node, link or rank."""
+    nodes = math.ceil(world_size / network.ranks_per_node)
+    at_node, at_rank, waits = np.zeros(nodes), np.zeros(world_size), np.zeros(world_size)
+    for (_, members), sizes in routes.items():
+        size, ranks = sum(sizes), np.asarray(members)
+        hops = network.hops(len(members))
+        touched = np.unique(ranks // network.ranks_per_node)
+        if len(touched) > 1:
+            at_node[touched] += size
+        at_rank[ranks] += size * (1 if network.pipelined else hops)
+        waits[ranks] += len(buckets(sizes, exchange.broadcast_bytes)) * hops * network.latency
+    shared = sharing(min(world_size, network.ranks_per_node), device)
+    return float(
+        waits.max() + max(at_node.max() / network.node_bandwidth, shared * at_rank.max() / network.rank_bandwidth)
+    )
+
+
+def all_reduce_seconds(sizes: Sequence[int], world_size: int, device: Device, network: Network) -> float:
+    """All-reduces of buckets of these sizes, one after the other."""
+    if world_size == 1:
+        return 0.0
+    share = 2 * (world_size - 1) / world_size * sum(sizes)
+    seconds = sharing(min(world_size, network.ranks_per_node), device) * share / network.rank_bandwidth
+    if world_size > network.ranks_per_node:
+        seconds = max(seconds, share / network.node_bandwidth)
+    return len(sizes) * 2 * math.ceil(math.log2(world_size)) * network.latency + seconds
+
+
+def sharing(ranks: int, device: Device) -> float:
+    """How much longer work takes if so many ranks of a node do it at once."""
+    return max(1.0, ranks / device.cores)
+
+
+def finish_times(loads: Sequence[float], cores: float) -> list[float]:
+    """When ranks finish that share the cores of a node fairly, given their seconds of work alone.
+
+    While k ranks are busy, each runs at ``min(1, cores / k)`` of its speed; who finishes makes room for the others.
+    """
+    times = [0.0] * len(loads)
+    now = done = 0.0
+    order = sorted(range(len(loads)), key=loads.__getitem__)
+    for position, rank in enumerate(order):
+        now += (loads[rank] - done) * max(1.0, (len(order) - position) / cores)
+        done = loads[rank]
+        times[rank] = now
+    return times
+
+
+def intervals(schedule: Schedule, exchange: Exchange = OURS) -> dict[str, int]:
+    """Steps between two events of each stage."""
+    statistics, refresh = schedule.statistics, schedule.decompositions
+    summed = refresh if exchange.at_refresh else statistics
+    return dict(zip(STAGES, (statistics, statistics, summed, refresh, refresh, 1, 1, 1), strict=True))
+
+
+# The prediction ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a run would take.
+
+    Attributes:
+        world_size: Number of ranks.
+        schedule: As given.
+        events: Seconds of a stage each time it happens, on the slowest rank.
+        sent: Bytes per step and rank by kind, mean over the schedule.
+        received: Likewise.
+        memory: Bytes of factors, snapshots and decompositions on each rank.
+        imbalance: Largest decomposition load over the mean.
+    """
+
+    world_size: int
+    schedule: Schedule
+    events: Mapping[str, float]
+    sent: Mapping[str, Floats]
+    received: Mapping[str, Floats]
+    memory: Floats
+    imbalance: float
+    exchange: Exchange = field(default=OURS)
+
+    @property
+    def intervals(self) -> dict[str, int]:
+        """Steps between two events of each stage."""
+        return intervals(self.schedule, self.exchange)
+
+    @property
+    def per_step(self) -> dict[str, float]:
+        """Mean seconds of each stage per step."""
+        return {name: self.events[name] / every for name, every in self.intervals.items()}
+
+    @property
+    def overhead(self) -> float:
+        """Mean seconds that K-FAC adds to a step."""
+        return sum(self.per_step.values())
+
+    @property
+    def refresh(self) -> float:
+        """Seconds that a refresh adds to its step: statistics, exchange, decompositions."""
+        return sum(self.events[name] for name, every in self.intervals.items() if every > 1)
+
+
+def predict(
+    work: Workload,
+    world_size: int,
+    strategy: AssignmentStrategy,
+    device: Device,
+    network: Network,
+    schedule: Schedule = Schedule(),
+    exchange: Exchange = OURS,
+) -> Prediction:
+    """Seconds, bytes and memory of K-FAC on a cluster.
+
+    Args:
+        work: What is trained.
+        world_size: Number of ranks.
+        strategy: Any strategy of :mod:`kfac_optim.assignment`.
+        device: What a rank computes with.
+        network: What ranks talk over.
+        schedule: How often statistics and decompositions are due.
+        exchange: What is sent when.
+    """
+    assignment = strategy.assign([layer.cost for layer in work.layers], world_size)
+    decompositions = decomposition_routes(work, assignment, exchange)
+    directions = direction_routes(work, assignment, world_size)
+    sums = factor_sizes(work, exchange)
+    events = {
+        **compute_seconds(work, assignment, world_size, device, network, schedule, exchange),
+        "factor communication": pooling_seconds(work, sums, world_size, device, network, schedule, exchange),
+        "decomposition communication": broadcast_seconds(decompositions, world_size, device, network, exchange),
+        "gradient communication": broadcast_seconds(directions, world_size, device, network, exchange),
+    }
+    ring = 2 * (world_size - 1) / world_size
+    updates = schedule.decompositions / schedule.statistics
+    # In float64: the weights of A and of G for every update and layer, skipped batches; which layers were decomposed.
+    counts = ring * 8 * (2 * len(work.layers) * (updates + 1) + 1) if exchange.at_refresh else 0.0
+    pooled = ring * sum(sums) * (1 if exchange.at_refresh else updates)
+    sent, received = broadcast_bytes(decompositions, world_size)
+    every = np.full(world_size, 1.0)
+    refresh = {"counts": (counts * every,) * 2, "factors": (pooled * every,) * 2, "decompositions": (sent, received)}
+    bytes_ = {kind: [side / schedule.decompositions for side in sides] for kind, sides in refresh.items()}
+    bytes_["directions"] = list(broadcast_bytes(directions, world_size))
+    return Prediction(
+        world_size,
+        schedule,
+        {name: events[name] * device.corrections.get(name, 1.0) for name in STAGES},
+        {kind: bytes_[kind][0] for kind in KINDS},
+        {kind: bytes_[kind][1] for kind in KINDS},
+        memory_per_rank(work, assignment, world_size),
+        assignment.imbalance,
+        exchange,
+    )
+
+
+def factor_sizes(work: Workload, exchange: Exchange) -> list[int]:
+    """Bytes of the buckets in which the factors are summed."""
+    numbers = [
+        spec.packed_numel if exchange.packed or spec.diagonal else spec.pairs * spec.dim**2
+        for layer in work.layers
+        for spec in layer.factors
+    ]
+    return buckets((exchange.factor_bytes * n for n in numbers), exchange.bucket_bytes)
+
+
+def pooling_seconds(
+    work: Workload,
+    sizes: Sequence[int],
+    world_size: int,
+    device: Device,
+    network: Network,
+    schedule: Schedule,
+    exchange: Exchange,
+) -> float:
+    """Summing the factors over the ranks: all-reduces of counts and of factors, and the copies around them."""
+    if world_size == 1:
+        return 0.0
+    counts = 16 * len(work.layers) * schedule.decompositions // schedule.statistics
+    small = [counts] if exchange.at_refresh else []
+    copies = FOLD * work.packed_numbers if exchange.at_refresh else Work()
+    copies += Work(2 * len(work.layers), 0, 2 * sum(sizes))  # into the buckets
+    shared = sharing(min(world_size, network.ranks_per_node), device)
+    return all_reduce_seconds([*small, *sizes], world_size, device, network) + shared * device.seconds(copies)
+
+
+def compute_seconds(
+    work: Workload,
+    assignment: Assignment,
+    world_size: int,
+    device: Device,
+    network: Network,
+    schedule: Schedule,
+    exchange: Exchange,
+) -> dict[str, float]:
+    """The stages without communication, on the slowest rank."""
+    together = min(world_size, network.ranks_per_node)
+    shared, layers = sharing(together, device), work.layers
+    book = device.layer * len(layers)
+    statistics = device.seconds(total(layer.unfolded if exchange.unfolded else layer.statistics for layer in layers))
+    # One rank folds every update into the running average; several add it to their local sums, but for the first one.
+    added = 1.0 if world_size == 1 or not exchange.at_refresh else 1 - schedule.statistics / schedule.decompositions
+    fold = device.seconds(FOLD * work.packed_numbers * added)
+    decomposing = np.zeros(world_size)
+    preconditioning = np.zeros(world_size)
+    for layer, assigned in zip(layers, assignment.layers, strict=True):
+        for rank, spec, handling in zip(assigned.inverse_workers, layer.factors, layer.handling, strict=True):
+            decomposing[rank] += device.decomposition_seconds(spec) + device.seconds(handling)
+        preconditioning[list(assigned.gradient_workers)] += device.seconds(layer.preconditioning) + device.layer
+    return {
+        "factor computation": shared * (statistics + book) * schedule.micro_batches,
+        "factor update": shared * (fold + book),
+        "decomposition": slowest(decomposing, device, network),
+        "preconditioning": slowest(preconditioning, device, network),
+        "scaling": shared * (device.seconds(total(layer.scaling for layer in layers)) + book),
+    }
+
+
+def slowest(loads: Floats, device: Device, network: Network) -> float:
+    """When the last rank is done, if the ranks of a node share its cores."""
+    if device.cores == math.inf:
+        return float(loads.max())
+    nodes = (loads[start : start + network.ranks_per_node] for start in range(0, len(loads), network.ranks_per_node))
+    return max(max(finish_times(node.tolist(), device.cores)) for node in nodes)
+
+
+def memory_per_rank(work: Workload, assignment: Assignment, world_size: int) -> Floats:
+    """Bytes on each rank: what every rank holds, and the decompositions of the layers that it preconditions."""
+    held = np.full(world_size, float(shared_memory(work, world_size)))
+    for layer, assigned in zip(work.layers, assignment.layers, strict=True):
+        held[list(assigned.gradient_workers)] += layer.cost.memory
+    return held
+
+
+def shared_memory(work: Workload, world_size: int) -> int:
+    """Bytes of running averages, of the snapshot of the last refresh and, with several ranks, of a rank's own sums."""
+    return (2 + (world_size > 1)) * FLOAT * work.packed_numbers
