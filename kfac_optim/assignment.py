@@ -51,11 +51,14 @@ class LayerAssignment:
     def routes(self, world_size: int) -> list[tuple[int, tuple[int, ...]]]:
         """Who sends the preconditioned gradient to whom: (source, members with the source) for every gradient worker.
 
-        The other ranks are dealt to the gradient workers in turn, which for KAISA are the columns of its grid.
+        The other ranks are shared out to the gradient workers in equal runs of neighbours, which for KAISA are the
+        columns of its grid.
         """
         workers = sorted(self.gradient_workers)
         receivers = sorted(set(range(world_size)).difference(workers))
-        return [(worker, tuple(sorted((worker, *receivers[i :: len(workers)])))) for i, worker in enumerate(workers)]
+        ends = [len(receivers) * i // len(workers) for i in range(len(workers) + 1)]
+        shares = (receivers[start:end] for start, end in zip(ends, ends[1:], strict=False))
+        return [(worker, tuple(sorted((worker, *share)))) for worker, share in zip(workers, shares, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -198,8 +201,12 @@ class KAISA:
         return self._grid(costs, world_size, round(workers))
 
     def _grid(self, costs: Sequence[LayerCost], world_size: int, workers: int) -> Assignment:
-        """Ranks as a grid of ``world_size / workers`` rows; a layer belongs to the row with the least load so far."""
-        rows = [range(start, start + workers) for start in range(0, world_size, workers)]
+        """Ranks as a grid of ``world_size / workers`` rows; a layer belongs to the row with the least load so far.
+
+        Ranks go down the columns, so that a column, within which preconditioned gradients travel at every step, is a
+        run of neighbours: one node, where it fits. Decompositions travel within rows, at refreshes only.
+        """
+        rows = [range(row, world_size, world_size // workers) for row in range(world_size // workers)]
         row_of = longest_first([sum(c.factor_costs) for c in costs], [range(len(rows))] * len(costs), [0.0] * len(rows))
         return _within_groups(costs, [rows[row] for row in row_of], world_size, split_factors=workers > 1)
 

@@ -787,12 +787,13 @@ def test_every_rank_outside_has_one_source(case: tuple[int, set[int]]) -> None:
 
 @given(st.integers(1, 24), st.data())
 def test_kaisa_s_routes_are_the_columns_of_its_grid(world_size: int, data: st.DataObject) -> None:
-    """Row i of the grid holds ranks i n .. i n + n - 1; a column holds those with the same remainder."""
+    """A column of the grid of m rows holds neighbours, ranks j m .. j m + m - 1: those of one node, where they fit."""
     workers = data.draw(st.sampled_from([n for n in range(1, world_size + 1) if world_size % n == 0]))
     costs = [LayerCost((float(i), 1.0), 1) for i in range(4)]
     for layer in KAISA(grad_worker_fraction=workers / world_size).assign(costs, world_size).layers:
         for source, members in layer.routes(world_size):
-            assert sorted(members) == list(range(source % workers, world_size, workers))
+            rows = world_size // workers
+            assert list(members) == list(range(source // rows * rows, source // rows * rows + rows))
 
 
 @given(st.tuples(st.integers(0, 5), st.integers(0, 5)), st.sets(st.integers(0, 5), min_size=1))
