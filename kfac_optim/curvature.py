@@ -271,7 +271,8 @@ class CurvatureEngine:
         self.comm = make_communicator(process_group) if communicator is None else communicator
         if not isinstance(self.comm, Communicator):
             raise TypeError(f"communicator={communicator!r}: must be a kfac_optim.Communicator")
-        self.model = model if isinstance(model, nn.Module) else None
+        # Without its wrapper, which may refuse to be copied (DDP in a group of its own).
+        self.model = unwrap(model) if isinstance(model, nn.Module) else None
         self._refresh: _Refresh | None = None
         self._trained = dict.fromkeys(_parameters_of(model if params is None else params))
         self._own_steps = 0  # steps taken by this object, not by the run that it resumes
@@ -320,7 +321,7 @@ class CurvatureEngine:
     def _find_layers(self) -> None:
         """Finds the layers of the trained parameters, and who works on them; known ones keep their identity."""
         known = {layer.weight: layer for layer in self.layers}
-        self._roots = [unwrap(self.model)] if self.model is not None else owners_of(self._trained)
+        self._roots = [self.model] if self.model is not None else owners_of(self._trained)
         options = LayerOptions(
             weight_sharing=self.weight_sharing,
             batch_dim=self.batch_dim,

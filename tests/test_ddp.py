@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,8 @@ def train_in_subgroups(rank: int, world_size: int) -> list[Tensor]:
     wrapped = DDP(model, process_group=mine)
     optimizer = KFACSGD(wrapped, **OPTIONS, assignment="layer-wise", process_group=mine)
     assert optimizer.curvature.comm.rank == inner
+    _, copied = copy.deepcopy((model, optimizer))
+    assert copied.curvature.comm.group is mine, "a copy stays among its ranks"
     for step in range(7):
         inputs, classes = (part.chunk(2)[inner] for part in data_of(step))
         optimizer.zero_grad()
@@ -457,17 +460,37 @@ def train_all_images(rank: int, world_size: int) -> dict[str, list[Tensor]]:
     return {name: train_images(rank, world_size, how, options) for name, (how, options) in IMAGES.items()}
 
 
+def train_dense(rank: int, world_size: int) -> list[Tensor]:
+    """Widths at which products with a transposed eigenbasis round differently."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 10), nn.ReLU(), nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 5))
+    wrapped = DDP(model)
+    options = {"damping": 0.003, "factor_update_steps": 1, "inv_update_steps": 5}
+    optimizer = KFACSGD(wrapped, lr=0.05, momentum=0.9, **options)
+    for step in range(60):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        inputs = torch.randn(16, 20, generator=generator)
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(inputs), inputs[:, :5].sin().argmax(1)).backward()
+        optimizer.step()
+    return parameters_of(model)
+
+
+def test_dense_ranks_stay_bit_for_bit_equal() -> None:
+    assert_equal_on_ranks(run_ranks(2, train_dense))
+
+
 def test_ranks_stay_bit_for_bit_equal_in_float32() -> None:
     outcomes = run_ranks(2, train_all_images)
     for name in IMAGES:
         assert_equal_on_ranks([found[name] for found in outcomes])
 
 
-def join_channels_last(rank: int, world_size: int) -> list[Tensor]:
+def join_channels_last(rank: int, world_size: int, assignment: str) -> list[Tensor]:
     torch.manual_seed(0)
     model = Images().to(memory_format=torch.channels_last)
     wrapped = DDP(model)
-    optimizer = KFACSGD(wrapped, lr=0.05, factor_update_steps=1, inv_update_steps=2, assignment="layer-wise")
+    optimizer = KFACSGD(wrapped, lr=0.05, factor_update_steps=1, inv_update_steps=2, assignment=assignment)
     with Join([wrapped, optimizer]):
         for step in range(3 + 2 * rank):
             inputs, classes = images_of(step, rank)
@@ -478,7 +501,26 @@ def join_channels_last(rank: int, world_size: int) -> list[Tensor]:
 
 
 def test_join_with_channels_last_and_no_gradients_left() -> None:
-    assert_equal_on_ranks(run_ranks(2, join_channels_last))
+    layer_wise, factor_wise = (run_ranks(2, join_channels_last, name) for name in ("layer-wise", "factor-wise"))
+    assert_equal_on_ranks(layer_wise)
+    for p, q in zip(layer_wise[0], factor_wise[0], strict=True):  # DDP makes ranks equal, right or wrong
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+def stand_still(rank: int, world_size: int) -> int:
+    """A step with lr 0 on zero gradients, before which one rank alone has run the model."""
+    model = make()
+    optimizer = KFACSGD(model, **{**OPTIONS, "lr": 0.0})
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    if rank == 0:
+        (model(data_of(0)[0]).sum() * 0.0).backward()
+    optimizer.step()
+    return optimizer.curvature.step_count
+
+
+def test_what_one_rank_has_seen_decides_nothing() -> None:
+    assert run_ranks(2, stand_still, group_timeout=timedelta(seconds=10)) == [0, 0]
 
 
 def mask_everything_on_one_rank(rank: int, world_size: int) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -314,3 +315,19 @@ def test_two_optimizers_of_a_gan_do_not_see_each_other_s_passes() -> None:
         assert_identical(critic, lone_critic)
         first.step()
         lone_generator.load_state_dict(generator.state_dict())
+
+
+@pytest.mark.parametrize("spread", [0, 2])
+def test_a_closed_engine_leaves_the_base_class(spread: int) -> None:
+    """Also through the steps in which statistics and refreshes would have been due."""
+    model = make_model()
+    optimizer = KFACSGD(model, lr=0.05, momentum=0.9, factor_update_steps=1, inv_update_steps=2, spread=spread)
+    train(model, optimizer, range(3))
+    optimizer.curvature.close()
+    base_model = copy.deepcopy(model)
+    base = torch.optim.SGD(base_model.parameters(), lr=0.05, momentum=0.9)
+    for p, q in zip(model.parameters(), base_model.parameters(), strict=True):
+        base.state[q]["momentum_buffer"] = optimizer.state[p]["momentum_buffer"].clone()
+    train(model, optimizer, range(3, 9))
+    train(base_model, base, range(3, 9))
+    assert_identical(model, base_model)
