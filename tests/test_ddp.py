@@ -20,16 +20,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kfac_optim import KFACSGD, CurvatureEngine, LayerWise
 from tests.ranks import run_ranks
+from tests.training import FLOAT64, OFTEN
 
-OPTIONS: dict[str, Any] = {
-    "lr": 0.1,
-    "momentum": 0.9,
-    "damping": 0.1,
-    "factor_update_steps": 2,
-    "inv_update_steps": 3,
-    "factor_dtype": torch.float64,
-    "inv_dtype": torch.float64,
-}
+OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, **OFTEN, **FLOAT64}
 
 
 class Branches(nn.Module):

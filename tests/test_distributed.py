@@ -10,25 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from kfac_optim import KAISA, KFACLAMB, KFACSGD, FactorWise, KFACAdam, LayerWise
+from kfac_optim import KAISA, KFACSGD, FactorWise, LayerWise
 from tests.ranks import run_ranks
+from tests.training import FLOAT64, KINDS, OFTEN
 
 TOLERANCE = 1e-9
 STEPS = 10
-# Statistics and refreshes at intervals that leave steps of every kind.
-OPTIONS: dict[str, Any] = {
-    "damping": 0.1,
-    "factor_update_steps": 2,
-    "inv_update_steps": 3,
-    "factor_dtype": torch.float64,
-    "inv_dtype": torch.float64,
-}
-CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "sgd": (KFACSGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}),
-    "momentum": (KFACSGD, {"lr": 0.02, "momentum": 0.9, "precondition": "momentum", "scaling": "unit"}),
-    "adam": (KFACAdam, {"lr": 0.01}),
-    "lamb": (KFACLAMB, {"lr": 0.01, "weight_decay": 1e-3}),
-}
+OPTIONS: dict[str, Any] = {**OFTEN, **FLOAT64}
 STRATEGIES = {
     "factor-wise": FactorWise(),
     "layer-wise": LayerWise(),
@@ -68,7 +56,7 @@ def train(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> lis
     torch.manual_seed(0)
     model = Net().double()
     wrapped: nn.Module = DDP(model) if world_size > 1 else model
-    cls, base = CLASSES[kind]
+    cls, base = KINDS[kind]
     optimizer = cls(model, **{**base, **OPTIONS, **options})
     for step in range(STEPS):
         inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))

@@ -15,22 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
+from kfac_optim import KFACSGD
 from tests.ranks import run_ranks
+from tests.training import FLOAT64, KINDS, OFTEN
 
-OPTIONS: dict[str, Any] = {
-    "damping": 0.1,
-    "factor_update_steps": 2,
-    "inv_update_steps": 3,
-    "factor_dtype": torch.float64,
-    "inv_dtype": torch.float64,
-}
-CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "sgd": (KFACSGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}),
-    "momentum": (KFACSGD, {"lr": 0.02, "momentum": 0.9, "precondition": "momentum", "scaling": "unit"}),
-    "adam": (KFACAdam, {"lr": 0.01}),
-    "lamb": (KFACLAMB, {"lr": 0.01}),
-}
+OPTIONS: dict[str, Any] = {**OFTEN, **FLOAT64}
 
 
 def make() -> nn.Sequential:
@@ -63,7 +52,7 @@ def train(rank: int, world_size: int, kind: str, how: str, options: dict[str, An
     model = make()
     if world_size > 1:
         shard(model, how)
-    cls, base = CLASSES[kind]
+    cls, base = KINDS[kind]
     optimizer = cls(model, **{**base, **OPTIONS, **options})
     for step in range(steps):
         inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
@@ -77,7 +66,7 @@ def train(rank: int, world_size: int, kind: str, how: str, options: dict[str, An
 
 def train_all(rank: int, world_size: int) -> dict[str, list[Tensor]]:
     found = {}
-    for kind in CLASSES:
+    for kind in KINDS:
         for how, assignment in (("per layer", "factor-wise"), ("root", "layer-wise")):
             found[f"{kind}, {how}"] = train(rank, world_size, kind, how, {"assignment": assignment})
     return found
@@ -86,7 +75,7 @@ def train_all(rank: int, world_size: int) -> dict[str, list[Tensor]]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_shards_equal_one_process(world_size: int) -> None:
     outcomes = run_ranks(world_size, train_all)
-    for kind in CLASSES:
+    for kind in KINDS:
         expected = train(0, 1, kind, "", {})
         for found in outcomes:
             for how in ("per layer", "root"):

@@ -22,6 +22,14 @@ CLASSES: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
     KFACLAMB: {"lr": 0.01, "weight_decay": 1e-3},
 }
 
+# By a name that test parameters can have; SGD's other mode is a kind of its own.
+KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (KFACSGD, CLASSES[KFACSGD]),
+    "momentum": (KFACSGD, {"lr": 0.02, "momentum": 0.9, "precondition": "momentum", "scaling": "unit"}),
+    "adam": (KFACAdam, CLASSES[KFACAdam]),
+    "lamb": (KFACLAMB, CLASSES[KFACLAMB]),
+}
+
 BASES: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
     KFACSGD: torch.optim.SGD,
     KFACAdam: torch.optim.Adam,
