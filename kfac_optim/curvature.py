@@ -27,7 +27,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -75,7 +75,7 @@ from .schedules import (
     scheduled,
     value_at,
 )
-from .solvers import Decomposition, EigenSolver, InverseSolver, Solver, decompose_safely
+from .solvers import Decomposition, EigenSolver, InverseSolver, Result, Solver, Worker, decompose_all
 
 __all__ = ["CurvatureEngine", "joinable", "memory_estimate", "owning_engine"]
 
@@ -89,6 +89,11 @@ _FISHERS = {"categorical": Categorical(), "bernoulli": Bernoulli(), "gaussian": 
 _ASSIGNMENTS = {"layer-wise": LayerWise(), "factor-wise": FactorWise(), "kaisa": KAISA(grad_worker_fraction=1.0)}
 
 _ENGINES: weakref.WeakSet[CurvatureEngine] = weakref.WeakSet()
+
+Job = tuple[KroneckerLayer, int]  # the decomposition of a side
+
+# Layers of one shape are preconditioned together up to this many numbers (64 MiB in float32).
+_STACK_NUMEL = 2**24
 
 
 # Checks of arguments that need torch ---------------------------------------------------------------------------------
@@ -115,19 +120,66 @@ class _Refresh:
     def __init__(self, start: int, spread: int, damping: float | None, source: str) -> None:
         self.start, self.spread, self.damping, self.source = start, spread, damping, source
         self.layers: list[KroneckerLayer] = []
-        self.jobs: list[tuple[int, KroneckerLayer, int]] = []  # (step since start, layer, side), this rank's share
-        self.done: dict[tuple[KroneckerLayer, int], Decomposition | None] = {}
+        self.steps: dict[Job, int] = {}  # this rank's share: how long after the start each job is due
+        self.beside: list[Job] = []  # those of them that run beside the training
+        self.running: dict[Job, Callable[[], Result]] = {}
+        self.done: dict[Job, Result] = {}
 
-    def plan(self, layers: list[KroneckerLayer], share: list[tuple[KroneckerLayer, int, float]]) -> None:
-        """Shares this rank's decompositions (layer, side, cost) out to the steps, evenly by cost."""
+    def plan(self, layers: list[KroneckerLayer], share: Mapping[Job, FactorSpec], *, overlap: bool) -> None:
+        """Shares this rank's decompositions out to the steps: evenly by cost, and same shapes together.
+
+        One that exceeds a step's share (any, if ``overlap``) has all steps: it runs beside the training.
+        """
         self.layers = layers
         steps = max(1, self.spread)
-        when = longest_first([cost for *_, cost in share], [range(steps)] * len(share), [0.0] * steps)
-        self.jobs = [(step, layer, side) for step, (layer, side, _) in zip(when, share, strict=True)]
+        budget = sum(spec.cost for spec in share.values()) / steps
+        aside = [job for job, spec in share.items() if self.spread and (overlap or spec.cost > budget)]
+        self.beside = sorted(aside, key=lambda job: -share[job].cost)
+        batches: list[list[Job]] = []
+        latest: dict[tuple[int, bool], tuple[list[Job], float]] = {}
+        for job in [job for job in share if job not in aside]:
+            key, cost = (share[job].dim, share[job].diagonal), share[job].cost
+            batch, so_far = latest.get(key, ([], 0.0))
+            if not batch or so_far + cost > budget:
+                batch, so_far = [], 0.0
+                batches.append(batch)
+            batch.append(job)
+            latest[key] = (batch, so_far + cost)
+        costs = [sum(share[job].cost for job in batch) for batch in batches]
+        when = longest_first(costs, [range(steps)] * len(batches), [0.0] * steps)
+        self.steps = {job: step for step, batch in zip(when, batches, strict=True) for job in batch}
+        self.steps |= dict.fromkeys(self.beside, self.spread)
+        self.done = {job: result for job, result in self.done.items() if job in share}
+        self.running = {job: result for job, result in self.running.items() if job in share}
 
-    def jobs_until(self, elapsed: int) -> list[tuple[KroneckerLayer, int]]:
-        """What has to be done by now and is not."""
-        return [(layer, side) for step, layer, side in self.jobs if step <= elapsed and (layer, side) not in self.done]
+    def due(self, elapsed: int) -> list[Job]:
+        """What has to be done by now, and is not."""
+        return [job for job, step in self.steps.items() if step <= elapsed and job not in self.done]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "running": {}}
+
+
+@dataclass
+class _Stack:
+    """Layers of one shape, preconditioned as one.
+
+    Attributes:
+        layers: The layers.
+        decomposed: Of A and of G; None where another rank preconditions.
+        means: Mean eigenvalues of A and G, ``[p]`` each.
+        units: See :class:`~kfac_optim.scaling.Direction`.
+    """
+
+    layers: list[KroneckerLayer]
+    decomposed: tuple[Decomposition, Decomposition] | None
+    means: tuple[Tensor, Tensor]
+    units: Tensor | None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Pairs of each layer."""
+        return [layer.pairs for layer in self.layers]
 
 
 class CurvatureEngine:
@@ -274,6 +326,7 @@ class CurvatureEngine:
         # Without its wrapper, which may refuse to be copied (DDP in a group of its own).
         self.model = unwrap(model) if isinstance(model, nn.Module) else None
         self._refresh: _Refresh | None = None
+        self._worker = Worker()
         self._trained = dict.fromkeys(_parameters_of(model if params is None else params))
         self._own_steps = 0  # steps taken by this object, not by the run that it resumes
         self._met = False  # a first step has been taken
@@ -295,6 +348,7 @@ class CurvatureEngine:
         self._averages: dict[KroneckerLayer, dict[str, Any]] = {}
         self._decomposed: dict[KroneckerLayer, tuple[Decomposition, Decomposition]] = {}
         self._means: dict[KroneckerLayer, tuple[Tensor, Tensor]] = {}
+        self._stacks: list[_Stack] | None = None  # of the layers that have decompositions
         self._cosines: dict[KroneckerLayer, Tensor] = {}
         self._stages = diagnostics.StageTimes()
         self._warned: set[str] = set()
@@ -360,6 +414,7 @@ class CurvatureEngine:
             for layer, w in self._workers.items()
         }
         self._agreed = False  # the ranks know that they have built the same
+        self._stacks = None
         self.comm.check_groups(self._groups)
         if self.layers:
             self.comm.device = self.layers[0].weight.device
@@ -432,6 +487,7 @@ class CurvatureEngine:
         self._closed = True
         self._decomposed.clear()
         self._means.clear()
+        self._refresh = self._stacks = None
         _ENGINES.discard(self)
 
     @property
@@ -634,21 +690,20 @@ class CurvatureEngine:
             self._work_off(self._refresh, step - self._refresh.start)
 
     def _plan_refresh(self, refresh: _Refresh, layers: list[KroneckerLayer]) -> None:
-        share = [
-            (layer, side, self._specs[layer][side].cost)
+        share = {
+            (layer, side): self._specs[layer][side]
             for layer in layers
             for side in range(2)
             if self._workers[layer].inverse_workers[side] == self.comm.rank
-        ]
-        refresh.plan(layers, share)
-        refresh.done = {
-            (layer, i): refresh.done[layer, i] for _, layer, i in refresh.jobs if (layer, i) in refresh.done
         }
+        refresh.plan(layers, share, overlap=getattr(self.solver, "overlap", False))
 
     def _work_off(self, refresh: _Refresh, elapsed: int) -> None:
         with self._stages.stage("decomposition"):
-            for layer, i in refresh.jobs_until(elapsed):
-                refresh.done[layer, i] = self._decompose(layer, i, refresh)
+            for job in refresh.beside if elapsed < refresh.spread else ():
+                if job not in refresh.running and job not in refresh.done:
+                    refresh.running[job] = self._decompose_beside(job, refresh)
+            self._decompose_due(refresh, elapsed)
         if elapsed < refresh.spread:
             return
         self._refresh, self.frozen_at = None, refresh.start
@@ -705,8 +760,34 @@ class CurvatureEngine:
             self._decomposed[layer] = (a, g)
         self._means[layer] = self._mean_eigenvalues(layer, "{}_last")
         self._cosines.pop(layer, None)
+        self._stacks = None
 
-    def _decompose(self, layer: KroneckerLayer, side: int, refresh: _Refresh) -> Decomposition | None:
+    def _decompose_due(self, refresh: _Refresh, elapsed: int) -> None:
+        """Decomposes what is due, same shapes together, and collects what has run beside the training."""
+        due = refresh.due(elapsed)
+        alone = [job for job in due if job not in refresh.running]
+        if alone:
+            factors, shifts = zip(*(self._factor_of(job, refresh) for job in alone), strict=True)
+            with full_precision(factors[0].device.type):
+                found = decompose_all(self.solver, factors, shifts)
+            refresh.done |= {job: self._as_stored(result) for job, result in zip(alone, found, strict=True)}
+        for job in due:
+            if job in refresh.running:
+                refresh.done[job] = refresh.running.pop(job)()
+
+    def _decompose_beside(self, job: Job, refresh: _Refresh) -> Callable[[], Result]:
+        """Starts a decomposition on the worker; returns what waits for its result."""
+        factor, shift = self._factor_of(job, refresh)
+
+        def work() -> Result:
+            with self._stages.stage("decomposition beside training"):
+                return self._as_stored(decompose_all(self.solver, [factor], [shift])[0])
+
+        return self._worker.submit(factor.device, work)
+
+    def _factor_of(self, job: Job, refresh: _Refresh) -> tuple[Tensor, Tensor]:
+        """The factor of a job, and what is added to its diagonal."""
+        layer, side = job
         average, key = self._averages[layer], refresh.source
         damping = float(average["damping"]) if refresh.damping is None else refresh.damping
         factor = self._specs[layer][side].matrix(average[key.format(SIDES[side])])
@@ -714,10 +795,10 @@ class CurvatureEngine:
         gamma = self._gamma(means, damping)
         # Where A is the constant 1 there is nothing to split the damping between.
         shifts = (torch.zeros_like(gamma), gamma) if layer.joint else self.solver.shifts(gamma, *means)
-        shift = shifts[side]
-        with full_precision(factor.device.type):
-            dtype = torch.promote_types(factor.dtype, torch.promote_types(self.inv_dtype, torch.float32))
-            result = decompose_safely(self.solver, factor.to(dtype), shift.to(dtype))
+        dtype = torch.promote_types(factor.dtype, torch.promote_types(self.inv_dtype, torch.float32))
+        return factor.to(dtype), shifts[side].to(dtype)
+
+    def _as_stored(self, result: Result) -> Result:
         if result is None:
             return None
         # Contiguous, as they arrive on other ranks: products round differently with the layout, and ranks drift apart.
@@ -762,37 +843,97 @@ class CurvatureEngine:
         """
         known = [layer for layer in self.layers if layer in self._means]
         whole = {p: gathered(vectors[p]) for layer in known for p in layer.parameters if p in vectors}
-        layers = [layer for layer in known if all(p in whole for p in layer.parameters)]
+        if self._stacks is None:
+            self._stacks = self._stacks_of(known)
+        stacks = [part for stack in self._stacks for part in self._with_vectors(stack, whole)]
         with self._stages.stage("preconditioning"):
-            found = [self._direction(layer, whole, lr) for layer in layers]
+            found = [self._direction(stack, whole, lr) for stack in stacks]
         if any(self._routes.values()):
             with self._communicating("gradient"):
-                self._share(known, dict(zip(layers, found, strict=True)))
+                self._share(known, stacks, found)
         with self._stages.stage("scaling"):
             scaling = KLClip(self._now("kl_clip")) if self.scaling == "kl_clip" else self.scaling
             if scaling is not None:
                 assert not isinstance(scaling, str)
                 multipliers = scaling.multipliers(found)
             result: dict[nn.Parameter, Tensor] = {}
-            for i, (layer, d) in enumerate(zip(layers, found, strict=True)):
-                if layer not in self._cosines:
-                    self._cosines[layer] = diagnostics.cosine(d.gradient, d.direction)
-                matrix = d.direction if scaling is None else d.direction * multipliers[i].reshape(-1, 1, 1)
-                for parameter, direction in zip(layer.parameters, layer.from_matrix(matrix), strict=True):
-                    vector = whole[parameter]
-                    if parameter is layer.bias and layer.bias_part != slice(None):
-                        result.setdefault(parameter, vector.clone())[layer.bias_part] = direction
-                    elif direction.dtype is vector.dtype and direction.stride() == vector.stride():
-                        result[parameter] = direction
-                    else:  # fused kernels expect the layout of the parameter
-                        result[parameter] = torch.empty_like(vector).copy_(direction)
+            for i, (stack, d) in enumerate(zip(stacks, found, strict=True)):
+                self._note_cosines(stack, d)
+                scaled = d.direction if scaling is None else d.direction * multipliers[i].reshape(-1, 1, 1)
+                for layer, matrix in zip(stack.layers, scaled.split(stack.sizes), strict=True):
+                    self._unstack(layer, matrix, whole, result)
         return {parameter: sharded_like(direction, vectors[parameter]) for parameter, direction in result.items()}
 
-    def _share(self, layers: Sequence[KroneckerLayer], found: Mapping[KroneckerLayer, Direction]) -> None:
+    def _unstack(
+        self,
+        layer: KroneckerLayer,
+        matrix: Tensor,
+        vectors: Mapping[nn.Parameter, Tensor],
+        result: dict[nn.Parameter, Tensor],
+    ) -> None:
+        """Writes a layer's matrix into the directions of its parameters."""
+        for parameter, direction in zip(layer.parameters, layer.from_matrix(matrix), strict=True):
+            vector = vectors[parameter]
+            if parameter is layer.bias and layer.bias_part != slice(None):
+                result.setdefault(parameter, vector.clone())[layer.bias_part] = direction
+            elif direction.dtype is vector.dtype and direction.stride() == vector.stride():
+                result[parameter] = direction
+            else:  # fused kernels expect the layout of the parameter
+                result[parameter] = torch.empty_like(vector).copy_(direction)
+
+    def _note_cosines(self, stack: _Stack, d: Direction) -> None:
+        parts = zip(d.gradient.split(stack.sizes), d.direction.split(stack.sizes), strict=True)
+        for layer, (gradient, direction) in zip(stack.layers, parts, strict=True):
+            if layer not in self._cosines:
+                self._cosines[layer] = diagnostics.cosine(gradient, direction)
+
+    def _stacks_of(self, layers: Sequence[KroneckerLayer]) -> list[_Stack]:
+        """Layers of one shape together; their decompositions move into the stack and become views of it."""
+        groups: list[list[KroneckerLayer]] = []
+        latest: dict[tuple[Any, ...], tuple[list[KroneckerLayer], int]] = {}
+        for layer in layers:
+            shape = (layer.d_out, layer.d_in, layer.diagonal, layer.joint, layer.weight.device)
+            key, numel = (*shape, layer in self._decomposed), layer.pairs * layer.d_out * layer.d_in
+            group, so_far = latest.get(key, ([], 0))
+            if not group or so_far + numel > _STACK_NUMEL:
+                group, so_far = [], 0
+                groups.append(group)
+            group.append(layer)
+            latest[key] = (group, so_far + numel)
+        return [self._stack(group) for group in groups]
+
+    def _stack(self, layers: list[KroneckerLayer]) -> _Stack:
+        sizes = torch.tensor([layer.pairs for layer in layers])
+        units = None
+        if layers[0].joint:
+            units = torch.arange(len(layers)).repeat_interleave(sizes).to(layers[0].weight.device)
+        a, g = (torch.cat(means) for means in zip(*(self._means[layer] for layer in layers), strict=True))
+        if layers[0] not in self._decomposed:
+            return _Stack(layers, None, (a, g), units)
+        sides = [[self._decomposed[layer][side] for layer in layers] for side in range(2)]
+        whole = [tuple(_cat(parts) for parts in zip(*side, strict=True)) for side in sides]
+        stack = _Stack(layers, (whole[0], whole[1]), (a, g), units)
+        views = [zip(*(part.split(stack.sizes) for part in side), strict=True) for side in whole]
+        self._decomposed |= dict(zip(layers, zip(*views, strict=True), strict=True))
+        return stack
+
+    def _with_vectors(self, stack: _Stack, vectors: Mapping[nn.Parameter, Tensor]) -> list[_Stack]:
+        """The stack if all of its layers have a vector in this step, else those that have one, each on its own."""
+        present = [layer for layer in stack.layers if all(p in vectors for p in layer.parameters)]
+        return [stack] if len(present) == len(stack.layers) else [self._stack([layer]) for layer in present]
+
+    def _share(
+        self, layers: Sequence[KroneckerLayer], stacks: Sequence[_Stack], directions: Sequence[Direction]
+    ) -> None:
         """Sends preconditioned gradients from the gradient workers to the other ranks, in place.
 
         All known layers travel, also those without a gradient here: what is sent must not depend on what a rank has.
         """
+        found = {
+            layer: part
+            for stack, d in zip(stacks, directions, strict=True)
+            for layer, part in zip(stack.layers, d.direction.split(stack.sizes), strict=True)
+        }
         parcels = []
         dtype = torch.promote_types(self.inv_dtype, torch.float32)
         for layer in layers:
@@ -800,7 +941,7 @@ class CurvatureEngine:
             if route is None:
                 continue
             if layer in found:
-                tensor = found[layer].direction
+                tensor = found[layer]
             else:
                 shape = (layer.pairs, layer.d_out, layer.d_in)
                 tensor = torch.zeros(shape, dtype=dtype, device=layer.weight.device)
@@ -808,25 +949,23 @@ class CurvatureEngine:
         self.comm.send(parcels, "directions")
 
     def _direction(
-        self, layer: KroneckerLayer, vectors: Mapping[nn.Parameter, Tensor], lr: Mapping[nn.Parameter, Lr]
+        self, stack: _Stack, vectors: Mapping[nn.Parameter, Tensor], lr: Mapping[nn.Parameter, Lr]
     ) -> Direction:
         dtype = torch.promote_types(self.inv_dtype, torch.float32)
-        tensors = [vectors[layer.weight].to(dtype)]
-        if layer.bias is not None:
-            tensors.append(vectors[layer.bias][layer.bias_part].to(dtype))
-        gradient = layer.to_matrix(tensors[0], tensors[1] if len(tensors) > 1 else None)
-        if layer in self._decomposed:
-            a, g = (tuple(part.to(dtype) for part in side) for side in self._decomposed[layer])
-            gamma = self._gamma(self._means[layer], self._now("damping")).to(dtype)
+        gradient = _cat([_matrix_of(layer, vectors, dtype) for layer in stack.layers])
+        if stack.decomposed is not None:
+            a, g = (tuple(part.to(dtype) for part in side) for side in stack.decomposed)
+            gamma = self._gamma(stack.means, self._now("damping")).to(dtype)
             with full_precision(gradient.device.type):
                 direction = self.solver.precondition(gradient, a, g, gamma).contiguous()
         else:  # a gradient worker sends it
             direction = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-        rates = [lr[p] for p in layer.parameters]
+        rates = [lr[p] for layer in stack.layers for p in layer.parameters]
         rate: Lr = rates[0]
-        if len(rates) > 1 and rates[1] is not rates[0] and rates[1] != rates[0]:
-            rate = layer.to_matrix(*(torch.ones_like(t) * r for t, r in zip(tensors, rates, strict=True)))
-        return Direction(direction, gradient, rate, layer.joint)
+        if any(r is not rate and (isinstance(r, Tensor) or r != rate) for r in rates):
+            filled = {p: torch.ones_like(vectors[p]) * lr[p] for layer in stack.layers for p in layer.parameters}
+            rate = _cat([_matrix_of(layer, filled, dtype) for layer in stack.layers])
+        return Direction(direction, gradient, rate, stack.units)
 
     def advance(self) -> None:
         """The step is over."""
@@ -1028,8 +1167,7 @@ class CurvatureEngine:
         self._stale = False
         refresh = _Refresh(self.step_count, 0, None, "{}_last")
         self._plan_refresh(refresh, self._with_data("_last"))
-        for layer, i in refresh.jobs_until(0):
-            refresh.done[layer, i] = self._decompose(layer, i, refresh)
+        self._decompose_due(refresh, 0)
         for layer, a, g in self._exchange(refresh):
             self._install(layer, a, g)
 
@@ -1056,7 +1194,7 @@ class CurvatureEngine:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the model; hooks, scaler and communicator stay behind."""
-        dropped = ("_capture", "_owner", "comm", "grad_scaler")
+        dropped = ("_capture", "_owner", "comm", "grad_scaler", "_worker", "_stacks")
         state = {key: value for key, value in self.__dict__.items() if key not in dropped}
         return {**state, "comm": LocalCommunicator(self.comm.rank, self.comm.world_size)}
 
@@ -1079,7 +1217,7 @@ class CurvatureEngine:
         return copied
 
     def _wake(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, grad_scaler=None, _owner=None, _agreed=False)
+        self.__dict__.update(state, grad_scaler=None, _owner=None, _agreed=False, _worker=Worker(), _stacks=None)
         self._attach()
         _ENGINES.add(self)
 
@@ -1194,6 +1332,17 @@ def _parameters_of(source: nn.Module | Iterable[Any]) -> list[nn.Parameter]:
         else:
             found.append(item[1] if isinstance(item, tuple) else item)
     return found
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    """One after the other along the first dimension; a single one as it is."""
+    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+
+
+def _matrix_of(layer: KroneckerLayer, vectors: Mapping[nn.Parameter, Tensor], dtype: torch.dtype) -> Tensor:
+    """What a layer's weight and bias have in ``vectors``, as ``[p, d_out, d_in]``."""
+    weight = vectors[layer.weight].to(dtype)
+    return layer.to_matrix(weight, None if layer.bias is None else vectors[layer.bias][layer.bias_part].to(dtype))
 
 
 def specs_of(layer: KroneckerLayer) -> tuple[FactorSpec, FactorSpec]:

@@ -1,7 +1,7 @@
 """Direction -> scaled direction: kl_clip (eq. 16), unit, graft.
 
-A scaling sees all preconditioned layers of a step at once and returns one multiplier per layer: a scalar, or ``[p]``
-for the ``p`` Kronecker pairs of a grouped layer. Everything stays on the device; nothing is read on the host.
+A scaling sees all preconditioned layers of a step at once, those of one shape stacked, and returns one multiplier per
+stack: a scalar, or ``[p]`` for its ``p`` Kronecker pairs. Everything stays on the device; nothing is read on the host.
 """
 
 from __future__ import annotations
@@ -18,30 +18,41 @@ __all__ = ["Direction", "Graft", "KLClip", "Scaling", "Unit"]
 
 @dataclass(frozen=True)
 class Direction:
-    """What a scaling knows of a layer.
+    """What a scaling knows of a stack of layers of one shape.
 
     Attributes:
-        direction: ``[p, d_out, d_in]``, the preconditioned matrix (bias as the last column).
-        gradient: The matrix that was preconditioned, the same shape.
-        lr: Learning rates of the columns, ``[d_in]`` or a number: weight and bias may be in different groups.
-        joint: The pairs are one unit (norm layers) rather than separate layers (groups of a convolution).
+        direction: ``[p, d_out, d_in]``, the preconditioned matrices (bias as the last column).
+        gradient: The matrices that were preconditioned, the same shape.
+        lr: Learning rates, a number or a tensor that broadcasts: weights and biases may be in different groups.
+        units: For norm layers, whose pairs are one unit: the number of the unit that each pair belongs to, ``[p]``.
+            None where every pair is one of its own.
     """
 
     direction: Tensor
     gradient: Tensor
     lr: Tensor | float
-    joint: bool
+    units: Tensor | None = None
 
     def norm(self, matrix: Tensor) -> Tensor:
-        """Frobenius norm of each pair, ``[p]``, or of all pairs together where they are joint, 0-dim."""
-        return torch.linalg.vector_norm(matrix) if self.joint else torch.linalg.matrix_norm(matrix)
+        """Frobenius norm of the unit that each pair belongs to, ``[p]``."""
+        norms = torch.linalg.matrix_norm(matrix)
+        return norms if self.units is None else self._over_units(norms.square()).sqrt()
+
+    @property
+    def pairs(self) -> Tensor | int:
+        """How many pairs make up the unit that each pair belongs to, ``[p]`` or 1."""
+        return 1 if self.units is None else self._over_units(torch.ones_like(self.direction[:, 0, 0]))
+
+    def _over_units(self, values: Tensor) -> Tensor:
+        assert self.units is not None
+        return torch.zeros_like(values).index_add(0, self.units, values)[self.units]
 
 
 class Scaling(Protocol):
     """Anything with this method can be passed as ``scaling=``."""
 
     def multipliers(self, directions: Sequence[Direction]) -> list[Tensor]:
-        """One multiplier per layer, 0-dim or ``[p]``; finite for zero gradients and zero learning rates."""
+        """One multiplier per stack, 0-dim or ``[p]``; finite for zero gradients and zero learning rates."""
         ...
 
 
@@ -83,10 +94,11 @@ class Unit:
         return [_ratio(self.target(d), d.norm(d.direction)) for d in directions]
 
     @staticmethod
-    def target(d: Direction) -> float:
-        """The norm that a direction is brought to."""
-        pairs, d_out, d_in = d.direction.shape
-        return pairs**0.5 if d.joint else (min(d_out, d_in) * max(1.0, d_out / d_in)) ** 0.5
+    def target(d: Direction) -> Tensor | float:
+        """The norm that a direction is brought to, a number or ``[p]``."""
+        _, d_out, d_in = d.direction.shape
+        pairs = d.pairs
+        return (min(d_out, d_in) * max(1.0, d_out / d_in)) ** 0.5 if isinstance(pairs, int) else pairs.sqrt()
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,23 @@ in ``inv_dtype``, vectors and scalars (which carry the magnitude) in float32 at 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["Decomposition", "EigenSolver", "InverseSolver", "Solver", "decompose_safely"]
+__all__ = ["Decomposition", "EigenSolver", "InverseSolver", "Solver", "Worker", "decompose_all", "decompose_safely"]
 
 Decomposition = tuple[Tensor, ...]
+Result = Decomposition | None
+
+# Factors of one shape are decomposed together up to this many numbers (128 MiB in float32), so that the copies that a
+# batch needs stay small beside the factors themselves.
+_BATCH_NUMEL = 2**25
 
 
 class Solver(Protocol):
@@ -60,7 +67,14 @@ class Solver(Protocol):
 
 @dataclass(frozen=True)
 class EigenSolver:
-    """Eigendecomposition: exact Tikhonov damping of ``A (x) G``, which may change at every step. The default."""
+    """Eigendecomposition: exact Tikhonov damping of ``A (x) G``, which may change at every step. The default.
+
+    Args:
+        overlap: Where a refresh is spread over steps, True runs all of its decompositions beside the training, on a
+            thread (with a stream of its own on a GPU), instead of only those that exceed a step's share (default).
+    """
+
+    overlap: bool = False
 
     def shifts(self, gamma: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor]:
         """None: the damping enters when the gradient is preconditioned."""
@@ -101,9 +115,11 @@ class InverseSolver:
     Args:
         pi: True (default) splits the damping by the ratio of the factors' mean eigenvalues. False adds gamma to both
             factors, eqs. 9-10 of the paper to the letter.
+        overlap: As for :class:`EigenSolver`.
     """
 
     pi: bool = True
+    overlap: bool = False
 
     def shifts(self, gamma: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor]:
         """``pi sqrt(gamma)`` for A and ``sqrt(gamma) / pi`` for G; pi is 1 where a factor is zero."""
@@ -157,14 +173,105 @@ def decompose_safely(solver: Solver, factor: Tensor, shift: Tensor) -> Decomposi
         lambda t: _jittered(t.double().cpu()),
     ]
     for attempt in attempts:
-        try:
-            input_ = attempt(factor)
-            result = solver.decompose(input_, shift.to(input_))
-        except RuntimeError:
-            continue
-        if all(bool(part.isfinite().all()) for part in result):
+        input_ = attempt(factor)
+        result = _attempt(solver, input_, shift.to(input_))
+        if result is not None:
             return tuple(part.to(factor) for part in result)
     return None
+
+
+def _attempt(solver: Solver, factor: Tensor, shift: Tensor) -> Decomposition | None:
+    """The decomposition, or None if it failed or is not finite."""
+    try:
+        result = solver.decompose(factor, shift)
+    except RuntimeError:
+        return None
+    return result if all(bool(part.isfinite().all()) for part in result) else None
+
+
+def decompose_all(
+    solver: Solver, factors: Sequence[Tensor], shifts: Sequence[Tensor], *, together: bool | None = None
+) -> list[Result]:
+    """Decomposes factors, those of one shape as one batch; where a batch fails, one by one.
+
+    Args:
+        solver: The solver.
+        factors: ``[p, n, n]`` or ``[p, n]`` each, with its own p and n.
+        shifts: ``[p]`` each.
+        together: Whether to make batches. Default: unless on the CPU, where LAPACK takes one matrix after the other
+            anyway, and the last bits of its results depend on the matrix's place in memory: a resumed run, whose
+            batches are others, would not continue bit for bit.
+
+    Returns:
+        For each factor what :func:`decompose_safely` returns.
+    """
+    found: list[Result] = [None] * len(factors)
+    for batch in _batches(factors, together):
+        whole = None
+        if len(batch) > 1:
+            whole = _attempt(solver, torch.cat([factors[i] for i in batch]), torch.cat([shifts[i] for i in batch]))
+        if whole is None:
+            parts = [decompose_safely(solver, factors[i], shifts[i]) for i in batch]
+        else:
+            parts = list(zip(*(part.split([len(factors[i]) for i in batch]) for part in whole), strict=True))
+        for i, part in zip(batch, parts, strict=True):
+            found[i] = part
+    return found
+
+
+def _batches(factors: Sequence[Tensor], together: bool | None) -> list[list[int]]:
+    """Indices of factors that go together: equal but for p, and not too many numbers."""
+    batches: list[list[int]] = []
+    latest: dict[tuple[object, ...], tuple[list[int], int]] = {}
+    for i, factor in enumerate(factors):
+        key = (*factor.shape[1:], factor.dtype, factor.device)
+        batch, numel = latest.get(key, ([], 0))
+        alone = factor.device.type == "cpu" if together is None else not together
+        if alone or not batch or numel + factor.numel() > _BATCH_NUMEL:
+            batch, numel = [], 0
+            batches.append(batch)
+        batch.append(i)
+        latest[key] = (batch, numel + factor.numel())
+    return batches
+
+
+class Worker:
+    """Decomposes while training goes on: one thread, with a stream of its own on a GPU.
+
+    A thread there too, because decompositions wait for the device to learn whether they failed.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kfac-decomposition")
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def submit(self, device: torch.device, work: Callable[[], Result]) -> Callable[[], Result]:
+        """Starts ``work``, which may use what is computed on ``device`` so far.
+
+        Returns:
+            A function that waits for the result and makes it usable in the caller's stream.
+        """
+        stream = None
+        if device.type == "cuda":
+            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+            stream.wait_stream(torch.cuda.current_stream(device))
+
+        def run() -> Result:
+            with torch.no_grad(), torch.cuda.stream(stream) if stream else nullcontext():
+                return work()
+
+        future = self._pool.submit(run)
+
+        def result() -> Result:
+            found = future.result()
+            if stream is not None:
+                current = torch.cuda.current_stream(device)
+                current.wait_stream(stream)
+                for part in found or ():
+                    part.record_stream(current)  # or the side stream would take its memory for free too early
+            return found
+
+        return result
 
 
 def _jittered(factor: Tensor) -> Tensor:

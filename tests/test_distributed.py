@@ -130,12 +130,12 @@ def spread_out(rank: int, world_size: int) -> list[list[int]]:
     counts = []
     for _ in range(9):
         made: list[int] = []
-        inner = optimizer.curvature._decompose
-        optimizer.curvature._decompose = lambda *a, m=made, f=inner: (m.append(1), f(*a))[1]  # type: ignore[method-assign]
+        inner = optimizer.curvature._as_stored
+        optimizer.curvature._as_stored = lambda *a, m=made, f=inner: (m.append(1), f(*a))[1]  # type: ignore[method-assign]
         optimizer.zero_grad()
         model(torch.randn(4, 5, dtype=torch.float64)).square().mean().backward()
         optimizer.step()
-        optimizer.curvature._decompose = inner  # type: ignore[method-assign]
+        optimizer.curvature._as_stored = inner  # type: ignore[method-assign]
         counts.append([len(made), optimizer.curvature.frozen_at or 0])
     return counts
 

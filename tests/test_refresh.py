@@ -1,0 +1,267 @@
+"""How a refresh is worked off: same shapes as one batch, evenly over the steps, what is large beside the training."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from kfac_optim import KFACSGD, EigenSolver, InverseSolver
+from kfac_optim.curvature import _Refresh
+from kfac_optim.factors import FactorSpec
+from kfac_optim.layers import gram
+from kfac_optim.solvers import decompose_all, decompose_safely
+
+specs = st.builds(FactorSpec, st.integers(1, 3), st.sampled_from([3, 4, 10]), st.booleans())
+
+
+class Layer:
+    """Stands in for a layer: a job is a layer and a side."""
+
+
+# Sharing out ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(specs, min_size=1, max_size=12), st.integers(0, 6), st.booleans())
+def test_every_job_is_due_once_within_the_spread(shapes: list[FactorSpec], spread: int, overlap: bool) -> None:
+    share = {(Layer(), 0): spec for spec in shapes}
+    refresh = _Refresh(0, spread, 0.1, "{}_next")
+    refresh.plan([], share, overlap=overlap)  # type: ignore[arg-type]
+    due: list[object] = []
+    for elapsed in range(spread + 1):
+        now = refresh.due(elapsed)
+        refresh.done |= dict.fromkeys(now)
+        due += now
+    assert Counter(due) == Counter(list(share))
+
+
+@given(st.lists(specs, min_size=1, max_size=12), st.integers(1, 6))
+def test_a_step_has_its_share_and_at_most_one_batch_more(shapes: list[FactorSpec], spread: int) -> None:
+    """Greedy bound: no step exceeds the mean by more than the largest batch, and no batch exceeds a step's share."""
+    share = {(Layer(), 0): spec for spec in shapes}
+    refresh = _Refresh(0, spread, 0.1, "{}_next")
+    refresh.plan([], share, overlap=False)  # type: ignore[arg-type]
+    mean = sum(spec.cost for spec in shapes) / spread
+    beside = set(refresh.beside)
+    assert beside == {job for job, spec in share.items() if spec.cost > mean}
+    for step in range(spread):
+        jobs = [job for job, when in refresh.steps.items() if when == step and job not in beside]
+        assert sum(share[job].cost for job in jobs) <= 2 * mean * (1 + 1e-9)
+
+
+def test_same_shapes_are_due_together_as_far_as_the_share_goes() -> None:
+    share = {(Layer(), 0): FactorSpec(1, dim) for dim in (4, 8, 4, 4, 8, 4)}
+    refresh = _Refresh(0, 4, 0.1, "{}_next")
+    refresh.plan([], share, overlap=False)  # type: ignore[arg-type]
+    steps = {dim: {refresh.steps[job] for job, spec in share.items() if spec.dim == dim} for dim in (4, 8)}
+    assert not refresh.beside or len(steps[4]) == 1, "four of 4 cost less than one of 8"
+    assert len(steps[4]) == 1
+
+
+# Batches -------------------------------------------------------------------------------------------------------------
+
+
+def factor(pairs: int, n: int, seed: int) -> Tensor:
+    rows = torch.randn(pairs, 2 * n, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return rows.mT @ rows / n
+
+
+@pytest.mark.parametrize("solver", [EigenSolver(), InverseSolver()])
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 5)), max_size=8))
+def test_a_batch_gives_what_each_factor_gives_alone(
+    solver: EigenSolver | InverseSolver, shapes: list[tuple[int, int]]
+) -> None:
+    factors = [factor(pairs, n, i) for i, (pairs, n) in enumerate(shapes)]
+    shifts = [torch.full((len(f),), 0.1, dtype=f.dtype) for f in factors]
+    found = decompose_all(solver, factors, shifts, together=True)
+    for f, shift, parts in zip(factors, shifts, found, strict=True):
+        alone = decompose_safely(solver, f, shift)
+        assert parts is not None and alone is not None
+        for part, expected in zip(parts, alone, strict=True):
+            torch.testing.assert_close(part, expected, rtol=1e-12, atol=1e-12)
+
+
+class Counting(InverseSolver):
+    """Counts the pairs in each call."""
+
+    def decompose(self, factor: Tensor, shift: Tensor) -> tuple[Tensor, ...]:
+        calls.append(len(factor))
+        return super().decompose(factor, shift)
+
+
+calls: list[int] = []
+
+
+def test_one_call_for_a_shape() -> None:
+    calls.clear()
+    factors = [factor(1, 4, 0), factor(1, 3, 1), factor(2, 4, 2)]
+    shifts = [torch.ones(len(f), dtype=f.dtype) for f in factors]
+    decompose_all(Counting(), factors, shifts, together=True)
+    assert sorted(calls) == [1, 3]
+    calls.clear()
+    decompose_all(Counting(), factors, shifts)
+    assert calls == [1, 1, 2], "on the CPU one by one"
+
+
+def test_a_bad_factor_does_not_take_its_batch_along() -> None:
+    factors = [factor(1, 4, 0), -factor(1, 4, 1), factor(1, 4, 2)]
+    shifts = [torch.full((1,), 0.1, dtype=torch.float64)] * 3
+    found = decompose_all(InverseSolver(), factors, shifts, together=True)
+    assert found[1] is None
+    for i in (0, 2):
+        alone = decompose_safely(InverseSolver(), factors[i], shifts[i])
+        assert found[i] is not None and alone is not None
+        assert all(torch.equal(x, y) for x, y in zip(found[i] or (), alone, strict=True))
+
+
+@given(st.integers(1, 700), st.integers(1, 2))
+def test_gram_is_the_product(d: int, pairs: int) -> None:
+    rows = torch.randn(pairs, 5, d, dtype=torch.float64)
+    product = gram(rows)
+    torch.testing.assert_close(product, rows.mT @ rows, rtol=1e-12, atol=1e-12)
+
+
+# Beside the training -------------------------------------------------------------------------------------------------
+
+BESIDE = {"factor_update_steps": 1, "inv_update_steps": 4, "spread": 3}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def steps(net: nn.Module, optimizer: KFACSGD, first: int, last: int) -> list[Tensor]:
+    """Weights after each step."""
+    seen = []
+    for step in range(first, last):
+        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+        seen.append(torch.cat([p.detach().flatten().clone() for p in net.parameters()]))
+    return seen
+
+
+def threads_of(optimizer: KFACSGD) -> list[str]:
+    """Records the thread of every decomposition from now on."""
+    names: list[str] = []
+    inner: Callable[..., object] = optimizer.curvature._as_stored
+
+    def record(result: object) -> object:
+        names.append(threading.current_thread().name)
+        return inner(result)
+
+    optimizer.curvature._as_stored = record  # type: ignore[method-assign, assignment]
+    return names
+
+
+def test_what_exceeds_a_steps_share_runs_on_the_worker() -> None:
+    net = model()
+    optimizer = KFACSGD(net, lr=0.1, **BESIDE)
+    names = threads_of(optimizer)
+    steps(net, optimizer, 0, 4)
+    assert set(names) == {"MainThread"}, "the first refresh is immediate"
+    steps(net, optimizer, 4, 8)
+    beside = [name for name in names if name.startswith("kfac-decomposition")]
+    assert len(beside) == 1, "the 41 x 41 factor"
+    assert len(names) == 12
+    assert "decomposition beside training" in optimizer.curvature.profile()
+
+
+@pytest.mark.parametrize("solver", [EigenSolver, InverseSolver])
+def test_overlap_changes_no_bit(solver: type[EigenSolver] | type[InverseSolver]) -> None:
+    courses = []
+    for overlap in (False, True):
+        net = model()
+        optimizer = KFACSGD(net, lr=0.1, solver=solver(overlap=overlap), **BESIDE)
+        names = threads_of(optimizer)
+        courses.append(steps(net, optimizer, 0, 12))
+        assert (sum(name.startswith("kfac") for name in names) == 12) == overlap, "two spread refreshes of six factors"
+    assert all(torch.equal(x, y) for x, y in zip(*courses, strict=True))
+
+
+@pytest.mark.parametrize("way", ["state_dict", "deepcopy", "pickle"])
+def test_a_refresh_under_way_survives(way: str) -> None:
+    net = model()
+    optimizer = KFACSGD(net, lr=0.1, solver=EigenSolver(overlap=True), **BESIDE)
+    steps(net, optimizer, 0, 6)
+    assert optimizer.curvature._refresh is not None and optimizer.curvature._refresh.running
+    if way == "state_dict":
+        other = copy.deepcopy(net)
+        resumed = KFACSGD(other, lr=0.1, solver=EigenSolver(overlap=True), **BESIDE)
+        resumed.load_state_dict(optimizer.state_dict())
+    elif way == "deepcopy":
+        other, resumed = copy.deepcopy((net, optimizer))
+    else:
+        file = io.BytesIO()
+        torch.save((net, optimizer), file)
+        file.seek(0)
+        other, resumed = torch.load(file, weights_only=False)
+    expected, found = steps(net, optimizer, 6, 12), steps(other, resumed, 6, 12)
+    assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
+
+
+def test_a_failure_beside_the_training_is_counted() -> None:
+    net = model()
+    optimizer = KFACSGD(net, lr=0.1, solver=EigenSolver(overlap=True), **BESIDE)
+    steps(net, optimizer, 0, 4)
+    optimizer.curvature._as_stored = lambda result: None  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="could not be decomposed"):
+        steps(net, optimizer, 4, 8)
+    assert optimizer.curvature.report()["failed_decompositions"] == 3
+
+
+# Stacks --------------------------------------------------------------------------------------------------------------
+
+
+class Repeated(nn.Module):
+    """Layers of the same shape; one of them is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(5) for _ in range(3))
+
+    def forward(self, x: Tensor, skip: int | None = None) -> Tensor:
+        for i, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
+            if i != skip:
+                x = norm(layer(x)).tanh()
+        return x
+
+
+@pytest.mark.parametrize("scaling", ["kl_clip", "unit", "graft", None])
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_layers_of_one_shape_together_equal_each_on_its_own(scaling: str | None, solver: str) -> None:
+    """Cut into stacks of one layer each, the directions are the same."""
+    torch.manual_seed(0)
+    net = Repeated().double()
+    options = {"factor_dtype": torch.float64, "inv_dtype": torch.float64}
+    optimizer = KFACSGD(
+        net, lr=0.1, scaling=scaling, solver=solver, factor_update_steps=1, inv_update_steps=2, **options
+    )
+    engine = optimizer.curvature
+    for step in range(5):
+        net(torch.randn(7, 5, dtype=torch.float64), 1 if step == 3 else None).square().mean().backward()
+        vectors = {p: p.grad.clone() for p in net.parameters() if p.grad is not None}
+        if step:
+            lr = dict.fromkeys(net.parameters(), 0.1)
+            lr[net.layers[2].bias] = 0.3
+            together = engine.directions(vectors, lr)
+            assert engine._stacks is not None and len(engine._stacks) == 2
+            whole, engine._stacks = engine._stacks, [engine._stack([layer]) for layer in engine.layers]
+            alone = engine.directions(vectors, lr)
+            engine._stacks = whole
+            assert together.keys() == alone.keys()
+            for p, direction in together.items():
+                torch.testing.assert_close(direction, alone[p], rtol=1e-12, atol=1e-14)
+        optimizer.step()
+        optimizer.zero_grad()
