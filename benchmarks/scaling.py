@@ -246,6 +246,7 @@ def run(subject: Subject, strategy: AssignmentStrategy | None, job: Job) -> dict
             momentum=0.9,
             factor_update_steps=job.schedule.statistics,
             inv_update_steps=job.schedule.decompositions,
+            spread=0,  # the model predicts refreshes as wholes
             skip_layers=NO_NORMS,
             solver=solver,
             assignment=strategy,

@@ -213,7 +213,9 @@ class CurvatureEngine:
         weight_sharing: "expand" (default) or "reduce" over shared positions, or callable(name, module) returning one.
         skip_layers: Regular expressions; layers whose name contains a match train by the base rule.
         max_factor_dim: Larger factors are kept diagonal; int or None for no limit.
-        spread: Steps over which a refresh is worked off, >= 0; int or callable. 0: at once.
+        spread: Steps over which a refresh is worked off, >= 0; int or callable. 0: at once. None (default): a tenth of
+            the interval of ``inv_update_steps``, at once where that is less than 10. The first refresh is always at
+            once.
         assignment: "layer-wise", "factor-wise" (default), "kaisa", or an object with ``assign(costs, world_size)``.
         process_group: Processes that train together; default: torch.distributed's default group, if initialised.
         communicator: Replaces the process group.
@@ -239,7 +241,7 @@ class CurvatureEngine:
         "inv_update_steps": scheduled("inv_update_steps", int, ">= 1", lambda x: x >= 1),
         "scaling": instance("scaling", _SCALINGS, "multipliers", ("kl_clip", None)),
         "kl_clip": scheduled("kl_clip", float, "> 0", lambda x: 0 < x < math.inf),
-        "spread": scheduled("spread", int, ">= 0", lambda x: x >= 0),
+        "spread": optional_count("spread", or_callable=True, least=0),
         "grad_scaler": _grad_scaler,
         "skip_nonfinite": flag("skip_nonfinite"),
     }
@@ -267,7 +269,7 @@ class CurvatureEngine:
     inv_update_steps: Schedule[int]
     scaling: Scaling | str | None
     kl_clip: Schedule[float]
-    spread: Schedule[int]
+    spread: Schedule[int] | None
     grad_scaler: torch.amp.GradScaler | None
     skip_nonfinite: bool
     solver: Solver
@@ -305,7 +307,7 @@ class CurvatureEngine:
         weight_sharing: str | Callable[[str, nn.Module], str] = "expand",
         skip_layers: Sequence[str] = (),
         max_factor_dim: int | None = 8192,
-        spread: Schedule[int] = 0,
+        spread: Schedule[int] | None = None,
         assignment: AssignmentStrategy | str = "factor-wise",
         process_group: Any = None,
         communicator: Communicator | None = None,
@@ -678,7 +680,7 @@ class CurvatureEngine:
                 if trained and seen_nothing:
                     self._require_statistics()
                 return
-            spread = 0 if self.last_refresh is None else self._now("spread")
+            spread = 0 if self.last_refresh is None else self._spread()
             source = "{}_next" if spread else "{}"
             self._refresh = _Refresh(step, spread, self._now("damping"), source)
             self.last_refresh = step
@@ -688,6 +690,16 @@ class CurvatureEngine:
             self._plan_refresh(self._refresh, ready)
         if self._refresh is not None:
             self._work_off(self._refresh, step - self._refresh.start)
+
+    def _spread(self) -> int:
+        spread = self._now("spread")
+        return int(self._now("inv_update_steps") // 10 if spread is None else spread)
+
+    @property
+    def _ever_spreads(self) -> bool:
+        """Whether refreshes may be spread, under the present schedules."""
+        interval = self.inv_update_steps
+        return self.spread != 0 and (self.spread is not None or callable(interval) or interval >= 10)
 
     def _plan_refresh(self, refresh: _Refresh, layers: list[KroneckerLayer]) -> None:
         share = {
@@ -1048,7 +1060,7 @@ class CurvatureEngine:
 
     def _ensure_state(self) -> None:
         """Running averages for every layer that has none yet."""
-        pending = ("_last", "") if self.spread == 0 else ("_last", "", "_next")
+        pending = ("_last", "", "_next") if self._ever_spreads else ("_last", "")
         for layer in self.layers:
             average = self._averages.setdefault(layer, {})
             for side, spec in zip(SIDES, self._specs[layer], strict=True):
@@ -1239,12 +1251,16 @@ class CurvatureEngine:
         specs = self._specs[layer]
         numbers = sum(spec.packed_numel for spec in specs)
         stored, exact = self.factor_dtype.itemsize, torch.promote_types(self.factor_dtype, torch.float32).itemsize
-        here = self.comm.rank in self._workers[layer].gradient_workers
+        workers, rank = self._workers[layer], self.comm.rank
+        here = specs if rank in workers.gradient_workers else ()
+        share = [spec for spec, worker in zip(specs, workers.inverse_workers, strict=True) if worker == rank]
+        pending = numbers * stored + _decomposed_bytes(share, self.solver, self.inv_dtype)
         return {
             "factors": numbers * stored,
-            "snapshots": (1 + (self.spread != 0)) * numbers * stored,
+            "snapshots": numbers * stored,
             "local sums": numbers * exact if self.comm.world_size > 1 else 0,
-            "decompositions": _decomposed_bytes(specs, self.solver, self.inv_dtype) if here else 0,
+            "decompositions": _decomposed_bytes(here, self.solver, self.inv_dtype),
+            "refresh": pending if self._ever_spreads else 0,
         }
 
     def report(self) -> dict[str, Any]:
@@ -1356,7 +1372,7 @@ def _cost_of(specs: tuple[FactorSpec, FactorSpec], solver: Solver, inv_dtype: to
     return LayerCost((a.cost, g.cost), _decomposed_bytes(specs, solver, inv_dtype))
 
 
-def _decomposed_bytes(specs: tuple[FactorSpec, FactorSpec], solver: Solver, inv_dtype: torch.dtype) -> int:
+def _decomposed_bytes(specs: Iterable[FactorSpec], solver: Solver, inv_dtype: torch.dtype) -> int:
     exact = torch.promote_types(inv_dtype, torch.float32)
     return sum(
         spec.pairs * math.prod(shape) * (inv_dtype if len(shape) == 2 else exact).itemsize
@@ -1381,7 +1397,7 @@ def _copy_state(target: dict[str, Any], source: Mapping[str, Any]) -> None:
 
 
 def _total(kinds: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    sums = {kind: 0 for kind in ("factors", "snapshots", "local sums", "decompositions")}
+    sums = {kind: 0 for kind in ("factors", "snapshots", "local sums", "decompositions", "refresh")}
     for layer in kinds:
         for kind, count in layer.items():
             sums[kind] += count
@@ -1401,9 +1417,9 @@ def memory_estimate(
 
     Returns:
         Bytes by kind: ``factors`` (running averages), ``snapshots`` (what the decompositions were made of), ``local
-        sums`` (what a rank has seen since the ranks last pooled their factors), ``decompositions``, and their
-        ``total``. On statistics steps one more copy of the factors comes and goes, while a refresh is worked off
-        (``spread``) its new decompositions.
+        sums`` (what a rank has seen since the ranks last pooled their factors), ``decompositions``, ``refresh`` (while
+        one is worked off: its snapshot and the new decompositions), and their ``total``. On statistics steps one more
+        copy of the factors comes and goes.
     """
     with torch.no_grad():
         engine = CurvatureEngine(model, assignment=assignment, communicator=LocalCommunicator(0, world_size), **options)

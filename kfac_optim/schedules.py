@@ -154,16 +154,16 @@ def flag(name: str) -> Check:
     return check
 
 
-def optional_count(name: str, *, or_callable: bool = False) -> Check:
-    """A check for an int >= 1, None, or perhaps a callable."""
-    allowed = "an int >= 1, a callable or None" if or_callable else "an int >= 1 or None"
+def optional_count(name: str, *, or_callable: bool = False, least: int = 1) -> Check:
+    """A check for an int >= ``least``, None, or perhaps a callable."""
+    allowed = f"an int >= {least}, a callable or None" if or_callable else f"an int >= {least} or None"
 
     def check(value: Any) -> Any:
         if value is None or (or_callable and callable(value)):
             return value
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name}={value!r}: must be {allowed}, not {type(value).__name__}")
-        if value < 1:
+        if value < least:
             raise ValueError(f"{name}={value!r}: must be {allowed}")
         return value
 

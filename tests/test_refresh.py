@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import KFACSGD, EigenSolver, InverseSolver
+from kfac_optim import KFACSGD, EigenSolver, InverseSolver, growing
 from kfac_optim.curvature import _Refresh
 from kfac_optim.factors import FactorSpec
 from kfac_optim.layers import gram
@@ -265,3 +265,22 @@ def test_layers_of_one_shape_together_equal_each_on_its_own(scaling: str | None,
                 torch.testing.assert_close(direction, alone[p], rtol=1e-12, atol=1e-14)
         optimizer.step()
         optimizer.zero_grad()
+
+
+# The default ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("interval", "late"), [(9, 0), (10, 1), (25, 2), (growing(0.5, 4), 2)])
+def test_by_default_a_refresh_takes_a_tenth_of_the_interval(interval: int | growing, late: int) -> None:
+    """How many steps after its start a refresh is in use; the growing interval is 22 when it is due at step 44."""
+    net = model()
+    optimizer = KFACSGD(net, lr=0.01, inv_update_steps=interval, factor_update_steps=1)
+    refreshed: dict[int, int] = {}
+    for step in range(60):
+        steps(net, optimizer, step, step + 1)
+        start = optimizer.curvature.frozen_at
+        assert start is not None
+        refreshed.setdefault(start, step - start)
+    assert refreshed.pop(0) == 0, "the first refresh is immediate"
+    last = max(start for start in refreshed)
+    assert refreshed[last] == late

@@ -128,7 +128,7 @@ def test_assignment_and_memory_are_the_engines(work: Workload, strategy: Assignm
     engine.close()
     assert strategy.assign([layer.cost for layer in work.layers], ranks) == engine.work
     made = predict(work, ranks, strategy, DEVICE, NETWORK)
-    assert made.memory.max() == memory_estimate(model, world_size=ranks, assignment=strategy)["total"]
+    assert made.memory.max() == memory_estimate(model, world_size=ranks, assignment=strategy, spread=0)["total"]
 
 
 class Recorder(Communicator):
@@ -235,7 +235,7 @@ def test_one_rank_sends_nothing(work: Workload) -> None:
     made = predict(work, 1, FactorWise(), DEVICE, NETWORK)
     assert not any(made.events[name] for name in STAGES if name.endswith("communication"))
     assert not any(sent.any() for sent in made.sent.values())
-    assert made.memory.tolist() == [memory_estimate(perceptron())["total"]]
+    assert made.memory.tolist() == [memory_estimate(perceptron(), spread=0)["total"]]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)

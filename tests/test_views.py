@@ -104,7 +104,7 @@ def test_the_table_follows_training() -> None:
 
 
 def test_memory_of_the_rows_and_of_the_footer() -> None:
-    engine = KFACSGD(make_model(), lr=0.1).curvature
+    engine = KFACSGD(make_model(), lr=0.1, spread=0).curvature
     units = {"B": 1.0, "KiB": 1024.0, "MiB": 1024.0**2}
     found = {name: re.search(r"([\d.]+) (B|KiB|MiB)\b", row) for name, row in rows_of(str(engine)).items()}
     sizes = [float(m[1]) * units[m[2]] for name, m in found.items() if m is not None and name in ("0", "2", "3")]
@@ -305,6 +305,7 @@ MEMORY_OPTIONS: dict[str, dict[str, Any]] = {
     "float64 factors": {"factor_dtype": torch.float64},
     "half": {"factor_dtype": torch.bfloat16, "inv_dtype": torch.bfloat16},
     "spread": {"spread": 2},
+    "default interval": {"inv_update_steps": 10},
     "diagonal": {"max_factor_dim": 60},
     "skipped": {"skip_layers": ["hidden"]},
     "layer-wise": {"assignment": "layer-wise"},
@@ -314,18 +315,20 @@ MEMORY_OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", MEMORY_OPTIONS)
 def test_estimated_memory_is_what_is_then_held(options: str) -> None:
     """Both estimates, before training, against the tensors found in the engine and in the state after it."""
-    chosen, model = MEMORY_OPTIONS[options], Wide().float()
+    chosen, model = {"inv_update_steps": 6, "factor_update_steps": 1, **MEMORY_OPTIONS[options]}, Wide().float()
     ahead = kfac_optim.memory_estimate(model, **chosen)
     gc.collect()
     assert not any(module._forward_hooks for module in model.modules()), "asking leaves the model as it was"
-    optimizer = KFACSGD(model, lr=0.1, inv_update_steps=6, factor_update_steps=1, **chosen)
+    optimizer = KFACSGD(model, lr=0.1, **chosen)
     assert optimizer.curvature.memory_estimate() == ahead
-    for _ in range(9):  # no refresh is in progress then
+    # To the midst of a refresh, if it is spread: all decompositions are made, none is in use.
+    for _ in range(chosen["inv_update_steps"] + chosen.get("spread", 1)):
         optimizer.zero_grad()
         model(torch.randn(4, 3, 5, 5, dtype=torch.float32)).square().mean().backward()
         optimizer.step()
     assert reachable_bytes(optimizer.curvature) == pytest.approx(ahead["total"], rel=WITHIN)
-    assert ahead["total"] == ahead["factors"] + ahead["snapshots"] + ahead["decompositions"]
+    assert ahead["total"] == ahead["factors"] + ahead["snapshots"] + ahead["decompositions"] + ahead["refresh"]
+    assert bool(ahead["refresh"]) == (options in ("spread", "default interval"))
 
     in_state = sum(
         t.nbytes
@@ -333,7 +336,8 @@ def test_estimated_memory_is_what_is_then_held(options: str) -> None:
         for average in state.get("kfac", {}).values()
         for t in (average.values() if isinstance(average, dict) else [average])
     )
-    assert in_state == pytest.approx(ahead["factors"] + ahead["snapshots"], rel=WITHIN)
+    pending = ahead["factors"] if ahead["refresh"] else 0  # its snapshot; the decompositions are no state
+    assert in_state == pytest.approx(ahead["factors"] + ahead["snapshots"] + pending, rel=WITHIN)
 
 
 def test_estimate_by_hand_for_several_ranks() -> None:
