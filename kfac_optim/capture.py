@@ -387,7 +387,7 @@ class Capture:
     def _output_moment(self, index: int, module: nn.Module, observation: Observation, g: Tensor) -> Tensor:
         with self.stage("factor computation"), full_precision(g.device.type):
             g = g.detach().to(self.dtype)
-            if self.fisher is None:
+            if self.fisher is None and self.grad_scaler is not None:  # a copy of the gradient: not for nothing
                 g = g / _scale_of(self.grad_scaler, g.device)
             moment = self.layers[index].output_moment(module, g, observation)
             return moment if self.layers[index].by_example else self.packers[index][1](moment)
