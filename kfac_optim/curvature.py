@@ -77,7 +77,7 @@ from .schedules import (
 )
 from .solvers import Decomposition, EigenSolver, InverseSolver, Result, Solver, Worker, decompose_all
 
-__all__ = ["CurvatureEngine", "joinable", "memory_estimate", "owning_engine"]
+__all__ = ["CurvatureEngine", "growing", "joinable", "memory_estimate", "owning_engine"]
 
 Lr = float | Tensor
 SIDES = ("A", "G")
