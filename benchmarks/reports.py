@@ -55,9 +55,14 @@ def grid(rows: int, columns: int, title: str) -> tuple[Figure, Any]:
 def write(folder: Path, stem: str, result: Mapping[str, Any], tables: str) -> None:
     """Print the tables; write them and the result."""
     print(tables)
+    save(folder, stem, result, tables)
+    print(f"written: {folder / stem}.json, .txt")
+
+
+def save(folder: Path, stem: str, result: Mapping[str, Any], tables: str) -> None:
+    """Write the tables and the result."""
     (folder / f"{stem}.txt").write_text(tables)
     (folder / f"{stem}.json").write_text(json.dumps(finite(result), indent=1, allow_nan=False) + "\n")
-    print(f"written: {folder / stem}.json, .txt")
 
 
 def finite(value: Any) -> Any:
