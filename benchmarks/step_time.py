@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         works, options.dtype or ["float32"], options.optimizer or ["KFACSGD"]
     ):
         place = timing.Place(options.device, dtype, options.threads, options.seed)
-        chosen = timing.contenders(optimizer, solvers, spread=options.spread, default=options.default, peer=True)
+        chosen = timing.contenders(work, optimizer, solvers, spread=options.spread, default=options.default)
         budget = 0 if options.smoke else options.seconds
         result = timing.measure(work, chosen, schedules, place, budget=budget, exact=options.exact)
         results.append(result)

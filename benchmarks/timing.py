@@ -40,11 +40,11 @@ NEVER = 10**9  # an interval longer than any run
 ORDINARY = "ordinary"
 BATCHES = 4  # that a run goes through in turn
 LATE = 1000  # the step at which schedules that are callables are looked at
+LARGEST = 8192  # factor that ours does not keep diagonal, ``max_factor_dim``
 HEADROOM = 1.2  # of the bound on memory: on the base optimizer's peak
-LR = 1e-3
+LR = 1e-4  # no time depends on it
 
 Seconds = dict[str, list[float]]  # by kind of step
-SetIntervals = Callable[[int, int], None]
 
 
 # Schedules -----------------------------------------------------------------------------------------------------------
@@ -132,44 +132,41 @@ class Contender:
         """Whether there is no K-FAC in it."""
         return OPTIMIZERS[self.optimizer].base is None and not self.peer
 
-    def build(self, model: nn.Module, work: Work) -> tuple[list[Any], SetIntervals, Any]:
-        """Return what is to be stepped, in order; a function that sets the intervals; what knows its memory."""
+    def build(self, model: nn.Module, work: Work) -> tuple[Any, Any]:
+        """Return the optimizer, and what keeps its curvature: the engine, kfac-pytorch's preconditioner, or None."""
         rates = {"lr": LR, **OPTIMIZER_DEFAULTS.get(self.optimizer, {})}
-        if self.peer:
-            intervals = [1, 1]
-
-            def set_peer(statistics: int, refresh: int) -> None:
-                intervals[:] = statistics, refresh
-
-            preconditioner = importlib.import_module("kfac.preconditioner").KFACPreconditioner(
-                model,
-                lr=LR,
-                factor_update_steps=lambda _: intervals[0],
-                inv_update_steps=lambda _: intervals[1],
-                **self.options,
-            )
-            return [preconditioner, find(self.optimizer)(model.parameters(), **rates)], set_peer, preconditioner
-        if self.is_base:
-            return [find(self.optimizer)(model.parameters(), **rates)], lambda *_: None, None
-        loss_average = {"loss_average": work.loss_average}
-        optimizer: Any = find(self.optimizer)(model.parameters(), model=model, **rates, **loss_average, **self.options)
-        engine = optimizer.curvature
-
-        def set_engine(statistics: int, refresh: int) -> None:
-            engine.factor_update_steps, engine.inv_update_steps = statistics, refresh
-
-        return [optimizer], set_engine, engine
+        if OPTIMIZERS[self.optimizer].base:
+            keywords = {"loss_average": work.loss_average, **work.kfac, **self.options}
+            optimizer: Any = find(self.optimizer)(model.parameters(), model=model, **rates, **keywords)
+            return optimizer, optimizer.curvature
+        optimizer = find(self.optimizer)(model.parameters(), **rates)
+        return optimizer, attach_peer(optimizer, model, **self.options) if self.peer else None
 
 
-def contenders(optimizer: str, solvers: Sequence[str], *, spread: int, default: bool, peer: bool) -> list[Contender]:
-    """Return the base of a K-FAC optimizer; the paper's mode with each solver, or the package's defaults; the peer.
+def attach_peer(optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any) -> Any:
+    """Let kfac-pytorch's preconditioner work before every step of ``optimizer``; return it."""
+    keywords = {"lr": lambda _: optimizer.param_groups[0]["lr"], **options}
+    preconditioner = importlib.import_module("kfac.preconditioner").KFACPreconditioner(model, **keywords)
+    optimizer.register_step_pre_hook(lambda *_: preconditioner.step())
+    return preconditioner
+
+
+def has_peer() -> bool:
+    """Say whether kfac-pytorch can be imported."""
+    return importlib.util.find_spec("kfac") is not None
+
+
+def contenders(
+    work: Work, optimizer: str, solvers: Sequence[str], *, spread: int = 0, default: bool = False
+) -> list[Contender]:
+    """Return the base of a K-FAC optimizer, then that in the paper's mode with each solver, and kfac-pytorch likewise.
 
     Args:
+        work: What they are to train.
         optimizer: Name of the K-FAC optimizer.
-        solvers: Of the rows in the paper's mode.
-        spread: Of the same.
-        default: One more row with what the package does by itself.
-        peer: Rows with kfac-pytorch, if it is installed.
+        solvers: By name.
+        spread: Steps of a refresh, in the paper's mode.
+        default: One more: what the package does by itself.
     """
     base = OPTIMIZERS[optimizer].base
     assert base is not None
@@ -180,13 +177,11 @@ def contenders(optimizer: str, solvers: Sequence[str], *, spread: int, default: 
         found.append(Contender(f"{optimizer} {solver}", optimizer, options))
     if default:
         found.append(Contender(f"{optimizer} defaults", optimizer, own_schedule=True))
-    if peer and importlib.util.find_spec("kfac"):
-        # Only its own method names differ; layers that ours keeps diagonal (large vocabularies) it cannot hold.
-        for solver in solvers:
-            label = f"kfac-pytorch {solver} + {base}"
-            found.append(
-                Contender(label, base, {"compute_method": solver, "skip_layers": ["symbol", "head"]}, peer=True)
-            )
+    # A large vocabulary's factor, which ours keeps diagonal, kfac-pytorch could not decompose.
+    skipped = [*work.kfac.get("skip_layers", ()), *(("head", "decoder") if work.symbols > LARGEST else ())]
+    for solver in solvers if has_peer() else ():
+        options = {"compute_method": solver, "skip_layers": skipped}
+        found.append(Contender(f"kfac-pytorch {solver} + {base}", base, options, peer=True))
     return found
 
 
@@ -225,7 +220,7 @@ class Run:
         torch.manual_seed(place.seed)
         self.work, self.place = work, place
         self.model = work.make().to(place.device)
-        self.steppers, self.set_intervals, self.keeper = contender.build(self.model, work)
+        self.optimizer, self.keeper = contender.build(self.model, work)
         self.batches = [
             tuple(part.to(place.device) for part in work.data(place.seed + number)) for number in range(BATCHES)
         ]
@@ -235,25 +230,31 @@ class Run:
         self.schedule, self.spread = schedule_of(self.keeper) if engine else (Schedule(), 0)
         self.kinds = [ORDINARY] if contender.is_base else kinds(self.spread)
 
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Set the intervals from the coming step on."""
+        if isinstance(self.keeper, CurvatureEngine):
+            self.keeper.factor_update_steps = schedule.statistics
+            self.keeper.inv_update_steps = schedule.decompositions
+        elif self.keeper is not None:  # kfac-pytorch has properties without setters
+            self.keeper._factor_update_steps = schedule.statistics
+            self.keeper._inv_update_steps = schedule.decompositions
+
     def step(self) -> float:
         """Take one step; return its seconds."""
         inputs, targets = self.batches[self.steps % BATCHES]
-        start = self.place.now()
-        for stepper in self.steppers:
-            if hasattr(stepper, "zero_grad"):
-                stepper.zero_grad()
+        begin = self.place.now()
+        self.optimizer.zero_grad()
         with torch.autocast(self.place.device, torch.bfloat16, enabled=self.place.dtype == "bf16"):
             loss = self.work.loss(self.model(inputs), targets)
         loss.backward()
-        for stepper in self.steppers:
-            stepper.step()
-        seconds = self.place.now() - start
+        self.optimizer.step()
+        seconds = self.place.now() - begin
         self.steps, self.loss = self.steps + 1, loss.detach()
         return seconds
 
     def take(self, turn: Turn) -> float:
         """Take one step of a kind; return its seconds."""
-        self.set_intervals(1 if turn.statistics else NEVER, 1 if turn.refresh else NEVER)
+        self.set_schedule(Schedule(1 if turn.statistics else NEVER, 1 if turn.refresh else NEVER))
         return self.step()
 
     @property
@@ -274,39 +275,40 @@ class Run:
             raise RuntimeError(f"{self.work.title}: training diverged, its times mean nothing")
 
 
-def take_turns(runs: Mapping[str, Run], budget: float, least: int = 1) -> dict[str, Seconds]:
+def take_turns(runs: Mapping[str, Run], budget: float) -> dict[str, Seconds]:
     """Time rounds of :func:`turns`, every run one step at each turn.
 
     Args:
         runs: By label.
-        budget: Seconds after which no further round begins.
-        least: Rounds to be timed whatever they take.
+        budget: Seconds after which no further round begins; the first begins in any case.
 
     Returns:
         The seconds of all steps, by run and kind.
     """
     everything = turns(max(run.spread for run in runs.values()))
     seconds: dict[str, Seconds] = {label: {kind: [] for kind in run.kinds} for label, run in runs.items()}
-    for run in runs.values():  # the first step allocates, and of K-FAC does everything
-        run.step()
-    start, rounds = time.perf_counter(), 0
+    end = time.perf_counter() + budget
     with tqdm(desc="rounds", unit="round", mininterval=5) as bar:
-        while rounds < least or time.perf_counter() - start < budget:
+        while not bar.n or time.perf_counter() < end:
             for turn in everything:
                 for label, run in runs.items():
                     seconds[label][turn.kind if turn.kind in run.kinds else ORDINARY].append(run.take(turn))
-            rounds += 1
             bar.update()
     return seconds
 
 
 def take_period(runs: Mapping[str, Run], schedule: Schedule) -> dict[str, list[float]]:
-    """Time every step of one period of ``schedule``, the runs taking turns; the first step comes before it."""
+    """Time every step of one period of ``schedule``, the runs taking turns.
+
+    It begins ``spread`` steps after a refresh, so that it holds all steps of every refresh.
+    """
     for run in runs.values():
-        run.step()
-        run.set_intervals(schedule.statistics, schedule.decompositions)
+        run.take(Turn("everything", statistics=True, refresh=True))
+        run.set_schedule(schedule)
+        for _ in range(run.spread):
+            run.step()
     seconds: dict[str, list[float]] = {label: [] for label in runs}
-    for _ in tqdm(range(math.lcm(schedule.statistics, schedule.decompositions)), desc="period", unit="step"):
+    for _ in tqdm(range(math.lcm(schedule.statistics, schedule.decompositions)), desc="period", mininterval=5):
         for label, run in runs.items():
             seconds[label].append(run.step())
     return seconds
@@ -334,37 +336,18 @@ def peak_bytes(work: Callable[[], object], device: str) -> int:
     return peak
 
 
-@dataclass(frozen=True)
-class Examined:
-    """What a contender says of itself before it is timed.
-
-    Attributes:
-        peak: Bytes allocated at once, at most, by model, batches, optimizer and a step of each kind.
-        curvature: Bytes of factors and decompositions, as their keeper counts them.
-        schedule: The optimizer's own.
-        spread: Steps of a refresh.
-    """
-
-    peak: int
-    curvature: int
-    schedule: Schedule
-    spread: int
-
-
-def examine(work: Work, contender: Contender, place: Place) -> Examined:
-    """Let a contender take a step of each kind."""
-    run: Run | None = None
+def begin(work: Work, contender: Contender, place: Place) -> tuple[Run, int]:
+    """Start a run with a step of each kind; return it and its peak, of model, batches, optimizer and these steps."""
+    started: list[Run] = []
 
     def every_kind() -> None:
-        nonlocal run
-        run = Run(work, contender, place)
-        run.step()
-        for turn in turns(run.spread):
-            run.take(turn)
+        started.append(Run(work, contender, place))
+        started[0].step()
+        for turn in turns(started[0].spread):
+            started[0].take(turn)
 
     peak = peak_bytes(every_kind, place.device)
-    assert run is not None
-    return Examined(peak, run.curvature_bytes, run.schedule, run.spread)
+    return started[0], peak
 
 
 # Results -------------------------------------------------------------------------------------------------------------
@@ -409,45 +392,42 @@ def measure(
         ratios to them; ``measured``: the seconds of all steps.
     """
     base, *others = chosen
-    known = {contender.label: examine(work, contender, place) for contender in chosen}
-    wanted = {c.label: [known[c.label].schedule] if c.own_schedule else list(schedules) for c in others}
+    runs, peaks = {}, {}
+    for contender in chosen:
+        runs[contender.label], peaks[contender.label] = begin(work, contender, place)
+    wanted = {c.label: [runs[c.label].schedule] if c.own_schedule else list(schedules) for c in others}
     costs: dict[tuple[str, Schedule], tuple[Cost, Cost]] = {}  # of a contender, and of the base beside it
     if exact:
         measured: dict[str, Any] = {}
         for schedule in dict.fromkeys(schedule for own in wanted.values() for schedule in own):
-            members = [base, *(c for c in others if schedule in wanted[c.label])]
-            steps = take_period(start(work, members, place), schedule)
+            members = [base.label, *(label for label in wanted if schedule in wanted[label])]
+            steps = take_period({label: runs[label] for label in members}, schedule)
             measured[name(schedule)] = steps
             plain = Cost.observed(steps[base.label])
-            costs |= {(c.label, schedule): (Cost.observed(steps[c.label]), plain) for c in members[1:]}
+            costs |= {(label, schedule): (Cost.observed(steps[label]), plain) for label in members[1:]}
     else:
-        measured = take_turns(start(work, chosen, place), budget)
+        measured = take_turns(runs, budget)
         plain = Cost.observed(measured[base.label][ORDINARY])
         for label, own in wanted.items():
-            spread, seconds = known[label].spread, measured[label]
+            spread, seconds = runs[label].spread, measured[label]
             costs |= {(label, each): (Cost.composed(each, spread, seconds), plain) for each in own}
-    bare = known[base.label].peak
     rows = []
     for (label, schedule), (cost, beside) in costs.items():
-        facts = known[label]
-        row = {"contender": label, "every": name(schedule), "spread": facts.spread, "mean": cost.mean / beside.mean}
+        run, peak = runs[label], peaks[label]
+        run.check()
+        bound = int(HEADROOM * peaks[base.label] + run.curvature_bytes)
+        row = {"contender": label, "every": name(schedule), "spread": run.spread, "mean": cost.mean / beside.mean}
         row |= {"medians": cost.median / beside.median, "worst": cost.worst / beside.mean, "seconds": cost.mean}
-        bound = int(HEADROOM * bare + facts.curvature)
-        rows.append({**row, "peak_bytes": facts.peak, "curvature_bytes": facts.curvature, "bound_bytes": bound})
+        rows.append({**row, "peak_bytes": peak, "curvature_bytes": run.curvature_bytes, "bound_bytes": bound})
     return {
         "work": work.title,
         "place": asdict(place),
         "exact": exact,
-        "options": {contender.label: {"lr": LR, **contender.options} for contender in chosen},
-        "base": {"contender": base.label, **asdict(plain), "peak_bytes": bare},
+        "options": {c.label: {"lr": LR, **work.kfac, **c.options} for c in chosen},
+        "base": {"contender": base.label, **asdict(plain), "peak_bytes": peaks[base.label]},
         "rows": rows,
         "measured": measured,
     }
-
-
-def start(work: Work, chosen: Sequence[Contender], place: Place) -> dict[str, Run]:
-    """Return fresh runs by label."""
-    return {contender.label: Run(work, contender, place) for contender in chosen}
 
 
 def name(schedule: Schedule) -> str:
@@ -471,7 +451,7 @@ def summary(result: Mapping[str, Any], goals: Mapping[tuple[str, str], str] | No
             line["goal"] = goals.get((result["work"], row["every"]))
         peak, bound = row["peak_bytes"], row["bound_bytes"]
         sizes = {"peak MiB": peak, "bound MiB": bound, "curvature MiB": row["curvature_bytes"]}
-        rows.append({**line, **{key: f"{value / 2**20:.0f}" for key, value in sizes.items()}, "within": peak <= bound})
+        rows.append({**line, **{key: value / 2**20 for key, value in sizes.items()}, "within": peak <= bound})
     title = (
         f"{result['work']}: {place['dtype']} on {place['device']}, {'one period' if result['exact'] else 'composed'}"
     )

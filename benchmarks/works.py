@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ class Work:
         classes: Of the output; 0: the input is to be reproduced.
         symbols: The examples are token numbers below this; 0: they are floats.
         label: Of the tables.
+        kfac: K-FAC keywords that the model calls for.
     """
 
     make: Callable[[], nn.Module]
@@ -34,6 +35,7 @@ class Work:
     classes: int
     symbols: int = 0
     label: str = ""
+    kfac: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def title(self) -> str:

@@ -1,0 +1,122 @@
+"""Benchmarks of steps: arithmetic of schedules, memory that is known beforehand, commands that run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import step_time, timing
+from benchmarks.cluster import Schedule
+from benchmarks.works import SMOKE_WORKS
+from kfac_optim import KFACSGD, growing
+
+MIB = 2**20
+
+
+# Schedules -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_is_composed_of_its_steps() -> None:
+    seconds = {"ordinary": 1.0, "statistics": 3.0, "refresh 0": 6.0}
+    assert timing.compose(Schedule(1, 10), 0, seconds) == pytest.approx((3 + 5 / 10, 8))
+    assert timing.compose(Schedule(10, 100), 0, seconds) == pytest.approx((1 + 2 / 10 + 5 / 100, 8))
+    # Statistics at 0, 2, 4, refreshes at 0, 3 of six steps: they meet at 0 alone.
+    assert timing.compose(Schedule(2, 3), 0, seconds) == pytest.approx((1 + 2 / 2 + 5 / 3, 8))
+    assert timing.compose(Schedule(3, 2), 0, seconds) == pytest.approx((1 + 2 / 3 + 5 / 2, 8))
+
+
+def test_a_spread_refresh_is_composed_of_its_steps() -> None:
+    seconds = {"ordinary": 1.0, "statistics": 2.0, "refresh 0": 3.0, "refresh 1": 5.0, "refresh 2": 2.0}
+    mean, worst = timing.compose(Schedule(10, 20), 2, seconds)
+    assert mean == pytest.approx(1 + 1 / 10 + (2 + 4 + 1) / 20)
+    assert worst == 5  # the refresh begins on a statistics step and is dearest on the next
+    assert timing.compose(Schedule(1, 4), 2, seconds)[1] == 6
+
+
+@pytest.mark.parametrize("spread", [0, 2])
+def test_kinds_of_step_are_what_the_engine_does(spread: int) -> None:
+    """Statistics and refreshes happen at the turns that are named after them, and at no others."""
+    work, place = SMOKE_WORKS["resnet8"], timing.Place()
+    run = timing.Run(work, timing.contenders(work, "KFACSGD", ["eigen"], spread=spread)[1], place)
+    engine = run.keeper
+    run.step()
+    for turn in timing.turns(spread) * 2:
+        step, in_use = engine.step_count, engine.frozen_at
+        run.take(turn)
+        assert (engine.last_statistics == step) == (turn.kind == "statistics"), turn
+        assert (engine.last_refresh == step) == (turn.kind == "refresh 0"), turn
+        assert (engine.frozen_at != in_use) == (turn.kind == f"refresh {spread}"), turn
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, None),
+        ({"factor_update_steps": 5, "inv_update_steps": 50, "spread": 3}, (Schedule(5, 50), 3)),
+        ({"inv_update_steps": growing(fraction=0.1), "spread": 0}, (Schedule(20, 100), 0)),
+    ],
+    ids=["defaults", "numbers", "growing"],
+)
+def test_schedule_of_an_optimizer(options: dict[str, object], expected: tuple[Schedule, int] | None) -> None:
+    optimizer = KFACSGD(torch.nn.Linear(2, 2), lr=0.1, **options)  # type: ignore[arg-type]
+    schedule, spread = timing.schedule_of(optimizer.curvature)
+    if expected is None:
+        assert schedule.decompositions > spread
+    else:
+        assert (schedule, spread) == expected
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def test_peak_of_a_known_pattern() -> None:
+    def pattern() -> None:
+        kept = torch.empty(MIB, dtype=torch.uint8)
+        for size in (2, 5, 3):
+            torch.ones(size * MIB, dtype=torch.uint8)
+        view = kept.view(2, -1)
+        view[0].fill_(1)
+
+    before = torch.ones(7 * MIB, dtype=torch.uint8)
+    assert timing.peak_bytes(pattern, "cpu") == 6 * MIB
+    assert timing.peak_bytes(before.max, "cpu") < MIB  # not what was there already
+
+
+def test_peak_counts_the_graph_and_buffers_inside_operators() -> None:
+    x = torch.zeros(MIB // 4, requires_grad=True)  # a MiB
+
+    def graph() -> None:
+        y = x.exp()  # kept for its backward
+        y.exp().sum().backward()  # likewise; then the gradients of both
+
+    assert timing.peak_bytes(graph, "cpu") in range(3 * MIB, 5 * MIB)
+    matrix = torch.eye(256)
+    assert timing.peak_bytes(lambda: torch.linalg.eigvalsh(matrix), "cpu") >= 256 * 1024  # its copy to work on
+
+
+# The commands --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [[], ["--exact", "--spread", "1", "--default"]], ids=["composed", "exact"])
+def test_step_time(tmp_path: Path, way: list[str]) -> None:
+    schedules = ["--every", "1/2", "--every", "2/4"]
+    assert step_time.main(["--smoke", *schedules, "--out", str(tmp_path), *way]) == 0
+    found = json.loads((tmp_path / "step_time.json").read_text())
+    assert {"command", "versions", "commit", "machine", "results"} <= found.keys()
+    assert len(found["results"]) == len(SMOKE_WORKS)
+    for result in found["results"]:
+        assert result["place"] == {"device": "cpu", "dtype": "float32", "threads": 1, "seed": 0}
+        assert [row["every"] for row in result["rows"] if "eigen" in row["contender"]][:2] == ["1/2", "2/4"]
+        for row in result["rows"]:
+            assert row["worst"] >= row["mean"] > 0
+            assert row["peak_bytes"] > row["curvature_bytes"] > 0
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".txt", ".png"}
+
+
+def test_step_time_refuses_a_refresh_longer_than_its_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        step_time.main(["--smoke", "--every", "1/3", "--spread", "3"])
+    assert "--spread 3" in capsys.readouterr().err
