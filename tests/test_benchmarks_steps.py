@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import step_time, timing
+from benchmarks import gpu, step_time, timing
 from benchmarks.cluster import Schedule
-from benchmarks.works import SMOKE_WORKS
+from benchmarks.models import Transformer, VisionTransformer
+from benchmarks.works import SMOKE_WORKS, WORKS
 from kfac_optim import KFACSGD, growing
 
 MIB = 2**20
@@ -100,7 +101,7 @@ def test_peak_counts_the_graph_and_buffers_inside_operators() -> None:
 # The commands --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", [[], ["--exact", "--spread", "1", "--default"]], ids=["composed", "exact"])
+@pytest.mark.parametrize("way", [["--default"], ["--exact", "--spread", "1"]], ids=["composed", "exact"])
 def test_step_time(tmp_path: Path, way: list[str]) -> None:
     schedules = ["--every", "1/2", "--every", "2/4"]
     assert step_time.main(["--smoke", *schedules, "--out", str(tmp_path), *way]) == 0
@@ -120,3 +121,59 @@ def test_step_time_refuses_a_refresh_longer_than_its_interval(capsys: pytest.Cap
     with pytest.raises(SystemExit):
         step_time.main(["--smoke", "--every", "1/3", "--spread", "3"])
     assert "--spread 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["resnet50", "bert-phase1", "mask-rcnn", "decompositions", "curves"])
+def test_gpu(tmp_path: Path, part: str) -> None:
+    assert gpu.main(["--part", part, "--smoke", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / f"gpu-{part}.json").read_text())
+    assert {"command", "versions", "commit", "machine", "seed"} <= found.keys()
+    assert found.keys() & {"results", "rows", "records", "missing"}
+    assert (tmp_path / f"gpu-{part}.txt").read_text()
+    assert "missing" in found or (tmp_path / f"gpu-{part}.png").exists()
+
+
+def test_gpu_lists_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--list"]) == 0
+    assert capsys.readouterr().out.split() == list(gpu.PARTS)
+
+
+@pytest.mark.parametrize("part", ["resnet50", "resnet101", "resnet152", "bert-phase1", "bert-phase2"])
+def test_gpu_models_have_their_published_sizes(part: str) -> None:
+    """Parameters in millions: He et al. 2015 by way of torchvision; BERT-Large with its masked-language head."""
+    sizes = {"resnet50": 25.6, "resnet101": 44.5, "resnet152": 60.2, "bert-phase1": 335.2, "bert-phase2": 335.2}
+    steps = gpu.PARTS[part]
+    assert isinstance(steps, gpu.Steps)
+    work = steps.work()
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in work.make().parameters())
+    assert round(parameters / 1e6, 1) == sizes[part]
+    assert work.example == {"bert-phase1": (128,), "bert-phase2": (512,)}.get(part, (3, 224, 224))
+
+
+@pytest.mark.parametrize(("name", "millions"), [("resnet18", 11.2), ("resnet18-224", 11.7), ("vit-s", 22.0)])
+def test_models_have_their_published_sizes(name: str, millions: float) -> None:
+    """ResNet-18 with 10 and 1000 classes; ViT-S/16 (22.05) without its class token."""
+    with torch.device("meta"):
+        model = WORKS[name].make()
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
+
+
+def test_gpt_small_is_tied_and_causal() -> None:
+    model = WORKS["gpt-small"].make  # 124.4 million: what GPT-2 has, with the bias of its projections
+    with torch.device("meta"):
+        assert sum(parameter.numel() for parameter in model().parameters()) == 124_439_808
+    small = Transformer(layers=1, width=16, heads=2, symbols=32, tied=True)
+    assert small.head.weight is small.symbol.weight
+    symbols = torch.randint(32, (2, 8))
+    changed = symbols.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % 32
+    same = (small(symbols) - small(changed)).abs().amax((0, 2)) == 0
+    assert same.tolist() == [True] * 5 + [False] * 3
+
+
+def test_vision_transformer_sees_all_patches() -> None:
+    model = VisionTransformer(layers=1, width=16, heads=2, patch=4, side=8, classes=3)
+    images = torch.randn(2, 3, 8, 8, requires_grad=True)
+    model(images)[:, 0].sum().backward()
+    assert images.grad is not None and (images.grad != 0).all()
