@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,9 @@ REGIONS = 512  # per image, that Mask R-CNN's box head sees in training
 DAMPING = 0.01  # of the decompositions, in mean eigenvalues
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
 class Job:
     """What the command line says.
@@ -60,6 +63,7 @@ class Job:
         seconds: Of rounds, for each table.
         limit: Seconds after which no further measurement begins.
         batch: Examples per step, or None for a part's own.
+        solvers: Of K-FAC.
         seed: Of weights and data.
         smoke: Tiny sizes.
         stem: Result files without their ending.
@@ -69,11 +73,12 @@ class Job:
     seconds: float
     limit: float
     batch: int | None
+    solvers: Sequence[str]
     seed: int
     smoke: bool
     stem: Path
 
-    def in_time(self, names: Iterable[Any]) -> Iterator[Any]:
+    def in_time(self, names: Iterable[T]) -> Iterator[T]:
         """Yield ``names`` until the time is up."""
         end = time.perf_counter() + self.limit
         for name in names:
@@ -183,11 +188,11 @@ class Steps:
         work = self.small if job.smoke else self.work()
         if job.batch:
             work = replace(work, batch=job.batch)
-        chosen = timing.contenders(work, self.optimizer, SOLVERS)
+        chosen = timing.contenders(work, self.optimizer, job.solvers)
         results: list[dict[str, Any]] = []
         for dtype in job.in_time(self.dtypes):
             place = timing.Place(job.device, dtype, seed=job.seed)
-            results.append(timing.measure(work, chosen, SCHEDULES, place, budget=job.seconds, exact=False))
+            results.append(timing.measure(work, chosen, SCHEDULES, place, job.seconds))
             yield {"results": results}, "\n".join(map(timing.summary, results))
         timing.draw(results, job.stem.with_suffix(".png"))
 
@@ -350,27 +355,37 @@ RUNNERS = {
     "KFACSGD paper": first_look.Contender("KFACSGD", "paper"),
     "AdamW": first_look.Contender("AdamW"),
 }
+Runner = tuple[Trainer, dict[str, Any]]  # and K-FAC keywords that are not in its settings
+
 PEER_DAMPINGS = (0.1, 0.03, 0.01)
 PEER = {"factor_update_steps": 1, "inv_update_steps": 10}  # as the paper's mode has them on this task
 
 
-def runners(job: Job) -> Iterator[tuple[str, Trainer, dict[str, Any]]]:
-    """Yield label, fresh run and further settings of everyone who trains on CURVES."""
+def runners(job: Job) -> dict[str, Callable[[], Runner]]:
+    """Return by label what starts a run of everyone who trains on CURVES."""
     task = TASKS["curves"]()
     more = {"device": job.device, "seed": job.seed, "eval_every": 20, "steps": 2 if job.smoke else 600}
-    for label, contender in RUNNERS.items():
-        yield label, contender.trainer(task, **more), {}
-    for damping in PEER_DAMPINGS if timing.has_peer() else ():
+
+    def ours(contender: first_look.Contender) -> Runner:
+        return contender.trainer(task, **more), {}
+
+    def peer(damping: float) -> Runner:
         trainer = first_look.Contender("SGD").trainer(task, **more, lr=0.1)
         options = {**PEER, "damping": damping}
         timing.attach_peer(trainer.optimizers[0], trainer.model, **options)
-        yield f"kfac-pytorch damping {damping:g} + SGD", trainer, options
+        return trainer, options
+
+    found = {label: partial(ours, contender) for label, contender in RUNNERS.items()}
+    dampings = PEER_DAMPINGS if timing.has_peer() else ()
+    return {**found, **{f"kfac-pytorch damping {damping:g} + SGD": partial(peer, damping) for damping in dampings}}
 
 
 def curves(job: Job) -> Iterator[Result]:
     """Train everyone, and see when they reach the target."""
     records: dict[str, Record] = {}
-    for label, trainer, options in job.in_time(runners(job)):
+    started = runners(job)
+    for label in job.in_time(started):
+        trainer, options = started[label]()
         record = records[label] = Record({**trainer.header(), "kfac_pytorch": options})
         for line in tqdm(trainer.lines(), desc=label, unit="line", mininterval=5):
             record.add(line)
@@ -403,6 +418,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=60, metavar="S", help="of rounds, for each table (default: 60)")
     add("--limit", type=float, default=300, metavar="S", help="no measurement begins after these (default: 300)")
     add("--batch", type=int, metavar="N", help="examples per step (default: the part's own)")
+    add("--solver", action="append", choices=SOLVERS, help="may be repeated (default: both)")
     add("--seed", type=int, default=0, help="of weights and data (default: 0)")
     add("--smoke", action="store_true", help="tiny sizes, to see that everything runs; no result")
     add("--out", type=Path, metavar="FOLDER", help=f"of the result files (default: {RESULTS}; with --smoke: {SMOKE})")
@@ -424,7 +440,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder, stem = options.out or (SMOKE if options.smoke else RESULTS), f"gpu-{options.part}"
     folder.mkdir(parents=True, exist_ok=True)
     seconds = 0 if options.smoke else options.seconds
-    job = Job(device, seconds, options.limit, options.batch, options.seed, options.smoke, folder / stem)
+    solvers = options.solver or SOLVERS
+    job = Job(device, seconds, options.limit, options.batch, solvers, options.seed, options.smoke, folder / stem)
     words = sys.argv[1:] if arguments is None else list(arguments)
     # Facts before the runs: the code that they use, whatever the checkout becomes meanwhile.
     found = {"command": " ".join(["python -m benchmarks.gpu", *words]), **facts()}

@@ -104,10 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         place = timing.Place(options.device, dtype, options.threads, options.seed)
         chosen = timing.contenders(work, optimizer, solvers, spread=options.spread, default=options.default)
-        budget = 0 if options.smoke else options.seconds
-        result = timing.measure(work, chosen, schedules, place, budget=budget, exact=options.exact)
-        results.append(result)
-        print(timing.summary(result, GOALS))
+        budget = None if options.exact else 0 if options.smoke else options.seconds
+        results.append(timing.measure(work, chosen, schedules, place, budget))
+        print(timing.summary(results[-1], GOALS))
         # After each: a run that is cut off keeps what it has.
         tables = "\n".join(timing.summary(each, GOALS) for each in results)
         save(folder, "step_time", {"command": command_line, **found, "results": results}, tables)

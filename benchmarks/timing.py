@@ -194,7 +194,7 @@ class Place:
 
     Attributes:
         device: "cpu" or "cuda".
-        dtype: "float32", or "bf16": autocast to bfloat16.
+        dtype: "float32", with torch's own choice of TF32 (on GPUs in convolutions), or "bf16": autocast to bfloat16.
         threads: Of torch.
         seed: Of weights and data.
     """
@@ -228,6 +228,8 @@ class Run:
         self.loss = torch.zeros(())
         engine = isinstance(self.keeper, CurvatureEngine)
         self.schedule, self.spread = schedule_of(self.keeper) if engine else (Schedule(), 0)
+        if engine:
+            self.keeper.spread = self.spread
         self.kinds = [ORDINARY] if contender.is_base else kinds(self.spread)
 
     def set_schedule(self, schedule: Schedule) -> None:
@@ -374,8 +376,63 @@ class Cost:
         return cls(statistics.fmean(seconds), statistics.median(seconds), max(seconds))
 
 
+def every(schedule: Schedule) -> str:
+    """A schedule as the tables have it: statistics every a, decompositions every b steps."""
+    return f"{schedule.statistics}/{schedule.decompositions}"
+
+
+def begin_all(work: Work, chosen: Sequence[Contender], place: Place) -> tuple[dict[str, Run], dict[str, int]]:
+    """Start all runs that can be started.
+
+    Returns:
+        The runs, and their peaks, by label. kfac-pytorch is left out, with a word, where it cannot train the model.
+    """
+    runs, peaks = {}, {}
+    for contender in chosen:
+        try:
+            runs[contender.label], peaks[contender.label] = begin(work, contender, place)
+        except RuntimeError as error:  # memory, or backward hooks that bear no in-place activations
+            if not contender.peer:
+                raise
+            print(f"{contender.label} on {work.title}: left out, {str(error).splitlines()[0]}")
+    return runs, peaks
+
+
+# By contender and schedule: its cost, and that of the base optimizer beside it.
+Costs = dict[tuple[str, Schedule], tuple[Cost, Cost]]
+
+
+def by_rounds(
+    runs: Mapping[str, Run], base: str, wanted: Mapping[str, Sequence[Schedule]], budget: float
+) -> tuple[Costs, dict[str, Seconds]]:
+    """Time rounds for ``budget`` seconds; return the composed costs, and every step's seconds."""
+    measured = take_turns(runs, budget)
+    plain = Cost.observed(measured[base][ORDINARY])
+    costs = {
+        (label, schedule): (Cost.composed(schedule, runs[label].spread, measured[label]), plain)
+        for label, own in wanted.items()
+        for schedule in own
+    }
+    return costs, measured
+
+
+def by_periods(
+    runs: Mapping[str, Run], base: str, wanted: Mapping[str, Sequence[Schedule]]
+) -> tuple[Costs, dict[str, dict[str, list[float]]]]:
+    """Time one period of each schedule; return the costs, and every step's seconds."""
+    costs: Costs = {}
+    measured = {}
+    for schedule in dict.fromkeys(schedule for own in wanted.values() for schedule in own):
+        members = [label for label, own in wanted.items() if schedule in own]
+        seconds = take_period({label: runs[label] for label in (base, *members)}, schedule)
+        plain = Cost.observed(seconds[base])
+        costs |= {(label, schedule): (Cost.observed(seconds[label]), plain) for label in members}
+        measured[every(schedule)] = seconds
+    return costs, measured
+
+
 def measure(
-    work: Work, chosen: Sequence[Contender], schedules: Sequence[Schedule], place: Place, *, budget: float, exact: bool
+    work: Work, chosen: Sequence[Contender], schedules: Sequence[Schedule], place: Place, budget: float | None
 ) -> dict[str, Any]:
     """Measure the contenders, the base optimizer first, on one work.
 
@@ -384,55 +441,37 @@ def measure(
         chosen: The contenders.
         schedules: Of the rows.
         place: Device, precision, threads, seed.
-        budget: Seconds for the rounds; ``exact`` takes what it needs.
-        exact: Run one period of each schedule instead of composing it.
+        budget: Seconds for the rounds; None: run one period of each schedule, instead of composing it.
 
     Returns:
         ``base``: seconds and peak memory of the base optimizer; ``rows``: for each other contender and schedule the
         ratios to them; ``measured``: the seconds of all steps.
     """
-    base, *others = chosen
-    runs, peaks = {}, {}
-    for contender in chosen:
-        runs[contender.label], peaks[contender.label] = begin(work, contender, place)
-    wanted = {c.label: [runs[c.label].schedule] if c.own_schedule else list(schedules) for c in others}
-    costs: dict[tuple[str, Schedule], tuple[Cost, Cost]] = {}  # of a contender, and of the base beside it
-    if exact:
-        measured: dict[str, Any] = {}
-        for schedule in dict.fromkeys(schedule for own in wanted.values() for schedule in own):
-            members = [base.label, *(label for label in wanted if schedule in wanted[label])]
-            steps = take_period({label: runs[label] for label in members}, schedule)
-            measured[name(schedule)] = steps
-            plain = Cost.observed(steps[base.label])
-            costs |= {(label, schedule): (Cost.observed(steps[label]), plain) for label in members[1:]}
-    else:
-        measured = take_turns(runs, budget)
-        plain = Cost.observed(measured[base.label][ORDINARY])
-        for label, own in wanted.items():
-            spread, seconds = runs[label].spread, measured[label]
-            costs |= {(label, each): (Cost.composed(each, spread, seconds), plain) for each in own}
+    base = chosen[0].label
+    runs, peaks = begin_all(work, chosen, place)
+    own = {contender.label for contender in chosen if contender.own_schedule}
+    wanted = {label: [run.schedule] if label in own else schedules for label, run in runs.items() if label != base}
+    costs: Costs
+    measured: Mapping[str, Any]
+    costs, measured = by_periods(runs, base, wanted) if budget is None else by_rounds(runs, base, wanted, budget)
     rows = []
-    for (label, schedule), (cost, beside) in costs.items():
-        run, peak = runs[label], peaks[label]
+    for (label, schedule), (cost, plain) in costs.items():
+        run = runs[label]
         run.check()
-        bound = int(HEADROOM * peaks[base.label] + run.curvature_bytes)
-        row = {"contender": label, "every": name(schedule), "spread": run.spread, "mean": cost.mean / beside.mean}
-        row |= {"medians": cost.median / beside.median, "worst": cost.worst / beside.mean, "seconds": cost.mean}
-        rows.append({**row, "peak_bytes": peak, "curvature_bytes": run.curvature_bytes, "bound_bytes": bound})
+        bound = int(HEADROOM * peaks[base] + run.curvature_bytes)
+        row = {"contender": label, "every": every(schedule), "spread": run.spread, "mean": cost.mean / plain.mean}
+        row |= {"medians": cost.median / plain.median, "worst": cost.worst / plain.mean, "seconds": cost.mean}
+        sizes = {"peak_bytes": peaks[label], "curvature_bytes": run.curvature_bytes, "bound_bytes": bound}
+        rows.append({**row, "base": asdict(plain), **sizes})
     return {
         "work": work.title,
         "place": asdict(place),
-        "exact": exact,
+        "exact": budget is None,
         "options": {c.label: {"lr": LR, **work.kfac, **c.options} for c in chosen},
-        "base": {"contender": base.label, **asdict(plain), "peak_bytes": peaks[base.label]},
+        "base": {"contender": base, "peak_bytes": peaks[base]},
         "rows": rows,
         "measured": measured,
     }
-
-
-def name(schedule: Schedule) -> str:
-    """A schedule as the tables have it: statistics every a, decompositions every b steps."""
-    return f"{schedule.statistics}/{schedule.decompositions}"
 
 
 def summary(result: Mapping[str, Any], goals: Mapping[tuple[str, str], str] | None = None) -> str:
@@ -452,13 +491,12 @@ def summary(result: Mapping[str, Any], goals: Mapping[tuple[str, str], str] | No
         peak, bound = row["peak_bytes"], row["bound_bytes"]
         sizes = {"peak MiB": peak, "bound MiB": bound, "curvature MiB": row["curvature_bytes"]}
         rows.append({**line, **{key: value / 2**20 for key, value in sizes.items()}, "within": peak <= bound})
-    title = (
-        f"{result['work']}: {place['dtype']} on {place['device']}, {'one period' if result['exact'] else 'composed'}"
-    )
-    note = (
-        f"{base['contender']} = 1.00: {base['mean']:.4f} s per step (median {base['median']:.4f}, worst step "
-        f"{base['worst'] / base['mean']:.2f}), peak {base['peak_bytes'] / 2**20:.0f} MiB"
-    )
+    how = "one period" if result["exact"] else "composed"
+    seconds = dict.fromkeys(tuple(row["base"].values()) for row in result["rows"])
+    listed = "; ".join(", ".join(f"{each:.4g}" for each in times) for times in seconds)
+    peak = base["peak_bytes"] / 2**20
+    note = f"{base['contender']} = 1.00: mean, median and worst step {listed} s, peak {peak:.4g} MiB"
+    title = f"{result['work']}: {place['dtype']} on {place['device']}, {how}"
     return table(title, rows, note)
 
 

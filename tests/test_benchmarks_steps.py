@@ -117,6 +117,22 @@ def test_step_time(tmp_path: Path, way: list[str]) -> None:
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".txt", ".png"}
 
 
+def test_a_peer_that_cannot_train_the_model_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def attach(*_: object, **__: object) -> None:
+        raise RuntimeError("no in-place activations, please\n")
+
+    monkeypatch.setattr(timing, "has_peer", lambda: True)
+    monkeypatch.setattr(timing, "attach_peer", attach)
+    work = SMOKE_WORKS["resnet8"]
+    chosen = timing.contenders(work, "KFACSGD", ["eigen"])
+    assert [contender.label for contender in chosen] == ["SGD", "KFACSGD eigen", "kfac-pytorch eigen + SGD"]
+    result = timing.measure(work, chosen, [Schedule(1, 2)], timing.Place(), 0)
+    assert [row["contender"] for row in result["rows"]] == ["KFACSGD eigen"]
+    assert "left out, no in-place activations, please" in capsys.readouterr().out
+
+
 def test_step_time_refuses_a_refresh_longer_than_its_interval(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         step_time.main(["--smoke", "--every", "1/3", "--spread", "3"])
