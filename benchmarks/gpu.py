@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import statistics
 import sys
 import time
@@ -47,7 +46,6 @@ from kfac_optim.solvers import Decomposition, EigenSolver, InverseSolver, Solver
 
 SCHEDULES = (Schedule(50, 500), Schedule(10, 100))
 SOLVERS = ("eigen", "inverse")
-REGIONS = 512  # per image, that Mask R-CNN's box head sees in training
 DAMPING = 0.01  # of the decompositions, in mean eigenvalues
 
 
@@ -95,8 +93,12 @@ Result = tuple[dict[str, Any], str]  # for JSON, and as text: all there is so fa
 
 
 def installed(package: str) -> bool:
-    """Say whether a package can be imported."""
-    return importlib.util.find_spec(package) is not None
+    """Say whether a package can be imported (one built for another torch cannot)."""
+    try:
+        importlib.import_module(package)
+    except (ImportError, RuntimeError):
+        return False
+    return True
 
 
 def resnet(depth: int) -> Work:
@@ -124,11 +126,16 @@ def hugging_bert() -> nn.Module:
 class Detector(nn.Module):
     """torchvision's Mask R-CNN, trained on noise with the same eight boxes in each image; its output is the loss."""
 
-    def __init__(self, side: int, classes: int = 91, boxes: int = 8) -> None:
+    def __init__(self, side: int, regions: int, classes: int = 91, boxes: int = 8) -> None:
         super().__init__()
         detection = importlib.import_module("torchvision.models.detection")
         self.detector = detection.maskrcnn_resnet50_fpn(
-            weights=None, weights_backbone=None, num_classes=classes, min_size=side, max_size=side
+            weights=None,
+            weights_backbone=None,
+            num_classes=classes,
+            min_size=side,
+            max_size=side,
+            box_batch_size_per_image=regions,
         )
         random = torch.Generator().manual_seed(0)
         corners = torch.rand(boxes, 2, generator=random) * side / 2
@@ -152,14 +159,16 @@ class Detection(Work):
         return output
 
 
-def mask_rcnn(side: int, batch: int) -> Work:
-    """Mask R-CNN with K-FAC on its box and mask heads; the box head's loss is a mean over regions."""
-    kfac = {"skip_layers": [r"\bbackbone\b", r"\brpn\b"], "loss_terms": batch * REGIONS}
-    return Detection(partial(Detector, side), (3, side, side), batch, 91, label="Mask R-CNN, heads", kfac=kfac)
+def mask_rcnn(side: int, batch: int, regions: int, **options: Any) -> Work:
+    """Mask R-CNN with K-FAC on its box and mask heads; the box head's loss is a mean over ``regions`` per image."""
+    kfac = {"skip_layers": [r"\bbackbone\b", r"\brpn\b"], "loss_terms": batch * regions, **options}
+    make = partial(Detector, side, regions)
+    return Detection(make, (3, side, side), batch, 91, label="Mask R-CNN, heads", kfac=kfac)
 
 
 SMALL_RESNET = images("small ResNet", partial(StagedResNet, (1, 1), 10, 4, block=Bottleneck), 2, 32, 10)
 SMALL_BERT = tokens("small BERT", partial(Encoder, 1, 16, 2, 64, 16), 2, 16, 64)
+SMALL_MASK_RCNN = mask_rcnn(64, 1, 16, max_factor_dim=256)
 
 
 @dataclass(frozen=True)
@@ -401,7 +410,7 @@ PARTS: dict[str, Callable[[Job], Iterator[Result]]] = {
     **{f"resnet{depth}": Steps(partial(resnet, depth), SMALL_RESNET) for depth in (50, 101, 152)},
     "bert-phase1": Steps(partial(bert, 32, 128), SMALL_BERT, "KFACLAMB", ("bf16", "float32")),
     "bert-phase2": Steps(partial(bert, 8, 512), SMALL_BERT, "KFACLAMB", ("bf16", "float32")),
-    "mask-rcnn": Steps(partial(mask_rcnn, 800, 2), mask_rcnn(64, 1), dtypes=("float32",), needs="torchvision"),
+    "mask-rcnn": Steps(partial(mask_rcnn, 800, 2, 512), SMALL_MASK_RCNN, dtypes=("float32",), needs="torchvision"),
     "decompositions": decompositions,
     "curves": curves,
 }
