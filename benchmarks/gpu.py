@@ -346,14 +346,16 @@ def decompositions(job: Job) -> Iterator[Result]:
 def draw_decompositions(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Write the plot: milliseconds and errors over the size."""
     figure, axes = grid(1, 2, "Decompositions of factors")
-    names = dict.fromkeys((row["method"], row["products"]) for row in rows)
-    for method, products in names:
+    colours = {method.name: f"C{index}" for index, method in enumerate(METHODS)}
+    for method, products in dict.fromkeys((row["method"], row["products"]) for row in rows):
         own = [row for row in rows if (row["method"], row["products"]) == (method, products)]
+        style = {"color": colours[method], "linestyle": {"fp32": "-", "TF32": "--", "bf16": ":"}[products]}
+        sizes, label = [row["size"] for row in own], f"{method}, {products}"
         for panel, key in zip(axes[0], ("ms per factor", "error"), strict=True):
-            panel.plot([row["size"] for row in own], [row[key] for row in own], ".-", label=f"{method}, {products}")
+            panel.plot(sizes, [row[key] for row in own], ".", label=label, **style)
             panel.set(xscale="log", yscale="log", xlabel="size", ylabel=key)
             panel.grid(alpha=0.25, which="both")
-    axes[0][1].legend(fontsize="small")
+    axes[0][1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=110)
 
 

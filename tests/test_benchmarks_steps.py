@@ -149,6 +149,16 @@ def test_gpu(tmp_path: Path, part: str) -> None:
     assert "missing" in found or (tmp_path / f"gpu-{part}.png").exists()
 
 
+def test_errors_of_decompositions() -> None:
+    """Exact methods to rounding, a refresh of the basis nearer than the old basis, and bf16 products visible."""
+    job = gpu.Job("cpu", 0, 60, None, ("eigen",), 0, True, Path("unused"))
+    rows = list(gpu.compare_methods(32, 2, job))
+    error = {(row["method"], row["products"]): row["error"] for row in rows}
+    for method in ("eigh, one by one", "eigh, batched", "Cholesky inverse"):
+        assert error[method, "fp32"] < 1e-4 < error[method, "bf16"] < 0.1
+    assert 1e-3 < error["QR refresh", "fp32"] < 0.8 * error["old basis", "fp32"]
+
+
 def test_gpu_lists_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--list"]) == 0
     assert capsys.readouterr().out.split() == list(gpu.PARTS)
