@@ -3,7 +3,8 @@
 ``python -m benchmarks.step_time`` (from the repository root) measures two works, prints their tables, and writes
 ``step_time.json`` (with settings, seeds, versions, machine and the seconds of all steps), ``.txt`` and ``.png`` to
 ``benchmarks/results/``. More works by ``--work NAME``; schedules by ``--every STATISTICS/DECOMPOSITIONS``, the
-intervals ``factor_update_steps`` and ``inv_update_steps``:
+intervals ``factor_update_steps`` and ``inv_update_steps``. Work, optimizer, dtype and device, where they are given,
+become part of the files' name:
 
     python -m benchmarks.step_time --work vit-s --optimizer KFACAdam --every 10/100 --solver inverse
 
@@ -33,12 +34,12 @@ from benchmarks.reports import RESULTS, SMOKE, save
 from benchmarks.runs import facts
 from benchmarks.works import DEFAULT_WORKS, SMOKE_WORKS, WORKS
 
-# Mean and worst step over SGD's, as the project set them for itself.
+# Mean and worst step over SGD's on one CPU thread, as the project set them for itself.
 GOALS = {
-    (WORKS["resnet32"].title, "1/10"): "1.80",
-    (WORKS["resnet32"].title, "10/100"): "1.10 (2)",
-    (WORKS["transformer"].title, "1/10"): "1.60",
-    (WORKS["transformer"].title, "10/100"): "1.20 (2)",
+    ("KFACSGD", WORKS["resnet32"].title, "1/10"): "1.80",
+    ("KFACSGD", WORKS["resnet32"].title, "10/100"): "1.10 (2)",
+    ("KFACSGD", WORKS["transformer"].title, "1/10"): "1.60",
+    ("KFACSGD", WORKS["transformer"].title, "10/100"): "1.20 (2)",
 }
 
 
@@ -64,11 +65,7 @@ def parser() -> argparse.ArgumentParser:
     add("--every", action="append", type=schedule, metavar="A/B", help="may be repeated (default: 1/10 and 10/100)")
     add("--solver", action="append", choices=("eigen", "inverse"), help="may be repeated (default: eigen)")
     add("--spread", type=int, default=0, metavar="N", help="steps over which a refresh is worked off (default: 0)")
-    add(
-        "--default",
-        action="store_true",
-        help="a row with the package's own defaults, and alone, unless --every is given",
-    )
+    add("--default", action="store_true", help="a row with the package's defaults; without --every no other")
     add("--dtype", action="append", choices=("float32", "bf16"), help="bf16: autocast; may be repeated")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     add("--threads", type=int, default=1, metavar="N", help="of torch (default: 1)")
@@ -91,6 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.error("--device cuda: this torch sees no CUDA device")
     folder = options.out or (SMOKE if options.smoke else RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
+    device = () if options.device == "cpu" else (options.device,)
+    given = (*(options.work or ()), *(options.optimizer or ()), *(options.dtype or ()), *device)
+    stem = "-".join(("step_time", *given))
     works = list(SMOKE_WORKS.values()) if options.smoke else [WORKS[name] for name in options.work or DEFAULT_WORKS]
     if options.batch:
         works = [replace(work, batch=options.batch) for work in works]
@@ -109,9 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(timing.summary(results[-1], GOALS))
         # After each: a run that is cut off keeps what it has.
         tables = "\n".join(timing.summary(each, GOALS) for each in results)
-        save(folder, "step_time", {"command": command_line, **found, "results": results}, tables)
-    timing.draw(results, folder / "step_time.png")
-    print(f"written: {folder / 'step_time'}.json, .txt, .png")
+        save(folder, stem, {"command": command_line, **found, "results": results}, tables)
+    timing.draw(results, folder / f"{stem}.png")
+    print(f"written: {folder / stem}.json, .txt, .png")
     return 0
 
 

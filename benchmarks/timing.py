@@ -474,20 +474,21 @@ def measure(
     }
 
 
-def summary(result: Mapping[str, Any], goals: Mapping[tuple[str, str], str] | None = None) -> str:
+def summary(result: Mapping[str, Any], goals: Mapping[tuple[str, str, str], str] | None = None) -> str:
     """Return the table of what :func:`measure` returned.
 
     Args:
         result: Of one work.
-        goals: Mean and worst step to reach, by work and schedule.
+        goals: Mean and worst step to reach, by optimizer, work and schedule.
     """
     base, place = result["base"], result["place"]
     rows = []
     for row in result["rows"]:
         line = {"contender": row["contender"], "every": row["every"], "spread": row["spread"] or None}
         line |= {key: f"{row[key]:.2f}" for key in ("mean", "medians", "worst")}
-        if goals:
-            line["goal"] = goals.get((result["work"], row["every"]))
+        goal = goals.get((row["contender"].split()[0], result["work"], row["every"])) if goals else None
+        if goal:
+            line["goal"] = goal
         peak, bound = row["peak_bytes"], row["bound_bytes"]
         sizes = {"peak MiB": peak, "bound MiB": bound, "curvature MiB": row["curvature_bytes"]}
         rows.append({**line, **{key: value / 2**20 for key, value in sizes.items()}, "within": peak <= bound})

@@ -101,11 +101,15 @@ def test_peak_counts_the_graph_and_buffers_inside_operators() -> None:
 # The commands --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", [["--default"], ["--exact", "--spread", "1"]], ids=["composed", "exact"])
-def test_step_time(tmp_path: Path, way: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("way", "stem"),
+    [(["--default"], "step_time"), (["--exact", "--spread", "1", "--optimizer", "KFACSGD"], "step_time-KFACSGD")],
+    ids=["composed", "exact"],
+)
+def test_step_time(tmp_path: Path, way: list[str], stem: str) -> None:
     schedules = ["--every", "1/2", "--every", "2/4"]
     assert step_time.main(["--smoke", *schedules, "--out", str(tmp_path), *way]) == 0
-    found = json.loads((tmp_path / "step_time.json").read_text())
+    found = json.loads((tmp_path / f"{stem}.json").read_text())
     assert {"command", "versions", "commit", "machine", "results"} <= found.keys()
     assert len(found["results"]) == len(SMOKE_WORKS)
     for result in found["results"]:
