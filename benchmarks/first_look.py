@@ -1,4 +1,4 @@
-"""The first table of results: what K-FAC gains per step, and what a step costs.
+"""The first table of results: what K-FAC gains per step.
 
 ``python -m benchmarks.first_look --part NAME`` (from the repository root) measures one part, prints its table and
 writes ``first_look-NAME.json`` with every setting, the seeds, versions and machine. Parts:
@@ -6,7 +6,6 @@ writes ``first_look-NAME.json`` with every setting, the seeds, versions and mach
     digits     epochs and CPU seconds to 97 % test accuracy, KFACSGD and SGD at the same learning rate and schedule
     curves     held-out loss after 100, 200, 300 steps, in the paper's mode and in the practical one, sampled Fisher
     text       held-out loss of the practical mode, AdamW and Muon after the same steps
-    steptime   CPU seconds of a step over plain SGD's, mean and worst, all optimizers taking turns on one thread
 """
 
 from __future__ import annotations
@@ -16,23 +15,18 @@ import importlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from benchmarks import summary
-from benchmarks.models import ResNet, Transformer
 from benchmarks.optimizers import is_kfac
+from benchmarks.reports import RESULTS, SMOKE
 from benchmarks.runs import Line, Record, Trainer, facts
 from benchmarks.settings import resolve
-from benchmarks.tasks import TASKS, Examples, Task, digits, text
-
-RESULTS = Path("benchmarks/results")
-SMOKE = Path("runs/smoke")
+from benchmarks.tasks import TASKS, Task
 
 
 @dataclass(frozen=True)
@@ -143,73 +137,6 @@ def figures(task: Task, record: Record, at: Sequence[int]) -> Line:
     }
 
 
-# Seconds -------------------------------------------------------------------------------------------------------------
-
-
-def cifar_like() -> Task:
-    """ResNet-32 on noise of CIFAR's shape: a step's time does not depend on the pixels."""
-    random = torch.Generator().manual_seed(0)
-    images = torch.randn(512, 3, 32, 32, generator=random)
-    labels = torch.randint(10, (512,), generator=random)
-    return replace(digits(), model=partial(ResNet, channels=3, blocks=5), source=Examples(images, labels))
-
-
-def larger_text() -> Task:
-    """The text task with four layers of width 256."""
-    return replace(text(), model=partial(Transformer, layers=4, width=256, heads=8))
-
-
-WORKS = {
-    "ResNet-32, 128x3x32x32": (cifar_like, 128),
-    "4-layer transformer, d=256, 16x128 tokens": (larger_text, 16),
-}
-
-
-def every(statistics: int, decompositions: int, solver: str) -> Contender:
-    """Return KFACSGD with these intervals."""
-    intervals = {"factor_update_steps": statistics, "inv_update_steps": decompositions}
-    return Contender("KFACSGD", "paper", {"kfac": {**intervals, "solver": solver}})
-
-
-def steptime(solvers: Sequence[str], smoke: bool) -> Line:
-    """Measure the seconds of a step; print the table, return the result.
-
-    The optimizers take turns, one step each, so that all of them meet the same disturbances. The first step, which
-    always decomposes, is left out; the 100 after it are one whole period of the longest interval.
-    """
-    contenders = {"SGD": Contender("SGD")}
-    for solver in solvers:
-        for intervals in ((1, 10), (10, 100)):
-            contenders[f"KFACSGD {solver} every {intervals[0]}/{intervals[1]}"] = every(*intervals, solver)
-    rows = []
-    for work, (make, batch_size) in WORKS.items():
-        rows += turns(work, make(), contenders, batch_size, steps=2 if smoke else 100)
-    return {"part": "steptime", "rows": rows}
-
-
-def turns(work: str, task: Task, contenders: Mapping[str, Contender], batch_size: int, steps: int) -> list[Line]:
-    """Let the contenders take turns for ``steps`` timed steps each; print and return a row for each."""
-    more = {"batch_size": batch_size, "lr": 0.01, "steps": steps + 1, "schedule": "constant"}
-    trainers = {label: contender.trainer(task, **more) for label, contender in contenders.items()}
-    seconds: dict[str, list[float]] = {label: [] for label in trainers}
-    for step in tqdm(range(steps + 1), desc=work, unit="round", mininterval=5):
-        for label, trainer in trainers.items():
-            before = trainer.clock.cpu
-            trainer.train_step()
-            if step:
-                seconds[label].append(trainer.clock.cpu - before)
-    plain = sum(seconds["SGD"]) / steps
-    print(f"{work}: SGD {plain:.4f} CPU seconds per step, worst step {max(seconds['SGD']) / plain:.2f} times that")
-    rows = []
-    for label, times in seconds.items():
-        ratios = {"mean_ratio": sum(times) / steps / plain, "worst_ratio": max(times) / plain}
-        settings = trainers[label].header()["settings"]
-        rows.append({"work": work, "contender": label, **ratios, "settings": settings, "seconds": times})
-        if label != "SGD":
-            print(f"  {label:32} mean {ratios['mean_ratio']:.2f}, worst step {ratios['worst_ratio']:.2f}")
-    return rows
-
-
 # The command ---------------------------------------------------------------------------------------------------------
 
 
@@ -221,10 +148,8 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = command.add_argument
-    names = (*PARTS, "steptime")
-    add("--part", action="append", choices=names, help="what to measure; may be repeated (default: everything)")
+    add("--part", action="append", choices=PARTS, help="what to measure; may be repeated (default: everything)")
     add("--seeds", metavar="N,...", help="seeds of the runs (default: 0,1,2 for digits, else 0)")
-    add("--solver", action="append", metavar="NAME", help="of steptime; may be repeated (default: eigen)")
     add("--smoke", action="store_true", help="a handful of steps, to see that everything runs; no result")
     add("--out", type=Path, metavar="FOLDER", help=f"of the result files (default: {RESULTS}; with --smoke: {SMOKE})")
     return command
@@ -243,9 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     importlib.import_module("kfac_optim")  # its version is one of the facts
     found = facts()  # before the runs: the code that they use, whatever the checkout becomes meanwhile
-    for part in options.part or (*PARTS, "steptime"):
-        result = steptime(options.solver or ["eigen"], options.smoke) if part == "steptime" else None
-        result = result or learn(part, seeds, options.smoke)
+    for part in options.part or PARTS:
+        result = learn(part, seeds, options.smoke)
         result = {"command": " ".join(["python -m benchmarks.first_look", *words]), **found, **result}
         path = folder / f"first_look-{part}.json"
         path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")

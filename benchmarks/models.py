@@ -1,5 +1,5 @@
-"""The networks of the tasks: residual network, deep autoencoder, causal transformer; and those of the scaling model:
-ResNet-50, -101 and -152, BERT-Base and BERT-Large.
+"""The networks of the tasks: residual network, deep autoencoder, causal transformer; and those whose cost is measured
+or predicted: ResNet-18, -50, -101 and -152, ViT-S, GPT-small, BERT-Base and BERT-Large.
 
 All of them use plain ``nn`` modules (Linear, Conv2d, Embedding, BatchNorm2d, LayerNorm), so that an optimizer that
 looks at modules sees every weight.
@@ -87,11 +87,12 @@ def autoencoder(widths: Sequence[int] = (784, 400, 200, 100, 50, 25, 6), incomin
 
 
 class TransformerBlock(nn.Module):
-    """Causal self-attention and a feed-forward layer of four times the width, each behind a LayerNorm."""
+    """Self-attention (causal or not) and a feed-forward layer of four times the width, each behind a LayerNorm."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, causal: bool = True) -> None:
         super().__init__()
         self.heads = heads
+        self.causal = causal
         self.norm1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
@@ -104,45 +105,92 @@ class TransformerBlock(nn.Module):
         n, positions, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(n, positions, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.out(mixed.transpose(1, 2).reshape(n, positions, width))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class Transformer(nn.Module):
-    """A small causal language model over bytes, with learned positions and an output layer of its own (not tied)."""
+    """A causal language model with learned positions; over bytes, small and with untied output weights by default."""
 
-    def __init__(self, layers: int = 2, width: int = 128, heads: int = 4, context: int = 128) -> None:
+    def __init__(
+        self,
+        layers: int = 2,
+        width: int = 128,
+        heads: int = 4,
+        context: int = 128,
+        symbols: int = 256,
+        tied: bool = False,
+    ) -> None:
         super().__init__()
-        symbols = 256
         self.symbol = nn.Embedding(symbols, width)
         self.position = nn.Embedding(context, width)
         self.body = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, symbols)
+        self.head = nn.Linear(width, symbols, bias=not tied)
+        if tied:
+            nn.init.normal_(self.symbol.weight, std=0.02)
+            self.head.weight = self.symbol.weight
 
     def forward(self, symbols: Tensor) -> Tensor:
-        """Map bytes ``[n, positions]`` to logits ``[n, positions, symbols]``."""
+        """Map token numbers ``[n, positions]`` to logits ``[n, positions, symbols]``."""
         x = self.symbol(symbols) + self.position(torch.arange(symbols.shape[1], device=symbols.device))
         return self.head(self.norm(self.body(x)))
+
+
+class VisionTransformer(nn.Module):
+    """A ViT (Dosovitskiy et al., 2020) that averages its patches instead of keeping a class token; ViT-S by default."""
+
+    def __init__(
+        self, layers: int = 12, width: int = 384, heads: int = 6, patch: int = 16, side: int = 224, classes: int = 1000
+    ) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, stride=patch)
+        self.position = nn.Parameter(0.02 * torch.randn((side // patch) ** 2, width))
+        self.body = nn.Sequential(*(TransformerBlock(width, heads, causal=False) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images ``[n, 3, side, side]`` to logits ``[n, classes]``."""
+        x = self.patches(x).flatten(2).mT + self.position
+        return self.head(self.norm(self.body(x)).mean(dim=1))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions (the first carries the stride) around a shortcut, each with BatchNorm."""
+
+    expansion = 1
+
+    def __init__(self, channels_in: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, width, 3, stride=stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(width)
+        self.shortcut = projection(channels_in, width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[n, channels_in, h, w]`` to ``[n, width, h / stride, w / stride]``."""
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
 
 class Bottleneck(nn.Module):
     """A 1x1, a 3x3 (which carries the stride) and a 1x1 convolution around a shortcut, each with BatchNorm."""
 
+    expansion = 4
+
     def __init__(self, channels_in: int, width: int, stride: int) -> None:
         super().__init__()
-        channels_out = 4 * width
+        channels_out = self.expansion * width
         self.conv1 = nn.Conv2d(channels_in, width, 1, bias=False)
         self.norm1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(width)
         self.conv3 = nn.Conv2d(width, channels_out, 1, bias=False)
         self.norm3 = nn.BatchNorm2d(channels_out)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride > 1 or channels_in != channels_out:
-            projection = nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False)
-            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(channels_out))
+        self.shortcut = projection(channels_in, channels_out, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[n, channels_in, h, w]`` to ``[n, 4 width, h / stride, w / stride]``."""
@@ -151,33 +199,60 @@ class Bottleneck(nn.Module):
         return F.relu(self.norm3(self.conv3(y)) + self.shortcut(x))
 
 
-class BottleneckResNet(nn.Module):
-    """The ImageNet form of the residual network (He et al., 2015), with the stride in the 3x3 convolutions.
+def projection(channels_in: int, channels_out: int, stride: int) -> nn.Module:
+    """Return the shortcut of a block: a 1x1 convolution with BatchNorm where it changes the shape, else nothing."""
+    if stride == 1 and channels_in == channels_out:
+        return nn.Identity()
+    convolution = nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(channels_out))
+
+
+class StagedResNet(nn.Module):
+    """The ImageNet form of the residual network (He et al., 2015): four stages, each of twice the channels.
 
     Args:
-        blocks: Per stage: (3, 4, 6, 3) gives ResNet-50, (3, 4, 23, 3) ResNet-101, (3, 8, 36, 3) ResNet-152.
+        blocks: Per stage; the default gives ResNet-18.
         classes: Of the output.
         width: Channels inside the blocks of the first stage.
+        block: ``BasicBlock``, or ``Bottleneck`` with the stride in its 3x3 convolution.
+        small_images: A 3x3 stem without stride and pooling, as usual on CIFAR.
     """
 
-    def __init__(self, blocks: Sequence[int] = (3, 4, 6, 3), classes: int = 1000, width: int = 64) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[int] = (2, 2, 2, 2),
+        classes: int = 1000,
+        width: int = 64,
+        *,
+        block: type[BasicBlock] | type[Bottleneck] = BasicBlock,
+        small_images: bool = False,
+    ) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
+        kernel, stride = (3, 1) if small_images else (7, 2)
+        self.stem = nn.Conv2d(3, width, kernel, stride=stride, padding=kernel // 2, bias=False)
         self.norm = nn.BatchNorm2d(width)
+        self.pool = nn.Identity() if small_images else nn.MaxPool2d(3, stride=2, padding=1)
         body: list[nn.Module] = []
         channels = width
         for stage, count in enumerate(blocks):
             for position in range(count):
                 stride = 2 if stage > 0 and position == 0 else 1
-                body.append(Bottleneck(channels, width * 2**stage, stride))
-                channels = 4 * width * 2**stage
+                body.append(block(channels, width * 2**stage, stride))
+                channels = block.expansion * width * 2**stage
         self.body = nn.Sequential(*body)
         self.head = nn.Linear(channels, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images ``[n, 3, h, w]`` to logits ``[n, classes]``."""
-        x = F.max_pool2d(F.relu(self.norm(self.stem(x))), 3, stride=2, padding=1)
+        x = self.pool(F.relu(self.norm(self.stem(x))))
         return self.head(self.body(x).mean(dim=(2, 3)))
+
+
+class BottleneckResNet(StagedResNet):
+    """(3, 4, 6, 3) blocks give ResNet-50, (3, 4, 23, 3) ResNet-101, (3, 8, 36, 3) ResNet-152."""
+
+    def __init__(self, blocks: Sequence[int] = (3, 4, 6, 3), classes: int = 1000, width: int = 64) -> None:
+        super().__init__(blocks, classes, width, block=Bottleneck)
 
 
 class EncoderBlock(nn.Module):

@@ -33,16 +33,21 @@ Line = dict[str, Any]
 
 def facts() -> Line:
     """Return versions and machine, as every result file holds them."""
-    packages = ("torch", "torch_optimizer", "numpy", "scikit-learn")
-    versions: Line = {
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in packages},
-    }
+    packages = ("torch", "torch_optimizer", "numpy", "scikit-learn", "torchvision", "transformers", "kfac_pytorch")
+    versions: Line = {"python": platform.python_version(), **{name: version(name) for name in packages}}
     versions["kfac_optim"] = getattr(sys.modules.get("kfac_optim"), "__version__", None)
     machine = {"system": platform.platform(), "processor": processor(), "cores": os.cpu_count()}
     if torch.cuda.is_available():
         machine["gpu"] = torch.cuda.get_device_name()
     return {"versions": versions, "commit": commit(), "machine": machine}
+
+
+def version(package: str) -> str | None:
+    """Return the version of an installed package; None: there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def processor() -> str:

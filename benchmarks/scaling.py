@@ -48,7 +48,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
@@ -69,13 +69,13 @@ from benchmarks.cluster import (
     workload,
 )
 from benchmarks.models import ResNet, Transformer, autoencoder
+from benchmarks.reports import RESULTS, SMOKE, table, write
 from benchmarks.runs import facts
+from benchmarks.works import Work as Noise
 from kfac_optim import KFACSGD
 from kfac_optim.assignment import KAISA, AssignmentStrategy, FactorWise, LayerWise
 from kfac_optim.solvers import Decomposition, EigenSolver
 
-RESULTS = Path("benchmarks/results")
-SMOKE = Path("runs/smoke")
 COMMUNICATION = tuple(name for name in STAGES if name.endswith("communication"))
 SCHEDULE = Schedule(statistics=2, decompositions=4)
 NO_NORMS = ("norm",)
@@ -85,44 +85,14 @@ NO_NORMS = ("norm",)
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A model on noise: the time of a step does not depend on the pixels.
+class Subject(Noise):
+    """A model on noise.
 
     Attributes:
-        make: Builds the model.
-        example: Shape of one example.
-        batch: Examples per rank; weak scaling keeps it.
-        classes: Of the output; 0: the input is to be reproduced.
-        symbols: The examples are token numbers below this; 0: they are floats.
         fitted: The model of the costs is fitted to its runs.
     """
 
-    make: Callable[[], nn.Module]
-    example: tuple[int, ...]
-    batch: int
-    classes: int
-    symbols: int = 0
     fitted: bool = False
-
-    def data(self, seed: int) -> tuple[Tensor, Tensor]:
-        """One batch, inputs and targets."""
-        random = torch.Generator().manual_seed(seed)
-        shape = (self.batch, *self.example)
-        inputs = (
-            torch.randint(self.symbols, shape, generator=random)
-            if self.symbols
-            else torch.randn(shape, generator=random)
-        )
-        if not self.classes:
-            return inputs, torch.rand(shape, generator=random)
-        positions = shape if self.symbols else (self.batch,)
-        return inputs, torch.randint(self.classes, positions, generator=random)
-
-    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy, or that of the pixels."""
-        if not self.classes:
-            return nn.functional.binary_cross_entropy_with_logits(output, targets)
-        return nn.functional.cross_entropy(output.flatten(0, -2), targets.flatten())
 
     def workload(self, name: str) -> Workload:
         """The model as the cost model sees it."""
@@ -371,14 +341,14 @@ def measured_tables(rows: Sequence[Mapping[str, Any]]) -> str:
         if row["ranks"] > 1 and row["strategy"] != "SGD":
             sent.append({**head, **{kind: statistics.mean(row["sent"][kind]) for kind in KINDS}})
     tables = [
-        scaling_plots.table(
+        table(
             "Milliseconds of a step, and of each stage each time it happens",
             times,
             "others: cores that other processes kept busy meanwhile; a run on a quiet machine has less than 0.1",
         )
     ]
     if sent:
-        tables.append(scaling_plots.table("Bytes sent per step, mean over the ranks", sent))
+        tables.append(table("Bytes sent per step, mean over the ranks", sent))
     return "\n".join(tables)
 
 
@@ -539,8 +509,8 @@ def validate(measurements: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         "cells": cells,
     }
     tables = [
-        scaling_plots.table("Error of a stage's predicted time", by_stage),
-        scaling_plots.table("Largest difference between predicted and counted bytes of a rank", traffic),
+        table("Error of a stage's predicted time", by_stage),
+        table("Largest difference between predicted and counted bytes of a rank", traffic),
     ]
     return result, "\n".join(tables)
 
@@ -615,7 +585,7 @@ def predicted_tables(result: Mapping[str, Any]) -> str:
                 for row in rows
             ]
         if rows:
-            tables.append(scaling_plots.table(title, rows))
+            tables.append(table(title, rows))
     return "\n".join(tables)
 
 
@@ -685,25 +655,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             scaling_plots.draw_paper(result, folder / "scaling-paper.png")
             scaling_plots.draw_beyond(result["beyond"], folder / "scaling-beyond.png")
     return 0
-
-
-def write(folder: Path, stem: str, result: Mapping[str, Any], tables: str) -> None:
-    """Print the tables; write them and the result."""
-    print(tables)
-    (folder / f"{stem}.txt").write_text(tables)
-    (folder / f"{stem}.json").write_text(json.dumps(finite(result), indent=1, allow_nan=False) + "\n")
-    print(f"written: {folder / stem}.json, .txt")
-
-
-def finite(value: Any) -> Any:
-    """The value with what JSON cannot hold (infinity) as text."""
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    if isinstance(value, (np.floating, np.integer)):
-        value = value.item()
-    return str(value) if isinstance(value, float) and not np.isfinite(value) else value
 
 
 if __name__ == "__main__":

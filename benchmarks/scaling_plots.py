@@ -1,4 +1,4 @@
-"""Tables and drawings of the scaling model."""
+"""Drawings of the scaling model."""
 
 from __future__ import annotations
 
@@ -7,46 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from benchmarks.cluster import STAGES
-
-Row = Mapping[str, Any]
-
-
-def table(title: str, rows: Sequence[Row], note: str = "") -> str:
-    """Rows as aligned text; the first column is left-aligned, numbers have four digits."""
-    heads = list(dict.fromkeys(head for row in rows for head in row))
-    cells = [heads, *([text(row.get(head)) for head in heads] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(heads))]
-    lines = [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in cells
-    ]
-    rule = "-" * max(map(len, (title, *lines)))
-    return "\n".join(
-        [title, rule, lines[0].rstrip(), rule, *(line.rstrip() for line in lines[1:]), *([note] * bool(note)), ""]
-    )
-
-
-def text(value: Any) -> str:
-    """A cell."""
-    if isinstance(value, bool):
-        return "yes" if value else ""
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
-    return "" if value is None else str(value)
-
-
-def grid(rows: int, columns: int, title: str) -> tuple[Figure, Any]:
-    """A figure with a canvas of its own: works without a display and leaves pyplot's state alone."""
-    figure = Figure(figsize=(5.5 * columns, 4.2 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title)
-    return figure, figure.subplots(rows, columns, squeeze=False)
+from benchmarks.reports import Row, grid
 
 
 def stage_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]]) -> None:
