@@ -64,7 +64,10 @@ def parser() -> argparse.ArgumentParser:
     add("--optimizer", action="append", choices=ours, help="may be repeated (default: KFACSGD)")
     add("--every", action="append", type=schedule, metavar="A/B", help="may be repeated (default: 1/10 and 10/100)")
     add("--solver", action="append", choices=("eigen", "inverse"), help="may be repeated (default: eigen)")
-    add("--spread", type=int, default=0, metavar="N", help="steps over which a refresh is worked off (default: 0)")
+    spread = (
+        "steps over which a refresh is worked off (default: 0; with --exact the package's, a tenth of the interval)"
+    )
+    add("--spread", type=int, metavar="N", help=spread)
     add("--default", action="store_true", help="a row with the package's defaults; without --every no other")
     add("--dtype", action="append", choices=("float32", "bf16"), help="bf16: autocast; may be repeated")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
@@ -82,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = parser()
     options = command.parse_args(arguments)
     schedules = options.every or ([] if options.default else [Schedule(1, 10), Schedule(10, 100)])
-    if any(options.spread >= each.decompositions for each in schedules):
+    spread = 0 if options.spread is None and not options.exact else options.spread
+    if spread is not None and any(spread >= each.decompositions for each in schedules):
         command.error(f"--spread {options.spread}: must be smaller than the interval between decompositions")
     if options.device == "cuda" and not torch.cuda.is_available():
         command.error("--device cuda: this torch sees no CUDA device")
@@ -103,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         works, options.dtype or ["float32"], options.optimizer or ["KFACSGD"]
     ):
         place = timing.Place(options.device, dtype, options.threads, options.seed)
-        chosen = timing.contenders(work, optimizer, solvers, spread=options.spread, default=options.default)
+        chosen = timing.contenders(work, optimizer, solvers, spread=spread, default=options.default)
         budget = None if options.exact else 0 if options.smoke else options.seconds
         results.append(timing.measure(work, chosen, schedules, place, budget))
         print(timing.summary(results[-1], GOALS))

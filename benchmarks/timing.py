@@ -103,7 +103,8 @@ def schedule_of(engine: CurvatureEngine) -> tuple[Schedule, int]:
     default = max(1, refresh // 5) if isinstance(engine.inv_update_steps, growing) else 10
     given = engine.factor_update_steps
     statistics_ = default if given is None else int(value_at(given, LATE))
-    return Schedule(statistics_, refresh), int(value_at(engine.spread, LATE))
+    spread = refresh // 10 if engine.spread is None else int(value_at(engine.spread, LATE))
+    return Schedule(statistics_, refresh), spread
 
 
 # Optimizers ----------------------------------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ def has_peer() -> bool:
 
 
 def contenders(
-    work: Work, optimizer: str, solvers: Sequence[str], *, spread: int = 0, default: bool = False
+    work: Work, optimizer: str, solvers: Sequence[str], *, spread: int | None = 0, default: bool = False
 ) -> list[Contender]:
     """Return the base of a K-FAC optimizer, then that in the paper's mode with each solver, and kfac-pytorch likewise.
 
@@ -165,7 +166,7 @@ def contenders(
         work: What they are to train.
         optimizer: Name of the K-FAC optimizer.
         solvers: By name.
-        spread: Steps of a refresh, in the paper's mode.
+        spread: Steps of a refresh, in the paper's mode; None: a tenth of the interval, the package's default.
         default: One more: what the package does by itself.
     """
     base = OPTIMIZERS[optimizer].base
@@ -228,8 +229,6 @@ class Run:
         self.loss = torch.zeros(())
         engine = isinstance(self.keeper, CurvatureEngine)
         self.schedule, self.spread = schedule_of(self.keeper) if engine else (Schedule(), 0)
-        if engine:
-            self.keeper.spread = self.spread
         self.kinds = [ORDINARY] if contender.is_base else kinds(self.spread)
 
     def set_schedule(self, schedule: Schedule) -> None:
@@ -240,6 +239,11 @@ class Run:
         elif self.keeper is not None:  # kfac-pytorch has properties without setters
             self.keeper._factor_update_steps = schedule.statistics
             self.keeper._inv_update_steps = schedule.decompositions
+
+    def spread_under(self, schedule: Schedule) -> int:
+        """Return over how many steps a refresh is worked off."""
+        by_default = isinstance(self.keeper, CurvatureEngine) and self.keeper.spread is None
+        return schedule.decompositions // 10 if by_default else self.spread
 
     def step(self) -> float:
         """Take one step; return its seconds."""
@@ -288,6 +292,9 @@ def take_turns(runs: Mapping[str, Run], budget: float) -> dict[str, Seconds]:
         The seconds of all steps, by run and kind.
     """
     everything = turns(max(run.spread for run in runs.values()))
+    for run in runs.values():
+        if isinstance(run.keeper, CurvatureEngine):
+            run.keeper.spread = run.spread  # whatever the intervals of a turn
     seconds: dict[str, Seconds] = {label: {kind: [] for kind in run.kinds} for label, run in runs.items()}
     end = time.perf_counter() + budget
     with tqdm(desc="rounds", unit="round", mininterval=5) as bar:
@@ -459,7 +466,12 @@ def measure(
         run = runs[label]
         run.check()
         bound = int(HEADROOM * peaks[base] + run.curvature_bytes)
-        row = {"contender": label, "every": every(schedule), "spread": run.spread, "mean": cost.mean / plain.mean}
+        row = {
+            "contender": label,
+            "every": every(schedule),
+            "spread": run.spread_under(schedule),
+            "mean": cost.mean / plain.mean,
+        }
         row |= {"medians": cost.median / plain.median, "worst": cost.worst / plain.mean, "seconds": cost.mean}
         sizes = {"peak_bytes": peaks[label], "curvature_bytes": run.curvature_bytes, "bound_bytes": bound}
         rows.append({**row, "base": asdict(plain), **sizes})
