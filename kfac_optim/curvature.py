@@ -75,7 +75,7 @@ from .schedules import (
     scheduled,
     value_at,
 )
-from .solvers import Decomposition, EigenSolver, InverseSolver, Result, Solver, Worker, decompose_all
+from .solvers import Decomposition, EigenSolver, InverseSolver, Result, Solver, Worker, batches, decompose_all
 
 __all__ = ["CurvatureEngine", "growing", "joinable", "memory_estimate", "owning_engine"]
 
@@ -778,11 +778,13 @@ class CurvatureEngine:
         """Decomposes what is due, same shapes together, and collects what has run beside the training."""
         due = refresh.due(elapsed)
         alone = [job for job in due if job not in refresh.running]
-        if alone:
-            factors, shifts = zip(*(self._factor_of(job, refresh) for job in alone), strict=True)
+        shapes = [self._specs[layer][side].shape for layer, side in alone]
+        for batch in batches(shapes, self.layers[0].weight.device):
+            jobs = [alone[i] for i in batch]
+            factors, shifts = zip(*(self._factor_of(job, refresh) for job in jobs), strict=True)
             with full_precision(factors[0].device.type):
                 found = decompose_all(self.solver, factors, shifts)
-            refresh.done |= {job: self._as_stored(result) for job, result in zip(alone, found, strict=True)}
+            refresh.done |= {job: self._as_stored(result) for job, result in zip(jobs, found, strict=True)}
         for job in due:
             if job in refresh.running:
                 refresh.done[job] = refresh.running.pop(job)()

@@ -75,6 +75,11 @@ class FactorSpec:
         return self.pairs * (self.dim if self.diagonal else self.dim * (self.dim + 1) // 2)
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the factor, unpacked."""
+        return (self.pairs, self.dim) if self.diagonal else (self.pairs, self.dim, self.dim)
+
+    @property
     def cost(self) -> float:
         """Multiply-adds of a decomposition, up to a constant."""
         return float(self.pairs * (self.dim if self.diagonal else self.dim**3))

@@ -14,6 +14,7 @@ in ``inv_dtype``, vectors and scalars (which carry the magnitude) in float32 at 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -23,7 +24,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Decomposition", "EigenSolver", "InverseSolver", "Solver", "Worker", "decompose_all", "decompose_safely"]
+__all__ = [
+    "Decomposition",
+    "EigenSolver",
+    "InverseSolver",
+    "Solver",
+    "Worker",
+    "batches",
+    "decompose_all",
+    "decompose_safely",
+]
 
 Decomposition = tuple[Tensor, ...]
 Result = Decomposition | None
@@ -189,50 +199,43 @@ def _attempt(solver: Solver, factor: Tensor, shift: Tensor) -> Decomposition | N
     return result if all(bool(part.isfinite().all()) for part in result) else None
 
 
-def decompose_all(
-    solver: Solver, factors: Sequence[Tensor], shifts: Sequence[Tensor], *, together: bool | None = None
-) -> list[Result]:
-    """Decomposes factors, those of one shape as one batch; where a batch fails, one by one.
+def batches(shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[list[int]]:
+    """Which factors are to be decomposed together: those of one shape ``[p, n, n]`` or ``[p, n]`` but for p.
+
+    On the CPU each is alone: LAPACK takes one matrix after the other anyway, and the last bits of its results depend on
+    the matrix's place in memory, so that a resumed run, whose batches are others, would not continue bit for bit.
+
+    Returns:
+        Indices of the shapes.
+    """
+    found: list[list[int]] = []
+    latest: dict[tuple[int, ...], tuple[list[int], int]] = {}
+    for i, shape in enumerate(shapes):
+        batch, numel = latest.get(shape[1:], ([], 0))
+        if device.type == "cpu" or not batch or numel + math.prod(shape) > _BATCH_NUMEL:
+            batch, numel = [], 0
+            found.append(batch)
+        batch.append(i)
+        latest[shape[1:]] = (batch, numel + math.prod(shape))
+    return found
+
+
+def decompose_all(solver: Solver, factors: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[Result]:
+    """Decomposes factors of one shape as one batch, or one by one if that fails.
 
     Args:
         solver: The solver.
-        factors: ``[p, n, n]`` or ``[p, n]`` each, with its own p and n.
+        factors: ``[p, n, n]`` or ``[p, n]`` each, with its own p.
         shifts: ``[p]`` each.
-        together: Whether to make batches. Default: unless on the CPU, where LAPACK takes one matrix after the other
-            anyway, and the last bits of its results depend on the matrix's place in memory: a resumed run, whose
-            batches are others, would not continue bit for bit.
 
     Returns:
         For each factor what :func:`decompose_safely` returns.
     """
-    found: list[Result] = [None] * len(factors)
-    for batch in _batches(factors, together):
-        whole = None
-        if len(batch) > 1:
-            whole = _attempt(solver, torch.cat([factors[i] for i in batch]), torch.cat([shifts[i] for i in batch]))
-        if whole is None:
-            parts = [decompose_safely(solver, factors[i], shifts[i]) for i in batch]
-        else:
-            parts = list(zip(*(part.split([len(factors[i]) for i in batch]) for part in whole), strict=True))
-        for i, part in zip(batch, parts, strict=True):
-            found[i] = part
-    return found
-
-
-def _batches(factors: Sequence[Tensor], together: bool | None) -> list[list[int]]:
-    """Indices of factors that go together: equal but for p, and not too many numbers."""
-    batches: list[list[int]] = []
-    latest: dict[tuple[object, ...], tuple[list[int], int]] = {}
-    for i, factor in enumerate(factors):
-        key = (*factor.shape[1:], factor.dtype, factor.device)
-        batch, numel = latest.get(key, ([], 0))
-        alone = factor.device.type == "cpu" if together is None else not together
-        if alone or not batch or numel + factor.numel() > _BATCH_NUMEL:
-            batch, numel = [], 0
-            batches.append(batch)
-        batch.append(i)
-        latest[key] = (batch, numel + factor.numel())
-    return batches
+    together = _attempt(solver, torch.cat(list(factors)), torch.cat(list(shifts))) if len(factors) > 1 else None
+    if together is None:
+        return [decompose_safely(solver, factor, shift) for factor, shift in zip(factors, shifts, strict=True)]
+    sizes = [len(factor) for factor in factors]
+    return list(zip(*(part.split(sizes) for part in together), strict=True))
 
 
 class Worker:

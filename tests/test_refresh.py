@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import KFACSGD, EigenSolver, InverseSolver, growing
+from kfac_optim import KFACSGD, EigenSolver, InverseSolver, growing, solvers
 from kfac_optim.curvature import _Refresh
 from kfac_optim.factors import FactorSpec
 from kfac_optim.layers import gram
-from kfac_optim.solvers import decompose_all, decompose_safely
+from kfac_optim.solvers import batches, decompose_all, decompose_safely
 
 specs = st.builds(FactorSpec, st.integers(1, 3), st.sampled_from([3, 4, 10]), st.booleans())
 
@@ -75,13 +75,13 @@ def factor(pairs: int, n: int, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("solver", [EigenSolver(), InverseSolver()])
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 5)), max_size=8))
+@given(st.integers(1, 5), st.lists(st.integers(1, 3), min_size=1, max_size=6))
 def test_a_batch_gives_what_each_factor_gives_alone(
-    solver: EigenSolver | InverseSolver, shapes: list[tuple[int, int]]
+    solver: EigenSolver | InverseSolver, n: int, pairs: list[int]
 ) -> None:
-    factors = [factor(pairs, n, i) for i, (pairs, n) in enumerate(shapes)]
+    factors = [factor(count, n, i) for i, count in enumerate(pairs)]
     shifts = [torch.full((len(f),), 0.1, dtype=f.dtype) for f in factors]
-    found = decompose_all(solver, factors, shifts, together=True)
+    found = decompose_all(solver, factors, shifts)
     for f, shift, parts in zip(factors, shifts, found, strict=True):
         alone = decompose_safely(solver, f, shift)
         assert parts is not None and alone is not None
@@ -100,21 +100,26 @@ class Counting(InverseSolver):
 calls: list[int] = []
 
 
-def test_one_call_for_a_shape() -> None:
+def test_one_call_for_a_batch() -> None:
     calls.clear()
-    factors = [factor(1, 4, 0), factor(1, 3, 1), factor(2, 4, 2)]
-    shifts = [torch.ones(len(f), dtype=f.dtype) for f in factors]
-    decompose_all(Counting(), factors, shifts, together=True)
-    assert sorted(calls) == [1, 3]
-    calls.clear()
-    decompose_all(Counting(), factors, shifts)
-    assert calls == [1, 1, 2], "on the CPU one by one"
+    factors = [factor(1, 4, 0), factor(2, 4, 2)]
+    decompose_all(Counting(), factors, [torch.ones(len(f), dtype=f.dtype) for f in factors])
+    assert calls == [3]
+
+
+def test_batches_are_of_one_shape_and_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [(1, 4, 4), (1, 3, 3), (2, 4, 4), (1, 4), (1, 4, 4), (3, 4)]
+    gpu = torch.device("cuda")
+    assert batches(shapes, gpu) == [[0, 2, 4], [1], [3, 5]]
+    assert batches(shapes, torch.device("cpu")) == [[0], [1], [2], [3], [4], [5]]
+    monkeypatch.setattr(solvers, "_BATCH_NUMEL", 50)
+    assert batches(shapes, gpu) == [[0, 2], [1], [3, 5], [4]]
 
 
 def test_a_bad_factor_does_not_take_its_batch_along() -> None:
     factors = [factor(1, 4, 0), -factor(1, 4, 1), factor(1, 4, 2)]
     shifts = [torch.full((1,), 0.1, dtype=torch.float64)] * 3
-    found = decompose_all(InverseSolver(), factors, shifts, together=True)
+    found = decompose_all(InverseSolver(), factors, shifts)
     assert found[1] is None
     for i in (0, 2):
         alone = decompose_safely(InverseSolver(), factors[i], shifts[i])
