@@ -902,12 +902,15 @@ class CurvatureEngine:
                 self._cosines[layer] = diagnostics.cosine(gradient, direction)
 
     def _stacks_of(self, layers: Sequence[KroneckerLayer]) -> list[_Stack]:
-        """Layers of one shape together; their decompositions move into the stack and become views of it."""
+        """Layers of one shape together; their decompositions move into the stack and become views of it.
+
+        All ranks make the same stacks, whatever they hold, or their sums would differ in the last bits.
+        """
         groups: list[list[KroneckerLayer]] = []
         latest: dict[tuple[Any, ...], tuple[list[KroneckerLayer], int]] = {}
         for layer in layers:
             shape = (layer.d_out, layer.d_in, layer.diagonal, layer.joint, layer.weight.device)
-            key, numel = (*shape, layer in self._decomposed), layer.pairs * layer.d_out * layer.d_in
+            key, numel = (*shape, self._workers[layer].gradient_workers), layer.pairs * layer.d_out * layer.d_in
             group, so_far = latest.get(key, ([], 0))
             if not group or so_far + numel > _STACK_NUMEL:
                 group, so_far = [], 0

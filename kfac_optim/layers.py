@@ -554,7 +554,9 @@ def _tap_products(left: Tensor, right: Tensor, dims: Sequence[_Taps], axis: int 
             other = part if same and shift == 0 else right.narrow(axis, start + shift, stop - start)
             return _tap_products(part, other, dims[1:], axis + 1)
 
-        whole = product(first, max(first, last))
+        if first >= last:  # the taps are further apart than the image is long
+            first = last = shift = 0
+        whole = product(first, last, shift)
         beyond: dict[int, Tensor] = {}
         for i in range(max(0, -distance), taps.count - max(0, distance)):
             start, stop = taps.reach(i)

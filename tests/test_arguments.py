@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import kfac_optim
-from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin
+from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin, growing
 from tests.training import BASES, CLASSES, make_model
 
 NAN, INF = float("nan"), float("inf")
@@ -250,3 +250,36 @@ def test_defaults_of_the_design() -> None:
     }  # fmt: skip
     found = inspect.signature(KFACSGD).parameters
     assert {name: found[name].default for name in expected} == expected
+
+
+# Defaults ------------------------------------------------------------------------------------------------------------
+
+ADAPTIVE = {"relative_damping": True, "inv_update_steps": growing(0.3, 3), "factor_update_steps": None, "spread": None}
+DEFAULTS: dict[type[Any], dict[str, Any]] = {
+    KFACSGD: {"scaling": "graft", "damping": 0.3, **ADAPTIVE},
+    KFACAdam: {"scaling": "unit", "damping": 1.0, **ADAPTIVE},
+    KFACLAMB: {"scaling": "unit", "damping": 1.0, **ADAPTIVE},
+}
+
+
+@pytest.mark.parametrize("cls", DEFAULTS)
+def test_defaults_are_those_of_the_signature(cls: type[Any]) -> None:
+    """Each class has its own; what a signature shows is what an optimizer then does."""
+    shown = {name: p.default for name, p in inspect.signature(cls).parameters.items()}
+    assert {name: shown[name] for name in DEFAULTS[cls]} == DEFAULTS[cls]
+    assert shown["precondition"] == ("momentum" if cls is KFACSGD else "gradient")
+    implicit = cls(make_model(), lr=0.1)
+    written = {name: shown[name] for name in DEFAULTS[cls]}
+    explicit = cls(make_model(), lr=0.1, precondition=shown["precondition"], **written)
+    assert implicit.precondition == explicit.precondition
+    for name in DEFAULTS[cls]:
+        assert getattr(implicit.curvature, name) == getattr(explicit.curvature, name), name
+
+
+def test_any_other_base_class_has_the_papers_defaults() -> None:
+    class KFACRMSprop(KFACMixin, torch.optim.RMSprop):
+        pass
+
+    for engine in (KFACRMSprop(make_model(), lr=0.1).curvature, CurvatureEngine(make_model())):
+        found = (engine.damping, engine.relative_damping, engine.scaling, engine.inv_update_steps)
+        assert found == (0.03, False, "kl_clip", 100)

@@ -211,7 +211,7 @@ INTERVALS: dict[str, tuple[Any, list[int]]] = {
 def test_inv_update_steps_over_time(name: str) -> None:
     """Due when the steps since the last refresh reach the interval of the present step."""
     interval, expected = INTERVALS[name]
-    model, optimizer = one_weight(inv_update_steps=interval)
+    model, optimizer = one_weight(inv_update_steps=interval, spread=0)
     assert refreshed_at(optimizer, model, 23) == expected
 
 
