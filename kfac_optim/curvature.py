@@ -493,6 +493,11 @@ class CurvatureEngine:
         _ENGINES.discard(self)
 
     @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    @property
     def owner(self) -> Any:
         """The optimizer of this package that conducts the engine; None for an engine that stands alone."""
         return None if self._owner is None else self._owner()

@@ -76,18 +76,14 @@ class KFACMixin(_Optimizer):
             return
         base = next(c for c in cls.__mro__ if "__init__" in c.__dict__ and not issubclass(c, KFACMixin))
         own = [p for p in inspect.signature(base.__init__).parameters.values() if p.name != "self"]
-        more = [
-            p for n, p in inspect.signature(KFACMixin.__init__).parameters.items() if n in ("model", "precondition")
-        ]
-        more[-1] = more[-1].replace(default=cls._preconditions[0])
+        more = [inspect.signature(KFACMixin.__init__).parameters["model"]]
+        more.append(more[0].replace(name="precondition", default=cls._preconditions[0], annotation="str"))
         more += [p.replace(default=cls._curvature_defaults.get(n, p.default)) for n, p in _engine_options().items()]
         own = [p for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD]
         cls.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
 
-    def __init__(
-        self, params: Any, *args: Any, model: nn.Module | None = None, precondition: str | None = None, **options: Any
-    ) -> None:
-        precondition = self._preconditions[0] if precondition is None else precondition
+    def __init__(self, params: Any, *args: Any, model: nn.Module | None = None, **options: Any) -> None:
+        precondition = options.pop("precondition", self._preconditions[0])
         if precondition not in self._preconditions:
             allowed = ", ".join(map(repr, self._preconditions))
             raise ValueError(f"precondition={precondition!r}: {type(self).__name__} takes {allowed}")
@@ -351,7 +347,7 @@ class KFACSGD(KFACMixin, torch.optim.SGD):
     _curvature_defaults: ClassVar[dict[str, Any]] = {"scaling": "graft", "damping": 0.3, **_ADAPTIVE}
 
     def _vectors(self, gradients: dict[nn.Parameter, Tensor]) -> Mapping[nn.Parameter, Tensor]:
-        if self.precondition == "gradient":
+        if self.precondition == "gradient" or self.curvature.closed:
             return gradients
         covered = self._covered()
         vectors: dict[nn.Parameter, Tensor] = {}
@@ -362,7 +358,7 @@ class KFACSGD(KFACMixin, torch.optim.SGD):
 
     def _base_step(self) -> None:
         """In momentum mode covered parameters are updated without a momentum; the groups stay as users see them."""
-        if self.precondition == "gradient":
+        if self.precondition == "gradient" or self.curvature.closed:
             return super()._base_step()
         covered, groups = self._covered(), self.param_groups
         without = {"momentum": 0, "nesterov": False}

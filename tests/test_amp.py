@@ -241,7 +241,7 @@ def test_scaler_given_between_two_micro_batches() -> None:
 def test_models_in_half_precision_keep_float32_factors(dtype: torch.dtype, cls: type[KFACMixin]) -> None:
     full = network()
     half = copy.deepcopy(full).to(dtype)
-    options = {"lr": 0.02, "factor_update_steps": 1, "inv_update_steps": 2}
+    options: dict[str, object] = {"lr": 0.02, "factor_update_steps": 1, "inv_update_steps": 2, "scaling": "unit"}
     if cls is not KFACSGD:
         options["eps"] = 1e-3  # float16 rounds the usual 1e-8 to 0, in the base class too
     x, y = batches(1)[0]

@@ -233,7 +233,7 @@ def test_the_signature_shows_base_and_curvature_keywords(kfac: Any) -> None:
     positional = [p.name for p in base if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert list(found)[: len(positional)] == positional, "the base class's positional arguments, in its order"
     for name, parameter in {**{p.name: p for p in base}, **engine}.items():
-        assert found[name].default == parameter.default, name
+        assert found[name].default == DEFAULTS[kfac].get(name, parameter.default), name
     for name in [*engine, "model", "precondition"]:
         assert found[name].kind is inspect.Parameter.KEYWORD_ONLY, name
     assert all(p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in found.values())
@@ -242,7 +242,7 @@ def test_the_signature_shows_base_and_curvature_keywords(kfac: Any) -> None:
 def test_defaults_of_the_design() -> None:
     """Those that DESIGN section 2 fixes."""
     expected: dict[str, Any] = {
-        "model": None, "precondition": "gradient", "factor_decay": 0.95, "kl_clip": 1e-3, "solver": "eigen",
+        "model": None, "factor_decay": 0.95, "kl_clip": 1e-3, "solver": "eigen",
         "fisher": "empirical", "loss_average": "batch", "loss_terms": None, "batch_dim": 0, "weight_sharing": "expand",
         "skip_layers": (), "max_factor_dim": 8192, "assignment": "factor-wise", "process_group": None,
         "communicator": None, "grad_scaler": None, "skip_nonfinite": True, "output_fn": None, "seed": 0,

@@ -107,7 +107,7 @@ def test_step_is_the_base_step_on_preconditioned_gradients(
     curvature = {**FLOAT64, **OFTEN, "scaling": scaling, "kl_clip": 1e-2}
     ours, theirs, plain = make_model(), make_model(), make_model()
     before = values(ours)
-    train(ours, kfac(ours, **keywords, **curvature), range(STEPS))
+    train(ours, kfac(ours, **keywords, **curvature, precondition="gradient"), range(STEPS))
 
     engine, reference = CurvatureEngine(theirs, **curvature), base(theirs.parameters(), **keywords)
     for step in range(STEPS):

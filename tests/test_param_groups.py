@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 STEPS = 7
 TOL = 1e-12  # the same arithmetic on both sides, up to the order of multi-tensor kernels
 SETTINGS: dict[str, Any] = {**FLOAT64, **OFTEN, "kl_clip": 1e-2}
-EVERY_STEP: dict[str, Any] = {**FLOAT64, "damping": 0.1, "factor_update_steps": 1, "inv_update_steps": 1}
+EVERY_STEP: dict[str, Any] = {**FLOAT64, **OFTEN, "factor_update_steps": 1, "inv_update_steps": 1}
 
 
 def decay_groups(model: nn.Module, **of_the_rest: Any) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ def test_kl_clip_reads_the_current_lr_of_each_group() -> None:
 
     model = make_model()
     groups = [{**group, "weight_decay": 0.0} for group in decay_groups(model)]
-    optimizer = KFACSGD(groups, lr=1.0, model=model, kl_clip=kappa, **EVERY_STEP)
+    optimizer = KFACSGD(groups, lr=1.0, model=model, scaling="kl_clip", kl_clip=kappa, **EVERY_STEP)
     for group, lr in zip(optimizer.param_groups, (lr_weight, lr_bias), strict=True):
         group["lr"] = lr  # as a scheduler does, after construction
     found = changes(model, optimizer)

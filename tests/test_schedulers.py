@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 STEPS = 12
 TOL = 1e-12  # the same arithmetic on both sides, up to the order of multi-tensor kernels
 SCALAR_TOL = 1e-10  # the closed form of a one-weight model, after a division
-SETTINGS: dict[str, Any] = {**FLOAT64, **OFTEN, "kl_clip": 1e-2}
+SETTINGS: dict[str, Any] = {**FLOAT64, **OFTEN, "scaling": "kl_clip", "kl_clip": 1e-2}
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "OneCycleLR": lambda optimizer: schedulers.OneCycleLR(optimizer, max_lr=0.1, total_steps=STEPS + 1),
@@ -64,7 +64,7 @@ def test_scheduled_training_is_the_base_optimizer_s_on_preconditioned_gradients(
     """The other side: a preconditioner that is told each step's learning rate, before the scheduled base optimizer."""
     ours, theirs = make_model(), make_model()
     before = values(ours)
-    optimizer = kfac(ours, **CLASSES[kfac], **SETTINGS)
+    optimizer = kfac(ours, **CLASSES[kfac], **SETTINGS, precondition="gradient")
     scheduler = SCHEDULERS[name](optimizer)
     rates, momenta = [], []
 
@@ -151,7 +151,13 @@ GAMMAS = {
 def one_weight(**options: Any) -> tuple[nn.Module, KFACSGD]:
     """``s = w x`` and nothing else: A and G are numbers."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False))
-    every_step = {"factor_update_steps": 1, "inv_update_steps": 1, "scaling": None, **FLOAT64}
+    every_step = {
+        "factor_update_steps": 1,
+        "inv_update_steps": 1,
+        "scaling": None,
+        "relative_damping": False,
+        **FLOAT64,
+    }
     return model, KFACSGD(model, lr=1.0, **{**every_step, **options})
 
 

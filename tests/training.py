@@ -14,7 +14,7 @@ from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
 
 FLOAT64: dict[str, Any] = {"factor_dtype": torch.float64, "inv_dtype": torch.float64}
 # Statistics and refreshes at intervals that do not divide each other, so that a few steps see every combination.
-OFTEN: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 3, "damping": 0.1}
+OFTEN: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 3, "damping": 0.1, "relative_damping": False}
 
 CLASSES: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
     KFACSGD: {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3},
