@@ -27,6 +27,8 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "KFACSGD": {"momentum": 0.9},
     "Muon": {"momentum": 0.95, "rest": "AdamW"},
     "RMSprop": {"momentum": 0.0},
+    "Shampoo": {"momentum": 0.9, "options": {"preconditioning_compute_steps": 10}},
+    "KFACPyTorch": {"momentum": 0.9, "options": {"damping": 0.001, "inv_update_steps": 10}},
 }
 
 LEARNING_RATES: dict[str, dict[str, float]] = {
@@ -37,6 +39,9 @@ LEARNING_RATES: dict[str, dict[str, float]] = {
         "Muon": 0.02,
         "Lamb": 0.01,
         "RMSprop": 0.001,
+        "SOAP": 0.003,
+        "Shampoo": 0.1,
+        "KFACPyTorch": 0.1,
         "KFACSGD": 0.1,
         "KFACAdam": 0.003,
         "KFACLAMB": 0.01,
@@ -48,6 +53,9 @@ LEARNING_RATES: dict[str, dict[str, float]] = {
         "Muon": 0.02,
         "Lamb": 0.01,
         "RMSprop": 0.001,
+        "SOAP": 0.003,
+        "Shampoo": 0.1,
+        "KFACPyTorch": 0.1,
         "KFACSGD": 0.1,
         "KFACAdam": 0.003,
         "KFACLAMB": 0.01,
@@ -59,6 +67,9 @@ LEARNING_RATES: dict[str, dict[str, float]] = {
         "Muon": 0.02,
         "Lamb": 0.01,
         "RMSprop": 0.001,
+        "SOAP": 0.003,
+        "Shampoo": 0.1,
+        "KFACPyTorch": 0.1,
         "KFACSGD": 0.3,
         "KFACAdam": 0.003,
         "KFACLAMB": 0.01,
@@ -90,6 +101,7 @@ class Recipe:
         return [{"kfac": self.kfac}, self.by_optimizer.get(optimizer, {}), self.by_task.get(task, {}), lr]
 
 
+# KFACAdam and KFACLAMB bring steps to a size of their own, and take their momentum after preconditioning.
 _DIRECT = {"kfac": {"precondition": "gradient", "scaling": None, "damping": 1.0}}
 
 RECIPES: dict[str, Recipe] = {
@@ -108,6 +120,10 @@ RECIPES: dict[str, Recipe] = {
             "curves": {"kfac": {"fisher": "sampled", "factor_update_steps": 1, "inv_update_steps": 10}},
         },
     ),
+    "swap": Recipe(
+        about="K-FAC by the class name alone: the base optimizer's settings, and these defaults",
+        kfac={},
+    ),
     "practical": Recipe(
         about="preconditioned momentum (KFACSGD), unit scaling, relative damping, a refresh interval that grows by a "
         "tenth of the step, sampled Fisher; on text AdamW has the head, the embeddings and the norms",
@@ -119,7 +135,6 @@ RECIPES: dict[str, Recipe] = {
             "inv_update_steps": "growing:0.1:5",
             "fisher": "sampled",
         },
-        # Adam and LAMB bring steps to a size of their own, and take their momentum after preconditioning.
         by_optimizer={"KFACAdam": _DIRECT, "KFACLAMB": _DIRECT},
         by_task={
             "curves": {"kfac": {"damping": 0.01}},
@@ -224,13 +239,12 @@ def nearest(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def combine(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge settings, later ones first; ``kfac`` is merged by key, and ``steps`` and ``epochs`` replace each other."""
+    """Merge settings, later ones first: ``kfac``, ``options`` by key; ``steps`` and ``epochs`` replace each other."""
     merged: dict[str, Any] = {"options": {}, "kfac": {}, "rest": None}
     for layer in layers:
         for length in {"steps", "epochs"} & layer.keys():
             merged.pop({"steps": "epochs", "epochs": "steps"}[length], None)
-        kfac = {**merged["kfac"], **layer.get("kfac", {})}
-        merged |= {**layer, "kfac": kfac}
+        merged |= {**layer, **{group: {**merged[group], **layer.get(group, {})} for group in ("kfac", "options")}}
     return merged
 
 
