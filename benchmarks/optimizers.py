@@ -40,7 +40,7 @@ OPTIMIZERS: dict[str, Entry] = {
     "SGD": Entry("torch.optim", ("momentum", "weight_decay")),
     "Adam": Entry("torch.optim"),
     "AdamW": Entry("torch.optim"),
-    "Muon": Entry("torch.optim", ("momentum", "weight_decay"), matrices_only=True),
+    "Muon": Entry("benchmarks.muon", ("momentum", "weight_decay"), matrices_only=True),
     "Lamb": Entry("torch_optimizer"),
     "RMSprop": Entry("torch.optim", ("momentum", "weight_decay")),
     "SOAP": Entry("pytorch_optimizer"),

@@ -121,8 +121,13 @@ RECIPES: dict[str, Recipe] = {
         },
     ),
     "swap": Recipe(
-        about="K-FAC by the class name alone: the base optimizer's settings, and these defaults",
-        kfac={},
+        about="for K-FAC by the class name alone, at the learning rate of the class it is built on",
+        kfac={"relative_damping": True, "damping": 1.0, "inv_update_steps": "growing:0.1:5"},
+        by_optimizer={
+            "KFACSGD": {"kfac": {"precondition": "momentum", "scaling": "graft"}},
+            "KFACAdam": {"kfac": {"scaling": "unit"}},
+            "KFACLAMB": {"kfac": {"scaling": "unit"}},
+        },
     ),
     "practical": Recipe(
         about="preconditioned momentum (KFACSGD), unit scaling, relative damping, a refresh interval that grows by a "
