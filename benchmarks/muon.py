@@ -28,7 +28,7 @@ class _Float32(TorchFunctionMode):
 class Muon(torch.optim.Muon):
     """``torch.optim.Muon``, whose Newton-Schulz iteration on a CPU is taken in float32 instead of bfloat16.
 
-    Many CPUs emulate products in bfloat16: where the result files were made a step took 3 to 10 times as long with them.
+    Many CPUs emulate products in bfloat16: where the result files were made a step took 3 to 10 times as long so.
     """
 
     def step(self, closure: Any = None) -> Any:
