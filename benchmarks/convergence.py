@@ -4,9 +4,9 @@
 setting with each seed, prints a table and writes ``convergence-TASK.json`` and ``.png``.
 
     tuned rows   ``--draws`` settings for each optimizer: draw 0 is the start (benchmarks.settings, for K-FAC the recipe
-                 named in the table), every further one multiplies each setting in ``TUNED`` by its own random factor,
-                 log-uniform in [1/4, 4]. A draw trains with seed 100, which is never reported, for half the length;
-                 the lowest training loss at its end wins.
+                 "practical"), every further one multiplies lr, rest_lr and what ``TUNED`` names by random factors of
+                 their own, log-uniform in [1/4, 4]. A draw trains with seed 100, which is never reported, for half the
+                 length; the lowest training loss at its end wins.
     swap rows    K-FAC by its class name alone: the tuned settings of the class it is built on, nothing else changed,
                  not even ``loss_average``; the K-FAC options of the row are those of the recipe "swap".
 
@@ -42,9 +42,9 @@ RESULTS = Path("benchmarks/results")
 SMOKE = Path("runs/smoke")
 
 LENGTHS: dict[str, dict[str, int]] = {
-    "digits": {"epochs": 10, "eval_every": 11},
-    "curves": {"steps": 200, "eval_every": 10},
-    "text": {"steps": 300, "eval_every": 25},
+    "digits": {"epochs": 6, "eval_every": 11},
+    "curves": {"steps": 120, "eval_every": 10},
+    "text": {"steps": 200, "eval_every": 20},
 }
 SHORT: dict[str, int] = {"steps": 4, "eval_every": 2}  # of --smoke
 CONTENDERS = ("SGD", "Adam", "AdamW", "Lamb", "Muon", "KFACSGD", "KFACAdam", "KFACLAMB")
@@ -56,13 +56,11 @@ TUNING_SEED = 100
 TUNING_SHARE = 0.5  # of a run's length
 FACTOR = 4.0  # a drawn setting is its start times FACTOR**u, u uniform in [-1, 1]
 STARTS: dict[str, dict[str, float]] = {"AdamW": {"weight_decay": 0.1}}  # where not those of benchmarks.settings
-TUNED: dict[str, tuple[str, ...]] = {
-    "AdamW": ("lr", "weight_decay"),
-    "Muon": ("lr", "rest_lr"),
-    "KFACPyTorch": ("lr", "options.damping"),
-    **{name: ("lr", "kfac.damping") for name in ("KFACSGD", "KFACAdam", "KFACLAMB")},
+TUNED: dict[str, tuple[str, ...]] = {  # beside lr and, where a second optimizer has the rest, rest_lr
+    "AdamW": ("weight_decay",),
+    "KFACPyTorch": ("options.damping",),
+    **{name: ("kfac.damping",) for name in ("KFACSGD", "KFACAdam", "KFACLAMB")},
 }
-ONLY_LR = ("lr",)  # of every other optimizer
 FIXED_STEPS = (0.25, 0.5, 0.75, 1.0)  # of a run's length, where the table lists the losses
 
 
@@ -101,19 +99,19 @@ def rows_of(name: str) -> list[Row]:
     return [Row(name, SWAP, OPTIMIZERS[name].base), Row(name, RECIPE)]
 
 
-def factors(task: str, name: str, draw: int) -> dict[str, float]:
-    """Return what draw number ``draw`` multiplies the start of each tuned setting by; draw 0 is the start itself."""
-    settings = TUNED.get(name, ONLY_LR)
+def factors(start: Settings, draw: int) -> dict[str, float]:
+    """Return what draw number ``draw`` multiplies each tuned setting of ``start`` by; draw 0 is the start itself."""
+    settings = ("lr", *(("rest_lr",) if start.rest else ()), *TUNED.get(start.optimizer, ()))
     if draw == 0:
         return dict.fromkeys(settings, 1.0)
-    source = random.Random(f"{task} {name} {draw}")
+    source = random.Random(f"{start.task} {start.optimizer} {draw}")
     return {setting: FACTOR ** source.uniform(-1, 1) for setting in settings}
 
 
 def drawn(start: Settings, draw: int) -> dict[str, Any]:
     """Return the tuned settings of draw number ``draw``, three digits each, in the form that ``resolve`` takes."""
     given: dict[str, Any] = {}
-    for setting, factor in factors(start.task, start.optimizer, draw).items():
+    for setting, factor in factors(start, draw).items():
         group, dot, name = setting.rpartition(".")
         values, target = (getattr(start, group), given.setdefault(group, {})) if dot else (asdict(start), given)
         target[name] = float(f"{values[name] * factor:.3g}")
@@ -297,7 +295,13 @@ def measure(results: Results, names: Sequence[str], draws: int, seeds: Sequence[
 def about(words: Sequence[str]) -> Line:
     """Return the head of a result file: versions, machine, and how the settings were found."""
     importlib.import_module("kfac_optim")  # its version is one of the facts
-    tuning = {"seed": TUNING_SEED, "share_of_length": TUNING_SHARE, "factor": FACTOR, "settings": TUNED}
+    tuning = {
+        "seed": TUNING_SEED,
+        "share_of_length": TUNING_SHARE,
+        "factor": FACTOR,
+        "settings": ("lr", "rest_lr"),
+        "more": TUNED,
+    }
     return {"command": " ".join(["python -m benchmarks.convergence", *words]), **facts(), "tuning": tuning}
 
 

@@ -66,21 +66,28 @@ def test_more_draws_are_added_to_those_there_are(tmp_path):
     assert [run["draw"] for run in runs if run["draw"] is not None] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "Muon", "KFACSGD", "KFACPyTorch"])
-def test_draws_are_reproducible_and_within_the_range(name):
-    assert set(factors("text", name, 0).values()) == {1.0}
-    draws = [factors("text", name, draw) for draw in range(1, 200)]
-    assert draws == [factors("text", name, draw) for draw in range(1, 200)]
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "KFACSGD", "KFACPyTorch"])
+def test_draws_are_reproducible_and_within_the_range(name, task):
+    start = rows_of(name)[-1].settings(task, {})
+    assert set(factors(start, 0).values()) == {1.0}
+    draws = [factors(start, draw) for draw in range(1, 200)]
+    assert draws == [factors(start, draw) for draw in range(1, 200)]
     values = [value for draw in draws for value in draw.values()]
     assert 1 / FACTOR <= min(values) < 0.5 and 2 < max(values) <= FACTOR
-    assert draws != [factors("digits", name, draw) for draw in range(1, 200)]
+    assert draws != [factors(replace(start, task="text"), draw) for draw in range(1, 200)]
+
+
+def test_the_second_optimizer_is_tuned_where_there_is_one(task):
+    start = Row("Muon").settings(task, {})
+    assert factors(start, 1).keys() == {"lr", "rest_lr"}
+    assert factors(replace(start, rest=None), 1).keys() == {"lr"}
 
 
 def test_a_draw_changes_only_what_is_tuned(task):
     row = rows_of("KFACSGD")[-1]
     start = row.settings(task, LENGTHS["digits"])
     other = row.settings(task, {**LENGTHS["digits"], **drawn(start, 1)})
-    lr, damping = factors("digits", "KFACSGD", 1).values()
+    lr, damping = factors(start, 1).values()
     assert other.lr == pytest.approx(start.lr * lr, rel=0.01)
     assert other.kfac == {**start.kfac, "damping": pytest.approx(start.kfac["damping"] * damping, rel=0.01)}
 
