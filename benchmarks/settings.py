@@ -122,9 +122,9 @@ RECIPES: dict[str, Recipe] = {
     ),
     "swap": Recipe(
         about="for K-FAC by the class name alone, at the learning rate of the class it is built on",
-        kfac={"relative_damping": True, "damping": 1.0, "inv_update_steps": "growing:0.1:5"},
+        kfac={"relative_damping": True, "damping": 1.0, "inv_update_steps": "growing:0.3:3"},
         by_optimizer={
-            "KFACSGD": {"kfac": {"precondition": "momentum", "scaling": "graft"}},
+            "KFACSGD": {"kfac": {"precondition": "momentum", "scaling": "graft", "damping": 0.3}},
             "KFACAdam": {"kfac": {"scaling": "unit"}},
             "KFACLAMB": {"kfac": {"scaling": "unit"}},
         },
