@@ -56,7 +56,10 @@ SWAP = "swap"
 TUNING_SEED = 100
 TUNING_SHARE = 0.5  # of a run's length
 FACTOR = 4.0  # a drawn setting is its start times FACTOR**u, u uniform in [-1, 1]
-STARTS: dict[str, dict[str, float]] = {"AdamW": {"weight_decay": 0.1}}  # where not those of benchmarks.settings
+STARTS: dict[str, dict[str, float]] = {  # where not those of benchmarks.settings
+    "AdamW": {"weight_decay": 0.1},
+    "Muon": {"rest_lr": 0.01},  # as of "practical"
+}
 TUNED: dict[str, tuple[str, ...]] = {  # beside lr and, where a second optimizer has the rest, rest_lr
     "AdamW": ("weight_decay",),
     "KFACPyTorch": ("options.damping",),

@@ -84,25 +84,25 @@ class Recipe:
     Attributes:
         about: One line for ``--help``.
         kfac: K-FAC options for every optimizer and task.
-        by_optimizer: Settings for one optimizer (on every task).
         by_task: Settings for one task (with every optimizer).
+        by_optimizer: Settings for one optimizer (on every task).
         lr: Learning rates by (task, optimizer), where the recipe needs others than the defaults.
     """
 
     about: str
     kfac: Mapping[str, Any]
-    by_optimizer: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     by_task: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    by_optimizer: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     lr: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def settings(self, task: str, optimizer: str) -> list[Mapping[str, Any]]:
         """Return what the recipe says of an optimizer on a task, the more special last."""
         lr = {"lr": self.lr[task, optimizer]} if (task, optimizer) in self.lr else {}
-        return [{"kfac": self.kfac}, self.by_optimizer.get(optimizer, {}), self.by_task.get(task, {}), lr]
+        return [{"kfac": self.kfac}, self.by_task.get(task, {}), self.by_optimizer.get(optimizer, {}), lr]
 
 
 # KFACAdam and KFACLAMB bring steps to a size of their own, and take their momentum after preconditioning.
-_DIRECT = {"kfac": {"precondition": "gradient", "scaling": None, "damping": 1.0}}
+_DIRECT = {"kfac": {"precondition": "gradient", "damping": 1.0}}
 
 RECIPES: dict[str, Recipe] = {
     "paper": Recipe(
@@ -130,22 +130,22 @@ RECIPES: dict[str, Recipe] = {
         },
     ),
     "practical": Recipe(
-        about="preconditioned momentum (KFACSGD), unit scaling, relative damping, a refresh interval that grows by a "
-        "tenth of the step, sampled Fisher; on text AdamW has the head, the embeddings and the norms",
+        about="preconditioned momentum (KFACSGD), unit scaling, relative damping, a refresh interval of 0.3 of the "
+        "steps so far, sampled Fisher; on text AdamW has the head, the embeddings and the norms",
         kfac={
             "precondition": "momentum",
             "scaling": "unit",
             "relative_damping": True,
             "damping": 0.03,
-            "inv_update_steps": "growing:0.1:5",
+            "inv_update_steps": "growing:0.3:3",
             "fisher": "sampled",
         },
         by_optimizer={"KFACAdam": _DIRECT, "KFACLAMB": _DIRECT},
         by_task={
             "curves": {"kfac": {"damping": 0.01}},
-            "text": {"rest": "AdamW", "kfac": {"fisher": "empirical"}},
+            "text": {"rest": "AdamW", "rest_lr": 0.01, "kfac": {"fisher": "empirical"}},
         },
-        lr={("digits", "KFACSGD"): 0.02, ("curves", "KFACSGD"): 0.05, ("text", "KFACSGD"): 0.02},
+        lr={("digits", "KFACSGD"): 0.02, ("curves", "KFACSGD"): 0.05, ("text", "KFACSGD"): 0.04},
     ),
 }
 
