@@ -101,8 +101,9 @@ class Recipe:
         return [{"kfac": self.kfac}, self.by_task.get(task, {}), self.by_optimizer.get(optimizer, {}), lr]
 
 
-# KFACAdam and KFACLAMB bring steps to a size of their own, and take their momentum after preconditioning.
-_DIRECT = {"kfac": {"precondition": "gradient", "damping": 1.0}}
+# KFACAdam and KFACLAMB take their momentum after preconditioning; they did better with the empirical Fisher and more
+# damping.
+_DIRECT = {"kfac": {"precondition": "gradient", "damping": 0.3, "fisher": "empirical"}}
 
 RECIPES: dict[str, Recipe] = {
     "paper": Recipe(
@@ -130,8 +131,8 @@ RECIPES: dict[str, Recipe] = {
         },
     ),
     "practical": Recipe(
-        about="preconditioned momentum (KFACSGD), unit scaling, relative damping, a refresh interval of 0.3 of the "
-        "steps so far, sampled Fisher; on text AdamW has the head, the embeddings and the norms",
+        about="preconditioned momentum (KFACSGD), unit scaling, relative damping, a refresh interval that grows with "
+        "the step; for KFACSGD the sampled Fisher where the task has one; on text AdamW has the head, the embeddings and the norms",
         kfac={
             "precondition": "momentum",
             "scaling": "unit",
@@ -142,7 +143,7 @@ RECIPES: dict[str, Recipe] = {
         },
         by_optimizer={"KFACAdam": _DIRECT, "KFACLAMB": _DIRECT},
         by_task={
-            "curves": {"kfac": {"damping": 0.01}},
+            "curves": {"kfac": {"damping": 0.01, "inv_update_steps": "growing:0.1:5"}},
             "text": {"rest": "AdamW", "rest_lr": 0.01, "kfac": {"fisher": "empirical"}},
         },
         lr={("digits", "KFACSGD"): 0.02, ("curves", "KFACSGD"): 0.05, ("text", "KFACSGD"): 0.04},
