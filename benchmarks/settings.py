@@ -132,7 +132,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "practical": Recipe(
         about="preconditioned momentum and (but for text) the sampled Fisher for KFACSGD, unit scaling, relative "
-        "damping, a refresh interval that grows with the step; on text AdamW has the head, the embeddings and the norms",
+        "damping, a refresh interval that grows with the step; on text AdamW has the head, embeddings and norms",
         kfac={
             "precondition": "momentum",
             "scaling": "unit",
