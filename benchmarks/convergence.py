@@ -237,7 +237,7 @@ def middle(values: Sequence[float | None]) -> str:
     """Return "median (least - largest)"; a value that is missing counts as infinite and is shown as "-"."""
     ordered = sorted(math.inf if value is None else value for value in values)
     shown = ["-" if math.isinf(value) else f"{value:.4g}" for value in (statistics.median(ordered), *ordered)]
-    return shown[0] if len(ordered) == 1 else f"{shown[0]} ({shown[1]} - {shown[-1]})"
+    return shown[0] if len(set(shown)) == 1 else f"{shown[0]} ({shown[1]} - {shown[-1]})"
 
 
 def nearest_evaluation(record: Record, share: float) -> Line:

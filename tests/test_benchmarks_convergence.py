@@ -113,6 +113,7 @@ def test_a_median_shows_its_range_and_what_is_missing():
     assert middle([3.0]) == "3"
     assert middle([2.0, 1.0, 4.0]) == "2 (1 - 4)"
     assert middle([2.0, None, 1.0]) == "2 (1 - -)"
+    assert middle([None, None, None]) == "-"
 
 
 def test_every_contender_is_known():
