@@ -1,12 +1,14 @@
 """Training jobs and measurements on real and generated data; no part of the installed package.
 
-``python -m benchmarks.train TASK --optimizer NAME`` trains one of three tasks with any optimizer, ``python -m
-benchmarks.first_look`` produces the first table of results, ``python -m benchmarks.step_time`` says what a step costs
-and ``python -m benchmarks.gpu`` what it costs on a GPU. All run from the root of the repository.
+``python -m benchmarks.train TASK --optimizer NAME`` trains one of three tasks with any optimizer. The others answer a
+question each, and write a table, JSON and a plot: ``first_look``, ``convergence`` (every optimizer, tuned alike),
+``step_time`` (what a step costs), ``gpu`` (on a GPU), ``paper`` (its tables and figures at the scale of one machine),
+``scaling`` (on many ranks). All run from the root of the repository.
 
     models -> tasks ----+
-                        +--> runs -> train, first_look
-    settings -> optimizers         \\-> plots
-                   \\--> timing -> step_time, gpu
-    models -> works --/
+                        +--> runs -> train, first_look, convergence, paper
+    settings -> optimizers         \\-> plots, summary
+     muon, peers --^   \\--> timing -> step_time, gpu
+    models -> works --------/
+    models -> cluster -> scaling
 """

@@ -26,26 +26,31 @@ class Entry:
         keywords: Settings passed on, beside the learning rate.
         base: Name of the class that a K-FAC optimizer puts its directions into; None: not a K-FAC optimizer.
         matrices_only: It refuses parameters that are not 2-dimensional.
+        takes_model: The class wants the module too, as ``model``.
     """
 
     module: str
     keywords: tuple[str, ...] = ("weight_decay",)
     base: str | None = None
     matrices_only: bool = False
+    takes_model: bool = False
 
 
 OPTIMIZERS: dict[str, Entry] = {
     "SGD": Entry("torch.optim", ("momentum", "weight_decay")),
     "Adam": Entry("torch.optim"),
     "AdamW": Entry("torch.optim"),
-    "Muon": Entry("torch.optim", ("momentum", "weight_decay"), matrices_only=True),
+    "Muon": Entry("benchmarks.muon", ("momentum", "weight_decay"), matrices_only=True),
     "Lamb": Entry("torch_optimizer"),
     "RMSprop": Entry("torch.optim", ("momentum", "weight_decay")),
-    "KFACSGD": Entry("kfac_optim", ("momentum", "weight_decay"), base="SGD"),
-    "KFACAdam": Entry("kfac_optim", base="Adam"),
-    "KFACLAMB": Entry("kfac_optim", base="Lamb"),
+    "SOAP": Entry("pytorch_optimizer"),
+    "Shampoo": Entry("pytorch_optimizer", ("momentum", "weight_decay")),
+    "KFACPyTorch": Entry("benchmarks.peers", ("momentum", "weight_decay"), takes_model=True),
+    "KFACSGD": Entry("kfac_optim", ("momentum", "weight_decay"), base="SGD", takes_model=True),
+    "KFACAdam": Entry("kfac_optim", base="Adam", takes_model=True),
+    "KFACLAMB": Entry("kfac_optim", base="Lamb", takes_model=True),
 }
-REST = tuple(name for name, entry in OPTIMIZERS.items() if entry.base is None and not entry.matrices_only)
+REST = tuple(name for name, entry in OPTIMIZERS.items() if not (entry.takes_model or entry.matrices_only))
 
 
 def is_kfac(name: str) -> bool:
@@ -63,7 +68,7 @@ def find(name: str) -> Callable[..., Optimizer]:
     try:
         found: Callable[..., Optimizer] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name} needs the package {module}: {error}") from error
+        raise ValueError(f"{name} needs {module}: {error}") from error
     return found
 
 
@@ -103,8 +108,7 @@ def build(settings: Settings, task: Task, model: nn.Module) -> list[Optimizer]:
         reason = known if settings.rest else "give the others to --rest NAME"
         raise ValueError(f"{settings.optimizer} takes 2-dimensional weights only: {reason}")
     keywords = {"lr": settings.lr, **{name: getattr(settings, name) for name in entry.keywords}, **settings.options}
-    if entry.base:
-        keywords |= {"model": model, **kfac_keywords(settings)}
+    keywords |= ({"model": model} if entry.takes_model else {}) | kfac_keywords(settings)
     built = [find(settings.optimizer)(first, **keywords)]
     if settings.rest:
         taken = {id(parameter) for parameter in first}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -38,6 +39,35 @@ def draw(task: Task, records: Mapping[str, Record], path: Path) -> None:
         lower.set_xlabel(title)
     name_axes(grid, task)
     figure.suptitle(f"{task.name}: seed {settings['seed']}, batch size {settings['batch_size']}")
+    figure.savefig(path, dpi=110)
+
+
+def draw_medians(task: Task, records: Mapping[str, Sequence[Record]], path: Path) -> None:
+    """Write the plot of contenders that ran with several seeds to ``path``.
+
+    Lines are medians of the evaluations, shades reach from the least to the largest; above the averaged training loss
+    (as ``train_loss`` in the evaluations), below the held-out metric. Runs that did not finish are left out.
+    """
+    columns = {"step": "steps", seconds_key(next(iter(records.values()))[0]): "seconds of training, median"}
+    figure = Figure(figsize=(13, 9), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(2, 2, sharex="col", sharey="row")
+    for (upper, lower), (key, title) in zip(grid.T, columns.items(), strict=True):
+        for index, (label, runs) in enumerate(records.items()):
+            found = [
+                columns_of(run.evaluations[1:], key, "train_loss", task.metric) for run in runs if run.end == "finished"
+            ]
+            style = {"color": f"C{index % 10}", "label": label, "linestyle": ("-", "--")[index // 10]}
+            if found:
+                middle, least, largest = (reduce(found, axis=0) for reduce in (np.median, np.min, np.max))
+                for axes, row in ((upper, 1), (lower, 2)):
+                    axes.plot(middle[0], middle[row], **style)
+                    axes.fill_between(middle[0], least[row], largest[row], color=style["color"], alpha=0.12)
+        lower.axhline(task.target, color="grey", linewidth=1, linestyle=":")
+        lower.set_xlabel(title)
+    name_axes(grid, task)
+    grid[0][0].set_ylabel("training loss")
+    figure.suptitle(f"{task.name}: median and range of {len(next(iter(records.values())))} seeds")
     figure.savefig(path, dpi=110)
 
 

@@ -27,6 +27,8 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "KFACSGD": {"momentum": 0.9},
     "Muon": {"momentum": 0.95, "rest": "AdamW"},
     "RMSprop": {"momentum": 0.0},
+    "Shampoo": {"momentum": 0.9, "options": {"preconditioning_compute_steps": 10}},
+    "KFACPyTorch": {"momentum": 0.9, "options": {"damping": 0.001, "inv_update_steps": 10}},
 }
 
 LEARNING_RATES: dict[str, dict[str, float]] = {
@@ -37,6 +39,9 @@ LEARNING_RATES: dict[str, dict[str, float]] = {
         "Muon": 0.02,
         "Lamb": 0.01,
         "RMSprop": 0.001,
+        "SOAP": 0.003,
+        "Shampoo": 0.1,
+        "KFACPyTorch": 0.1,
         "KFACSGD": 0.1,
         "KFACAdam": 0.003,
         "KFACLAMB": 0.01,
@@ -48,6 +53,9 @@ LEARNING_RATES: dict[str, dict[str, float]] = {
         "Muon": 0.02,
         "Lamb": 0.01,
         "RMSprop": 0.001,
+        "SOAP": 0.003,
+        "Shampoo": 0.1,
+        "KFACPyTorch": 0.1,
         "KFACSGD": 0.1,
         "KFACAdam": 0.003,
         "KFACLAMB": 0.01,
@@ -59,6 +67,9 @@ LEARNING_RATES: dict[str, dict[str, float]] = {
         "Muon": 0.02,
         "Lamb": 0.01,
         "RMSprop": 0.001,
+        "SOAP": 0.003,
+        "Shampoo": 0.1,
+        "KFACPyTorch": 0.1,
         "KFACSGD": 0.3,
         "KFACAdam": 0.003,
         "KFACLAMB": 0.01,
@@ -73,24 +84,26 @@ class Recipe:
     Attributes:
         about: One line for ``--help``.
         kfac: K-FAC options for every optimizer and task.
-        by_optimizer: Settings for one optimizer (on every task).
         by_task: Settings for one task (with every optimizer).
+        by_optimizer: Settings for one optimizer (on every task).
         lr: Learning rates by (task, optimizer), where the recipe needs others than the defaults.
     """
 
     about: str
     kfac: Mapping[str, Any]
-    by_optimizer: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     by_task: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    by_optimizer: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     lr: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def settings(self, task: str, optimizer: str) -> list[Mapping[str, Any]]:
         """Return what the recipe says of an optimizer on a task, the more special last."""
         lr = {"lr": self.lr[task, optimizer]} if (task, optimizer) in self.lr else {}
-        return [{"kfac": self.kfac}, self.by_optimizer.get(optimizer, {}), self.by_task.get(task, {}), lr]
+        return [{"kfac": self.kfac}, self.by_task.get(task, {}), self.by_optimizer.get(optimizer, {}), lr]
 
 
-_DIRECT = {"kfac": {"precondition": "gradient", "scaling": None, "damping": 1.0}}
+# KFACAdam and KFACLAMB take their momentum after preconditioning; they did better with the empirical Fisher and more
+# damping.
+_DIRECT = {"kfac": {"precondition": "gradient", "damping": 0.3, "fisher": "empirical"}}
 
 RECIPES: dict[str, Recipe] = {
     "paper": Recipe(
@@ -108,24 +121,32 @@ RECIPES: dict[str, Recipe] = {
             "curves": {"kfac": {"fisher": "sampled", "factor_update_steps": 1, "inv_update_steps": 10}},
         },
     ),
+    "swap": Recipe(
+        about="for K-FAC by the class name alone, at the learning rate of the class it is built on",
+        kfac={"relative_damping": True, "damping": 1.0, "inv_update_steps": "growing:0.3:3"},
+        by_optimizer={
+            "KFACSGD": {"kfac": {"precondition": "momentum", "scaling": "graft", "damping": 0.3}},
+            "KFACAdam": {"kfac": {"scaling": "unit"}},
+            "KFACLAMB": {"kfac": {"scaling": "unit"}},
+        },
+    ),
     "practical": Recipe(
-        about="preconditioned momentum (KFACSGD), unit scaling, relative damping, a refresh interval that grows by a "
-        "tenth of the step, sampled Fisher; on text AdamW has the head, the embeddings and the norms",
+        about="preconditioned momentum and (but for text) the sampled Fisher for KFACSGD, unit scaling, relative "
+        "damping, a refresh interval that grows with the step; on text AdamW has the head, embeddings and norms",
         kfac={
             "precondition": "momentum",
             "scaling": "unit",
             "relative_damping": True,
             "damping": 0.03,
-            "inv_update_steps": "growing:0.1:5",
+            "inv_update_steps": "growing:0.3:3",
             "fisher": "sampled",
         },
-        # Adam and LAMB bring steps to a size of their own, and take their momentum after preconditioning.
         by_optimizer={"KFACAdam": _DIRECT, "KFACLAMB": _DIRECT},
         by_task={
-            "curves": {"kfac": {"damping": 0.01}},
-            "text": {"rest": "AdamW", "kfac": {"fisher": "empirical"}},
+            "curves": {"kfac": {"damping": 0.01, "inv_update_steps": "growing:0.1:5"}},
+            "text": {"rest": "AdamW", "rest_lr": 0.01, "kfac": {"fisher": "empirical"}},
         },
-        lr={("digits", "KFACSGD"): 0.02, ("curves", "KFACSGD"): 0.05, ("text", "KFACSGD"): 0.02},
+        lr={("digits", "KFACSGD"): 0.02, ("curves", "KFACSGD"): 0.05, ("text", "KFACSGD"): 0.04},
     ),
 }
 
@@ -224,13 +245,12 @@ def nearest(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def combine(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge settings, later ones first; ``kfac`` is merged by key, and ``steps`` and ``epochs`` replace each other."""
+    """Merge settings, later ones first: ``kfac``, ``options`` by key; ``steps`` and ``epochs`` replace each other."""
     merged: dict[str, Any] = {"options": {}, "kfac": {}, "rest": None}
     for layer in layers:
         for length in {"steps", "epochs"} & layer.keys():
             merged.pop({"steps": "epochs", "epochs": "steps"}[length], None)
-        kfac = {**merged["kfac"], **layer.get("kfac", {})}
-        merged |= {**layer, "kfac": kfac}
+        merged |= {**layer, **{group: {**merged[group], **layer.get(group, {})} for group in ("kfac", "options")}}
     return merged
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from benchmarks.runs import Line, Record, seconds_key
 from benchmarks.tasks import Task
@@ -10,14 +10,22 @@ from benchmarks.tasks import Task
 
 def table(task: Task, records: Mapping[str, Record]) -> str:
     """Return the table of final losses, accuracy, seconds per step and the way to the target."""
-    sign = ">=" if task.has_accuracy else "<="
     heads = ["optimizer", "end", "steps", "loss", "held out", "accuracy", "s/step", "worst", "to target", "seconds"]
     rows = [heads] + [row(task, label, record) for label, record in records.items()]
-    widths = [max(len(cells[column]) for cells in rows) for column in range(len(heads))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in rows]
-    goal = f"target: held-out {task.metric.removeprefix('test_')} {sign} {task.target:g}"
     kinds = {seconds_key(record)[:-8] for record in records.values()}
-    return "\n".join([*lines, f"{goal}; seconds: {' or '.join(sorted(kinds))}, without evaluation"])
+    return "\n".join([*aligned(rows), f"{goal(task)}; seconds: {' or '.join(sorted(kinds))}, without evaluation"])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row, with cells of a column to the right of equal widths."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in rows]
+
+
+def goal(task: Task) -> str:
+    """Return what the way to the target is about."""
+    sign = ">=" if task.has_accuracy else "<="
+    return f"target: held-out {task.metric.removeprefix('test_')} {sign} {task.target:g}"
 
 
 def row(task: Task, label: str, record: Record) -> list[str]:
