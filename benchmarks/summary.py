@@ -10,7 +10,7 @@ from benchmarks.tasks import Task
 
 def table(task: Task, records: Mapping[str, Record]) -> str:
     """Return the table of final losses, accuracy, seconds per step and the way to the target."""
-    sign = ">=" if task.has_accuracy else "<="
+    sign = ">=" if task.scores else "<="
     heads = ["optimizer", "end", "steps", "loss", "held out", "accuracy", "s/step", "worst", "to target", "seconds"]
     rows = [heads] + [row(task, label, record) for label, record in records.items()]
     widths = [max(len(cells[column]) for cells in rows) for column in range(len(heads))]
