@@ -285,7 +285,7 @@ class Detector(nn.Module):
         width: Channels of the first convolution.
     """
 
-    def __init__(self, side: int = 24, classes: int = 10, width: int = 12) -> None:
+    def __init__(self, side: int = 24, classes: int = 10, width: int = 8) -> None:
         super().__init__()
         self.backbone = nn.Sequential(
             convolutions(1, width, 2),

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from benchmarks import data, study
 from benchmarks.cluster import STAGES
-from benchmarks.paper_parts import STUDIES, Bench, images_of
-from benchmarks.runs import Line, facts
+from benchmarks.paper_parts import SEEDS, STUDIES, Bench, images_of
+from benchmarks.runs import Line
 from benchmarks.scaling import SCHEDULE, SMALL, SUBJECTS, Job, measure
 from benchmarks.scaling_plots import grid, stage_bars
 from benchmarks.settings import nearest
@@ -145,7 +145,7 @@ def parser() -> argparse.ArgumentParser:
     part = "which part; may be repeated; a table or figure is as good as the part's name (default: all)"
     add("--part", action="append", metavar="NAME", help=part)
     add("--list", action="store_true", help="say which part answers what, and stop")
-    add("--seeds", metavar="N,...", help="seeds of the runs (default: 0,1,2 or 0,1, by part)")
+    add("--seeds", metavar="N,...", help=f"seeds of the runs (default: {','.join(map(str, SEEDS))})")
     folders = "CIFAR-10, an image folder or WikiText in place of digits and of Python's sources (default: neither)"
     add("--data", action="append", type=Path, metavar="FOLDER", help=f"{folders}; may be repeated")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where to train (default: cpu, on one thread)")
@@ -191,8 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.error(str(error))
     words = sys.argv[1:] if arguments is None else list(arguments)
     importlib.import_module("kfac_optim")  # its version is one of the facts
-    head = {"command": " ".join(["python -m benchmarks.paper", *words]), **facts()}
-    place = Place(folder, head, study.Results(folder, again=options.again, quiet=options.quiet), options.again)
+    results = study.Results(folder, again=options.again, quiet=options.quiet)
+    head = {"command": " ".join(["python -m benchmarks.paper", *words]), **results.facts}
+    place = Place(folder, head, results, options.again)
     for name in dict.fromkeys(wanted):
         do: Callable[[Bench, Place], str] = stages if name == FIGURE7 else partial(learn, name)
         print(do(bench, place))

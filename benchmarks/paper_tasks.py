@@ -80,6 +80,7 @@ def split_scenes(side: int, objects: int, scraps: int) -> tuple[Scenes, Scenes]:
 
 SIDE, CLASSES = 20, 10
 BOX = slice(CLASSES, CLASSES + 4)  # columns of the output; those of the target begin behind the label
+MASK_WEIGHT = 5.0
 OVERLAP = 0.5  # of the box or the mask with the true one, from which on an object counts as found
 
 
@@ -94,14 +95,15 @@ def boxes(masks: Tensor) -> Tensor:
 
 
 def detection_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Return the sum of Mask R-CNN's losses: of the class, the box and the mask, each the mean over the images."""
+    """Return the sum of Mask R-CNN's losses: of the class, the box and the mask, each the mean over the images.
+
+    That of the mask counts several times: here it is over the whole image, of which the object is a small part.
+    """
     label, box, mask = target[:, 0].long(), target[:, 1:5], target[:, 5:]
-    found = F.smooth_l1_loss(output[:, BOX], box, beta=0.05, reduction="sum") / len(output)
-    return (
-        F.cross_entropy(output[:, :CLASSES], label)
-        + found
-        + F.binary_cross_entropy_with_logits(output[:, BOX.stop :], mask)
-    )
+    of_class = F.cross_entropy(output[:, :CLASSES], label)
+    of_box = F.smooth_l1_loss(output[:, BOX], box, beta=0.05, reduction="sum") / len(output)
+    of_mask = F.binary_cross_entropy_with_logits(output[:, BOX.stop :], mask)
+    return of_class + of_box + MASK_WEIGHT * of_mask
 
 
 def box_overlap(one: Tensor, other: Tensor) -> Tensor:

@@ -82,6 +82,7 @@ class Results:
 
     def __init__(self, folder: Path, *, again: bool = False, quiet: bool = False) -> None:
         self.quiet = quiet
+        self.facts = facts()  # before the runs: the code that they use, whatever the checkout becomes meanwhile
         self._found: dict[str, Line] = {}
         self._weights: dict[str, dict[str, Tensor]] = {}
         for path in () if again else sorted(folder.glob(PATTERN)):
@@ -114,7 +115,7 @@ class Results:
         trainer = Trainer(task, run.settings)
         evaluations: list[Line] = []
         losses: list[Line] = []
-        result: Line = {"run": run.identity, **facts()}
+        result: Line = {"run": run.identity, **self.facts}
         while not trainer.ended:
             for line in trainer.advance():
                 kind = line.pop("kind")
@@ -335,16 +336,14 @@ def draw(study: Study, cells: Cells, results: Results, path: Path) -> None:
     width = max(len(shown), len(names) * 2, 2)
     figure = Drawing(figsize=(4.2 * width, 8), layout="constrained")
     FigureCanvasAgg(figure)  # a canvas of its own: works without a display and leaves pyplot's state alone
-    grid = figure.subplots(2, width, squeeze=False)
-    for axes, (metric, column) in zip(grid[0], shown, strict=False):
-        curves(axes, study, results, metric, column)
+    for index, (metric, column) in enumerate(shown, start=1):
+        curves(figure.add_subplot(2, width, index), study, results, metric, column)
     for index, name in enumerate(names):
         ours = {row: [cells[name].get((row, column), NOTHING).mean for column in study.columns] for row in study.rows}
-        points(grid[1][2 * index], name, list(study.columns), ours)
-        printed = {row: study.paper.get(name, {}).get(row, []) for row in study.rows}
-        points(grid[1][2 * index + 1], f"the paper's {name}", list(study.columns.values()), printed)
-    for axes in grid.flat:
-        axes.set_visible(axes.has_data())
+        points(figure.add_subplot(2, width, width + 2 * index + 1), name, list(study.columns), study.rows, ours)
+        if name in study.paper:
+            axes = figure.add_subplot(2, width, width + 2 * index + 2)
+            points(axes, f"the paper's {name}", list(study.columns.values()), study.rows, study.paper[name])
     figure.suptitle(study.title)
     figure.savefig(path, dpi=90)
 
@@ -364,9 +363,12 @@ def curves(axes: Axes, study: Study, results: Results, metric: str, column: str)
     axes.legend(fontsize="x-small")
 
 
-def points(axes: Axes, title: str, columns: Sequence[str], rows: Mapping[str, Sequence[Number]]) -> None:
-    """Draw one number for each row and column."""
-    for index, (row, numbers) in enumerate(rows.items()):
+def points(
+    axes: Axes, title: str, columns: Sequence[str], order: Sequence[str], rows: Mapping[str, Sequence[Number]]
+) -> None:
+    """Draw one number for each row and column; the same ``order`` gives the same colours."""
+    for index, row in enumerate(order):
+        numbers = rows.get(row, ())
         known = [(i, number) for i, number in enumerate(numbers) if isinstance(number, int | float)]
         if known:
             axes.plot(*zip(*known, strict=True), "o-", color=f"C{index}", alpha=0.7, label=row)
