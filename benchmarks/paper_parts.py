@@ -75,7 +75,7 @@ def images_of(folder: Path, kind: str) -> Images:
     def make_imagenet(blocks: tuple[int, ...]) -> Task:
         return replace(task, model=partial(BottleneckResNet, blocks, classes=classes))
 
-    return Images(make_imagenet, BLOCKS, batch=512, lr=0.2, epochs=(90, 45, 55))
+    return Images(make_imagenet, BLOCKS, batch=256, lr=0.1, epochs=(90, 45, 55))
 
 
 @dataclass(frozen=True)

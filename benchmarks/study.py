@@ -202,13 +202,22 @@ class Cell:
         known = [value for value in self.values if value is not None]
         return sum(known) / len(known) if known and len(known) == len(self.values) else None
 
+    @property
+    def low(self) -> float:
+        """The least of the seeds that got there."""
+        return min(value for value in self.values if value is not None)
+
+    @property
+    def high(self) -> float:
+        """The most."""
+        return max(value for value in self.values if value is not None)
+
     def text(self, digits: int) -> str:
         """Mean and, in brackets, the seeds' range; or how many of them got there."""
-        known = sorted(value for value in self.values if value is not None)
-        if len(known) < len(self.values):
-            return f"{len(known)} of {len(self.values)} seeds"
-        mean, (low, *_, high) = f"{self.mean:.{digits}f}", (known * 2 if len(known) == 1 else known)
-        return mean if len(known) == 1 else f"{mean} ({low:.{digits}f}-{high:.{digits}f})"
+        if self.mean is None:
+            return f"{sum(value is not None for value in self.values)} of {len(self.values)} seeds"
+        spread = f" ({self.low:.{digits}f}-{self.high:.{digits}f})" if len(self.values) > 1 else ""
+        return f"{self.mean:.{digits}f}{spread}"
 
 
 NOTHING = Cell(())
@@ -261,7 +270,8 @@ class Study:
 
     def digits(self, name: str) -> int:
         """Return the digits behind the point of a figure."""
-        return next((figure.digits for figure in self.figures if figure.name == name), 1)
+        whole = all(value == round(value) for value in self.known.get(name, {}).values())
+        return next((figure.digits for figure in self.figures if figure.name == name), 0 if whole else 1)
 
 
 Cells = Mapping[str, Mapping[Place, Cell]]
@@ -306,23 +316,28 @@ def verdicts(study: Study, cells: Cells) -> list[str]:
             base = study.base(row, column) if study.base else (study.rows[0], column)
             own, other = (cells[figure.name].get(place) for place in ((row, column), base))
             if own and other and base != (row, column):
-                words.append(f"{column}: {verdict(figure, own.mean, other.mean)}")
+                words.append(f"{column}: {verdict(figure, own, other)}")
         if words:
             lines.append(f"{row}, {figure.name} - {'; '.join(words)}")
     return lines
 
 
-def verdict(figure: Figure, own: float | None, base: float | None) -> str:
+def verdict(figure: Figure, own: Cell, base: Cell) -> str:
     """Say who is ahead; a run that never got there is behind every one that did."""
-    if own is None or base is None:
-        return {(True, True): "neither got there", (True, False): "LOSES, did not get there"}.get(
-            (own is None, base is None), "ahead, the base did not get there"
-        )
-    if own == base:
+    if own.mean is None:
+        return "neither got there" if base.mean is None else "LOSES, did not get there"
+    if base.mean is None:
+        return "ahead, the base did not get there"
+    if own.mean == base.mean:
         return "even"
-    ahead = (own > base) == figure.more
-    by = f"{own - base:+.{figure.digits}f}" if not figure.relative else f"{100 * (own / base - 1):+.0f} %"
-    return f"{'ahead' if ahead else 'LOSES'} ({by})"
+    ahead = (own.mean > base.mean) == figure.more
+    by = (
+        f"{100 * (own.mean / base.mean - 1):+.0f} %"
+        if figure.relative
+        else f"{own.mean - base.mean:+.{figure.digits}f}"
+    )
+    apart = own.low > base.high or own.high < base.low
+    return f"{'ahead' if ahead else 'LOSES'} ({by}{'' if apart else ', ranges overlap'})"
 
 
 # Drawing -------------------------------------------------------------------------------------------------------------
@@ -334,7 +349,8 @@ def draw(study: Study, cells: Cells, results: Results, path: Path) -> None:
     shown = [pair for pair in shown if any((row, pair[1]) in study.runs for row in study.rows)][:4]
     names = [name for name, places in cells.items() if places]
     width = max(len(shown), len(names) * 2, 2)
-    figure = Drawing(figsize=(4.2 * width, 8), layout="constrained")
+    figure = Drawing(figsize=(4.2 * width, 8))
+    figure.subplots_adjust(left=0.2 / width, right=1 - 0.08 / width, bottom=0.06, top=0.9, wspace=0.25, hspace=0.25)
     FigureCanvasAgg(figure)  # a canvas of its own: works without a display and leaves pyplot's state alone
     for index, (metric, column) in enumerate(shown, start=1):
         curves(figure.add_subplot(2, width, index), study, results, metric, column)
@@ -343,7 +359,7 @@ def draw(study: Study, cells: Cells, results: Results, path: Path) -> None:
         points(figure.add_subplot(2, width, width + 2 * index + 1), name, list(study.columns), study.rows, ours)
         if name in study.paper:
             axes = figure.add_subplot(2, width, width + 2 * index + 2)
-            points(axes, f"the paper's {name}", list(study.columns.values()), study.rows, study.paper[name])
+            points(axes, "the paper", list(study.columns.values()), study.rows, study.paper[name])
     figure.suptitle(study.title)
     figure.savefig(path, dpi=90)
 

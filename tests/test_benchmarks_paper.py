@@ -8,14 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import paper, paper_parts, paper_tasks, study
+from benchmarks import data, paper, paper_parts, paper_tasks, study
 from benchmarks.paper_parts import STUDIES, Bench
 from benchmarks.study import Cell, Figure, Results, until
 
+Values = tuple[float | None, ...]
 ONE_SEED = Bench(seeds=(0,), smoke=True)
 
 
@@ -137,6 +139,20 @@ def test_the_users_text_takes_the_place_of_pythons_sources(tmp_path: Path) -> No
     assert not own & {run.task.digest for runs in STUDIES["table3"][1](ONE_SEED).runs.values() for run in runs}
 
 
+def test_the_users_cifar10_takes_the_place_of_digits(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for name in (*data.CIFAR10_FILES["train"], *data.CIFAR10_FILES["test"]):
+        rows = random.integers(0, 256, (40, 3073), dtype=np.uint8)
+        rows[:, 0] %= 10
+        (tmp_path / f"{name}.bin").write_bytes(rows.tobytes())
+    out = tmp_path / "out"
+    words = ["--smoke", "--seeds", "0", "--quiet", "--part", "figure5a", "--data", str(tmp_path), "--out", str(out)]
+    assert paper.main(words) == 0
+    runs = content(out, "figure5a")["runs"]
+    assert [run["run"]["task"] for run in runs] == ["cifar10"] * 2
+    assert [run["run"]["model"] for run in runs] == ["ResNet-32"] * 2
+
+
 # Judgement -----------------------------------------------------------------------------------------------------------
 
 
@@ -150,19 +166,19 @@ def test_cells_say_who_got_there() -> None:
 @pytest.mark.parametrize(
     ("more", "relative", "own", "base", "words"),
     [
-        (True, False, 97.0, 98.0, "LOSES (-1.0)"),
-        (True, False, 99.0, 98.0, "ahead (+1.0)"),
-        (False, True, 80.0, 100.0, "ahead (-20 %)"),
-        (False, True, 150.0, 100.0, "LOSES (+50 %)"),
-        (False, False, 2.0, 2.0, "even"),
-        (False, True, None, 100.0, "LOSES, did not get there"),
-        (False, True, 100.0, None, "ahead, the base did not get there"),
-        (False, True, None, None, "neither got there"),
+        (True, False, (97.0, 97.0), (98.0, 98.0), "LOSES (-1.0)"),
+        (True, False, (99.0, 97.0), (97.0, 98.0), "ahead (+0.5, ranges overlap)"),
+        (False, True, (80.0,), (100.0,), "ahead (-20 %)"),
+        (False, True, (150.0,), (100.0,), "LOSES (+50 %)"),
+        (False, False, (2.0, 3.0), (3.0, 2.0), "even"),
+        (False, True, (100.0, None), (100.0, 100.0), "LOSES, did not get there"),
+        (False, True, (100.0,), (None,), "ahead, the base did not get there"),
+        (False, True, (None,), (None,), "neither got there"),
     ],
 )
-def test_verdicts(more: bool, relative: bool, own: float | None, base: float | None, words: str) -> None:
+def test_verdicts(more: bool, relative: bool, own: Values, base: Values, words: str) -> None:
     figure = Figure("figure", lambda run: None, more=more, relative=relative)
-    assert study.verdict(figure, own, base) == words
+    assert study.verdict(figure, Cell(own), Cell(base)) == words
 
 
 def test_goals_are_all_reached_at_once() -> None:
