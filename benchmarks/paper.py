@@ -129,7 +129,9 @@ NAMES = {
 
 def listed() -> str:
     """Return the parts and what they answer."""
-    abouts = {name: make.__doc__ for name, (_, make) in STUDIES.items()} | {FIGURE7: "Milliseconds of every stage."}
+    abouts = {name: make.__doc__ for name, (_, make) in STUDIES.items()} | {
+        FIGURE7: "Milliseconds of every stage of a step, K-FAC-opt and K-FAC-lw, on two ranks."
+    }
     return "\n".join(f"{name:10} {', '.join(ANSWERS[name]):22} {about}" for name, about in abouts.items())
 
 

@@ -61,7 +61,7 @@ def digits_by(blocks: int) -> Task:
     return replace(task, model=partial(ResNet, channels=1, blocks=blocks), held_out={"test": task.held_out["test"]})
 
 
-DIGITS = Images(digits_by, {"ResNet-14": 2, "ResNet-8": 1, "ResNet-20": 3}, batch=32, lr=0.05, epochs=(14, 7, 9))
+DIGITS = Images(digits_by, {"ResNet-14": 2, "ResNet-8": 1, "ResNet-20": 3}, batch=32, lr=0.05, epochs=(10, 5, 6))
 
 
 def images_of(folder: Path, kind: str) -> Images:
@@ -151,7 +151,7 @@ def gpus_of(bench: Bench, gpus: Mapping[int, str]) -> dict[str, str]:
 
 
 def table1(bench: Bench) -> Study:
-    """Eigendecomposition or inverse, by batch size."""
+    """Accuracy with the eigendecomposition and with the explicit inverse, by batch size."""
     columns = gpus_of(bench, {2: "256", 4: "512", 8: "1024"})
     methods: Methods = {
         "SGD": ("SGD", SGD, None),
@@ -181,7 +181,7 @@ def table1(bench: Bench) -> Study:
 
 
 def table2(bench: Bench) -> Study:
-    """Accuracy over batch sizes."""
+    """Accuracy of K-FAC in half of SGD's epochs, by batch size, and the curves."""
     columns = gpus_of(bench, {n: f"{n} GPU" for n in (1, 2, 4, 8)})
     methods: Methods = {"SGD": ("SGD", SGD, None), "K-FAC": ("KFACSGD", CIFAR, {**OFTEN, "solver": "eigen"})}
     places = {
@@ -203,7 +203,7 @@ def table2(bench: Bench) -> Study:
 
 
 def figure5a(bench: Bench) -> Study:
-    """Epochs and seconds to the baseline."""
+    """Epochs and seconds to the baseline accuracy, SGD and K-FAC."""
     model = next(iter(bench.images.models))
     target = bench.images.make(bench.images.models[model]).target
     goals = {"test_accuracy": target}
@@ -311,7 +311,7 @@ def detector_run(bench: Bench, optimizer: str, seed: int, gpus: int = 1, kfac: O
 
 
 def figure5b(bench: Bench) -> Study:
-    """Partial K-FAC."""
+    """Partial K-FAC: on the two heads of a detector alone."""
     rows: dict[str, tuple[str, Options | None]] = {
         "SGD": ("SGD", None),
         "K-FAC on all layers": ("KFACSGD", {"skip_layers": []}),
@@ -340,7 +340,7 @@ def figure5b(bench: Bench) -> Study:
 
 
 def table6(bench: Bench) -> Study:
-    """Steps to converge by scale."""
+    """Partial K-FAC: steps to the baselines, by batch size."""
     sizes = {1: "32 GPUs", 2: "64 GPUs", 4: "128 GPUs"}
     columns = {f"batch {32 * n}": paper for n, paper in sizes.items()}
     rows: dict[str, tuple[str, Options | None]] = {
@@ -395,7 +395,7 @@ def encoder_task(text: Callable[[], tuple[Tensor, Tensor]], context: int) -> Tas
 
 
 def table3(bench: Bench) -> Study:
-    """K-FAC in one phase or in both."""
+    """Two phases of BERT, K-FAC in one or both: fewest steps that reach LAMB's loss."""
     full = PHASES[0][0]
     ways = {
         f"LAMB {full}, LAMB": ("Lamb", full, "Lamb"),
@@ -462,7 +462,7 @@ unet_task = lru_cache(None)(segmentation)
 
 
 def unet(bench: Bench) -> Study:
-    """A U-Net."""
+    """A U-Net: steps and seconds to a Dice score, Adam and K-FAC."""
     goals = {"test_dice": unet_task().target}
     kfac = {"inv_update_steps": 20, "factor_update_steps": 2, "fisher": "empirical"}
     places: dict[Place, Callable[[int], Run]] = {
