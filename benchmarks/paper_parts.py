@@ -488,24 +488,24 @@ def unet(bench: Bench) -> Study:
     )
 
 
+def bytes_per_example(task: Task, model: nn.Module, few: int = 8, many: int = 16) -> float:
+    """Return what a forward pass keeps for the backward pass, for each example more: weights drop out."""
+    return (saved_bytes(task, model, many) - saved_bytes(task, model, few)) / (many - few)
+
+
 def saved_bytes(task: Task, model: nn.Module, examples: int) -> int:
-    """Return the bytes that a forward pass keeps for the backward pass, weights excepted, each storage once."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, int] = {}
-    held = []  # so that no storage's place is used again
+    """Return the bytes that a forward pass keeps for the backward pass, each storage once."""
+    kept: dict[int, Tensor] = {}  # held, so that no storage's address is used again meanwhile
 
     def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-            held.append(tensor)
+        kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     inputs, targets = task.source.batch(0, 0, examples)
     device = next(model.parameters()).device
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         task.loss(model(inputs.to(device)), targets.to(device))
-    return sum(kept.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 @dataclass(frozen=True)
@@ -544,9 +544,7 @@ def footprint(run: Run) -> Footprint:
         estimate = optimizer.curvature.memory_estimate()
         curvature = estimate["total"] + estimate["factors"]
         optimizer.curvature.close()
-    few, many = 8, 16
-    slope = (saved_bytes(run.task, trainer.model, many) - saved_bytes(run.task, trainer.model, few)) / (many - few)
-    return Footprint(fixed, curvature, slope)
+    return Footprint(fixed, curvature, bytes_per_example(run.task, trainer.model))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -265,10 +264,10 @@ def test_equal_memory_is_equal() -> None:
         assert capped or kfac - filled < per_example
 
 
-def test_activations_are_counted_once_and_grow_with_the_batch() -> None:
-    task = paper_parts.digits_by(1)
+def test_activations_are_counted_once_and_without_the_weights() -> None:
+    images = paper_parts.digits_by(1)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    few, many = (paper_parts.saved_bytes(task, model, n) for n in (8, 16))
-    rows = 4 * (64 + 10) * 8 + 8 * 8  # inputs, log-probabilities, labels (int64)
-    assert many == 2 * few or math.isclose(many - few, rows, rel_tol=0.2)
-    assert few >= 4 * 64 * 8
+    kept = 4 * 64 + 4 * 10 + 8  # of the image for the weight's gradient, of the log-probabilities, of the label (int64)
+    assert paper_parts.bytes_per_example(images, model) == kept
+    twice = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
+    assert paper_parts.bytes_per_example(images, twice) == kept + 4 * 64  # the tanh and the layer above share it
