@@ -296,7 +296,7 @@ def interval(bench: Bench) -> Study:
 
 HEADS: Options = {"inv_update_steps": 20, "factor_update_steps": 2, "damping": 0.1}
 DETECTION: dict[str, Any] = {"epochs": 8, "lr": 0.02, "schedule": "cosine", "evaluations": 4}
-GOALS = {"test_box": 0.45, "test_mask": 0.45}
+GOALS = {"test_box": 0.4, "test_mask": 0.4}  # about what SGD ends with, as the paper's baseline is
 detector = lru_cache(None)(detection)
 
 
