@@ -5,10 +5,10 @@ question each, and write a table, JSON and a plot: ``first_look``, ``convergence
 ``step_time`` (what a step costs), ``gpu`` (on a GPU), ``paper`` (its tables and figures at the scale of one machine),
 ``scaling`` (on many ranks). All run from the root of the repository.
 
-    models -> tasks ----+
-                        +--> runs -> train, first_look, convergence, paper
-    settings -> optimizers         \\-> plots, summary
-     muon, peers --^   \\--> timing -> step_time, gpu
-    models -> works --------/
+    models -> tasks, paper_tasks, data -+
+                                        +--> runs -> train, first_look, convergence; study -> paper_parts -> paper
+    settings -> optimizers -------------+        \\-> plots, summary
+     muon, peers --^        \\--> timing -> step_time, gpu
+    models -> works -------------/
     models -> cluster -> scaling
 """

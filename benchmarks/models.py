@@ -1,5 +1,5 @@
-"""The networks of the tasks: residual network, deep autoencoder, causal transformer; and those whose cost is measured
-or predicted: ResNet-18, -50, -101 and -152, ViT-S, GPT-small, BERT-Base and BERT-Large.
+"""The networks of the tasks: residual network, deep autoencoder, causal transformer, U-Net, a detector with two heads;
+and those whose cost is measured or predicted: ResNet-18, -50, -101 and -152, ViT-S, GPT-small, BERT-Base and -Large.
 
 All of them use plain ``nn`` modules (Linear, Conv2d, Embedding, BatchNorm2d, LayerNorm), so that an optimizer that
 looks at modules sees every weight.
@@ -309,3 +309,73 @@ class Encoder(nn.Module):
         x = self.symbol(symbols) + self.position(torch.arange(symbols.shape[1], device=symbols.device))
         x = self.body(self.norm(x))
         return self.head(self.transform_norm(F.gelu(self.transform(x))))
+
+
+def convolutions(channels_in: int, channels_out: int, count: int, stride: int = 1) -> nn.Sequential:
+    """Return ``count`` 3x3 convolutions with BatchNorm and ReLU, the first of which carries the stride."""
+    layers: list[nn.Module] = []
+    for position in range(count):
+        incoming = channels_out if position else channels_in
+        step = 1 if position else stride
+        layers += [nn.Conv2d(incoming, channels_out, 3, stride=step, padding=1, bias=False)]
+        layers += [nn.BatchNorm2d(channels_out), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+class UNet(nn.Module):
+    """The U-Net (Ronneberger et al., 2015): down and up again, with a bridge between the halves at each size.
+
+    Args:
+        channels: Of the input image.
+        widths: Channels at each size, each half of the one before.
+    """
+
+    def __init__(self, channels: int = 1, widths: Sequence[int] = (8, 16, 32)) -> None:
+        super().__init__()
+        pairs = list(zip((channels, *widths), widths, strict=False))
+        self.down = nn.ModuleList(convolutions(c_in, c_out, 2) for c_in, c_out in pairs)
+        steps = list(zip(widths, widths[1:], strict=False))[::-1]
+        self.widen = nn.ModuleList(nn.ConvTranspose2d(below, above, 2, stride=2) for above, below in steps)
+        self.up = nn.ModuleList(convolutions(2 * above, above, 2) for above, _ in steps)
+        self.head = nn.Conv2d(widths[0], 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images ``[n, channels, h, w]`` to the logits of a mask, ``[n, h, w]``; h and w are divided by 4."""
+        bridges: list[Tensor] = []
+        for position, block in enumerate(self.down):
+            x = block(F.max_pool2d(x, 2) if position else x)
+            bridges.append(x)
+        bridges.pop()
+        for widen, block in zip(self.widen, self.up, strict=True):
+            x = block(torch.cat([bridges.pop(), widen(x)], dim=1))
+        return self.head(x)[:, 0]
+
+
+class Detector(nn.Module):
+    """Mask R-CNN (He et al., 2017) in miniature, for one object per image: a backbone, a box head and a mask head.
+
+    Args:
+        side: Pixels of the square image, a multiple of 4.
+        classes: Of the objects.
+        width: Channels of the first convolution.
+    """
+
+    def __init__(self, side: int = 24, classes: int = 10, width: int = 8) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(
+            convolutions(1, width, 2),
+            convolutions(width, 2 * width, 2, stride=2),
+            convolutions(2 * width, 32, 2, stride=2),
+        )
+        self.box = nn.Sequential(
+            nn.Flatten(), nn.Linear(32 * (side // 4) ** 2, 64), nn.ReLU(), nn.Linear(64, classes + 4)
+        )
+        self.mask = nn.Sequential(
+            convolutions(32, 32, 2), nn.ConvTranspose2d(32, 16, 2, stride=2), nn.ReLU(),
+            nn.ConvTranspose2d(16, 8, 2, stride=2), nn.ReLU(), nn.Conv2d(8, 1, 1),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images ``[n, 1, side, side]`` to ``[n, classes + 4 + side * side]``: classes, box, logits of the mask."""
+        features = self.backbone(x)
+        return torch.cat([self.box(features), self.mask(features).flatten(1)], dim=1)

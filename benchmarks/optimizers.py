@@ -89,9 +89,15 @@ def interval(value: Any) -> Any:
 
 
 def kfac_keywords(settings: Settings) -> dict[str, Any]:
-    """Return the K-FAC keywords of ``settings`` with written-out intervals turned into schedules."""
+    """Return the K-FAC keywords of ``settings`` with written-out intervals turned into schedules.
+
+    The solver "inverse-plain" is the explicit inverse of eqs. 9-10 of the paper to the letter, without pi.
+    """
     intervals = ("factor_update_steps", "inv_update_steps")
-    return {name: interval(value) if name in intervals else value for name, value in settings.kfac.items()}
+    keywords = {name: interval(value) if name in intervals else value for name, value in settings.kfac.items()}
+    if keywords.get("solver") == "inverse-plain":
+        keywords["solver"] = importlib.import_module("kfac_optim").InverseSolver(pi=False)
+    return keywords
 
 
 def build(settings: Settings, task: Task, model: nn.Module) -> list[Optimizer]:

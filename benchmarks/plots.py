@@ -77,7 +77,7 @@ def name_axes(grid: Sequence[Sequence[Axes]], task: Task) -> None:
     upper.set_yscale("log")
     upper.set_ylabel("loss (dashed: held out)")
     lower.set_ylabel(f"held-out {task.metric.removeprefix('test_')} (dotted: target)")
-    if task.has_accuracy:
+    if task.scores:
         lower.set_ylim(max(0.0, 1 - 5 * (1 - task.target)), 1.005)
     else:
         lower.set_yscale("log")

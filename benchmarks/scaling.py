@@ -5,7 +5,7 @@ to ``benchmarks/results/`` as text, drawings and JSON with settings, seeds, vers
 
     measure     weak scaling on real Gloo ranks here: each strategy, milliseconds of every stage, bytes sent
     validate    fits the model of ``benchmarks/cluster.py`` to some of the measured runs and predicts the others
-    predict     the paper's clusters beside the paper's figures (``benchmarks/paper.py``); bytes, memory and balance of
+    predict     the paper's clusters beside its figures (``benchmarks/paper_figures.py``); bytes, memory and balance of
                 every strategy; up to 4,096 GPUs
 
 Without torchrun ``measure`` starts its own ranks on this machine. Under torchrun it uses the ranks it is given, and
@@ -53,7 +53,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from benchmarks import paper, scaling_plots
+from benchmarks import paper_figures, scaling_plots
 from benchmarks.cluster import (
     FOLD,
     KINDS,
@@ -496,7 +496,7 @@ def validate(measurements: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         for label, fitted in {"runs used for fitting": True, "other runs": False}.items():
             errors = [abs(cell["error"]) for cell in chosen if cell["fitted"] == fitted]
             line[label] = len(errors)
-            line[f"{label}: median error"] = paper.percent(statistics.median(errors)) if errors else None
+            line[f"{label}: median error"] = paper_figures.percent(statistics.median(errors)) if errors else None
         by_stage.append(line)
     others = [abs(cell["error"]) for cell in cells if not cell["fitted"]]
     traffic = [check_traffic(row, works) for row in rows if row["ranks"] > 1 and row["strategy"] != "SGD"]
@@ -519,7 +519,7 @@ def check_traffic(row: Mapping[str, Any], works: Mapping[str, Workload]) -> dict
     """Predicted less counted bytes per step, of the rank where they differ most."""
     strategy = STRATEGIES[row["strategy"]]
     assert strategy is not None
-    made = predict(works[row["model"]], row["ranks"], strategy, paper.V100, paper.LONGHORN, SCHEDULE)
+    made = predict(works[row["model"]], row["ranks"], strategy, paper_figures.V100, paper_figures.LONGHORN, SCHEDULE)
     differences = {
         kind: max(
             float(np.abs(np.asarray(row[side][kind]) - getattr(made, side)[kind]).max())
@@ -542,20 +542,27 @@ def predictions(smoke: bool) -> tuple[dict[str, Any], str]:
         The result, and its tables.
     """
     if smoke:
-        rows = paper.traffic([paper.cifar_resnet()])
+        rows = paper_figures.traffic([paper_figures.cifar_resnet()])
         return {"traffic": rows}, predicted_tables({"traffic": rows})
-    steps: dict[str, Callable[[], paper.Cluster]] = {"V100": paper.fit_longhorn, "A100": paper.fit_theta}
+    steps: dict[str, Callable[[], paper_figures.Cluster]] = {
+        "V100": paper_figures.fit_longhorn,
+        "A100": paper_figures.fit_theta,
+    }
     found = {name: make() for name, make in tqdm(steps.items(), desc="fitting", unit="cluster")}
     v100, a100 = found.values()
     makers: dict[str, Callable[[], Any]] = {
-        "compared": lambda: [asdict(c) for c in (*paper.compare_longhorn(v100), *paper.compare_theta(a100))],
-        "figure 7": lambda: paper.stages_table(v100),
-        "figure 8": lambda: paper.time_to_solution(v100),
-        "figure 9": lambda: paper.bert_hours(a100),
-        "beyond": lambda: paper.beyond(v100, a100),
-        "traffic": lambda: paper.traffic([paper.cifar_resnet(), paper.bert("BERT-Base", 128, 16)]),
-        "memory": paper.memory,
-        "balance": paper.balance,
+        "compared": lambda: [
+            asdict(c) for c in (*paper_figures.compare_longhorn(v100), *paper_figures.compare_theta(a100))
+        ],
+        "figure 7": lambda: paper_figures.stages_table(v100),
+        "figure 8": lambda: paper_figures.time_to_solution(v100),
+        "figure 9": lambda: paper_figures.bert_hours(a100),
+        "beyond": lambda: paper_figures.beyond(v100, a100),
+        "traffic": lambda: paper_figures.traffic(
+            [paper_figures.cifar_resnet(), paper_figures.bert("BERT-Base", 128, 16)]
+        ),
+        "memory": paper_figures.memory,
+        "balance": paper_figures.balance,
     }
     result: dict[str, Any] = {"clusters": {name: asdict(cluster) for name, cluster in found.items()}}
     result |= {name: make() for name, make in tqdm(makers.items(), desc="predicting", unit="table")}

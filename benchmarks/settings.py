@@ -265,8 +265,9 @@ def resolve(
         ValueError: If a name is unknown or a value is out of range.
     """
     name = task.name
-    layers: list[Mapping[str, Any]] = [COMMON, TASK_DEFAULTS[name], {"lr": LEARNING_RATES[name][optimizer]}]
-    layers += [{"momentum": None}, OPTIMIZER_DEFAULTS.get(optimizer, {})]
+    layers: list[Mapping[str, Any]] = [COMMON, {"momentum": None}, OPTIMIZER_DEFAULTS.get(optimizer, {})]
+    if name in TASK_DEFAULTS:  # others are given everything
+        layers += [TASK_DEFAULTS[name], {"lr": LEARNING_RATES[name][optimizer]}]
     if recipe is not None and is_kfac:
         layers += RECIPES[nearest("recipe", recipe, RECIPES)].settings(name, optimizer)
     merged = combine([*layers, given or {}])

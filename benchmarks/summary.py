@@ -24,7 +24,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def goal(task: Task) -> str:
     """Return what the way to the target is about."""
-    sign = ">=" if task.has_accuracy else "<="
+    sign = ">=" if task.scores else "<="
     return f"target: held-out {task.metric.removeprefix('test_')} {sign} {task.target:g}"
 
 

@@ -11,7 +11,7 @@ import os
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -29,6 +29,7 @@ SPLIT_SEED = 20  # of test splits and generated data: independent of a run's own
 EVALUATION_BATCH = 500  # examples at a time, to bound memory
 
 Batch = tuple[Tensor, Tensor]
+Score = Callable[[Tensor, Tensor], tuple[float, float]]  # (output, target) -> numerator and denominator, to be summed
 
 
 class Source(Protocol):
@@ -90,6 +91,11 @@ class Windows:
         return self.at(torch.randint(len(self.symbols) - self.context, (size,), generator=generator(seed, step)))
 
 
+def matches(output: Tensor, targets: Tensor) -> tuple[float, float]:
+    """Return the right answers, and all answers."""
+    return int((output.argmax(-1) == targets).sum()), targets.numel()
+
+
 @dataclass(frozen=True)
 class Task:
     """A model, its loss and its data.
@@ -103,7 +109,8 @@ class Task:
         fisher: Kind of the model's output distribution, which the sampled Fisher draws targets from.
         loss_average: What ``loss`` is the mean over, in the optimizers' own words.
         outer: Names of the modules whose weights are not hidden ones: the output layers.
-        target: Held-out accuracy (or loss, for tasks without accuracy) that the summary reports the time to.
+        target: Held-out score (or loss, for tasks without scores) that the summary reports the time to.
+        scores: What is evaluated beside the loss, by name, the one that ``target`` is about first; more is better.
     """
 
     name: str
@@ -115,16 +122,16 @@ class Task:
     loss_average: str
     outer: tuple[str, ...]
     target: float
-    has_accuracy: bool = True
+    scores: Mapping[str, Score] = field(default_factory=lambda: {"accuracy": matches})
 
     @property
     def metric(self) -> str:
         """Name of the evaluation figure that ``target`` is about."""
-        return "test_accuracy" if self.has_accuracy else "test_loss"
+        return f"test_{next(iter(self.scores), 'loss')}"
 
     def reached(self, value: float) -> bool:
         """Say whether ``value`` of the metric is as good as the target."""
-        return value >= self.target if self.has_accuracy else value <= self.target
+        return value >= self.target if self.scores else value <= self.target
 
     @cached_property
     def digest(self) -> int:
@@ -140,7 +147,7 @@ class Task:
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
-        """Return loss and accuracy on every split of ``held_out``, with ``model`` in evaluation mode meanwhile."""
+        """Return loss and scores on every split of ``held_out``, with ``model`` in evaluation mode meanwhile."""
         was_training = model.training
         model.eval()
         figures: dict[str, float] = {}
@@ -151,15 +158,16 @@ class Task:
         return figures
 
     def _figures(self, model: nn.Module, chunks: Iterator[Batch], device: torch.device) -> dict[str, float]:
-        examples, loss, correct, answers = 0, 0.0, 0, 0
+        examples, loss = 0, 0.0
+        sums = {name: (0.0, 0.0) for name in self.scores}
         for inputs, targets in chunks:
             output, targets = model(inputs.to(device)), targets.to(device)
             examples += len(inputs)
             loss += len(inputs) * self.loss(output, targets).item()
-            if self.has_accuracy:
-                correct += int((output.argmax(-1) == targets).sum())
-                answers += targets.numel()
-        return {"loss": loss / examples} | ({"accuracy": correct / answers} if self.has_accuracy else {})
+            for name, score in self.scores.items():
+                top, bottom = score(output, targets)
+                sums[name] = sums[name][0] + top, sums[name][1] + bottom
+        return {"loss": loss / examples} | {name: top / bottom for name, (top, bottom) in sums.items()}
 
 
 def token_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -229,7 +237,7 @@ def curves() -> Task:
         loss_average="batch",
         outer=("21",),
         target=66.0,
-        has_accuracy=False,
+        scores={},
     )
 
 

@@ -17,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks import paper, scaling
+from benchmarks import paper_figures, scaling
 from benchmarks.cluster import (
     KFAC_PYTORCH,
     KINDS,
@@ -111,7 +111,7 @@ def test_embeddings_count() -> None:
 def test_models_have_the_published_sizes(
     make: Any, example: tuple[int, ...], tokens: bool, parameters: int | None, layers: int
 ) -> None:
-    skip = paper.NO_HEAD if tokens else paper.NO_NORMS
+    skip = paper_figures.NO_HEAD if tokens else paper_figures.NO_NORMS
     work = workload("model", make, example, 1, tokens=tokens, skip_layers=skip)
     assert len(work.layers) == layers
     assert parameters is None or work.parameters == parameters
@@ -375,10 +375,12 @@ def rows_with_bytes(rows: Iterable[dict[str, Any]], works: dict[str, Workload]) 
 
 def test_paper_prints_these_overheads() -> None:
     """Steps every 50/500 over SGD's, from the minutes of Table 5: to two digits."""
-    ratios = [paper.table_step(name, 500) / paper.table_step(name, "SGD") for name in paper.MINUTES]
+    ratios = [
+        paper_figures.table_step(name, 500) / paper_figures.table_step(name, "SGD") for name in paper_figures.MINUTES
+    ]
     assert ratios == pytest.approx([1.18, 1.32, 1.47], abs=0.005)
     # 90 epochs of 1,281,167 images, 2048 at a time, in 178 minutes.
-    assert paper.table_step("ResNet-50", "SGD") == pytest.approx(0.1897, abs=1e-4)
+    assert paper_figures.table_step("ResNet-50", "SGD") == pytest.approx(0.1897, abs=1e-4)
 
 
 # The command ---------------------------------------------------------------------------------------------------------
