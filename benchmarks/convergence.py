@@ -262,7 +262,7 @@ def cells(task: Task, label: str, records: Sequence[Record]) -> list[str]:
         *(middle([line[name] if line else None for line in reached]) for name in ("step", key)),
         *(middle([at(record, share, "train_loss") for record in records]) for share in FIXED_STEPS),
         middle([at(record, 1.0, "test_loss") for record in records]),
-        middle([at(record, 1.0, "test_accuracy") for record in records]) if task.has_accuracy else "-",
+        middle([at(record, 1.0, "test_accuracy") for record in records]) if "accuracy" in task.scores else "-",
         middle([line[key] / line["step"] for line in last]),
     ]
 

@@ -36,7 +36,7 @@ from benchmarks import first_look, plots, timing
 from benchmarks import summary as runs_summary
 from benchmarks.cluster import Schedule
 from benchmarks.models import Bottleneck, BottleneckResNet, Encoder, StagedResNet
-from benchmarks.paper import BLOCKS
+from benchmarks.paper_figures import BLOCKS
 from benchmarks.reports import RESULTS, SMOKE, grid, save, table
 from benchmarks.runs import Record, Trainer, facts
 from benchmarks.tasks import TASKS

@@ -20,9 +20,10 @@ from pathlib import Path
 from benchmarks import data, study
 from benchmarks.cluster import STAGES
 from benchmarks.paper_parts import SEEDS, STUDIES, Bench, images_of
+from benchmarks.reports import grid
 from benchmarks.runs import Line
 from benchmarks.scaling import SCHEDULE, SMALL, SUBJECTS, Job, measure
-from benchmarks.scaling_plots import grid, stage_bars
+from benchmarks.scaling_plots import stage_bars
 from benchmarks.settings import nearest
 
 RESULTS = Path("benchmarks/results")
