@@ -353,7 +353,9 @@ class KFACSGD(KFACMixin, torch.optim.SGD):
         vectors: dict[nn.Parameter, Tensor] = {}
         for group in self.param_groups:
             present = [p for p in group["params"] if p in covered and p in gradients]
-            vectors.update(momentum_(present, [gradients[p] for p in present], self.state, group))
+            for kind in {type(gradients[p]): None for p in present}:  # multi-tensor operations take no mixture
+                alike = [p for p in present if type(gradients[p]) is kind]
+                vectors.update(momentum_(alike, [gradients[p] for p in alike], self.state, group))
         return vectors
 
     def _base_step(self) -> None:

@@ -25,7 +25,7 @@ from tests.ranks import run_ranks
 
 FLOAT64: dict[str, Any] = {"factor_dtype": torch.float64, "inv_dtype": torch.float64}
 # Statistics and refreshes at intervals that leave steps of every kind.
-OFTEN: dict[str, Any] = {"damping": 0.1, "factor_update_steps": 2, "inv_update_steps": 3}
+OFTEN: dict[str, Any] = {"damping": 0.1, "relative_damping": False, "factor_update_steps": 2, "inv_update_steps": 3}
 STEPS = 7
 
 
@@ -539,7 +539,8 @@ def train_in_half(rank: int, world_size: int) -> dict[Any, list[Tensor]]:
     found: dict[Any, list[Tensor]] = {"start": parameters_of(build(1, {}, torch.float32)[0])}
     for dtype in (None, *HALVES):
         for solver in ("eigen", "inverse"):
-            model, _ = train(rank, world_size, {"comm_dtype": dtype, "solver": solver}, torch.float32)
+            options = {"comm_dtype": dtype, "solver": solver, "precondition": "gradient", "scaling": "kl_clip"}
+            model, _ = train(rank, world_size, options, torch.float32)
             found[dtype, solver] = parameters_of(model)
     return found
 
