@@ -22,7 +22,14 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-OPTIONS: dict[str, Any] = {"damping": 0.1, "factor_update_steps": 2, "inv_update_steps": 3}
+OPTIONS: dict[str, Any] = {
+    "damping": 0.1,
+    "relative_damping": False,
+    "scaling": "kl_clip",
+    "factor_update_steps": 2,
+    "inv_update_steps": 3,
+}
+PAPER = {**OPTIONS, "precondition": "gradient"}
 STEPS = 8
 
 
@@ -69,7 +76,7 @@ def loop(engine: Any, rank: int, world_size: int, before_step: Any = None) -> li
 def client(rank: int, world_size: int, stage: int) -> list[Tensor] | str:
     """Our optimizer handed to DeepSpeed."""
     model = make()
-    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, **OPTIONS)
+    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, **PAPER)
     engine = initialize(model, optimizer, stage, rank, world_size)
     try:
         return loop(engine, rank, world_size)
@@ -87,7 +94,7 @@ def in_front(rank: int, world_size: int, stage: int, assignment: str) -> list[Te
 
 def one_process() -> list[Tensor]:
     model = make()
-    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, **OPTIONS)
+    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, **PAPER)
     for step in range(STEPS):
         inputs, classes = data_of(step)
         optimizer.zero_grad()

@@ -23,13 +23,14 @@ pytestmark = [
 
 OPTIONS: dict[str, Any] = {
     "damping": 0.1,
+    "relative_damping": False,
     "factor_update_steps": 2,
     "inv_update_steps": 3,
     "factor_dtype": torch.float64,
     "inv_dtype": torch.float64,
 }
 CASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "factor-wise": (KFACSGD, {"lr": 0.1, "momentum": 0.9}),
+    "factor-wise": (KFACSGD, {"lr": 0.1, "momentum": 0.9, "precondition": "gradient", "scaling": "kl_clip"}),
     "layer-wise": (KFACSGD, {"lr": 0.1, "momentum": 0.9, "assignment": LayerWise()}),
     "kaisa": (KFACSGD, {"lr": 0.1, "momentum": 0.9, "assignment": KAISA(grad_worker_fraction=0.5)}),
     "momentum": (KFACSGD, {"lr": 0.02, "momentum": 0.9, "precondition": "momentum", "scaling": "unit"}),
