@@ -97,7 +97,7 @@ class Row:
 
 
 def rows_of(word: str) -> list[Row]:
-    """Return the rows of ``NAME``: for K-FAC the swap and the tuned one, or with ``NAME:swap``, ``NAME:tuned`` only that.
+    """Return the rows of ``NAME`` (for K-FAC swap and tuned), or of ``NAME:swap`` or ``NAME:tuned`` that alone.
 
     Raises:
         ValueError: If there is no such optimizer or row.
