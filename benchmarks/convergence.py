@@ -96,11 +96,17 @@ class Row:
         return resolve(task, self.name, is_kfac=is_kfac(self.name), recipe=self.recipe, given=given)
 
 
-def rows_of(name: str) -> list[Row]:
-    """Return the rows of an optimizer: for K-FAC the swap, too."""
-    if not is_kfac(name):
-        return [Row(name)]
-    return [Row(name, SWAP, OPTIMIZERS[name].base), Row(name, RECIPE)]
+def rows_of(word: str) -> list[Row]:
+    """Return the rows of ``NAME`` (for K-FAC swap and tuned), or of ``NAME:swap`` or ``NAME:tuned`` that alone.
+
+    Raises:
+        ValueError: If there is no such optimizer or row.
+    """
+    name, colon, kind = word.partition(":")
+    rows = {"tuned": Row(nearest("optimizer", name, OPTIMIZERS))}
+    if is_kfac(name):
+        rows = {"swap": Row(name, SWAP, OPTIMIZERS[name].base), "tuned": Row(name, RECIPE)}
+    return [rows[nearest("row", kind, rows)]] if colon else list(rows.values())
 
 
 def factors(start: Settings, draw: int) -> dict[str, float]:
@@ -280,13 +286,13 @@ def table(task: Task, records: Mapping[str, Sequence[Record]]) -> str:
 # The command ---------------------------------------------------------------------------------------------------------
 
 
-def measure(results: Results, names: Sequence[str], draws: int, seeds: Sequence[int], smoke: bool) -> None:
+def measure(results: Results, rows: Sequence[Row], draws: int, seeds: Sequence[int], smoke: bool) -> None:
     """Tune and train every contender on one task; print the table, write file and plot."""
     task, length = results.task, SHORT if smoke else LENGTHS[results.task.name]
     records: dict[str, list[Record]] = {}
     skipped: dict[str, str] = {}
     choices: dict[str, dict[str, Any]] = {}
-    for row in (row for name in names for row in rows_of(name)):
+    for row in rows:
         if reason := obstacle(task, row):
             skipped[row.label] = reason
             continue
@@ -329,7 +335,8 @@ def parser() -> argparse.ArgumentParser:
     add: Callable[..., Any] = command.add_argument
     add("--task", action="append", choices=tuple(TASKS), help="may be repeated (default: all)")
     everything = f"{', '.join(CONTENDERS)}; if installed: {', '.join(EXTRAS)}"
-    add("--optimizer", nargs="+", metavar="NAME", help=f"which to compare (default: {everything})")
+    which = f"which to compare; of a K-FAC optimizer NAME:swap or NAME:tuned is one row alone (default: {everything})"
+    add("--optimizer", nargs="+", metavar="NAME", help=which)
     add("--draws", type=int, default=4, metavar="N", help="settings tried for each optimizer (default: 4)")
     add("--seeds", type=whole, default=[0, 1, 2], metavar="N,...", help="of the reported runs (default: 0,1,2)")
     add("--smoke", action="store_true", help="a handful of steps, to see that everything runs; no result")
@@ -343,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = command.parse_args(arguments)
     folder = options.out or (SMOKE if options.smoke else RESULTS)
     try:
-        names = [nearest("optimizer", name, OPTIMIZERS) for name in options.optimizer or (*CONTENDERS, *EXTRAS)]
+        rows = [row for word in options.optimizer or (*CONTENDERS, *EXTRAS) for row in rows_of(word)]
         if options.draws < 1:
             raise ValueError(f"--draws: {options.draws} is not allowed, must be at least 1")
         folder.mkdir(parents=True, exist_ok=True)
@@ -355,7 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         task = replace(task, target=TARGETS.get(name, task.target))
         results = Results(folder / f"convergence-{name}.json", task, {**head, "target": task.target})
         results.load()
-        measure(results, names, options.draws, options.seeds, options.smoke)
+        measure(results, rows, options.draws, options.seeds, options.smoke)
     return 0
 
 

@@ -116,11 +116,19 @@ def test_a_median_shows_its_range_and_what_is_missing():
     assert middle([None, None, None]) == "-"
 
 
+def test_a_row_can_be_named_alone():
+    assert [row.label for row in rows_of("KFACAdam")] == ["KFACAdam for Adam", "KFACAdam"]
+    assert rows_of("KFACAdam:swap") == rows_of("KFACAdam")[:1] and rows_of("KFACAdam:tuned") == rows_of("KFACAdam")[1:]
+
+
 def test_every_contender_is_known():
     assert {*convergence.CONTENDERS, *convergence.EXTRAS} <= OPTIMIZERS.keys()
 
 
-@pytest.mark.parametrize("words", [["--optimizer", "Sdg"], ["--draws", "0"], ["--seeds", "a"], ["--task", "images"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--optimizer", "Sdg"], ["--optimizer", "SGD:swap"], ["--draws", "0"], ["--seeds", "a"], ["--task", "images"]],
+)
 def test_wrong_words_end_the_command_before_training(words, tmp_path):
     with pytest.raises(SystemExit):
         convergence.main([*words, "--out", str(tmp_path)])
