@@ -365,15 +365,17 @@ def draw(study: Study, cells: Cells, results: Results, path: Path) -> None:
 
 
 def curves(axes: Axes, study: Study, results: Results, metric: str, column: str) -> None:
-    """Draw a held-out metric over the epochs: a line for each row and seed."""
+    """Draw a held-out metric over the epochs (the steps, if no run sees all data); a line for each row and seed."""
+    ends = [results.get(run)["epoch"] for row in study.rows for run in study.runs.get((row, column), ())]
+    key = "epoch" if max(ends) >= 1 else "step"
     for index, row in enumerate(study.rows):
         for number, run in enumerate(study.runs.get((row, column), ())):
             lines = results.get(run)["evaluations"]
             values = [math.nan if line[metric] is None else line[metric] for line in lines]
             label = None if number else row
-            axes.plot([line["epoch"] for line in lines], values, color=f"C{index}", alpha=0.7, linewidth=1, label=label)
+            axes.plot([line[key] for line in lines], values, color=f"C{index}", alpha=0.7, linewidth=1, label=label)
     axes.set_title(column, fontsize="medium")
-    axes.set_xlabel("epochs")
+    axes.set_xlabel(f"{key}s")
     axes.set_ylabel(f"held-out {metric.removeprefix('test_')}")
     axes.grid(alpha=0.25)
     axes.legend(fontsize="x-small")
