@@ -79,4 +79,4 @@ def step_in_a_subgroup(rank: int, world_size: int) -> float:
 
 
 def test_groups_made_for_a_strategy_have_the_time_out_of_their_parent() -> None:
-    assert run_ranks(3, step_in_a_subgroup, group_timeout=45.0) == [45.0, 45.0, 0.0]
+    assert run_ranks(3, step_in_a_subgroup, group_timeout=timedelta(seconds=45)) == [45.0, 45.0, 0.0]
