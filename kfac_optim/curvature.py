@@ -92,8 +92,9 @@ _ENGINES: weakref.WeakSet[CurvatureEngine] = weakref.WeakSet()
 
 Job = tuple[KroneckerLayer, int]  # the decomposition of a side
 
-# Layers of one shape are preconditioned together up to this many numbers (64 MiB in float32).
-_STACK_NUMEL = 2**24
+# Up to this many numbers factors of one shape are decomposed together (128 MiB in float32), and layers of one shape are
+# preconditioned together (64 MiB), so that the copies that takes stay small beside the factors themselves.
+_BATCH_NUMEL, _STACK_NUMEL = 2**25, 2**24
 
 
 # Checks of arguments that need torch ---------------------------------------------------------------------------------
@@ -135,19 +136,11 @@ class _Refresh:
         budget = sum(spec.cost for spec in share.values()) / steps
         aside = [job for job, spec in share.items() if self.spread and (overlap or spec.cost > budget)]
         self.beside = sorted(aside, key=lambda job: -share[job].cost)
-        batches: list[list[Job]] = []
-        latest: dict[tuple[int, bool], tuple[list[Job], float]] = {}
-        for job in [job for job in share if job not in aside]:
-            key, cost = (share[job].dim, share[job].diagonal), share[job].cost
-            batch, so_far = latest.get(key, ([], 0.0))
-            if not batch or so_far + cost > budget:
-                batch, so_far = [], 0.0
-                batches.append(batch)
-            batch.append(job)
-            latest[key] = (batch, so_far + cost)
-        costs = [sum(share[job].cost for job in batch) for batch in batches]
-        when = longest_first(costs, [range(steps)] * len(batches), [0.0] * steps)
-        self.steps = {job: step for step, batch in zip(when, batches, strict=True) for job in batch}
+        rest = [job for job in share if job not in aside]
+        together = batches(rest, lambda job: share[job].shape[1:], lambda job: share[job].cost, budget)
+        costs = [sum(share[job].cost for job in batch) for batch in together]
+        when = longest_first(costs, [range(steps)] * len(together), [0.0] * steps)
+        self.steps = {job: step for step, batch in zip(when, together, strict=True) for job in batch}
         self.steps |= dict.fromkeys(self.beside, self.spread)
         self.done = {job: result for job, result in self.done.items() if job in share}
         self.running = {job: result for job, result in self.running.items() if job in share}
@@ -783,9 +776,11 @@ class CurvatureEngine:
         """Decomposes what is due, same shapes together, and collects what has run beside the training."""
         due = refresh.due(elapsed)
         alone = [job for job in due if job not in refresh.running]
-        shapes = [self._specs[layer][side].shape for layer, side in alone]
-        for batch in batches(shapes, self.layers[0].weight.device):
-            jobs = [alone[i] for i in batch]
+        shapes = {(layer, side): self._specs[layer][side].shape for layer, side in alone}
+        # On the CPU each on its own: LAPACK takes one matrix after the other anyway, and the last bits of its results
+        # depend on the matrix's place in memory. A resumed run has other batches, and is to continue bit for bit.
+        limit = 0 if self.layers[0].weight.device.type == "cpu" else _BATCH_NUMEL
+        for jobs in batches(alone, lambda job: shapes[job][1:], lambda job: math.prod(shapes[job]), limit):
             factors, shifts = zip(*(self._factor_of(job, refresh) for job in jobs), strict=True)
             with full_precision(factors[0].device.type):
                 found = decompose_all(self.solver, factors, shifts)
@@ -911,17 +906,12 @@ class CurvatureEngine:
 
         All ranks make the same stacks, whatever they hold, or their sums would differ in the last bits.
         """
-        groups: list[list[KroneckerLayer]] = []
-        latest: dict[tuple[Any, ...], tuple[list[KroneckerLayer], int]] = {}
-        for layer in layers:
+
+        def kind(layer: KroneckerLayer) -> tuple[Any, ...]:
             shape = (layer.d_out, layer.d_in, layer.diagonal, layer.joint, layer.weight.device)
-            key, numel = (*shape, self._workers[layer].gradient_workers), layer.pairs * layer.d_out * layer.d_in
-            group, so_far = latest.get(key, ([], 0))
-            if not group or so_far + numel > _STACK_NUMEL:
-                group, so_far = [], 0
-                groups.append(group)
-            group.append(layer)
-            latest[key] = (group, so_far + numel)
+            return (*shape, self._workers[layer].gradient_workers)
+
+        groups = batches(layers, kind, lambda layer: layer.pairs * layer.d_out * layer.d_in, _STACK_NUMEL)
         return [self._stack(group) for group in groups]
 
     def _stack(self, layers: list[KroneckerLayer]) -> _Stack:

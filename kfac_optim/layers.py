@@ -208,7 +208,8 @@ class KroneckerLayer:
         """Weight and bias, as far as they are preconditioned here."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
-    # What a module type defines.
+    # What a module type defines. Not abstract methods: a type that observes in a way of its own, as norm layers do, has
+    # no use for all of them. One that is missing and needed raises, never passes in silence.
 
     def own_parameters(self, module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
         """Weight and bias of the module."""

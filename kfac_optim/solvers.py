@@ -14,12 +14,11 @@ in ``inv_dtype``, vectors and scalars (which carry the magnitude) in float32 at 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,10 +36,7 @@ __all__ = [
 
 Decomposition = tuple[Tensor, ...]
 Result = Decomposition | None
-
-# Factors of one shape are decomposed together up to this many numbers (128 MiB in float32), so that the copies that a
-# batch needs stay small beside the factors themselves.
-_BATCH_NUMEL = 2**25
+Item = TypeVar("Item")
 
 
 class Solver(Protocol):
@@ -199,24 +195,22 @@ def _attempt(solver: Solver, factor: Tensor, shift: Tensor) -> Decomposition | N
     return result if all(bool(part.isfinite().all()) for part in result) else None
 
 
-def batches(shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[list[int]]:
-    """Which factors are to be decomposed together: those of one shape ``[p, n, n]`` or ``[p, n]`` but for p.
+def batches(
+    items: Iterable[Item], key: Callable[[Item], Hashable], size: Callable[[Item], float], limit: float
+) -> list[list[Item]]:
+    """Items of one key together, in their order, as long as their sizes add up to ``limit`` at most.
 
-    On the CPU each is alone: LAPACK takes one matrix after the other anyway, and the last bits of its results depend on
-    the matrix's place in memory, so that a resumed run, whose batches are others, would not continue bit for bit.
-
-    Returns:
-        Indices of the shapes.
+    An item that exceeds the limit alone is a batch of its own.
     """
-    found: list[list[int]] = []
-    latest: dict[tuple[int, ...], tuple[list[int], int]] = {}
-    for i, shape in enumerate(shapes):
-        batch, numel = latest.get(shape[1:], ([], 0))
-        if device.type == "cpu" or not batch or numel + math.prod(shape) > _BATCH_NUMEL:
-            batch, numel = [], 0
+    found: list[list[Item]] = []
+    latest: dict[Hashable, tuple[list[Item], float]] = {}
+    for item in items:
+        batch, so_far = latest.get(key(item), ([], 0.0))
+        if not batch or so_far + size(item) > limit:
+            batch, so_far = [], 0.0
             found.append(batch)
-        batch.append(i)
-        latest[shape[1:]] = (batch, numel + math.prod(shape))
+        batch.append(item)
+        latest[key(item)] = (batch, so_far + size(item))
     return found
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import KFACSGD, EigenSolver, InverseSolver, growing, solvers
+from kfac_optim import KFACSGD, EigenSolver, InverseSolver, growing
 from kfac_optim.curvature import _Refresh
 from kfac_optim.factors import FactorSpec
 from kfac_optim.layers import gram
@@ -107,13 +107,27 @@ def test_one_call_for_a_batch() -> None:
     assert calls == [3]
 
 
-def test_batches_are_of_one_shape_and_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = [(1, 4, 4), (1, 3, 3), (2, 4, 4), (1, 4), (1, 4, 4), (3, 4)]
-    gpu = torch.device("cuda")
-    assert batches(shapes, gpu) == [[0, 2, 4], [1], [3, 5]]
-    assert batches(shapes, torch.device("cpu")) == [[0], [1], [2], [3], [4], [5]]
-    monkeypatch.setattr(solvers, "_BATCH_NUMEL", 50)
-    assert batches(shapes, gpu) == [[0, 2], [1], [3, 5], [4]]
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=12), st.integers(0, 20))
+def test_batches_are_of_one_key_and_of_bounded_size(items: list[tuple[int, int]], limit: int) -> None:
+    found = batches(items, lambda item: item[0], lambda item: item[1], limit)
+    assert sorted(item for batch in found for item in batch) == sorted(items)
+    for batch in found:
+        assert len({key for key, _ in batch}) == 1
+        assert len(batch) == 1 or sum(size for _, size in batch) <= limit
+    for key in range(3):
+        own = [batch for batch in found if batch[0][0] == key]
+        for batch, after in zip(own, own[1:], strict=False):
+            assert sum(size for _, size in batch) + after[0][1] > limit, "there was room for one more"
+
+
+def test_on_the_cpu_every_factor_is_decomposed_on_its_own() -> None:
+    """Where a run is resumed other factors are due together; each has the same bits all the same."""
+    calls.clear()
+    net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+    optimizer = KFACSGD(net, lr=0.1, solver=Counting())
+    net(torch.randn(4, 6)).square().mean().backward()
+    optimizer.step()
+    assert calls == [1] * 6
 
 
 def test_a_bad_factor_does_not_take_its_batch_along() -> None:
