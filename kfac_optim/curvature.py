@@ -896,6 +896,8 @@ class CurvatureEngine:
                 result[parameter] = torch.empty_like(vector).copy_(direction)
 
     def _note_cosines(self, stack: _Stack, d: Direction) -> None:
+        if all(layer in self._cosines for layer in stack.layers):
+            return
         parts = zip(d.gradient.split(stack.sizes), d.direction.split(stack.sizes), strict=True)
         for layer, (gradient, direction) in zip(stack.layers, parts, strict=True):
             if layer not in self._cosines:
