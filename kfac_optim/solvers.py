@@ -8,6 +8,8 @@ Two solvers, both for stacks of ``p`` Kronecker pairs, ``V`` of shape ``[p, d_ou
 with ``pi^2 = mean eigenvalue(A) / mean eigenvalue(G)`` (Martens & Grosse 2015, section 6.3), a factored form of
 the same Tikhonov damping. A diagonal factor is decomposed by its diagonal alone.
 
+A solver may also start from its last result: ``iterated`` solvers have a method ``refine``.
+
 A decomposition is a tuple of tensors, so that any solver's results can be sent between ranks. Matrices in it are stored
 in ``inv_dtype``, vectors and scalars (which carry the magnitude) in float32 at least.
 """
@@ -18,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ __all__ = [
     "Decomposition",
     "EigenSolver",
     "InverseSolver",
+    "Iterated",
     "Solver",
     "Worker",
     "batches",
@@ -71,16 +74,60 @@ class Solver(Protocol):
         ...
 
 
+class Iterated(Solver, Protocol):
+    """A solver whose decompositions may start from the last ones, which the engine then keeps in its state."""
+
+    @property
+    def iterated(self) -> bool:
+        """Whether they do."""
+        ...
+
+    @property
+    def every(self) -> int:
+        """One refresh in this many starts anew, >= 1."""
+        ...
+
+    def refine(self, factor: Tensor, shift: Tensor, last: Decomposition) -> Decomposition:
+        """As ``decompose``, from the last decomposition of the same factor."""
+        ...
+
+
 @dataclass(frozen=True)
 class EigenSolver:
     """Eigendecomposition: exact Tikhonov damping of ``A (x) G``, which may change at every step. The default.
 
     Args:
+        refresh: "eigh" (default) decomposes anew at every refresh. "qr" takes one step of orthogonal iteration from the
+            last eigenvectors, ``Q <- qr(F Q)``, with the diagonal of ``Q^T F Q`` for eigenvalues (Golub & Van Loan,
+            Matrix Computations, section 8.2.4; Vyas et al. 2024, arXiv:2409.11321). The eigenvectors are then part of
+            the optimizer's state, so every rank has to hold all of them.
+        every: With "qr", one refresh in this many is an "eigh" all the same, >= 1. Default 10.
+        tolerance: With "qr", a factor whose residual ``|F Q - Q diag(d)| / |F|`` (Frobenius norms) exceeds this is
+            decomposed by "eigh" in the same refresh, >= 0. Default 0.1.
         overlap: Where a refresh is spread over steps, True runs all of its decompositions beside the training, on a
             thread (with a stream of its own on a GPU), instead of only those that exceed a step's share (default).
+
+    Raises:
+        ValueError: If an argument is out of range.
     """
 
+    refresh: Literal["eigh", "qr"] = "eigh"
+    every: int = 10
+    tolerance: float = 0.1
     overlap: bool = False
+
+    def __post_init__(self) -> None:
+        if self.refresh not in ("eigh", "qr"):
+            raise ValueError(f"EigenSolver(refresh={self.refresh!r}): must be 'eigh' or 'qr'")
+        if self.every < 1:
+            raise ValueError(f"EigenSolver(every={self.every!r}): must be >= 1")
+        if not self.tolerance >= 0:
+            raise ValueError(f"EigenSolver(tolerance={self.tolerance!r}): must be >= 0")
+
+    @property
+    def iterated(self) -> bool:
+        """Whether decompositions start from the last ones."""
+        return self.refresh == "qr"
 
     def shifts(self, gamma: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor]:
         """None: the damping enters when the gradient is preconditioned."""
@@ -96,6 +143,23 @@ class EigenSolver:
             return (factor.clamp(min=0),)
         values, vectors = torch.linalg.eigh(factor)
         # A factor is positive semi-definite; what rounding pushes below zero would eat up the damping.
+        return values.clamp_(min=0), vectors
+
+    def refine(self, factor: Tensor, shift: Tensor, last: Decomposition) -> Decomposition:
+        """As :meth:`decompose`, from the last decomposition of the same factor: one step of orthogonal iteration."""
+        if factor.dim() == 2:
+            return self.decompose(factor, shift)
+        vectors = last[1].to(factor)
+        image = factor @ vectors
+        # Columns of large eigenvalues first: in orthogonal iteration a column has to stay clear of those before it.
+        order = (vectors * image).sum(-2, keepdim=True).argsort(-1, descending=True)
+        vectors = torch.linalg.qr(image.gather(-1, order.expand_as(image))).Q
+        image = factor @ vectors
+        values = (vectors * image).sum(-2)
+        residual = (image - vectors * values[:, None, :]).norm(dim=(-2, -1))
+        bad = residual > self.tolerance * factor.norm(dim=(-2, -1))
+        if bool(bad.any()):
+            values[bad], vectors[bad] = self.decompose(factor[bad], shift[bad])
         return values.clamp_(min=0), vectors
 
     def precondition(self, gradient: Tensor, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
@@ -162,13 +226,14 @@ class InverseSolver:
         return v
 
 
-def decompose_safely(solver: Solver, factor: Tensor, shift: Tensor) -> Decomposition | None:
+def decompose_safely(solver: Solver, factor: Tensor, shift: Tensor, last: Result = None) -> Decomposition | None:
     """Decomposes, and where that fails retries in float64, then on the CPU with jitter on the diagonal.
 
     Args:
         solver: The solver.
         factor: ``[p, n, n]`` or ``[p, n]``, float32 or float64.
         shift: ``[p]``.
+        last: The decomposition to start from; None: anew, as in all retries.
 
     Returns:
         The decomposition in the factor's dtype and on its device, or None if every attempt failed.
@@ -180,16 +245,16 @@ def decompose_safely(solver: Solver, factor: Tensor, shift: Tensor) -> Decomposi
     ]
     for attempt in attempts:
         input_ = attempt(factor)
-        result = _attempt(solver, input_, shift.to(input_))
+        result, last = _attempt(solver, input_, shift.to(input_), last), None
         if result is not None:
             return tuple(part.to(factor) for part in result)
     return None
 
 
-def _attempt(solver: Solver, factor: Tensor, shift: Tensor) -> Decomposition | None:
+def _attempt(solver: Solver, factor: Tensor, shift: Tensor, last: Result) -> Decomposition | None:
     """The decomposition, or None if it failed or is not finite."""
     try:
-        result = solver.decompose(factor, shift)
+        result = solver.decompose(factor, shift) if last is None else cast(Iterated, solver).refine(factor, shift, last)
     except RuntimeError:
         return None
     return result if all(bool(part.isfinite().all()) for part in result) else None
@@ -214,20 +279,27 @@ def batches(
     return found
 
 
-def decompose_all(solver: Solver, factors: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[Result]:
+def decompose_all(
+    solver: Solver, factors: Sequence[Tensor], shifts: Sequence[Tensor], lasts: Sequence[Decomposition] | None = None
+) -> list[Result]:
     """Decomposes factors of one shape as one batch, or one by one if that fails.
 
     Args:
-        solver: The solver.
+        solver: The solver; :class:`Iterated` if there are ``lasts``.
         factors: ``[p, n, n]`` or ``[p, n]`` each, with its own p.
         shifts: ``[p]`` each.
+        lasts: The decompositions to start from; None: anew.
 
     Returns:
         For each factor what :func:`decompose_safely` returns.
     """
-    together = _attempt(solver, torch.cat(list(factors)), torch.cat(list(shifts))) if len(factors) > 1 else None
+    together = None
+    if len(factors) > 1:
+        last = None if lasts is None else tuple(torch.cat(parts) for parts in zip(*lasts, strict=True))
+        together = _attempt(solver, torch.cat(list(factors)), torch.cat(list(shifts)), last)
     if together is None:
-        return [decompose_safely(solver, factor, shift) for factor, shift in zip(factors, shifts, strict=True)]
+        each = zip(factors, shifts, [None] * len(factors) if lasts is None else lasts, strict=True)
+        return [decompose_safely(solver, factor, shift, last) for factor, shift, last in each]
     sizes = [len(factor) for factor in factors]
     return list(zip(*(part.split(sizes) for part in together), strict=True))
 
