@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from benchmarks import plots, summary
@@ -188,12 +189,15 @@ def trained(task: Task, settings: Settings, label: str) -> Record:
     """Train to the end; return the record, in which every evaluation has the averaged training loss as well."""
     trainer = Trainer(task, settings)
     record = Record(trainer.header())
-    for line in tqdm(trainer.lines(), desc=f"{task.name} {label}", unit="line", mininterval=5, leave=False):
-        record.add(line)
-        if line["kind"] == "evaluation":
-            losses = [math.nan if step["loss"] is None else step["loss"] for step in record.steps]
-            line["train_loss"] = finite(plots.smoothed(losses)[-1]) if losses else None
-    record.end = trainer.ended
+    try:
+        for line in tqdm(trainer.lines(), desc=f"{task.name} {label}", unit="line", mininterval=5, leave=False):
+            record.add(line)
+            if line["kind"] == "evaluation":
+                losses = [math.nan if step["loss"] is None else step["loss"] for step in record.steps]
+                line["train_loss"] = finite(plots.smoothed(losses)[-1]) if losses else None
+        record.end = trainer.ended
+    except torch.linalg.LinAlgError as error:  # Shampoo's end where its gradients overflow
+        record.end = f"failed: {error}"
     return record
 
 

@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks import convergence
 from benchmarks.convergence import FACTOR, LENGTHS, Row, drawn, factors, middle, rows_of, swapped
@@ -58,6 +59,21 @@ def test_started_again_nothing_is_repeated(tmp_path, monkeypatch):
     first = smoke(tmp_path, "--optimizer", "SGD", "KFACSGD")
     monkeypatch.setattr(Trainer, "train_step", lambda self: pytest.fail("a run was repeated"))
     assert smoke(tmp_path, "--optimizer", "SGD", "KFACSGD")["runs"] == first["runs"]
+
+
+def test_a_draw_whose_decomposition_fails_loses_and_the_others_go_on(tmp_path, monkeypatch):
+    step = Trainer.train_step
+
+    def failing(self):
+        if self.settings.lr != 0.1 and self.step:  # every draw but the start
+            raise torch.linalg.LinAlgError("the algorithm failed to converge")
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "train_step", failing)
+    result = smoke(tmp_path, "--optimizer", "SGD")
+    ends = {(run["draw"], run["end"]) for run in result["runs"]}
+    assert ends == {(0, "finished"), (1, "failed: the algorithm failed to converge"), (None, "finished")}
+    assert result["chosen"]["SGD"] == {"lr": 0.1}
 
 
 def test_more_draws_are_added_to_those_there_are(tmp_path):
