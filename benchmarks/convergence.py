@@ -196,7 +196,7 @@ def trained(task: Task, settings: Settings, label: str) -> Record:
                 losses = [math.nan if step["loss"] is None else step["loss"] for step in record.steps]
                 line["train_loss"] = finite(plots.smoothed(losses)[-1]) if losses else None
         record.end = trainer.ended
-    except torch.linalg.LinAlgError as error:  # Shampoo's end where its gradients overflow
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # as Shampoo ends when it diverges
         record.end = f"failed: {error}"
     return record
 

@@ -32,13 +32,15 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from benchmarks import first_look, plots, timing
+from benchmarks import plots, timing
 from benchmarks import summary as runs_summary
 from benchmarks.cluster import Schedule
 from benchmarks.models import Bottleneck, BottleneckResNet, Encoder, StagedResNet
+from benchmarks.optimizers import is_kfac
 from benchmarks.paper_figures import BLOCKS
 from benchmarks.reports import RESULTS, SMOKE, grid, save, table
 from benchmarks.runs import Record, Trainer, facts
+from benchmarks.settings import resolve
 from benchmarks.tasks import TASKS
 from benchmarks.works import BERT_LARGE, WORDS, Work, images, tokens
 from kfac_optim.layers import full_precision
@@ -361,49 +363,42 @@ def draw_decompositions(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 # Seconds to a loss ---------------------------------------------------------------------------------------------------
 
-RUNNERS = {
-    "KFACSGD practical": first_look.Contender("KFACSGD", "practical"),
-    "KFACSGD paper": first_look.Contender("KFACSGD", "paper"),
-    "AdamW": first_look.Contender("AdamW"),
+# Label: optimizer, recipe, settings. kfac-pytorch has the intervals that the paper's mode has on this task.
+CONTENDERS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "KFACSGD practical": ("KFACSGD", "practical", {}),
+    "KFACSGD paper": ("KFACSGD", "paper", {}),
+    "AdamW": ("AdamW", None, {}),
+    **{
+        f"kfac-pytorch damping {damping:g} + SGD": (
+            "KFACPyTorch",
+            None,
+            {"lr": 0.1, "options": {"factor_update_steps": 1, "inv_update_steps": 10, "damping": damping}},
+        )
+        for damping in (0.1, 0.03, 0.01)
+    },
 }
-Runner = tuple[Trainer, dict[str, Any]]  # and K-FAC keywords that are not in its settings
-
-PEER_DAMPINGS = (0.1, 0.03, 0.01)
-PEER = {"factor_update_steps": 1, "inv_update_steps": 10}  # as the paper's mode has them on this task
-
-
-def runners(job: Job) -> dict[str, Callable[[], Runner]]:
-    """Return by label what starts a run of everyone who trains on CURVES."""
-    task = TASKS["curves"]()
-    more = {"device": job.device, "seed": job.seed, "eval_every": 20, "steps": 2 if job.smoke else 600}
-
-    def ours(contender: first_look.Contender) -> Runner:
-        return contender.trainer(task, **more), {}
-
-    def peer(damping: float) -> Runner:
-        trainer = first_look.Contender("SGD").trainer(task, **more, lr=0.1)
-        options = {**PEER, "damping": damping}
-        timing.attach_peer(trainer.optimizers[0], trainer.model, **options)
-        return trainer, options
-
-    found = {label: partial(ours, contender) for label, contender in RUNNERS.items()}
-    dampings = PEER_DAMPINGS if timing.has_peer() else ()
-    return {**found, **{f"kfac-pytorch damping {damping:g} + SGD": partial(peer, damping) for damping in dampings}}
 
 
 def curves(job: Job) -> Iterator[Result]:
-    """Train everyone, and see when they reach the target."""
+    """Train everyone on CURVES, and see when they reach the target."""
+    task = TASKS["curves"]()
+    more = {"device": job.device, "seed": job.seed, "eval_every": 20, "steps": 2 if job.smoke else 600}
     records: dict[str, Record] = {}
-    started = runners(job)
-    for label in job.in_time(started):
-        trainer, options = started[label]()
-        record = records[label] = Record({**trainer.header(), "kfac_pytorch": options})
+    for label in job.in_time(CONTENDERS):
+        name, recipe, own = CONTENDERS[label]
+        settings = resolve(task, name, is_kfac=is_kfac(name), recipe=recipe, given={**more, **own})
+        try:
+            trainer = Trainer(task, settings)
+        except ValueError as error:
+            print(f"{label} left out: {error}")
+            continue
+        record = records[label] = Record(trainer.header())
         for line in tqdm(trainer.lines(), desc=label, unit="line", mininterval=5):
             record.add(line)
         record.end = trainer.ended
-        found = {"target": trainer.task.target, "records": {label: asdict(each) for label, each in records.items()}}
-        yield found, runs_summary.table(trainer.task, records) + "\n"
-    plots.draw(trainer.task, records, job.stem.with_suffix(".png"))
+        found = {"target": task.target, "records": {label: asdict(each) for label, each in records.items()}}
+        yield found, runs_summary.table(task, records) + "\n"
+    plots.draw(task, records, job.stem.with_suffix(".png"))
 
 
 # The command ---------------------------------------------------------------------------------------------------------
