@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, EigenSolver, InverseSolver, growing
-from kfac_optim.curvature import _Refresh
+from kfac_optim.curvature.engine import _Refresh
 from kfac_optim.factors import FactorSpec
 from kfac_optim.layers import gram
 from kfac_optim.solvers import batches, decompose_all, decompose_safely

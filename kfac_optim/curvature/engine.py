@@ -1,22 +1,4 @@
-"""The curvature engine: conducts capture, factors, solvers, assignment and scaling once per step.
-
-What a step does, in order:
-
-    fold the captured moments into the running averages          (statistics steps; drop non-finite micro-batches)
-    if due: pool the factors of all ranks, decompose them on their inverse workers (eqs. 11-13 or 8-10), exchange
-    precondition on the gradient workers; exchange
-    scale (kl_clip, unit, graft)
-
-With several ranks everything that communicates happens in ``step()``, in an order that all ranks share whatever layers
-they used: what is due depends on the step alone, what is sent on the assignment alone.
-
-The engine returns directions and leaves ``.grad`` alone; whoever owns it (an optimizer of this package, or the caller
-of :meth:`CurvatureEngine.precondition_`) applies them.
-
-References: Pauloski et al., "Deep Neural Network Training with Distributed K-FAC" (the paper; its equation numbers are
-used throughout); Martens & Grosse 2015, arXiv:1503.05671; Grosse & Martens 2016, arXiv:1602.01407; Eschenhagen et al.
-2023, arXiv:2311.00636.
-"""
+"""The curvature engine: what a step does."""
 
 from __future__ import annotations
 
@@ -28,29 +10,20 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import diagnostics
-from .assignment import (
-    KAISA,
-    AssignmentStrategy,
-    FactorWise,
-    LayerAssignment,
-    LayerCost,
-    LayerWise,
-    longest_first,
-)
-from .capture import Bernoulli, Capture, Categorical, Fisher, Gaussian, LossAverage, LossTerms, StepStatistics
-from .comm import (
+from .. import diagnostics
+from ..assignment import AssignmentStrategy, LayerAssignment, LayerCost, longest_first
+from ..capture import Capture, Fisher, LossTerms, StepStatistics
+from ..comm import (
     Communicator,
     LocalCommunicator,
     Parcel,
     full_gradient,
     gathered,
-    joinable,
     largest_entry,
     make_communicator,
     notify_join_context,
@@ -59,34 +32,17 @@ from .comm import (
     sharded_like,
     sharding_problem,
 )
-from .factors import FactorSpec, LocalSums, fold_, snapshot_
-from .layers import KroneckerLayer, LayerOptions, Sharing, find_layers, full_precision, owners_of, unwrap
-from .scaling import Direction, Graft, KLClip, Scaling, Unit
-from .schedules import (
-    Schedule,
-    due,
-    flag,
-    growing,
-    instance,
-    one_of,
-    optional_callable,
-    optional_count,
-    patterns,
-    scheduled,
-    value_at,
-)
-from .solvers import Decomposition, EigenSolver, InverseSolver, Result, Solver, Worker, batches, decompose_all
+from ..factors import FactorSpec, LocalSums, fold_, snapshot_
+from ..layers import KroneckerLayer, LayerOptions, find_layers, full_precision, owners_of, unwrap
+from ..scaling import Direction, KLClip, Scaling
+from ..schedules import Schedule, due, growing
+from ..solvers import Decomposition, Result, Solver, Worker, batches, decompose_all
+from .options import Options
 
-__all__ = ["CurvatureEngine", "growing", "joinable", "memory_estimate", "owning_engine"]
+__all__ = ["CurvatureEngine", "memory_estimate", "owning_engine"]
 
 Lr = float | Tensor
 SIDES = ("A", "G")
-
-# Short names of instances; anything else passed for these options must be an instance with the protocol's method.
-_SOLVERS = {"eigen": EigenSolver(), "inverse": InverseSolver()}
-_SCALINGS = {"unit": Unit(), "graft": Graft()}
-_FISHERS = {"categorical": Categorical(), "bernoulli": Bernoulli(), "gaussian": Gaussian()}
-_ASSIGNMENTS = {"layer-wise": LayerWise(), "factor-wise": FactorWise(), "kaisa": KAISA(grad_worker_fraction=1.0)}
 
 _ENGINES: weakref.WeakSet[CurvatureEngine] = weakref.WeakSet()
 
@@ -95,20 +51,6 @@ Job = tuple[KroneckerLayer, int]  # the decomposition of a side
 # Up to this many numbers factors of one shape are decomposed together (128 MiB in float32), and layers of one shape are
 # preconditioned together (64 MiB), so that the copies that takes stay small beside the factors themselves.
 _BATCH_NUMEL, _STACK_NUMEL = 2**25, 2**24
-
-
-# Checks of arguments that need torch ---------------------------------------------------------------------------------
-
-
-def _dtype(name: str, *, optional: bool = False) -> Callable[[Any], Any]:
-    allowed = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *((None,) if optional else ()))
-    return one_of(name, allowed)
-
-
-def _grad_scaler(value: Any) -> Any:
-    if value is not None and not isinstance(value, torch.amp.GradScaler):
-        raise TypeError(f"grad_scaler={value!r}: must be a torch.amp.GradScaler or None")
-    return value
 
 
 class _Refresh:
@@ -175,7 +117,7 @@ class _Stack:
         return [layer.pairs for layer in self.layers]
 
 
-class CurvatureEngine:
+class CurvatureEngine(Options):
     """Everything about curvature for one model; ``optimizer.curvature`` of the optimizers of this package.
 
     Args:
@@ -225,61 +167,6 @@ class CurvatureEngine:
         ValueError: If a value is out of range, or no module owns the parameters.
     """
 
-    # Checked at construction and whenever they are set. The first group may be changed during training.
-    _hyperparameters: ClassVar[dict[str, Callable[[Any], Any]]] = {
-        "damping": scheduled("damping", float, "> 0", lambda x: 0 < x < math.inf),
-        "relative_damping": flag("relative_damping"),
-        "factor_decay": scheduled("factor_decay", float, "in [0, 1)", lambda x: 0 <= x < 1),
-        "factor_update_steps": optional_count("factor_update_steps", or_callable=True),
-        "inv_update_steps": scheduled("inv_update_steps", int, ">= 1", lambda x: x >= 1),
-        "scaling": instance("scaling", _SCALINGS, "multipliers", ("kl_clip", None)),
-        "kl_clip": scheduled("kl_clip", float, "> 0", lambda x: 0 < x < math.inf),
-        "spread": optional_count("spread", or_callable=True, least=0),
-        "grad_scaler": _grad_scaler,
-        "skip_nonfinite": flag("skip_nonfinite"),
-    }
-    _fixed: ClassVar[dict[str, Callable[[Any], Any]]] = {
-        "solver": instance("solver", _SOLVERS, "precondition"),
-        "fisher": instance("fisher", _FISHERS, "sample_gradient", ("empirical",)),
-        "loss_average": one_of("loss_average", ("batch", "batch+sequence", "elements", None)),
-        "loss_terms": optional_count("loss_terms", or_callable=True),
-        "batch_dim": one_of("batch_dim", (0, 1)),
-        "weight_sharing": one_of("weight_sharing", ("expand", "reduce"), or_callable=True),
-        "skip_layers": patterns("skip_layers"),
-        "max_factor_dim": optional_count("max_factor_dim"),
-        "assignment": instance("assignment", _ASSIGNMENTS, "assign"),
-        "output_fn": optional_callable("output_fn"),
-        "seed": scheduled("seed", int, "an int", lambda x: True),
-        "factor_dtype": _dtype("factor_dtype"),
-        "inv_dtype": _dtype("inv_dtype"),
-        "comm_dtype": _dtype("comm_dtype", optional=True),
-    }
-
-    damping: Schedule[float]
-    relative_damping: bool
-    factor_decay: Schedule[float]
-    factor_update_steps: Schedule[int] | None
-    inv_update_steps: Schedule[int]
-    scaling: Scaling | str | None
-    kl_clip: Schedule[float]
-    spread: Schedule[int] | None
-    grad_scaler: torch.amp.GradScaler | None
-    skip_nonfinite: bool
-    solver: Solver
-    fisher: Fisher | str
-    loss_average: LossAverage | None
-    loss_terms: int | Callable[[Any, Any], int] | None
-    batch_dim: int
-    weight_sharing: Sharing | Callable[[str, nn.Module], Sharing]
-    skip_layers: tuple[str, ...]
-    max_factor_dim: int | None
-    assignment: AssignmentStrategy
-    output_fn: Callable[[Any], Tensor] | None
-    seed: int
-    factor_dtype: torch.dtype
-    inv_dtype: torch.dtype
-    comm_dtype: torch.dtype | None
-
     def __init__(
         self,
         model: nn.Module | Iterable[Any],
@@ -312,9 +199,7 @@ class CurvatureEngine:
         inv_dtype: torch.dtype = torch.float32,
         comm_dtype: torch.dtype | None = None,
     ) -> None:
-        arguments = locals()
-        for name in (*self._hyperparameters, *self._fixed):
-            object.__setattr__(self, name, self._check(name, arguments[name]))
+        super().__init__(locals())
         self.comm = make_communicator(process_group) if communicator is None else communicator
         if not isinstance(self.comm, Communicator):
             raise TypeError(f"communicator={communicator!r}: must be a kfac_optim.Communicator")
@@ -330,7 +215,6 @@ class CurvatureEngine:
         self._find_layers()
 
         self._owner: weakref.ref[Any] | None = None
-        self.step_count = 0
         self.last_statistics: int | None = None
         self.last_refresh: int | None = None
         self.frozen_at: int | None = None  # the step whose factors are in use
@@ -349,23 +233,10 @@ class CurvatureEngine:
         self._warned: set[str] = set()
         self._dry = self._closed = False
         self._attach()
+        self._built = True
         _ENGINES.add(self)
 
     # Construction ---------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def _check(cls, name: str, value: Any) -> Any:
-        return (cls._hyperparameters.get(name) or cls._fixed[name])(value)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._fixed and hasattr(self, name):
-            changeable = ", ".join(self._hyperparameters)
-            raise AttributeError(f"{name} is fixed at construction; what can be changed during training: {changeable}")
-        if name in self._hyperparameters:
-            value = self._check(name, value)
-        object.__setattr__(self, name, value)
-        if name in self._hyperparameters and "_capture" in self.__dict__:
-            self._plan()
 
     def _find_layers(self) -> None:
         """Finds the layers of the trained parameters, and who works on them; known ones keep their identity."""
@@ -500,10 +371,6 @@ class CurvatureEngine:
         self._owner = weakref.ref(optimizer)
 
     # The step -------------------------------------------------------------------------------------------------------
-
-    def _now(self, name: str) -> Any:
-        """A scheduled hyperparameter at this step; what a callable returns is checked like a number that is given."""
-        return self._check(name, value_at(getattr(self, name), self.step_count))
 
     def _plan(self) -> None:
         """Decides whether the coming step collects statistics; its forward has not run yet."""
