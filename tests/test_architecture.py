@@ -39,9 +39,19 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
 # Within the package curvature, whose files may import all modules below, and torch: which of the others.
 WITHIN_CURVATURE: dict[str, set[str]] = {
     "options": set(),
-    "engine": {"options"},
-    "__init__": {"engine"},
-}
+    "blocks": set(),
+    "memory": {"blocks"},
+    "state": {"blocks"},
+    "coverage": {"blocks"},
+    "ranks": {"blocks"},
+    "averages": {"blocks", "ranks"},
+    "refresh": {"blocks", "ranks"},
+    "preconditioning": {"blocks", "ranks"},
+    "engine": {
+        "options", "blocks", "coverage", "memory", "state", "ranks", "averages", "refresh", "preconditioning"
+    },
+    "__init__": {"blocks", "engine"},
+}  # fmt: skip
 MAY_IMPORT |= {
     f"curvature/{name}": ({*ALL_BELOW, *(f"curvature.{other}" for other in others)}, {"torch"})
     for name, others in WITHIN_CURVATURE.items()

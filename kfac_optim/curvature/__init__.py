@@ -20,6 +20,7 @@ used throughout); Martens & Grosse 2015, arXiv:1503.05671; Grosse & Martens 2016
 
 from ..comm import joinable
 from ..schedules import growing
-from .engine import CurvatureEngine, memory_estimate, owning_engine, specs_of
+from .blocks import specs_of
+from .engine import CurvatureEngine, memory_estimate, owning_engine
 
 __all__ = ["CurvatureEngine", "growing", "joinable", "memory_estimate", "owning_engine", "specs_of"]
