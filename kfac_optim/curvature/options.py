@@ -5,6 +5,7 @@ Hyperparameters may be changed during training; what a layer is, how it is store
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -59,6 +60,8 @@ class Options:
         TypeError: If a value is of the wrong kind.
         ValueError: If it is out of range.
     """
+
+    _built: bool
 
     # May be changed during training.
     _hyperparameters: ClassVar[dict[str, Callable[[Any], Any]]] = {
@@ -117,7 +120,7 @@ class Options:
     comm_dtype: torch.dtype | None
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        self._built = False  # from then on there are no new attributes
+        object.__setattr__(self, "_built", False)  # from then on a new public name is a misspelt one
         self.step_count = 0
         for name in (*self._hyperparameters, *self._fixed):
             object.__setattr__(self, name, self._check(name, given[name]))
@@ -132,6 +135,10 @@ class Options:
             raise AttributeError(f"{name} is fixed at construction; what can be changed during training: {changeable}")
         if name in self._hyperparameters:
             value = self._check(name, value)
+        elif self._built and not name.startswith("_") and not hasattr(self, name):
+            close = difflib.get_close_matches(name, [known for known in dir(self) if not known.startswith("_")], 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise AttributeError(f"{type(self).__name__} has no {name!r} to set{hint}")
         object.__setattr__(self, name, value)
         if name in self._hyperparameters and self._built:
             self._plan()
