@@ -154,3 +154,25 @@ def test_a_spread_refresh_is_shared_by_ranks_and_steps() -> None:
         assert made[1:4] == [0, 0, 0]
         assert made[4:7] == [2, 2, 2], "six factors in three steps"
         assert [frozen for _, frozen in counts] == [0, 0, 0, 0, 0, 0, 0, 4, 4], "all ranks use them at the same step"
+
+
+def without_layers(rank: int, world_size: int) -> list[list[Tensor]]:
+    """Weights after training by KFACSGD and by SGD, with a group added on the way."""
+    found = []
+    for cls, options in ((KFACSGD, {"skip_layers": [""]}), (torch.optim.SGD, {})):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
+        optimizer: Any = cls(model[0].parameters(), lr=0.1, **options)
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": model[1].parameters()})
+            optimizer.zero_grad()
+            model(torch.randn(4, 5, dtype=torch.float64)).square().mean().backward()
+            optimizer.step()
+        found.append([p.detach() for p in model.parameters()])
+    return found
+
+
+def test_ranks_without_a_layer_to_precondition_train_by_the_base_rule() -> None:
+    for kfac, sgd in run_ranks(2, without_layers):
+        assert all(torch.equal(p, q) for p, q in zip(kfac, sgd, strict=True))

@@ -9,6 +9,8 @@ import math
 import threading
 import weakref
 from collections import Counter
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, CurvatureEngine, EigenSolver, InverseSolver, growing
 from kfac_optim.curvature.preconditioning import stack_of
-from kfac_optim.curvature.refresh import Refresh
+from kfac_optim.curvature.refresh import Refresh, _together
 from kfac_optim.factors import FactorSpec
 from kfac_optim.layers import gram
 from kfac_optim.solvers import batches, decompose_all, decompose_safely
@@ -27,8 +29,12 @@ from kfac_optim.solvers import batches, decompose_all, decompose_safely
 specs = st.builds(FactorSpec, st.integers(1, 3), st.sampled_from([3, 4, 10]), st.booleans())
 
 
+@dataclass(eq=False)
 class Block:
     """Stands in for a block: a job is a block and a side."""
+
+    layer: Any = None
+    specs: Any = None
 
 
 # Sharing out ---------------------------------------------------------------------------------------------------------
@@ -122,6 +128,25 @@ def test_batches_are_of_one_key_and_of_bounded_size(items: list[tuple[int, int]]
         own = [batch for batch in found if batch[0][0] == key]
         for batch, after in zip(own, own[1:], strict=False):
             assert sum(size for _, size in batch) + after[0][1] > limit, "there was room for one more"
+
+
+@given(st.lists(st.tuples(specs, st.sampled_from(["cpu", "cuda:0", "cuda:1"])), max_size=12))
+def test_what_is_decomposed_together_is_of_one_shape_on_one_device(factors: list[tuple[FactorSpec, str]]) -> None:
+    """Layers of a model that is spread over devices; on the CPU each on its own."""
+    jobs: list[Any] = []
+    for spec, device in factors:
+        layer = SimpleNamespace(weight=SimpleNamespace(device=torch.device(device)))
+        jobs.append((Block(layer, (spec, spec)), len(jobs) % 2))
+    found = _together(jobs)
+    assert Counter(job for batch in found for job in batch) == Counter(jobs)
+    on_gpu = []
+    for batch in found:
+        (kind,) = {(block.specs[0].shape[1:], block.layer.weight.device) for block, _ in batch}
+        if kind[1].type == "cuda":
+            on_gpu.append(kind)
+        else:
+            assert len(batch) == 1
+    assert len(on_gpu) == len(set(on_gpu)), "as few batches as can be"
 
 
 def test_on_the_cpu_every_factor_is_decomposed_on_its_own() -> None:

@@ -106,12 +106,7 @@ class Refresher:
                 refresh.running[job] = self._decompose_beside(*self._factor_of(job, refresh, relative))
         due = refresh.due(elapsed)
         alone = [job for job in due if job not in refresh.running]
-        shapes = {(block, side): block.specs[side].shape for block, side in alone}
-        # On the CPU each on its own: LAPACK takes one matrix after the other anyway, and the last bits of its results
-        # depend on the matrix's place in memory. A resumed run has other batches, and is to continue bit for bit.
-        on_cpu = all(block.layer.weight.device.type == "cpu" for block, _ in alone[:1])
-        limit = 0 if on_cpu else _BATCH_NUMEL
-        for jobs in batches(alone, lambda job: shapes[job][1:], lambda job: math.prod(shapes[job]), limit):
+        for jobs in _together(alone):
             factors, shifts = zip(*(self._factor_of(job, refresh, relative) for job in jobs), strict=True)
             with full_precision(factors[0].device.type):
                 found = _decompose(self.solver, self.inv_dtype, factors, shifts)
@@ -197,6 +192,23 @@ class Refresher:
     def close(self) -> None:
         """Ends the thread; what it has not begun is left undone."""
         self._worker.close()
+
+
+def _together(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Jobs of one shape on one device in batches."""
+
+    def shape(job: Job) -> tuple[int, ...]:
+        return job[0].specs[job[1]].shape
+
+    def device(job: Job) -> torch.device:
+        return job[0].layer.weight.device
+
+    def size(job: Job) -> float:
+        # On the CPU each on its own: LAPACK takes one matrix after the other anyway, and the last bits of its results
+        # depend on the matrix's place in memory. A resumed run has other batches, and is to continue bit for bit.
+        return math.inf if device(job).type == "cpu" else math.prod(shape(job))
+
+    return batches(jobs, lambda job: (shape(job)[1:], device(job)), size, _BATCH_NUMEL)
 
 
 def _decompose(
