@@ -7,6 +7,19 @@ What a step does, in order:
     precondition on the gradient workers; exchange
     scale (kl_clip, unit, graft)
 
+Where to look::
+
+    engine.py           the step, what is saved, copies, views
+    options.py          what may be set, when, and how it is checked
+    coverage.py         parameters -> blocks, one per layer
+    blocks.py           A and G of a layer, its mean eigenvalues and its damping gamma
+    averages.py         captured moments -> running averages, of all ranks        (eqs. 14-15)
+    refresh.py          running averages -> decompositions in use                 (eqs. 8-13, by the solver)
+    preconditioning.py  gradients and decompositions -> directions                (eqs. 8-13, by the solver; eq. 16)
+    ranks.py            who works on what
+    state.py            checks and copies of what is loaded
+    memory.py           bytes
+
 With several ranks everything that communicates happens in ``step()``, in an order that all ranks share whatever layers
 they used: what is due depends on the step alone, what is sent on the assignment alone.
 
