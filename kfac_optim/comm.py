@@ -471,6 +471,28 @@ def joinable(cls: type[_T]) -> type[_T]:
     return cls
 
 
+def share_gradients(comm: Communicator, parameters: Sequence[nn.Parameter], *, joined: bool) -> None:
+    """Gives the ranks that have run out of inputs (``joined``) the gradients of the others (a collective)."""
+    if comm.world_size == 1:
+        return
+    active = torch.zeros(comm.world_size, dtype=torch.float64)
+    active[comm.rank] = not joined
+    (active,) = comm.sum([active], "counts")
+    if bool(active.all()):
+        return
+    source, everyone = int(active.argmax()), tuple(range(comm.world_size))
+    present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
+    comm.send([Parcel([present], source, everyone)], "counts")
+    trained = [p for p, there in zip(parameters, present.tolist(), strict=True) if there]
+    like = torch.contiguous_format
+    wires = [torch.empty_like(p, memory_format=like) if p.grad is None else p.grad.contiguous() for p in trained]
+    comm.send([Parcel([wire], source, everyone) for wire in wires], "gradients")
+    if joined:
+        received = dict(zip(trained, wires, strict=True))
+        for parameter in parameters:
+            parameter.grad = received.get(parameter)
+
+
 # Gradients that a framework has sharded -------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ in ``inv_dtype``, vectors and scalars (which carry the magnitude) in float32 at 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -313,6 +314,11 @@ class Worker:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kfac-decomposition")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._finalizer = weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
+
+    def close(self) -> None:
+        """Ends the thread after what it is doing; so does the collection of the worker, if its jobs do not hold it."""
+        self._finalizer()
 
     def submit(self, device: torch.device, work: Callable[[], Result]) -> Callable[[], Result]:
         """Starts ``work``, which may use what is computed on ``device`` so far.

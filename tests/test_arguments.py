@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from typing import Any
@@ -155,6 +156,34 @@ def test_curvature_arguments_are_keyword_only() -> None:
 def test_an_unknown_keyword_of_the_engine_is_refused() -> None:
     assert "dampling" in refusal(TypeError, lambda: CurvatureEngine(make_model(), dampling=0.1))
     assert "dampling" in refusal(TypeError, lambda: kfac_optim.memory_estimate(make_model(), dampling=0.1))
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"), [("dampning", "damping"), ("scalling", "scaling"), ("inv_update_step", "inv_update_steps")]
+)
+def test_a_misspelt_attribute_is_answered_with_what_was_meant(typo: str, meant: str) -> None:
+    """Set on the engine it would otherwise do nothing, in silence; also on a copy."""
+    optimizer = KFACSGD(make_model(), lr=0.1)
+    for engine in (optimizer.curvature, CurvatureEngine(make_model()), copy.deepcopy(optimizer).curvature):
+        message = refusal(AttributeError, lambda engine=engine: setattr(engine, typo, getattr(engine, meant)))
+        assert f"'{typo}'" in message and f"'{meant}'" in message and "CurvatureEngine" in message
+        assert not hasattr(engine, typo)
+
+
+def test_an_attribute_like_no_other_is_refused_without_a_guess() -> None:
+    message = refusal(AttributeError, lambda: setattr(CurvatureEngine(make_model()), "xyzzy", 1))
+    assert "'xyzzy'" in message and "mean" not in message
+
+
+def test_every_other_attribute_can_be_set() -> None:
+    """Those that are there, private ones, and what a subclass declares."""
+
+    class Engine(CurvatureEngine):
+        note: str = ""
+
+    engine = Engine(make_model(), damping=0.1)
+    engine.note, engine.damping, engine.grad_scaler, engine._mark = "seen", 0.2, None, 1
+    assert (engine.note, engine.damping, engine._mark) == ("seen", 0.2, 1)
 
 
 # Modes that can't be honoured ----------------------------------------------------------------------------------------

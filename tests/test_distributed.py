@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from kfac_optim import KAISA, KFACSGD, FactorWise, LayerWise
+from kfac_optim import KAISA, KFACSGD, EigenSolver, FactorWise, LayerWise
 from tests.ranks import run_ranks
 from tests.training import FLOAT64, KINDS, OFTEN
 
@@ -122,21 +122,28 @@ def test_the_memory_budget_of_these_tests_bites() -> None:
     assert run_ranks(4, workers_of) == [{2}] * 4
 
 
+class Counting(EigenSolver):
+    """Counts the decompositions of this process."""
+
+    made: ClassVar[int] = 0
+
+    def decompose(self, factor: Tensor, shift: Tensor) -> tuple[Tensor, ...]:
+        Counting.made += 1
+        return super().decompose(factor, shift)
+
+
 def spread_out(rank: int, world_size: int) -> list[list[int]]:
     """Decompositions made by this rank in each step of two spread refreshes."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(6))).double()
-    optimizer = KFACSGD(DDP(model), lr=0.01, factor_update_steps=1, inv_update_steps=4, spread=3)
+    optimizer = KFACSGD(DDP(model), lr=0.01, solver=Counting(), factor_update_steps=1, inv_update_steps=4, spread=3)
     counts = []
     for _ in range(9):
-        made: list[int] = []
-        inner = optimizer.curvature._as_stored
-        optimizer.curvature._as_stored = lambda *a, m=made, f=inner: (m.append(1), f(*a))[1]  # type: ignore[method-assign]
+        Counting.made = 0
         optimizer.zero_grad()
         model(torch.randn(4, 5, dtype=torch.float64)).square().mean().backward()
         optimizer.step()
-        optimizer.curvature._as_stored = inner  # type: ignore[method-assign]
-        counts.append([len(made), optimizer.curvature.frozen_at or 0])
+        counts.append([Counting.made, optimizer.curvature.frozen_at or 0])
     return counts
 
 
@@ -147,3 +154,25 @@ def test_a_spread_refresh_is_shared_by_ranks_and_steps() -> None:
         assert made[1:4] == [0, 0, 0]
         assert made[4:7] == [2, 2, 2], "six factors in three steps"
         assert [frozen for _, frozen in counts] == [0, 0, 0, 0, 0, 0, 0, 4, 4], "all ranks use them at the same step"
+
+
+def without_layers(rank: int, world_size: int) -> list[list[Tensor]]:
+    """Weights after training by KFACSGD and by SGD, with a group added on the way."""
+    found = []
+    for cls, options in ((KFACSGD, {"skip_layers": [""]}), (torch.optim.SGD, {})):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
+        optimizer: Any = cls(model[0].parameters(), lr=0.1, **options)
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": model[1].parameters()})
+            optimizer.zero_grad()
+            model(torch.randn(4, 5, dtype=torch.float64)).square().mean().backward()
+            optimizer.step()
+        found.append([p.detach() for p in model.parameters()])
+    return found
+
+
+def test_ranks_without_a_layer_to_precondition_train_by_the_base_rule() -> None:
+    for kfac, sgd in run_ranks(2, without_layers):
+        assert all(torch.equal(p, q) for p, q in zip(kfac, sgd, strict=True))

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import math
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,8 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import KFACSGD, EigenSolver, InverseSolver, growing
-from kfac_optim.curvature import _Refresh
+from kfac_optim import KFACSGD, CurvatureEngine, EigenSolver, InverseSolver, growing
+from kfac_optim.curvature.preconditioning import stack_of
+from kfac_optim.curvature.refresh import Refresh, _together
 from kfac_optim.factors import FactorSpec
 from kfac_optim.layers import gram
 from kfac_optim.solvers import batches, decompose_all, decompose_safely
@@ -23,8 +29,12 @@ from kfac_optim.solvers import batches, decompose_all, decompose_safely
 specs = st.builds(FactorSpec, st.integers(1, 3), st.sampled_from([3, 4, 10]), st.booleans())
 
 
-class Layer:
-    """Stands in for a layer: a job is a layer and a side."""
+@dataclass(eq=False)
+class Block:
+    """Stands in for a block: a job is a block and a side."""
+
+    layer: Any = None
+    specs: Any = None
 
 
 # Sharing out ---------------------------------------------------------------------------------------------------------
@@ -32,8 +42,8 @@ class Layer:
 
 @given(st.lists(specs, min_size=1, max_size=12), st.integers(0, 6), st.booleans())
 def test_every_job_is_due_once_within_the_spread(shapes: list[FactorSpec], spread: int, overlap: bool) -> None:
-    share = {(Layer(), 0): spec for spec in shapes}
-    refresh = _Refresh(0, spread, 0.1, "{}_next")
+    share = {(Block(), 0): spec for spec in shapes}
+    refresh = Refresh(0, spread, 0.1, "_next")
     refresh.plan([], share, overlap=overlap)  # type: ignore[arg-type]
     due: list[object] = []
     for elapsed in range(spread + 1):
@@ -46,8 +56,8 @@ def test_every_job_is_due_once_within_the_spread(shapes: list[FactorSpec], sprea
 @given(st.lists(specs, min_size=1, max_size=12), st.integers(1, 6))
 def test_a_step_has_its_share_and_at_most_one_batch_more(shapes: list[FactorSpec], spread: int) -> None:
     """Greedy bound: no step exceeds the mean by more than the largest batch, and no batch exceeds a step's share."""
-    share = {(Layer(), 0): spec for spec in shapes}
-    refresh = _Refresh(0, spread, 0.1, "{}_next")
+    share = {(Block(), 0): spec for spec in shapes}
+    refresh = Refresh(0, spread, 0.1, "_next")
     refresh.plan([], share, overlap=False)  # type: ignore[arg-type]
     mean = sum(spec.cost for spec in shapes) / spread
     beside = set(refresh.beside)
@@ -58,8 +68,8 @@ def test_a_step_has_its_share_and_at_most_one_batch_more(shapes: list[FactorSpec
 
 
 def test_same_shapes_are_due_together_as_far_as_the_share_goes() -> None:
-    share = {(Layer(), 0): FactorSpec(1, dim) for dim in (4, 8, 4, 4, 8, 4)}
-    refresh = _Refresh(0, 4, 0.1, "{}_next")
+    share = {(Block(), 0): FactorSpec(1, dim) for dim in (4, 8, 4, 4, 8, 4)}
+    refresh = Refresh(0, 4, 0.1, "_next")
     refresh.plan([], share, overlap=False)  # type: ignore[arg-type]
     steps = {dim: {refresh.steps[job] for job, spec in share.items() if spec.dim == dim} for dim in (4, 8)}
     assert not refresh.beside or len(steps[4]) == 1, "four of 4 cost less than one of 8"
@@ -120,6 +130,25 @@ def test_batches_are_of_one_key_and_of_bounded_size(items: list[tuple[int, int]]
             assert sum(size for _, size in batch) + after[0][1] > limit, "there was room for one more"
 
 
+@given(st.lists(st.tuples(specs, st.sampled_from(["cpu", "cuda:0", "cuda:1"])), max_size=12))
+def test_what_is_decomposed_together_is_of_one_shape_on_one_device(factors: list[tuple[FactorSpec, str]]) -> None:
+    """Layers of a model that is spread over devices; on the CPU each on its own."""
+    jobs: list[Any] = []
+    for spec, device in factors:
+        layer = SimpleNamespace(weight=SimpleNamespace(device=torch.device(device)))
+        jobs.append((Block(layer, (spec, spec)), len(jobs) % 2))
+    found = _together(jobs)
+    assert Counter(job for batch in found for job in batch) == Counter(jobs)
+    on_gpu = []
+    for batch in found:
+        (kind,) = {(block.specs[0].shape[1:], block.layer.weight.device) for block, _ in batch}
+        if kind[1].type == "cuda":
+            on_gpu.append(kind)
+        else:
+            assert len(batch) == 1
+    assert len(on_gpu) == len(set(on_gpu)), "as few batches as can be"
+
+
 def test_on_the_cpu_every_factor_is_decomposed_on_its_own() -> None:
     """Where a run is resumed other factors are due together; each has the same bits all the same."""
     calls.clear()
@@ -170,41 +199,42 @@ def steps(net: nn.Module, optimizer: KFACSGD, first: int, last: int) -> list[Ten
     return seen
 
 
-def threads_of(optimizer: KFACSGD) -> list[str]:
-    """Records the thread of every decomposition from now on."""
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The thread of every decomposition."""
     names: list[str] = []
-    inner: Callable[..., object] = optimizer.curvature._as_stored
+    for solver in (EigenSolver, InverseSolver):
 
-    def record(result: object) -> object:
-        names.append(threading.current_thread().name)
-        return inner(result)
+        def decompose(self: Any, factor: Tensor, shift: Tensor, inner: Any = solver.decompose) -> tuple[Tensor, ...]:
+            names.append(threading.current_thread().name)
+            return inner(self, factor, shift)
 
-    optimizer.curvature._as_stored = record  # type: ignore[method-assign, assignment]
+        monkeypatch.setattr(solver, "decompose", decompose)
     return names
 
 
-def test_what_exceeds_a_steps_share_runs_on_the_worker() -> None:
+def test_what_exceeds_a_steps_share_runs_on_the_worker(threads: list[str]) -> None:
     net = model()
     optimizer = KFACSGD(net, lr=0.1, **BESIDE)
-    names = threads_of(optimizer)
     steps(net, optimizer, 0, 4)
-    assert set(names) == {"MainThread"}, "the first refresh is immediate"
+    assert set(threads) == {"MainThread"}, "the first refresh is immediate"
     steps(net, optimizer, 4, 8)
-    beside = [name for name in names if name.startswith("kfac-decomposition")]
+    beside = [name for name in threads if name.startswith("kfac-decomposition")]
     assert len(beside) == 1, "the 41 x 41 factor"
-    assert len(names) == 12
+    assert len(threads) == 12
     assert "decomposition beside training" in optimizer.curvature.profile()
 
 
 @pytest.mark.parametrize("solver", [EigenSolver, InverseSolver])
-def test_overlap_changes_no_bit(solver: type[EigenSolver] | type[InverseSolver]) -> None:
+def test_overlap_changes_no_bit(solver: type[EigenSolver] | type[InverseSolver], threads: list[str]) -> None:
     courses = []
     for overlap in (False, True):
         net = model()
-        optimizer = KFACSGD(net, lr=0.1, solver=solver(overlap=overlap), **BESIDE)
-        names = threads_of(optimizer)
-        courses.append(steps(net, optimizer, 0, 12))
-        assert (sum(name.startswith("kfac") for name in names) == 12) == overlap, "two spread refreshes of six factors"
+        threads.clear()
+        courses.append(steps(net, KFACSGD(net, lr=0.1, solver=solver(overlap=overlap), **BESIDE), 0, 12))
+        assert (sum(name.startswith("kfac") for name in threads) == 12) == overlap, (
+            "two spread refreshes of six factors"
+        )
     assert all(torch.equal(x, y) for x, y in zip(*courses, strict=True))
 
 
@@ -229,14 +259,63 @@ def test_a_refresh_under_way_survives(way: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
 
 
-def test_a_failure_beside_the_training_is_counted() -> None:
+def test_a_failure_beside_the_training_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     net = model()
     optimizer = KFACSGD(net, lr=0.1, solver=EigenSolver(overlap=True), **BESIDE)
     steps(net, optimizer, 0, 4)
-    optimizer.curvature._as_stored = lambda result: None  # type: ignore[method-assign]
+    monkeypatch.setattr(EigenSolver, "decompose", lambda self, factor, shift: (factor.new_tensor([math.nan]),))
     with pytest.warns(UserWarning, match="could not be decomposed"):
         steps(net, optimizer, 4, 8)
     assert optimizer.curvature.report()["failed_decompositions"] == 3
+
+
+def workers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("kfac-decomposition")]
+
+
+class Held(EigenSolver):
+    """Waits for a signal where it decomposes beside the training."""
+
+    begun, go_on = threading.Event(), threading.Event()
+    made: ClassVar[list[int]] = []
+
+    def decompose(self, factor: Tensor, shift: Tensor) -> tuple[Tensor, ...]:
+        if threading.current_thread() is not threading.main_thread():
+            self.begun.set()
+            assert self.go_on.wait(60)
+            self.made.append(factor.shape[-1])
+        return super().decompose(factor, shift)
+
+
+@pytest.mark.parametrize("end", ["close", "last reference"])
+def test_the_thread_ends_with_the_engine(end: str) -> None:
+    """It finishes what it has begun; of the six factors that wait for it nothing else is decomposed any more."""
+    before = workers()
+    for signal in (Held.begun, Held.go_on, Held.made):
+        signal.clear()
+    net = model()
+    engine = CurvatureEngine(net, scaling=None, solver=Held(overlap=True), **BESIDE)
+    for step in range(5):
+        net.zero_grad()
+        net(torch.randn(8, 40, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        engine.precondition_()
+    (thread,) = [thread for thread in workers() if thread not in before]
+    assert Held.begun.wait(60)
+    watched = weakref.ref(engine)
+    gc.collect()
+    gc.disable()  # an engine in a cycle would keep its hooks and its thread until the collector runs
+    try:
+        if end == "close":
+            engine.close()
+        else:
+            del engine
+            assert watched() is None
+    finally:
+        gc.enable()
+    Held.go_on.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert Held.made == [41]
 
 
 # Stacks --------------------------------------------------------------------------------------------------------------
@@ -275,10 +354,12 @@ def test_layers_of_one_shape_together_equal_each_on_its_own(scaling: str | None,
             lr = dict.fromkeys(net.parameters(), 0.1)
             lr[net.layers[2].bias] = 0.3
             together = engine.directions(vectors, lr)
-            assert engine._stacks is not None and len(engine._stacks) == 2
-            whole, engine._stacks = engine._stacks, [engine._stack([layer]) for layer in engine.layers]
+            preconditioner = engine._preconditioner
+            whole = preconditioner.stacks
+            assert whole is not None and len(whole) == 2
+            preconditioner.stacks = [stack_of([block]) for block in engine._blocks]
             alone = engine.directions(vectors, lr)
-            engine._stacks = whole
+            preconditioner.stacks = whole
             assert together.keys() == alone.keys()
             for p, direction in together.items():
                 torch.testing.assert_close(direction, alone[p], rtol=1e-12, atol=1e-14)

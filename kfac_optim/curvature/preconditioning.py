@@ -1,0 +1,249 @@
+"""From vectors and decompositions to directions (eqs. 8 and 11-13), layers of one shape together, and their scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import diagnostics
+from ..comm import Communicator, Parcel, gathered, sharded_like
+from ..layers import KroneckerLayer, full_precision
+from ..scaling import Direction, Scaling
+from ..solvers import Decomposition, Solver, batches
+from .blocks import Block, gamma_of
+from .ranks import communicating
+
+__all__ = ["Lr", "Preconditioner", "Stack", "stack_of"]
+
+Lr = float | Tensor
+
+# Up to this many numbers layers of one shape are preconditioned together (64 MiB in float32), so that the copies that
+# takes stay small beside the factors themselves.
+_STACK_NUMEL = 2**24
+
+
+@dataclass
+class Stack:
+    """Layers of one shape, preconditioned as one.
+
+    Attributes:
+        blocks: Of the layers.
+        decomposed: Of A and of G; None where another rank preconditions.
+        means: Mean eigenvalues of A and G, ``[p]`` each.
+        units: See :class:`~kfac_optim.scaling.Direction`.
+    """
+
+    blocks: list[Block]
+    decomposed: tuple[Decomposition, Decomposition] | None
+    means: tuple[Tensor, Tensor]
+    units: Tensor | None
+
+    @property
+    def layers(self) -> list[KroneckerLayer]:
+        """The layers."""
+        return [block.layer for block in self.blocks]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Pairs of each layer."""
+        return [block.layer.pairs for block in self.blocks]
+
+
+class Preconditioner:
+    """Preconditions and scales vectors.
+
+    Args:
+        solver: That of the decompositions.
+        inv_dtype: Storage of the decompositions; vectors are preconditioned in float32 at least.
+        stages: Where the time is noted.
+
+    Attributes:
+        stacks: Of the blocks that have decompositions; None when these have changed.
+    """
+
+    def __init__(self, solver: Solver, inv_dtype: torch.dtype, stages: diagnostics.StageTimes) -> None:
+        self.solver, self.dtype, self.stages = solver, torch.promote_types(inv_dtype, torch.float32), stages
+        self.stacks: list[Stack] | None = None
+
+    def directions(
+        self,
+        blocks: Sequence[Block],
+        vectors: Mapping[nn.Parameter, Tensor],
+        lr: Mapping[nn.Parameter, Lr],
+        comm: Communicator,
+        *,
+        damping: float,
+        relative: bool,
+        scaling: Scaling | None,
+    ) -> dict[nn.Parameter, Tensor]:
+        """The preconditioned and scaled vectors (a collective).
+
+        Args:
+            blocks: All there are.
+            vectors: What to precondition, by parameter.
+            lr: The current learning rate of each parameter, for the scaling.
+            comm: The ranks.
+            damping: At this step.
+            relative: Whether it is relative.
+            scaling: At this step.
+
+        Returns:
+            Directions for the parameters whose layer has a decomposition.
+        """
+        known = [block for block in blocks if block.means is not None]
+        whole = {p: gathered(vectors[p]) for block in known for p in block.layer.parameters if p in vectors}
+        if self.stacks is None:
+            self.stacks = _stacks_of(known)
+        stacks = [part for stack in self.stacks for part in _with_vectors(stack, whole)]
+        with self.stages.stage("preconditioning"):
+            found = [self._direction(stack, whole, lr, damping, relative) for stack in stacks]
+        if any(block.route for block in blocks):
+            with communicating("gradient", self.stages, comm):
+                self._share(known, stacks, found, comm)
+        with self.stages.stage("scaling"):
+            if scaling is not None:
+                multipliers = scaling.multipliers(found)
+            result: dict[nn.Parameter, Tensor] = {}
+            for i, (stack, d) in enumerate(zip(stacks, found, strict=True)):
+                _note_cosines(stack, d)
+                scaled = d.direction if scaling is None else d.direction * multipliers[i].reshape(-1, 1, 1)
+                for layer, matrix in zip(stack.layers, scaled.split(stack.sizes), strict=True):
+                    _unstack(layer, matrix, whole, result)
+        return {parameter: sharded_like(direction, vectors[parameter]) for parameter, direction in result.items()}
+
+    def _direction(
+        self,
+        stack: Stack,
+        vectors: Mapping[nn.Parameter, Tensor],
+        lr: Mapping[nn.Parameter, Lr],
+        damping: float,
+        relative: bool,
+    ) -> Direction:
+        gradient = _cat([_matrix_of(layer, vectors, self.dtype) for layer in stack.layers])
+        if stack.decomposed is not None:
+            a, g = (tuple(part.to(self.dtype) for part in side) for side in stack.decomposed)
+            gamma = gamma_of(stack.means, damping, relative=relative).to(self.dtype)
+            with full_precision(gradient.device.type):
+                direction = self.solver.precondition(gradient, a, g, gamma).contiguous()
+        else:  # a gradient worker sends it
+            direction = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+        rates = [lr[p] for layer in stack.layers for p in layer.parameters]
+        rate: Lr = rates[0]
+        if any(r is not rate and (isinstance(r, Tensor) or r != rate) for r in rates):
+            filled = {p: torch.ones_like(vectors[p]) * lr[p] for layer in stack.layers for p in layer.parameters}
+            rate = _cat([_matrix_of(layer, filled, self.dtype) for layer in stack.layers])
+        return Direction(direction, gradient, rate, stack.units)
+
+    def _share(
+        self, blocks: Sequence[Block], stacks: Sequence[Stack], directions: Sequence[Direction], comm: Communicator
+    ) -> None:
+        """Sends preconditioned gradients from the gradient workers to the other ranks, in place.
+
+        All known layers travel, also those without a gradient here: what is sent must not depend on what a rank has.
+        """
+        found = {
+            block: part
+            for stack, d in zip(stacks, directions, strict=True)
+            for block, part in zip(stack.blocks, d.direction.split(stack.sizes), strict=True)
+        }
+        parcels = []
+        for block in blocks:
+            if block.route is None:
+                continue
+            if block in found:
+                tensor = found[block]
+            else:
+                layer = block.layer
+                shape = (layer.pairs, layer.d_out, layer.d_in)
+                tensor = torch.zeros(shape, dtype=self.dtype, device=layer.weight.device)
+            parcels.append(Parcel([tensor], *block.route))
+        comm.send(parcels, "directions")
+
+
+# Stacks --------------------------------------------------------------------------------------------------------------
+
+
+def _stacks_of(blocks: Sequence[Block]) -> list[Stack]:
+    """Layers of one shape together; their decompositions move into the stack and become views of it.
+
+    All ranks make the same stacks, whatever they hold, or their sums would differ in the last bits.
+    """
+
+    def kind(block: Block) -> tuple[Any, ...]:
+        layer = block.layer
+        shape = (layer.d_out, layer.d_in, layer.diagonal, layer.joint, layer.weight.device)
+        return (*shape, block.workers.gradient_workers)
+
+    def size(block: Block) -> int:
+        return block.layer.pairs * block.layer.d_out * block.layer.d_in
+
+    return [stack_of(group) for group in batches(blocks, kind, size, _STACK_NUMEL)]
+
+
+def stack_of(blocks: list[Block]) -> Stack:
+    """One stack of blocks that have decompositions."""
+    first = blocks[0].layer
+    sizes = torch.tensor([block.layer.pairs for block in blocks])
+    units = None
+    if first.joint:
+        units = torch.arange(len(blocks)).repeat_interleave(sizes).to(first.weight.device)
+    a, g = (torch.cat(means) for means in zip(*(block.means for block in blocks if block.means), strict=True))
+    decomposed = [block.decomposed for block in blocks if block.decomposed is not None]
+    if not decomposed:
+        return Stack(blocks, None, (a, g), units)
+    whole = [tuple(_cat(parts) for parts in zip(*side, strict=True)) for side in zip(*decomposed, strict=True)]
+    stack = Stack(blocks, (whole[0], whole[1]), (a, g), units)
+    views = [zip(*(part.split(stack.sizes) for part in side), strict=True) for side in whole]
+    for block, in_a, in_g in zip(blocks, *views, strict=True):
+        block.decomposed = (in_a, in_g)
+    return stack
+
+
+def _with_vectors(stack: Stack, vectors: Mapping[nn.Parameter, Tensor]) -> list[Stack]:
+    """The stack if all of its layers have a vector in this step, else those that have one, each on its own."""
+    present = [block for block in stack.blocks if all(p in vectors for p in block.layer.parameters)]
+    return [stack] if len(present) == len(stack.blocks) else [stack_of([block]) for block in present]
+
+
+def _note_cosines(stack: Stack, d: Direction) -> None:
+    if all(block.cosine is not None for block in stack.blocks):
+        return
+    parts = zip(d.gradient.split(stack.sizes), d.direction.split(stack.sizes), strict=True)
+    for block, (gradient, direction) in zip(stack.blocks, parts, strict=True):
+        if block.cosine is None:
+            block.cosine = diagnostics.cosine(gradient, direction)
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    """One after the other along the first dimension; a single one as it is."""
+    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+
+
+# Parameters and matrices ---------------------------------------------------------------------------------------------
+
+
+def _matrix_of(layer: KroneckerLayer, vectors: Mapping[nn.Parameter, Tensor], dtype: torch.dtype) -> Tensor:
+    """What a layer's weight and bias have in ``vectors``, as ``[p, d_out, d_in]``."""
+    weight = vectors[layer.weight].to(dtype)
+    return layer.to_matrix(weight, None if layer.bias is None else vectors[layer.bias][layer.bias_part].to(dtype))
+
+
+def _unstack(
+    layer: KroneckerLayer,
+    matrix: Tensor,
+    vectors: Mapping[nn.Parameter, Tensor],
+    result: dict[nn.Parameter, Tensor],
+) -> None:
+    """Writes a layer's matrix into the directions of its parameters."""
+    for parameter, direction in zip(layer.parameters, layer.from_matrix(matrix), strict=True):
+        vector = vectors[parameter]
+        if parameter is layer.bias and layer.bias_part != slice(None):
+            result.setdefault(parameter, vector.clone())[layer.bias_part] = direction
+        elif direction.dtype is vector.dtype and direction.stride() == vector.stride():
+            result[parameter] = direction
+        else:  # fused kernels expect the layout of the parameter
+            result[parameter] = torch.empty_like(vector).copy_(direction)
