@@ -345,6 +345,7 @@ class CurvatureEngine:
         self._means: dict[KroneckerLayer, tuple[Tensor, Tensor]] = {}
         self._stacks: list[_Stack] | None = None  # of the layers that have decompositions
         self._cosines: dict[KroneckerLayer, Tensor] = {}
+        self._spectra: dict[KroneckerLayer, tuple[Tensor, ...]] = {}  # of the factors in use, once asked for
         self._stages = diagnostics.StageTimes()
         self._warned: set[str] = set()
         self._dry = self._closed = False
@@ -770,6 +771,7 @@ class CurvatureEngine:
             self._decomposed[layer] = (a, g)
         self._means[layer] = self._mean_eigenvalues(layer, "{}_last")
         self._cosines.pop(layer, None)
+        self._spectra.pop(layer, None)
         self._stacks = None
 
     def _decompose_due(self, refresh: _Refresh, elapsed: int) -> None:
@@ -1143,7 +1145,7 @@ class CurvatureEngine:
     def load(self, states: Mapping[nn.Parameter, dict[str, Any]], counters: Mapping[str, Any]) -> None:
         """Loads checked states; copies, keeps the engine's own precision, and rebuilds the decompositions."""
         self._averages, self._decomposed, self._refresh = {}, {}, None
-        self._means, self._cosines = {}, {}
+        self._means, self._cosines, self._spectra = {}, {}, {}
         self._capture.discard()
         for name in self._hyperparameters:
             if name in counters and not callable(getattr(self, name)):
@@ -1265,25 +1267,36 @@ class CurvatureEngine:
             "refresh": pending if self._ever_spreads else 0,
         }
 
-    def report(self) -> dict[str, Any]:
-        """Numbers for logging, plain floats and ints.
+    def report(self, *, eigenvalues: bool = False) -> dict[str, Any]:
+        """Numbers for logging, plain floats and ints; :func:`~kfac_optim.diagnostics.flatten` puts them in one level.
+
+        Costs an eigenvalue computation per factor after each refresh, when asked for; otherwise little. No
+        communication.
+
+        Args:
+            eigenvalues: Adds ``eigenvalues`` to the spectra: a list of floats, largest first, all pairs together.
 
         Returns:
             ``step``, ``skipped_steps`` (gradients not finite), ``skipped_batches`` (statistics not finite),
             ``failed_decompositions``, ``staleness`` (steps since the factors in use were frozen, None before the first
             refresh), ``traffic`` (by kind, bytes ``sent`` and ``received`` by this rank per step: "counts", "factors",
             "decompositions", "directions"; see :mod:`kfac_optim.comm`) and ``layers``: per layer name the spectra of A
-            and G in use (``min``, ``mean``, ``max``, ``condition``), and ``cosine`` between gradient and direction at
-            the last refresh. Spectra are computed when asked for, an eigenvalue computation per factor.
+            and G in use (``min``, ``mean``, ``max``, ``condition``), ``damping`` (gamma of the coming step, the mean
+            over the layer's pairs), ``condition`` (of ``A (x) G + gamma I``, from these extremes) and ``cosine``
+            between gradient and direction at the last refresh.
         """
         layers: dict[str, dict[str, Any]] = {}
-        for layer in self._means:
-            average = self._averages[layer]
-            layers[layer.name] = {
-                side: diagnostics.spectrum(spec.matrix(average[f"{side}_last"]))
-                for side, spec in zip(SIDES, self._specs[layer], strict=True)
-            }
-            layers[layer.name]["cosine"] = float(self._cosines[layer]) if layer in self._cosines else None
+        for layer, means in self._means.items():
+            if layer not in self._spectra:
+                average, specs = self._averages[layer], zip(SIDES, self._specs[layer], strict=True)
+                matrices = [spec.matrix(average[f"{side}_last"]) for side, spec in specs]
+                self._spectra[layer] = tuple(map(diagnostics.eigenvalues, matrices))
+            spectra = zip(SIDES, self._spectra[layer], strict=True)
+            row: dict[str, Any] = {side: diagnostics.spectrum(values, full=eigenvalues) for side, values in spectra}
+            row["damping"] = float(self._gamma(means, self._now("damping")).mean())
+            row["condition"] = diagnostics.damped_condition(row["A"], row["G"], row["damping"])
+            row["cosine"] = float(self._cosines[layer]) if layer in self._cosines else None
+            layers[layer.name] = row
         return {
             "step": self.step_count,
             "skipped_steps": self.skipped_steps,
@@ -1300,6 +1313,19 @@ class CurvatureEngine:
     def profile(self) -> dict[str, dict[str, float]]:
         """Milliseconds and calls per stage since construction, the stages of the paper's Fig. 7."""
         return self._stages.table()
+
+    def workers(self) -> dict[str, Any]:
+        """Who works on what, the same on every rank.
+
+        Returns:
+            ``layers``: per layer name the ranks that decompose ``A`` and ``G``, and the list of those that
+            ``precondition``; ``loads``: the decompositions' multiply-adds on each rank, up to a constant.
+        """
+        layers = {
+            layer.name: {**dict(zip(SIDES, w.inverse_workers, strict=True)), "precondition": list(w.gradient_workers)}
+            for layer, w in self._workers.items()
+        }
+        return {"layers": layers, "loads": list(self.work.loads)}
 
     def __repr__(self) -> str:
         rows = [self._row(layer, workers) for layer, workers in zip(self.layers, self.work.layers, strict=True)]

@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "comm": (set(), {"torch", "horovod", "deepspeed"}),
     "scaling": (set(), {"torch"}),
     "schedules": (set(), set()),
-    "diagnostics": (set(), {"torch"}),
+    "diagnostics": (set(), {"torch", "matplotlib"}),
     "curvature": (ALL_BELOW, {"torch"}),
     "optimizers": ({"curvature"}, {"torch", "torch_optimizer"}),
 }
