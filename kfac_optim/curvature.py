@@ -1145,7 +1145,7 @@ class CurvatureEngine:
     def load(self, states: Mapping[nn.Parameter, dict[str, Any]], counters: Mapping[str, Any]) -> None:
         """Loads checked states; copies, keeps the engine's own precision, and rebuilds the decompositions."""
         self._averages, self._decomposed, self._refresh = {}, {}, None
-        self._means, self._cosines, self._spectra = {}, {}, {}
+        self._means, self._cosines = {}, {}
         self._capture.discard()
         for name in self._hyperparameters:
             if name in counters and not callable(getattr(self, name)):

@@ -226,6 +226,9 @@ def test_history_of_many_layers_is_median_range_and_the_worst() -> None:
     for step, column in enumerate(columns, 1):
         heights = corners[corners[:, 0] == step, 1]
         assert (heights.min(), heights.max()) == (min(column), max(column))
+    better = min(curves, key=lambda name: curves[name][-1])
+    history[-1]["layers"][better]["condition"] = 1e9
+    assert f"{better} (worst)" in lines_of(diagnostics.plot_history(history).axes[2]), "at the end, not at first"
 
 
 @pytest.mark.parametrize("infinite", [math.inf, None], ids=["as reported", "through JSON"])
