@@ -96,6 +96,17 @@ def test_report_has_all_eigenvalues_on_request_and_the_damped_condition(relative
     assert not any("eigenvalues" in row[side] for row in engine.report()["layers"].values() for side in "AG")
 
 
+def test_eigenvalues_below_zero_are_rounding() -> None:
+    """Of a diagonal and of a dense factor, two pairs each; their condition number is infinite, never negative."""
+    diagonal = torch.tensor([[3.0, -1e-9], [2.0, 5.0]])
+    for factor in (diagonal, torch.diag_embed(diagonal)):
+        values = diagnostics.eigenvalues(factor)
+        assert values.tolist() == pytest.approx([5.0, 3.0, 2.0, 0.0]) and values[-1] >= 0
+        found = diagnostics.spectrum(values)
+        assert found == {"min": 0.0, "mean": pytest.approx(2.5), "max": pytest.approx(5.0), "condition": math.inf}
+    assert diagonal[0, 1] < 0, "a view does not change what it shows"
+
+
 @pytest.mark.usefixtures("exact")
 def test_eigenvalues_are_computed_once_per_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A report every step costs little between refreshes, and never shows the numbers of an earlier refresh."""
@@ -275,7 +286,7 @@ class Apart:
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [(LayerWise(), 1), (LayerWise(), 3), (FactorWise(), 2), (FactorWise(), 4), (KAISA(0.5), 4), (Apart(), 3)],
-    ids=str,
+    ids=["LayerWise-1", "LayerWise-3", "FactorWise-2", "FactorWise-4", "KAISA-4", "apart-3"],
 )
 def test_assignment_is_that_of_the_policy(strategy: Any, ranks: int) -> None:
     engine = CurvatureEngine(deep(), assignment=strategy, communicator=LocalCommunicator(0, ranks))
