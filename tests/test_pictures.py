@@ -511,14 +511,15 @@ def test_the_log_holds_what_the_engine_reports(command: Any, tmp_path: Path, mon
     for name in ("plot_history", "plot_spectrum", "plot_profile"):
         empty = matplotlib.figure.Figure(figsize=(1, 1))
         monkeypatch.setattr(diagnostics, name, lambda data, n=name, e=empty: drawn.setdefault(n, data) and e)
-    assert command(tmp_path, "--kfac", "inv_update_steps=3", "--kfac", "spread=0", "--eval-every", "4") == 0
-    assert [line["staleness"] for line in lines(tmp_path, "step")] == [1 + step % 3 for step in range(16)]
+    assert command(tmp_path, "--kfac", "inv_update_steps=3", "--kfac", "spread=1", "--eval-every", "4") == 0
+    expected = [1, 2, 3, 4] + 4 * [2, 3, 4]  # frozen at 0, 3, 6 ..., used from 0, 4, 7 ... on
+    assert [line["staleness"] for line in lines(tmp_path, "step")] == expected
     curvature = lines(tmp_path, "curvature")
     assert [line["step"] for line in curvature] == [4, 8, 12, 16]
     last = curvature[-1]
     assert drawn["plot_spectrum"] == last["report"] and drawn["plot_profile"] == last["profile"]
     stale = {entry["step"]: entry["staleness"] for entry in drawn["plot_history"]}
-    assert stale == {step + 1: 1 + step % 3 for step in range(16)}
+    assert stale == dict(enumerate(expected, 1))
     assert [e["step"] for e in drawn["plot_history"] if "layers" in e] == [4, 8, 12, 16]
     spectrum = last["report"]["layers"]["head"]["A"]
     assert len(spectrum["eigenvalues"]) == 9 and spectrum["eigenvalues"][0] == spectrum["max"]
