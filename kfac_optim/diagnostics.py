@@ -343,14 +343,14 @@ def _conditions(axes: Axes, history: Sequence[Mapping[str, Any]], number: Callab
         least, middle, most = ([reduce(column) for column in columns] for reduce in (min, median, max))
         worst = max(curves, key=lambda name: list(curves[name].items())[-1])
         axes.fill_between(steps, least, most, color=_SKY, alpha=0.35, label=f"all {len(curves)}")
-        style = {"color": _RED, "linestyle": "--", "marker": ".", "markersize": 4}
+        style: dict[str, Any] = {"color": _RED, "linestyle": "--", "marker": ".", "markersize": 4}
         axes.plot(list(curves[worst]), list(curves[worst].values()), label=f"{worst} (worst)", **style)
         axes.plot(steps, middle, color=_BLUE, linewidth=2, marker=".", label="median of the layers")
     singular = sorted({step for curve in curves.values() for step, value in curve.items() if value == top})
     if singular:
         count = sum(list(curve.values())[-1] == top for curve in curves.values())
         label = f"singular (at the end: {count})"
-        axes.plot(singular, [top] * len(singular), "^", color="black", markersize=5, label=label)
+        axes.plot(singular, [top] * len(singular), "^", color="black", markersize=5, zorder=1.5, label=label)
     if curves:
         axes.set_yscale("log")
         axes.legend(fontsize="small")
