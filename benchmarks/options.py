@@ -126,7 +126,10 @@ def add_output_options(group: argparse._ArgumentGroup) -> None:
     """Add the options about files and the display."""
     add = group.add_argument
     add(
-        "--out", type=Path, metavar="FOLDER", help=f"of logs, checkpoints, plot.png (default: a new {RUNS}/TASK-NAME-N)"
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help=f"of logs, checkpoints, plot.png and summary.html (default: a new {RUNS}/TASK-NAME-N)",
     )
     resume = "continue an interrupted run: the same command with --resume (without --out: the latest default folder)"
     add("--resume", action="store_true", default=False, help=resume)

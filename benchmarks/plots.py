@@ -19,7 +19,12 @@ MEMORY = 0.9  # of the running average of the training loss
 
 
 def draw(task: Task, records: Mapping[str, Record], path: Path) -> None:
-    """Write the plot of all runs to ``path``.
+    """Write the plot of all runs to ``path``."""
+    figure_of(task, records).savefig(path, dpi=110)
+
+
+def figure_of(task: Task, records: Mapping[str, Record]) -> Figure:
+    """Return the plot of all runs.
 
     The upper row shows the training loss (faint: each step; full: running average) and the held-out loss (dashed, with
     dots); the lower row the held-out accuracy, or the held-out loss alone for a task without accuracy.
@@ -39,7 +44,7 @@ def draw(task: Task, records: Mapping[str, Record], path: Path) -> None:
         lower.set_xlabel(title)
     name_axes(grid, task)
     figure.suptitle(f"{task.name}: seed {settings['seed']}, batch size {settings['batch_size']}")
-    figure.savefig(path, dpi=110)
+    return figure
 
 
 def draw_medians(task: Task, records: Mapping[str, Sequence[Record]], path: Path) -> None:

@@ -1,7 +1,8 @@
 """One run: trains step by step, logs JSON lines, keeps a checkpoint from which it continues exactly.
 
-A log's first line holds the settings, versions and machine; then one line per step and per evaluation; a last line says
-how the run ended. JSON has no NaN: a loss that is not finite is logged as null.
+A log's first line holds the settings, versions and machine; then one line per step and per evaluation, and of K-FAC
+optimizers one on the curvature beside each evaluation and at the end; a last line says how the run ended. JSON has no
+NaN: a loss that is not finite is logged as null.
 """
 
 from __future__ import annotations
@@ -204,12 +205,14 @@ class Record:
         header: The first line.
         steps: Lines of the steps.
         evaluations: Lines of the evaluations.
+        curvature: What the curvature engine reported.
         end: How the run ended, or None if it did not yet.
     """
 
     header: Line
     steps: list[Line] = field(default_factory=list)
     evaluations: list[Line] = field(default_factory=list)
+    curvature: list[Line] = field(default_factory=list)
     end: str | None = None
 
     def add(self, line: Line) -> None:
@@ -218,6 +221,8 @@ class Record:
             self.steps.append(line)
         elif line["kind"] == "evaluation":
             self.evaluations.append(line)
+        elif line["kind"] == "curvature":
+            self.curvature.append(line)
         else:
             self.end = line["reason"]
 

@@ -7,13 +7,19 @@ from collections.abc import Mapping, Sequence
 from benchmarks.runs import Line, Record, seconds_key
 from benchmarks.tasks import Task
 
+HEADS = ["optimizer", "end", "steps", "loss", "held out", "accuracy", "s/step", "worst", "to target", "seconds"]
+
 
 def table(task: Task, records: Mapping[str, Record]) -> str:
     """Return the table of final losses, accuracy, seconds per step and the way to the target."""
-    heads = ["optimizer", "end", "steps", "loss", "held out", "accuracy", "s/step", "worst", "to target", "seconds"]
-    rows = [heads] + [row(task, label, record) for label, record in records.items()]
+    rows = [HEADS] + [row(task, label, record) for label, record in records.items()]
+    return "\n".join([*aligned(rows), note(task, records)])
+
+
+def note(task: Task, records: Mapping[str, Record]) -> str:
+    """Return what the table's target and seconds mean."""
     kinds = {seconds_key(record)[:-8] for record in records.values()}
-    return "\n".join([*aligned(rows), f"{goal(task)}; seconds: {' or '.join(sorted(kinds))}, without evaluation"])
+    return f"{goal(task)}; seconds: {' or '.join(sorted(kinds))}, without evaluation"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

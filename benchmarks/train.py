@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from benchmarks import plots, summary
+from benchmarks import page, plots, summary
 from benchmarks.optimizers import OPTIMIZERS, is_kfac
 from benchmarks.options import KFAC_OPTIONS, RUNS, name_or_none, parser
 from benchmarks.runs import Line, RunFiles, Trainer, comparable
@@ -195,22 +196,38 @@ def train(trainer: Trainer, files: RunFiles, signals: Signals, *, checkpoint_eve
     resumed = files.checkpoint.exists()
     if resumed:
         files.restore(trainer)
+    engine, since = getattr(trainer.optimizers[0], "curvature", None), trainer.step
     with open(files.log, "a" if resumed else "w") as log, progress(trainer, files.label, quiet) as bar:
         if not resumed:
             write(log, [trainer.header()])
         shown: Line = {}
         while not trainer.ended and signals.received is None:
             lines = trainer.advance()
+            if engine is not None and engine.frozen_at is not None:
+                next(line for line in lines if line["kind"] == "step")["staleness"] = (
+                    engine.step_count - engine.frozen_at
+                )
+                if lines[-1]["kind"] == "evaluation" and not trainer.ended:
+                    lines.append(curvature(trainer, engine.report()))
             write(log, lines)
             shown |= {SHOWN[name]: line[name] for line in lines for name in SHOWN if line.get(name) is not None}
             bar.set_postfix(shown, refresh=False)
             bar.update()
             if trainer.step % checkpoint_every == 0:
                 files.save(trainer)
+        if engine is not None and trainer.step:
+            views = {"profile": engine.profile(), "memory": engine.memory_estimate(), "table": str(engine)}
+            write(log, [{**curvature(trainer, engine.report(eigenvalues=True)), **views, "since": since}])
         if trainer.ended:
             write(log, [{"kind": "end", "reason": trainer.ended, **trainer.position()}])
         if trainer.step:
             files.save(trainer)
+
+
+def curvature(trainer: Trainer, report: Line) -> Line:
+    """Return a line of the log; an infinite condition number becomes null."""
+    plain = json.loads(json.dumps(report), parse_constant=lambda name: None)
+    return {"kind": "curvature", **trainer.position(), "report": plain}
 
 
 def write(log: TextIO, lines: Sequence[Line]) -> None:
@@ -226,7 +243,7 @@ def progress(trainer: Trainer, label: str, quiet: bool) -> Any:
     return tqdm(**steps, desc=label, mininterval=pause, disable=quiet, dynamic_ncols=True)
 
 
-def run(task: Task, plans: Sequence[Plan], options: Mapping[str, Any]) -> int:
+def run(task: Task, plans: Sequence[Plan], options: Mapping[str, Any], command: str) -> int:
     """Train what is not trained yet, draw and print everything; return the exit code."""
     folder, signals = plans[0].files.folder, Signals()
     if options["overwrite"]:
@@ -240,8 +257,10 @@ def run(task: Task, plans: Sequence[Plan], options: Mapping[str, Any]) -> int:
                 train(Trainer(task, plan.settings), plan.files, signals, **how)
     records = {plan.files.label: record for plan in plans if (record := plan.files.record())}
     plots.draw(task, records, folder / "plot.png")
+    page.write(task, records, command, folder / "summary.html")
     print(summary.table(task, records))
     print(f"logs, checkpoints and plot.png: {folder}")
+    print(f"summary with pictures: {folder / 'summary.html'}")
     if signals.received is None:
         return 0
     print("interrupted; the same command with --resume continues")
@@ -251,13 +270,14 @@ def run(task: Task, plans: Sequence[Plan], options: Mapping[str, Any]) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code (2: refused before training, 130 or 143: interrupted)."""
     command = parser()
-    options = vars(command.parse_args(arguments))
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = vars(command.parse_args(given))
     try:
         task, plans = prepare(options)
     except (ValueError, TypeError) as error:
         command.error(str(error))
     try:
-        return run(task, plans, options)
+        return run(task, plans, options, f"{command.prog} {shlex.join(given)}")
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 

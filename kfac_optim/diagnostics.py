@@ -1,16 +1,47 @@
-"""Read-only views of the curvature, from plain data: coverage table, spectra, stage times."""
+"""Read-only views of the curvature, from plain data: coverage table, spectra, stage times, pictures.
+
+The pictures are matplotlib figures, made without pyplot: they need no display, and ``figure.savefig(path)``, a
+notebook or TensorBoard's ``add_figure`` show them. matplotlib is imported by the functions that draw, and only there.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Row", "StageTimes", "cosine", "rank_list", "spectrum", "table"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "Row",
+    "StageTimes",
+    "cosine",
+    "damped_condition",
+    "eigenvalues",
+    "flatten",
+    "plot_assignment",
+    "plot_history",
+    "plot_profile",
+    "plot_spectrum",
+    "rank_list",
+    "spectrum",
+    "table",
+]
+
+# Okabe and Ito's colours, which people with a colour vision deficiency tell apart.
+_BLUE, _ORANGE, _GREEN, _RED, _SKY, _PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
+_COLOURS = (_BLUE, _ORANGE, _GREEN, _RED, _SKY, _PURPLE, "#000000", "#999999")
+_LINES = 8  # more layers than this are drawn as an image, or as median and range
 
 
 @dataclass(frozen=True)
@@ -78,11 +109,47 @@ def cosine(x: Tensor, y: Tensor) -> Tensor:
     return torch.nn.functional.cosine_similarity(x.flatten(), y.flatten(), dim=0)
 
 
-def spectrum(factor: Tensor) -> dict[str, float]:
-    """Smallest, mean and largest eigenvalue and condition number of a factor ``[p, n, n]`` or ``[p, n]``."""
-    values = factor if factor.dim() == 2 else torch.linalg.eigvalsh(factor.cpu())
-    low, high = float(values.min().clamp(min=0)), float(values.max())
-    return {"min": low, "mean": float(values.mean()), "max": high, "condition": high / low if low else float("inf")}
+def eigenvalues(factor: Tensor) -> Tensor:
+    """All eigenvalues of a factor ``[p, n, n]`` or ``[p, n]``, largest first, ``[p n]``, on the CPU."""
+    values = factor.cpu() if factor.dim() == 2 else torch.linalg.eigvalsh(factor.cpu())
+    return values.flatten().sort(descending=True).values.clamp_(min=0)  # below zero is rounding
+
+
+def spectrum(values: Tensor, *, full: bool = False) -> dict[str, Any]:
+    """Smallest, mean and largest of sorted eigenvalues, and condition number; ``full``: the eigenvalues too."""
+    low, high = float(values[-1]), float(values[0])
+    found = {"min": low, "mean": float(values.mean()), "max": high, "condition": high / low if low else math.inf}
+    return {**found, "eigenvalues": values.tolist()} if full else found
+
+
+def damped_condition(a: Mapping[str, float], g: Mapping[str, float], damping: float) -> float:
+    """Condition number of ``A (x) G + damping I``, from the spectra of A and G: what the solver divides by.
+
+    Near 1 the damping decides and the layer keeps its gradient's direction. Of a layer with several pairs it is about
+    an upper bound: the extremes of A and of G may belong to different pairs, and ``damping`` is the mean over them.
+    """
+    return (a["max"] * g["max"] + damping) / (a["min"] * g["min"] + damping)
+
+
+def flatten(report: Mapping[str, Any], prefix: str = "kfac") -> dict[str, float]:
+    """Nested numbers as one level, for any logger.
+
+    ``{"staleness": 3, "layers": {"conv1": {"A": {"max": 2.0}}}}`` becomes ``{"kfac/staleness": 3.0,
+    "kfac/conv1/A/max": 2.0}``. What is None or a list (eigenvalues) is left out; characters that TensorBoard does not
+    allow in a tag become "_".
+
+    Args:
+        report: What the engine's ``report()``, ``profile()`` or ``memory_estimate()`` returns.
+        prefix: First part of every name.
+    """
+    flat: dict[str, float] = {}
+    for key, value in report.items():
+        name = prefix if key == "layers" else f"{prefix}/{re.sub(r'[^-./0-9A-Za-z_]', '_', key or 'model')}"
+        if isinstance(value, Mapping):
+            flat |= flatten(value, name)
+        elif isinstance(value, (int, float)):
+            flat[name] = float(value)
+    return flat
 
 
 class StageTimes:
@@ -110,3 +177,259 @@ class StageTimes:
             name: {"ms": 1e3 * seconds, "calls": self.calls[name], "ms_per_call": 1e3 * seconds / self.calls[name]}
             for name, seconds in self.seconds.items()
         }
+
+
+# Pictures ------------------------------------------------------------------------------------------------------------
+
+
+def _figure(width: float, height: float) -> Figure:
+    """An empty figure with a canvas of its own; sizes in inches."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install matplotlib, or kfac_optim[plots]") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _rows(axes: Axes, names: Sequence[str]) -> None:
+    """Names the rows of a picture, from the top; of very many only some."""
+    every = math.ceil(len(names) / 120)
+    shown = [name or "(model)" for name in names[::every]]
+    axes.set_yticks(range(0, len(names), every), shown, fontsize=9 if len(names) <= 30 else 6)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+
+
+def _height(rows: int) -> float:
+    """Inches for so many rows."""
+    return min(22.0, 0.25 * rows if rows <= 30 else 4.0 + 0.12 * rows)
+
+
+def _share(layer: Mapping[str, Any], side: str) -> float:
+    """The part of a layer's damping that falls to a factor; the shares of A and G multiply to gamma.
+
+    Split by the ratio of the mean eigenvalues, as :class:`~kfac_optim.solvers.InverseSolver` does.
+    """
+    own, other = layer[side]["mean"], layer["G" if side == "A" else "A"]["mean"]
+    return math.sqrt(layer["damping"] * (own / other if own > 0 and other > 0 else 1.0))
+
+
+def plot_spectrum(report: Mapping[str, Any]) -> Figure:
+    """The eigenvalues of A and G of every layer, largest first, on a log scale, against the damping.
+
+    Eigenvalues are divided by the layer's share of the damping, so that one mark holds for all layers: an eigenvalue a
+    of A and one g of G meet a damping that is 1 in units of their product, ``a g / gamma``. Above the mark curvature
+    decides, below it the damping. Up to 8 layers are lines; more are rows of an image, with the mark as a black line.
+
+    Args:
+        report: ``engine.report(eigenvalues=True)``.
+
+    Raises:
+        ValueError: If it has no eigenvalues.
+        ImportError: Without matplotlib.
+    """
+    layers: Mapping[str, Any] = report["layers"]
+    if not all("eigenvalues" in layer[side] for layer in layers.values() for side in "AG") or not layers:
+        raise ValueError("no eigenvalues to draw: pass engine.report(eigenvalues=True), after the first refresh")
+    few = len(layers) <= _LINES
+    figure = _figure(11, 5 if few else 1.5 + _height(len(layers)))
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, side in zip(panels, "AG", strict=True):
+        spectra = {
+            name: [value / _share(layer, side) for value in layer[side]["eigenvalues"]]
+            for name, layer in layers.items()
+        }
+        axes.set_title(f"eigenvalues of {side}")
+        axes.set_xlabel("position in the spectrum: 0 largest, 1 smallest")
+        if few:
+            _spectrum_lines(axes, spectra)
+        else:
+            image = _spectrum_image(axes, spectra)
+    if few:
+        panels[0].set_ylabel("eigenvalue / its share of the damping")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize="small")
+    else:
+        _rows(panels[0], list(layers))
+        label = "eigenvalue / its share of the damping (black line: 1)"
+        bar = figure.colorbar(image, ax=list(panels), label=label, aspect=40, extend="both", extendfrac=0.02)
+        bar.set_ticks(range(-3, 4), labels=[f"$10^{{{power}}}$" for power in range(-3, 4)])
+    figure.suptitle(f"Spectra of the factors in use, step {report['step']}")
+    return figure
+
+
+def _spectrum_lines(axes: Axes, spectra: Mapping[str, Sequence[float]]) -> None:
+    for colour, (name, values) in zip(_COLOURS, spectra.items(), strict=False):
+        places = [(i + 0.5) / len(values) for i in range(len(values))]
+        marker = "." if len(values) <= 20 else ""
+        axes.plot(places, values, color=colour, marker=marker, label=f"{name or '(model)'} ({len(values)})")
+    axes.axhline(1.0, color="black", linestyle="--", linewidth=1.2, label="damping")
+    axes.set_yscale("log", nonpositive="clip")
+    highest = max(10.0, *(values[0] for values in spectra.values()))
+    lowest = min(0.1, *(values[-1] for values in spectra.values()))
+    axes.set_ylim(max(lowest / 2, 1e-6), 2 * highest)  # what is smaller still is as good as zero
+    axes.set_xlim(0, 1)
+    axes.grid(alpha=0.25)
+
+
+def _spectrum_image(axes: Axes, spectra: Mapping[str, Sequence[float]]) -> Any:
+    """Rows of layers, columns of places in the spectrum, colours of powers of ten."""
+    columns = 200
+    table = [
+        [math.log10(max(values[int((c + 0.5) / columns * len(values))], 1e-12)) for c in range(columns)]
+        for values in spectra.values()
+    ]
+    extent = (0.0, 1.0, len(table) - 0.5, -0.5)
+    image = axes.imshow(table, cmap="RdBu_r", vmin=-3, vmax=3, extent=extent, aspect="auto", interpolation="nearest")
+    above = [sum(value > 1 for value in values) / len(values) for values in spectra.values()]
+    edges = [edge - 0.5 for row in range(len(above)) for edge in (row, row + 1)]
+    axes.plot([share for share in above for _ in range(2)], edges, color="black", linewidth=1.2)
+    return image
+
+
+def plot_history(history: Sequence[Mapping[str, Any]]) -> Figure:
+    """Condition numbers and staleness over training.
+
+    Up to 8 layers are a line each; of more the median, the range over all layers, and the layer that is worst at the
+    end. A singular factor (condition number infinite) is drawn as a triangle, a factor 10 above the largest finite one.
+
+    Args:
+        history: ``report()`` of different steps, in order, as often as you like; staleness shows its sawtooth if
+            they come every step. Entries without ``layers`` count for staleness alone.
+
+    Raises:
+        ValueError: If it is empty.
+        ImportError: Without matplotlib.
+    """
+    if not history:
+        raise ValueError("an empty history: append engine.report() to it during training")
+    figure = _figure(12, 7)
+    (left, right), (damped, stale) = figure.subplots(2, 2, sharex=True)
+    _conditions(left, history, lambda layer: layer["A"]["condition"])
+    left.set_title("condition number of A")
+    _conditions(right, history, lambda layer: layer["G"]["condition"])
+    right.set_title("condition number of G")
+    _conditions(damped, history, lambda layer: layer["condition"])
+    damped.set_title("condition number of A \u2297 G + damping")
+    points = [(entry["step"], entry["staleness"]) for entry in history if entry["staleness"] is not None]
+    stale.plot(*zip(*points, strict=True) if points else ([], []), color=_BLUE, marker=".", markersize=3)
+    stale.set_title("staleness: age of the factors in use")
+    stale.set_ylabel("steps")
+    stale.set_ylim(bottom=0)
+    for axes in (left, right, damped, stale):
+        axes.grid(alpha=0.25)
+    for axes in (damped, stale):
+        axes.set_xlabel("step")
+    return figure
+
+
+def _conditions(axes: Axes, history: Sequence[Mapping[str, Any]], number: Callable[[Any], float | None]) -> None:
+    """Draws one condition number of every layer over the steps."""
+    curves: dict[str, dict[int, float]] = {}
+    for entry in history:
+        for name, layer in entry.get("layers", {}).items():
+            value = number(layer)  # infinite, or None where it has been through JSON
+            curves.setdefault(name or "(model)", {})[entry["step"]] = math.inf if value is None else value
+    finite = [value for curve in curves.values() for value in curve.values() if value < math.inf]
+    top = 10 * max(finite, default=1.0)
+    curves = {name: {step: min(value, top) for step, value in curve.items()} for name, curve in curves.items()}
+    if 0 < len(curves) <= _LINES:
+        for colour, (name, curve) in zip(_COLOURS, curves.items(), strict=False):
+            axes.plot(list(curve), list(curve.values()), color=colour, marker=".", markersize=4, label=name)
+    elif curves:
+        steps = sorted({step for curve in curves.values() for step in curve})
+        columns = [[curve[step] for curve in curves.values() if step in curve] for step in steps]
+        least, middle, most = ([reduce(column) for column in columns] for reduce in (min, median, max))
+        worst = max(curves, key=lambda name: list(curves[name].items())[-1])
+        axes.fill_between(steps, least, most, color=_SKY, alpha=0.35, label=f"all {len(curves)}")
+        style: dict[str, Any] = {"color": _RED, "linestyle": "--", "marker": ".", "markersize": 4}
+        axes.plot(list(curves[worst]), list(curves[worst].values()), label=f"{worst} (worst)", **style)
+        axes.plot(steps, middle, color=_BLUE, linewidth=2, marker=".", label="median of the layers")
+    singular = sorted({step for curve in curves.values() for step, value in curve.items() if value == top})
+    if singular:
+        count = sum(list(curve.values())[-1] == top for curve in curves.values())
+        label = f"singular (at the end: {count})"
+        axes.plot(singular, [top] * len(singular), "^", color="black", markersize=5, zorder=1.5, label=label)
+    if curves:
+        axes.set_yscale("log")
+        axes.legend(fontsize="small")
+
+
+def plot_profile(profile: Mapping[str, Mapping[str, float]]) -> Figure:
+    """Milliseconds of the engine's stages, the longest on top.
+
+    Args:
+        profile: ``engine.profile()``.
+
+    Raises:
+        ImportError: Without matplotlib.
+    """
+    figure = _figure(9, 1.2 + 0.4 * max(1, len(profile)))
+    axes = figure.subplots()
+    stages = sorted(profile.items(), key=lambda stage: -stage[1]["ms"])
+    colours = [_ORANGE if name.endswith("communication") else _BLUE for name, _ in stages]
+    bars = axes.barh(range(len(stages)), [row["ms"] for _, row in stages], color=colours)
+    notes = [f"{row['ms']:.4g} ms = {row['calls']:.0f} \u00d7 {row['ms_per_call']:.3g}" for _, row in stages]
+    axes.bar_label(bars, notes, padding=4, fontsize="small")
+    axes.margins(x=0.3)
+    axes.set_yticks(range(len(stages)), [name for name, _ in stages])
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds in total")
+    total = sum(row["ms"] for _, row in stages)
+    axes.set_title(
+        f"Time of the stages of curvature: {total:.4g} ms" + " (orange: communication)" * (_ORANGE in colours)
+    )
+    axes.grid(alpha=0.25, axis="x")
+    axes.set_axisbelow(True)
+    return figure
+
+
+# What a rank does for a layer, as bits: preconditions 1, decomposes A 2, decomposes G 4.
+_DUTIES = {
+    1: ("preconditions", "#D9D9D9"),
+    2: ("decomposes A", _SKY),
+    3: ("decomposes A, preconditions", _BLUE),
+    4: ("decomposes G", "#F5D491"),
+    5: ("decomposes G, preconditions", _ORANGE),
+    6: ("decomposes A and G", "#E6BCD3"),
+    7: ("decomposes A and G, preconditions", _PURPLE),
+}
+
+
+def plot_assignment(workers: Mapping[str, Any]) -> Figure:
+    """Who decomposes and who preconditions: layers by ranks, and above them the decomposition load of each rank.
+
+    Args:
+        workers: ``engine.workers()``.
+
+    Raises:
+        ImportError: Without matplotlib.
+    """
+    layers, loads = workers["layers"], workers["loads"]
+    figure = _figure(min(16.0, 6 + 0.25 * len(loads)), 2.8 + _height(len(layers)))
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1.2, max(1.0, _height(len(layers)))))
+    mean = sum(loads) / len(loads) or 1.0
+    upper.bar(range(len(loads)), [load / mean for load in loads], color=_BLUE)
+    upper.axhline(1.0, color="black", linewidth=1)
+    upper.set_ylabel("load / mean")
+    duties = [
+        [(rank in row["precondition"]) + 2 * (rank == row["A"]) + 4 * (rank == row["G"]) for rank in range(len(loads))]
+        for row in layers.values()
+    ]
+    colours = ListedColormap(["white", *(colour for _, colour in _DUTIES.values())])
+    lower.imshow(duties, cmap=colours, vmin=-0.5, vmax=7.5, aspect="auto", interpolation="nearest")
+    lower.hlines([row + 0.5 for row in range(len(layers))], -0.5, len(loads) - 0.5, color="white", linewidth=0.6)
+    lower.vlines([rank + 0.5 for rank in range(len(loads))], -0.5, len(layers) - 0.5, color="white", linewidth=0.6)
+    _rows(lower, list(layers))
+    lower.set_xlim(-0.5, len(loads) - 0.5)
+    lower.set_xticks(range(0, len(loads), math.ceil(len(loads) / 16)))
+    lower.set_xlabel("rank")
+    found = sorted({duty for row in duties for duty in row} - {0})
+    patches = [Patch(color=_DUTIES[duty][1], label=_DUTIES[duty][0]) for duty in found]
+    figure.legend(handles=patches, loc="outside lower center", ncols=2, fontsize="small")
+    figure.suptitle("Assignment of layers to ranks")
+    return figure

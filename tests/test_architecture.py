@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "comm": (set(), {"torch", "horovod", "deepspeed"}),
     "scaling": (set(), {"torch"}),
     "schedules": (set(), set()),
-    "diagnostics": (set(), {"torch"}),
+    "diagnostics": (set(), {"torch", "matplotlib"}),
     "optimizers": ({"curvature"}, {"torch", "torch_optimizer"}),
 }
 # Within the package curvature, whose files may import all modules below, and torch: which of the others.

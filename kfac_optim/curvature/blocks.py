@@ -39,6 +39,7 @@ class Block:
         decomposed: The decompositions of A and G in use; None on ranks that do not precondition.
         means: The mean eigenvalues that belong to them, ``[p]`` each; not None on any rank once there are some.
         cosine: Between gradient and direction in the first step that used them, 0-dim.
+        spectra: Eigenvalues of the factors that they were made of, once asked for.
     """
 
     layer: KroneckerLayer
@@ -49,6 +50,7 @@ class Block:
     decomposed: tuple[Decomposition, Decomposition] | None = None
     means: tuple[Tensor, Tensor] | None = None
     cosine: Tensor | None = None
+    spectra: tuple[Tensor, ...] | None = None
 
     def has_data(self, suffix: str) -> bool:
         """Whether the averages of both sides have seen something."""
@@ -73,11 +75,12 @@ class Block:
 
     def install(self, decomposed: tuple[Decomposition, Decomposition] | None) -> None:
         """Takes decompositions of the "_last" averages into use."""
-        self.decomposed, self.means, self.cosine = decomposed, self.mean_eigenvalues("_last"), None
+        self.drop()
+        self.decomposed, self.means = decomposed, self.mean_eigenvalues("_last")
 
     def drop(self) -> None:
         """Has no decompositions any more."""
-        self.decomposed = self.means = self.cosine = None
+        self.decomposed = self.means = self.cosine = self.spectra = None
 
 
 def gamma_of(means: tuple[Tensor, Tensor], damping: float, *, relative: bool) -> Tensor:

@@ -32,7 +32,7 @@ from ..scaling import KLClip, Scaling
 from ..schedules import Schedule, due, growing
 from ..solvers import Solver
 from .averages import Averaging
-from .blocks import SIDES, Block
+from .blocks import SIDES, Block, gamma_of
 from .coverage import find_blocks, parameters_of
 from .memory import memory_of, total
 from .options import Options
@@ -685,24 +685,37 @@ class CurvatureEngine(Options):
         """Bytes of a layer on this rank by kind."""
         return memory_of(block, self.comm, self.solver, self.factor_dtype, self.inv_dtype, spreads=self._ever_spreads)
 
-    def report(self) -> dict[str, Any]:
-        """Numbers for logging, plain floats and ints.
+    def report(self, *, eigenvalues: bool = False) -> dict[str, Any]:
+        """Numbers for logging, plain floats and ints; :func:`~kfac_optim.diagnostics.flatten` puts them in one level.
+
+        Costs an eigenvalue computation per factor after each refresh, when asked for; otherwise little. No
+        communication.
+
+        Args:
+            eigenvalues: Adds ``eigenvalues`` to the spectra: a list of floats, largest first, all pairs together.
 
         Returns:
             ``step``, ``skipped_steps`` (gradients not finite), ``skipped_batches`` (statistics not finite),
             ``failed_decompositions``, ``staleness`` (steps since the factors in use were frozen, None before the first
             refresh), ``traffic`` (by kind, bytes ``sent`` and ``received`` by this rank per step: "counts", "factors",
             "decompositions", "directions"; see :mod:`kfac_optim.comm`) and ``layers``: per layer name the spectra of A
-            and G in use (``min``, ``mean``, ``max``, ``condition``), and ``cosine`` between gradient and direction at
-            the last refresh. Spectra are computed when asked for, an eigenvalue computation per factor.
+            and G in use (``min``, ``mean``, ``max``, ``condition``), ``damping`` (gamma of the coming step, the mean
+            over the layer's pairs), ``condition`` (of ``A (x) G + gamma I``, from these extremes) and ``cosine``
+            between gradient and direction at the last refresh.
         """
         layers: dict[str, dict[str, Any]] = {}
         for block in self._blocks:
             if block.means is None:
                 continue
-            name = block.layer.name
-            layers[name] = {side: diagnostics.spectrum(block.factor(i, "_last")) for i, side in enumerate(SIDES)}
-            layers[name]["cosine"] = None if block.cosine is None else float(block.cosine)
+            if block.spectra is None:
+                block.spectra = tuple(diagnostics.eigenvalues(block.factor(side, "_last")) for side in range(2))
+            spectra = zip(SIDES, block.spectra, strict=True)
+            row: dict[str, Any] = {side: diagnostics.spectrum(values, full=eigenvalues) for side, values in spectra}
+            gamma = gamma_of(block.means, self._now("damping"), relative=self.relative_damping)
+            row["damping"] = float(gamma.mean())
+            row["condition"] = diagnostics.damped_condition(row["A"], row["G"], row["damping"])
+            row["cosine"] = None if block.cosine is None else float(block.cosine)
+            layers[block.layer.name] = row
         return {
             "step": self.step_count,
             "skipped_steps": self.skipped_steps,
@@ -719,6 +732,22 @@ class CurvatureEngine(Options):
     def profile(self) -> dict[str, dict[str, float]]:
         """Milliseconds and calls per stage since construction, the stages of the paper's Fig. 7."""
         return self._stages.table()
+
+    def workers(self) -> dict[str, Any]:
+        """Who works on what, the same on every rank.
+
+        Returns:
+            ``layers``: per layer name the ranks that decompose ``A`` and ``G``, and the list of those that
+            ``precondition``; ``loads``: the decompositions' multiply-adds on each rank, up to a constant.
+        """
+        layers = {
+            block.layer.name: {
+                **dict(zip(SIDES, block.workers.inverse_workers, strict=True)),
+                "precondition": list(block.workers.gradient_workers),
+            }
+            for block in self._blocks
+        }
+        return {"layers": layers, "loads": list(self.work.loads)}
 
     def __repr__(self) -> str:
         rows = [self._row(block) for block in self._blocks]
