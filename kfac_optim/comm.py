@@ -2,12 +2,12 @@
 
 The engine needs two verbs. ``sum`` adds tensors over all ranks (factors and counts travel so), ``send`` copies
 tensors from one rank to some others (decompositions, preconditioned gradients). Both work on lists, put them into flat
-buckets, start all buckets at once and wait for them in order.
+buckets, start all buckets at once and wait for them in order::
 
     a communicator needs        from torch.distributed       from Horovod
-    ``_start_sum``              ``all_reduce``               ``allreduce_async_``
-    ``_start_max``              ``all_reduce``               ``allreduce_async_``
-    ``_start_broadcast``        ``broadcast``                ``broadcast_async_``
+    _start_sum                  all_reduce                   allreduce_async_
+    _start_max                  all_reduce                   allreduce_async_
+    _start_broadcast            broadcast                    broadcast_async_
 
 Who calls what is the same on all ranks by construction: buckets follow from shapes and from the assignment alone.
 

@@ -1,6 +1,6 @@
 """The curvature engine: conducts capture, factors, solvers, assignment and scaling once per step.
 
-What a step does, in order:
+What a step does, in order::
 
     fold the captured moments into the running averages          (statistics steps; drop non-finite micro-batches)
     if due: pool the factors of all ranks, decompose them on their inverse workers (eqs. 11-13 or 8-10), exchange
@@ -11,7 +11,7 @@ With several ranks everything that communicates happens in ``step()``, in an ord
 they used: what is due depends on the step alone, what is sent on the assignment alone.
 
 The engine returns directions and leaves ``.grad`` alone; whoever owns it (an optimizer of this package, or the caller
-of :meth:`CurvatureEngine.precondition_`) applies them.
+of :meth:`~kfac_optim.CurvatureEngine.precondition_`) applies them.
 
 References: Pauloski et al., "Deep Neural Network Training with Distributed K-FAC" (the paper; its equation numbers are
 used throughout); Martens & Grosse 2015, arXiv:1503.05671; Grosse & Martens 2016, arXiv:1602.01407; Eschenhagen et al.
@@ -1245,7 +1245,7 @@ class CurvatureEngine:
         return a, g
 
     def memory_estimate(self) -> dict[str, int]:
-        """Bytes on this rank by kind: see :func:`kfac_optim.memory_estimate`."""
+        """Bytes on this rank by kind, as :func:`kfac_optim.memory_estimate` gives them for the fullest one."""
         return _total(self._memory_of(layer) for layer in self.layers)
 
     def _memory_of(self, layer: KroneckerLayer) -> dict[str, int]:
@@ -1418,10 +1418,10 @@ def memory_estimate(
         **options: Any other keyword of :class:`CurvatureEngine` that matters to memory.
 
     Returns:
-        Bytes by kind: ``factors`` (running averages), ``snapshots`` (what the decompositions were made of), ``local
-        sums`` (what a rank has seen since the ranks last pooled their factors), ``decompositions``, ``refresh`` (while
-        one is worked off: its snapshot and the new decompositions), and their ``total``. On statistics steps one more
-        copy of the factors comes and goes.
+        Bytes by kind; the kinds are ``factors`` (running averages), ``snapshots`` (what the decompositions were made
+        of), ``local sums`` (what a rank has seen since the ranks last pooled their factors), ``decompositions``,
+        ``refresh`` (while one is worked off: its snapshot and the new decompositions), and their ``total``. On
+        statistics steps one more copy of the factors comes and goes.
     """
     with torch.no_grad():
         engine = CurvatureEngine(model, assignment=assignment, communicator=LocalCommunicator(0, world_size), **options)
