@@ -37,6 +37,7 @@ __all__ = [
     "Declined",
     "KroneckerLayer",
     "LayerOptions",
+    "LinearLayer",
     "Observation",
     "find_layers",
     "full_precision",
