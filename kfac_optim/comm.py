@@ -538,6 +538,15 @@ def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module]) -> str:
     return f"split by tensor parallelism, or not by rows: {placements}"
 
 
+def refuse_flattened(roots: Iterable[nn.Module]) -> None:
+    """Raises TypeError for torch's first FSDP: it keeps pieces of flattened weights, in which no matrix is left."""
+    if any(type(module).__name__ == "FullyShardedDataParallel" for root in roots for module in root.modules()):
+        raise TypeError(
+            "FullyShardedDataParallel (FSDP1) flattens the weights, so that no layer's matrix is left to precondition: "
+            "shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
+
+
 def largest_entry(tensors: Sequence[Tensor]) -> Tensor:
     """The largest absolute entry of all tensors, 0-dim; NaN or infinite if one of them is. Sharded ones count whole."""
     kinds: dict[Any, list[Tensor]] = {}

@@ -54,6 +54,7 @@ from .comm import (
     largest_entry,
     make_communicator,
     notify_join_context,
+    refuse_flattened,
     set_full_gradient_,
     shadowing,
     sharded_like,
@@ -221,7 +222,7 @@ class CurvatureEngine:
         comm_dtype: Of factors on the wire; None: as stored.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
+        TypeError: If an argument is of the wrong kind, or the model is wrapped in torch's first FSDP.
         ValueError: If a value is out of range, or no module owns the parameters.
     """
 
@@ -371,6 +372,7 @@ class CurvatureEngine:
         """Finds the layers of the trained parameters, and who works on them; known ones keep their identity."""
         known = {layer.weight: layer for layer in self.layers}
         self._roots = [self.model] if self.model is not None else owners_of(self._trained)
+        refuse_flattened(self._roots)
         options = LayerOptions(
             weight_sharing=self.weight_sharing,
             batch_dim=self.batch_dim,
@@ -449,8 +451,8 @@ class CurvatureEngine:
         does so for FSDP2); the layers then go on with the new ones, in the order of the old.
 
         Raises:
-            RuntimeError: If the parameters are no module's any more (DeepSpeed ZeRO 1-3: flat partitions), or if the
-                model has other parameters than the optimizer.
+            RuntimeError: If the parameters are no module's any more (DeepSpeed ZeRO 1-3: flat partitions), if the
+                model has other parameters than the optimizer, or if they are no matrices any more (FSDP1).
         """
         replaced = any(p not in self._trained for p in parameters)
         if self._met and not replaced:
@@ -474,6 +476,11 @@ class CurvatureEngine:
             raise RuntimeError(
                 "the model's parameters have been replaced since the optimizer was built: build it after "
                 "fully_shard(), to_empty() or whatever made new ones"
+            )
+        elif any(getattr(layer.weight, "ds_shape", layer.weight.shape) != layer.weight_shape for layer in self.layers):
+            raise RuntimeError(
+                "the model's weights have changed their shape since the optimizer was built, as under "
+                "FullyShardedDataParallel (FSDP1): shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
 
     def close(self) -> None:
