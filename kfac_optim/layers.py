@@ -21,6 +21,7 @@ Fisher of scale and shift per channel, which is the pair (1, F_c) with ``W = [sc
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import re
@@ -113,12 +114,17 @@ def full_precision(device_type: str) -> Iterator[None]:
         if device_type != "cuda":
             yield
             return
-        precision = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
+        matmul: Any = torch.backends.cuda.matmul
+        try:
+            precision, choose = torch.get_float32_matmul_precision(), torch.set_float32_matmul_precision
+            choose("highest")
+        except RuntimeError:  # chosen by the attribute of torch 2.9, beside which the functions refuse to work
+            precision, choose = matmul.fp32_precision, functools.partial(setattr, matmul, "fp32_precision")
+            choose("ieee")
         try:
             yield
         finally:
-            torch.set_float32_matmul_precision(precision)
+            choose(precision)
 
 
 def gram(rows: Tensor) -> Tensor:
