@@ -1,4 +1,4 @@
-"""K-FAC as ordinary ``torch.optim`` optimizers.
+"""K-FAC as ordinary ``torch.optim`` optimizers::
 
     optimizer = KFACSGD(model, lr=0.1, momentum=0.9)      # instead of torch.optim.SGD(model.parameters(), ...)
 

@@ -2,12 +2,12 @@
 
 The engine needs two verbs. ``sum`` adds tensors over all ranks (factors and counts travel so), ``send`` copies
 tensors from one rank to some others (decompositions, preconditioned gradients). Both work on lists, put them into flat
-buckets, start all buckets at once and wait for them in order.
+buckets, start all buckets at once and wait for them in order::
 
     a communicator needs        from torch.distributed       from Horovod
-    ``_start_sum``              ``all_reduce``               ``allreduce_async_``
-    ``_start_max``              ``all_reduce``               ``allreduce_async_``
-    ``_start_broadcast``        ``broadcast``                ``broadcast_async_``
+    _start_sum                  all_reduce                   allreduce_async_
+    _start_max                  all_reduce                   allreduce_async_
+    _start_broadcast            broadcast                    broadcast_async_
 
 Who calls what is the same on all ranks by construction: buckets follow from shapes and from the assignment alone.
 
@@ -558,6 +558,15 @@ def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module]) -> str:
     if by_fsdp and placements[-1].is_shard(0) and all(placement.is_replicate() for placement in placements[:-1]):
         return ""
     return f"split by tensor parallelism, or not by rows: {placements}"
+
+
+def refuse_flattened(roots: Iterable[nn.Module]) -> None:
+    """Raises TypeError for torch's first FSDP: it keeps pieces of flattened weights, in which no matrix is left."""
+    if any(type(module).__name__ == "FullyShardedDataParallel" for root in roots for module in root.modules()):
+        raise TypeError(
+            "FullyShardedDataParallel (FSDP1) flattens the weights, so that no layer's matrix is left to precondition: "
+            "shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
 
 
 def largest_entry(tensors: Sequence[Tensor]) -> Tensor:

@@ -4,7 +4,7 @@ A factor is a stack of ``p`` symmetric matrices (one per Kronecker pair; ``p = 1
 triangle is stored: shape ``[p, n (n + 1) / 2]``, or ``[p, n]`` for a diagonal factor. Packed storage halves memory,
 state and traffic.
 
-Each running average is two sums, value and weight (eqs. 14-15 of the paper without their initial bias):
+Each running average is two sums, value and weight (eqs. 14-15 of the paper without their initial bias)::
 
     S <- xi S + sum of the new moments,   w <- xi w + their count,   factor = S / w.
 

@@ -1,13 +1,13 @@
 """Kronecker structure of each module type.
 
-One canonical shape serves every layer: a call computes
+One canonical shape serves every layer: a call computes::
 
     s[n, r] = W a[n, r],     n examples, r shared positions (pixels, tokens; 1 for a plain Linear),
 
 the bias being the last column of ``W`` with a 1 appended to ``a``; ``g[n, r] = dL/ds[n, r]``. A layer here turns what a
 module saw into *rows* of that form, ``[n, r, p, d]``, and gradients into matrices ``[p, d_out, d_in]`` and back. ``p``
 is the number of Kronecker pairs: 1, the groups of a grouped convolution, q/k/v of attention, the channels of a norm
-layer. From rows the raw second moments follow, the same for every type (Eschenhagen et al. 2023):
+layer. From rows the raw second moments follow, the same for every type (Eschenhagen et al. 2023)::
 
     expand:  sum_{n,r} a a^T  (count n r)                     sum_{n,r} g g^T
     reduce:  a~ = mean_r a, g~ = sum_r g;  sum_n a~ a~^T  (count n)    sum_n g~ g~^T
@@ -21,6 +21,7 @@ Fisher of scale and shift per channel, which is the pair (1, F_c) with ``W = [sc
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import re
@@ -37,6 +38,7 @@ __all__ = [
     "Declined",
     "KroneckerLayer",
     "LayerOptions",
+    "LinearLayer",
     "Observation",
     "find_layers",
     "full_precision",
@@ -95,7 +97,7 @@ class Observation:
         a: Raw sum over rows, ``[p, d_in, d_in]`` (``[p, d_in]`` where A is diagonal); for layers that pool their calls
             by example the sum over positions of each example, ``[n, p, d_in]``.
         count: Rows in the sum; for layers that pool by example, positions of each example (tensor ``[p]``).
-        context: What :meth:`KroneckerLayer.output_rows` needs of the input; None for most types.
+        context: What :meth:`~kfac_optim.KroneckerLayer.output_rows` needs of the input; None for most types.
         pairs: The pairs that the call was about, the others being zero; None for all.
     """
 
@@ -112,12 +114,17 @@ def full_precision(device_type: str) -> Iterator[None]:
         if device_type != "cuda":
             yield
             return
-        precision = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
+        matmul: Any = torch.backends.cuda.matmul
+        try:
+            precision, choose = torch.get_float32_matmul_precision(), torch.set_float32_matmul_precision
+            choose("highest")
+        except RuntimeError:  # chosen by the attribute of torch 2.9, beside which the functions refuse to work
+            precision, choose = matmul.fp32_precision, functools.partial(setattr, matmul, "fp32_precision")
+            choose("ieee")
         try:
             yield
         finally:
-            torch.set_float32_matmul_precision(precision)
+            choose(precision)
 
 
 def gram(rows: Tensor) -> Tensor:
@@ -159,7 +166,7 @@ class KroneckerLayer:
         modules: The modules that use the weight.
         weight: The parameter whose block this is.
         bias: Its bias, or None where there is none or the optimizer does not update it.
-        pairs: p.
+        pairs: The number p of Kronecker pairs.
         d_out: Rows of ``W``.
         d_in: Columns of ``W``, bias included.
         diagonal: Whether A and G are kept as diagonals.
@@ -199,7 +206,7 @@ class KroneckerLayer:
 
     @property
     def rule_name(self) -> str:
-        """What the table calls the rule: "Linear, expand", for instance."""
+        """What the table calls the rule, such as "Linear, expand"."""
         kind = type(self).__name__.strip("_").removesuffix("Layer")
         return f"{kind}, {self.sharing}" if self.rule == "Kronecker" else f"{kind}, {self.rule}"
 
@@ -247,7 +254,7 @@ class KroneckerLayer:
         return self.sharing == "reduce"
 
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
-        """What one call tells about A, in ``dtype``: see :class:`Observation`."""
+        """What one call tells about A, in ``dtype``: see :class:`~kfac_optim.layers.Observation`."""
         if self.by_example:
             return self._observe_examples(self.input_rows(module, a.detach().to(dtype), output))
         chunks = []

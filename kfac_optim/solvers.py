@@ -1,6 +1,6 @@
 """Factor -> decomposition, and decompositions + damping + gradient -> preconditioned gradient.
 
-Two solvers, both for stacks of ``p`` Kronecker pairs, ``V`` of shape ``[p, d_out, d_in]``:
+Two solvers, both for stacks of ``p`` Kronecker pairs, ``V`` of shape ``[p, d_out, d_in]``::
 
     eigen    (paper, eqs. 11-13)  Q_G ((Q_G^T V Q_A) / (d_G d_A^T + gamma)) Q_A^T  =  (A (x) G + gamma I)^-1 V
     inverse  (paper, eqs. 8-10)   (G + sqrt(gamma)/pi I)^-1 V (A + pi sqrt(gamma) I)^-1

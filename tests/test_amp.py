@@ -7,6 +7,9 @@ that leaves float16's range.
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 
 import pytest
@@ -297,3 +300,40 @@ def test_curvature_in_half_precision(
     for name, expected in exact.items():
         assert float(expected.norm()) > 0
         assert_near(rounded[name], expected, name, STORED_TOL[dtype])
+
+
+# TF32 ----------------------------------------------------------------------------------------------------------------
+
+# Ways to turn it on, and to read what is chosen: torch refuses to have them mixed, so each has a process of its own.
+TF32 = {
+    "function": ("torch.set_float32_matmul_precision('medium')", "torch.get_float32_matmul_precision()"),
+    "flag": ("matmul.allow_tf32 = True", "matmul.allow_tf32"),
+    "attribute of matmul": ("matmul.fp32_precision = 'tf32'", "matmul.fp32_precision"),
+    "attribute of all": ("torch.backends.fp32_precision = 'tf32'", "matmul.fp32_precision"),
+}
+
+
+@pytest.mark.parametrize("how", TF32)
+def test_tf32_is_off_for_factors_and_back_afterwards(how: str) -> None:
+    """A property of the process, so it can be looked at without a GPU."""
+    matmul = torch.backends.cuda.matmul
+    if how.startswith("attribute") and not hasattr(matmul, "fp32_precision"):
+        pytest.skip("torch 2.9 has it")
+    choose, read = TF32[how]
+    script = f"""
+        import contextlib, torch
+        from kfac_optim.layers import full_precision
+        matmul = torch.backends.cuda.matmul
+        {choose}
+        print({read})
+        with contextlib.suppress(ZeroDivisionError), full_precision("cuda"):
+            print({read})
+            raise ZeroDivisionError
+        print({read})
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    before, inside, after = done.stdout.split()
+    assert before == after
+    assert (before, inside) in [("medium", "highest"), ("True", "False"), ("tf32", "ieee")]

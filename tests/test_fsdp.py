@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
@@ -169,6 +169,32 @@ def test_sharding_after_the_optimizer_is_refused_or_followed() -> None:
     for story in run_ranks(2, build_before, False):
         assert "fully_shard" in story and "replaced" in story
     assert run_ranks(2, build_before, True) == ["trained", "trained"]
+
+
+def flatten(rank: int, world_size: int) -> dict[tuple[bool, str], str]:
+    """torch's first FSDP, in both of its modes, around the model before and after the optimizer was built."""
+    stories = {}
+    for original in (False, True):
+        for when in ("wrapped first", "its parameters", "built first"):
+            model: nn.Module = make()
+            try:
+                optimizer = KFACSGD(model, lr=0.1) if when == "built first" else None
+                model = FullyShardedDataParallel(model, use_orig_params=original, device_id=torch.device("cpu"))
+                if optimizer is None:
+                    optimizer = KFACSGD(model if when == "wrapped first" else model.parameters(), lr=0.1)
+                inputs, classes = data_of(rank)
+                F.cross_entropy(model(inputs), classes).backward()
+                optimizer.step()
+            except (TypeError, RuntimeError) as error:
+                stories[original, when] = str(error)
+    return stories
+
+
+def test_the_first_fsdp_is_refused_with_the_remedy() -> None:
+    """Its flattened pieces are no matrices; all of it would train by the base rule, or fail somewhere deep inside."""
+    for stories in run_ranks(2, flatten):
+        assert len(stories) == 6
+        assert all("fully_shard" in story for story in stories.values()), stories
 
 
 def tensor_parallel(rank: int, world_size: int) -> tuple[list[str], bool]:

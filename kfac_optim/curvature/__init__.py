@@ -1,6 +1,6 @@
 """The curvature engine: conducts capture, factors, solvers, assignment and scaling once per step.
 
-What a step does, in order:
+What a step does, in order::
 
     fold the captured moments into the running averages          (statistics steps; drop non-finite micro-batches)
     if due: pool the factors of all ranks, decompose them on their inverse workers (eqs. 11-13 or 8-10), exchange
@@ -24,7 +24,7 @@ With several ranks everything that communicates happens in ``step()``, in an ord
 they used: what is due depends on the step alone, what is sent on the assignment alone.
 
 The engine returns directions and leaves ``.grad`` alone; whoever owns it (an optimizer of this package, or the caller
-of :meth:`CurvatureEngine.precondition_`) applies them.
+of :meth:`~kfac_optim.CurvatureEngine.precondition_`) applies them.
 
 References: Pauloski et al., "Deep Neural Network Training with Distributed K-FAC" (the paper; its equation numbers are
 used throughout); Martens & Grosse 2015, arXiv:1503.05671; Grosse & Martens 2016, arXiv:1602.01407; Eschenhagen et al.

@@ -23,6 +23,7 @@ from ..comm import (
     largest_entry,
     make_communicator,
     notify_join_context,
+    refuse_flattened,
     set_full_gradient_,
     shadowing,
     share_gradients,
@@ -96,7 +97,7 @@ class CurvatureEngine(Options):
         comm_dtype: Of factors on the wire; None: as stored.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
+        TypeError: If an argument is of the wrong kind, or the model is wrapped in torch's first FSDP.
         ValueError: If a value is out of range, or no module owns the parameters.
     """
 
@@ -183,6 +184,7 @@ class CurvatureEngine(Options):
     def _find_layers(self) -> None:
         """Finds the layers of the trained parameters, and who works on them; known ones keep their identity."""
         self._roots = [self.model] if self.model is not None else owners_of(self._trained)
+        refuse_flattened(self._roots)
         options = LayerOptions(
             weight_sharing=self.weight_sharing,
             batch_dim=self.batch_dim,
@@ -237,8 +239,8 @@ class CurvatureEngine(Options):
         does so for FSDP2); the layers then go on with the new ones, in the order of the old.
 
         Raises:
-            RuntimeError: If the parameters are no module's any more (DeepSpeed ZeRO 1-3: flat partitions), or if the
-                model has other parameters than the optimizer.
+            RuntimeError: If the parameters are no module's any more (DeepSpeed ZeRO 1-3: flat partitions), if the
+                model has other parameters than the optimizer, or if they are no matrices any more (FSDP1).
         """
         replaced = any(p not in self._trained for p in parameters)
         if self._met and not replaced:
@@ -262,6 +264,11 @@ class CurvatureEngine(Options):
             raise RuntimeError(
                 "the model's parameters have been replaced since the optimizer was built: build it after "
                 "fully_shard(), to_empty() or whatever made new ones"
+            )
+        elif any(getattr(layer.weight, "ds_shape", layer.weight.shape) != layer.weight_shape for layer in self.layers):
+            raise RuntimeError(
+                "the model's weights have changed their shape since the optimizer was built, as under "
+                "FullyShardedDataParallel (FSDP1): shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
 
     def close(self) -> None:
@@ -678,7 +685,7 @@ class CurvatureEngine(Options):
         return block.factor(0), block.factor(1)
 
     def memory_estimate(self) -> dict[str, int]:
-        """Bytes on this rank by kind: see :func:`kfac_optim.memory_estimate`."""
+        """Bytes on this rank by kind, as :func:`kfac_optim.memory_estimate` gives them for the fullest one."""
         return total(map(self._memory_of, self._blocks))
 
     def _memory_of(self, block: Block) -> dict[str, int]:
@@ -800,10 +807,10 @@ def memory_estimate(
         **options: Any other keyword of :class:`CurvatureEngine` that matters to memory.
 
     Returns:
-        Bytes by kind: ``factors`` (running averages), ``snapshots`` (what the decompositions were made of), ``local
-        sums`` (what a rank has seen since the ranks last pooled their factors), ``decompositions``, ``refresh`` (while
-        one is worked off: its snapshot and the new decompositions), and their ``total``. On statistics steps one more
-        copy of the factors comes and goes.
+        Bytes by kind; the kinds are ``factors`` (running averages), ``snapshots`` (what the decompositions were made
+        of), ``local sums`` (what a rank has seen since the ranks last pooled their factors), ``decompositions``,
+        ``refresh`` (while one is worked off: its snapshot and the new decompositions), and their ``total``. On
+        statistics steps one more copy of the factors comes and goes.
     """
     with torch.no_grad():
         engine = CurvatureEngine(model, assignment=assignment, communicator=LocalCommunicator(0, world_size), **options)
