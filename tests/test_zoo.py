@@ -196,7 +196,8 @@ def counts(family: Family) -> Counts:
     seen = {layer.weight for layer in engine.layers if layer.name in engine.report()["layers"]}
     table = [line for line in str(engine).splitlines() if line]
     rows = {}
-    for name, reason in engine.uncovered.values():
+    for parameter, (name, reason) in engine.uncovered.items():
+        assert parameter.requires_grad != reason.startswith("frozen"), f"{name}: {reason}"
         (row,) = (line for line in table if line.split()[0] == name)
         assert reason and row.endswith(reason) and row.split()[1] == "base", row
         rows[name] = reason
