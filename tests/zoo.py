@@ -40,7 +40,6 @@ class Family:
             the coverage table shows.
         once: Pattern of the layers that run once for all examples: the gradient at their output is a sum over them.
         part: The module that the optimizer trains; the whole by default.
-        precision: Relative error of the values in a float64 run; some of transformers' layers compute in float32.
     """
 
     make: Callable[[], nn.Module]
@@ -51,7 +50,6 @@ class Family:
     declined: dict[str, str] = field(default_factory=dict)
     once: str = "(?!)"
     part: Callable[[Any], nn.Module] = lambda model: model
-    precision: float = 1e-8
 
 
 # Data ----------------------------------------------------------------------------------------------------------------
@@ -562,7 +560,7 @@ TRANSFORMERS: dict[str, Family] = {
     ),
     "T5ForConditionalGeneration": Family(
         hugging_face("T5ForConditionalGeneration", "T5Config", **_T5),
-        reversing, own_loss, **_SYMBOLS, declined={"lm_head": TIED}, once="relative_attention_bias", precision=1e-5,
+        reversing, own_loss, **_SYMBOLS, declined={"lm_head": TIED}, once="relative_attention_bias",
     ),
     "ViTForImageClassification": Family(
         hugging_face(
@@ -572,11 +570,11 @@ TRANSFORMERS: dict[str, Family] = {
         images, pixel_loss,
     ),
     "LlamaForCausalLM": Family(
-        hugging_face("LlamaForCausalLM", "LlamaConfig", **_LLAMA), copies, own_loss, **_SYMBOLS, precision=1e-5
+        hugging_face("LlamaForCausalLM", "LlamaConfig", **_LLAMA), copies, own_loss, **_SYMBOLS
     ),
     "MistralForCausalLM": Family(
         hugging_face("MistralForCausalLM", "MistralConfig", **_LLAMA, sliding_window=4),
-        copies, own_loss, **_SYMBOLS, precision=1e-5,
+        copies, own_loss, **_SYMBOLS,
     ),
     "WhisperForConditionalGeneration": Family(
         hugging_face(
