@@ -346,6 +346,8 @@ class Capture:
             return None
         if not (isinstance(output, Tensor) and output.requires_grad and isinstance(a, Tensor)):
             return None
+        if output.numel() == 0:  # an expert to which no token was routed: nothing was seen
+            return None
         recomputed = _in_backward()
         if self.fisher is not None and (recomputed or self._call is None):
             return None

@@ -76,6 +76,11 @@ def is_norm(module: nn.Module) -> bool:
     return isinstance(module, NORMS)
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Tell transformers' Conv1D, or its stand-in."""
+    return f"{type(module).__module__}.{type(module).__name__}" == "transformers.pytorch_utils.Conv1D"
+
+
 def weight_index(module: nn.Module) -> Tensor:
     """Where entry ``[group, out, in]`` of the canonical weight stands in the flattened stored weight."""
     flat = torch.arange(module.weight.numel()).reshape(module.weight.shape)
@@ -84,7 +89,7 @@ def weight_index(module: nn.Module) -> Tensor:
         return per_group.transpose(1, 2).flatten(2)
     if isinstance(module, _ConvNd):  # stored [c_out, c_in / groups, *kernel]
         return flat.reshape(module.groups, module.out_channels // module.groups, -1)
-    if isinstance(module, (nn.Embedding, Conv1D)):  # stored [d_in, d_out]
+    if isinstance(module, nn.Embedding) or is_conv1d(module):  # stored [d_in, d_out]
         return flat.T[None]
     return flat[None]
 

@@ -1,4 +1,4 @@
-"""Small models of the kinds that people train: each of the three classes trains them, in the usual loop."""
+"""Models that are called in other ways than the zoo's, return something else than logits, or are compiled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
 from kfac_optim.optimizers import KFACMixin
 from tests.compare import assert_same_factors, assert_same_weights
-from tests.reference import assert_near
+from tests.zoo import FAMILIES
 
 STEPS = 30
 FALL = 0.7  # the loss after 30 steps on one batch, as a share of the first: with right directions all end below 0.5
@@ -27,57 +27,16 @@ CLASSES: dict[type[KFACMixin], dict[str, float]] = {
 INTERVALS = {"factor_update_steps": 1, "inv_update_steps": 5}
 
 
-class Residual(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-            nn.BatchNorm2d(channels),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-            nn.BatchNorm2d(channels),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x + self.body(x), inplace=True)
-
-
-def resnet() -> nn.Module:
-    stem = nn.Sequential(nn.Conv2d(1, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(inplace=True))
-    return nn.Sequential(stem, Residual(6), Residual(6), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, 4))
-
-
-def separable() -> nn.Module:
-    layers: list[nn.Module] = [nn.Conv2d(1, 6, 3, padding=1)]
-    for _ in range(2):
-        layers += [nn.Conv2d(6, 6, 3, padding=1, groups=6, bias=False), nn.BatchNorm2d(6), nn.Hardswish(inplace=True)]
-        layers += [nn.Conv2d(6, 6, 1, bias=False), nn.BatchNorm2d(6), nn.Hardswish(inplace=True)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, 4))
-
-
-class TransformerClassifier(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(8, 8)
-        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(self.embed(x.squeeze(1))).mean(1))
-
-
 class GPT(nn.Module):
-    """Token and position embeddings, causal attention by F.scaled_dot_product_attention, head tied to the embedding."""
+    """Token and position embeddings, causal attention by F.scaled_dot_product_attention."""
 
-    def __init__(self, tied: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(11, 8), nn.Embedding(6, 8)
         self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(3))
         self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
         self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
         self.head = nn.Linear(8, 11, bias=False)
-        if tied:
-            self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
@@ -85,27 +44,6 @@ class GPT(nn.Module):
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         x = x + self.mlp(self.norms[1](x))
         return self.head(self.norms[2](x))
-
-
-class LSTMClassifier(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x.squeeze(1))[0][:, -1])
-
-
-class UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.deep = nn.Conv2d(1, 6, 3, padding=1), nn.Conv2d(6, 8, 3, stride=2, padding=1)
-        self.up, self.norm = nn.ConvTranspose2d(8, 6, 2, stride=2), nn.GroupNorm(2, 6)
-        self.out = nn.Conv2d(12, 1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        skip = F.relu(self.down(x))
-        return self.out(torch.cat([skip, self.norm(self.up(F.relu(self.deep(skip))))], 1))
 
 
 @dataclass
@@ -153,10 +91,6 @@ def predict_next(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
-def denoise(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(model(x), x)
-
-
 def of_dict(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(images=x, labels=y)["logits"], y)
 
@@ -188,13 +122,6 @@ class Case:
 
 
 CASES = {
-    "resnet": Case(resnet, classify, "batch", 11),
-    "depthwise separable": Case(separable, classify, "batch", 10),
-    "transformer": Case(TransformerClassifier, classify, "batch", 8),
-    "GPT, tied": Case(GPT, predict_next, "batch+sequence", 8),
-    "GPT": Case(lambda: GPT(tied=False), predict_next, "batch+sequence", 10),
-    "LSTM": Case(LSTMClassifier, classify, "batch", 1),
-    "UNet": Case(UNet, denoise, "elements", 5),
     "dict": Case(lambda: Returning("dict"), of_dict, "batch", 2),
     "dataclass": Case(lambda: Returning("dataclass"), of_dataclass, "batch", 2),
     "its own loss": Case(lambda: Returning("loss"), own_loss, "batch", 2),
@@ -233,35 +160,17 @@ def test_trains(name: str, cls: type[KFACMixin]) -> None:
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_given_parameters_alone_the_model_is_found(cls: type[KFACMixin]) -> None:
-    model = resnet()
+    family = FAMILIES["ResNet"]
+    model = family.make()
     other = copy.deepcopy(model)
     first, second = cls(model, **CLASSES[cls], **INTERVALS), cls(other.parameters(), **CLASSES[cls], **INTERVALS)
-    for _ in range(3):
-        x, y = batch()
+    for step in range(3):
+        data = family.batch(torch.Generator().manual_seed(step))
         for m, optimizer in ((model, first), (other, second)):
             optimizer.zero_grad()
-            classify(m, x, y).backward()
+            family.loss(m, data).backward()
             optimizer.step()
     assert_same_weights(other, model, rel=0.0)
-
-
-def test_an_lstm_trains_by_the_base_rule_with_its_reason() -> None:
-    model = LSTMClassifier()
-    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, **INTERVALS)
-    rows = [line for line in str(optimizer.curvature).splitlines() if line.startswith("lstm.")]
-    assert len(rows) == 4 and all("no Kronecker rule for LSTM" in row for row in rows)
-    own = dict(model.lstm.named_parameters())
-    plain = {name: nn.Parameter(p.detach().clone()) for name, p in own.items()}
-    sgd = torch.optim.SGD(plain.values(), lr=0.1, momentum=0.9)
-    for _ in range(3):
-        optimizer.zero_grad()
-        classify(model, *batch()).backward()
-        for name, p in plain.items():
-            p.grad = own[name].grad.clone()
-        optimizer.step()
-        sgd.step()
-    for name, p in plain.items():
-        assert_near(own[name].detach(), p.detach(), name, 1e-6)
 
 
 @pytest.mark.parametrize("fisher", ["empirical", "categorical"])
@@ -293,7 +202,7 @@ def small() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(36, 4))
 
 
-COMPILED = {"small": Case(small, classify, "batch", 3), "attention": CASES["GPT"]}
+COMPILED = {"small": Case(small, classify, "batch", 3), "attention": Case(GPT, predict_next, "batch+sequence", 10)}
 
 
 @pytest.mark.parametrize(("backend", "name"), [("eager", "small"), ("aot_eager", "small"), ("aot_eager", "attention")])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD
-from tests.compare import OPTIONS, assert_same_weights, factors_of
+from tests.compare import OPTIONS, assert_same_factors, assert_same_weights, factors_of
 from tests.reference import (
     Oracle,
     assert_applied,
@@ -223,3 +223,63 @@ def test_a_module_that_is_never_called_is_only_a_row_of_the_table() -> None:
     assert_same_weights(model, plain)
     assert "raw gradient until" in print_of(optimizer)["right"]
     assert optimizer.curvature.report()["failed_decompositions"] == 0
+
+
+NO_EXAMPLES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "Linear": (lambda: nn.Linear(4, 4), (4,)),
+    "Linear on tokens": (lambda: nn.Linear(4, 4), (3, 4)),
+    "Conv2d": (lambda: nn.Conv2d(4, 4, 3, padding=1), (4, 3, 3)),
+    "Conv2d with stride": (lambda: nn.Conv2d(4, 4, 2, stride=2), (4, 4, 4)),
+    "depthwise Conv2d": (lambda: nn.Conv2d(4, 4, 3, padding=1, groups=4), (4, 3, 3)),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(4, 4, 2, stride=2), (4, 2, 2)),
+    "LayerNorm": (lambda: nn.LayerNorm(4), (3, 4)),
+    "RMSNorm": (lambda: nn.RMSNorm(4), (4,)),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), (4, 2, 2)),
+    "BatchNorm2d in eval mode": (lambda: nn.BatchNorm2d(4).eval(), (4, 2, 2)),
+    "attention": (lambda: Attended(), (3, 4)),
+}
+
+
+class Attended(nn.Module):
+    """Self-attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Routed(nn.Module):
+    """Sends the first examples through an expert, and adds up what it says."""
+
+    def __init__(self, expert: nn.Module, call_always: bool) -> None:
+        super().__init__()
+        self.stem, self.expert, self.call_always = nn.Linear(4, 4), expert, call_always
+
+    def forward(self, x: Tensor, first: Tensor) -> Tensor:
+        y = self.stem(x.movedim(1, -1)).movedim(-1, 1) if x.dim() > 3 else self.stem(x)
+        n = int(first)
+        said = self.expert(y[:n]).sum() if n or self.call_always else 0.0
+        return y + said
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("case", NO_EXAMPLES.values(), ids=NO_EXAMPLES)
+def test_a_call_on_no_examples_is_no_call(case: tuple[Callable[[], nn.Module], tuple[int, ...]], sharing: str) -> None:
+    """An expert to which a router sends nothing: averages and weights are those of an expert that was left out."""
+    make, shape = case
+    expert = make()
+    models = [Routed(copy.deepcopy(expert), call_always) for call_always in (True, False)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [KFACSGD(m, weight_sharing=sharing, **(OPTIONS | {"factor_decay": 0.5})) for m in models]
+    for first in (0, 2, 0, 3):
+        x, y = torch.randn(4, *shape), torch.randn(4, *shape)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss(model(x, torch.tensor(first)), y).backward()
+            optimizer.step()
+        if first:
+            assert_same_factors(*optimizers)
+    assert_same_weights(*models)
