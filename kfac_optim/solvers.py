@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar, cast
+from typing import Literal, Protocol, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ __all__ = [
     "batches",
     "decompose_all",
     "decompose_safely",
+    "is_iterated",
 ]
 
 Decomposition = tuple[Tensor, ...]
@@ -225,6 +226,11 @@ class InverseSolver:
         for scale in (*a_scale, *g_scale):
             v = v * scale[:, None, None]
         return v
+
+
+def is_iterated(solver: Solver) -> TypeGuard[Iterated]:
+    """Whether a solver's decompositions start from the last ones."""
+    return bool(getattr(solver, "iterated", False))
 
 
 def decompose_safely(solver: Solver, factor: Tensor, shift: Tensor, last: Result = None) -> Decomposition | None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from kfac_optim import EigenSolver
+from kfac_optim import KAISA, KFACSGD, EigenSolver, memory_estimate
 from kfac_optim.solvers import Decomposition, decompose_all, decompose_safely
+from tests.ranks import run_ranks
+from tests.training import FLOAT64, assert_identical, data_of, make_model, train, values
 
 ALWAYS = EigenSolver(refresh="qr", tolerance=float("inf"))  # never falls back
 
@@ -138,3 +145,195 @@ def test_a_step_that_fails_is_decomposed_anew() -> None:
 def test_arguments_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EigenSolver(**options)
+
+
+# In training ---------------------------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "factor_update_steps": 1, "inv_update_steps": 4, "damping": 0.1}
+SPREADS = [0, 3]
+
+
+class Watched(EigenSolver):
+    """Notes what is made, of what."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "log", [])
+
+    def decompose(self, factor: Tensor, shift: Tensor) -> Decomposition:
+        found = super().decompose(factor, shift)
+        self.log.append(("decompose", factor.clone(), None, found))
+        return found
+
+    def refine(self, factor: Tensor, shift: Tensor, last: Decomposition) -> Decomposition:
+        found = super().refine(factor, shift, last)
+        self.log.append(("refine", factor.clone(), last, found))
+        return found
+
+
+def trained(solver: EigenSolver, steps: int, **options: Any) -> tuple[nn.Module, KFACSGD]:
+    model = make_model()
+    optimizer = KFACSGD(model, solver=solver, **{**OPTIONS, **options})
+    train(model, optimizer, range(steps))
+    return model, optimizer
+
+
+def test_without_tolerance_training_is_that_of_eigh() -> None:
+    model, _ = trained(EigenSolver(refresh="qr", tolerance=0.0), 14, spread=0)
+    other, _ = trained(EigenSolver(), 14, spread=0)
+    assert_identical(model, other)
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_every_refresh_starts_from_the_one_before_and_some_anew(spread: int) -> None:
+    """Refreshes at 0, 4, 8, ...: those at 0 and 12 anew. The Linear layers have factors of 5 and 6, and of 7 and 3."""
+    solver = Watched(refresh="qr", every=3, tolerance=float("inf"))
+    trained(solver, 20, spread=spread)
+    for size in (5, 6, 7, 3):
+        kinds, factors, lasts, results = zip(*(e for e in solver.log if e[1].shape[-2:] == (size, size)), strict=True)
+        assert kinds == ("decompose", "refine", "refine", "decompose", "refine")
+        for i in (1, 2, 4):
+            assert all(torch.equal(x, y) for x, y in zip(lasts[i], results[i - 1], strict=True))
+            assert not torch.equal(factors[i], factors[i - 1])
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("steps", [3, 5, 6, 9, 13])
+def test_a_resumed_run_continues_bit_for_bit(spread: int, steps: int) -> None:
+    solver = EigenSolver(refresh="qr", every=3, tolerance=float("inf"))
+    model, optimizer = trained(solver, steps, spread=spread)
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    other = make_model(seed=1)
+    other.load_state_dict(weights)
+    resumed = KFACSGD(other, solver=solver, **{**OPTIONS, "spread": spread})
+    resumed.load_state_dict(state)
+    for m, o in ((model, optimizer), (other, resumed)):
+        train(m, o, range(steps, steps + 12))
+    assert_identical(model, other)
+    eigh, _ = trained(EigenSolver(), steps + 12, spread=spread)
+    assert not all(torch.equal(p, q) for p, q in zip(model.parameters(), eigh.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
+def test_a_copy_continues_bit_for_bit(way: Callable[[Any], Any]) -> None:
+    model, optimizer = trained(EigenSolver(refresh="qr", tolerance=float("inf")), 6, spread=3)
+    other, copied = way((model, optimizer))
+    for m, o in ((model, optimizer), (other, copied)):
+        train(m, o, range(6, 18))
+    assert_identical(model, other)
+
+
+def test_overlap_changes_no_bit() -> None:
+    models = [
+        trained(EigenSolver(refresh="qr", tolerance=float("inf"), overlap=overlap), 18, spread=3)[0]
+        for overlap in (False, True)
+    ]
+    assert_identical(*models)
+
+
+@pytest.mark.parametrize("first", ["qr", "eigh"])
+def test_the_solver_may_change_when_a_run_is_resumed(first: str) -> None:
+    """Decompositions are rebuilt from the factors where the state has none, and left out where nobody uses them."""
+    solvers = {name: EigenSolver(refresh=name, tolerance=0.0) for name in ("qr", "eigh")}  # type: ignore[arg-type]
+    second = "eigh" if first == "qr" else "qr"
+    model, optimizer = trained(solvers[first], 6, spread=0)
+    other = copy.deepcopy(model)
+    resumed = KFACSGD(other, solver=solvers[second], **{**OPTIONS, "spread": 0})
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for m, o in ((model, optimizer), (other, resumed)):
+        train(m, o, range(6, 12))
+    assert_identical(model, other)
+    has = {name for state in resumed.state.values() for name in state.get("kfac", {}) if name.endswith("basis")}
+    assert has == ({"A_basis", "G_basis"} if second == "qr" else set())
+
+
+def test_a_damaged_basis_is_refused_before_anything_is_changed() -> None:
+    model, optimizer = trained(EigenSolver(refresh="qr"), 6, spread=0)
+    damages: dict[str, Callable[[Any], Any]] = {
+        "that is not finite": lambda basis: basis["1"].fill_(torch.nan),
+        "of another shape": lambda basis: basis.update({"1": torch.zeros(1, 2, 2)}),
+    }
+    for message, damage in damages.items():
+        state = copy.deepcopy(optimizer.state_dict())
+        damage(state["state"][0]["kfac"]["A_basis"])
+        fresh = KFACSGD(make_model(), solver=EigenSolver(refresh="qr"), **{**OPTIONS, "spread": 0})
+        with pytest.raises(ValueError, match=f"has in A_basis a decomposition {message}"):
+            fresh.load_state_dict(state)
+        assert fresh.curvature.step_count == 0
+
+
+def test_the_state_has_the_same_keys_from_the_first_step_on() -> None:
+    """A step on zero gradients with lr = 0, as torch.distributed.checkpoint takes it, makes room for everything."""
+
+    def keys(optimizer: KFACSGD) -> list[tuple[Any, ...]]:
+        items = [
+            (i, name, part, tuple(tensor.shape))
+            for i, state in optimizer.state_dict()["state"].items()
+            for name, value in state.get("kfac", {}).items()
+            if isinstance(value, dict)
+            for part, tensor in value.items()
+        ]
+        return sorted(items)
+
+    solver = EigenSolver(refresh="qr")
+    model = make_model()
+    dry = KFACSGD(model, solver=solver, **{**OPTIONS, "lr": 0.0})
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    dry.step()
+    assert keys(dry) == keys(trained(solver, 9)[1])
+    assert any(name == "G_basis" for _, name, *_ in keys(dry))
+
+
+def test_the_bases_are_counted_as_memory() -> None:
+    _, optimizer = trained(EigenSolver(refresh="qr"), 6)
+    _, plain = trained(EigenSolver(), 6)
+    bases = [
+        tensor
+        for state in optimizer.state.values()
+        for side in "AG"
+        for tensor in state.get("kfac", {}).get(f"{side}_basis", {}).values()
+    ]
+    more = {
+        kind: count - plain.curvature.memory_estimate()[kind]
+        for kind, count in optimizer.curvature.memory_estimate().items()
+    }
+    own = sum(tensor.numel() * tensor.element_size() for tensor in bases)
+    assert own > 0 and more == {**dict.fromkeys(more, 0), "snapshots": own, "total": own}
+
+
+# On several ranks ----------------------------------------------------------------------------------------------------
+
+
+def on_ranks(rank: int, world_size: int, assignment: Any) -> list[Tensor]:
+    model = make_model().double()
+    wrapped: nn.Module = DDP(model) if world_size > 1 else model
+    solver = EigenSolver(refresh="qr", every=4, tolerance=float("inf"))
+    optimizer = KFACSGD(wrapped, solver=solver, assignment=assignment, spread=2, **{**OPTIONS, **FLOAT64})
+    for step in range(14):
+        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step, next(model.parameters())))
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(wrapped(inputs), classes).backward()
+        optimizer.step()
+    return values(model)
+
+
+@pytest.mark.parametrize(
+    "assignment", ["factor-wise", KAISA(grad_worker_fraction=1.0)], ids=["factor-wise", "KAISA(1)"]
+)
+def test_two_ranks_give_what_one_process_gives(assignment: Any) -> None:
+    alone = on_ranks(0, 1, "factor-wise")
+    for found in run_ranks(2, on_ranks, assignment):
+        for p, q in zip(alone, found, strict=True):
+            torch.testing.assert_close(q, p, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "assignment", ["layer-wise", KAISA(grad_worker_fraction=0.5)], ids=["layer-wise", "KAISA(1/2)"]
+)
+def test_strategies_that_spread_the_decompositions_are_refused_with_the_remedy(assignment: Any) -> None:
+    with pytest.raises(ValueError, match=r"on every rank; use assignment='factor-wise' or KAISA"):
+        memory_estimate(make_model(), world_size=2, assignment=assignment, solver=EigenSolver(refresh="qr"))

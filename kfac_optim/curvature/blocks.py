@@ -34,8 +34,8 @@ class Block:
         route: How its preconditioned gradient comes to this rank, or leaves it: source and members; None if it doesn't
             travel.
         average: Its state. Running averages "A" and "G"; "A_last" and "G_last", of which the decompositions in use were
-            made, with their "damping"; "A_next" and "G_next", of which a refresh in progress makes new ones. Empty
-            before the first step.
+            made, with their "damping"; "A_next" and "G_next", of which a refresh in progress makes new ones; with an
+            iterated solver "A_basis" and "G_basis", the decompositions in use. Empty before the first step.
         decomposed: The decompositions of A and G in use; None on ranks that do not precondition.
         means: The mean eigenvalues that belong to them, ``[p]`` each; not None on any rank once there are some.
         cosine: Between gradient and direction in the first step that used them, 0-dim.
@@ -72,6 +72,11 @@ class Block:
         """Copies the averages: what is decomposed over several steps, or was, does not change meanwhile."""
         for side in SIDES:
             snapshot_(self.average[f"{side}{suffix}"], self.average[f"{side}{source}"])
+
+    def basis(self, side: int) -> Decomposition | None:
+        """The decomposition that the state holds; None if there is none, or only room for it."""
+        parts = tuple(self.average.get(f"{SIDES[side]}_basis", {}).values())
+        return parts if any(bool(part.any()) for part in parts) else None
 
     def install(self, decomposed: tuple[Decomposition, Decomposition] | None) -> None:
         """Takes decompositions of the "_last" averages into use."""

@@ -31,7 +31,7 @@ from ..comm import (
 from ..layers import KroneckerLayer, LayerOptions, owners_of, unwrap
 from ..scaling import KLClip, Scaling
 from ..schedules import Schedule, due, growing
-from ..solvers import Solver
+from ..solvers import Solver, is_iterated
 from .averages import Averaging
 from .blocks import SIDES, Block, gamma_of
 from .coverage import find_blocks, parameters_of
@@ -46,7 +46,7 @@ __all__ = ["CurvatureEngine", "memory_estimate", "owning_engine"]
 
 # Attributes that are saved as they are: at which step something was done last (None: never), and how often.
 _STEPS = ("last_statistics", "last_refresh", "frozen_at")
-_COUNTS = ("skipped_steps", "skipped_batches", "failed_decompositions")
+_COUNTS = ("refreshes", "skipped_steps", "skipped_batches", "failed_decompositions")
 
 _ENGINES: weakref.WeakSet[CurvatureEngine] = weakref.WeakSet()
 
@@ -159,6 +159,7 @@ class CurvatureEngine(Options):
         self.last_statistics: int | None = None
         self.last_refresh: int | None = None
         self.frozen_at: int | None = None  # the step whose factors are in use
+        self.refreshes = 0  # begun so far
         self.skipped_steps = 0
         self.skipped_batches = 0
         self.failed_decompositions = 0
@@ -200,6 +201,12 @@ class CurvatureEngine(Options):
         self.work = assign(self.assignment, self._blocks, self.comm, self.solver, self.inv_dtype)
         self._agreed = False  # the ranks know that they have built the same
         self._preconditioner.stacks = None
+        everyone = range(self.comm.world_size)
+        if is_iterated(self.solver) and any(set(everyone) - set(b.workers.gradient_workers) for b in self._blocks):
+            raise ValueError(
+                f"solver={self.solver!r}: starts from its last decompositions, which are in the state and so on every "
+                "rank; use assignment='factor-wise' or KAISA(grad_worker_fraction=1.0)"
+            )
         self.comm.check_groups(groups_of(self.work, self.comm.world_size))
         if self._blocks:
             self.comm.device = self._blocks[0].layer.weight.device
@@ -325,7 +332,7 @@ class CurvatureEngine(Options):
             self._dry = False
             return True
         self._meet_ranks()
-        make_room(self._blocks, self.factor_dtype, spreads=self._ever_spreads)
+        self._make_room()
         statistics = self._capture.take()
         largest = largest_entry(gradients)
         flags = [largest, *statistics.flags]
@@ -414,13 +421,24 @@ class CurvatureEngine(Options):
                     self._require_statistics()
                 return
             spread = 0 if self.last_refresh is None else self._spread()
-            self._refresh = Refresh(step, spread, self._now("damping"), "_next" if spread else "")
+            self.refreshes += 1
+            source = "_next" if spread else ""
+            self._refresh = Refresh(step, spread, self._now("damping"), source, anew=self._anew)
             self.last_refresh = step
             for block in self._blocks if spread else ():
                 block.freeze("_next")
             self._refresher.plan(self._refresh, ready, self.comm.rank)
         if self._refresh is not None:
             self._work_off(self._refresh, step - self._refresh.start)
+
+    @property
+    def _anew(self) -> bool:
+        """Whether the refresh that was begun last starts from nothing, also with an iterated solver."""
+        return not is_iterated(self.solver) or (self.refreshes - 1) % self.solver.every == 0
+
+    def _make_room(self) -> None:
+        make_room(self._blocks, self.factor_dtype, spreads=self._ever_spreads)
+        self._refresher.make_room(self._blocks)
 
     def _spread(self) -> int:
         spread = self._now("spread")
@@ -593,7 +611,7 @@ class CurvatureEngine(Options):
                 raise ValueError(f"the state is damaged: its counter {name!r} is {value}")
         if states and any(name not in counters for name in ("step", "last_refresh", "last_statistics")):
             raise ValueError("the state is damaged: it has Kronecker factors but no counters")
-        check_states(self._blocks, states, pending=counters.get("pending_spread", -1) >= 0)
+        check_states(self._blocks, states, self.solver, pending=counters.get("pending_spread", -1) >= 0)
 
     def load(self, states: Mapping[nn.Parameter, dict[str, Any]], counters: Mapping[str, Any]) -> None:
         """Loads checked states; copies, keeps the engine's own precision, and rebuilds the decompositions."""
@@ -614,12 +632,14 @@ class CurvatureEngine(Options):
         self._averaging.clear()
         self._agreed = False
         if states:
-            make_room(self._blocks, self.factor_dtype, spreads=self._ever_spreads)
+            self._make_room()
             for block in self._blocks:
-                copy_state(block.average, states[block.layer.weight])
+                other = {f"{side}_basis" for side in SIDES} - block.average.keys()  # of a solver that is not in use
+                saved = states[block.layer.weight]
+                copy_state(block.average, {key: value for key, value in saved.items() if key not in other})
             spread, damping = int(counters.get("pending_spread", -1)), float(counters.get("pending_damping", -1.0))
             if spread >= 0 and self.last_refresh is not None:
-                self._refresh = Refresh(self.last_refresh, spread, damping, "_next")
+                self._refresh = Refresh(self.last_refresh, spread, damping, "_next", anew=self._anew)
                 self._refresher.plan(self._refresh, self._with_data("_next"), self.comm.rank)
             self._stale = True
             if self.comm.world_size == 1:  # several ranks do it together, in their next step

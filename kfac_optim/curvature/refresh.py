@@ -18,8 +18,8 @@ from ..comm import Communicator, Parcel
 from ..diagnostics import StageTimes
 from ..factors import FactorSpec
 from ..layers import full_precision
-from ..solvers import Decomposition, Result, Solver, Worker, batches, decompose_all
-from .blocks import Block, gamma_of, part_dtype
+from ..solvers import Decomposition, Result, Solver, Worker, batches, decompose_all, is_iterated
+from .blocks import SIDES, Block, gamma_of, part_dtype
 from .ranks import communicating
 
 __all__ = ["Refresh", "Refresher"]
@@ -35,11 +35,12 @@ class Refresh:
     """A refresh in progress: factors frozen at ``start``, decomposed over ``spread`` steps, used from then on.
 
     ``source`` names the averages that are decomposed: "" at once, "_next" when spread, "_last" when the decompositions
-    in use are rebuilt; then every layer has the damping of its last refresh (``damping`` is None).
+    in use are rebuilt; then every layer has the damping of its last refresh (``damping`` is None). ``anew``: nothing
+    starts from the last decompositions, also with an iterated solver.
     """
 
-    def __init__(self, start: int, spread: int, damping: float | None, source: str) -> None:
-        self.start, self.spread, self.damping, self.source = start, spread, damping, source
+    def __init__(self, start: int, spread: int, damping: float | None, source: str, *, anew: bool = True) -> None:
+        self.start, self.spread, self.damping, self.source, self.anew = start, spread, damping, source, anew
         self.blocks: list[Block] = []
         self.steps: dict[Job, int] = {}  # this rank's share: how long after the start each job is due
         self.beside: list[Job] = []  # those of them that run beside the training
@@ -103,13 +104,17 @@ class Refresher:
         """
         for job in refresh.beside if elapsed < refresh.spread else ():
             if job not in refresh.running and job not in refresh.done:
-                refresh.running[job] = self._decompose_beside(*self._factor_of(job, refresh, relative))
+                refresh.running[job] = self._decompose_beside(
+                    *self._factor_of(job, refresh, relative), self._last_of(job, refresh)
+                )
+        if refresh.damping is None:  # what the state holds need not be made again
+            refresh.done |= {job: basis for job in refresh.due(elapsed) if (basis := self._kept(job)) is not None}
         due = refresh.due(elapsed)
-        alone = [job for job in due if job not in refresh.running]
-        for jobs in _together(alone):
+        lasts = {job: self._last_of(job, refresh) for job in due if job not in refresh.running}
+        for jobs in _together(lasts):
             factors, shifts = zip(*(self._factor_of(job, refresh, relative) for job in jobs), strict=True)
             with full_precision(factors[0].device.type):
-                found = _decompose(self.solver, self.inv_dtype, factors, shifts)
+                found = _decompose(self.solver, self.inv_dtype, factors, shifts, [lasts[job] for job in jobs])
             refresh.done |= dict(zip(jobs, found, strict=True))
         for job in due:
             if job in refresh.running:
@@ -127,14 +132,33 @@ class Refresher:
         dtype = torch.promote_types(factor.dtype, torch.promote_types(self.inv_dtype, torch.float32))
         return factor.to(dtype), shifts[side].to(dtype)
 
-    def _decompose_beside(self, factor: Tensor, shift: Tensor) -> Callable[[], Result]:
+    def _last_of(self, job: Job, refresh: Refresh) -> Result:
+        """The decomposition that a job starts from; None: it starts anew."""
+        return None if refresh.anew else self._kept(job)
+
+    def _kept(self, job: Job) -> Result:
+        """The decomposition that the state holds; None where the solver is not iterated."""
+        block, side = job
+        return block.basis(side) if is_iterated(self.solver) else None
+
+    def make_room(self, blocks: Sequence[Block]) -> None:
+        """Room in the state for the decompositions of an iterated solver, as :func:`~.state.make_room` for averages."""
+        for block in blocks if is_iterated(self.solver) else ():
+            for side, spec in enumerate(block.specs):
+                if not spec.diagonal and f"{SIDES[side]}_basis" not in block.average:
+                    self._keep(block, side, tuple(torch.zeros_like(part) for part in self._empty(block, side)))
+
+    def _keep(self, block: Block, side: int, parts: Decomposition) -> None:
+        block.average[f"{SIDES[side]}_basis"] = {str(i): part for i, part in enumerate(parts)}
+
+    def _decompose_beside(self, factor: Tensor, shift: Tensor, last: Result) -> Callable[[], Result]:
         """Starts a decomposition on the worker; returns what waits for its result."""
         # Nothing here may hold the worker: its thread would keep it, and all that waits in its queue, alive.
         stages, solver, inv_dtype = self.stages, self.solver, self.inv_dtype
 
         def work() -> Result:
             with stages.stage("decomposition beside training"):
-                return _decompose(solver, inv_dtype, [factor], [shift])[0]
+                return _decompose(solver, inv_dtype, [factor], [shift], [last])[0]
 
         return self._worker.submit(factor.device, work)
 
@@ -150,6 +174,9 @@ class Refresher:
                 block.freeze("_last", refresh.source)
                 block.average["damping"] = torch.tensor(refresh.damping, dtype=torch.float64)
             block.install((a, g) if comm.rank in block.workers.gradient_workers else None)
+            for side, parts in enumerate((a, g)):
+                if is_iterated(self.solver) and not block.specs[side].diagonal:
+                    self._keep(block, side, parts)
         return failed
 
     def _exchange(
@@ -194,8 +221,8 @@ class Refresher:
         self._worker.close()
 
 
-def _together(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Jobs of one shape on one device in batches."""
+def _together(lasts: Mapping[Job, Result]) -> list[list[Job]]:
+    """Jobs of one shape on one device in batches, those that start anew apart."""
 
     def shape(job: Job) -> tuple[int, ...]:
         return job[0].specs[job[1]].shape
@@ -208,14 +235,19 @@ def _together(jobs: Sequence[Job]) -> list[list[Job]]:
         # depend on the matrix's place in memory. A resumed run has other batches, and is to continue bit for bit.
         return math.inf if device(job).type == "cpu" else math.prod(shape(job))
 
-    return batches(jobs, lambda job: (shape(job)[1:], device(job)), size, _BATCH_NUMEL)
+    return batches(lasts, lambda job: (shape(job)[1:], device(job), lasts[job] is None), size, _BATCH_NUMEL)
 
 
 def _decompose(
-    solver: Solver, inv_dtype: torch.dtype, factors: Sequence[Tensor], shifts: Sequence[Tensor]
+    solver: Solver,
+    inv_dtype: torch.dtype,
+    factors: Sequence[Tensor],
+    shifts: Sequence[Tensor],
+    lasts: Sequence[Result],
 ) -> list[Result]:
     """Decomposes factors of one shape; the results as they are stored."""
-    return [_as_stored(result, inv_dtype) for result in decompose_all(solver, factors, shifts)]
+    known = [last for last in lasts if last is not None]  # all of them, or none
+    return [_as_stored(result, inv_dtype) for result in decompose_all(solver, factors, shifts, known or None)]
 
 
 def _as_stored(result: Result, inv_dtype: torch.dtype) -> Result:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..solvers import Solver, is_iterated
 from .blocks import SIDES, Block
 
 __all__ = ["check_states", "copy_state", "make_room"]
@@ -25,7 +26,7 @@ def make_room(blocks: Iterable[Block], dtype: torch.dtype, *, spreads: bool) -> 
         block.average.setdefault("damping", torch.zeros((), dtype=torch.float64))
 
 
-def check_states(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any], *, pending: bool) -> None:
+def check_states(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any], solver: Solver, *, pending: bool) -> None:
     """Raises ValueError unless the averages could be loaded; ``pending``: with those of a refresh in progress."""
     weights = {block.layer.weight: block for block in blocks}
     if any(weight not in weights for weight in states):
@@ -34,20 +35,28 @@ def check_states(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any], *,
         return
     suffixes = ("", "_last", "_next") if pending else ("", "_last")
     for weight, block in weights.items():
-        problem = "has no Kronecker factors" if weight not in states else _problem(block, states[weight], suffixes)
+        known = weight in states
+        problem = _problem(block, states[weight], suffixes, solver) if known else "has no Kronecker factors"
         if problem:
             raise ValueError(
                 f"the state of {block.layer.name!r} {problem}: damaged, or of another model or skip_layers?"
             )
 
 
-def _problem(block: Block, state: Any, suffixes: Sequence[str]) -> str:
+def _problem(block: Block, state: Any, suffixes: Sequence[str], solver: Solver) -> str:
     """What keeps a layer's state from being loaded; empty if nothing."""
     for side, spec in zip(SIDES, block.specs, strict=True):
         for key in (f"{side}{suffix}" for suffix in suffixes):
             problem = spec.problem(state.get(key))
             if problem:
                 return f"has a {key} that {problem}"
+        parts = state.get(f"{side}_basis")
+        if parts is not None and is_iterated(solver):  # it is missing from a state made with another solver
+            shapes = {str(i): (spec.pairs, *shape) for i, shape in enumerate(solver.shapes(spec.dim, spec.diagonal))}
+            if {key: part.shape for key, part in parts.items()} != shapes:
+                return f"has in {side}_basis a decomposition of another shape"
+            if not all(bool(part.isfinite().all()) for part in parts.values()):
+                return f"has in {side}_basis a decomposition that is not finite"
     damping = state.get("damping")
     valid = isinstance(damping, Tensor) and damping.dim() == 0 and 0 <= float(damping) < math.inf
     return "" if valid else f"has a damping of {damping}"
