@@ -156,8 +156,17 @@ class _ModelCall:
     """One call of the outermost module: M, and for the sampled Fisher what its layers did."""
 
     module: nn.Module
+    forward: Any  # the module's own, when it was called
     terms: int = 0
     layers: list[tuple[int, nn.Module, Observation, Any]] = field(default_factory=list)
+
+    @property
+    def lent(self) -> bool:
+        """Whether the call runs another method of its module, in which ``forward`` is another one again.
+
+        Lightning runs ``training_step`` so under DDP, the backward pass and the step in it: that is the loop, no model.
+        """
+        return bool(self.module.forward != self.forward)
 
 
 @dataclass
@@ -299,12 +308,14 @@ class Capture:
         recomputed = _in_backward()
         if recomputed and self._last_call is not None:  # a checkpointed part of a call that was counted
             return
+        if self._call is not None and self._call.lent:
+            self._call = None
         if self._call is None:
             if not torch.is_grad_enabled():
                 return
             if not recomputed:
                 self._batch = None  # left behind by a backward pass that raised
-            self._call, self._depth = _ModelCall(module), 0
+            self._call, self._depth = _ModelCall(module, module.forward), 0
         self._depth += 1
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

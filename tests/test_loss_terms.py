@@ -274,3 +274,57 @@ def test_validation_forwards_do_not_count(call: Callable[[Callable[[], Tensor]],
     second.step()
     assert_same_factors(first, second)
     assert_same_weights(model, plain)
+
+
+# Called by a framework -----------------------------------------------------------------------------------------------
+
+
+class Loop(nn.Module):
+    """As Lightning under DDP: a call of the module that holds the model runs the body of the loop instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Tagger()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+    def lend(self, body: Callable[[Tensor, Tensor], Any], x: Tensor, y: Tensor) -> Any:
+        own = self.forward
+
+        def borrowed(x: Tensor, y: Tensor) -> Any:
+            self.forward = own
+            return body(x, y)
+
+        self.forward = borrowed
+        return self(x, y)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("fisher", ["empirical", "categorical"])
+@pytest.mark.parametrize("average", ["batch", "batch+sequence", "elements"])
+def test_a_call_lent_to_the_loop_is_no_call_of_the_model(average: str, fisher: str, inside: bool) -> None:
+    """M is that of the model's own call in it, with the backward pass outside as well as inside."""
+    lent, plain = Loop(), Loop()
+    plain.load_state_dict(lent.state_dict())
+    options = {"loss_average": average, "fisher": fisher, "lr": 0.1}
+    first, second = build(lent, **options), build(plain, **options)
+
+    def body(x: Tensor, y: Tensor) -> Tensor | None:
+        with torch.no_grad():  # a teacher, say
+            lent(x[:1])
+        loss = averaged(cross_entropy, average, 0)(lent(x), y)
+        return loss.backward() if inside else loss
+
+    for _ in range(3):
+        x, y = torch.randn(4, 3, 3), torch.randn(4, 3, 5)
+        first.zero_grad()
+        loss = lent.lend(body, x, y)
+        if loss is not None:
+            loss.backward()
+        first.step()
+        second.zero_grad()
+        averaged(cross_entropy, average, 0)(plain(x), y).backward()
+        second.step()
+    assert_same_factors(first, second)
+    assert_same_weights(lent, plain)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import pickle
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
+from torch.optim.swa_utils import SWALR
 
 from kfac_optim import (
     KFACLAMB,
@@ -43,16 +45,38 @@ SCALAR_TOL = 1e-10  # the closed form of a one-weight model, after a division
 SETTINGS: dict[str, Any] = {**FLOAT64, **OFTEN, "scaling": "kl_clip", "kl_clip": 1e-2}
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "LambdaLR": lambda optimizer: schedulers.LambdaLR(optimizer, lambda step: min(1.0, step / 4)),  # from 0
+    "MultiplicativeLR": lambda optimizer: schedulers.MultiplicativeLR(optimizer, lambda step: 0.9),
+    "StepLR": lambda optimizer: schedulers.StepLR(optimizer, step_size=3, gamma=0.5),
+    "MultiStepLR": lambda optimizer: schedulers.MultiStepLR(optimizer, milestones=[2, 7], gamma=0.5),
+    "ConstantLR": lambda optimizer: schedulers.ConstantLR(optimizer, factor=0.5, total_iters=5),
+    "LinearLR": lambda optimizer: schedulers.LinearLR(optimizer, 0.1, total_iters=8),
+    "ExponentialLR": lambda optimizer: schedulers.ExponentialLR(optimizer, 0.8),
+    "PolynomialLR": lambda optimizer: schedulers.PolynomialLR(optimizer, total_iters=STEPS, power=2.0),
+    "CosineAnnealingLR": lambda optimizer: schedulers.CosineAnnealingLR(optimizer, T_max=STEPS),
+    "CosineAnnealingWarmRestarts": lambda optimizer: schedulers.CosineAnnealingWarmRestarts(optimizer, T_0=4),
     "OneCycleLR": lambda optimizer: schedulers.OneCycleLR(optimizer, max_lr=0.1, total_steps=STEPS + 1),
     "CyclicLR": lambda optimizer: schedulers.CyclicLR(optimizer, base_lr=0.01, max_lr=0.1, step_size_up=3),
-    "CosineAnnealingLR": lambda optimizer: schedulers.CosineAnnealingLR(optimizer, T_max=STEPS),
-    "LambdaLR from 0": lambda optimizer: schedulers.LambdaLR(optimizer, lambda step: min(1.0, step / 4)),
+    "ReduceLROnPlateau": lambda optimizer: schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=1),
     "SequentialLR": lambda optimizer: schedulers.SequentialLR(
         optimizer,
         [schedulers.LinearLR(optimizer, 0.1, total_iters=4), schedulers.ExponentialLR(optimizer, 0.8)],
         milestones=[4],
     ),
+    "ChainedScheduler": lambda optimizer: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(optimizer, 0.1, total_iters=4), schedulers.ExponentialLR(optimizer, 0.9)]
+    ),
+    "SWALR": lambda optimizer: SWALR(optimizer, swa_lr=0.02, anneal_epochs=6),
 }
+
+
+def advance(scheduler: Any) -> None:
+    """A step of a scheduler; the metric that one of them takes never improves."""
+    scheduler.step(*[1.0] * isinstance(scheduler, schedulers.ReduceLROnPlateau))
+
+
+def test_all_of_torch_s_schedulers_are_here() -> None:
+    assert set(SCHEDULERS) == set(schedulers.__all__) - {"LRScheduler"} | {"SWALR"}
 
 
 # Learning rates ------------------------------------------------------------------------------------------------------
@@ -72,7 +96,7 @@ def test_scheduled_training_is_the_base_optimizer_s_on_preconditioned_gradients(
         group = optimizer.param_groups[0]
         rates.append(group["lr"])
         momenta.append(group.get("momentum", group.get("betas")))
-        scheduler.step()
+        advance(scheduler)
 
     train(ours, optimizer, range(STEPS), after)
 
@@ -80,11 +104,13 @@ def test_scheduled_training_is_the_base_optimizer_s_on_preconditioned_gradients(
     scheduler = SCHEDULERS[name](reference)
     for step in range(STEPS):
         backward(theirs, step)
-        assert reference.param_groups[0]["lr"] == rates[step]
+        group = reference.param_groups[0]
+        assert group["lr"] == rates[step]
+        assert group.get("momentum", group.get("betas")) == momenta[step]
         engine.precondition_(lr=reference.param_groups[0]["lr"])
         reference.step()
-        scheduler.step()
-    assert len(set(rates)) > 4
+        advance(scheduler)
+    assert len(set(rates)) > 1
     assert (len(set(momenta)) > 4) == (name in ("OneCycleLR", "CyclicLR")), "momentum is cycled by those two"
     assert_trained(ours, before)
     assert_close(ours, theirs, TOL)
@@ -253,6 +279,52 @@ def test_spread_over_time() -> None:
     for step, source in enumerate(in_use):
         x = float(step + 1)
         assert math.isclose(scalar_step(model, optimizer, x), x / ((source + 1.0) ** 2 + 0.5), rel_tol=SCALAR_TOL), step
+
+
+# What each hyperparameter that may be a callable is given, beside the intervals that make it tell. After the
+# interruption every one of them changes, and none is what it would be if its clock started anew.
+OVER_TIME: dict[str, dict[str, Any]] = {
+    "damping": {"damping": exponential_decay(0.5, 0.5, 4)},
+    "factor_decay": {"factor_decay": lambda step: 0.9 / (1 + step / 4)},
+    "factor_update_steps": {"factor_update_steps": lambda step: 1 + step // 5},
+    "inv_update_steps": {"inv_update_steps": growing(fraction=0.3, minimum=2)},
+    "kl_clip": {"kl_clip": lambda step: 0.01 / (1 + step)},
+    "spread": {"spread": lambda step: step % 3, "inv_update_steps": 4},
+}
+INTERRUPTED = 7
+
+
+def test_all_schedulable_hyperparameters_are_here() -> None:
+    found = {name for name, p in inspect.signature(CurvatureEngine).parameters.items() if "Schedule[" in p.annotation}
+    assert set(OVER_TIME) == found
+
+
+@pytest.mark.parametrize("name", OVER_TIME)
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_resumed_in_the_midst_of_a_schedule(kfac: Any, name: str) -> None:
+    """Equal to the uninterrupted run, bit for bit; frozen at the interruption, or begun anew, it would not be."""
+    options = {**CLASSES[kfac], **SETTINGS, "precondition": "gradient", **OVER_TIME[name]}
+    schedule = options[name]
+    whole, stopped = make_model(), make_model()
+    train(whole, kfac(whole, **options), range(2 * INTERRUPTED))
+    optimizer = kfac(stopped, **options)
+    train(stopped, optimizer, range(INTERRUPTED))
+    given: dict[str, Any] = {
+        "same": schedule,
+        "frozen": lambda step: schedule(INTERRUPTED),
+        "anew": lambda step: schedule(step - INTERRUPTED),
+    }
+    for how, resumed_schedule in given.items():
+        model = make_model(seed=1)
+        model.load_state_dict(stopped.state_dict())
+        resumed = kfac(model, **{**options, name: resumed_schedule})
+        resumed.load_state_dict(optimizer.state_dict())
+        train(model, resumed, range(INTERRUPTED, 2 * INTERRUPTED))
+        if how == "same":
+            assert_identical(model, whole)
+        else:
+            different = [not torch.equal(p, q) for p, q in zip(model.parameters(), whole.parameters(), strict=True)]
+            assert any(different), how
 
 
 def test_schedules_of_the_package_can_be_pickled() -> None:
