@@ -19,8 +19,9 @@ model's own predictive distribution, and committed when the user's backward pass
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Literal, Protocol, cast
@@ -28,6 +29,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .layers import AttentionInputLayer, KroneckerLayer, Observation, full_precision
 
@@ -155,7 +157,8 @@ class _Moments:
 class _ModelCall:
     """One call of the outermost module: M, and for the sampled Fisher what its layers did."""
 
-    module: nn.Module
+    module: nn.Module | None = None
+    entered: int = 0  # the module may call itself
     terms: int = 0
     layers: list[tuple[int, nn.Module, Observation, Any]] = field(default_factory=list)
 
@@ -242,10 +245,13 @@ class Capture:
         self.step = 0
         self._samples = 0
         self._call: _ModelCall | None = None
-        self._depth = 0
         self._last_call: _ModelCall | None = None
+        self._running: _ModelCall | None = None  # stands for the call whose compiled graph runs ...
+        self._left: _ModelCall | None = None  # ... until this one, which its Python code makes afterwards, tells M
         self._batch: _MicroBatch | None = None
         self._handles: list[Any] = []
+        self._handle = next(_HANDLES)
+        _CAPTURES[self._handle] = self
         self._attach(roots)
         weakref.finalize(self, _remove, self._handles)
 
@@ -253,7 +259,8 @@ class Capture:
 
     def _attach(self, roots: Iterable[nn.Module]) -> None:
         """Hooks on every layer, and on every module that contains one (any of them may be the outermost call)."""
-        called = {module: i for i, layer in enumerate(self.layers) for module in layer.modules if layer.host is None}
+        own = [(i, layer.modules) for i, layer in enumerate(self.layers) if layer.host is None]
+        called = {module: (i, use) for i, modules in own for use, module in enumerate(modules)}
         hosts = {layer.host for layer in self.layers if layer.host is not None}
         watched = set(called) | hosts
         containers: dict[nn.Module, None] = {}
@@ -269,7 +276,7 @@ class Capture:
                 after = _Hook(self, "_stop_tapping")
                 self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
             if module in called:
-                after = _Hook(self, "_after_layer", called[module])
+                after = _Hook(self, "_after_layer", *called[module])
                 self._handles.append(module.register_forward_hook(after, with_kwargs=True))
             after = _Hook(self, "_leave")
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
@@ -290,6 +297,7 @@ class Capture:
         """The statistics of this step, which start anew."""
         statistics = self.statistics
         self.discard()
+        self._settle()
         self._last_call = None
         return statistics
 
@@ -302,22 +310,26 @@ class Capture:
         if self._call is None:
             if not torch.is_grad_enabled():
                 return
-            if not recomputed:
+            if not (recomputed or torch.compiler.is_compiling()):
                 self._batch = None  # left behind by a backward pass that raised
-            self._call, self._depth = _ModelCall(module), 0
-        self._depth += 1
+            self._call = _ModelCall(module)
+        if self._call.module is module:
+            self._call.entered += 1
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         call = self._call
-        if call is None or (_in_backward() and self._last_call is not None):
+        if call is None or (_in_backward() and self._last_call is not None) or call.module is not module:
             return
-        self._depth -= 1
-        if self._depth > 0:
+        call.entered -= 1
+        if call.entered > 0:
             return
         self._call = None
         if output is None or not torch.is_grad_enabled():  # the forward raised, or returned nothing
             return
         call.terms = self.loss_terms.count(args, kwargs, output)
+        if torch.compiler.is_compiling():
+            self._left = call
+            return
         if not _in_backward():
             self._last_call = call
         if self.fisher is not None:
@@ -335,24 +347,35 @@ class Capture:
     # Layer calls ----------------------------------------------------------------------------------------------------
 
     def _after_layer(
-        self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
+        self, index: int, use: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Tensor | None:
         a = args[0] if args else next(iter(kwargs.values()), None)
+        if torch.compiler.is_compiling():
+            if not self._observable(index, a, output):
+                return None
+            return cast(Tensor, _compiled_see(a, output, self._handle, index, use)[0])
         self._see(index, module, a, output)
+        return None
 
-    def _see(self, index: int, module: nn.Module, a: Any, output: Any, **how: Any) -> Observation | None:
+    def _observable(self, index: int, a: Any, output: Any) -> bool:
+        trained = self.enabled and torch.is_grad_enabled() and self.layers[index].weight.requires_grad
+        return trained and isinstance(output, Tensor) and output.requires_grad and isinstance(a, Tensor)
+
+    def _observe(self, index: int, module: nn.Module, a: Tensor, output: Tensor, **how: Any) -> Observation:
         layer = self.layers[index]
-        if not (self.enabled and torch.is_grad_enabled() and layer.weight.requires_grad):
-            return None
-        if not (isinstance(output, Tensor) and output.requires_grad and isinstance(a, Tensor)):
-            return None
-        recomputed = _in_backward()
-        if self.fisher is not None and (recomputed or self._call is None):
-            return None
         with self.stage("factor computation"), full_precision(a.device.type):
             observation = layer.observe(module, a, output, self.dtype, **how)
             if not layer.by_example:
                 observation.a = self.packers[index][0](observation.a)
+        return observation
+
+    def _see(self, index: int, module: nn.Module, a: Any, output: Any, **how: Any) -> Observation | None:
+        if not self._observable(index, a, output):
+            return None
+        recomputed = _in_backward()
+        if self.fisher is not None and (recomputed or self._call is None):
+            return None
+        observation = self._observe(index, module, a, output, **how)
         call = self._call or self._last_call
         if self.fisher is not None:
             assert call is not None
@@ -391,6 +414,38 @@ class Capture:
                 g = g / _scale_of(self.grad_scaler, g.device)
             moment = self.layers[index].output_moment(module, g, observation)
             return moment if self.layers[index].by_example else self.packers[index][1](moment)
+
+    # Compiled graphs ------------------------------------------------------------------------------------------------
+
+    def _see_compiled(self, index: int, use: int, a: Tensor, output: Tensor) -> Callable[[Tensor], None]:
+        """What :meth:`_see` does, while a compiled graph runs; returns what its backward graph has to call.
+
+        The Python code of the graph's modules, with it ``_enter`` and ``_leave``, takes effect when the graph has run.
+        """
+        module = self.layers[index].modules[use]
+        # A copy, because an observation may keep its input, and compiled code writes over what it needs no more.
+        observation = self._observe(index, module, a.clone(), output)
+        if self._left is not None:
+            self._settle()
+        call = self._call
+        if _in_backward():  # recomputed
+            call = self._last_call
+        elif call is None:
+            self._batch = None  # left behind by a backward pass that raised
+            call = self._running = self._running or _ModelCall()
+        return functools.partial(self._arrive_compiled, index, module, observation, call)
+
+    def _arrive_compiled(
+        self, index: int, module: nn.Module, observation: Observation, call: _ModelCall | None, g: Tensor
+    ) -> None:
+        self._settle()
+        self._arrive(index, module, observation, call, g)
+
+    def _settle(self) -> None:
+        """A call whose graph has run is over: gives it what ``_leave`` told."""
+        if self._running is not None and self._left is not None:
+            self._running.terms, self._last_call = self._left.terms, self._running
+        self._running = self._left = None
 
     # Micro-batches --------------------------------------------------------------------------------------------------
 
@@ -555,13 +610,66 @@ class _Hook:
         self.capture = weakref.ref(capture) if capture is not None else None
         self.method, self.args = method, args
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: Any) -> Any:
         capture = self.capture() if self.capture is not None else None
-        if capture is not None and capture.enabled:
-            getattr(capture, self.method)(*self.args, *args)
+        if capture is None or not capture.enabled:
+            return None
+        return getattr(capture, self.method)(*self.args, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (None,)
+
+
+# Operators for compiled graphs, which can't hold hooks on tensors. Both return copies because an operator's result may
+# not be its argument, and are kept because their results are used.
+
+_HANDLES = itertools.count()
+_CAPTURES: weakref.WeakValueDictionary[int, Capture] = weakref.WeakValueDictionary()
+# By a tensor that the graph saves for its backward, so that an observation lives as long as the graph needs it.
+_AWAITED: MutableMapping[Tensor, Callable[[Tensor], None] | None] = WeakTensorKeyDictionary()
+
+
+@torch.library.custom_op(
+    "kfac_optim::see",
+    mutates_args=(),
+    schema="(Tensor a, Tensor output, int capture, int index, int use) -> (Tensor, Tensor)",
+)
+def _compiled_see(a: Tensor, output: Tensor, capture: int, index: int, use: int) -> tuple[Tensor, Tensor]:
+    """The output of a layer, and what stands for the observation."""
+    token, watching = torch.zeros((), dtype=torch.int64), _CAPTURES.get(capture)
+    live = watching is not None and watching.enabled
+    _AWAITED[token] = watching._see_compiled(index, use, a, output) if live else None
+    return output.clone(), token
+
+
+@_compiled_see.register_fake
+def _(a: Tensor, output: Tensor, capture: int, index: int, use: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(output), torch.empty((), dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("kfac_optim::arrive", mutates_args=(), schema="(Tensor g, Tensor token) -> Tensor")
+def _compiled_arrive(g: Tensor, token: Tensor) -> Tensor:
+    """The gradient of a layer's output."""
+    arrive = _AWAITED[token]
+    if arrive is not None:
+        arrive(g)
+    return g.clone()
+
+
+@_compiled_arrive.register_fake
+def _(g: Tensor, token: Tensor) -> Tensor:
+    return torch.empty_like(g)
+
+
+def _save_token(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1])
+
+
+def _compiled_backward(ctx: Any, g: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    return None, _compiled_arrive(g, *ctx.saved_tensors), None, None, None
+
+
+_compiled_see.register_autograd(_compiled_backward, setup_context=_save_token)
 
 
 def _remove(handles: list[Any]) -> None:
@@ -570,7 +678,8 @@ def _remove(handles: list[Any]) -> None:
 
 
 def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
+    """Whether a backward pass is running; while a graph is traced, none is."""
+    return not torch.compiler.is_compiling() and bool(torch._C._current_graph_task_id() != -1)
 
 
 def _scale_of(scaler: torch.amp.GradScaler | None, device: torch.device) -> Tensor:
