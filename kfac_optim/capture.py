@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, is_dataclass
+from types import FunctionType
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -350,32 +351,22 @@ class Capture:
         self, index: int, use: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Tensor | None:
         a = args[0] if args else next(iter(kwargs.values()), None)
-        if torch.compiler.is_compiling():
-            if not self._observable(index, a, output):
-                return None
-            return cast(Tensor, _compiled_see(a, output, self._handle, index, use)[0])
-        self._see(index, module, a, output)
-        return None
+        return self._see(index, use, a, output)
 
-    def _observable(self, index: int, a: Any, output: Any) -> bool:
-        trained = self.enabled and torch.is_grad_enabled() and self.layers[index].weight.requires_grad
-        return trained and isinstance(output, Tensor) and output.requires_grad and isinstance(a, Tensor)
-
-    def _observe(self, index: int, module: nn.Module, a: Tensor, output: Tensor, **how: Any) -> Observation:
+    def _see(self, index: int, use: int, a: Any, output: Any, part: tuple[int, ...] = ()) -> Tensor | None:
+        """A call of a layer. Returns what has to take the place of the output in a graph that is being compiled."""
         layer = self.layers[index]
-        with self.stage("factor computation"), full_precision(a.device.type):
-            observation = layer.observe(module, a, output, self.dtype, **how)
-            if not layer.by_example:
-                observation.a = self.packers[index][0](observation.a)
-        return observation
-
-    def _see(self, index: int, module: nn.Module, a: Any, output: Any, **how: Any) -> Observation | None:
-        if not self._observable(index, a, output):
+        if not (self.enabled and torch.is_grad_enabled() and layer.weight.requires_grad):
             return None
+        if not (isinstance(output, Tensor) and output.requires_grad and isinstance(a, Tensor)):
+            return None
+        if torch.compiler.is_compiling():
+            return cast(Tensor, _see_in_graph(a, output, self._handle, index, use, part)[0])
         recomputed = _in_backward()
         if self.fisher is not None and (recomputed or self._call is None):
             return None
-        observation = self._observe(index, module, a, output, **how)
+        module = layer.modules[use]
+        observation = self._observe(index, module, a, output, part)
         call = self._call or self._last_call
         if self.fisher is not None:
             assert call is not None
@@ -384,6 +375,21 @@ class Capture:
             call.layers.append((index, module, observation, edge))
         else:
             output.register_hook(functools.partial(self._arrive, index, module, observation, call))
+        return None
+
+    def _observe(self, index: int, module: nn.Module, a: Tensor, output: Tensor, part: Sequence[int]) -> Observation:
+        """``part``, of attention: number of examples; for packed projections first and last pair and query rows."""
+        layer = self.layers[index]
+        how: dict[str, Any] = {"examples": part[0]} if part else {}
+        if len(part) > 1:
+            how["pairs"] = slice(part[1], part[2])
+        with self.stage("factor computation"), full_precision(a.device.type):
+            observation = layer.observe(module, a, output, self.dtype, **how)
+            if not layer.by_example:
+                observation.a = self.packers[index][0](observation.a)
+        if len(part) > 1 and part[1] > 0 and not layer.by_example:  # keys and values count as many rows as the queries
+            observation.a *= part[3] / observation.count
+            observation.count = 0.0
         return observation
 
     def _arrive(
@@ -417,14 +423,16 @@ class Capture:
 
     # Compiled graphs ------------------------------------------------------------------------------------------------
 
-    def _see_compiled(self, index: int, use: int, a: Tensor, output: Tensor) -> Callable[[Tensor], None]:
+    def _see_compiled(
+        self, index: int, use: int, a: Tensor, output: Tensor, part: Sequence[int]
+    ) -> Callable[[Tensor], None]:
         """What :meth:`_see` does, while a compiled graph runs; returns what its backward graph has to call.
 
         The Python code of the graph's modules, with it ``_enter`` and ``_leave``, takes effect when the graph has run.
         """
         module = self.layers[index].modules[use]
         # A copy, because an observation may keep its input, and compiled code writes over what it needs no more.
-        observation = self._observe(index, module, a.clone(), output)
+        observation = self._observe(index, module, a.clone(), output, part)
         if self._left is not None:
             self._settle()
         call = self._call
@@ -549,15 +557,19 @@ class Capture:
 
     def _start_tapping(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Attention applies its projections by ``F.linear`` without calling a module: listen in during its forward."""
-        if self.enabled and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if self.enabled and torch.is_grad_enabled():
             query = args[0] if args else kwargs["query"]
             examples = query.shape[0 if module.batch_first else 1] if query.dim() == 3 else 1
             tapped = [(i, layer) for i, layer in enumerate(self.layers) if layer.host is module]
-            _Tap(self, tapped, examples).start()
+            F.linear = _Tap(self, tapped, examples)
+            if torch.compiler.is_compiling():
+                F.multi_head_attention_forward = _TRACEABLE["multi_head_attention_forward"]
 
     def _stop_tapping(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if isinstance(F.linear, _Tap):
-            F.linear.stop()
+            F.linear = F.linear.original
+            if torch.compiler.is_compiling():
+                F.multi_head_attention_forward = _ATTENTION
 
 
 class _Tap:
@@ -565,42 +577,34 @@ class _Tap:
 
     def __init__(self, capture: Capture, tapped: list[tuple[int, KroneckerLayer]], examples: int) -> None:
         self.capture, self.tapped, self.examples, self.original = capture, tapped, examples, F.linear
-        self.query_rows = 0.0
-
-    def start(self) -> None:
-        F.linear = self
-
-    def stop(self) -> None:
-        F.linear = self.original
+        self.rows = self.queries = 0  # of a packed weight that were applied, of the queries
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         output = self.original(input, weight, bias)
         for index, layer in self.tapped:
             if weight is layer.weight or weight._base is layer.weight:
-                module = layer.modules[0]
-                if isinstance(layer, AttentionInputLayer):
-                    self._see_part(index, module, layer, input, weight, output)
-                else:
-                    self.capture._see(index, module, input, output, examples=self.examples)
+                part = (self.examples, *self._pairs(layer, input, weight))
+                replaced = self.capture._see(index, 0, input, output, part)
+                output = output if replaced is None else replaced
         return output
 
-    def _see_part(
-        self, index: int, module: nn.Module, layer: AttentionInputLayer, a: Tensor, weight: Tensor, output: Tensor
-    ) -> None:
-        """q, k, v at once or part by part; keys and values count as many rows as the queries."""
-        offset = weight.storage_offset() - layer.weight.storage_offset()
-        first = offset // weight.stride(0) // layer.d_out
-        parts = slice(first, first + weight.shape[0] // layer.d_out)
-        seen = self.capture._see(index, module, a, output, examples=self.examples, pairs=parts)
-        if seen is None:
-            return
-        if layer.by_example:
-            return
+    def _pairs(self, layer: KroneckerLayer, input: Tensor, weight: Tensor) -> tuple[int, ...]:
+        """q, k, v at once or, in this order, part by part."""
+        if not isinstance(layer, AttentionInputLayer):
+            return ()
+        first, self.rows = self.rows // layer.d_out, self.rows + weight.shape[0]
         if first == 0:
-            self.query_rows = seen.count
-        else:
-            seen.a *= self.query_rows / seen.count
-            seen.count = 0.0
+            self.queries = input.numel() // input.shape[-1]
+        return first, self.rows // layer.d_out, self.queries
+
+
+# torch.compile takes attention for one operator. Copies of its Python code are ordinary functions to it, which it
+# follows to F.linear, and so to the tap.
+_ATTENTION = F.multi_head_attention_forward
+_TRACEABLE: dict[str, Any] = {**vars(F), "linear": lambda *args: F.linear(*args)}
+for _name in ("_in_projection", "_in_projection_packed", "multi_head_attention_forward"):
+    _original = getattr(F, _name)
+    _TRACEABLE[_name] = FunctionType(_original.__code__, _TRACEABLE, _name, _original.__defaults__)
 
 
 class _Hook:
@@ -632,23 +636,25 @@ _AWAITED: MutableMapping[Tensor, Callable[[Tensor], None] | None] = WeakTensorKe
 @torch.library.custom_op(
     "kfac_optim::see",
     mutates_args=(),
-    schema="(Tensor a, Tensor output, int capture, int index, int use) -> (Tensor, Tensor)",
+    schema="(Tensor a, Tensor output, int capture, int index, int use, int[] part) -> (Tensor, Tensor)",
 )
-def _compiled_see(a: Tensor, output: Tensor, capture: int, index: int, use: int) -> tuple[Tensor, Tensor]:
+def _see_in_graph(
+    a: Tensor, output: Tensor, capture: int, index: int, use: int, part: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """The output of a layer, and what stands for the observation."""
     token, watching = torch.zeros((), dtype=torch.int64), _CAPTURES.get(capture)
     live = watching is not None and watching.enabled
-    _AWAITED[token] = watching._see_compiled(index, use, a, output) if live else None
+    _AWAITED[token] = watching._see_compiled(index, use, a, output, part) if live else None
     return output.clone(), token
 
 
-@_compiled_see.register_fake
-def _(a: Tensor, output: Tensor, capture: int, index: int, use: int) -> tuple[Tensor, Tensor]:
+@_see_in_graph.register_fake
+def _(a: Tensor, output: Tensor, capture: int, index: int, use: int, part: Sequence[int]) -> tuple[Tensor, Tensor]:
     return torch.empty_like(output), torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("kfac_optim::arrive", mutates_args=(), schema="(Tensor g, Tensor token) -> Tensor")
-def _compiled_arrive(g: Tensor, token: Tensor) -> Tensor:
+def _arrive_in_graph(g: Tensor, token: Tensor) -> Tensor:
     """The gradient of a layer's output."""
     arrive = _AWAITED[token]
     if arrive is not None:
@@ -656,7 +662,7 @@ def _compiled_arrive(g: Tensor, token: Tensor) -> Tensor:
     return g.clone()
 
 
-@_compiled_arrive.register_fake
+@_arrive_in_graph.register_fake
 def _(g: Tensor, token: Tensor) -> Tensor:
     return torch.empty_like(g)
 
@@ -666,10 +672,10 @@ def _save_token(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
 
 
 def _compiled_backward(ctx: Any, g: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    return None, _compiled_arrive(g, *ctx.saved_tensors), None, None, None
+    return None, _arrive_in_graph(g, *ctx.saved_tensors), None, None, None, None
 
 
-_compiled_see.register_autograd(_compiled_backward, setup_context=_save_token)
+_see_in_graph.register_autograd(_compiled_backward, setup_context=_save_token)
 
 
 def _remove(handles: list[Any]) -> None:
