@@ -633,6 +633,14 @@ _CAPTURES: weakref.WeakValueDictionary[int, Capture] = weakref.WeakValueDictiona
 _AWAITED: MutableMapping[Tensor, Callable[[Tensor], None] | None] = WeakTensorKeyDictionary()
 
 
+def _require_empirical(capture: Capture) -> None:
+    if capture.fisher is not None:
+        raise RuntimeError(
+            "the sampled Fisher needs gradients of single layers before the backward pass, which a compiled graph "
+            "doesn't give: use fisher='empirical', or don't compile the model"
+        )
+
+
 @torch.library.custom_op(
     "kfac_optim::see",
     mutates_args=(),
@@ -643,13 +651,17 @@ def _see_in_graph(
 ) -> tuple[Tensor, Tensor]:
     """The output of a layer, and what stands for the observation."""
     token, watching = torch.zeros((), dtype=torch.int64), _CAPTURES.get(capture)
-    live = watching is not None and watching.enabled
-    _AWAITED[token] = watching._see_compiled(index, use, a, output, part) if live else None
+    arrive = None
+    if watching is not None and watching.enabled:
+        _require_empirical(watching)
+        arrive = watching._see_compiled(index, use, a, output, part)
+    _AWAITED[token] = arrive
     return output.clone(), token
 
 
 @_see_in_graph.register_fake
 def _(a: Tensor, output: Tensor, capture: int, index: int, use: int, part: Sequence[int]) -> tuple[Tensor, Tensor]:
+    _require_empirical(_CAPTURES[int(capture)])  # here, so that it is raised during compilation
     return torch.empty_like(output), torch.empty((), dtype=torch.int64, device="cpu")
 
 
