@@ -1322,9 +1322,7 @@ class CurvatureEngine:
         if not layer.weight.requires_grad:
             notes.append("frozen")
         elif layer not in self._means:
-            unseen = layer.host is not None and self.last_refresh is not None
-            reason = ": attention can't be watched under torch.compile" if unseen else " until its first decomposition"
-            notes.append("raw gradient" + reason)
+            notes.append("raw gradient until its first decomposition")
         a, g = (f"{spec.pairs} x {spec.dim}" * (spec.pairs > 1) or str(spec.dim) for spec in self._specs[layer])
         memory = sum(self._memory_of(layer).values())
         inverse, gradient = "", ""
