@@ -10,6 +10,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -468,7 +469,7 @@ def train_wrapped(rank: int, world_size: int) -> list[list[Tensor]]:
 def test_two_ranks() -> None:
     plain = mlp()
     run(plain, KFACSGD(plain, **OPTIONS), on_vectors)
-    for rank in run_ranks(2, train_wrapped):
+    for rank in run_ranks(2, train_wrapped, group_timeout=timedelta(seconds=120), limit=240.0):  # two compilations each
         for found in rank:
             for p, q in zip(found, values(plain), strict=True):
                 torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
