@@ -545,6 +545,7 @@ class Capture:
             self._add(batch, index, observation, g_sum)
 
     def _require_whole_model(self, call: _ModelCall) -> None:
+        assert call.module is not None
         inside = set(call.module.modules())
         outside = [layer.name for layer in self.layers if not any(m in inside for m in layer.modules)]
         if outside:
