@@ -19,15 +19,18 @@ model's own predictive distribution, and committed when the user's backward pass
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, is_dataclass
+from types import FunctionType
 from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .layers import AttentionInputLayer, KroneckerLayer, Observation, full_precision
 
@@ -155,8 +158,9 @@ class _Moments:
 class _ModelCall:
     """One call of the outermost module: M, and for the sampled Fisher what its layers did."""
 
-    module: nn.Module
-    forward: Any  # the module's own, when it was called
+    module: nn.Module | None = None
+    forward: Any = None  # the module's own, when it was called; None while a graph is traced
+    entered: int = 0  # the module may call itself
     terms: int = 0
     layers: list[tuple[int, nn.Module, Observation, Any]] = field(default_factory=list)
 
@@ -166,7 +170,7 @@ class _ModelCall:
 
         Lightning runs ``training_step`` so under DDP, the backward pass and the step in it: that is the loop, no model.
         """
-        return bool(self.module.forward != self.forward)
+        return self.forward is not None and bool(cast(nn.Module, self.module).forward != self.forward)
 
 
 @dataclass
@@ -251,10 +255,13 @@ class Capture:
         self.step = 0
         self._samples = 0
         self._call: _ModelCall | None = None
-        self._depth = 0
         self._last_call: _ModelCall | None = None
+        self._running: _ModelCall | None = None  # stands for the call whose compiled graph runs ...
+        self._left: _ModelCall | None = None  # ... until this one, which its Python code makes afterwards, tells M
         self._batch: _MicroBatch | None = None
         self._handles: list[Any] = []
+        self._handle = next(_HANDLES)
+        _CAPTURES[self._handle] = self
         self._attach(roots)
         weakref.finalize(self, _remove, self._handles)
 
@@ -262,7 +269,8 @@ class Capture:
 
     def _attach(self, roots: Iterable[nn.Module]) -> None:
         """Hooks on every layer, and on every module that contains one (any of them may be the outermost call)."""
-        called = {module: i for i, layer in enumerate(self.layers) for module in layer.modules if layer.host is None}
+        own = [(i, layer.modules) for i, layer in enumerate(self.layers) if layer.host is None]
+        called = {module: (i, use) for i, modules in own for use, module in enumerate(modules)}
         hosts = {layer.host for layer in self.layers if layer.host is not None}
         watched = set(called) | hosts
         containers: dict[nn.Module, None] = {}
@@ -278,7 +286,7 @@ class Capture:
                 after = _Hook(self, "_stop_tapping")
                 self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
             if module in called:
-                after = _Hook(self, "_after_layer", called[module])
+                after = _Hook(self, "_after_layer", *called[module])
                 self._handles.append(module.register_forward_hook(after, with_kwargs=True))
             after = _Hook(self, "_leave")
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
@@ -299,6 +307,7 @@ class Capture:
         """The statistics of this step, which start anew."""
         statistics = self.statistics
         self.discard()
+        self._settle()
         self._last_call = None
         return statistics
 
@@ -313,22 +322,26 @@ class Capture:
         if self._call is None:
             if not torch.is_grad_enabled():
                 return
-            if not recomputed:
+            if not (recomputed or torch.compiler.is_compiling()):
                 self._batch = None  # left behind by a backward pass that raised
-            self._call, self._depth = _ModelCall(module, module.forward), 0
-        self._depth += 1
+            self._call = _ModelCall(module, None if torch.compiler.is_compiling() else module.forward)
+        if self._call.module is module:
+            self._call.entered += 1
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         call = self._call
-        if call is None or (_in_backward() and self._last_call is not None):
+        if call is None or (_in_backward() and self._last_call is not None) or call.module is not module:
             return
-        self._depth -= 1
-        if self._depth > 0:
+        call.entered -= 1
+        if call.entered > 0:
             return
         self._call = None
         if output is None or not torch.is_grad_enabled():  # the forward raised, or returned nothing
             return
         call.terms = self.loss_terms.count(args, kwargs, output)
+        if torch.compiler.is_compiling():
+            self._left = call
+            return
         if not _in_backward():
             self._last_call = call
         if self.fisher is not None:
@@ -346,26 +359,27 @@ class Capture:
     # Layer calls ----------------------------------------------------------------------------------------------------
 
     def _after_layer(
-        self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
+        self, index: int, use: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Tensor | None:
         a = args[0] if args else next(iter(kwargs.values()), None)
-        self._see(index, module, a, output)
+        return self._see(index, use, a, output)
 
-    def _see(self, index: int, module: nn.Module, a: Any, output: Any, **how: Any) -> Observation | None:
+    def _see(self, index: int, use: int, a: Any, output: Any, part: tuple[int, ...] = ()) -> Tensor | None:
+        """A call of a layer. Returns what has to take the place of the output in a graph that is being compiled."""
         layer = self.layers[index]
         if not (self.enabled and torch.is_grad_enabled() and layer.weight.requires_grad):
             return None
         if not (isinstance(output, Tensor) and output.requires_grad and isinstance(a, Tensor)):
             return None
+        if torch.compiler.is_compiling():
+            return cast(Tensor, _see_in_graph(a, output, self._handle, index, use, part)[0])
         if output.numel() == 0:  # an expert to which no token was routed: nothing was seen
             return None
         recomputed = _in_backward()
         if self.fisher is not None and (recomputed or self._call is None):
             return None
-        with self.stage("factor computation"), full_precision(a.device.type):
-            observation = layer.observe(module, a, output, self.dtype, **how)
-            if not layer.by_example:
-                observation.a = self.packers[index][0](observation.a)
+        module = layer.modules[use]
+        observation = self._observe(index, module, a, output, part)
         call = self._call or self._last_call
         if self.fisher is not None:
             assert call is not None
@@ -374,6 +388,21 @@ class Capture:
             call.layers.append((index, module, observation, edge))
         else:
             output.register_hook(functools.partial(self._arrive, index, module, observation, call))
+        return None
+
+    def _observe(self, index: int, module: nn.Module, a: Tensor, output: Tensor, part: Sequence[int]) -> Observation:
+        """``part``, of attention: number of examples; for packed projections first and last pair and query rows."""
+        layer = self.layers[index]
+        how: dict[str, Any] = {"examples": part[0]} if part else {}
+        if len(part) > 1:
+            how["pairs"] = slice(part[1], part[2])
+        with self.stage("factor computation"), full_precision(a.device.type):
+            observation = layer.observe(module, a, output, self.dtype, **how)
+            if not layer.by_example:
+                observation.a = self.packers[index][0](observation.a)
+        if len(part) > 1 and part[1] > 0 and not layer.by_example:  # keys and values count as many rows as the queries
+            observation.a *= part[3] / observation.count
+            observation.count = 0.0
         return observation
 
     def _arrive(
@@ -404,6 +433,40 @@ class Capture:
                 g = g / _scale_of(self.grad_scaler, g.device)
             moment = self.layers[index].output_moment(module, g, observation)
             return moment if self.layers[index].by_example else self.packers[index][1](moment)
+
+    # Compiled graphs ------------------------------------------------------------------------------------------------
+
+    def _see_compiled(
+        self, index: int, use: int, a: Tensor, output: Tensor, part: Sequence[int]
+    ) -> Callable[[Tensor], None]:
+        """What :meth:`_see` does, while a compiled graph runs; returns what its backward graph has to call.
+
+        The Python code of the graph's modules, with it ``_enter`` and ``_leave``, takes effect when the graph has run.
+        """
+        module = self.layers[index].modules[use]
+        # A copy, because an observation may keep its input, and compiled code writes over what it needs no more.
+        observation = self._observe(index, module, a.clone(), output, part)
+        if self._left is not None:
+            self._settle()
+        call = self._call
+        if _in_backward():  # recomputed
+            call = self._last_call
+        elif call is None:
+            self._batch = None  # left behind by a backward pass that raised
+            call = self._running = self._running or _ModelCall()
+        return functools.partial(self._arrive_compiled, index, module, observation, call)
+
+    def _arrive_compiled(
+        self, index: int, module: nn.Module, observation: Observation, call: _ModelCall | None, g: Tensor
+    ) -> None:
+        self._settle()
+        self._arrive(index, module, observation, call, g)
+
+    def _settle(self) -> None:
+        """A call whose graph has run is over: gives it what ``_leave`` told."""
+        if self._running is not None and self._left is not None:
+            self._running.terms, self._last_call = self._left.terms, self._running
+        self._running = self._left = None
 
     # Micro-batches --------------------------------------------------------------------------------------------------
 
@@ -495,6 +558,7 @@ class Capture:
             self._add(batch, index, observation, g_sum)
 
     def _require_whole_model(self, call: _ModelCall) -> None:
+        assert call.module is not None
         inside = set(call.module.modules())
         outside = [layer.name for layer in self.layers if not any(m in inside for m in layer.modules)]
         if outside:
@@ -507,15 +571,19 @@ class Capture:
 
     def _start_tapping(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Attention applies its projections by ``F.linear`` without calling a module: listen in during its forward."""
-        if self.enabled and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if self.enabled and torch.is_grad_enabled():
             query = args[0] if args else kwargs["query"]
             examples = query.shape[0 if module.batch_first else 1] if query.dim() == 3 else 1
             tapped = [(i, layer) for i, layer in enumerate(self.layers) if layer.host is module]
-            _Tap(self, tapped, examples).start()
+            F.linear = _Tap(self, tapped, examples)
+            if torch.compiler.is_compiling():
+                F.multi_head_attention_forward = _TRACEABLE["multi_head_attention_forward"]
 
     def _stop_tapping(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if isinstance(F.linear, _Tap):
-            F.linear.stop()
+            F.linear = F.linear.original
+            if torch.compiler.is_compiling():
+                F.multi_head_attention_forward = _ATTENTION
 
 
 class _Tap:
@@ -523,42 +591,34 @@ class _Tap:
 
     def __init__(self, capture: Capture, tapped: list[tuple[int, KroneckerLayer]], examples: int) -> None:
         self.capture, self.tapped, self.examples, self.original = capture, tapped, examples, F.linear
-        self.query_rows = 0.0
-
-    def start(self) -> None:
-        F.linear = self
-
-    def stop(self) -> None:
-        F.linear = self.original
+        self.rows = self.queries = 0  # of a packed weight that were applied, of the queries
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         output = self.original(input, weight, bias)
         for index, layer in self.tapped:
             if weight is layer.weight or weight._base is layer.weight:
-                module = layer.modules[0]
-                if isinstance(layer, AttentionInputLayer):
-                    self._see_part(index, module, layer, input, weight, output)
-                else:
-                    self.capture._see(index, module, input, output, examples=self.examples)
+                part = (self.examples, *self._pairs(layer, input, weight))
+                replaced = self.capture._see(index, 0, input, output, part)
+                output = output if replaced is None else replaced
         return output
 
-    def _see_part(
-        self, index: int, module: nn.Module, layer: AttentionInputLayer, a: Tensor, weight: Tensor, output: Tensor
-    ) -> None:
-        """q, k, v at once or part by part; keys and values count as many rows as the queries."""
-        offset = weight.storage_offset() - layer.weight.storage_offset()
-        first = offset // weight.stride(0) // layer.d_out
-        parts = slice(first, first + weight.shape[0] // layer.d_out)
-        seen = self.capture._see(index, module, a, output, examples=self.examples, pairs=parts)
-        if seen is None:
-            return
-        if layer.by_example:
-            return
+    def _pairs(self, layer: KroneckerLayer, input: Tensor, weight: Tensor) -> tuple[int, ...]:
+        """q, k, v at once or, in this order, part by part."""
+        if not isinstance(layer, AttentionInputLayer):
+            return ()
+        first, self.rows = self.rows // layer.d_out, self.rows + weight.shape[0]
         if first == 0:
-            self.query_rows = seen.count
-        else:
-            seen.a *= self.query_rows / seen.count
-            seen.count = 0.0
+            self.queries = input.numel() // input.shape[-1]
+        return first, self.rows // layer.d_out, self.queries
+
+
+# torch.compile takes attention for one operator. Copies of its Python code are ordinary functions to it, which it
+# follows to F.linear, and so to the tap.
+_ATTENTION = F.multi_head_attention_forward
+_TRACEABLE: dict[str, Any] = {**vars(F), "linear": lambda *args: F.linear(*args)}
+for _name in ("_in_projection", "_in_projection_packed", "multi_head_attention_forward"):
+    _original = getattr(F, _name)
+    _TRACEABLE[_name] = FunctionType(_original.__code__, _TRACEABLE, _name, _original.__defaults__)
 
 
 class _Hook:
@@ -568,13 +628,80 @@ class _Hook:
         self.capture = weakref.ref(capture) if capture is not None else None
         self.method, self.args = method, args
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: Any) -> Any:
         capture = self.capture() if self.capture is not None else None
-        if capture is not None and capture.enabled:
-            getattr(capture, self.method)(*self.args, *args)
+        if capture is None or not capture.enabled:
+            return None
+        return getattr(capture, self.method)(*self.args, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (None,)
+
+
+# Operators for compiled graphs, which can't hold hooks on tensors. Both return copies because an operator's result may
+# not be its argument, and are kept because their results are used.
+
+_HANDLES = itertools.count()
+_CAPTURES: weakref.WeakValueDictionary[int, Capture] = weakref.WeakValueDictionary()
+# By a tensor that the graph saves for its backward, so that an observation lives as long as the graph needs it.
+_AWAITED: MutableMapping[Tensor, Callable[[Tensor], None] | None] = WeakTensorKeyDictionary()
+
+
+def _require_empirical(capture: Capture) -> None:
+    if capture.fisher is not None:
+        raise RuntimeError(
+            "the sampled Fisher needs gradients of single layers before the backward pass, which a compiled graph "
+            "doesn't give: use fisher='empirical', or don't compile the model"
+        )
+
+
+@torch.library.custom_op(
+    "kfac_optim::see",
+    mutates_args=(),
+    schema="(Tensor a, Tensor output, int capture, int index, int use, int[] part) -> (Tensor, Tensor)",
+)
+def _see_in_graph(
+    a: Tensor, output: Tensor, capture: int, index: int, use: int, part: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The output of a layer, and what stands for the observation."""
+    token, watching = torch.zeros((), dtype=torch.int64), _CAPTURES.get(capture)
+    arrive = None
+    if watching is not None and watching.enabled and output.numel():
+        _require_empirical(watching)
+        arrive = watching._see_compiled(index, use, a, output, part)
+    _AWAITED[token] = arrive
+    return output.clone(), token
+
+
+@_see_in_graph.register_fake
+def _(a: Tensor, output: Tensor, capture: int, index: int, use: int, part: Sequence[int]) -> tuple[Tensor, Tensor]:
+    _require_empirical(_CAPTURES[int(capture)])  # here, so that it is raised during compilation
+    return torch.empty_like(output), torch.empty((), dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("kfac_optim::arrive", mutates_args=(), schema="(Tensor g, Tensor token) -> Tensor")
+def _arrive_in_graph(g: Tensor, token: Tensor) -> Tensor:
+    """The gradient of a layer's output."""
+    arrive = _AWAITED[token]
+    if arrive is not None:
+        arrive(g)
+    return g.clone()
+
+
+@_arrive_in_graph.register_fake
+def _(g: Tensor, token: Tensor) -> Tensor:
+    return torch.empty_like(g)
+
+
+def _save_token(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1])
+
+
+def _compiled_backward(ctx: Any, g: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    return None, _arrive_in_graph(g, *ctx.saved_tensors), None, None, None, None
+
+
+_see_in_graph.register_autograd(_compiled_backward, setup_context=_save_token)
 
 
 def _remove(handles: list[Any]) -> None:
@@ -583,7 +710,8 @@ def _remove(handles: list[Any]) -> None:
 
 
 def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
+    """Whether a backward pass is running; while a graph is traced, none is."""
+    return not torch.compiler.is_compiling() and bool(torch._C._current_graph_task_id() != -1)
 
 
 def _scale_of(scaler: torch.amp.GradScaler | None, device: torch.device) -> Tensor:

@@ -798,9 +798,7 @@ class CurvatureEngine(Options):
         if not layer.weight.requires_grad:
             notes.append("frozen")
         elif block.means is None:
-            unseen = layer.host is not None and self.last_refresh is not None
-            reason = ": attention can't be watched under torch.compile" if unseen else " until its first decomposition"
-            notes.append("raw gradient" + reason)
+            notes.append("raw gradient until its first decomposition")
         a, g = (f"{spec.pairs} x {spec.dim}" * (spec.pairs > 1) or str(spec.dim) for spec in block.specs)
         memory = sum(self._memory_of(block).values())
         inverse, gradient = "", ""
