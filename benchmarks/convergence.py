@@ -273,7 +273,7 @@ def cells(task: Task, label: str, records: Sequence[Record]) -> list[str]:
         *(middle([at(record, share, "train_loss") for record in records]) for share in FIXED_STEPS),
         middle([at(record, 1.0, "test_loss") for record in records]),
         middle([at(record, 1.0, "test_accuracy") for record in records]) if "accuracy" in task.scores else "-",
-        middle([line[key] / line["step"] for line in last]),
+        middle([line[key] / line["step"] if line["step"] else None for line in last]),
     ]
 
 
