@@ -11,7 +11,7 @@ to ``benchmarks/results/``, the first two after each measurement, so that a run 
 are seconds of the wall between synchronisations; schedules are composed of their steps as in
 ``benchmarks/step_time.py``. Models are those of torchvision and transformers where these are installed, else of the
 same shapes; kfac-pytorch takes part where ``kfac`` can be imported. ``--smoke`` runs tiny models, on the CPU where
-there is no GPU.
+there is no GPU. Of the others only ``decompositions`` also runs there, on one thread, and writes ``cpu-NAME``.
 """
 
 from __future__ import annotations
@@ -248,7 +248,8 @@ def old_basis(factors: Tensor, shift: Tensor, basis: Tensor) -> Decomposition:
 def qr_refresh(factors: Tensor, shift: Tensor, basis: Tensor) -> Decomposition:
     """One step of orthogonal iteration from the last basis, ``Q' = qr(F Q)``, with ``diag(Q'^T F Q')`` (as in SOAP).
 
-    The largest eigenvalues must come first: each column is cleared of those before it, and only of those.
+    As ``EigenSolver(refresh="qr")`` takes it, but with products in any precision and no look at the residual. The
+    largest eigenvalues must come first: each column is cleared of those before it, and only of those.
     """
     q, _ = torch.linalg.qr((factors @ basis.flip(-1)).float())
     return old_basis(factors, shift, q)
@@ -337,6 +338,7 @@ def compare_methods(n: int, pairs: int, job: Job) -> Iterator[dict[str, Any]]:
 
 def decompositions(job: Job) -> Iterator[Result]:
     """Every method at every size."""
+    torch.set_num_threads(1)  # of the CPU
     rows: list[dict[str, Any]] = []
     for n in job.in_time((8, 16) if job.smoke else SIZES):
         rows += compare_methods(n, max(1, min(16, ENTRIES // n**2)), job)
@@ -441,9 +443,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.part:
         command.error("--part NAME is missing; --list names them")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" and not options.smoke:
-        command.error("this torch sees no CUDA device; --smoke runs on the CPU")
-    folder, stem = options.out or (SMOKE if options.smoke else RESULTS), f"gpu-{options.part}"
+    if device == "cpu" and not options.smoke and options.part != "decompositions":
+        command.error("this torch sees no CUDA device; --smoke and --part decompositions run on the CPU")
+    folder = options.out or (SMOKE if options.smoke else RESULTS)
+    stem = f"{'gpu' if device == 'cuda' or options.smoke else 'cpu'}-{options.part}"
     folder.mkdir(parents=True, exist_ok=True)
     seconds = 0 if options.smoke else options.seconds
     solvers = options.solver or SOLVERS

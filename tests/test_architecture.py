@@ -41,6 +41,7 @@ WITHIN_CURVATURE: dict[str, set[str]] = {
     "options": set(),
     "blocks": set(),
     "memory": {"blocks"},
+    "views": {"blocks"},
     "state": {"blocks"},
     "coverage": {"blocks"},
     "ranks": {"blocks"},
@@ -48,7 +49,7 @@ WITHIN_CURVATURE: dict[str, set[str]] = {
     "refresh": {"blocks", "ranks"},
     "preconditioning": {"blocks", "ranks"},
     "engine": {
-        "options", "blocks", "coverage", "memory", "state", "ranks", "averages", "refresh", "preconditioning"
+        "options", "blocks", "coverage", "memory", "views", "state", "ranks", "averages", "refresh", "preconditioning"
     },
     "__init__": {"blocks", "engine"},
 }  # fmt: skip

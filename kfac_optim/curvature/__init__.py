@@ -9,7 +9,7 @@ What a step does, in order::
 
 Where to look::
 
-    engine.py           the step, what is saved, copies, views
+    engine.py           the step, what is saved, copies
     options.py          what may be set, when, and how it is checked
     coverage.py         parameters -> blocks, one per layer
     blocks.py           A and G of a layer, its mean eigenvalues and its damping gamma
@@ -19,6 +19,7 @@ Where to look::
     ranks.py            who works on what
     state.py            checks and copies of what is loaded
     memory.py           bytes
+    views.py            what is told of a block
 
 With several ranks everything that communicates happens in ``step()``, in an order that all ranks share whatever layers
 they used: what is due depends on the step alone, what is sent on the assignment alone.

@@ -33,7 +33,7 @@ from ..scaling import KLClip, Scaling
 from ..schedules import Schedule, due, growing
 from ..solvers import Solver, is_iterated
 from .averages import Averaging
-from .blocks import SIDES, Block, gamma_of
+from .blocks import SIDES, Block
 from .coverage import find_blocks, parameters_of
 from .memory import memory_of, total
 from .options import Options
@@ -41,6 +41,7 @@ from .preconditioning import Lr, Preconditioner
 from .ranks import assign, groups_of, require_agreement
 from .refresh import Refresh, Refresher
 from .state import check_states, copy_state, make_room
+from .views import report_of, row_of, workers_of
 
 __all__ = ["CurvatureEngine", "memory_estimate", "owning_engine"]
 
@@ -730,19 +731,12 @@ class CurvatureEngine(Options):
             over the layer's pairs), ``condition`` (of ``A (x) G + gamma I``, from these extremes) and ``cosine``
             between gradient and direction at the last refresh.
         """
-        layers: dict[str, dict[str, Any]] = {}
-        for block in self._blocks:
-            if block.means is None:
-                continue
-            if block.spectra is None:
-                block.spectra = tuple(diagnostics.eigenvalues(block.factor(side, "_last")) for side in range(2))
-            spectra = zip(SIDES, block.spectra, strict=True)
-            row: dict[str, Any] = {side: diagnostics.spectrum(values, full=eigenvalues) for side, values in spectra}
-            gamma = gamma_of(block.means, self._now("damping"), relative=self.relative_damping)
-            row["damping"] = float(gamma.mean())
-            row["condition"] = diagnostics.damped_condition(row["A"], row["G"], row["damping"])
-            row["cosine"] = None if block.cosine is None else float(block.cosine)
-            layers[block.layer.name] = row
+        damping = self._now("damping")
+        reports = {
+            block.layer.name: report_of(block, damping, relative=self.relative_damping, eigenvalues=eigenvalues)
+            for block in self._blocks
+            if block.means is not None
+        }
         return {
             "step": self.step_count,
             "skipped_steps": self.skipped_steps,
@@ -753,7 +747,7 @@ class CurvatureEngine(Options):
                 kind: {"sent": sent / max(1, self._own_steps), "received": received / max(1, self._own_steps)}
                 for kind, (sent, received) in self.comm.traffic.items()
             },
-            "layers": layers,
+            "layers": reports,
         }
 
     def profile(self) -> dict[str, dict[str, float]]:
@@ -767,17 +761,10 @@ class CurvatureEngine(Options):
             ``layers``: per layer name the ranks that decompose ``A`` and ``G``, and the list of those that
             ``precondition``; ``loads``: the decompositions' multiply-adds on each rank, up to a constant.
         """
-        layers = {
-            block.layer.name: {
-                **dict(zip(SIDES, block.workers.inverse_workers, strict=True)),
-                "precondition": list(block.workers.gradient_workers),
-            }
-            for block in self._blocks
-        }
-        return {"layers": layers, "loads": list(self.work.loads)}
+        return {"layers": {b.layer.name: workers_of(b) for b in self._blocks}, "loads": list(self.work.loads)}
 
     def __repr__(self) -> str:
-        rows = [self._row(block) for block in self._blocks]
+        rows = [row_of(block, sum(self._memory_of(block).values()), self.comm) for block in self._blocks]
         rows += [diagnostics.Row(name, "base", note=reason) for name, reason in self.uncovered.values()]
         memory = diagnostics.human_bytes(self.memory_estimate()["total"])
         footer = (
@@ -789,25 +776,6 @@ class CurvatureEngine(Options):
                 f"largest / mean = {self.work.imbalance:.2f}"
             )
         return diagnostics.table(rows, f"Curvature after {self.step_count} steps", footer)
-
-    def _row(self, block: Block) -> diagnostics.Row:
-        layer, workers = block.layer, block.workers
-        notes = list(layer.notes)
-        if len(layer.modules) > 1:
-            notes.append(f"shared by {len(layer.modules)} modules")
-        if not layer.weight.requires_grad:
-            notes.append("frozen")
-        elif block.means is None:
-            notes.append("raw gradient until its first decomposition")
-        a, g = (f"{spec.pairs} x {spec.dim}" * (spec.pairs > 1) or str(spec.dim) for spec in block.specs)
-        memory = sum(self._memory_of(block).values())
-        inverse, gradient = "", ""
-        if self.comm.world_size > 1:
-            inverse = "A {}, G {}".format(*workers.inverse_workers)
-            gradient = diagnostics.rank_list(workers.gradient_workers)
-        return diagnostics.Row(
-            layer.name or "(model)", layer.rule_name, a, g, memory, inverse, gradient, "; ".join(notes)
-        )
 
 
 # Functions beside the engine -----------------------------------------------------------------------------------------
