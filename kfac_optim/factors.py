@@ -44,7 +44,7 @@ def unpack(packed: Tensor, n: int) -> Tensor:
     matrix = packed.new_zeros(*packed.shape[:-1], n, n)
     matrix[..., :, :cols] = rectangle[..., shift : shift + n, :].tril()
     matrix[..., cols:, cols:] = rectangle[..., : n - cols, 1 - shift :].triu().mT
-    return matrix + matrix.tril(-1).mT
+    return matrix.add_(matrix.tril(-1).mT)
 
 
 def packed_diagonal(packed: Tensor, n: int) -> Tensor:

@@ -212,11 +212,12 @@ class InverseSolver:
         """
         if factor.dim() == 2:
             return ((factor + shift[:, None]).reciprocal(),)
-        damped = factor.clone()
-        damped.diagonal(dim1=-2, dim2=-1).add_(shift[:, None])
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-        scale = inverse.diagonal(dim1=-2, dim2=-1).amax(-1)
-        return inverse / scale[:, None, None], scale
+        matrix = factor.clone()  # one name for all: of large factors as few copies as possible are held
+        matrix.diagonal(dim1=-2, dim2=-1).add_(shift[:, None])
+        matrix = torch.linalg.cholesky(matrix)
+        matrix = torch.cholesky_inverse(matrix)
+        scale = matrix.diagonal(dim1=-2, dim2=-1).amax(-1)
+        return matrix.div_(scale[:, None, None]), scale
 
     def precondition(self, gradient: Tensor, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
         """Eq. 8 with the damped inverses."""
