@@ -493,7 +493,8 @@ class Capture:
         kept = torch.stack([s.to(sums[0].device) for s in sums]).isfinite().all()
         self._drop_overflowed(_scale_of(self.grad_scaler, sums[0].device))
         for index, new in batch.sums.items():
-            a, g = (torch.where(kept.to(t.device), t, 0.0) for t in (new.a, new.g))
+            # In place: all of them together are as large as the factors.
+            a, g = (t.masked_fill_(~kept.to(t.device), 0.0) for t in (new.a, new.g))
             counts = [0.0] * len(step.terms) + new.counts
             if index in step.sums:
                 entry = step.sums[index]
