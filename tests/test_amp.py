@@ -318,7 +318,7 @@ def test_tf32_is_off_for_factors_and_back_afterwards(how: str) -> None:
     """A property of the process, so it can be looked at without a GPU."""
     matmul = torch.backends.cuda.matmul
     if how.startswith("attribute") and not hasattr(matmul, "fp32_precision"):
-        pytest.skip("torch 2.9 has it")
+        pytest.skip("this torch chooses TF32 by flags alone; the attribute came with 2.9")
     choose, read = TF32[how]
     script = f"""
         import contextlib, torch
