@@ -645,8 +645,8 @@ class _NormLayer(KroneckerLayer):
         """The input after normalisation in a mode (``module.training`` at the call), before scale and shift."""
         raise NotImplementedError
 
-    def positions(self, x: Tensor) -> Tensor:
-        """``[n, r, channels]`` of a tensor of the output's shape."""
+    def by_channel(self, x: Tensor) -> Tensor:
+        """A tensor of the output's shape, summed over the positions of each example: ``[n, channels]``."""
         raise NotImplementedError
 
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
@@ -660,9 +660,8 @@ class _NormLayer(KroneckerLayer):
 
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
         a, training = context
-        x_hat = self.positions(self.normalized(module, a.to(g.dtype), training))
-        g = self.positions(g)
-        return torch.stack([(g * x_hat).sum(1), g.sum(1)][: self.d_out], dim=-1)[:, None]
+        x_hat = self.normalized(module, a.to(g.dtype), training)
+        return torch.stack([self.by_channel(g * x_hat), self.by_channel(g)][: self.d_out], dim=-1)[:, None]
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.stack([p.flatten() for p in (weight, bias) if p is not None], dim=-1)[..., None]
@@ -672,14 +671,14 @@ class _NormLayer(KroneckerLayer):
 
 
 class _ChannelsLastNorm(_NormLayer):
-    def positions(self, x: Tensor) -> Tensor:
+    def by_channel(self, x: Tensor) -> Tensor:
         x = x.flatten(-len(self.weight_shape))
-        return x.reshape(-1, 1, x.shape[-1]) if x.dim() <= 2 else x.movedim(self.batch_dim, 0).flatten(1, -2)
+        return x.reshape(-1, x.shape[-1]) if x.dim() <= 2 else x.movedim(self.batch_dim, 0).flatten(1, -2).sum(1)
 
 
 class _ChannelsFirstNorm(_NormLayer):
-    def positions(self, x: Tensor) -> Tensor:
-        return x.reshape(*x.shape[:2], -1).mT
+    def by_channel(self, x: Tensor) -> Tensor:
+        return x.reshape(*x.shape[:2], -1).sum(2)
 
 
 @register_layer(nn.LayerNorm)
