@@ -25,6 +25,7 @@ KFAC_OPTIONS = (
     "fisher",
     "solver",
     "factor_update_steps",
+    "factor_batch_fraction",
     "inv_update_steps",
     "factor_decay",
 )
@@ -117,6 +118,8 @@ def add_kfac_options(group: argparse._ArgumentGroup) -> None:
     add("--fisher", metavar="KIND", help=f"{kinds} {package}")
     add("--solver", metavar="NAME", help=f"eigen or inverse {package}")
     add("--factor-update-steps", type=steps_between, metavar="STEPS", help=f"between statistics: {steps} {package}")
+    share = "share of a batch's examples that statistics see, in (0, 1]"
+    add("--factor-batch-fraction", type=float, metavar="X", help=f"{share} {package}")
     add("--inv-update-steps", type=steps_between, metavar="STEPS", help=f"between decompositions: likewise {package}")
     add("--factor-decay", type=float, metavar="X", help=f"weight of the past in the averages, in [0, 1) {package}")
     add("--kfac", action="append", type=assignment, metavar="KEY=VALUE", help=KEY_VALUE.format("K-FAC optimizer"))

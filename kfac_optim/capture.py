@@ -250,6 +250,7 @@ class Capture:
         self.loss_terms, self.fisher, self.output_fn = loss_terms, fisher, output_fn
         self.packers, self.dtype, self.stage, self.seed = packers, dtype, stage, seed
         self.enabled = False
+        self.fraction = 1.0  # of the examples, those that statistics are collected from
         self.grad_scaler: torch.amp.GradScaler | None = None
         self.statistics = StepStatistics()
         self.step = 0
@@ -394,14 +395,16 @@ class Capture:
         """``part``, of attention: number of examples; for packed projections first and last pair and query rows."""
         layer = self.layers[index]
         how: dict[str, Any] = {"examples": part[0]} if part else {}
-        if len(part) > 1:
-            how["pairs"] = slice(part[1], part[2])
+        pairs = {"pairs": slice(part[1], part[2])} if len(part) > 1 else {}
+        subsample: Callable[[Tensor], Tensor] = functools.partial(layer.subsample, module, fraction=self.fraction, **how)
         with self.stage("factor computation"), full_precision(a.device.type):
-            observation = layer.observe(module, a, output, self.dtype, **how)
+            seen = subsample(a)
+            observation = layer.observe(module, seen, output, self.dtype, **pairs)
+            observation.subsample = subsample
             if not layer.by_example:
                 observation.a = self.packers[index][0](observation.a)
-        if len(part) > 1 and part[1] > 0 and not layer.by_example:  # keys and values count as many rows as the queries
-            observation.a *= part[3] / observation.count
+        if pairs and part[1] > 0 and not layer.by_example:  # keys and values count as many rows as the queries
+            observation.a *= part[3] / observation.count * (seen.numel() / a.numel())
             observation.count = 0.0
         return observation
 
@@ -428,10 +431,12 @@ class Capture:
 
     def _output_moment(self, index: int, module: nn.Module, observation: Observation, g: Tensor) -> Tensor:
         with self.stage("factor computation"), full_precision(g.device.type):
-            g = g.detach().to(self.dtype)
+            seen = observation.subsample(g.detach()).to(self.dtype)
+            if seen.numel() < g.numel():  # G is M times a sum over all examples, of which these stand for more
+                seen = seen * (g.numel() / seen.numel()) ** 0.5
             if self.fisher is None and self.grad_scaler is not None:  # a copy of the gradient: not for nothing
-                g = g / _scale_of(self.grad_scaler, g.device)
-            moment = self.layers[index].output_moment(module, g, observation)
+                seen = seen / _scale_of(self.grad_scaler, g.device)
+            moment = self.layers[index].output_moment(module, seen, observation)
             return moment if self.layers[index].by_example else self.packers[index][1](moment)
 
     # Compiled graphs ------------------------------------------------------------------------------------------------

@@ -99,12 +99,14 @@ class Observation:
         count: Rows in the sum; for layers that pool by example, positions of each example (tensor ``[p]``).
         context: What :meth:`~kfac_optim.KroneckerLayer.output_rows` needs of the input; None for most types.
         pairs: The pairs that the call was about, the others being zero; None for all.
+        subsample: Takes of the output gradient what ``a`` took of the input.
     """
 
     a: Tensor
     count: Any
     context: Any = None
     pairs: slice | None = None
+    subsample: Callable[[Tensor], Tensor] = lambda g: g
 
 
 @contextmanager
@@ -139,6 +141,18 @@ def gram(rows: Tensor) -> Tensor:
         product[..., start:stop, start:] = rows[..., start:stop].mT @ rows[..., start:]
         product[..., stop:, start:stop] = product[..., start:stop, stop:].mT
     return product
+
+
+def spread_examples(x: Tensor, dim: int, fraction: float) -> Tensor:
+    """``fraction`` of the examples along ``dim``, rounded up and evenly spread.
+
+    Evenly, so that parts of a batch (ranks, micro-batches) give the examples that the whole would give.
+    """
+    examples = x.shape[dim]
+    kept = math.ceil(fraction * examples)
+    if kept == examples:
+        return x
+    return x.index_select(dim, torch.arange(kept, device=x.device) * examples // kept)
 
 
 def second_moment(rows: Tensor, *, diagonal: bool) -> Tensor:
@@ -246,7 +260,16 @@ class KroneckerLayer:
         """The inverse of :meth:`weight_to_matrix`."""
         raise NotImplementedError
 
+    def batch_dim_of(self, module: nn.Module, x: Tensor) -> int | None:
+        """The dimension of the examples in an input or output of the module; None for a single one without."""
+        return 0 if x.dim() > 1 else None
+
     # The same for all.
+
+    def subsample(self, module: nn.Module, x: Tensor, fraction: float) -> Tensor:
+        """What statistics see of an input or output: ``fraction`` of the examples."""
+        dim = self.batch_dim_of(module, x)
+        return x if dim is None else spread_examples(x, dim, fraction)
 
     @property
     def by_example(self) -> bool:
@@ -353,6 +376,9 @@ class LinearLayer(KroneckerLayer):
         d_out, d_in = self.weight_to_matrix(torch.empty(self.weight_shape, device="meta")).shape[1:]
         return 1, d_out, d_in + (self.bias is not None)
 
+    def batch_dim_of(self, module: nn.Module, x: Tensor) -> int | None:
+        return None if x.dim() < 2 else self.batch_dim if x.dim() > 2 else 0
+
     def input_rows(self, module: nn.Module, a: Tensor, output: Tensor) -> Iterable[Tensor]:
         yield self._rows(a)
 
@@ -399,6 +425,9 @@ class EmbeddingLayer(LinearLayer):
         self.sharing: Sharing = "expand"
         return 1, module.embedding_dim, module.num_embeddings
 
+    def batch_dim_of(self, module: nn.Module, x: Tensor) -> int | None:
+        return super().batch_dim_of(module, x if x.is_floating_point() else x[..., None])  # tokens have no features
+
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
         assert isinstance(module, nn.Embedding)
         frequency = torch.bincount(a.flatten(), minlength=module.num_embeddings).to(dtype)[None]
@@ -425,6 +454,10 @@ class _ConvNdLayer(KroneckerLayer):
         assert isinstance(module, nn.modules.conv._ConvNd)
         d_in = module.in_channels // module.groups * math.prod(module.kernel_size)
         return module.groups, module.out_channels // module.groups, d_in + (self.bias is not None)
+
+    def batch_dim_of(self, module: nn.Module, x: Tensor) -> int | None:
+        assert isinstance(module, nn.modules.conv._ConvNd)
+        return 0 if x.dim() == len(module.kernel_size) + 2 else None
 
     def windows(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
         """The image over which the kernel slides, and how it slides."""
@@ -641,6 +674,9 @@ class _NormLayer(KroneckerLayer):
         self.sharing: Sharing = "expand"
         return self.weight_shape.numel(), len(self.parameters), 1
 
+    def batch_dim_of(self, module: nn.Module, x: Tensor) -> int | None:
+        return None  # always all: cheap, and normalised by the whole batch
+
     def normalized(self, module: Any, x: Tensor, training: bool) -> Tensor:
         """The input after normalisation in a mode (``module.training`` at the call), before scale and shift."""
         raise NotImplementedError
@@ -718,7 +754,7 @@ class BatchNormLayer(_ChannelsFirstNorm):
 class AttentionLayer(LinearLayer):
     """A projection of ``nn.MultiheadAttention``, which applies its weights by ``F.linear`` without calling a module.
 
-    Inside attention tensors are sequence first, and flattened at the output projection; ``examples`` is the batch size.
+    Inside attention tensors are sequence first, and flattened at the output projection.
     """
 
     def __init__(
@@ -731,18 +767,10 @@ class AttentionLayer(LinearLayer):
         weight, bias = self.names
         return own_parameter(module, weight), module._parameters.get(bias)
 
-    def observe(
-        self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype, *, examples: int = 1
-    ) -> Observation:
-        seen = super().observe(module, self._by_example(a, examples), output, dtype)
-        seen.context = examples
-        return seen
-
-    def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
-        return self._rows(self._by_example(g, context))
-
-    def _by_example(self, x: Tensor, examples: int) -> Tensor:
-        return x.reshape(-1, examples, x.shape[-1]).movedim(1, self.batch_dim)
+    def subsample(self, module: nn.Module, x: Tensor, fraction: float, *, examples: int = 1) -> Tensor:
+        """As for any layer, of ``examples`` in a batch; with the dimension of the examples where the model has it."""
+        x = x.reshape(-1, examples, x.shape[-1]).movedim(1, self.batch_dim)
+        return super().subsample(module, x, fraction)
 
 
 class AttentionInputLayer(AttentionLayer):
@@ -756,18 +784,11 @@ class AttentionInputLayer(AttentionLayer):
         return 3, rows // 3, d_in + (self.bias is not None)
 
     def observe(
-        self,
-        module: nn.Module,
-        a: Tensor,
-        output: Tensor,
-        dtype: torch.dtype,
-        *,
-        examples: int = 1,
-        pairs: slice = slice(0, 3),
+        self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype, *, pairs: slice = slice(0, 3)
     ) -> Observation:
-        seen = super().observe(module, a, output, dtype, examples=examples)
+        seen = super().observe(module, a, output, dtype)
         count = self._in_place_of(pairs, seen.count, 0) if self.by_example else seen.count
-        return Observation(self._in_place_of(pairs, seen.a, self._pair_dim), count, examples, pairs)
+        return Observation(self._in_place_of(pairs, seen.a, self._pair_dim), count, pairs=pairs)
 
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
         return super().output_rows(module, g, context).squeeze(2).unflatten(-1, (-1, self.d_out))

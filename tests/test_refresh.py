@@ -55,16 +55,20 @@ def test_every_job_is_due_once_within_the_spread(shapes: list[FactorSpec], sprea
 
 @given(st.lists(specs, min_size=1, max_size=12), st.integers(1, 6))
 def test_a_step_has_its_share_and_at_most_one_batch_more(shapes: list[FactorSpec], spread: int) -> None:
-    """Greedy bound: no step exceeds the mean by more than the largest batch, and no batch exceeds a step's share."""
+    """Greedy bound: no step exceeds the mean by more than the largest batch, and no batch exceeds a step's share.
+
+    The step that begins, which has collected statistics, is idle where two others or more are left.
+    """
     share = {(Block(), 0): spec for spec in shapes}
     refresh = Refresh(0, spread, 0.1, "_next")
     refresh.plan([], share, overlap=False)  # type: ignore[arg-type]
-    mean = sum(spec.cost for spec in shapes) / spread
+    working = range(1, spread) if spread > 2 else range(spread)
+    mean = sum(spec.cost for spec in shapes) / len(working)
     beside = set(refresh.beside)
     assert beside == {job for job, spec in share.items() if spec.cost > mean}
     for step in range(spread):
         jobs = [job for job, when in refresh.steps.items() if when == step and job not in beside]
-        assert sum(share[job].cost for job in jobs) <= 2 * mean * (1 + 1e-9)
+        assert sum(share[job].cost for job in jobs) <= (2 * mean * (1 + 1e-9) if step in working else 0)
 
 
 def test_same_shapes_are_due_together_as_far_as_the_share_goes() -> None:

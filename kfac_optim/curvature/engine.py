@@ -65,6 +65,10 @@ class CurvatureEngine(Options):
         factor_decay: xi of eqs. 14-15, the weight of the past in the running averages, in [0, 1); float or callable.
         factor_update_steps: Steps between statistics updates, >= 1; int or callable. None (default): 10, or a fifth of
             the interval where ``inv_update_steps`` is :class:`~kfac_optim.growing`.
+        factor_batch_fraction: The share of a batch's examples that statistics are collected from, evenly spread over
+            the batch, in (0, 1]; float or callable. 1 (default): all, as in eqs. 14-15. 0.25 makes a statistics step
+            about four times cheaper; an estimate from fewer examples is as unbiased and noisier. Norm layers always see
+            all.
         inv_update_steps: Steps between decompositions ("kfac-update-freq" of the paper), >= 1; int or callable.
         scaling: "kl_clip" (eq. 16), "unit", "graft", None, or an object with ``multipliers(directions)``.
         kl_clip: kappa of eq. 16 for scaling="kl_clip", > 0; float or callable.
@@ -111,6 +115,7 @@ class CurvatureEngine(Options):
         relative_damping: bool = False,
         factor_decay: Schedule[float] = 0.95,
         factor_update_steps: Schedule[int] | None = None,
+        factor_batch_fraction: Schedule[float] = 1.0,
         inv_update_steps: Schedule[int] = 100,
         scaling: Scaling | str | None = "kl_clip",
         kl_clip: Schedule[float] = 1e-3,
@@ -312,7 +317,7 @@ class CurvatureEngine(Options):
             growth = self.inv_update_steps
             interval = max(1, growth(self.step_count) // 5) if isinstance(growth, growing) else 10
         self._capture.step = self.step_count
-        self._capture.grad_scaler = self.grad_scaler
+        self._capture.grad_scaler, self._capture.fraction = self.grad_scaler, self._now("factor_batch_fraction")
         self._capture.enabled = not self._closed and due(interval, self.step_count, self.last_statistics)
 
     def update(self, gradients: Sequence[Tensor], lrs: Iterable[Lr] = (1.0,)) -> bool:
@@ -423,10 +428,12 @@ class CurvatureEngine(Options):
                 return
             spread = 0 if self.last_refresh is None else self._spread()
             self.refreshes += 1
-            source = "_next" if spread else ""
-            self._refresh = Refresh(step, spread, self._now("damping"), source, anew=self._anew)
             self.last_refresh = step
-            for block in self._blocks if spread else ():
+            if not spread:
+                self._refresh_at_once(ready, self._now("damping"), "", anew=self._anew)
+                return
+            self._refresh = Refresh(step, spread, self._now("damping"), "_next", anew=self._anew)
+            for block in self._blocks:
                 block.freeze("_next")
             self._refresher.plan(self._refresh, ready, self.comm.rank)
         if self._refresh is not None:
@@ -458,18 +465,26 @@ class CurvatureEngine(Options):
         with self._stages.stage("decomposition"):
             self._refresher.work_off(refresh, elapsed, relative=self.relative_damping)
         if elapsed >= refresh.spread:
-            self._refresh, self.frozen_at = None, refresh.start
             self._finish(refresh)
 
     def _rebuild(self) -> None:
         """Decompositions from the factors they were made of, never from the current sums."""
         self._stale = False
-        refresh = Refresh(self.step_count, 0, None, "_last")
-        self._refresher.plan(refresh, self._with_data("_last"), self.comm.rank)
-        self._refresher.work_off(refresh, 0, relative=self.relative_damping)
-        self._finish(refresh)
+        self._refresh_at_once(self._with_data("_last"), None, "_last")
+
+    def _refresh_at_once(self, blocks: list[Block], damping: float | None, source: str, *, anew: bool = True) -> None:
+        """In portions, so that few old decompositions stand beside new ones; several ranks exchange them together."""
+        self._preconditioner.stacks = None  # they hold the old ones together
+        for portion in self._refresher.portions(blocks) if self.comm.world_size == 1 else [blocks]:
+            refresh = Refresh(self.step_count, 0, damping, source, anew=anew)
+            self._refresher.plan(refresh, portion, self.comm.rank)
+            self._work_off(refresh, 0)
 
     def _finish(self, refresh: Refresh) -> None:
+        if refresh is self._refresh:
+            self._refresh = None
+        if refresh.damping is not None:  # not of one that was only made again
+            self.frozen_at = refresh.start
         failed = self._refresher.finish(refresh, self.comm)
         self._preconditioner.stacks = None
         for block in failed:

@@ -69,6 +69,7 @@ class Options:
         "relative_damping": flag("relative_damping"),
         "factor_decay": scheduled("factor_decay", float, "in [0, 1)", lambda x: 0 <= x < 1),
         "factor_update_steps": optional_count("factor_update_steps", or_callable=True),
+        "factor_batch_fraction": scheduled("factor_batch_fraction", float, "in (0, 1]", lambda x: 0 < x <= 1),
         "inv_update_steps": scheduled("inv_update_steps", int, ">= 1", lambda x: x >= 1),
         "scaling": instance("scaling", _SCALINGS, "multipliers", ("kl_clip", None)),
         "kl_clip": scheduled("kl_clip", float, "> 0", lambda x: 0 < x < math.inf),
@@ -98,6 +99,7 @@ class Options:
     relative_damping: bool
     factor_decay: Schedule[float]
     factor_update_steps: Schedule[int] | None
+    factor_batch_fraction: Schedule[float]
     inv_update_steps: Schedule[int]
     scaling: Scaling | str | None
     kl_clip: Schedule[float]

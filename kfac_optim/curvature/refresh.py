@@ -19,7 +19,7 @@ from ..diagnostics import StageTimes
 from ..factors import FactorSpec
 from ..layers import full_precision
 from ..solvers import Decomposition, Result, Solver, Worker, batches, decompose_all, is_iterated
-from .blocks import SIDES, Block, gamma_of, part_dtype
+from .blocks import SIDES, Block, decomposed_bytes, gamma_of, part_dtype
 from .ranks import communicating
 
 __all__ = ["Refresh", "Refresher"]
@@ -53,14 +53,15 @@ class Refresh:
         One that exceeds a step's share (any, if ``overlap``) has all steps: it runs beside the training.
         """
         self.blocks = blocks
-        steps = max(1, self.spread)
-        budget = sum(spec.cost for spec in share.values()) / steps
+        # The step that begins a refresh collects statistics as well, and is spared where there are enough others.
+        steps = range(1 if self.spread > 2 else 0, max(1, self.spread))
+        budget = sum(spec.cost for spec in share.values()) / len(steps)
         aside = [job for job, spec in share.items() if self.spread and (overlap or spec.cost > budget)]
         self.beside = sorted(aside, key=lambda job: -share[job].cost)
         rest = [job for job in share if job not in aside]
         together = batches(rest, lambda job: share[job].shape[1:], lambda job: share[job].cost, budget)
         costs = [sum(share[job].cost for job in batch) for batch in together]
-        when = longest_first(costs, [range(steps)] * len(together), [0.0] * steps)
+        when = longest_first(costs, [steps] * len(together), [0.0] * steps.stop)
         self.steps = {job: step for step, batch in zip(when, together, strict=True) for job in batch}
         self.steps |= dict.fromkeys(self.beside, self.spread)
         self.done = {job: result for job, result in self.done.items() if job in share}
@@ -86,6 +87,12 @@ class Refresher:
     def __init__(self, solver: Solver, inv_dtype: torch.dtype, stages: StageTimes) -> None:
         self.solver, self.inv_dtype, self.stages = solver, inv_dtype, stages
         self._worker = Worker()
+
+    def portions(self, blocks: list[Block]) -> list[list[Block]]:
+        """Blocks whose decompositions are of a moderate size together, those of one shape side by side."""
+        order = sorted(blocks, key=lambda block: [spec.shape for spec in block.specs])
+        limit = _BATCH_NUMEL * self.inv_dtype.itemsize
+        return batches(order, lambda _: None, lambda b: decomposed_bytes(b.specs, self.solver, self.inv_dtype), limit)
 
     def plan(self, refresh: Refresh, blocks: list[Block], rank: int) -> None:
         """Decides when this rank makes its share of the decompositions of these blocks."""
