@@ -3,8 +3,8 @@
 ``python -m benchmarks.step_time`` (from the repository root) measures two works, prints their tables, and writes
 ``step_time.json`` (with settings, seeds, versions, machine and the seconds of all steps), ``.txt`` and ``.png`` to
 ``benchmarks/results/``. More works by ``--work NAME``; schedules by ``--every STATISTICS/DECOMPOSITIONS``, the
-intervals ``factor_update_steps`` and ``inv_update_steps``. Work, optimizer, dtype and device, where they are given,
-become part of the files' name:
+intervals ``factor_update_steps`` and ``inv_update_steps``. Work, optimizer, dtype and device, where they are given, and
+``--exact`` become part of the files' name:
 
     python -m benchmarks.step_time --work vit-s --optimizer KFACAdam --every 10/100 --solver inverse
 
@@ -68,6 +68,8 @@ def parser() -> argparse.ArgumentParser:
         "steps over which a refresh is worked off (default: 0; with --exact the package's, a tenth of the interval)"
     )
     add("--spread", type=int, metavar="N", help=spread)
+    share = "share of a batch's examples that statistics see; may be repeated (default: 1)"
+    add("--fraction", action="append", type=float, metavar="X", help=share)
     add("--default", action="store_true", help="a row with the package's defaults; without --every no other")
     add("--dtype", action="append", choices=("float32", "bf16"), help="bf16: autocast; may be repeated")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
@@ -93,7 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.out or (SMOKE if options.smoke else RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
     device = () if options.device == "cpu" else (options.device,)
-    given = (*(options.work or ()), *(options.optimizer or ()), *(options.dtype or ()), *device)
+    exact = ("exact",) if options.exact else ()
+    given = (*(options.work or ()), *(options.optimizer or ()), *(options.dtype or ()), *device, *exact)
     stem = "-".join(("step_time", *given))
     works = list(SMOKE_WORKS.values()) if options.smoke else [WORKS[name] for name in options.work or DEFAULT_WORKS]
     if options.batch:
@@ -107,7 +110,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         works, options.dtype or ["float32"], options.optimizer or ["KFACSGD"]
     ):
         place = timing.Place(options.device, dtype, options.threads, options.seed)
-        chosen = timing.contenders(work, optimizer, solvers, spread=spread, default=options.default)
+        fractions = options.fraction or [1.0]
+        chosen = timing.contenders(
+            work, optimizer, solvers, spread=spread, fractions=fractions, default=options.default
+        )
         budget = None if options.exact else 0 if options.smoke else options.seconds
         results.append(timing.measure(work, chosen, schedules, place, budget))
         print(timing.summary(results[-1], GOALS))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import itertools
 import math
 import statistics
 import time
@@ -158,7 +159,13 @@ def has_peer() -> bool:
 
 
 def contenders(
-    work: Work, optimizer: str, solvers: Sequence[str], *, spread: int | None = 0, default: bool = False
+    work: Work,
+    optimizer: str,
+    solvers: Sequence[str],
+    *,
+    spread: int | None = 0,
+    fractions: Sequence[float] = (1.0,),
+    default: bool = False,
 ) -> list[Contender]:
     """Return the base of a K-FAC optimizer, then that in the paper's mode with each solver, and kfac-pytorch likewise.
 
@@ -167,15 +174,17 @@ def contenders(
         optimizer: Name of the K-FAC optimizer.
         solvers: By name.
         spread: Steps of a refresh, in the paper's mode; None: a tenth of the interval, the package's default.
+        fractions: Of a batch's examples, those that statistics see, in the paper's mode; each is a row.
         default: One more: what the package does by itself.
     """
     base = OPTIMIZERS[optimizer].base
     assert base is not None
     paper = {name: value for name, value in RECIPES["paper"].kfac.items() if not name.endswith("_steps")}
     found = [Contender(base, base)]
-    for solver in solvers:
-        options = {**paper, "damping": 0.03, "solver": solver, "spread": spread}
-        found.append(Contender(f"{optimizer} {solver}", optimizer, options))
+    for solver, fraction in itertools.product(solvers, fractions):
+        options = {**paper, "damping": 0.03, "solver": solver, "spread": spread, "factor_batch_fraction": fraction}
+        share = "" if fraction == 1 else f", {fraction:g} of the batch"
+        found.append(Contender(f"{optimizer} {solver}{share}", optimizer, options))
     if default:
         found.append(Contender(f"{optimizer} defaults", optimizer, own_schedule=True))
     # A large vocabulary's factor, which ours keeps diagonal, kfac-pytorch could not decompose.

@@ -103,7 +103,10 @@ def test_peak_counts_the_graph_and_buffers_inside_operators() -> None:
 
 @pytest.mark.parametrize(
     ("way", "stem"),
-    [(["--default"], "step_time"), (["--exact", "--spread", "1", "--optimizer", "KFACSGD"], "step_time-KFACSGD")],
+    [
+        (["--default", "--fraction", "1", "--fraction", "0.5"], "step_time"),
+        (["--exact", "--spread", "1", "--optimizer", "KFACSGD"], "step_time-KFACSGD-exact"),
+    ],
     ids=["composed", "exact"],
 )
 def test_step_time(tmp_path: Path, way: list[str], stem: str) -> None:
@@ -115,6 +118,8 @@ def test_step_time(tmp_path: Path, way: list[str], stem: str) -> None:
     for result in found["results"]:
         assert result["place"] == {"device": "cpu", "dtype": "float32", "threads": 1, "seed": 0}
         assert [row["every"] for row in result["rows"] if "eigen" in row["contender"]][:2] == ["1/2", "2/4"]
+        shares = [row["every"] for row in result["rows"] if row["contender"] == "KFACSGD eigen, 0.5 of the batch"]
+        assert shares == (["1/2", "2/4"] if "--fraction" in way else [])
         for row in result["rows"]:
             assert row["worst"] >= row["mean"] > 0
             assert row["peak_bytes"] > row["curvature_bytes"] > 0
