@@ -396,7 +396,9 @@ class Capture:
         layer = self.layers[index]
         how: dict[str, Any] = {"examples": part[0]} if part else {}
         pairs = {"pairs": slice(part[1], part[2])} if len(part) > 1 else {}
-        subsample: Callable[[Tensor], Tensor] = functools.partial(layer.subsample, module, fraction=self.fraction, **how)
+        subsample: Callable[[Tensor], Tensor] = functools.partial(
+            layer.subsample, module, fraction=self.fraction, **how
+        )
         with self.stage("factor computation"), full_precision(a.device.type):
             seen = subsample(a)
             observation = layer.observe(module, seen, output, self.dtype, **pairs)
