@@ -131,8 +131,9 @@ RECIPES: dict[str, Recipe] = {
         },
     ),
     "practical": Recipe(
-        about="preconditioned momentum and (but for text) the sampled Fisher for KFACSGD, unit scaling, relative "
-        "damping, a refresh interval that grows with the step; on text AdamW has the head, embeddings and norms",
+        about="preconditioned Nesterov momentum and (but for text) the sampled Fisher for KFACSGD, unit scaling, "
+        "relative damping, a refresh interval that grows with the step; on text statistics from a quarter of the "
+        "batch, and AdamW has the head, embeddings and norms",
         kfac={
             "precondition": "momentum",
             "scaling": "unit",
@@ -141,10 +142,14 @@ RECIPES: dict[str, Recipe] = {
             "inv_update_steps": "growing:0.3:3",
             "fisher": "sampled",
         },
-        by_optimizer={"KFACAdam": _DIRECT, "KFACLAMB": _DIRECT},
+        by_optimizer={"KFACSGD": {"options": {"nesterov": True}}, "KFACAdam": _DIRECT, "KFACLAMB": _DIRECT},
         by_task={
             "curves": {"kfac": {"damping": 0.01, "inv_update_steps": "growing:0.1:5"}},
-            "text": {"rest": "AdamW", "rest_lr": 0.01, "kfac": {"fisher": "empirical"}},
+            "text": {
+                "rest": "AdamW",
+                "rest_lr": 0.01,
+                "kfac": {"fisher": "empirical", "inv_update_steps": "growing:0.1:2", "factor_batch_fraction": 0.25},
+            },
         },
         lr={("digits", "KFACSGD"): 0.02, ("curves", "KFACSGD"): 0.05, ("text", "KFACSGD"): 0.04},
     ),
