@@ -4,7 +4,7 @@
 ``step_time.json`` (with settings, seeds, versions, machine and the seconds of all steps), ``.txt`` and ``.png`` to
 ``benchmarks/results/``. More works by ``--work NAME``; schedules by ``--every STATISTICS/DECOMPOSITIONS``, the
 intervals ``factor_update_steps`` and ``inv_update_steps``. Work, optimizer, dtype and device, where they are given, and
-``--exact`` become part of the files' name:
+``--wall`` and ``--exact`` become part of the files' name:
 
     python -m benchmarks.step_time --work vit-s --optimizer KFACAdam --every 10/100 --solver inverse
 
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     add("--batch", type=int, metavar="N", help="examples per step (default: the work's own)")
     add("--optimizer", action="append", choices=ours, help="may be repeated (default: KFACSGD)")
     add("--every", action="append", type=schedule, metavar="A/B", help="may be repeated (default: 1/10 and 10/100)")
-    add("--solver", action="append", choices=("eigen", "inverse"), help="may be repeated (default: eigen)")
+    add("--solver", action="append", choices=timing.SOLVERS, help="may be repeated (default: eigen)")
     spread = (
         "steps over which a refresh is worked off (default: 0; with --exact the package's, a tenth of the interval)"
     )
@@ -73,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     add("--default", action="store_true", help="a row with the package's defaults; without --every no other")
     add("--dtype", action="append", choices=("float32", "bf16"), help="bf16: autocast; may be repeated")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    add("--wall", action="store_true", help="on the CPU, too, time of the wall: for what runs beside the training")
     add("--threads", type=int, default=1, metavar="N", help="of torch (default: 1)")
     add("--seconds", type=float, default=100, metavar="S", help="of rounds, for each table (default: 100)")
     add("--exact", action="store_true", help="run one whole period of every schedule instead of composing it")
@@ -95,8 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.out or (SMOKE if options.smoke else RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
     device = () if options.device == "cpu" else (options.device,)
-    exact = ("exact",) if options.exact else ()
-    given = (*(options.work or ()), *(options.optimizer or ()), *(options.dtype or ()), *device, *exact)
+    ways = [way for way in ("wall", "exact") if getattr(options, way)]
+    given = (*(options.work or ()), *(options.optimizer or ()), *(options.dtype or ()), *device, *ways)
     stem = "-".join(("step_time", *given))
     works = list(SMOKE_WORKS.values()) if options.smoke else [WORKS[name] for name in options.work or DEFAULT_WORKS]
     if options.batch:
@@ -109,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for work, dtype, optimizer in itertools.product(
         works, options.dtype or ["float32"], options.optimizer or ["KFACSGD"]
     ):
-        place = timing.Place(options.device, dtype, options.threads, options.seed)
+        place = timing.Place(options.device, dtype, options.threads, options.seed, options.wall)
         fractions = options.fraction or [1.0]
         chosen = timing.contenders(
             work, optimizer, solvers, spread=spread, fractions=fractions, default=options.default

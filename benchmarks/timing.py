@@ -33,7 +33,7 @@ from benchmarks.optimizers import OPTIMIZERS, find
 from benchmarks.reports import grid, table
 from benchmarks.settings import OPTIMIZER_DEFAULTS, RECIPES
 from benchmarks.works import Work
-from kfac_optim import growing
+from kfac_optim import EigenSolver, InverseSolver, growing
 from kfac_optim.curvature import CurvatureEngine
 from kfac_optim.schedules import value_at
 
@@ -46,6 +46,15 @@ HEADROOM = 1.2  # of the bound on memory: on the base optimizer's peak
 LR = 1e-4  # no time depends on it
 
 Seconds = dict[str, list[float]]  # by kind of step
+
+# Solvers by name: those that the package has a name for (and kfac-pytorch has, too), and their options.
+PLAIN_SOLVERS = ("eigen", "inverse")
+SOLVERS: dict[str, Any] = {
+    **{name: name for name in PLAIN_SOLVERS},
+    "eigen-overlap": EigenSolver(overlap=True),
+    "inverse-overlap": InverseSolver(overlap=True),
+    "eigen-qr": EigenSolver(refresh="qr"),
+}
 
 
 # Schedules -----------------------------------------------------------------------------------------------------------
@@ -139,6 +148,7 @@ class Contender:
         rates = {"lr": LR, **OPTIMIZER_DEFAULTS.get(self.optimizer, {})}
         if OPTIMIZERS[self.optimizer].base:
             keywords = {"loss_average": work.loss_average, **work.kfac, **self.options}
+            keywords["solver"] = SOLVERS[keywords.get("solver", "eigen")]
             optimizer: Any = find(self.optimizer)(model.parameters(), model=model, **rates, **keywords)
             return optimizer, optimizer.curvature
         optimizer = find(self.optimizer)(model.parameters(), **rates)
@@ -172,7 +182,7 @@ def contenders(
     Args:
         work: What they are to train.
         optimizer: Name of the K-FAC optimizer.
-        solvers: By name.
+        solvers: Names in ``SOLVERS``.
         spread: Steps of a refresh, in the paper's mode; None: a tenth of the interval, the package's default.
         fractions: Of a batch's examples, those that statistics see, in the paper's mode; each is a row.
         default: One more: what the package does by itself.
@@ -189,7 +199,7 @@ def contenders(
         found.append(Contender(f"{optimizer} defaults", optimizer, own_schedule=True))
     # A large vocabulary's factor, which ours keeps diagonal, kfac-pytorch could not decompose.
     skipped = [*work.kfac.get("skip_layers", ()), *(("head", "decoder") if work.symbols > LARGEST else ())]
-    for solver in solvers if has_peer() else ():
+    for solver in [name for name in solvers if name in PLAIN_SOLVERS] if has_peer() else ():
         options = {"compute_method": solver, "skip_layers": skipped}
         found.append(Contender(f"kfac-pytorch {solver} + {base}", base, options, peer=True))
     return found
@@ -207,19 +217,20 @@ class Place:
         dtype: "float32", with torch's own choice of TF32 (on GPUs in convolutions), or "bf16": autocast to bfloat16.
         threads: Of torch.
         seed: Of weights and data.
+        wall: On the CPU take the time of the wall as well, not that of the process in all of its threads.
     """
 
     device: str = "cpu"
     dtype: str = "float32"
     threads: int = 1
     seed: int = 0
+    wall: bool = False
 
     def now(self) -> float:
         """Return the seconds of the clock: of this process's CPU time, or of the wall's once the GPU has finished."""
         if self.device == "cuda":
             torch.cuda.synchronize()
-            return time.perf_counter()
-        return time.process_time()
+        return time.perf_counter() if self.wall or self.device == "cuda" else time.process_time()
 
 
 class Run:
@@ -513,7 +524,7 @@ def summary(result: Mapping[str, Any], goals: Mapping[tuple[str, str, str], str]
         peak, bound = row["peak_bytes"], row["bound_bytes"]
         sizes = {"peak MiB": peak, "bound MiB": bound, "curvature MiB": row["curvature_bytes"]}
         rows.append({**line, **{key: value / 2**20 for key, value in sizes.items()}, "within": peak <= bound})
-    how = "one period" if result["exact"] else "composed"
+    how = ("one period" if result["exact"] else "composed") + (", time of the wall" if place["wall"] else "")
     seconds = dict.fromkeys(tuple(row["base"].values()) for row in result["rows"])
     listed = "; ".join(", ".join(f"{each:.4g}" for each in times) for times in seconds)
     peak = base["peak_bytes"] / 2**20

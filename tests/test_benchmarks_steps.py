@@ -106,8 +106,9 @@ def test_peak_counts_the_graph_and_buffers_inside_operators() -> None:
     [
         (["--default", "--fraction", "1", "--fraction", "0.5"], "step_time"),
         (["--exact", "--spread", "1", "--optimizer", "KFACSGD"], "step_time-KFACSGD-exact"),
+        (["--wall", "--spread", "1", "--solver", "eigen-overlap", "--solver", "eigen-qr"], "step_time-wall"),
     ],
-    ids=["composed", "exact"],
+    ids=["composed", "exact", "wall"],
 )
 def test_step_time(tmp_path: Path, way: list[str], stem: str) -> None:
     schedules = ["--every", "1/2", "--every", "2/4"]
@@ -116,7 +117,8 @@ def test_step_time(tmp_path: Path, way: list[str], stem: str) -> None:
     assert {"command", "versions", "commit", "machine", "results"} <= found.keys()
     assert len(found["results"]) == len(SMOKE_WORKS)
     for result in found["results"]:
-        assert result["place"] == {"device": "cpu", "dtype": "float32", "threads": 1, "seed": 0}
+        wall = "--wall" in way
+        assert result["place"] == {"device": "cpu", "dtype": "float32", "threads": 1, "seed": 0, "wall": wall}
         assert [row["every"] for row in result["rows"] if "eigen" in row["contender"]][:2] == ["1/2", "2/4"]
         shares = [row["every"] for row in result["rows"] if row["contender"] == "KFACSGD eigen, 0.5 of the batch"]
         assert shares == (["1/2", "2/4"] if "--fraction" in way else [])
