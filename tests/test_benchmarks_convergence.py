@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import convergence
+from benchmarks import convergence, width
 from benchmarks.convergence import FACTOR, LENGTHS, Row, drawn, factors, middle, rows_of, swapped
 from benchmarks.models import ResNet
 from benchmarks.optimizers import OPTIMIZERS
@@ -152,3 +152,19 @@ def test_every_contender_is_known():
 def test_wrong_words_end_the_command_before_training(words, tmp_path):
     with pytest.raises(SystemExit):
         convergence.main([*words, "--out", str(tmp_path)])
+
+
+def test_width_reads_rates_and_losses_off_the_curves():
+    curves = {32: {0.1: 3.0, 0.2: 2.5, 0.4: None}, 64: {0.1: 2.4, 0.2: 2.6, 0.4: None}}
+    found = width.row("SGD", curves)
+    assert (found["lr at 32"], found["lr at 64"]) == (0.2, 0.1)
+    assert (found["loss at 64"], found["with the lr of 32"]) == (2.4, 2.6)
+
+
+def test_width_trains_every_width_and_rate(tmp_path):
+    assert width.main(["--smoke", "--optimizer", "SGD", "--out", str(tmp_path)]) == 0
+    losses = json.loads((tmp_path / "width.json").read_text())["losses"]["SGD"]
+    assert list(losses) == ["8", "16"]
+    assert [list(map(float, curve)) for curve in losses.values()] == 2 * [[0.075, 0.15, 0.3, 0.6, 1.2]]
+    assert len({loss for curve in losses.values() for loss in curve.values()}) == 10, "every run is another"
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".txt", ".png"}
