@@ -25,7 +25,6 @@ ALL_BELOW = {
 }  # fmt: skip
 MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "__init__": ({*ALL_BELOW, "curvature", "optimizers"}, set()),
-    "capture": ({"layers"}, {"torch"}),
     "factors": (set(), {"torch"}),
     "solvers": (set(), {"torch"}),
     "assignment": (set(), set()),
@@ -50,6 +49,15 @@ WITHIN_LAYERS: dict[str, set[str]] = {
         "moments", "ownership", "base", "windows", "registry", "linear", "norm", "convolution", "attention"
     },
 }  # fmt: skip
+WITHIN_CAPTURE: dict[str, set[str]] = {
+    "distributions": set(),
+    "loss_terms": set(),
+    "statistics": set(),
+    "attention": set(),
+    "compiled": {"distributions"},
+    "hooks": {"distributions", "loss_terms", "statistics", "attention", "compiled"},
+    "__init__": {"distributions", "loss_terms", "statistics", "hooks"},
+}
 WITHIN_CURVATURE: dict[str, set[str]] = {
     "options": set(),
     "blocks": set(),
@@ -68,6 +76,7 @@ WITHIN_CURVATURE: dict[str, set[str]] = {
 }  # fmt: skip
 PACKAGES: dict[str, tuple[set[str], dict[str, set[str]]]] = {
     "layers": (set(), WITHIN_LAYERS),
+    "capture": ({"layers"}, WITHIN_CAPTURE),
     "curvature": (ALL_BELOW, WITHIN_CURVATURE),
 }
 MAY_IMPORT |= {
