@@ -25,8 +25,6 @@ ALL_BELOW = {
 }  # fmt: skip
 MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "__init__": ({*ALL_BELOW, "curvature", "optimizers"}, set()),
-    "layers": (set(), {"torch"}),
-    "capture": ({"layers"}, {"torch"}),
     "factors": (set(), {"torch"}),
     "solvers": (set(), {"torch"}),
     "assignment": (set(), set()),
@@ -36,7 +34,30 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "diagnostics": (set(), {"torch", "matplotlib"}),
     "optimizers": ({"curvature"}, {"torch", "torch_optimizer"}),
 }
-# Within the package curvature, whose files may import all modules below, and torch: which of the others.
+# Of the packages: what all of their files may import, beside torch, and which of the others each of them.
+WITHIN_LAYERS: dict[str, set[str]] = {
+    "moments": set(),
+    "ownership": set(),
+    "base": {"moments"},
+    "windows": {"moments"},
+    "registry": {"base"},
+    "linear": {"base", "registry"},
+    "norm": {"base", "registry", "moments"},
+    "convolution": {"base", "registry", "moments", "windows"},
+    "attention": {"base", "registry", "linear"},
+    "__init__": {
+        "moments", "ownership", "base", "windows", "registry", "linear", "norm", "convolution", "attention"
+    },
+}  # fmt: skip
+WITHIN_CAPTURE: dict[str, set[str]] = {
+    "distributions": set(),
+    "loss_terms": set(),
+    "statistics": set(),
+    "attention": set(),
+    "compiled": {"distributions"},
+    "hooks": {"distributions", "loss_terms", "statistics", "attention", "compiled"},
+    "__init__": {"distributions", "loss_terms", "statistics", "hooks"},
+}
 WITHIN_CURVATURE: dict[str, set[str]] = {
     "options": set(),
     "blocks": set(),
@@ -53,9 +74,15 @@ WITHIN_CURVATURE: dict[str, set[str]] = {
     },
     "__init__": {"blocks", "engine"},
 }  # fmt: skip
+PACKAGES: dict[str, tuple[set[str], dict[str, set[str]]]] = {
+    "layers": (set(), WITHIN_LAYERS),
+    "capture": ({"layers"}, WITHIN_CAPTURE),
+    "curvature": (ALL_BELOW, WITHIN_CURVATURE),
+}
 MAY_IMPORT |= {
-    f"curvature/{name}": ({*ALL_BELOW, *(f"curvature.{other}" for other in others)}, {"torch"})
-    for name, others in WITHIN_CURVATURE.items()
+    f"{package}/{name}": ({*below, *(f"{package}.{other}" for other in others)}, {"torch"})
+    for package, (below, within) in PACKAGES.items()
+    for name, others in within.items()
 }
 MAX_CODE_LINES = 40
 
@@ -142,7 +169,7 @@ def test_module_types_are_told_apart_in_layers_alone() -> None:
     """A type of module is an entry of the registry; ``isinstance(module, nn.Linear)`` elsewhere would be another."""
     general = {"Module", "Parameter", "parameter"}
     for name, tree in TREES.items():
-        if name == "layers":
+        if name.startswith("layers/"):
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):

@@ -10,8 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import LayerOptions, layers
-from kfac_optim.layers import Observation, find_layers, shift_pays
+from kfac_optim import LayerOptions
+from kfac_optim.layers import Observation, Windows, convolution, find_layers, shift_pays, shifted_moment, windows
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -49,7 +49,7 @@ def test_both_ways_give_the_same_moment(case: tuple[nn.Module, Tensor]) -> None:
     def moment(shifted: bool) -> Observation:
         (layer,) = find_layers([module], LayerOptions()).layers
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(layers, "shift_pays", lambda *_: shifted)
+            patch.setattr(convolution, "shift_pays", lambda *_: shifted)
             return layer.observe(module, x, module(x), torch.float64)
 
     shifted, unfolded = moment(True), moment(False)
@@ -76,22 +76,22 @@ DOES_NOT = [
 @pytest.mark.parametrize(("case", "pays"), [(c, True) for c in PAYS] + [(c, False) for c in DOES_NOT])
 def test_the_way_is_chosen_by_shape(case: tuple[tuple[int, ...], int, int, int], pays: bool) -> None:
     shape, kernel, padding, groups = case
-    windows = layers.Windows((kernel,) * 2, (1, 1), (1, 1), ((padding,) * 2,) * 2)
-    assert shift_pays(torch.Size(shape), windows, groups, "cpu") is pays
+    sliding = Windows((kernel,) * 2, (1, 1), (1, 1), ((padding,) * 2,) * 2)
+    assert shift_pays(torch.Size(shape), sliding, groups, "cpu") is pays
 
 
 def test_a_larger_stride_is_always_unfolded() -> None:
-    windows = layers.Windows((7, 7), (1, 2), (1, 1), ((3, 3),) * 2)
-    assert not shift_pays(torch.Size((32, 64, 14, 14)), windows, 1, "cpu")
+    sliding = Windows((7, 7), (1, 2), (1, 1), ((3, 3),) * 2)
+    assert not shift_pays(torch.Size((32, 64, 14, 14)), sliding, 1, "cpu")
 
 
 def test_the_choice_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[bool] = []
-    monkeypatch.setattr(layers, "shifted_moment", lambda *_: taken.append(pays) or torch.zeros(1, 18, 18))
+    monkeypatch.setattr(convolution, "shifted_moment", lambda *_: taken.append(pays) or torch.zeros(1, 18, 18))
     module, x = nn.Conv2d(2, 2, 3, bias=False), torch.randn(1, 2, 8, 8)
     (layer,) = find_layers([module], LayerOptions()).layers
     for pays in (True, False):
-        monkeypatch.setattr(layers, "shift_pays", lambda *_, pays=pays: pays)
+        monkeypatch.setattr(convolution, "shift_pays", lambda *_, pays=pays: pays)
         layer.observe(module, x, module(x), torch.float64)
     assert taken == [True]
 
@@ -105,8 +105,8 @@ def test_the_work_that_is_counted_is_the_work_that_is_done(monkeypatch: pytest.M
             done.append(left.shape[1:-2].numel())
         return original(left, right, dims, axis)
 
-    original = layers._tap_products
-    monkeypatch.setattr(layers, "_tap_products", counted)
-    windows = layers.Windows((3, 4), (1, 1), (2, 1), ((1, 2), (0, 3)))
-    layers.shifted_moment(torch.randn(1, 2, 9, 7), windows, 1)
-    assert layers._shifted_work(windows.taps((9, 7)), (9, 7)) == (len(done), sum(done))
+    original = windows._tap_products
+    monkeypatch.setattr(windows, "_tap_products", counted)
+    sliding = Windows((3, 4), (1, 1), (2, 1), ((1, 2), (0, 3)))
+    shifted_moment(torch.randn(1, 2, 9, 7), sliding, 1)
+    assert windows._shifted_work(sliding.taps((9, 7)), (9, 7)) == (len(done), sum(done))

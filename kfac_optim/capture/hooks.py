@@ -1,221 +1,24 @@
-"""Get activations ``a`` and output gradients ``g`` out of a model, and fold them into raw moments per step.
-
-How a layer is watched. A forward hook reduces the input to its moment at once (so nothing large is kept, and activation
-checkpointing keeps its savings) and puts a hook on the *output tensor*. The input's moment counts only when that
-output's gradient arrives. This one rule makes evaluation, ``no_grad`` and both kinds of activation checkpointing right.
-Full backward hooks are never used: they crash when an in-place activation follows the layer.
-
-How terms are counted. M, the number of loss terms, belongs to the loss: it is read off the output of the outermost
-module call and counted once per backward pass, however many layers and calls took part.
-
-A *micro-batch* is one backward pass. Its moments are added to the sums of the step when the backward pass ends, unless
-one of them is not finite; then the whole micro-batch has weight 0. That decision stays on the device: the flags are
-read once, in ``step()``.
-
-Sampled Fisher. When the outermost call returns, gradients of the layer outputs are taken for targets drawn from the
-model's own predictive distribution, and committed when the user's backward pass reaches the model output.
-"""
+"""The hooks of a model: on its outermost call, on its layers and on their outputs."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, is_dataclass
-from types import FunctionType
-from typing import Any, Literal, Protocol, cast
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from .layers import AttentionInputLayer, KroneckerLayer, Observation, full_precision
+from ..layers import KroneckerLayer, Observation, full_precision
+from .attention import start_tapping, stop_tapping
+from .compiled import register, see_in_graph
+from .distributions import Fisher
+from .loss_terms import LossTerms, main_tensor
+from .statistics import StepStatistics, _MicroBatch, _ModelCall, _Moments
 
-__all__ = ["Bernoulli", "Capture", "Categorical", "Fisher", "Gaussian", "LossTerms", "StepStatistics"]
-
-
-# Predictive distributions --------------------------------------------------------------------------------------------
-
-
-class Fisher(Protocol):
-    """A sampled Fisher: the model's predictive distribution. Anything with this method can be passed as ``fisher=``."""
-
-    def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
-        """Gradient with respect to the output of the negative log likelihood, summed over all terms, of a sample."""
-        ...
-
-
-@dataclass(frozen=True)
-class Categorical:
-    """Softmax over logits (cross-entropy); classes in dimension ``dim``: -1 by default, 1 for ``[N, C, H, W]``."""
-
-    dim: int = -1
-
-    def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
-        """``softmax(output) - one_hot(sample)``."""
-        probabilities = output.movedim(self.dim, -1).softmax(-1)
-        flat = probabilities.reshape(-1, probabilities.shape[-1])
-        sample = torch.multinomial(flat, 1, generator=generator)
-        return (
-            flat.scatter_add(1, sample, flat.new_full(sample.shape, -1.0)).view_as(probabilities).movedim(-1, self.dim)
-        )
-
-
-@dataclass(frozen=True)
-class Bernoulli:
-    """Independent sigmoids of logits (binary cross-entropy)."""
-
-    def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
-        """``sigmoid(output) - sample``."""
-        probabilities = output.sigmoid()
-        return probabilities - torch.bernoulli(probabilities, generator=generator)
-
-
-@dataclass(frozen=True)
-class Gaussian:
-    """Normal distribution around the output: half squared error divided by ``variance`` (> 0, default 1)."""
-
-    variance: float = 1.0
-
-    def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
-        """``(output - sample) / variance``."""
-        noise = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
-        return noise / self.variance**0.5
-
-
-# Loss terms ----------------------------------------------------------------------------------------------------------
-
-LossAverage = Literal["batch", "batch+sequence", "elements"]
-
-
-@dataclass(frozen=True)
-class LossTerms:
-    """Counts M, the number of terms over which the loss takes its mean, from the inputs and the output of the model.
-
-    ``average`` and ``terms`` are the engine's ``loss_average`` and ``loss_terms``, documented there.
-    """
-
-    average: LossAverage | None = "batch"
-    terms: int | Callable[[Any, Any], int] | None = None
-    batch_dim: int = 0
-    class_dim: int = -1
-
-    def count(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
-        """M for one call of the model."""
-        if callable(self.terms):
-            return int(self.terms(args if args else kwargs, output))
-        if self.terms is not None:
-            return self.terms
-        if self.average is None:
-            return 1
-        tensor = main_tensor(output)
-        if tensor is None or tensor.dim() == 0:  # the model returns its loss: count its examples instead
-            tensor = first_tensor((args, kwargs))
-            if tensor is None:
-                return 1
-            positions = tensor.numel() if not tensor.is_floating_point() else tensor.numel() // max(1, tensor.shape[-1])
-        else:
-            positions = tensor.numel() // max(1, tensor.shape[self.class_dim] if tensor.dim() > 1 else 1)
-        if self.average == "elements":
-            return tensor.numel()
-        return tensor.shape[self.batch_dim if tensor.dim() > 1 else 0] if self.average == "batch" else positions
-
-
-def first_tensor(value: Any) -> Tensor | None:
-    """The first tensor in nested tuples, lists, dicts and dataclasses."""
-    if isinstance(value, Tensor):
-        return value
-    items: Iterable[Any] = value if isinstance(value, (tuple, list)) else ()
-    if isinstance(value, dict):
-        items = value.values()
-    elif is_dataclass(value):
-        items = vars(value).values()
-    return next((found for item in items if (found := first_tensor(item)) is not None), None)
-
-
-def main_tensor(output: Any) -> Tensor | None:
-    """The tensor that stands for a model's output: itself, ``.logits``, else the first one in it."""
-    logits = getattr(output, "logits", None)
-    return logits if isinstance(logits, Tensor) else first_tensor(output)
-
-
-# Raw moments of a step -----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Moments:
-    """One layer's share of a micro-batch or of a step: packed sums and the rows behind A."""
-
-    a: Tensor
-    g: Tensor
-    counts: list[float] = field(default_factory=list)  # per micro-batch
-
-
-@dataclass(eq=False)
-class _ModelCall:
-    """One call of the outermost module: M, and for the sampled Fisher what its layers did."""
-
-    module: nn.Module | None = None
-    forward: Any = None  # the module's own, when it was called; None while a graph is traced
-    entered: int = 0  # the module may call itself
-    terms: int = 0
-    layers: list[tuple[int, nn.Module, Observation, Any]] = field(default_factory=list)
-
-    @property
-    def lent(self) -> bool:
-        """Whether the call runs another method of its module, in which ``forward`` is another one again.
-
-        Lightning runs ``training_step`` so under DDP, the backward pass and the step in it: that is the loop, no model.
-        """
-        return self.forward is not None and bool(cast(nn.Module, self.module).forward != self.forward)
-
-
-@dataclass
-class _MicroBatch:
-    """One backward pass in progress."""
-
-    sums: dict[int, _Moments] = field(default_factory=dict)
-    by_example: dict[tuple[int, int], list[tuple[Observation, Tensor]]] = field(default_factory=dict)
-    calls: set[_ModelCall] = field(default_factory=set)
-
-    def add(self, layer: int, a: Tensor, count: float, g: Tensor) -> None:
-        """Adds one layer call; several calls within a backward pass add rows."""
-        if layer in self.sums:
-            entry = self.sums[layer]
-            entry.a, entry.g, entry.counts = entry.a + a, entry.g + g, [entry.counts[0] + count]
-        else:
-            self.sums[layer] = _Moments(a, g, [count])
-
-
-@dataclass
-class StepStatistics:
-    """The micro-batches of a step so far.
-
-    Attributes:
-        sums: Packed raw sums by layer index, over the finite micro-batches.
-        terms: M of each micro-batch.
-        kept: Per micro-batch a 0-dim tensor, 1.0 if all of its moments were finite, else 0.0.
-        scales: Per micro-batch the loss scale, a 0-dim tensor.
-    """
-
-    sums: dict[int, _Moments] = field(default_factory=dict)
-    terms: list[int] = field(default_factory=list)
-    kept: list[Tensor] = field(default_factory=list)
-    scales: list[Tensor] = field(default_factory=list)
-
-    @property
-    def flags(self) -> list[Tensor]:
-        """What has to be read from the device to know which micro-batches count."""
-        return [*self.kept, *self.scales]
-
-    def counted(self, flags: Sequence[float]) -> tuple[list[bool], list[bool]]:
-        """From the values of :attr:`flags`: which micro-batches belong to the step, and which of those are finite."""
-        kept, scales = flags[: len(self.kept)], flags[len(self.kept) :]
-        taken = [all(later >= scale for later in scales[i + 1 :]) for i, scale in enumerate(scales)]
-        return taken, [belongs and bool(finite) for belongs, finite in zip(taken, kept, strict=True)]
+__all__ = ["Capture"]
 
 
 class Capture:
@@ -261,8 +64,7 @@ class Capture:
         self._left: _ModelCall | None = None  # ... until this one, which its Python code makes afterwards, tells M
         self._batch: _MicroBatch | None = None
         self._handles: list[Any] = []
-        self._handle = next(_HANDLES)
-        _CAPTURES[self._handle] = self
+        self._handle = register(self)
         self._attach(roots)
         weakref.finalize(self, _remove, self._handles)
 
@@ -373,7 +175,7 @@ class Capture:
         if not (isinstance(output, Tensor) and output.requires_grad and isinstance(a, Tensor)):
             return None
         if torch.compiler.is_compiling():
-            return cast(Tensor, _see_in_graph(a, output, self._handle, index, use, part)[0])
+            return cast(Tensor, see_in_graph(a, output, self._handle, index, use, part)[0])
         if output.numel() == 0:  # an expert to which no token was routed: nothing was seen
             return None
         recomputed = _in_backward()
@@ -443,10 +245,10 @@ class Capture:
 
     # Compiled graphs ------------------------------------------------------------------------------------------------
 
-    def _see_compiled(
+    def see_compiled(
         self, index: int, use: int, a: Tensor, output: Tensor, part: Sequence[int]
     ) -> Callable[[Tensor], None]:
-        """What :meth:`_see` does, while a compiled graph runs; returns what its backward graph has to call.
+        """What ``_see`` does, while a compiled graph runs; returns what its backward graph has to call.
 
         The Python code of the graph's modules, with it ``_enter`` and ``_leave``, takes effect when the graph has run.
         """
@@ -578,55 +380,12 @@ class Capture:
     # Attention ------------------------------------------------------------------------------------------------------
 
     def _start_tapping(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Attention applies its projections by ``F.linear`` without calling a module: listen in during its forward."""
         if self.enabled and torch.is_grad_enabled():
-            query = args[0] if args else kwargs["query"]
-            examples = query.shape[0 if module.batch_first else 1] if query.dim() == 3 else 1
             tapped = [(i, layer) for i, layer in enumerate(self.layers) if layer.host is module]
-            F.linear = _Tap(self, tapped, examples)
-            if torch.compiler.is_compiling():
-                F.multi_head_attention_forward = _TRACEABLE["multi_head_attention_forward"]
+            start_tapping(module, args[0] if args else kwargs["query"], tapped, self._see)
 
     def _stop_tapping(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if isinstance(F.linear, _Tap):
-            F.linear = F.linear.original
-            if torch.compiler.is_compiling():
-                F.multi_head_attention_forward = _ATTENTION
-
-
-class _Tap:
-    """Stands in for ``F.linear`` while one attention module runs."""
-
-    def __init__(self, capture: Capture, tapped: list[tuple[int, KroneckerLayer]], examples: int) -> None:
-        self.capture, self.tapped, self.examples, self.original = capture, tapped, examples, F.linear
-        self.rows = self.queries = 0  # of a packed weight that were applied, of the queries
-
-    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        output = self.original(input, weight, bias)
-        for index, layer in self.tapped:
-            if weight is layer.weight or weight._base is layer.weight:
-                part = (self.examples, *self._pairs(layer, input, weight))
-                replaced = self.capture._see(index, 0, input, output, part)
-                output = output if replaced is None else replaced
-        return output
-
-    def _pairs(self, layer: KroneckerLayer, input: Tensor, weight: Tensor) -> tuple[int, ...]:
-        """q, k, v at once or, in this order, part by part."""
-        if not isinstance(layer, AttentionInputLayer):
-            return ()
-        first, self.rows = self.rows // layer.d_out, self.rows + weight.shape[0]
-        if first == 0:
-            self.queries = input.numel() // input.shape[-1]
-        return first, self.rows // layer.d_out, self.queries
-
-
-# torch.compile takes attention for one operator. Copies of its Python code are ordinary functions to it, which it
-# follows to F.linear, and so to the tap.
-_ATTENTION = F.multi_head_attention_forward
-_TRACEABLE: dict[str, Any] = {**vars(F), "linear": lambda *args: F.linear(*args)}
-for _name in ("_in_projection", "_in_projection_packed", "multi_head_attention_forward"):
-    _original = getattr(F, _name)
-    _TRACEABLE[_name] = FunctionType(_original.__code__, _TRACEABLE, _name, _original.__defaults__)
+        stop_tapping()
 
 
 class _Hook:
@@ -644,72 +403,6 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (None,)
-
-
-# Operators for compiled graphs, which can't hold hooks on tensors. Both return copies because an operator's result may
-# not be its argument, and are kept because their results are used.
-
-_HANDLES = itertools.count()
-_CAPTURES: weakref.WeakValueDictionary[int, Capture] = weakref.WeakValueDictionary()
-# By a tensor that the graph saves for its backward, so that an observation lives as long as the graph needs it.
-_AWAITED: MutableMapping[Tensor, Callable[[Tensor], None] | None] = WeakTensorKeyDictionary()
-
-
-def _require_empirical(capture: Capture) -> None:
-    if capture.fisher is not None:
-        raise RuntimeError(
-            "the sampled Fisher needs gradients of single layers before the backward pass, which a compiled graph "
-            "doesn't give: use fisher='empirical', or don't compile the model"
-        )
-
-
-@torch.library.custom_op(
-    "kfac_optim::see",
-    mutates_args=(),
-    schema="(Tensor a, Tensor output, int capture, int index, int use, int[] part) -> (Tensor, Tensor)",
-)
-def _see_in_graph(
-    a: Tensor, output: Tensor, capture: int, index: int, use: int, part: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """The output of a layer, and what stands for the observation."""
-    token, watching = torch.zeros((), dtype=torch.int64), _CAPTURES.get(capture)
-    arrive = None
-    if watching is not None and watching.enabled and output.numel():
-        _require_empirical(watching)
-        arrive = watching._see_compiled(index, use, a, output, part)
-    _AWAITED[token] = arrive
-    return output.clone(), token
-
-
-@_see_in_graph.register_fake
-def _(a: Tensor, output: Tensor, capture: int, index: int, use: int, part: Sequence[int]) -> tuple[Tensor, Tensor]:
-    _require_empirical(_CAPTURES[int(capture)])  # here, so that it is raised during compilation
-    return torch.empty_like(output), torch.empty((), dtype=torch.int64, device="cpu")
-
-
-@torch.library.custom_op("kfac_optim::arrive", mutates_args=(), schema="(Tensor g, Tensor token) -> Tensor")
-def _arrive_in_graph(g: Tensor, token: Tensor) -> Tensor:
-    """The gradient of a layer's output."""
-    arrive = _AWAITED[token]
-    if arrive is not None:
-        arrive(g)
-    return g.clone()
-
-
-@_arrive_in_graph.register_fake
-def _(g: Tensor, token: Tensor) -> Tensor:
-    return torch.empty_like(g)
-
-
-def _save_token(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(output[1])
-
-
-def _compiled_backward(ctx: Any, g: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    return None, _arrive_in_graph(g, *ctx.saved_tensors), None, None, None, None
-
-
-_see_in_graph.register_autograd(_compiled_backward, setup_context=_save_token)
 
 
 def _remove(handles: list[Any]) -> None:

@@ -1,0 +1,45 @@
+"""Get activations ``a`` and output gradients ``g`` out of a model, and fold them into raw moments per step.
+
+How a layer is watched. A forward hook reduces the input to its moment at once (so nothing large is kept, and activation
+checkpointing keeps its savings) and puts a hook on the *output tensor*. The input's moment counts only when that
+output's gradient arrives. This one rule makes evaluation, ``no_grad`` and both kinds of activation checkpointing right.
+Full backward hooks are never used: they crash when an in-place activation follows the layer.
+
+How terms are counted. M, the number of loss terms, belongs to the loss: it is read off the output of the outermost
+module call and counted once per backward pass, however many layers and calls took part.
+
+A *micro-batch* is one backward pass. Its moments are added to the sums of the step when the backward pass ends, unless
+one of them is not finite; then the whole micro-batch has weight 0. That decision stays on the device: the flags are
+read once, in ``step()``.
+
+Sampled Fisher. When the outermost call returns, gradients of the layer outputs are taken for targets drawn from the
+model's own predictive distribution, and committed when the user's backward pass reaches the model output.
+
+Where to look::
+
+    hooks.py            what happens when: the hooks, from the call of a model to the end of its backward pass
+    statistics.py       model calls, micro-batches and steps: terms, raw moments, and which of them count
+    loss_terms.py       input and output of a model -> M
+    distributions.py    what the sampled Fisher draws from
+    attention.py        projections that are applied without calling a module
+    compiled.py         operators that stand for the hooks in compiled graphs
+"""
+
+from .distributions import Bernoulli, Categorical, Fisher, Gaussian
+from .hooks import Capture
+from .hooks import _Hook as _Hook  # pickles of hooked models name it here
+from .loss_terms import LossAverage, LossTerms, first_tensor, main_tensor
+from .statistics import StepStatistics
+
+__all__ = [
+    "Bernoulli",
+    "Capture",
+    "Categorical",
+    "Fisher",
+    "Gaussian",
+    "LossAverage",
+    "LossTerms",
+    "StepStatistics",
+    "first_tensor",
+    "main_tensor",
+]

@@ -1,0 +1,64 @@
+"""M, the number of loss terms, from what goes into a model and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, is_dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+__all__ = ["LossAverage", "LossTerms", "first_tensor", "main_tensor"]
+
+LossAverage = Literal["batch", "batch+sequence", "elements"]
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """Counts M, the number of terms over which the loss takes its mean, from the inputs and the output of the model.
+
+    ``average`` and ``terms`` are the engine's ``loss_average`` and ``loss_terms``, documented there.
+    """
+
+    average: LossAverage | None = "batch"
+    terms: int | Callable[[Any, Any], int] | None = None
+    batch_dim: int = 0
+    class_dim: int = -1
+
+    def count(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+        """M for one call of the model."""
+        if callable(self.terms):
+            return int(self.terms(args if args else kwargs, output))
+        if self.terms is not None:
+            return self.terms
+        if self.average is None:
+            return 1
+        tensor = main_tensor(output)
+        if tensor is None or tensor.dim() == 0:  # the model returns its loss: count its examples instead
+            tensor = first_tensor((args, kwargs))
+            if tensor is None:
+                return 1
+            positions = tensor.numel() if not tensor.is_floating_point() else tensor.numel() // max(1, tensor.shape[-1])
+        else:
+            positions = tensor.numel() // max(1, tensor.shape[self.class_dim] if tensor.dim() > 1 else 1)
+        if self.average == "elements":
+            return tensor.numel()
+        return tensor.shape[self.batch_dim if tensor.dim() > 1 else 0] if self.average == "batch" else positions
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """The first tensor in nested tuples, lists, dicts and dataclasses."""
+    if isinstance(value, Tensor):
+        return value
+    items: Iterable[Any] = value if isinstance(value, (tuple, list)) else ()
+    if isinstance(value, dict):
+        items = value.values()
+    elif is_dataclass(value):
+        items = vars(value).values()
+    return next((found for item in items if (found := first_tensor(item)) is not None), None)
+
+
+def main_tensor(output: Any) -> Tensor | None:
+    """The tensor that stands for a model's output: itself, ``.logits``, else the first one in it."""
+    logits = getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else first_tensor(output)

@@ -1,0 +1,76 @@
+"""Kronecker structure of each module type.
+
+One canonical shape serves every layer: a call computes::
+
+    s[n, r] = W a[n, r],     n examples, r shared positions (pixels, tokens; 1 for a plain Linear),
+
+the bias being the last column of ``W`` with a 1 appended to ``a``; ``g[n, r] = dL/ds[n, r]``. A layer here turns what a
+module saw into *rows* of that form, ``[n, r, p, d]``, and gradients into matrices ``[p, d_out, d_in]`` and back. ``p``
+is the number of Kronecker pairs: 1, the groups of a grouped convolution, q/k/v of attention, the channels of a norm
+layer. From rows the raw second moments follow, the same for every type (Eschenhagen et al. 2023)::
+
+    expand:  sum_{n,r} a a^T  (count n r)                     sum_{n,r} g g^T
+    reduce:  a~ = mean_r a, g~ = sum_r g;  sum_n a~ a~^T  (count n)    sum_n g~ g~^T
+
+For convolutions expand is KFC (Grosse & Martens 2016). Norm layers have no such product structure: their block is the
+Fisher of scale and shift per channel, which is the pair (1, F_c) with ``W = [scale, shift]^T`` and ``a = 1``.
+
+``register_layer`` adds a module type; a type that cannot be treated exactly as above is declined with its reason
+(:class:`~kfac_optim.Declined`) and trains by the base rule.
+
+Where to look::
+
+    base.py          a layer: weight, bias, pairs; from rows to moments, from tensors to matrices and back
+    moments.py       second moments of rows, in full precision
+    registry.py      modules -> layers
+    linear.py        Linear, transformers' Conv1D, Embedding
+    convolution.py   Conv, ConvTranspose
+    windows.py       the second moment of sliding windows, without unfolding them where that is faster
+    norm.py          LayerNorm, RMSNorm, GroupNorm, BatchNorm, SyncBatchNorm
+    attention.py     the projections of MultiheadAttention
+    ownership.py     parameters -> the user's modules
+"""
+
+from .attention import AttentionInputLayer, AttentionLayer
+from .base import Declined, KroneckerLayer, LayerOptions, Observation, Sharing, own_parameter
+from .convolution import ConvLayer, ConvTransposeLayer
+from .linear import EmbeddingLayer, LinearLayer, TransposedLinearLayer
+from .moments import full_precision, gram, second_moment, spread_examples
+from .norm import BatchNormLayer, GroupNormLayer, LayerNormLayer, RMSNormLayer, SyncBatchNormLayer
+from .ownership import owners_of, unwrap
+from .registry import Coverage, LayerFactory, find_layers, register_layer
+from .windows import Windows, shift_pays, shifted_moment
+
+__all__ = [
+    "AttentionInputLayer",
+    "AttentionLayer",
+    "BatchNormLayer",
+    "ConvLayer",
+    "ConvTransposeLayer",
+    "Coverage",
+    "Declined",
+    "EmbeddingLayer",
+    "GroupNormLayer",
+    "KroneckerLayer",
+    "LayerFactory",
+    "LayerNormLayer",
+    "LayerOptions",
+    "LinearLayer",
+    "Observation",
+    "RMSNormLayer",
+    "Sharing",
+    "SyncBatchNormLayer",
+    "TransposedLinearLayer",
+    "Windows",
+    "find_layers",
+    "full_precision",
+    "gram",
+    "own_parameter",
+    "owners_of",
+    "register_layer",
+    "second_moment",
+    "shift_pays",
+    "shifted_moment",
+    "spread_examples",
+    "unwrap",
+]

@@ -1,0 +1,111 @@
+"""Convolutions and transposed convolutions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .base import KroneckerLayer, Observation
+from .moments import with_ones
+from .registry import register_layer
+from .windows import Windows, shift_pays, shifted_moment
+
+__all__ = ["ConvLayer", "ConvTransposeLayer"]
+
+
+class _ConvNdLayer(KroneckerLayer):
+    """What convolutions and transposed convolutions share: groups are Kronecker pairs, positions are output pixels."""
+
+    def structure(self, module: nn.Module) -> tuple[int, int, int]:
+        assert isinstance(module, nn.modules.conv._ConvNd)
+        d_in = module.in_channels // module.groups * math.prod(module.kernel_size)
+        return module.groups, module.out_channels // module.groups, d_in + (self.bias is not None)
+
+    def batch_dim_of(self, module: nn.Module, x: Tensor) -> int | None:
+        assert isinstance(module, nn.modules.conv._ConvNd)
+        return 0 if x.dim() == len(module.kernel_size) + 2 else None
+
+    def windows(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
+        """The image over which the kernel slides, and how it slides."""
+        raise NotImplementedError
+
+    def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
+        assert isinstance(module, nn.modules.conv._ConvNd)
+        image, windows = self._batched(module, a.detach().to(dtype), output)
+        if self.by_example or self.diagonal[0] or not shift_pays(image.shape, windows, module.groups, a.device.type):
+            return super().observe(module, a, output, dtype)
+        moment = shifted_moment(image, windows, module.groups)
+        count = len(image) * math.prod(windows.positions(image.shape[2:]))
+        if self.bias is not None:
+            taps = tuple(range(-len(windows.size), 0))
+            total = windows.unfold(image.sum(0, keepdim=True)).flatten(2, -1 + taps[0]).sum(2)
+            moment = with_ones(moment, total.reshape(module.groups, -1), count)
+        return Observation(moment, count)
+
+    def input_rows(self, module: nn.Module, a: Tensor, output: Tensor) -> Iterable[Tensor]:
+        assert isinstance(module, nn.modules.conv._ConvNd)
+        image, windows = self._batched(module, a, output)
+        for chunk in image.split(windows.examples_at_once(image)):
+            patches = windows.unfold(chunk)
+            patches = patches.movedim(1, len(windows.size) + 1).flatten(1, len(windows.size))
+            yield patches.reshape(*patches.shape[:2], module.groups, -1)
+
+    def _batched(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
+        unbatched = a.dim() == len(module.kernel_size) + 1
+        return self.windows(module, a[None], output[None]) if unbatched else self.windows(module, a, output)
+
+    def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
+        assert isinstance(module, nn.modules.conv._ConvNd)
+        if g.dim() == len(module.kernel_size) + 1:
+            g = g[None]
+        return g.flatten(2).mT.unflatten(-1, (self.pairs, self.d_out))
+
+
+@register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+class ConvLayer(_ConvNdLayer):
+    """``nn.Conv1d/2d/3d`` with any stride, padding, padding mode, dilation and groups."""
+
+    def windows(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
+        zeros = module._reversed_padding_repeated_twice
+        padding = tuple(zip(zeros[-2::-2], zeros[::-2], strict=True))
+        if module.padding_mode != "zeros":
+            a, padding = F.pad(a, zeros, mode=module.padding_mode), ((0, 0),) * len(padding)
+        return a, Windows(module.kernel_size, module.stride, module.dilation, padding)
+
+    def weight_to_matrix(self, weight: Tensor) -> Tensor:
+        return weight.reshape(self.pairs, self.d_out, -1)
+
+    def matrix_to_weight(self, matrix: Tensor) -> Tensor:
+        return matrix.reshape(self.weight_shape)
+
+
+@register_layer(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+class ConvTransposeLayer(_ConvNdLayer):
+    """``nn.ConvTranspose1d/2d/3d``: a convolution of the zero-stuffed input with the flipped kernel."""
+
+    def windows(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
+        padding: list[int] = []
+        config = (module.kernel_size, module.stride, cast(tuple[int, ...], module.padding), module.dilation)
+        for dim, (k, s, p, d) in enumerate(zip(*config, strict=True), start=2):
+            stuffed = a.new_zeros(*a.shape[:dim], (a.shape[dim] - 1) * s + 1, *a.shape[dim + 1 :])
+            stuffed[(slice(None),) * dim + (slice(None, None, s),)] = a
+            a, reach = stuffed, (k - 1) * d
+            before = reach - p
+            padding[:0] = [before, output.shape[dim] + reach - before - a.shape[dim]]
+        ones = (1,) * len(module.kernel_size)
+        none = ((0, 0),) * len(ones)
+        return F.pad(a, padding), Windows(module.kernel_size, ones, module.dilation, none)
+
+    def weight_to_matrix(self, weight: Tensor) -> Tensor:
+        flipped = weight.flip(tuple(range(2, weight.dim())))
+        return flipped.unflatten(0, (self.pairs, -1)).transpose(1, 2).flatten(2)
+
+    def matrix_to_weight(self, matrix: Tensor) -> Tensor:
+        shape = self.weight_shape
+        flipped = matrix.unflatten(-1, (shape[0] // self.pairs, *shape[2:])).transpose(1, 2).reshape(shape)
+        return flipped.flip(tuple(range(2, len(shape))))

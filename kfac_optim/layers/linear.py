@@ -1,0 +1,93 @@
+"""Linear layers, and what is one: transformers' ``Conv1D``, and embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .base import Declined, KroneckerLayer, Observation, Sharing
+from .registry import register_layer
+
+__all__ = ["EmbeddingLayer", "LinearLayer", "TransposedLinearLayer"]
+
+
+@register_layer(nn.Linear)
+class LinearLayer(KroneckerLayer):
+    """``nn.Linear`` on inputs of any rank, features last."""
+
+    def structure(self, module: nn.Module) -> tuple[int, int, int]:
+        d_out, d_in = self.weight_to_matrix(torch.empty(self.weight_shape, device="meta")).shape[1:]
+        return 1, d_out, d_in + (self.bias is not None)
+
+    def batch_dim_of(self, module: nn.Module, x: Tensor) -> int | None:
+        return None if x.dim() < 2 else self.batch_dim if x.dim() > 2 else 0
+
+    def input_rows(self, module: nn.Module, a: Tensor, output: Tensor) -> Iterable[Tensor]:
+        yield self._rows(a)
+
+    def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
+        return self._rows(g)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        if x.dim() <= 2 or self.sharing == "expand":
+            return x.reshape(-1, 1, 1, x.shape[-1])
+        return x.movedim(self.batch_dim, 0).flatten(1, -2)[:, :, None]
+
+    def weight_to_matrix(self, weight: Tensor) -> Tensor:
+        return weight[None]
+
+    def matrix_to_weight(self, matrix: Tensor) -> Tensor:
+        return matrix[0]
+
+
+@register_layer("transformers.pytorch_utils.Conv1D")
+class TransposedLinearLayer(LinearLayer):
+    """transformers' ``Conv1D``: a Linear whose weight is stored ``[d_in, d_out]``."""
+
+    def weight_to_matrix(self, weight: Tensor) -> Tensor:
+        return weight.T[None]
+
+    def matrix_to_weight(self, matrix: Tensor) -> Tensor:
+        return matrix[0].T
+
+
+@register_layer(nn.Embedding)
+class EmbeddingLayer(LinearLayer):
+    """``nn.Embedding``: a Linear on one-hot inputs, so that A is the diagonal of token frequencies.
+
+    Rows at ``padding_idx`` don't reach the weight and count neither in A nor in G. Always expand.
+    """
+
+    diagonal_input = True
+
+    def structure(self, module: nn.Module) -> tuple[int, int, int]:
+        assert isinstance(module, nn.Embedding)
+        for option in ("sparse", "scale_grad_by_freq", "max_norm"):
+            if getattr(module, option):
+                raise Declined(f"{option}={getattr(module, option)}")
+        self.sharing: Sharing = "expand"
+        return 1, module.embedding_dim, module.num_embeddings
+
+    def batch_dim_of(self, module: nn.Module, x: Tensor) -> int | None:
+        return super().batch_dim_of(module, x if x.is_floating_point() else x[..., None])  # tokens have no features
+
+    def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
+        assert isinstance(module, nn.Embedding)
+        frequency = torch.bincount(a.flatten(), minlength=module.num_embeddings).to(dtype)[None]
+        if module.padding_idx is None:
+            return Observation(frequency, a.numel())
+        frequency[:, module.padding_idx] = 0
+        # The one count that only the data know; waiting for it costs a synchronisation, on statistics steps only.
+        return Observation(frequency, float(frequency.sum()), context=a != module.padding_idx)
+
+    def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
+        return self._rows(g if context is None else g * context[..., None])
+
+    def weight_to_matrix(self, weight: Tensor) -> Tensor:
+        return weight.T[None]
+
+    def matrix_to_weight(self, matrix: Tensor) -> Tensor:
+        return matrix[0].T

@@ -1,0 +1,59 @@
+"""Who owns a parameter: the modules of the user."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+__all__ = ["owners_of", "unwrap"]
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's module inside DistributedDataParallel (torch's or Apex's), DataParallel and torch.compile."""
+    while True:
+        if type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
+            model = model.module  # type: ignore[assignment]
+        elif "_orig_mod" in model._modules:
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def owners_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
+    """The outermost live modules that contain the modules that own some parameters, found by identity.
+
+    Raises:
+        ValueError: If no live module owns any of them.
+    """
+    parameters = list(parameters)
+    wanted = {id(parameter) for parameter in parameters}
+    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    parents: dict[int, list[nn.Module]] = {}
+    for module in modules:
+        for child in module.__dict__.get("_modules", {}).values():
+            parents.setdefault(id(child), []).append(module)
+    pending = [m for m in modules if any(id(p) in wanted for p in m.__dict__.get("_parameters", {}).values())]
+    tops: dict[nn.Module, None] = {}
+    seen: set[int] = set()
+    while pending:
+        module = pending.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            above = parents.get(id(module), [])
+            pending += above
+            if not above:
+                tops[unwrap(module)] = None
+    if not tops:
+        raise ValueError(
+            "no module was found that owns these parameters: pass the model, model=... or as first argument"
+        )
+    order = {id(parameter): i for i, parameter in enumerate(parameters)}
+
+    def rank(top: nn.Module) -> tuple[int, int]:
+        """By what it owns, so that every process finds the modules in the same order."""
+        owned = [order[id(p)] for p in top.parameters() if id(p) in order]
+        return -len(owned), min(owned)
+
+    return sorted(tops, key=rank)
