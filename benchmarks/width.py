@@ -66,7 +66,7 @@ def row(label: str, curves: Mapping[int, Mapping[float, float | None]]) -> dict[
     """Return an optimizer's row: its best rates, and the loss of the widest model there and at the narrowest's."""
     chosen = {width: best(curve) for width, curve in curves.items()}
     narrow, wide = min(curves), max(curves)
-    kept = curves[wide][chosen[wide][0]]
+    kept = curves[wide][chosen[narrow][0]]
     rates = {f"lr at {width}": rate for width, (rate, _) in chosen.items()}
     loss = chosen[wide][1]
     return {"optimizer": label, **rates, f"loss at {wide}": loss, f"with the lr of {narrow}": kept}

@@ -16,7 +16,7 @@ from .attention import start_tapping, stop_tapping
 from .compiled import register, see_in_graph
 from .distributions import Fisher
 from .loss_terms import LossTerms, main_tensor
-from .statistics import StepStatistics, _MicroBatch, _ModelCall, _Moments
+from .statistics import MicroBatch, ModelCall, Moments, StepStatistics
 
 __all__ = ["Capture"]
 
@@ -58,11 +58,11 @@ class Capture:
         self.statistics = StepStatistics()
         self.step = 0
         self._samples = 0
-        self._call: _ModelCall | None = None
-        self._last_call: _ModelCall | None = None
-        self._running: _ModelCall | None = None  # stands for the call whose compiled graph runs ...
-        self._left: _ModelCall | None = None  # ... until this one, which its Python code makes afterwards, tells M
-        self._batch: _MicroBatch | None = None
+        self._call: ModelCall | None = None
+        self._last_call: ModelCall | None = None
+        self._running: ModelCall | None = None  # stands for the call whose compiled graph runs ...
+        self._left: ModelCall | None = None  # ... until this one, which its Python code makes afterwards, tells M
+        self._batch: MicroBatch | None = None
         self._handles: list[Any] = []
         self._handle = register(self)
         self._attach(roots)
@@ -127,7 +127,7 @@ class Capture:
                 return
             if not (recomputed or torch.compiler.is_compiling()):
                 self._batch = None  # left behind by a backward pass that raised
-            self._call = _ModelCall(module, None if torch.compiler.is_compiling() else module.forward)
+            self._call = ModelCall(module, None if torch.compiler.is_compiling() else module.forward)
         if self._call.module is module:
             self._call.entered += 1
 
@@ -154,7 +154,7 @@ class Capture:
         if tensor is not None and tensor.requires_grad:
             tensor.register_hook(functools.partial(self._reach, call))
 
-    def _reach(self, call: _ModelCall, g: Tensor) -> None:
+    def _reach(self, call: ModelCall, g: Tensor) -> None:
         """The backward pass reached the model output."""
         if not torch.is_grad_enabled():
             self._open(call)
@@ -213,20 +213,20 @@ class Capture:
         return observation
 
     def _arrive(
-        self, index: int, module: nn.Module, observation: Observation, call: _ModelCall | None, g: Tensor
+        self, index: int, module: nn.Module, observation: Observation, call: ModelCall | None, g: Tensor
     ) -> None:
         """The gradient of a layer's output: the pair (a, g) is complete."""
         if torch.is_grad_enabled():  # create_graph=True: a gradient penalty or a higher derivative, not the loss
             return
         self._add(self._open(call), index, observation, self._output_moment(index, module, observation, g))
 
-    def _add(self, batch: _MicroBatch, index: int, observation: Observation, g: Tensor) -> None:
+    def _add(self, batch: MicroBatch, index: int, observation: Observation, g: Tensor) -> None:
         if self.layers[index].by_example:  # calls on as many examples are taken for calls on the same examples
             batch.by_example.setdefault((index, len(g)), []).append((observation, g))
         else:
             batch.add(index, observation.a, observation.count, g)
 
-    def _pool_calls(self, batch: _MicroBatch) -> None:
+    def _pool_calls(self, batch: MicroBatch) -> None:
         for (index, _), calls in batch.by_example.items():
             device = calls[0][1].device
             with self.stage("factor computation"), full_precision(device.type):
@@ -262,11 +262,11 @@ class Capture:
             call = self._last_call
         elif call is None:
             self._batch = None  # left behind by a backward pass that raised
-            call = self._running = self._running or _ModelCall()
+            call = self._running = self._running or ModelCall()
         return functools.partial(self._arrive_compiled, index, module, observation, call)
 
     def _arrive_compiled(
-        self, index: int, module: nn.Module, observation: Observation, call: _ModelCall | None, g: Tensor
+        self, index: int, module: nn.Module, observation: Observation, call: ModelCall | None, g: Tensor
     ) -> None:
         self._settle()
         self._arrive(index, module, observation, call, g)
@@ -279,10 +279,10 @@ class Capture:
 
     # Micro-batches --------------------------------------------------------------------------------------------------
 
-    def _open(self, call: _ModelCall | None) -> _MicroBatch:
+    def _open(self, call: ModelCall | None) -> MicroBatch:
         """The micro-batch of the backward pass in progress."""
         if self._batch is None:
-            self._batch = _MicroBatch()
+            self._batch = MicroBatch()
             close = _Hook(self, "_close")
             torch.autograd.Variable._execution_engine.queue_callback(close)
         if call is not None:
@@ -311,7 +311,7 @@ class Capture:
                 entry.g.add_(g)
                 entry.counts += counts[len(entry.counts) :]
             else:
-                step.sums[index] = _Moments(a, g, counts)
+                step.sums[index] = Moments(a, g, counts)
         step.terms.append(max((call.terms for call in batch.calls), default=1))
         step.kept.append(kept)
 
@@ -327,7 +327,7 @@ class Capture:
 
     # The sampled Fisher ---------------------------------------------------------------------------------------------
 
-    def _sample(self, call: _ModelCall, output: Any) -> None:
+    def _sample(self, call: ModelCall, output: Any) -> None:
         """Output moments for targets drawn from the model, pending until the user's backward reaches the output."""
         logits = self.output_fn(output) if self.output_fn is not None else main_tensor(output)
         if not (isinstance(logits, Tensor) and logits.requires_grad) or logits.dim() == 0 or not call.layers:
@@ -360,14 +360,14 @@ class Capture:
         call.layers.clear()
         logits.register_hook(functools.partial(self._commit, call, pending))
 
-    def _commit(self, call: _ModelCall, pending: list[tuple[int, Observation, Tensor]], g: Tensor) -> None:
+    def _commit(self, call: ModelCall, pending: list[tuple[int, Observation, Tensor]], g: Tensor) -> None:
         if torch.is_grad_enabled():
             return
         batch = self._open(call)
         for index, observation, g_sum in pending:
             self._add(batch, index, observation, g_sum)
 
-    def _require_whole_model(self, call: _ModelCall) -> None:
+    def _require_whole_model(self, call: ModelCall) -> None:
         assert call.module is not None
         inside = set(call.module.modules())
         outside = [layer.name for layer in self.layers if not any(m in inside for m in layer.modules)]

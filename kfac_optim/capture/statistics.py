@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from ..layers import Observation
 
-__all__ = ["StepStatistics"]
+__all__ = ["MicroBatch", "ModelCall", "Moments", "StepStatistics"]
 
 
 @dataclass
-class _Moments:
+class Moments:
     """One layer's share of a micro-batch or of a step: packed sums and the rows behind A."""
 
     a: Tensor
@@ -23,7 +23,7 @@ class _Moments:
 
 
 @dataclass(eq=False)
-class _ModelCall:
+class ModelCall:
     """One call of the outermost module: M, and for the sampled Fisher what its layers did."""
 
     module: nn.Module | None = None
@@ -42,12 +42,12 @@ class _ModelCall:
 
 
 @dataclass
-class _MicroBatch:
+class MicroBatch:
     """One backward pass in progress."""
 
-    sums: dict[int, _Moments] = field(default_factory=dict)
+    sums: dict[int, Moments] = field(default_factory=dict)
     by_example: dict[tuple[int, int], list[tuple[Observation, Tensor]]] = field(default_factory=dict)
-    calls: set[_ModelCall] = field(default_factory=set)
+    calls: set[ModelCall] = field(default_factory=set)
 
     def add(self, layer: int, a: Tensor, count: float, g: Tensor) -> None:
         """Adds one layer call; several calls within a backward pass add rows."""
@@ -55,7 +55,7 @@ class _MicroBatch:
             entry = self.sums[layer]
             entry.a, entry.g, entry.counts = entry.a + a, entry.g + g, [entry.counts[0] + count]
         else:
-            self.sums[layer] = _Moments(a, g, [count])
+            self.sums[layer] = Moments(a, g, [count])
 
 
 @dataclass
@@ -69,7 +69,7 @@ class StepStatistics:
         scales: Per micro-batch the loss scale, a 0-dim tensor.
     """
 
-    sums: dict[int, _Moments] = field(default_factory=dict)
+    sums: dict[int, Moments] = field(default_factory=dict)
     terms: list[int] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
     scales: list[Tensor] = field(default_factory=list)
