@@ -39,7 +39,10 @@ class Net(nn.Module):
         return self.head(self.body(x).flatten(1))
 
 
-def data_of(step: int, size: int = 12) -> tuple[Tensor, Tensor]:
+BATCH = 12
+
+
+def data_of(step: int, size: int = BATCH) -> tuple[Tensor, Tensor]:
     """The whole batch of a step; every world size up to 4 divides it."""
     generator = torch.Generator().manual_seed(step)
     return torch.randn(size, 2, 5, 5, generator=generator, dtype=torch.float64), torch.randint(
@@ -86,6 +89,7 @@ def cases(world_size: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any
         found[f"layer-wise, {kind}"] = (kind, {"assignment": "layer-wise"}, {})
     reduced = {"weight_sharing": "reduce", "skip_layers": [r"body\.2"], "max_factor_dim": 20}
     found["factor-wise, reduce, diagonal"] = ("sgd", {}, reduced)
+    found["factor-wise, one example of each rank"] = ("sgd", {}, {"factor_batch_fraction": world_size / BATCH})
     return found
 
 
