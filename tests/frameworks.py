@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.training import KINDS, OFTEN
+from tests.training import KINDS, OFTEN, assert_all_near
 
 # The paper's way, in which the scale of the loss and so M, the number of loss terms, tells: a wrong one is seen.
 PAPER = OFTEN | {"precondition": "gradient", "scaling": "kl_clip", "kl_clip": 1e-2, "damping": 0.03, "spread": 0}
@@ -39,8 +39,8 @@ def as_torchrun(rank: int, ranks: int, **more: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", **more)
 
 
-def assert_ranks_are_one(found: list[dict[str, list[Tensor]]], name: str, expected: Iterable[Tensor]) -> None:
-    """Both ranks have the same parameters in a case, bit for bit, and up to rounding those of one process."""
-    for p, q, other in zip(expected, *(of_rank[name] for of_rank in found), strict=True):
-        assert torch.equal(q, other), f"{name}: the ranks differ"
-        torch.testing.assert_close(q, p, rtol=TOL, atol=TOL, msg=lambda text: f"{name}: {text}")
+def assert_ranks_are_one(outcomes: list[dict[str, list[Tensor]]], case: str, expected: Iterable[Tensor]) -> None:
+    """The ranks have the same parameters, bit for bit, and up to rounding those of one process."""
+    found = [of_rank[case] for of_rank in outcomes]
+    assert all(torch.equal(p, q) for other in found for p, q in zip(found[0], other, strict=True)), case
+    assert_all_near(found, list(expected), TOL, case)

@@ -7,14 +7,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kfac_optim import KAISA, KFACSGD, EigenSolver, FactorWise, LayerWise
 from tests.ranks import run_ranks
-from tests.training import FLOAT64, KINDS, OFTEN
+from tests.training import FLOAT64, KINDS, OFTEN, assert_all_near, batch_of, train_on, values
 
-TOLERANCE = 1e-9
 STEPS = 10
 OPTIONS: dict[str, Any] = {**OFTEN, **FLOAT64}
 STRATEGIES = {
@@ -41,14 +39,7 @@ class Net(nn.Module):
 
 def data_of(step: int, size: int = 12) -> tuple[Tensor, Tensor]:
     """The whole batch of a step; every world size up to 4 divides it."""
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(size, 2, 5, 5, generator=generator, dtype=torch.float64), torch.randint(
-        3, (size,), generator=generator
-    )
-
-
-def parameters_of(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
+    return batch_of(step, size, 2, 5, 5)
 
 
 def train(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> list[Tensor]:
@@ -58,17 +49,8 @@ def train(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> lis
     wrapped: nn.Module = DDP(model) if world_size > 1 else model
     cls, base = KINDS[kind]
     optimizer = cls(model, **{**base, **OPTIONS, **options})
-    for step in range(STEPS):
-        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
-        optimizer.zero_grad()
-        F.cross_entropy(wrapped(inputs), classes).backward()
-        optimizer.step()
-    return parameters_of(model)
-
-
-def assert_near(found: list[Tensor], expected: list[Tensor]) -> None:
-    for p, q in zip(found, expected, strict=True):
-        torch.testing.assert_close(p, q, rtol=TOLERANCE, atol=TOLERANCE)
+    train_on(wrapped, optimizer, map(data_of, range(STEPS)), rank, world_size)
+    return values(model)
 
 
 def cases(world_size: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -105,11 +87,7 @@ def test_ranks_equal_one_process(world_size: int) -> None:
         key = repr((kind, both))
         if key not in alone:
             alone[key] = train(0, 1, kind, both)
-        for rank, found in enumerate(outcomes):
-            for p, q in zip(found[name], alone[key], strict=True):
-                torch.testing.assert_close(
-                    p, q, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text, n=name, r=rank: f"{n}, rank {r}: {text}"
-                )
+        assert_all_near([found[name] for found in outcomes], alone[key], case=name)
 
 
 def workers_of(rank: int, world_size: int) -> set[int]:
