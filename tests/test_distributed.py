@@ -130,7 +130,7 @@ def test_a_spread_refresh_is_shared_by_ranks_and_steps() -> None:
         made = [number for number, _ in counts]
         assert made[0] == 6, "the first refresh is immediate, half of the twelve factors on each rank"
         assert made[1:4] == [0, 0, 0]
-        assert made[4:7] == [2, 2, 2], "six factors in three steps"
+        assert made[4] == 0 and sum(made[5:7]) == 6 and min(made[5:7]) >= 2, "six factors in two steps, none in a third"
         assert [frozen for _, frozen in counts] == [0, 0, 0, 0, 0, 0, 0, 4, 4], "all ranks use them at the same step"
 
 
