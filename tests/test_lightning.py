@@ -204,6 +204,21 @@ def test_two_optimizers_side_by_side() -> None:
     assert_identical(trained.model, model)
 
 
+@pytest.mark.xfail(reason="KFACMixin.zero_grad looks for the curvature in the wrapper's __dict__")
+def test_zero_grad_forgets_a_pass_whose_step_is_not_taken() -> None:
+    """What ``self.optimizers()`` returns is an instance of the optimizer's class that has nothing of it in ``vars``."""
+
+    class Penalized(Manual):
+        def training_step(self, batch: tuple[int, int], index: int) -> None:
+            x, y = self.part(batch)
+            self.manual_backward(self.loss(x + 1, y))
+            super().training_step(batch, index)
+
+    trained = Penalized(builder("sgd"))
+    fit(trained)
+    assert_identical(trained.model, Plain(builder("sgd")).train())
+
+
 SCHEDULES: dict[str, Callable[..., Any]] = {
     "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=STEPS + 1),
     "CosineAnnealingLR": lambda optimizer: CosineAnnealingLR(optimizer, STEPS),
