@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from kfac_optim import CurvatureEngine
@@ -11,6 +13,13 @@ from tests.reference import EXACT, assert_near
 # EXACT, at a damping that neither hides the curvature nor leaves it alone, and a step that keeps training stable.
 OPTIONS: dict[str, object] = EXACT | {"lr": 0.1, "damping": 0.1}
 SAME = 1e-10  # the same float64 arithmetic in another order, a few steps of it
+
+
+def twins(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """Two models with the same weights."""
+    model, twin = make(), make()
+    twin.load_state_dict(model.state_dict())
+    return model, twin
 
 
 def factors_of(source: KFACMixin | CurvatureEngine) -> dict[str, Tensor]:

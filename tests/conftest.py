@@ -39,3 +39,13 @@ def float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """No state of Accelerate's from the test before, and none for the next."""
+    from tests.frameworks import forget
+
+    forget()
+    yield
+    forget()

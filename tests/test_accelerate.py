@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,51 +14,17 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.frameworks import LIMIT, TOL, Build, as_torchrun, assert_ranks_are_one, builder, forget
 from tests.ranks import run_ranks
 from tests.training import FLOAT64, KINDS, assert_close, assert_identical, assert_trained, data_of, make_model, values
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_accelerate")]
 
-# The paper's way, in which the scale of the loss and so M, the number of loss terms, tells: a wrong one is seen.
-PAPER: dict[str, Any] = {
-    "precondition": "gradient",
-    "scaling": "kl_clip",
-    "kl_clip": 1e-2,
-    "damping": 0.03,
-    "relative_damping": False,
-    "factor_update_steps": 2,
-    "inv_update_steps": 3,
-    "spread": 0,
-}
 STEPS, SAVED_AFTER = 12, 7
-LIMIT = 240.0  # seconds: every rank imports Accelerate
-TOL = 1e-9  # the same float64 arithmetic in another order
-Build = Callable[[nn.Module], Any]
 Batch = tuple[Tensor, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """Accelerate keeps its state in singletons."""
-    forget()
-    yield
-    forget()
-
-
-def forget() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    PartialState._reset_state()
-
-
-def builder(kind: str, **options: Any) -> Build:
-    """Makes the optimizer of a kind, with the paper's settings."""
-    kfac, own = KINDS[kind]
-    return lambda model: kfac(model, **{**PAPER, **own, **options})
 
 
 def loader(size: int, dtype: torch.dtype = torch.float32) -> DataLoader[Any]:
@@ -285,8 +250,7 @@ CASES: dict[str, tuple[str, float | None, int]] = {  # kind, clip, micro-batches
 
 def all_cases(rank: int, ranks: int, folder: str) -> dict[str, list[Tensor]]:
     """As torchrun starts them: everything in one start of the processes."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", ACCELERATE_USE_CPU="true")
+    as_torchrun(rank, ranks, ACCELERATE_USE_CPU="true")
     found: dict[str, nn.Module] = {}
     for name, (kind, clip, parts) in CASES.items():
         forget()
@@ -300,11 +264,8 @@ def all_cases(rank: int, ranks: int, folder: str) -> dict[str, list[Tensor]]:
 
 
 def test_two_processes_are_one_on_the_whole_batch(tmp_path: Path) -> None:
-    first, second = run_ranks(2, all_cases, str(tmp_path), limit=LIMIT)
+    found = run_ranks(2, all_cases, str(tmp_path), limit=LIMIT)
     for name, (kind, clip, _) in CASES.items():
         expected, _ = plain(builder(kind, **FLOAT64), clip, torch.float64)
-        for p, q, other in zip(expected.parameters(), first[name], second[name], strict=True):
-            assert torch.equal(q, other), f"{name}: the ranks differ"
-            torch.testing.assert_close(q, p, rtol=TOL, atol=TOL, msg=lambda text, n=name: f"{n}: {text}")
-    for p, q in zip(first["uninterrupted"], first["resumed"], strict=True):
-        torch.testing.assert_close(q, p, rtol=TOL, atol=TOL)
+        assert_ranks_are_one(found, name, expected.parameters())
+    assert_ranks_are_one(found, "resumed", found[0]["uninterrupted"])

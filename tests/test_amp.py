@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
 from kfac_optim.optimizers import KFACMixin
-from tests.compare import assert_same_factors, assert_same_weights, factors_of
+from tests.compare import assert_same_factors, assert_same_weights, factors_of, twins
 from tests.reference import assert_near
 
 BFLOAT16_TOL = 0.03  # 8 bits of mantissa (2^-9 relative rounding), through three layers and a square
@@ -77,8 +77,7 @@ def train(
 
 
 def test_bfloat16_autocast_gives_the_factors_of_float32() -> None:
-    half, full = network(), network()
-    half.load_state_dict(full.state_dict())
+    half, full = twins(network)
     first, second, data = sgd(half, lr=0.0), sgd(full, lr=0.0), batches(4)
     train(half, first, data, torch.bfloat16)
     train(full, second, data)
@@ -91,8 +90,7 @@ def test_bfloat16_autocast_gives_the_factors_of_float32() -> None:
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("later", [False, True])
 def test_loss_scaling_leaves_no_trace(clip: float | None, later: bool) -> None:
-    scaled, plain = network(), network()
-    scaled.load_state_dict(plain.state_dict())
+    scaled, plain = twins(network)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)  # the scale doubles twice on the way
     first, second, data = sgd(scaled, grad_scaler=None if later else scaler), sgd(plain), batches(5)
     if later:
@@ -105,8 +103,7 @@ def test_loss_scaling_leaves_no_trace(clip: float | None, later: bool) -> None:
 
 
 def test_scaled_float16_gives_the_factors_of_float32() -> None:
-    half, full = network(), network()
-    half.load_state_dict(full.state_dict())
+    half, full = twins(network)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     first, second, data = sgd(half, lr=0.0, grad_scaler=scaler), sgd(full, lr=0.0), batches(4)
     train(half, first, data, torch.float16, scaler)
@@ -116,8 +113,7 @@ def test_scaled_float16_gives_the_factors_of_float32() -> None:
 
 def test_without_the_scaler_the_loss_counts_as_scaled() -> None:
     """What ``grad_scaler=`` is for: a scaled loss has a G that is the scale's square larger."""
-    model, plain = network(), network()
-    model.load_state_dict(plain.state_dict())
+    model, plain = twins(network)
     first, second, data = sgd(model, lr=0.0), sgd(plain, lr=0.0), batches(1)
     train(model, first, data, None, torch.amp.GradScaler("cpu", init_scale=SCALE))
     train(plain, second, data)
@@ -127,8 +123,7 @@ def test_without_the_scaler_the_loss_counts_as_scaled() -> None:
 
 
 def test_a_disabled_scaler_is_no_scaler() -> None:
-    model, plain = network(), network()
-    model.load_state_dict(plain.state_dict())
+    model, plain = twins(network)
     scaler, data = torch.amp.GradScaler("cpu", enabled=False), batches(2)
     first, second = sgd(model, grad_scaler=scaler), sgd(plain)
     train(model, first, data, None, scaler)
@@ -158,8 +153,7 @@ def test_overflowed_steps_leave_no_trace(
     overflow: Callable[[nn.Module, Tensor], None], whose_zero_grad: str, fused: bool, clip: float | None
 ) -> None:
     """A run with overflows at its first step, and twice in a row later, equals the run without those batches."""
-    model, plain = network(), network()
-    model.load_state_dict(plain.state_dict())
+    model, plain = twins(network)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     first, second = sgd(model, grad_scaler=scaler, fused=fused), sgd(plain)
     data, bad = batches(8), (0, 4, 5)
@@ -184,8 +178,7 @@ def test_overflowed_steps_leave_no_trace(
 @pytest.mark.parametrize("enabled", [False, True])
 def test_fused_base_class(cls: type[KFACMixin], enabled: bool) -> None:
     """torch's fused kernels unscale by themselves; ours must leave that, and skipping, to the scaler."""
-    model, plain = network(), network()
-    model.load_state_dict(plain.state_dict())
+    model, plain = twins(network)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE) if enabled else None
     options = {"lr": 0.01, "factor_update_steps": 1, "inv_update_steps": 1}
     first, second = cls(model, fused=True, grad_scaler=scaler, **options), cls(plain, **options)
@@ -199,8 +192,7 @@ def test_fused_base_class(cls: type[KFACMixin], enabled: bool) -> None:
 
 def test_overflowed_micro_batch_of_an_accumulated_step() -> None:
     """The scaler takes all micro-batches of a step or none, and so do the statistics."""
-    model, plain = network(), network()
-    model.load_state_dict(plain.state_dict())
+    model, plain = twins(network)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     first, second = sgd(model, grad_scaler=scaler), sgd(plain)
     data = batches(6)
@@ -222,8 +214,7 @@ def test_overflowed_micro_batch_of_an_accumulated_step() -> None:
 
 def test_scaler_given_between_two_micro_batches() -> None:
     """A late scaler counts from the next backward pass on."""
-    model, plain = network(), network()
-    model.load_state_dict(plain.state_dict())
+    model, plain = twins(network)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     first, second, data = sgd(model, lr=0.0), sgd(plain, lr=0.0), batches(2)
     (loss_of(model, data[0], None) / 2).backward()

@@ -22,6 +22,7 @@ from kfac_optim import KFACSGD, CurvatureEngine, KFACAdam, constant_then_scaled,
 from tests.training import (
     BASES,
     CLASSES,
+    FLOAT64,
     OFTEN,
     assert_identical,
     assert_trained,
@@ -33,7 +34,6 @@ from tests.training import (
 
 K = 7  # steps before the interruption: not a multiple of an interval, and in the midst of a spread refresh
 SETTINGS: dict[str, Any] = {**OFTEN, "kl_clip": 1e-2}
-FLOAT64: dict[str, Any] = {"factor_dtype": torch.float64, "inv_dtype": torch.float64}
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "paper": {},

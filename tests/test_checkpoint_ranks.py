@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,12 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kfac_optim import KAISA, KFACLAMB, KFACSGD, FactorWise, KFACAdam, LayerWise
 from tests.ranks import run_ranks
 from tests.test_checkpoint import assert_same_state, leaves
-from tests.training import CLASSES, FLOAT64, data_of, make_model
+from tests.training import CLASSES, FLOAT64, batch_of, make_model, train_on, values
 
 # Refreshes at 0, 4, 8 and 12; saved after 6 steps, so that the statistics of step 5 are in no refresh yet. One that is
 # spread over 3 steps is started at 4, and step 6 still uses the one before it.
@@ -52,27 +50,9 @@ def build(case: str, strategy: Any, seed: int = 0) -> tuple[nn.Module, Any]:
     return model, cls(model, **{**CLASSES[cls], **SETTINGS, "assignment": strategy, **options})
 
 
-def train(
-    model: nn.Module,
-    optimizer: Any,
-    steps: range,
-    rank: int = 0,
-    world_size: int = 1,
-    after: Callable[[int], Any] | None = None,
-) -> None:
+def train(model: nn.Module, optimizer: Any, steps: range, rank: int = 0, world_size: int = 1) -> None:
     """On this rank's share of every batch; ``model`` is wrapped where there are ranks."""
-    like = next(model.parameters())
-    for step in steps:
-        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step, like))
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), classes).backward()
-        optimizer.step()
-        if after is not None:
-            after(step)
-
-
-def parameters_of(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
+    train_on(model, optimizer, (batch_of(step, 8, 4) for step in steps), rank, world_size)
 
 
 def packed(value: Any) -> bytes:
@@ -109,7 +89,7 @@ def save(rank: int, world_size: int) -> dict[Any, Any]:
         train(wrapped, optimizer, range(K), rank, world_size)
         found["lost", case] = packed([model.state_dict(), optimizer.state_dict()])
         train(wrapped, optimizer, range(K, END), rank, world_size)
-        found["final", case] = parameters_of(model)
+        found["final", case] = values(model)
 
         model, optimizer = build(case, strategy)
         wrapped = DDP(model)
@@ -121,7 +101,7 @@ def save(rank: int, world_size: int) -> dict[Any, Any]:
         optimizer.curvature.synchronize()
         found["state of all", case] = packed(optimizer.state_dict())
         train(wrapped, optimizer, range(K + 1, END), rank, world_size)
-        found["final after saving", case] = parameters_of(model)
+        found["final after saving", case] = values(model)
     return found
 
 
@@ -137,7 +117,7 @@ def resume(checkpoint: bytes, case: str, strategy: Any, rank: int, world_size: i
     model.load_state_dict(weights)
     optimizer.load_state_dict(state)
     train(DDP(model) if world_size > 1 else model, optimizer, range(K, END), rank, world_size)
-    return parameters_of(model), optimizer.curvature.report()
+    return values(model), optimizer.curvature.report()
 
 
 def resume_all(rank: int, world_size: int, checkpoints: dict[Any, bytes]) -> dict[Any, Any]:
@@ -218,12 +198,10 @@ def test_a_synchronised_state_is_that_of_one_process(four_ranks: list[dict[Any, 
 def train_without_the_last_statistics(case: str) -> list[Tensor]:
     """One process that collects nothing between the refresh at step 4 and the interruption."""
     model, optimizer = build(case, FactorWise())
-
-    def switch(step: int) -> None:
+    for step in range(END):
+        train(model, optimizer, range(step, step + 1))
         optimizer.curvature.factor_update_steps = 10**6 if 4 <= step < K - 1 else 1
-
-    train(model, optimizer, range(END), after=switch)
-    return parameters_of(model)
+    return values(model)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -350,13 +328,13 @@ def round_trips(rank: int, world_size: int, folder: str) -> dict[Any, Any]:
             content = packed(state)
             dcp.save(state, checkpoint_id=f"{folder}/{case}/{how}")
             train(wrapped, optimizer, range(K, END), rank, world_size)
-            found["final", case, how] = parameters_of(model)
+            found["final", case, how] = values(model)
 
             resumed, again = build(case, FactorWise(), seed=1)
             wrapped = DDP(resumed)
             set_dcp_state(wrapped, again, unpacked(content), how)
             train(wrapped, again, range(K, END), rank, world_size)
-            found["memory", case, how] = parameters_of(resumed)
+            found["memory", case, how] = values(resumed)
             found["folder", case, how] = resume_from_folder(rank, world_size, folder, case, how)
     return found
 
@@ -369,7 +347,7 @@ def resume_from_folder(rank: int, world_size: int, folder: str, case: str, how: 
     dcp.load(state, checkpoint_id=f"{folder}/{case}/{how}", no_dist=world_size == 1)
     set_dcp_state(wrapped, optimizer, state, how)
     train(wrapped, optimizer, range(K, END), rank, world_size)
-    return parameters_of(model)
+    return values(model)
 
 
 @pytest.fixture(scope="module")
@@ -410,16 +388,16 @@ def ask_for_the_state_of_a_fresh_optimizer(rank: int, world_size: int) -> dict[A
             model, optimizer = build(case, strategy)
             optimizer.param_groups[0].update(plain)
             wrapped = DDP(model)
-            start, counters = parameters_of(model), keys_and_values(optimizer)
+            start, counters = values(model), keys_and_values(optimizer)
             state = get_optimizer_state_dict(wrapped, optimizer)
-            found["unchanged", name, case] = all(map(torch.equal, parameters_of(model), start))
+            found["unchanged", name, case] = all(map(torch.equal, values(model), start))
             found["counters", name, case] = (counters, keys_and_values(optimizer))
             found["state", name, case] = [path for path, _ in leaves(state) if path.endswith("kfac.A.value")]
             train(wrapped, optimizer, range(K), rank, world_size)
             twin, other = build(case, strategy)
             other.param_groups[0].update(plain)
             train(DDP(twin), other, range(K), rank, world_size)
-            found["trained", name, case] = (parameters_of(model), parameters_of(twin))
+            found["trained", name, case] = (values(model), values(twin))
     return found
 
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,10 +23,8 @@ from kfac_optim.assignment import LayerAssignment
 from kfac_optim.comm import Communicator, LocalCommunicator, Parcel, TorchCommunicator
 from kfac_optim.factors import FactorSpec, LocalSums, fold_, read
 from tests.ranks import run_ranks
+from tests.training import FLOAT64, OFTEN, assert_all_near, batch_of, train_on, values
 
-FLOAT64: dict[str, Any] = {"factor_dtype": torch.float64, "inv_dtype": torch.float64}
-# Statistics and refreshes at intervals that leave steps of every kind.
-OFTEN: dict[str, Any] = {"damping": 0.1, "relative_damping": False, "factor_update_steps": 2, "inv_update_steps": 3}
 STEPS = 7
 
 
@@ -348,13 +347,8 @@ class Net(nn.Module):
 
 def data_of(step: int, dtype: torch.dtype = torch.float64, size: int = 12) -> tuple[Tensor, Tensor]:
     """The whole batch of a step; every world size up to 4 divides it."""
-    generator = torch.Generator().manual_seed(step)
-    inputs = torch.randn(size, 2, 4, 4, generator=generator, dtype=torch.float64)
-    return inputs.to(dtype), torch.randint(4, (size,), generator=generator)
-
-
-def parameters_of(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
+    inputs, classes = batch_of(step, size, 2, 4, 4, classes=4)
+    return inputs.to(dtype), classes
 
 
 def build(world_size: int, options: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, nn.Module, KFACSGD]:
@@ -374,13 +368,8 @@ def train(
 ) -> tuple[nn.Module, KFACSGD]:
     """Some steps on this rank's share of every batch."""
     model, wrapped, optimizer = build(world_size, options, dtype)
-    for step in range(STEPS):
-        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step, dtype))
-        optimizer.zero_grad()
-        F.cross_entropy(wrapped(inputs), classes).backward()
-        optimizer.step()
-        if after is not None:
-            after(optimizer)
+    batches = (data_of(step, dtype) for step in range(STEPS))
+    train_on(wrapped, optimizer, batches, rank, world_size, None if after is None else partial(after, optimizer))
     return model, optimizer
 
 
@@ -508,14 +497,9 @@ def train_growing(rank: int, world_size: int, joins_at: int, options: dict[str, 
     for step in range(10):
         if step == joins_at:
             optimizer.add_param_group({"params": list(model.later.parameters())})
-        generator = torch.Generator().manual_seed(step)
-        inputs = torch.randn(8, 4, generator=generator, dtype=torch.float64)
-        classes = torch.randint(3, (8,), generator=generator)
         model.zero_grad()
-        optimizer.zero_grad()
-        F.cross_entropy(wrapped(inputs.chunk(world_size)[rank]), classes.chunk(world_size)[rank]).backward()
-        optimizer.step()
-    return parameters_of(model)
+        train_on(wrapped, optimizer, [batch_of(step, 8, 4)], rank, world_size)
+    return values(model)
 
 
 def train_all_growing(rank: int, world_size: int, joins_at: int) -> dict[str, list[Tensor]]:
@@ -528,20 +512,19 @@ def test_layers_that_join_later_as_in_one_process(joins_at: int) -> None:
     """Also in the middle of a refresh (here from 4 to 7), which then is others' work than before."""
     expected = train_growing(0, 1, joins_at, {"spread": 3})
     for found in run_ranks(2, train_all_growing, joins_at):
-        for weights in found.values():
-            assert_near(weights, expected)
+        assert_all_near(found.values(), expected)
 
 
 # Half precision on the wire ------------------------------------------------------------------------------------------
 
 
 def train_in_half(rank: int, world_size: int) -> dict[Any, list[Tensor]]:
-    found: dict[Any, list[Tensor]] = {"start": parameters_of(build(1, {}, torch.float32)[0])}
+    found: dict[Any, list[Tensor]] = {"start": values(build(1, {}, torch.float32)[0])}
     for dtype in (None, *HALVES):
         for solver in ("eigen", "inverse"):
             options = {"comm_dtype": dtype, "solver": solver, "precondition": "gradient", "scaling": "kl_clip"}
             model, _ = train(rank, world_size, options, torch.float32)
-            found[dtype, solver] = parameters_of(model)
+            found[dtype, solver] = values(model)
     return found
 
 
@@ -600,16 +583,13 @@ def train_branching(rank: int, world_size: int, options: dict[str, Any], after: 
     wrapped: nn.Module = DDP(model, find_unused_parameters=True) if world_size > 1 else model
     optimizer = KFACSGD(model, lr=0.1, momentum=0.9, kl_clip=1e-2, **{**OFTEN, **FLOAT64, **options})
     for step in range(10):
-        generator = torch.Generator().manual_seed(step)
-        inputs = torch.randn(8, 4, generator=generator, dtype=torch.float64)
-        classes = torch.randint(3, (8,), generator=generator)
-        x, y = (part.chunk(world_size)[rank] for part in (inputs, classes))
+        x, y = (part.chunk(world_size)[rank] for part in batch_of(step, 8, 4))
         optimizer.zero_grad()
         F.cross_entropy(wrapped(x, step, (4 if rank == 0 else 0)), y).backward()
         optimizer.step()
         if after is not None:
             after(optimizer)
-    return parameters_of(model)
+    return values(model)
 
 
 def pool(optimizer: KFACSGD) -> None:
@@ -641,7 +621,7 @@ def train_lazily_or_not(rank: int, world_size: int) -> dict[Any, Any]:
         for after in (None, pool):
             how = "lazily" if after is None else "every step"
             model, optimizer = train(rank, world_size, options, after=after)
-            found["all", name, how] = parameters_of(model)
+            found["all", name, how] = values(model)
             found["bytes", name, how] = optimizer.curvature.comm.traffic["factors"][0]
             found["branching", name, how] = train_branching(rank, world_size, options, after)
     return found
@@ -652,19 +632,14 @@ def lazily_or_not() -> list[dict[Any, Any]]:
     return run_ranks(2, train_lazily_or_not)
 
 
-def assert_near(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for p, q in zip(found, expected, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("name", LAZY)
 @pytest.mark.parametrize("model", ["all", "branching"])
 def test_exchanging_when_due_is_exchanging_at_every_step(
     lazily_or_not: list[dict[Any, Any]], model: str, name: str
 ) -> None:
     for found in lazily_or_not:
-        assert_near(found[model, name, "lazily"], found[model, name, "every step"])
-        assert_near(found[model, name, "lazily"], lazily_or_not[0][model, name, "lazily"])
+        assert_all_near([found[model, name, "lazily"]], found[model, name, "every step"])
+        assert_all_near([found[model, name, "lazily"]], lazily_or_not[0][model, name, "lazily"])
         assert found["bytes", name, "lazily"] < found["bytes", name, "every step"], "they were exchanged more often"
 
 
@@ -672,9 +647,7 @@ def test_exchanging_when_due_is_exchanging_at_every_step(
 def test_a_layer_that_one_rank_uses_is_as_in_one_process(lazily_or_not: list[dict[Any, Any]], name: str) -> None:
     """M counts the loss terms of all ranks, also of those whose examples did not pass through the layer."""
     options = {k: v for k, v in LAZY[name].items() if k != "assignment"}
-    expected = train_branching(0, 1, options)
-    for found in lazily_or_not:
-        assert_near(found["branching", name, "lazily"], expected)
+    assert_all_near([found["branching", name, "lazily"] for found in lazily_or_not], train_branching(0, 1, options))
 
 
 # The policy on ranks -------------------------------------------------------------------------------------------------
@@ -712,7 +685,7 @@ def follow_the_policy(rank: int, world_size: int) -> dict[Any, Any]:
     for name, strategy in OWN.items():
         for options in ({}, {"solver": "inverse", "spread": 1, "scaling": "graft"}):
             model, _ = train(rank, world_size, {"assignment": strategy, **options})
-            found["trained", name, bool(options)] = parameters_of(model)
+            found["trained", name, bool(options)] = values(model)
     return found
 
 
@@ -733,9 +706,8 @@ def test_every_rank_computes_the_same_assignment(policies: list[dict[Any, Any]],
 @pytest.mark.parametrize("name", OWN)
 def test_a_strategy_of_the_user_s_trains_as_one_process(policies: list[dict[Any, Any]], name: str, other: bool) -> None:
     options = {"solver": "inverse", "spread": 1, "scaling": "graft"} if other else {}
-    expected = parameters_of(train(0, 1, options)[0])
-    for found in policies:
-        assert_near(found["trained", name, other], expected)
+    expected = values(train(0, 1, options)[0])
+    assert_all_near([found["trained", name, other] for found in policies], expected)
 
 
 GOOD = LayerAssignment((0, 1), (2,))

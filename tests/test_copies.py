@@ -18,8 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from kfac_optim import KFACSGD, CurvatureEngine, KFACAdam, exponential_decay, growing
 from tests.training import (
     CLASSES,
-    FLOAT64,
-    OFTEN,
+    SETTINGS,
     assert_identical,
     assert_trained,
     backward,
@@ -30,8 +29,6 @@ from tests.training import (
 )
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-SETTINGS: dict[str, Any] = {**FLOAT64, **OFTEN, "kl_clip": 1e-2}
 
 
 def build(kfac: Any, **options: Any) -> tuple[nn.Sequential, Any]:

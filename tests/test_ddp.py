@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kfac_optim import KFACSGD, CurvatureEngine, LayerWise
 from tests.ranks import run_ranks
-from tests.training import FLOAT64, OFTEN
+from tests.training import FLOAT64, OFTEN, assert_all_near, batch_of, train_on, values
 
 OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, **OFTEN, **FLOAT64}
 
@@ -44,20 +44,7 @@ def make(seed: int = 0) -> Branches:
 
 
 def data_of(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(size, 5, generator=generator, dtype=torch.float64), torch.randint(
-        3, (size,), generator=generator
-    )
-
-
-def parameters_of(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def assert_all_near(outcomes: list[list[Tensor]], expected: list[Tensor], tolerance: float = 1e-9) -> None:
-    for found in outcomes:
-        for p, q in zip(found, expected, strict=True):
-            torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
+    return batch_of(step, size, 5)
 
 
 def assert_equal_on_ranks(outcomes: list[list[Tensor]]) -> None:
@@ -103,7 +90,7 @@ def train(rank: int, world_size: int, how: str, options: dict[str, Any], steps: 
                 x, y = inputs.chunk(micro)[i], classes.chunk(micro)[i]
                 (F.cross_entropy(wrapped(x), y) / micro).backward()
         optimizer.step()
-    return parameters_of(model)
+    return values(model)
 
 
 MODES = ("wrapped", "built first", "parameters", "bucket view", "static graph", "no_sync", "compression hook")
@@ -143,7 +130,7 @@ def train_uneven(rank: int, world_size: int, how: str, options: dict[str, Any]) 
         optimizer.step()
     if how == "nonfinite loss":
         assert optimizer.curvature.report()["skipped_steps"] == 3
-    return parameters_of(model)
+    return values(model)
 
 
 def uneven(rank: int, world_size: int) -> dict[str, list[Tensor]]:
@@ -157,7 +144,7 @@ def uneven(rank: int, world_size: int) -> dict[str, list[Tensor]]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_uneven_ranks_keep_the_same_parameters(world_size: int) -> None:
     outcomes = run_ranks(world_size, uneven)
-    initial = parameters_of(make())
+    initial = values(make())
     for how in outcomes[0]:
         assert_equal_on_ranks([found[how] for found in outcomes])
         assert not any(torch.equal(p, q) for p, q in zip(outcomes[0][how], initial, strict=True)), how
@@ -179,7 +166,7 @@ def train_poisoned_statistics(rank: int, world_size: int) -> tuple[list[Tensor],
             for kept in engine._capture.statistics.kept:
                 kept.fill_(False)
         optimizer.step()
-    return parameters_of(model), engine.report()["skipped_batches"]
+    return values(model), engine.report()["skipped_batches"]
 
 
 def test_a_dropped_micro_batch_is_counted_on_every_rank() -> None:
@@ -208,7 +195,7 @@ def train_joined(rank: int, world_size: int, options: dict[str, Any]) -> tuple[l
     F.cross_entropy(wrapped(inputs), classes).backward()
     optimizer.step()
     assert optimizer.curvature.step_count == 4 + 3 * (world_size - 1) + 1
-    return parameters_of(model), factors
+    return values(model), factors
 
 
 def joined(rank: int, world_size: int) -> list[tuple[list[Tensor], list[Tensor]]]:
@@ -242,26 +229,16 @@ def train_in_subgroups(rank: int, world_size: int) -> list[Tensor]:
     assert optimizer.curvature.comm.rank == inner
     _, copied = copy.deepcopy((model, optimizer))
     assert copied.curvature.comm.group is mine, "a copy stays among its ranks"
-    for step in range(7):
-        inputs, classes = (part.chunk(2)[inner] for part in data_of(step))
-        optimizer.zero_grad()
-        F.cross_entropy(wrapped(inputs), classes).backward()
-        optimizer.step()
-    return parameters_of(model)
+    train_on(wrapped, optimizer, map(data_of, range(7)), inner, 2)
+    return values(model)
 
 
 def test_process_groups_train_apart() -> None:
     outcomes = run_ranks(4, train_in_subgroups)
     for pair in range(2):
-        torch.manual_seed(pair)
-        model = Branches().double()
-        optimizer = KFACSGD(model, **OPTIONS)
-        for step in range(7):
-            inputs, classes = data_of(step)
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs), classes).backward()
-            optimizer.step()
-        assert_all_near(outcomes[2 * pair : 2 * pair + 2], parameters_of(model))
+        model = make(seed=pair)
+        train_on(model, KFACSGD(model, **OPTIONS), map(data_of, range(7)))
+        assert_all_near(outcomes[2 * pair : 2 * pair + 2], values(model))
 
 
 def outside(rank: int, world_size: int) -> str:
@@ -292,7 +269,7 @@ def train_foreign(rank: int, world_size: int) -> list[Tensor]:
         F.cross_entropy(wrapped(inputs), classes).backward()
         engine.precondition_(lr=0.01)
         optimizer.step()
-    return parameters_of(model)
+    return values(model)
 
 
 def test_precondition_in_front_of_a_foreign_optimizer() -> None:
@@ -319,7 +296,7 @@ def train_loss(rank: int, world_size: int, name: str) -> list[Tensor]:
         scale = 2 if name == "sum" and world_size == 1 else 1
         (loss(wrapped(inputs), classes) / scale).backward()
         optimizer.step()
-    return parameters_of(model)
+    return values(model)
 
 
 def train_losses(rank: int, world_size: int) -> dict[str, list[Tensor]]:
@@ -342,14 +319,9 @@ def build_before_the_group(rank: int, world_size: int, store: str) -> list[Tenso
     optimizer = KFACSGD(model, **OPTIONS, assignment="layer-wise")
     assert optimizer.curvature.comm.world_size == 1
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    wrapped = DDP(model)
-    for step in range(7):
-        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
-        optimizer.zero_grad()
-        F.cross_entropy(wrapped(inputs), classes).backward()
-        optimizer.step()
+    train_on(DDP(model), optimizer, map(data_of, range(7)), rank, world_size)
     assert optimizer.curvature.comm.world_size == world_size
-    return parameters_of(model)
+    return values(model)
 
 
 def test_a_group_that_is_initialised_after_the_optimizer_was_built(tmp_path: Path) -> None:
@@ -378,7 +350,7 @@ def copy_and_go_on(rank: int, world_size: int) -> tuple[list[Tensor], list[Tenso
     other, copied = copy.deepcopy((model, optimizer))
     steps(model, optimizer, range(4, 9))
     steps(other, copied, range(4, 9))
-    return parameters_of(model), parameters_of(other), pickled
+    return values(model), values(other), pickled
 
 
 def test_copies_and_pickles_of_a_rank() -> None:
@@ -386,12 +358,8 @@ def test_copies_and_pickles_of_a_rank() -> None:
     for original, copied, pickled in outcomes:
         assert_all_near([copied], original)
         model, optimizer = pickle.loads(pickled)  # on one process now, which has to decompose everything itself
-        for step in range(4, 9):
-            inputs, classes = data_of(step)
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs), classes).backward()
-            optimizer.step()
-        assert_all_near([parameters_of(model)], original)
+        train_on(model, optimizer, map(data_of, range(4, 9)))
+        assert_all_near([values(model)], original)
 
 
 # What a training script has beside: BatchNorm, AMP, odd layouts, closed engines --------------------------------------
@@ -439,7 +407,7 @@ def train_images(rank: int, world_size: int, how: str, options: dict[str, Any]) 
             optimizer.curvature.close()
     if how == "scaler":
         assert optimizer.curvature.step_count == 28
-    return parameters_of(model)
+    return values(model)
 
 
 IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -466,7 +434,7 @@ def train_dense(rank: int, world_size: int) -> list[Tensor]:
         optimizer.zero_grad()
         F.cross_entropy(wrapped(inputs), inputs[:, :5].sin().argmax(1)).backward()
         optimizer.step()
-    return parameters_of(model)
+    return values(model)
 
 
 def test_dense_ranks_stay_bit_for_bit_equal() -> None:
@@ -490,7 +458,7 @@ def join_channels_last(rank: int, world_size: int, assignment: str) -> list[Tens
             F.cross_entropy(wrapped(inputs), classes).backward()
             optimizer.step()
             optimizer.zero_grad()  # so that a rank that ends early has no gradient left
-    return parameters_of(model)
+    return values(model)
 
 
 def test_join_with_channels_last_and_no_gradients_left() -> None:
@@ -528,7 +496,7 @@ def mask_everything_on_one_rank(rank: int, world_size: int) -> list[Tensor]:
         optimizer.zero_grad()
         (F.cross_entropy(wrapped(inputs), classes) * (0.0 if masked[0] else 1.0)).backward()
         optimizer.step()
-    return parameters_of(model)
+    return values(model)
 
 
 def test_a_rank_without_loss_terms() -> None:
@@ -551,16 +519,12 @@ def pickle_in_a_spread_refresh(rank: int, world_size: int) -> tuple[list[Tensor]
         if step == 5:  # the refresh of step 4 is half done
             optimizer.curvature.synchronize()
             pickled = pickle.dumps((model, optimizer))
-    return parameters_of(model), pickled
+    return values(model), pickled
 
 
 def test_a_pickle_in_a_spread_refresh_goes_on_alone() -> None:
     for expected, pickled in run_ranks(2, pickle_in_a_spread_refresh):
         model, optimizer = pickle.loads(pickled)
-        for step in range(6, 12):
-            inputs, classes = data_of(step)
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs), classes).backward()
-            optimizer.step()
+        train_on(model, optimizer, map(data_of, range(6, 12)))
         assert optimizer.curvature.failed_decompositions == 0
-        assert_all_near([parameters_of(model)], expected)
+        assert_all_near([values(model)], expected)

@@ -16,21 +16,17 @@ from torch.nn import functional as F
 
 from kfac_optim import KFACSGD, CurvatureEngine
 from tests.ranks import run_ranks
+from tests.training import OFTEN, assert_all_near, batch_of, train_on, values
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
     pytest.mark.timeout(600),
 ]
 
-OPTIONS: dict[str, Any] = {
-    "damping": 0.1,
-    "relative_damping": False,
-    "scaling": "kl_clip",
-    "factor_update_steps": 2,
-    "inv_update_steps": 3,
-}
+OPTIONS: dict[str, Any] = {**OFTEN, "scaling": "kl_clip"}
 PAPER = {**OPTIONS, "precondition": "gradient"}
 STEPS = 8
+TOLERANCE = 1e-4  # float32, reduced in another order
 
 
 def make() -> nn.Sequential:
@@ -40,8 +36,8 @@ def make() -> nn.Sequential:
 
 
 def data_of(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(size, 2, 5, generator=generator), torch.randint(3, (size,), generator=generator)
+    inputs, classes = batch_of(step, size, 2, 5)
+    return inputs.float(), classes
 
 
 def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, stage: int, rank: int, world_size: int) -> Any:
@@ -95,22 +91,12 @@ def in_front(rank: int, world_size: int, stage: int, assignment: str) -> list[Te
 def one_process() -> list[Tensor]:
     model = make()
     optimizer = KFACSGD(model, lr=0.1, momentum=0.9, **PAPER)
-    for step in range(STEPS):
-        inputs, classes = data_of(step)
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), classes).backward()
-        optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def assert_near(outcomes: list[list[Tensor]]) -> None:
-    for found in outcomes:
-        for p, q in zip(found, one_process(), strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)  # float32, reduced in another order
+    train_on(model, optimizer, map(data_of, range(STEPS)))
+    return values(model)
 
 
 def test_client_optimizer_at_stage_0() -> None:
-    assert_near(run_ranks(2, client, 0, limit=300))
+    assert_all_near(run_ranks(2, client, 0, limit=300), one_process(), TOLERANCE)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -121,4 +107,5 @@ def test_flat_partitions_are_refused_with_the_remedy(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_engine_in_front_of_a_foreign_optimizer(stage: int) -> None:
-    assert_near(run_ranks(2, in_front, stage, "layer-wise" if stage % 2 else "factor-wise", limit=300))
+    outcomes = run_ranks(2, in_front, stage, "layer-wise" if stage % 2 else "factor-wise", limit=300)
+    assert_all_near(outcomes, one_process(), TOLERANCE)

@@ -344,18 +344,18 @@ any_problem = problems(linear_stacks() | image_stacks())
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def check_one_step(problem: Problem) -> None:
+def check_one_step(problem: Problem, relative: bool = False) -> None:
     """Compare one applied change with the oracle."""
     model, twin = problem.models()
     passes, loss = problem.passes(), problem.total_loss()
     oracle = problem.oracle(twin)
     step = oracle.observe(passes, loss)
     oracle.refresh(step)
-    gamma = problem.gamma(oracle)
-    assume(oracle.well_posed(step, gamma, solver=problem.solver))
-    optimizer = KFACSGD(model, **problem.keywords(gamma))
+    damping = problem.damping if relative else problem.gamma(oracle)
+    assume(oracle.well_posed(step, damping, relative, problem.solver))
+    optimizer = KFACSGD(model, **problem.keywords(damping) | {"relative_damping": relative})
     changes = take_step(model, optimizer, passes, loss)
-    directions = oracle.directions(step.gradients, gamma, solver=problem.solver)
+    directions = oracle.directions(step.gradients, damping, relative, problem.solver)
     assert_applied(oracle, changes, directions, step.gradients)
 
 
@@ -371,16 +371,7 @@ def test_image_stack_moves_by_the_dense_damped_solve(problem: Problem) -> None:
 
 @given(problem=any_problem)
 def test_relative_damping_is_a_multiple_of_each_pairs_mean_eigenvalue(problem: Problem) -> None:
-    model, twin = problem.models()
-    passes, loss = problem.passes(), problem.total_loss()
-    oracle = problem.oracle(twin)
-    step = oracle.observe(passes, loss)
-    oracle.refresh(step)
-    assume(oracle.well_posed(step, problem.damping, relative=True, solver=problem.solver))
-    keywords = problem.keywords(problem.damping) | {"relative_damping": True}
-    changes = take_step(model, KFACSGD(model, **keywords), passes, loss)
-    directions = oracle.directions(step.gradients, problem.damping, relative=True, solver=problem.solver)
-    assert_applied(oracle, changes, directions, step.gradients)
+    check_one_step(problem, relative=True)
 
 
 @given(problem=any_problem, examples=st.integers(1, 2))

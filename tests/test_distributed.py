@@ -7,14 +7,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kfac_optim import KAISA, KFACSGD, EigenSolver, FactorWise, LayerWise
 from tests.ranks import run_ranks
-from tests.training import FLOAT64, KINDS, OFTEN
+from tests.training import FLOAT64, KINDS, OFTEN, assert_all_near, batch_of, train_on, values
 
-TOLERANCE = 1e-9
 STEPS = 10
 OPTIONS: dict[str, Any] = {**OFTEN, **FLOAT64}
 STRATEGIES = {
@@ -44,14 +42,7 @@ BATCH = 12
 
 def data_of(step: int, size: int = BATCH) -> tuple[Tensor, Tensor]:
     """The whole batch of a step; every world size up to 4 divides it."""
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(size, 2, 5, 5, generator=generator, dtype=torch.float64), torch.randint(
-        3, (size,), generator=generator
-    )
-
-
-def parameters_of(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
+    return batch_of(step, size, 2, 5, 5)
 
 
 def train(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> list[Tensor]:
@@ -61,17 +52,8 @@ def train(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> lis
     wrapped: nn.Module = DDP(model) if world_size > 1 else model
     cls, base = KINDS[kind]
     optimizer = cls(model, **{**base, **OPTIONS, **options})
-    for step in range(STEPS):
-        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
-        optimizer.zero_grad()
-        F.cross_entropy(wrapped(inputs), classes).backward()
-        optimizer.step()
-    return parameters_of(model)
-
-
-def assert_near(found: list[Tensor], expected: list[Tensor]) -> None:
-    for p, q in zip(found, expected, strict=True):
-        torch.testing.assert_close(p, q, rtol=TOLERANCE, atol=TOLERANCE)
+    train_on(wrapped, optimizer, map(data_of, range(STEPS)), rank, world_size)
+    return values(model)
 
 
 def cases(world_size: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -109,11 +91,7 @@ def test_ranks_equal_one_process(world_size: int) -> None:
         key = repr((kind, both))
         if key not in alone:
             alone[key] = train(0, 1, kind, both)
-        for rank, found in enumerate(outcomes):
-            for p, q in zip(found[name], alone[key], strict=True):
-                torch.testing.assert_close(
-                    p, q, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text, n=name, r=rank: f"{n}, rank {r}: {text}"
-                )
+        assert_all_near([found[name] for found in outcomes], alone[key], case=name)
 
 
 def workers_of(rank: int, world_size: int) -> set[int]:
@@ -156,7 +134,7 @@ def test_a_spread_refresh_is_shared_by_ranks_and_steps() -> None:
         made = [number for number, _ in counts]
         assert made[0] == 6, "the first refresh is immediate, half of the twelve factors on each rank"
         assert made[1:4] == [0, 0, 0]
-        assert made[4:7] == [2, 2, 2], "six factors in three steps"
+        assert made[4] == 0 and sum(made[5:7]) == 6 and min(made[5:7]) >= 2, "six factors in two steps, none in a third"
         assert [frozen for _, frozen in counts] == [0, 0, 0, 0, 0, 0, 0, 4, 4], "all ranks use them at the same step"
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from kfac_optim import KFACSGD
 from tests.ranks import run_ranks
-from tests.training import FLOAT64, KINDS, OFTEN
+from tests.training import FLOAT64, KINDS, OFTEN, assert_all_near, batch_of, train_on
 
 OPTIONS: dict[str, Any] = {**OFTEN, **FLOAT64}
 
@@ -31,10 +31,7 @@ def make() -> nn.Sequential:
 
 
 def data_of(step: int, size: int = 12) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(size, 4, generator=generator, dtype=torch.float64), torch.randint(
-        3, (size,), generator=generator
-    )
+    return batch_of(step, size, 4)
 
 
 def whole(model: nn.Module) -> list[Tensor]:
@@ -54,11 +51,7 @@ def train(rank: int, world_size: int, kind: str, how: str, options: dict[str, An
         shard(model, how)
     cls, base = KINDS[kind]
     optimizer = cls(model, **{**base, **OPTIONS, **options})
-    for step in range(steps):
-        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), classes).backward()
-        optimizer.step()
+    train_on(model, optimizer, map(data_of, range(steps)), rank, world_size)
     if world_size > 1:
         assert all(isinstance(p, DTensor) for p in model.parameters())
     return whole(model)
@@ -77,10 +70,8 @@ def test_shards_equal_one_process(world_size: int) -> None:
     outcomes = run_ranks(world_size, train_all)
     for kind in KINDS:
         expected = train(0, 1, kind, "", {})
-        for found in outcomes:
-            for how in ("per layer", "root"):
-                for p, q in zip(found[f"{kind}, {how}"], expected, strict=True):
-                    torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
+        for how in ("per layer", "root"):
+            assert_all_near([found[f"{kind}, {how}"] for found in outcomes], expected)
 
 
 def train_bf16(rank: int, world_size: int) -> list[Tensor]:
@@ -114,11 +105,7 @@ def resume(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
     """Four steps, a state through torch.distributed.checkpoint's helpers, three more steps."""
 
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer, which: range) -> None:
-        for step in which:
-            inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs), classes).backward()
-            optimizer.step()
+        train_on(model, optimizer, map(data_of, which), rank, world_size)
 
     model = make()
     shard(model, "per layer")
@@ -138,8 +125,7 @@ def resume(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
 
 def test_state_through_distributed_checkpoint() -> None:
     for uninterrupted, resumed in run_ranks(2, resume):
-        for p, q in zip(uninterrupted, resumed, strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
+        assert_all_near([uninterrupted], resumed)
 
 
 def build_before(rank: int, world_size: int, swap: bool) -> str:
@@ -238,7 +224,4 @@ def partly_sharded(rank: int, world_size: int) -> list[Tensor]:
 
 
 def test_sharded_and_plain_parameters_in_one_model() -> None:
-    expected = train(0, 1, "sgd", "", {})
-    for found in run_ranks(2, partly_sharded):
-        for p, q in zip(found, expected, strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
+    assert_all_near(run_ranks(2, partly_sharded), train(0, 1, "sgd", "", {}))

@@ -15,20 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kfac_optim import KAISA, KFACLAMB, KFACSGD, CurvatureEngine, HorovodCommunicator, LayerWise
+from tests.training import FLOAT64, OFTEN, assert_all_near, batch_of, train_on, values
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="Horovod is not installed"),
     pytest.mark.timeout(300),
 ]
 
-OPTIONS: dict[str, Any] = {
-    "damping": 0.1,
-    "relative_damping": False,
-    "factor_update_steps": 2,
-    "inv_update_steps": 3,
-    "factor_dtype": torch.float64,
-    "inv_dtype": torch.float64,
-}
+OPTIONS: dict[str, Any] = {**OFTEN, **FLOAT64}
 CASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "factor-wise": (KFACSGD, {"lr": 0.1, "momentum": 0.9, "precondition": "gradient", "scaling": "kl_clip"}),
     "layer-wise": (KFACSGD, {"lr": 0.1, "momentum": 0.9, "assignment": LayerWise()}),
@@ -47,14 +41,7 @@ def make() -> nn.Sequential:
 
 
 def data_of(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(size, 4, generator=generator, dtype=torch.float64), torch.randint(
-        3, (size,), generator=generator
-    )
-
-
-def parameters_of(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
+    return batch_of(step, size, 4)
 
 
 def train(
@@ -63,12 +50,8 @@ def train(
     model = make()
     cls, options = CASES[name]
     optimizer = wrap(model, cls(model, **{**options, **OPTIONS, **more}))
-    for step in range(STEPS):
-        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), classes).backward()
-        optimizer.step()
-    return parameters_of(model)
+    train_on(model, optimizer, map(data_of, range(STEPS)), rank, world_size)
+    return values(model)
 
 
 def on_a_rank() -> dict[str, Any]:
@@ -104,7 +87,7 @@ def on_a_rank() -> dict[str, Any]:
         engine.precondition_(lr=0.1)
         with foreign.skip_synchronize():
             foreign.step()
-    found["foreign"] = parameters_of(model)
+    found["foreign"] = values(model)
 
     # Ranks that start apart: root's weights and optimizer state for all, before the first step and in between.
     torch.manual_seed(rank)
@@ -120,7 +103,7 @@ def on_a_rank() -> dict[str, Any]:
         wrapped.step()
         if step == 3:
             hvd.broadcast_optimizer_state(wrapped, root_rank=0)
-    found["broadcast"] = parameters_of(model)
+    found["broadcast"] = values(model)
     found["trained"] = len(wrapped.curvature.report()["layers"])  # type: ignore[attr-defined]
 
     bf16 = KFACSGD(make(), lr=0.1, communicator=HorovodCommunicator(), comm_dtype=torch.bfloat16)
@@ -146,10 +129,8 @@ def outcomes() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_equal_one_process(outcomes: list[dict[str, Any]], name: str) -> None:
     expected = train(name, 0, 1)
-    for found in outcomes:
-        assert found["size"] == 4
-        for p, q in zip(found[name], expected, strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
+    assert [found["size"] for found in outcomes] == [4] * 4
+    assert_all_near([found[name] for found in outcomes], expected)
 
 
 def test_factors_in_half_precision(outcomes: list[dict[str, Any]]) -> None:
@@ -162,9 +143,7 @@ def test_factors_in_half_precision(outcomes: list[dict[str, Any]]) -> None:
 
 def test_foreign_optimizer_between_synchronize_and_step(outcomes: list[dict[str, Any]]) -> None:
     expected = train("factor-wise", 0, 1)
-    for found in outcomes:
-        for p, q in zip(found["foreign"], expected, strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
+    assert_all_near([found["foreign"] for found in outcomes], expected)
 
 
 def test_state_broadcast_from_the_root(outcomes: list[dict[str, Any]]) -> None:

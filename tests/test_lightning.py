@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from torch.utils.data import DataLoader
 
 from kfac_optim import KFACSGD
+from tests.frameworks import LIMIT, PAPER, TOL, Build, as_torchrun, assert_ranks_are_one, builder
 from tests.ranks import run_ranks
 from tests.training import FLOAT64, KINDS, assert_close, assert_identical, assert_trained, data_of, make_model, values
 
@@ -24,28 +24,8 @@ from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# The paper's way, in which the scale of the loss and so M, the number of loss terms, tells: a wrong one is seen.
-PAPER: dict[str, Any] = {
-    "precondition": "gradient",
-    "scaling": "kl_clip",
-    "kl_clip": 1e-2,
-    "damping": 0.03,
-    "relative_damping": False,
-    "factor_update_steps": 2,
-    "inv_update_steps": 3,
-    "spread": 0,
-}
 EPOCHS, PER_EPOCH = 3, 4
 STEPS = EPOCHS * PER_EPOCH
-LIMIT = 240.0  # seconds: every rank imports Lightning
-TOL = 1e-9  # the same float64 arithmetic in another order
-Build = Callable[[nn.Module], torch.optim.Optimizer]
-
-
-def builder(kind: str, **options: Any) -> Build:
-    """Makes the optimizer of a kind, with the paper's settings."""
-    kfac, own = KINDS[kind]
-    return lambda model: kfac(model, **{**PAPER, **own, **options})
 
 
 class Module(L.LightningModule):
@@ -224,6 +204,21 @@ def test_two_optimizers_side_by_side() -> None:
     assert_identical(trained.model, model)
 
 
+@pytest.mark.xfail(reason="KFACMixin.zero_grad looks for the curvature in the wrapper's __dict__")
+def test_zero_grad_forgets_a_pass_whose_step_is_not_taken() -> None:
+    """What ``self.optimizers()`` returns is an instance of the optimizer's class that has nothing of it in ``vars``."""
+
+    class Penalized(Manual):
+        def training_step(self, batch: tuple[int, int], index: int) -> None:
+            x, y = self.part(batch)
+            self.manual_backward(self.loss(x + 1, y))
+            super().training_step(batch, index)
+
+    trained = Penalized(builder("sgd"))
+    fit(trained)
+    assert_identical(trained.model, Plain(builder("sgd")).train())
+
+
 SCHEDULES: dict[str, Callable[..., Any]] = {
     "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=STEPS + 1),
     "CosineAnnealingLR": lambda optimizer: CosineAnnealingLR(optimizer, STEPS),
@@ -376,23 +371,20 @@ def in_lightning(rank: int, ranks: int, name: str, resume: str | None = None) ->
         stopped.save_checkpoint(f"{resume}/last.ckpt")
         trained = made()
     fit(trained, None, None if resume is None else Path(resume) / "last.ckpt", **training)
-    return [p.detach().clone() for p in trained.model.parameters()]
+    return values(trained.model)
 
 
 def all_cases(rank: int, ranks: int, folder: str) -> dict[str, list[Tensor]]:
     """As torchrun starts them: everything in one start of the processes."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-    os.environ.update(GROUP_RANK="0", TORCHELASTIC_RUN_ID="test", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    as_torchrun(rank, ranks, GROUP_RANK="0", TORCHELASTIC_RUN_ID="test")
     found = {name: in_lightning(rank, ranks, name) for name in CASES}
     found["resumed"] = in_lightning(rank, ranks, "sgd, automatic", folder)
     return found
 
 
 def test_two_processes_are_one_on_the_whole_batch(tmp_path: Path) -> None:
-    first, second = run_ranks(2, all_cases, str(tmp_path), limit=LIMIT)
+    found = run_ranks(2, all_cases, str(tmp_path), limit=LIMIT)
     expected = {name: in_lightning(0, 1, name) for name in CASES}
     expected["resumed"] = expected["sgd, automatic"]
     for name, parameters in expected.items():
-        for p, q, other in zip(parameters, first[name], second[name], strict=True):
-            assert torch.equal(q, other), f"{name}: the ranks differ"
-            torch.testing.assert_close(q, p, rtol=TOL, atol=TOL, msg=lambda text, n=name: f"{n}: {text}")
+        assert_ranks_are_one(found, name, parameters)

@@ -92,6 +92,15 @@ class Textbook:
                     p -= lr * (directions[name] + decayed)
 
 
+def assert_trains_as(textbook: Textbook, model: Net, optimizer: KFACSGD) -> None:
+    for _ in range(4):
+        passes = data()
+        textbook.step(passes)
+        backward(model, passes, loss)
+        optimizer.step()
+        assert_same_weights(model, textbook.model)
+
+
 @pytest.mark.parametrize("scaling", [None, "unit", "graft", "kl_clip"])
 @pytest.mark.parametrize(
     "how",
@@ -102,12 +111,7 @@ def test_against_the_textbook(scaling: str | None, how: dict[str, float], decay:
     model = Net()
     textbook = Textbook(model, scaling, decay, interval=2, **how)
     optimizer = KFACSGD(model, **(MODE | {"scaling": scaling, "weight_decay": decay, "inv_update_steps": 2} | how))
-    for _ in range(4):
-        passes = data()
-        textbook.step(passes)
-        backward(model, passes, loss)
-        optimizer.step()
-        assert_same_weights(model, textbook.model)
+    assert_trains_as(textbook, model, optimizer)
     if how["momentum"]:
         for name, p in model.named_parameters():
             assert_near(optimizer.state[p]["momentum_buffer"], textbook.momenta[name].buffer, name, SAME)
@@ -128,12 +132,7 @@ def test_every_group_has_its_own_momentum() -> None:
     ]
     optimizer = KFACSGD(groups, model=model, **MODE)
     shown = copy.deepcopy([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups])
-    for _ in range(4):
-        passes = data()
-        textbook.step(passes)
-        backward(model, passes, loss)
-        optimizer.step()
-        assert_same_weights(model, textbook.model)
+    assert_trains_as(textbook, model, optimizer)
     for group, before in zip(optimizer.param_groups, shown, strict=True):
         assert {key: group[key] for key in ("lr", "momentum", "nesterov")} == {
             key: before[key] for key in ("lr", "momentum", "nesterov")

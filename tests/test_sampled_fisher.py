@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, Categorical, Gaussian
+from tests.compare import twins
 from tests.reference import (
     EXACT,
     Inputs,
@@ -120,8 +121,7 @@ def test_sampled_factors_converge_to_their_expectation(
     factory, shape, fisher, roots, average = case
     if factory is tokens and sharing == "reduce":
         factory = partial(token_features)  # "reduce" has no diagonal form for an embedding
-    model, twin = factory(), factory()
-    twin.load_state_dict(model.state_dict())
+    model, twin = twins(factory)
     x = torch.randn(*shape, 4) if isinstance(factory, partial) else inputs_for(factory, shape)
     target = 3 * torch.randn_like(model(x)).detach()
     loss = averaged(squared_error, average)
@@ -137,21 +137,21 @@ def token_features() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3))
 
 
-def test_a_summed_loss_has_the_fisher_of_the_sum() -> None:
-    model, twin = perceptron(), perceptron()
-    twin.load_state_dict(model.state_dict())
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_summed_loss_has_the_fisher_of_the_sum(parts: int) -> None:
+    """M is 1 for a sum, in however many passes it is taken; gradient, factors and damping are COPIES times as large."""
+    model, twin = twins(perceptron)
     x, target = torch.randn(4, 3), 3 * torch.randn(4, 3)
     oracle = Oracle(twin, average=None)
     directions, gamma = expected_directions(oracle, x, target, squared_error, categorical_roots)
     keywords = {"damping": COPIES * gamma, "fisher": "categorical", "loss_average": None}
-    optimizer = KFACSGD(model, **EXACT | keywords)
-    changes = take_step(model, optimizer, [((copied(x),), copied(target))], squared_error)
-    assert_close_to(oracle, changes, directions)  # gradient, factors and damping are all COPIES times as large
+    passes = [((copied(x, COPIES // parts),), copied(target, COPIES // parts))] * parts
+    changes = take_step(model, KFACSGD(model, **EXACT | keywords), passes, squared_error)
+    assert_close_to(oracle, changes, directions)
 
 
 def test_class_dimension_one() -> None:
-    model, twin = convolutional(), convolutional()
-    twin.load_state_dict(model.state_dict())
+    model, twin = twins(convolutional)
     x = torch.randn(4, 2, 3, 3)
     target, loss = 3 * torch.randn(4, 3, 2, 2), averaged(squared_error, "batch")
     oracle = Oracle(twin)
@@ -163,8 +163,7 @@ def test_class_dimension_one() -> None:
 
 @pytest.mark.parametrize("variance", [0.25, 4.0])
 def test_gaussian_variance(variance: float) -> None:
-    model, twin = perceptron(), perceptron()
-    twin.load_state_dict(model.state_dict())
+    model, twin = twins(perceptron)
     x, target, loss = torch.randn(4, 3), 3 * torch.randn(4, 3), averaged(squared_error, "batch")
     oracle = Oracle(twin)
     directions, gamma = expected_directions(oracle, x, target, loss, partial(gaussian_roots, variance=variance))
@@ -175,8 +174,7 @@ def test_gaussian_variance(variance: float) -> None:
 
 def test_many_statistics_steps_average_the_samples() -> None:
     """The running average does what many copies do: 400 steps of 10 copies with a decay close to 1, at ``lr=0``."""
-    model, twin = perceptron(), perceptron()
-    twin.load_state_dict(model.state_dict())
+    model, twin = twins(perceptron)
     x, target, loss = torch.randn(4, 3), 3 * torch.randn(4, 3), averaged(squared_error, "batch")
     oracle = Oracle(twin)
     directions, gamma = expected_directions(oracle, x, target, loss, categorical_roots)
@@ -190,27 +188,13 @@ def test_many_statistics_steps_average_the_samples() -> None:
 
 
 def test_micro_batches_of_a_divided_loss_sample_the_fisher_of_one_batch() -> None:
-    model, twin = perceptron(), perceptron()
-    twin.load_state_dict(model.state_dict())
+    model, twin = twins(perceptron)
     x, target, loss = torch.randn(4, 3), 3 * torch.randn(4, 3), averaged(squared_error, "batch")
     oracle = Oracle(twin)
     directions, gamma = expected_directions(oracle, x, target, loss, categorical_roots)
     optimizer = KFACSGD(model, **EXACT | {"damping": gamma, "fisher": "categorical"})
     passes = [((copied(x, COPIES // 4),), copied(target, COPIES // 4))] * 4
     changes = take_step(model, optimizer, passes, lambda output, y: loss(output, y) / 4)
-    assert_close_to(oracle, changes, directions)
-
-
-def test_micro_batches_of_a_summed_loss_sample_the_fisher_of_one_batch() -> None:
-    """M is 1 for a sum, in however many passes it is taken; gradient, factors and damping are COPIES times as large."""
-    model, twin = perceptron(), perceptron()
-    twin.load_state_dict(model.state_dict())
-    x, target = torch.randn(4, 3), 3 * torch.randn(4, 3)
-    oracle = Oracle(twin, average=None)
-    directions, gamma = expected_directions(oracle, x, target, squared_error, categorical_roots)
-    keywords = {"damping": COPIES * gamma, "fisher": "categorical", "loss_average": None}
-    passes = [((copied(x, COPIES // 4),), copied(target, COPIES // 4))] * 4
-    changes = take_step(model, KFACSGD(model, **EXACT | keywords), passes, squared_error)
     assert_close_to(oracle, changes, directions)
 
 

@@ -14,8 +14,7 @@ from kfac_optim import KFACSGD, KFACMixin
 from tests.training import (
     BASES,
     CLASSES,
-    FLOAT64,
-    OFTEN,
+    SETTINGS,
     assert_close,
     assert_identical,
     assert_trained,
@@ -30,7 +29,6 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 STEPS = 7
 TOL = 1e-12  # a scale of 2^k is exact; dividing a loss by it again is too, up to the order of sums
-SETTINGS: dict[str, Any] = {**FLOAT64, **OFTEN, "kl_clip": 1e-2}
 
 
 def build(kfac: Any, seed: int = 0, **options: Any) -> tuple[nn.Sequential, Any]:

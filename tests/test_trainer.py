@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import SequentialSampler, default_collate
 
 from kfac_optim import KFACLAMB
+from tests.frameworks import LIMIT, PAPER, TOL, as_torchrun, assert_ranks_are_one, forget
 from tests.ranks import run_ranks
 from tests.training import FLOAT64, KINDS, assert_close, assert_identical, values
 
@@ -21,40 +22,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 import transformers  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_accelerate")]
 
-# The paper's way, in which the scale of the loss and so M, the number of loss terms, tells: a wrong one is seen.
-PAPER: dict[str, Any] = {
-    "precondition": "gradient",
-    "scaling": "kl_clip",
-    "kl_clip": 1e-2,
-    "damping": 0.03,
-    "relative_damping": False,
-    "factor_update_steps": 2,
-    "inv_update_steps": 3,
-    "spread": 0,
-}
 STEPS, BATCH, LENGTH, VOCABULARY, CLASSES = 8, 8, 6, 11, 3
-LIMIT = 240.0  # seconds: every rank imports transformers
-TOL = 1e-9  # the same float64 arithmetic in another order
 DECAY = 0.1
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """Accelerate, which the Trainer uses, keeps its state in singletons."""
-    forget()
-    yield
-    forget()
-
-
-def forget() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 # Models and data -----------------------------------------------------------------------------------------------------
@@ -311,8 +284,7 @@ CASES: dict[str, tuple[str, int, bool]] = {
 
 def all_cases(rank: int, ranks: int, folder: str) -> dict[str, list[Tensor]]:
     """As torchrun starts them: everything in one start of the processes."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", ACCELERATE_USE_CPU="true")
+    as_torchrun(rank, ranks, ACCELERATE_USE_CPU="true")
     found = {}
     for name, (kind, parts, by_class) in CASES.items():
         forget()
@@ -329,11 +301,8 @@ def all_cases(rank: int, ranks: int, folder: str) -> dict[str, list[Tensor]]:
 
 
 def test_two_processes_are_one_on_the_whole_batch(tmp_path: Path) -> None:
-    first, second = run_ranks(2, all_cases, str(tmp_path), limit=LIMIT)
+    found = run_ranks(2, all_cases, str(tmp_path), limit=LIMIT)
     for name, (kind, _, _) in CASES.items():
         model = make(kind, torch.float64)
         optimizer = KFACLAMB(split_groups(model), **keywords("lamb", kind, **FLOAT64))
-        expected = plain(model, optimizer, examples(kind, equal=True))
-        for p, q, other in zip(expected.parameters(), first[name], second[name], strict=True):
-            assert torch.equal(q, other), f"{name}: the ranks differ"
-            torch.testing.assert_close(q, p, rtol=TOL, atol=TOL, msg=lambda text, n=name: f"{n}: {text}")
+        assert_ranks_are_one(found, name, plain(model, optimizer, examples(kind, equal=True)).parameters())

@@ -15,6 +15,7 @@ from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
 FLOAT64: dict[str, Any] = {"factor_dtype": torch.float64, "inv_dtype": torch.float64}
 # Statistics and refreshes at intervals that do not divide each other, so that a few steps see every combination.
 OFTEN: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 3, "damping": 0.1, "relative_damping": False}
+SETTINGS: dict[str, Any] = {**FLOAT64, **OFTEN, "kl_clip": 1e-2}
 
 CLASSES: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
     KFACSGD: {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3},
@@ -43,11 +44,17 @@ def make_model(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.PReLU(), nn.LayerNorm(6), nn.Linear(6, 3))
 
 
-def data_of(step: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs and classes of a step."""
+def batch_of(step: int, *shape: int, classes: int = 3) -> tuple[Tensor, Tensor]:
+    """Inputs of a shape, float64, and classes, one for every row."""
     generator = torch.Generator().manual_seed(step)
-    inputs = torch.randn(8, 4, generator=generator, dtype=torch.float64)
-    return inputs.to(like.dtype), torch.randint(3, (8,), generator=generator)
+    inputs = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(classes, shape[:1], generator=generator)
+
+
+def data_of(step: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs and classes of a step, for the small model."""
+    inputs, classes = batch_of(step, 8, 4)
+    return inputs.to(like.dtype), classes
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
@@ -67,10 +74,26 @@ def backward(model: nn.Module, step: int) -> Tensor:
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int], after: Callable[[], Any] | None = None
 ) -> None:
-    """The loop of every PyTorch tutorial; ``after`` is called after each step (a scheduler's step, say)."""
-    for step in steps:
+    """:func:`train_on` the data of some steps."""
+    train_on(model, optimizer, (data_of(step, next(model.parameters())) for step in steps), after=after)
+
+
+def train_on(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    rank: int = 0,
+    world_size: int = 1,
+    after: Callable[[], Any] | None = None,
+) -> None:
+    """The loop of every PyTorch tutorial, on this rank's share of every batch.
+
+    ``model`` is wrapped where there are ranks; ``after`` is called after each step (a scheduler's step, say).
+    """
+    for batch in batches:
+        inputs, classes = (part.chunk(world_size)[rank] for part in batch)
         optimizer.zero_grad()
-        loss_of(model, step).backward()
+        F.cross_entropy(model(inputs), classes).backward()
         optimizer.step()
         if after is not None:
             after()
@@ -92,6 +115,17 @@ def assert_close(model: nn.Module, other: nn.Module, tolerance: float) -> None:
     """The same parameters up to a tolerance, relative and absolute."""
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def assert_all_near(
+    outcomes: Iterable[list[Tensor]], expected: list[Tensor], tolerance: float = 1e-9, case: str = ""
+) -> None:
+    """Every rank has the expected parameters, up to the order of sums."""
+    for rank, found in enumerate(outcomes):
+        for p, q in zip(found, expected, strict=True):
+            torch.testing.assert_close(
+                p, q, rtol=tolerance, atol=tolerance, msg=lambda text, r=rank: f"{case}, rank {r}: {text}"
+            )
 
 
 def assert_trained(model: nn.Module, before: list[Tensor]) -> None:
