@@ -210,7 +210,7 @@ class KFACMixin(_Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; statistics of backward passes whose step is not taken are forgotten with their gradients."""
         super().zero_grad(set_to_none)
-        if "curvature" in self.__dict__:
+        if hasattr(self, "curvature"):  # perhaps not in vars(self): Lightning calls this on a stand-in of our class
             self.curvature.discard()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -219,7 +219,7 @@ class KFACMixin(_Optimizer):
             if param_group.get(flag, self.defaults.get(flag)):
                 raise ValueError(f"{flag}=True: not possible with K-FAC, whose step reads one flag on the host")
         super().add_param_group(param_group)
-        if "curvature" in self.__dict__:
+        if hasattr(self, "curvature"):
             self.curvature.extend(self.param_groups[-1]["params"])
             self._show_counters()
 

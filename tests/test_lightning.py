@@ -204,7 +204,6 @@ def test_two_optimizers_side_by_side() -> None:
     assert_identical(trained.model, model)
 
 
-@pytest.mark.xfail(reason="KFACMixin.zero_grad looks for the curvature in the wrapper's __dict__")
 def test_zero_grad_forgets_a_pass_whose_step_is_not_taken() -> None:
     """What ``self.optimizers()`` returns is an instance of the optimizer's class that has nothing of it in ``vars``."""
 
