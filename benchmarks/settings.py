@@ -86,19 +86,19 @@ class Recipe:
         kfac: K-FAC options for every optimizer and task.
         by_task: Settings for one task (with every optimizer).
         by_optimizer: Settings for one optimizer (on every task).
-        lr: Learning rates by (task, optimizer), where the recipe needs others than the defaults.
+        rates: ``lr`` and ``rest_lr`` by (task, optimizer), where the recipe needs others than the defaults.
     """
 
     about: str
     kfac: Mapping[str, Any]
     by_task: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     by_optimizer: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    lr: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    rates: Mapping[tuple[str, str], Mapping[str, float]] = field(default_factory=dict)
 
     def settings(self, task: str, optimizer: str) -> list[Mapping[str, Any]]:
         """Return what the recipe says of an optimizer on a task, the more special last."""
-        lr = {"lr": self.lr[task, optimizer]} if (task, optimizer) in self.lr else {}
-        return [{"kfac": self.kfac}, self.by_task.get(task, {}), self.by_optimizer.get(optimizer, {}), lr]
+        rates = self.rates.get((task, optimizer), {})
+        return [{"kfac": self.kfac}, self.by_task.get(task, {}), self.by_optimizer.get(optimizer, {}), rates]
 
 
 # KFACAdam and KFACLAMB take their momentum after preconditioning; they did better with the empirical Fisher and more
@@ -151,7 +151,11 @@ RECIPES: dict[str, Recipe] = {
                 "kfac": {"fisher": "empirical", "inv_update_steps": "growing:0.1:2", "factor_batch_fraction": 0.25},
             },
         },
-        lr={("digits", "KFACSGD"): 0.02, ("curves", "KFACSGD"): 0.05, ("text", "KFACSGD"): 0.04},
+        rates={
+            ("digits", "KFACSGD"): {"lr": 0.02},
+            ("curves", "KFACSGD"): {"lr": 0.05},
+            ("text", "KFACSGD"): {"lr": 0.06, "rest_lr": 0.03},
+        },
     ),
 }
 
