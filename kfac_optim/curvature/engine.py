@@ -66,9 +66,8 @@ class CurvatureEngine(Options):
         factor_update_steps: Steps between statistics updates, >= 1; int or callable. None (default): 10, or a fifth of
             the interval where ``inv_update_steps`` is :class:`~kfac_optim.growing`.
         factor_batch_fraction: The share of a batch's examples that statistics are collected from, evenly spread over
-            the batch, in (0, 1]; float or callable. 1 (default): all, as in eqs. 14-15. 0.25 makes a statistics step
-            about four times cheaper; an estimate from fewer examples is as unbiased and noisier. Norm layers always see
-            all.
+            the batch, in (0, 1]; float or callable. 1 (default): all, as in eqs. 14-15. Fewer are as unbiased and
+            noisier, and cost less; norm layers always see all.
         inv_update_steps: Steps between decompositions ("kfac-update-freq" of the paper), >= 1; int or callable.
         scaling: "kl_clip" (eq. 16), "unit", "graft", None, or an object with ``multipliers(directions)``.
         kl_clip: kappa of eq. 16 for scaling="kl_clip", > 0; float or callable.
