@@ -29,7 +29,7 @@ from .distributions import Bernoulli, Categorical, Fisher, Gaussian
 from .hooks import Capture
 from .hooks import _Hook as _Hook  # pickles of hooked models name it here
 from .loss_terms import LossAverage, LossTerms, first_tensor, main_tensor
-from .statistics import StepStatistics
+from .statistics import Moments, StepStatistics
 
 __all__ = [
     "Bernoulli",
@@ -39,6 +39,7 @@ __all__ = [
     "Gaussian",
     "LossAverage",
     "LossTerms",
+    "Moments",
     "StepStatistics",
     "first_tensor",
     "main_tensor",
