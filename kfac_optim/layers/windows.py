@@ -80,7 +80,7 @@ class _Rates:
 
 # Fitted to both ways at 24 shapes, one thread of a CPU; errors are up to a factor of 2. On an accelerator guessed from
 # data sheets: what matters there is that many small products are slow.
-_RATES = {"cpu": _Rates(1.2e-11, 8e-5, 3.3e-8, (1.6e-9, 6e-9), 2e-11, 4.3e-9)}
+_CPU = _Rates(1.2e-11, 8e-5, 3.3e-8, (1.6e-9, 6e-9), 2e-11, 4.3e-9)
 _ACCELERATOR = _Rates(3e-14, 3e-5, 2e-11, (1e-12, 4e-12), 3e-14, 8e-12)
 
 
@@ -104,7 +104,7 @@ def shift_pays(shape: torch.Size, windows: Windows, groups: int, device_type: st
     chunks = math.ceil(math.prod(shape) / _CHUNK_NUMEL)
     products, positions = _shifted_work(windows.taps(lengths), lengths)
     elements, patches = n * positions * channels, n * math.prod(outputs) * channels * taps
-    rates = _RATES.get(device_type, _ACCELERATOR)
+    rates = _CPU if device_type in ("cpu", "meta") else _ACCELERATOR  # on meta tensors work is only counted
     shifted = 2 * rates.flop * elements * c + rates.element[groups > 1] * elements
     shifted += chunks * products * (rates.product + rates.block * groups * c * c)
     symmetric = 0.6 if c * taps >= GRAM_DIM else 1.0
