@@ -472,12 +472,9 @@ class CurvatureEngine(Options):
         self._refresh_at_once(self._with_data("_last"), None, "_last")
 
     def _refresh_at_once(self, blocks: list[Block], damping: float | None, source: str, *, anew: bool = True) -> None:
-        """In portions, so that few old decompositions stand beside new ones; several ranks exchange them together."""
-        self._preconditioner.stacks = None  # they hold the old ones together
-        for portion in self._refresher.portions(blocks) if self.comm.world_size == 1 else [blocks]:
-            refresh = Refresh(self.step_count, 0, damping, source, anew=anew)
-            self._refresher.plan(refresh, portion, self.comm.rank)
-            self._work_off(refresh, 0)
+        refresh = Refresh(self.step_count, 0, damping, source, anew=anew)
+        self._refresher.plan(refresh, blocks, self.comm.rank)
+        self._work_off(refresh, 0)
 
     def _finish(self, refresh: Refresh) -> None:
         if refresh is self._refresh:

@@ -19,7 +19,7 @@ from ..diagnostics import StageTimes
 from ..factors import FactorSpec
 from ..layers import full_precision
 from ..solvers import Decomposition, Result, Solver, Worker, batches, decompose_all, is_iterated
-from .blocks import SIDES, Block, decomposed_bytes, gamma_of, part_dtype
+from .blocks import SIDES, Block, gamma_of, part_dtype
 from .ranks import communicating
 
 __all__ = ["Refresh", "Refresher"]
@@ -87,12 +87,6 @@ class Refresher:
     def __init__(self, solver: Solver, inv_dtype: torch.dtype, stages: StageTimes) -> None:
         self.solver, self.inv_dtype, self.stages = solver, inv_dtype, stages
         self._worker = Worker()
-
-    def portions(self, blocks: list[Block]) -> list[list[Block]]:
-        """Blocks whose decompositions are of a moderate size together, those of one shape side by side."""
-        order = sorted(blocks, key=lambda block: [spec.shape for spec in block.specs])
-        limit = _BATCH_NUMEL * self.inv_dtype.itemsize
-        return batches(order, lambda _: None, lambda b: decomposed_bytes(b.specs, self.solver, self.inv_dtype), limit)
 
     def plan(self, refresh: Refresh, blocks: list[Block], rank: int) -> None:
         """Decides when this rank makes its share of the decompositions of these blocks."""

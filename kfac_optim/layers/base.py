@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -70,7 +71,7 @@ class Observation:
     subsample: Callable[[Tensor], Tensor] = lambda g: g
 
 
-class KroneckerLayer:
+class KroneckerLayer(ABC):
     """One weight, its bias, and the Kronecker pairs of their Fisher block.
 
     A subclass says how rows and matrices come about for its module type; the moments are the same for all.
@@ -129,36 +130,36 @@ class KroneckerLayer:
         """Weight and bias, as far as they are preconditioned here."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
-    # What a module type defines. Not abstract methods: a type that observes in a way of its own, as norm layers do, has
-    # no use for all of them. One that is missing and needed raises, never passes in silence.
+    # What a module type defines. Those that raise are not abstract: a type that observes and arranges its matrix
+    # in a way of its own, as norm layers do, has no use for them.
 
     def own_parameters(self, module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
         """Weight and bias of the module."""
         return own_parameter(module, "weight"), module._parameters.get("bias")
 
+    @abstractmethod
     def structure(self, module: nn.Module) -> tuple[int, int, int]:
         """``(pairs, d_out, d_in)``.
 
         Raises:
             Declined: If the module can't be treated exactly.
         """
-        raise NotImplementedError
+
+    @abstractmethod
+    def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
+        """The output gradient of a call as rows ``[n, r, p, d_out]``."""
 
     def input_rows(self, module: nn.Module, a: Tensor, output: Tensor) -> Iterable[Tensor]:
         """The input of a call as rows ``[n, r, p, d]`` without the bias's 1, in chunks over n."""
-        raise NotImplementedError
-
-    def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
-        """The output gradient of a call as rows ``[n, r, p, d_out]``."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has to define input_rows, or an observe of its own")
 
     def weight_to_matrix(self, weight: Tensor) -> Tensor:
         """A tensor of the weight's shape as ``[p, d_out, d]`` without the bias column."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has to define weight_to_matrix, or a to_matrix of its own")
 
     def matrix_to_weight(self, matrix: Tensor) -> Tensor:
         """The inverse of :meth:`weight_to_matrix`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has to define matrix_to_weight, or a from_matrix of its own")
 
     def batch_dim_of(self, module: nn.Module, x: Tensor) -> int | None:
         """The dimension of the examples in an input or output of the module; None for a single one without."""

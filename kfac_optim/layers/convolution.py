@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -30,9 +31,9 @@ class _ConvNdLayer(KroneckerLayer):
         assert isinstance(module, nn.modules.conv._ConvNd)
         return 0 if x.dim() == len(module.kernel_size) + 2 else None
 
+    @abstractmethod
     def windows(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
         """The image over which the kernel slides, and how it slides."""
-        raise NotImplementedError
 
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
         assert isinstance(module, nn.modules.conv._ConvNd)

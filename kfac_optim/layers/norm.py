@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,13 +35,13 @@ class _NormLayer(KroneckerLayer):
     def batch_dim_of(self, module: nn.Module, x: Tensor) -> int | None:
         return None  # always all: cheap, and normalised by the whole batch
 
+    @abstractmethod
     def normalized(self, module: Any, x: Tensor, training: bool) -> Tensor:
         """The input after normalisation in a mode (``module.training`` at the call), before scale and shift."""
-        raise NotImplementedError
 
+    @abstractmethod
     def by_channel(self, x: Tensor) -> Tensor:
         """A tensor of the output's shape, summed over the positions of each example: ``[n, channels]``."""
-        raise NotImplementedError
 
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
         # A reference to what autograd saves for its own backward anyway; normalised again when the gradient is there.
