@@ -603,6 +603,23 @@ def test_weight_and_bias_in_different_groups_share_one_direction() -> None:
     assert_applied(oracle, scaled, oracle.directions(step.gradients, 0.1), step.gradients)
 
 
+@pytest.mark.parametrize("module", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4)], ids=["batch", "group"])
+def test_norm_layers_of_inputs_far_from_zero(module: nn.Module) -> None:
+    """In float32: three digits at a mean of 100 deviations; beyond 1000 it may come out too small, but not too large."""
+    (layer,) = find_layers([module], LayerOptions()).layers
+    torch.manual_seed(0)
+    x, g = torch.randn(16, 4, 8, 8), torch.randn(16, 4, 8, 8)
+
+    def moment(mean: float, dtype: torch.dtype) -> Tensor:
+        rounded = (x + mean).to(dtype)  # what float32 can hold of it, in both precisions
+        return layer.output_moment(module, g.to(dtype), layer.observe(module, rounded, rounded, dtype)).double()
+
+    for mean in (0.0, -100.0):
+        exact = moment(mean, torch.float64)
+        torch.testing.assert_close(moment(mean, torch.float32), exact, rtol=2e-3, atol=2e-3 * float(exact.abs().max()))
+    assert moment(1e5, torch.float32).norm() < 1.1 * moment(0.0, torch.float64).norm()
+
+
 @pytest.mark.parametrize("shape", [(6, 4), (6, 4, 3), (6, 4, 2, 3)])
 def test_sync_batch_norm_reads_the_statistics_of_all_ranks_off_its_output(shape: tuple[int, ...]) -> None:
     """Its block on one rank's half equals that half's part of BatchNorm's block on the whole batch."""
