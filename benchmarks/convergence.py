@@ -49,7 +49,7 @@ LENGTHS: dict[str, dict[str, int]] = {
 }
 SHORT: dict[str, int] = {"steps": 4, "eval_every": 2}  # of --smoke
 CONTENDERS = ("SGD", "Adam", "AdamW", "Lamb", "Muon", "KFACSGD", "KFACAdam", "KFACLAMB")
-EXTRAS = ("SOAP", "Shampoo", "KFACPyTorch")
+EXTRAS = ("SOAP", "Shampoo", "KFACPyTorch", "KFACJax")
 RECIPE = "practical"  # of the tuned K-FAC rows
 SWAP = "swap"
 
@@ -64,6 +64,7 @@ STARTS: dict[tuple[str, str], dict[str, float]] = {  # where not those of benchm
 TUNED: dict[str, tuple[str, ...]] = {  # beside lr and, where a second optimizer has the rest, rest_lr
     "AdamW": ("weight_decay",),
     "KFACPyTorch": ("options.damping",),
+    "KFACJax": ("options.initial_damping",),
     **{name: ("kfac.damping",) for name in ("KFACSGD", "KFACAdam", "KFACLAMB")},
 }
 FIXED_STEPS = (0.25, 0.5, 0.75, 1.0)  # of a run's length, where the table lists the losses

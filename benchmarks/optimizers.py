@@ -46,6 +46,7 @@ OPTIMIZERS: dict[str, Entry] = {
     "SOAP": Entry("pytorch_optimizer"),
     "Shampoo": Entry("pytorch_optimizer", ("momentum", "weight_decay")),
     "KFACPyTorch": Entry("benchmarks.peers", ("momentum", "weight_decay"), takes_model=True),
+    "KFACJax": Entry("benchmarks.peers_jax", (), takes_model=True),
     "KFACSGD": Entry("kfac_optim", ("momentum", "weight_decay"), base="SGD", takes_model=True),
     "KFACAdam": Entry("kfac_optim", base="Adam", takes_model=True),
     "KFACLAMB": Entry("kfac_optim", base="Lamb", takes_model=True),

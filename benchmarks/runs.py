@@ -34,7 +34,17 @@ Line = dict[str, Any]
 
 def facts() -> Line:
     """Return versions and machine, as every result file holds them."""
-    packages = ("torch", "torch_optimizer", "numpy", "scikit-learn", "torchvision", "transformers", "kfac_pytorch")
+    packages = (
+        "torch",
+        "torch_optimizer",
+        "numpy",
+        "scikit-learn",
+        "torchvision",
+        "transformers",
+        "kfac_pytorch",
+        "kfac_jax",
+        "jax",
+    )
     versions: Line = {"python": platform.python_version(), **{name: version(name) for name in packages}}
     versions["kfac_optim"] = getattr(sys.modules.get("kfac_optim"), "__version__", None)
     machine = {"system": platform.platform(), "processor": processor(), "cores": os.cpu_count()}

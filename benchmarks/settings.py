@@ -29,6 +29,7 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "RMSprop": {"momentum": 0.0},
     "Shampoo": {"momentum": 0.9},  # with rarer roots than its default, one per step, it diverges in ten steps
     "KFACPyTorch": {"momentum": 0.9, "options": {"damping": 0.001, "inv_update_steps": 10}},
+    "KFACJax": {"options": {"initial_damping": 1.0}},
 }
 
 LEARNING_RATES: dict[str, dict[str, float]] = {
@@ -42,6 +43,7 @@ LEARNING_RATES: dict[str, dict[str, float]] = {
         "SOAP": 0.003,
         "Shampoo": 0.1,
         "KFACPyTorch": 0.1,
+        "KFACJax": 1.0,  # not used
         "KFACSGD": 0.1,
         "KFACAdam": 0.003,
         "KFACLAMB": 0.01,
@@ -56,6 +58,7 @@ LEARNING_RATES: dict[str, dict[str, float]] = {
         "SOAP": 0.003,
         "Shampoo": 0.1,
         "KFACPyTorch": 0.1,
+        "KFACJax": 1.0,  # not used
         "KFACSGD": 0.1,
         "KFACAdam": 0.003,
         "KFACLAMB": 0.01,
@@ -70,6 +73,7 @@ LEARNING_RATES: dict[str, dict[str, float]] = {
         "SOAP": 0.003,
         "Shampoo": 0.1,
         "KFACPyTorch": 0.1,
+        "KFACJax": 1.0,  # not used
         "KFACSGD": 0.3,
         "KFACAdam": 0.003,
         "KFACLAMB": 0.01,

@@ -39,14 +39,15 @@ WITHIN_LAYERS: dict[str, set[str]] = {
     "moments": set(),
     "ownership": set(),
     "base": {"moments"},
-    "windows": {"moments"},
+    "windows": set(),
+    "shifts": {"moments", "windows"},
     "registry": {"base"},
     "linear": {"base", "registry"},
     "norm": {"base", "registry", "moments"},
-    "convolution": {"base", "registry", "moments", "windows"},
+    "convolution": {"base", "registry", "moments", "windows", "shifts"},
     "attention": {"base", "registry", "linear"},
     "__init__": {
-        "moments", "ownership", "base", "windows", "registry", "linear", "norm", "convolution", "attention"
+        "moments", "ownership", "base", "windows", "shifts", "registry", "linear", "norm", "convolution", "attention"
     },
 }  # fmt: skip
 WITHIN_CAPTURE: dict[str, set[str]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import LayerOptions
-from kfac_optim.layers import Observation, Windows, convolution, find_layers, shift_pays, shifted_moment, windows
+from kfac_optim.layers import Observation, Windows, convolution, find_layers, shift_pays, shifts
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -96,17 +97,10 @@ def test_the_choice_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken == [True]
 
 
-def test_the_work_that_is_counted_is_the_work_that_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products and positions of the model, against the shapes that reach the products."""
-    done: list[int] = []
-
-    def counted(left: Tensor, right: Tensor, dims: Any, axis: int = 1) -> Tensor:
-        if not dims:
-            done.append(left.shape[1:-2].numel())
-        return original(left, right, dims, axis)
-
-    original = windows._tap_products
-    monkeypatch.setattr(windows, "_tap_products", counted)
-    sliding = Windows((3, 4), (1, 1), (2, 1), ((1, 2), (0, 3)))
-    shifted_moment(torch.randn(1, 2, 9, 7), sliding, 1)
-    assert windows._shifted_work(sliding.taps((9, 7)), (9, 7)) == (len(done), sum(done))
+def test_a_3x3_kernel_takes_13_products_over_the_image_and_16_along_its_border() -> None:
+    plan = shifts._plan(Windows((3, 3), (1, 1), (1, 1), ((1, 1), (1, 1))), (9, 7))
+    sizes = [[stop - start for start, stop, _ in product] for product in plan.products]
+    assert len([size for size in sizes if min(size) > 1]) == 13
+    assert len(sizes) == 29
+    lines, columns = (n + 2 * (n - 1) + 2 * (n - 2) for n in (9, 7))  # over all distances
+    assert plan.positions == sum(map(math.prod, sizes)) == (lines * columns + 9 * 7) / 2  # of opposite ones, one

@@ -39,7 +39,8 @@ from .moments import full_precision, gram, second_moment, spread_examples
 from .norm import BatchNormLayer, GroupNormLayer, LayerNormLayer, RMSNormLayer, SyncBatchNormLayer
 from .ownership import owners_of, unwrap
 from .registry import Coverage, LayerFactory, find_layers, register_layer
-from .windows import Windows, shift_pays, shifted_moment
+from .shifts import shift_pays, shifted_moment
+from .windows import Windows
 
 __all__ = [
     "AttentionInputLayer",

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from .base import KroneckerLayer, Observation
 from .moments import with_ones
 from .registry import register_layer
-from .windows import Windows, shift_pays, shifted_moment
+from .shifts import shift_pays, shifted_moment
+from .windows import Windows
 
 __all__ = ["ConvLayer", "ConvTransposeLayer"]
 

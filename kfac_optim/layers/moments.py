@@ -55,8 +55,12 @@ def gram(rows: Tensor) -> Tensor:
 
 def second_moment(rows: Tensor, *, diagonal: bool) -> Tensor:
     """``sum x x^T`` over rows ``[n, r, p, d]``: ``[p, d, d]``, or its diagonal ``[p, d]``."""
-    rows = rows.flatten(0, 1)
-    return rows.square().sum(0) if diagonal else gram(rows.transpose(0, 1))
+    if diagonal:
+        return rows.flatten(0, 1).square().sum(0)
+    if rows.stride(-1) > 1 and rows.shape[-1] <= min(rows.shape[1], GRAM_DIM):  # images, channels first: as they lie
+        images = rows.permute(0, 2, 3, 1)
+        return (images @ images.mT).sum(0)
+    return gram(rows.flatten(0, 1).transpose(0, 1))
 
 
 def with_ones(moment: Tensor, total: Tensor, count: float) -> Tensor:
