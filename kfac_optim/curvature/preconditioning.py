@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,8 @@ __all__ = ["Lr", "Preconditioner", "Stack", "stack_of"]
 
 Lr = float | Tensor
 
-# Up to this many numbers layers of one shape are preconditioned together (64 MiB in float32), so that the copies that
-# takes stay small beside the factors themselves.
+# Layers of one shape are preconditioned together up to this many numbers in their gradients and decompositions (64 MiB
+# in float32), which are copied to lie side by side. Larger ones gain nothing, and the copy would be the peak of all.
 _STACK_NUMEL = 2**24
 
 
@@ -179,7 +180,8 @@ def _stacks_of(blocks: Sequence[Block]) -> list[Stack]:
         return (*shape, block.workers.gradient_workers)
 
     def size(block: Block) -> int:
-        return block.layer.pairs * block.layer.d_out * block.layer.d_in
+        layer = block.layer
+        return layer.pairs * layer.d_out * layer.d_in + sum(math.prod(spec.shape) for spec in block.specs)
 
     return [stack_of(group) for group in batches(blocks, kind, size, _STACK_NUMEL)]
 

@@ -55,14 +55,13 @@ class _Plan:
 
     Attributes:
         products: Per product and spatial dimension first and last + 1 of the left part's positions, and how far to the
-            right of it the right part lies. Those of a part with itself come first.
-        symmetric: How many these are.
-        members: Per pair of taps, the first not after the second, the numbers of its products, one after the other.
-        offsets: Where in ``members`` each pair of taps begins, ``[taps * taps]``.
+            right of it the right part lies.
+        members: The numbers of the products of each pair of taps, one pair after the other. Numbers from
+            ``len(products)`` on stand for the transposes: opposite distances need not be multiplied twice.
+        offsets: Where in ``members`` each pair of taps begins, and its end, ``[taps * taps + 1]``.
     """
 
     products: list[tuple[tuple[int, int, int], ...]]
-    symmetric: int
     members: list[int]
     offsets: list[int]
 
@@ -74,23 +73,21 @@ class _Plan:
         zero = (0,) * len(axes)
         products: list[tuple[tuple[int, int, int], ...]] = []
         pairs: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
-        symmetric = 0
-        # Opposite distances give transposes of each other: one of them will do.
-        for distances in sorted(d for d in itertools.product(*(range(1 - n, n) for n in counts)) if d >= zero):
+        for distances in (d for d in itertools.product(*(range(1 - n, n) for n in counts)) if d >= zero):
             shifts, strips, meets = zip(*(axis.strips(d) for axis, d in zip(axes, distances, strict=True)), strict=True)
             numbers = {}
             for choice in itertools.product(*(range(len(found)) for found in strips)):
                 numbers[choice] = len(products)
                 parts = (found[i] for found, i in zip(strips, choice, strict=True))
                 products.append(tuple((a, b, shift) for (a, b), shift in zip(parts, shifts, strict=True)))
-            symmetric = symmetric or len(products)
             for first in itertools.product(*meets):
                 second = tuple(i + d for i, d in zip(first, distances, strict=True))
                 met = itertools.product(*(meet[tap] for meet, tap in zip(meets, first, strict=True)))
                 pairs[first, second] = [numbers[choice] for choice in met]
-        bags = [pairs.get(pair, []) for pair in itertools.product(taps, taps)]
-        offsets = list(itertools.accumulate(map(len, bags[:-1]), initial=0))
-        return cls(products, symmetric, [number for bag in bags for number in bag], offsets)
+        count = len(products)
+        bags = [pairs[i, j] if i <= j else [n + count for n in pairs[j, i]] for i, j in itertools.product(taps, taps)]
+        offsets = list(itertools.accumulate(map(len, bags), initial=0))
+        return cls(products, [number for bag in bags for number in bag], offsets)
 
     @property
     def positions(self) -> int:
@@ -136,10 +133,15 @@ def shifted_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
         rows = chunk.flatten(0, 1).flatten(1).T.contiguous().view(*lengths, len(chunk), groups, c).movedim(-2, 0)
         for total, product in zip(sums, plan.products, strict=True):
             total += _product(rows, product)
-    sums[: plan.symmetric] /= 2
-    blocks = F.embedding_bag(members, sums.flatten(1), offsets, mode="sum")
-    half = blocks.view(taps, taps, groups, c, c).permute(2, 3, 0, 4, 1).reshape(groups, c * taps, c * taps)
-    return half + half.mT
+    sums = torch.cat([sums, sums.mT]).flatten(1)
+    moment = x.new_empty(groups, c, taps, c, taps)
+    strip = max(1, CHUNK_NUMEL // (taps * groups * c * c))  # taps whose blocks are added up together
+    for start in range(0, taps, strip):
+        bags = offsets[start * taps : (start + strip) * taps + 1]
+        first, last = plan.offsets[start * taps], plan.offsets[min(taps, start + strip) * taps]
+        blocks = F.embedding_bag(members[first:last], sums, bags - first, mode="sum", include_last_offset=True)
+        moment[:, :, start : start + strip] = blocks.view(-1, taps, groups, c, c).permute(2, 3, 0, 4, 1)
+    return moment.view(groups, c * taps, c * taps)
 
 
 def _product(rows: Tensor, product: tuple[tuple[int, int, int], ...]) -> Tensor:
