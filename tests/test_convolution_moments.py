@@ -42,8 +42,8 @@ def convolutions(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
     return module, torch.randn(draw(st.integers(1, 3)), 2 * groups, *lengths)
 
 
-@given(convolutions())
-def test_both_ways_give_the_same_moment(case: tuple[nn.Module, Tensor]) -> None:
+@given(convolutions(), st.sampled_from([1, 100, 2**22]))
+def test_both_ways_give_the_same_moment(case: tuple[nn.Module, Tensor], numbers_at_once: int) -> None:
     module, x = case
     module = module.double()
 
@@ -51,6 +51,7 @@ def test_both_ways_give_the_same_moment(case: tuple[nn.Module, Tensor]) -> None:
         (layer,) = find_layers([module], LayerOptions()).layers
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(convolution, "shift_pays", lambda *_: shifted)
+            patch.setattr(shifts, "CHUNK_NUMEL", numbers_at_once)
             return layer.observe(module, x, module(x), torch.float64)
 
     shifted, unfolded = moment(True), moment(False)

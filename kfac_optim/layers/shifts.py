@@ -43,9 +43,9 @@ class _Axis:
         for tap in range(max(0, -distance), self.count - max(0, distance)):
             start = tap * self.dilation - self.padding
             first, last = max(0, -shift, start), min(self.length, self.length - shift, start + self.outputs)
-            reaches[tap] = range(first, max(first, last))
+            reaches[tap] = range(first, last)
         ends = sorted({end for reach in reaches.values() if reach for end in (reach.start, reach.stop)})
-        strips = [(a, b) for a, b in itertools.pairwise(ends) if any(a in reach for reach in reaches.values())]
+        strips = list(itertools.pairwise(ends))
         return shift, strips, {tap: [i for i, (a, _) in enumerate(strips) if a in r] for tap, r in reaches.items()}
 
 
