@@ -9,9 +9,10 @@ intervals ``factor_update_steps`` and ``inv_update_steps``. Work, optimizer, dty
     python -m benchmarks.step_time --work vit-s --optimizer KFACAdam --every 10/100 --solver inverse
 
 ``mean`` and ``worst`` are ratios to the base optimizer's mean step. They belong to one period of the schedule, composed
-of the mean seconds of each kind of step (``benchmarks/timing.py``) or, with ``--exact``, observed. ``medians`` is the
-mean composed of medians, over the base's median; with ``--exact`` it is the median step itself. ``bound`` is 1.2 times
-the base optimizer's peak memory plus what ``optimizer.curvature.memory_estimate()`` says.
+of the mean seconds of each kind of step (``benchmarks/timing.py``) or, with ``--exact``, observed; the worst is then
+the largest ratio to the base optimizer's steps around it. ``medians`` is the mean composed of medians, over the base's
+median; with ``--exact`` it is the median step. ``bound`` is 1.2 times the base optimizer's peak memory plus what
+``optimizer.curvature.memory_estimate()`` says.
 
 kfac-pytorch takes part where the package ``kfac`` can be imported.
 """

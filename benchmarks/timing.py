@@ -16,10 +16,11 @@ import importlib
 import importlib.util
 import itertools
 import math
+import operator
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -403,6 +404,11 @@ class Cost:
         return cls(statistics.fmean(seconds), statistics.median(seconds), max(seconds))
 
 
+def around(seconds: Sequence[float]) -> list[float]:
+    """For each step the median of up to eleven around it: a machine's speed drifts in the minutes of a period."""
+    return [statistics.median(seconds[max(0, i - 5) : i + 6]) for i in range(len(seconds))]
+
+
 def every(schedule: Schedule) -> str:
     """A schedule as the tables have it: statistics every a, decompositions every b steps."""
     return f"{schedule.statistics}/{schedule.decompositions}"
@@ -453,7 +459,9 @@ def by_periods(
         members = [label for label, own in wanted.items() if schedule in own]
         seconds = take_period({label: runs[label] for label in (base, *members)}, schedule)
         plain = Cost.observed(seconds[base])
-        costs |= {(label, schedule): (Cost.observed(seconds[label]), plain) for label in members}
+        for label in members:
+            slowest = max(map(operator.truediv, seconds[label], around(seconds[base])))
+            costs[label, schedule] = replace(Cost.observed(seconds[label]), worst=slowest * plain.mean), plain
         measured[every(schedule)] = seconds
     return costs, measured
 

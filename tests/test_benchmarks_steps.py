@@ -37,6 +37,19 @@ def test_a_spread_refresh_is_composed_of_its_steps() -> None:
     assert timing.compose(Schedule(1, 4), 2, seconds)[1] == 6
 
 
+def test_the_worst_step_is_measured_by_the_base_steps_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the base's mean, where the machine slows down in between."""
+    base = [1.0] * 50 + [2.0] * 50
+    ours = [1.5 * seconds for seconds in base]
+    ours[20] = 3.0
+    monkeypatch.setattr(timing, "take_period", lambda *_: {"SGD": base, "KFACSGD": ours})
+    schedule = Schedule(10, 100)
+    costs, _ = timing.by_periods({"SGD": None, "KFACSGD": None}, "SGD", {"KFACSGD": [schedule]})  # type: ignore[dict-item]
+    cost, plain = costs["KFACSGD", schedule]
+    assert cost.worst / plain.mean == pytest.approx(3.0)
+    assert cost.mean / plain.mean == pytest.approx((1.5 * 150 + 1.5) / 150)
+
+
 @pytest.mark.parametrize("spread", [0, 2])
 def test_kinds_of_step_are_what_the_engine_does(spread: int) -> None:
     """Statistics and refreshes happen at the turns that are named after them, and at no others."""
