@@ -90,19 +90,19 @@ class Recipe:
         kfac: K-FAC options for every optimizer and task.
         by_task: Settings for one task (with every optimizer).
         by_optimizer: Settings for one optimizer (on every task).
-        rates: ``lr`` and ``rest_lr`` by (task, optimizer), where the recipe needs others than the defaults.
+        by_both: Settings for one task with one optimizer.
     """
 
     about: str
     kfac: Mapping[str, Any]
     by_task: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     by_optimizer: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    rates: Mapping[tuple[str, str], Mapping[str, float]] = field(default_factory=dict)
+    by_both: Mapping[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
 
     def settings(self, task: str, optimizer: str) -> list[Mapping[str, Any]]:
         """Return what the recipe says of an optimizer on a task, the more special last."""
-        rates = self.rates.get((task, optimizer), {})
-        return [{"kfac": self.kfac}, self.by_task.get(task, {}), self.by_optimizer.get(optimizer, {}), rates]
+        both = self.by_both.get((task, optimizer), {})
+        return [{"kfac": self.kfac}, self.by_task.get(task, {}), self.by_optimizer.get(optimizer, {}), both]
 
 
 # KFACAdam and KFACLAMB take their momentum after preconditioning; they did better with the empirical Fisher and more
@@ -155,9 +155,12 @@ RECIPES: dict[str, Recipe] = {
                 "kfac": {"fisher": "empirical", "inv_update_steps": "growing:0.1:2", "factor_batch_fraction": 0.25},
             },
         },
-        rates={
+        by_both={
             ("digits", "KFACSGD"): {"lr": 0.02},
+            ("digits", "KFACLAMB"): {"lr": 0.02, "kfac": {"damping": 1.0}},
             ("curves", "KFACSGD"): {"lr": 0.05},
+            ("curves", "KFACAdam"): {"lr": 0.006, "kfac": {"damping": 1.0}},
+            ("curves", "KFACLAMB"): {"lr": 0.04, "kfac": {"damping": 1.0}},
             ("text", "KFACSGD"): {"lr": 0.06, "rest_lr": 0.03},
         },
     ),
