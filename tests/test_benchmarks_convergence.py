@@ -119,9 +119,12 @@ def test_a_base_without_momentum_hands_over_none(task):
 def test_a_missing_package_is_skipped_with_a_note(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     monkeypatch.setitem(sys.modules, "kfac", None)
-    monkeypatch.delitem(sys.modules, "benchmarks.peers", raising=False)
-    result = smoke(tmp_path, "--optimizer", "SGD", "SOAP", "KFACPyTorch")
-    assert result["skipped"].keys() == {"SOAP", "KFACPyTorch"} and result["chosen"].keys() == {"SGD"}
+    monkeypatch.setitem(sys.modules, "kfac_jax", None)
+    for adapter in ("benchmarks.peers", "benchmarks.peers_jax"):
+        monkeypatch.delitem(sys.modules, adapter, raising=False)
+    missing = ("SOAP", "KFACPyTorch", "KFACJax")
+    result = smoke(tmp_path, "--optimizer", "SGD", *missing)
+    assert tuple(result["skipped"]) == missing and result["chosen"].keys() == {"SGD"}
     assert "SOAP left out: SOAP needs pytorch_optimizer" in capsys.readouterr().out
 
 

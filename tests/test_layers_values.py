@@ -101,8 +101,8 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "LayerNorm over two dimensions": (lambda: nn.LayerNorm((3, 4)), (3, 4)),
     "LayerNorm without shift": (lambda: nn.LayerNorm(4, bias=False), (3, 4)),
     "RMSNorm": (lambda: nn.RMSNorm(4), (3, 4)),
-    "GroupNorm": (lambda: nn.GroupNorm(2, 4), (4,)),
-    "GroupNorm on images": (lambda: nn.GroupNorm(2, 4), (4, 2, 3)),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 6), (6,)),
+    "GroupNorm on images": (lambda: nn.GroupNorm(2, 6), (6, 2, 3)),
     "BatchNorm1d in eval mode": (lambda: trained(nn.BatchNorm1d(4)), (4,)),
     "BatchNorm1d on sequences in eval mode": (lambda: trained(nn.BatchNorm1d(4)), (4, 3)),
     "BatchNorm2d in eval mode": (lambda: trained(nn.BatchNorm2d(4)), (4, 2, 3)),
@@ -114,6 +114,10 @@ BATCH_NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "BatchNorm2d": (lambda: nn.BatchNorm2d(3), (3, 2, 2)),
     "BatchNorm3d": (lambda: nn.BatchNorm3d(3), (3, 2, 1, 2)),
     "BatchNorm2d without running statistics": (lambda: nn.BatchNorm2d(3, track_running_stats=False), (3, 2, 2)),
+    "BatchNorm2d without running statistics in eval mode": (
+        lambda: nn.BatchNorm2d(3, track_running_stats=False).eval(),
+        (3, 2, 2),
+    ),
 }
 
 
