@@ -1,6 +1,7 @@
 """kfac-jax as an optimizer of torch models; imported only for its class.
 
-``KFACJax`` needs kfac-jax (``pip install kfac-jax "jax[cpu]<0.7"``: with jax 0.8 its version 0.0.8 trains badly).
+``KFACJax`` needs kfac-jax (``pip install kfac-jax "jax[cpu]<0.7"``: with jax 0.8.1 version 0.0.8 had a held-out
+loss of 167 instead of 121 after 20 steps of curves from a damping of 150).
 """
 
 from __future__ import annotations

@@ -149,6 +149,8 @@ class KroneckerLayer(ABC):
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
         """The output gradient of a call as rows ``[n, r, p, d_out]``."""
 
+    # The next three are not abstract: a layer may define what uses them instead, as norm layers do.
+
     def input_rows(self, module: nn.Module, a: Tensor, output: Tensor) -> Iterable[Tensor]:
         """The input of a call as rows ``[n, r, p, d]`` without the bias's 1, in chunks over n."""
         raise NotImplementedError(f"{type(self).__name__} has to define input_rows, or an observe of its own")
