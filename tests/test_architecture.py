@@ -39,7 +39,7 @@ WITHIN_LAYERS: dict[str, set[str]] = {
     "moments": set(),
     "ownership": set(),
     "base": {"moments"},
-    "windows": set(),
+    "windows": {"moments"},
     "shifts": {"moments", "windows"},
     "registry": {"base"},
     "linear": {"base", "registry"},

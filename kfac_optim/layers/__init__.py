@@ -40,7 +40,7 @@ from .norm import BatchNormLayer, GroupNormLayer, LayerNormLayer, RMSNormLayer, 
 from .ownership import owners_of, unwrap
 from .registry import Coverage, LayerFactory, find_layers, register_layer
 from .shifts import shift_pays, shifted_moment
-from .windows import Windows
+from .windows import Windows, unfolded_moment
 
 __all__ = [
     "AttentionInputLayer",
@@ -72,6 +72,7 @@ __all__ = [
     "second_moment",
     "shift_pays",
     "shifted_moment",
+    "unfolded_moment",
     "spread_examples",
     "unwrap",
 ]

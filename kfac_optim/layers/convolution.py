@@ -15,7 +15,7 @@ from .base import KroneckerLayer, Observation
 from .moments import with_ones
 from .registry import register_layer
 from .shifts import shift_pays, shifted_moment
-from .windows import Windows
+from .windows import Windows, unfolded_moment
 
 __all__ = ["ConvLayer", "ConvTransposeLayer"]
 
@@ -39,9 +39,10 @@ class _ConvNdLayer(KroneckerLayer):
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
         assert isinstance(module, nn.modules.conv._ConvNd)
         image, windows = self._batched(module, a.detach().to(dtype), output)
-        if self.by_example or self.diagonal[0] or not shift_pays(image.shape, windows, module.groups, a.device.type):
+        if self.by_example or self.diagonal[0]:
             return super().observe(module, a, output, dtype)
-        moment = shifted_moment(image, windows, module.groups)
+        shifted = shift_pays(image.shape, windows, module.groups, a.device.type)
+        moment = (shifted_moment if shifted else unfolded_moment)(image, windows, module.groups)
         count = len(image) * math.prod(windows.positions(image.shape[2:]))
         if self.bias is not None:
             taps = tuple(range(-len(windows.size), 0))

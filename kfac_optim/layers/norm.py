@@ -106,9 +106,8 @@ def _mean_and_inverse(x: Tensor, eps: float, shape: Sequence[int], dim: int) -> 
         shape: In which to see the sums of x over its positions.
         dim: Of that shape, over which to average further; it stays, with length 1.
     """
-    mean, square = (
-        (sums / x.shape[2]).reshape(shape).mean(dim, keepdim=True) for sums in (x.sum(2), torch.linalg.vecdot(x, x))
-    )
+    sums = (x.sum(2), torch.linalg.vector_norm(x, dim=2).square())
+    mean, square = ((part / x.shape[2]).reshape(shape).mean(dim, keepdim=True) for part in sums)
     # Below a thousandth of the mean a deviation is lost in the rounding of the squares.
     variance = (square - mean.square()).clamp_(min=1e-6 * square)
     return mean, (variance + eps).rsqrt()

@@ -50,18 +50,35 @@ class _Axis:
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """Products of parts of an image with parts of itself, and which of them make up the block of two taps.
+class _Product:
+    """Part of an image times the part at some distance from it: a sum over positions for each line by itself.
 
     Attributes:
-        products: Per product and spatial dimension first and last + 1 of the left part's positions, and how far to the
-            right of it the right part lies.
-        members: The numbers of the products of each pair of taps, one pair after the other. Numbers from
-            ``len(products)`` on stand for the transposes: opposite distances need not be multiplied twice.
+        parts: Per spatial dimension first and last + 1 of the left part's positions, and how far to the right of it the
+            right part lies.
+        strips: Which lines (positions in all spatial dimensions but the last) belong together, ``[strips, lines]``.
+        first: The number of the first strip's sum, among those of the whole plan.
+    """
+
+    parts: tuple[tuple[int, int, int], ...]
+    strips: Tensor
+    first: int
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Products of parts of an image with parts of itself, and which of their sums make up the block of two taps.
+
+    Attributes:
+        products: What is multiplied.
+        sums: How many sums that gives.
+        members: The numbers of the sums of each pair of taps, one pair after the other. Numbers from ``sums`` on stand
+            for the transposes: opposite distances need not be multiplied twice.
         offsets: Where in ``members`` each pair of taps begins, and its end, ``[taps * taps + 1]``.
     """
 
-    products: list[tuple[tuple[int, int, int], ...]]
+    products: list[_Product]
+    sums: int
     members: list[int]
     offsets: list[int]
 
@@ -71,28 +88,39 @@ class _Plan:
         counts = [axis.count for axis in axes]
         taps = list(itertools.product(*map(range, counts)))
         zero = (0,) * len(axes)
-        products: list[tuple[tuple[int, int, int], ...]] = []
+        products: list[_Product] = []
         pairs: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        count = 0
         for distances in (d for d in itertools.product(*(range(1 - n, n) for n in counts)) if d >= zero):
-            shifts, strips, meets = zip(*(axis.strips(d) for axis, d in zip(axes, distances, strict=True)), strict=True)
-            numbers = {}
-            for choice in itertools.product(*(range(len(found)) for found in strips)):
-                numbers[choice] = len(products)
-                parts = (found[i] for found, i in zip(strips, choice, strict=True))
-                products.append(tuple((a, b, shift) for (a, b), shift in zip(parts, shifts, strict=True)))
+            found = [axis.strips(distance) for axis, distance in zip(axes, distances, strict=True)]
+            shifts, strips, meets = zip(*found, strict=True)
+            numbers: dict[tuple[int, ...], int] = {}
+            if all(strips):
+                spans = [(of_axis[0][0], of_axis[-1][1]) for of_axis in strips[:-1]]
+                lines = functools.reduce(torch.kron, map(_membership, strips[:-1], spans), torch.ones(1, 1))
+                for i, part in enumerate(strips[-1]):
+                    parts = tuple((*span, shift) for span, shift in zip((*spans, part), shifts, strict=True))
+                    products.append(_Product(parts, lines, count))
+                    choices = itertools.product(*(range(len(of_axis)) for of_axis in strips[:-1]), [i])
+                    numbers |= dict(zip(choices, itertools.count(count)))
+                    count += len(lines)
             for first in itertools.product(*meets):
                 second = tuple(i + d for i, d in zip(first, distances, strict=True))
                 met = itertools.product(*(meet[tap] for meet, tap in zip(meets, first, strict=True)))
                 pairs[first, second] = [numbers[choice] for choice in met]
-        count = len(products)
         bags = [pairs[i, j] if i <= j else [n + count for n in pairs[j, i]] for i, j in itertools.product(taps, taps)]
         offsets = list(itertools.accumulate(map(len, bags), initial=0))
-        return cls(products, [number for bag in bags for number in bag], offsets)
+        return cls(products, count, [number for bag in bags for number in bag], offsets)
 
     @property
     def positions(self) -> int:
         """Positions of all products together."""
-        return sum(math.prod(stop - start for start, stop, _ in product) for product in self.products)
+        return sum(math.prod(stop - start for start, stop, _ in product.parts) for product in self.products)
+
+
+def _membership(strips: Sequence[tuple[int, int]], span: tuple[int, int]) -> Tensor:
+    """Which positions of a span belong to which strip, ``[strips, positions]``, as ones and zeros."""
+    return torch.tensor([[float(first <= at < last) for at in range(*span)] for first, last in strips])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -104,10 +132,13 @@ def _plan(windows: Windows, lengths: tuple[int, ...]) -> _Plan:
 
 
 @functools.lru_cache(maxsize=1024)
-def _bags(windows: Windows, lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Members and offsets of a plan on a device, which keeps them from being sent there in every step."""
+def _tensors(
+    windows: Windows, lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Members, offsets and strips of a plan on a device, which keeps them from being sent there in every step."""
     plan = _plan(windows, lengths)
-    return torch.tensor(plan.members, device=device), torch.tensor(plan.offsets, device=device)
+    members, offsets = (torch.tensor(numbers, device=device) for numbers in (plan.members, plan.offsets))
+    return members, offsets, [product.strips.to(device, dtype) for product in plan.products]
 
 
 def shifted_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
@@ -115,7 +146,7 @@ def shifted_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
 
     The block of two taps is the product of the image with itself, shifted by their distance, over those positions that
     windows reach with the first tap. So a 3x3 kernel takes 13 products over the whole image (those of opposite
-    distances are transposes), in some of which single rows and columns at the border stand apart, instead of 81.
+    distances are transposes), of which a few are split at the border, instead of 81.
 
     Args:
         x: ``[n, c, *spatial]``.
@@ -123,16 +154,19 @@ def shifted_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
         groups: p.
     """
     lengths = tuple(x.shape[2:])
-    plan, (members, offsets) = _plan(windows, lengths), _bags(windows, lengths, x.device)
+    plan, (members, offsets, strips) = _plan(windows, lengths), _tensors(windows, lengths, x.device, x.dtype)
     taps, c = math.prod(windows.size), x.shape[1] // groups
     if not plan.products:
         return x.new_zeros(groups, c * taps, c * taps)
-    sums = x.new_zeros(len(plan.products), groups, c, c)
+    sums = x.new_zeros(plan.sums, groups * c * c)
     for chunk in x.split(max(1, CHUNK_NUMEL // x[:1].numel())):
-        # [p, *spatial, n, c]: transposed as a matrix, which is several times faster than permuted.
-        rows = chunk.flatten(0, 1).flatten(1).T.contiguous().view(*lengths, len(chunk), groups, c).movedim(-2, 0)
-        for total, product in zip(sums, plan.products, strict=True):
-            total += _product(rows, product)
+        # Transposed as a matrix, which is several times faster than permuted; then [*lines, p, last, n, c].
+        rows = chunk.flatten(0, 1).flatten(1).T.contiguous().view(*lengths, len(chunk), groups, c)
+        rows = rows.movedim(-2, -4).contiguous()
+        for product, lines in zip(plan.products, strips, strict=True):
+            of_lines = _product(rows, product.parts).reshape(lines.shape[1], -1)
+            sums[product.first : product.first + len(lines)].addmm_(lines, of_lines)
+    sums = sums.view(-1, groups, c, c)
     sums = torch.cat([sums, sums.mT]).flatten(1)
     moment = x.new_empty(groups, c, taps, c, taps)
     strip = max(1, CHUNK_NUMEL // (taps * groups * c * c))  # taps whose blocks are added up together
@@ -144,13 +178,12 @@ def shifted_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
     return moment.view(groups, c * taps, c * taps)
 
 
-def _product(rows: Tensor, product: tuple[tuple[int, int, int], ...]) -> Tensor:
-    """``[p, c, c]``: sum of (left part)^T (right part) over positions and examples of ``[p, *spatial, n, c]``."""
+def _product(rows: Tensor, parts: tuple[tuple[int, int, int], ...]) -> Tensor:
+    """Line by line (left part)^T (right part), ``[*lines, p, c, c]``, of ``[*lines, p, last, n, c]``."""
     left = right = rows
-    for dim, (start, stop, shift) in enumerate(product, start=1):
+    for dim, (start, stop, shift) in zip((*range(len(parts) - 1), -3), parts, strict=True):
         left, right = left.narrow(dim, start, stop - start), right.narrow(dim, start + shift, stop - start)
-    products = left.flatten(-3, -2).mT @ right.flatten(-3, -2)
-    return products if products.dim() == 3 else products.flatten(1, -3).sum(1)
+    return left.flatten(-3, -2).mT @ right.flatten(-3, -2)
 
 
 # The choice -----------------------------------------------------------------------------------------------------------
@@ -160,35 +193,35 @@ def _product(rows: Tensor, product: tuple[tuple[int, int, int], ...]) -> Tensor:
 class _Rates:
     """Seconds per unit of work of the two ways to the moment of a convolution.
 
+    What depends on the size of the moment only is left out: both ways put its entries in order.
+
     Attributes:
         flop: Of the products of shifted images.
         product: For each of these products.
-        entry: For each number of the moment, which the blocks are put in order for.
-        element: For each number of an image that a product reads; in brackets, with groups.
+        element: For each number of an image that a product reads.
         patch_flop: Of the product of unfolded patches.
         patch: For each number of a patch that is written.
     """
 
     flop: float
     product: float
-    entry: float
-    element: tuple[float, float]
+    element: float
     patch_flop: float
     patch: float
 
 
-# Fitted to both ways at 24 shapes, one thread of a CPU; errors are up to a factor of 2. On an accelerator guessed from
-# data sheets: what matters there is that many small products are slow.
-_CPU = _Rates(1.3e-11, 4e-5, 1.3e-8, (8e-10, 5.6e-9), 1.8e-11, 4.2e-9)
-_ACCELERATOR = _Rates(3e-14, 3e-5, 2e-11, (1e-12, 4e-12), 3e-14, 8e-12)
+# Fitted to both ways at 36 shapes, one thread of a CPU; where the faster way is not chosen, it is so by less than a
+# factor of 1.6. On an accelerator guessed from data sheets: what matters there is that many small products are slow.
+_CPU = _Rates(7.4e-12, 6e-5, 1.5e-9, 1.1e-11, 4.4e-9)
+_ACCELERATOR = _Rates(3e-14, 3e-5, 1e-12, 3e-14, 8e-12)
 
 
 @functools.lru_cache(maxsize=4096)
 def shift_pays(shape: torch.Size, windows: Windows, groups: int, device_type: str) -> bool:
     """Whether :func:`shifted_moment` is expected to be faster than a product of unfolded patches.
 
-    It is not where the image is small beside the kernel, so that most of it is border, nor for few channels and many
-    groups. It needs stride 1.
+    It is not where the image is small beside the kernel, so that most of it is border, nor for few channels. It needs
+    stride 1, and a kernel of one tap has nothing to shift: its patches are the image as it lies.
 
     Args:
         shape: Of the image.
@@ -196,7 +229,7 @@ def shift_pays(shape: torch.Size, windows: Windows, groups: int, device_type: st
         groups: p.
         device_type: Where.
     """
-    if max(windows.stride) > 1:
+    if max(windows.stride) > 1 or max(windows.size) == 1:
         return False
     n, channels, *lengths = shape
     c, taps, outputs = channels // groups, math.prod(windows.size), windows.positions(lengths)
@@ -204,7 +237,6 @@ def shift_pays(shape: torch.Size, windows: Windows, groups: int, device_type: st
     plan = _plan(windows, tuple(lengths))
     elements, patches = n * plan.positions * channels, n * math.prod(outputs) * channels * taps
     rates = _CPU if device_type in ("cpu", "meta") else _ACCELERATOR  # on meta tensors work is only counted
-    shifted = 2 * rates.flop * elements * c + rates.element[groups > 1] * elements
-    shifted += rates.product * chunks * len(plan.products) + rates.entry * groups * (c * taps) ** 2
+    shifted = (2 * rates.flop * c + rates.element) * elements + rates.product * chunks * len(plan.products)
     symmetric = 0.6 if c * taps >= GRAM_DIM else 1.0
-    return shifted < 2 * rates.patch_flop * symmetric * patches * c * taps + rates.patch * patches
+    return shifted < (2 * rates.patch_flop * symmetric * c * taps + rates.patch) * patches

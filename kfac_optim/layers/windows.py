@@ -1,4 +1,4 @@
-"""Windows that slide over an image."""
+"""Windows that slide over an image, and the second moment of what they see, from patches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["CHUNK_NUMEL", "Windows"]
+from .moments import second_moment
+
+__all__ = ["CHUNK_NUMEL", "Windows", "unfolded_moment"]
 
 # Patches of a convolution are unfolded for a few examples at a time: this many numbers at once (16 MiB in float32)
 # instead of a copy of the activations as many times larger as the kernel has taps.
@@ -46,3 +48,22 @@ class Windows:
         taps = math.prod(self.size)
         d = x.shape[1] * taps
         return max(1, max(CHUNK_NUMEL, d * d // taps) // max(1, math.prod(self.positions(x.shape[2:])) * d))
+
+
+def unfolded_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
+    """``sum a a^T`` over all windows, ``[p, d, d]``, by a product of unfolded patches.
+
+    Args:
+        x: ``[n, c, *spatial]``.
+        windows: How the kernel slides.
+        groups: p.
+    """
+    taps, c = math.prod(windows.size), x.shape[1] // groups
+    dims = len(windows.size)
+    moment = x.new_zeros(groups, taps * c, taps * c)
+    for chunk in x.split(windows.examples_at_once(x)):
+        # Channels last: a patch is then runs of adjacent numbers, and put together several times faster.
+        chunk = chunk.flatten(2).mT.contiguous().mT.view(chunk.shape) if taps > 1 else chunk
+        patches = windows.unfold(chunk).unflatten(1, (groups, c)).movedim((1, 2), (dims + 1, -1))
+        moment += second_moment(patches.flatten(1, dims).flatten(3), diagonal=False)
+    return moment.view(groups, taps, c, taps, c).permute(0, 2, 1, 4, 3).reshape(moment.shape)
