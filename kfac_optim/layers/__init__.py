@@ -72,7 +72,7 @@ __all__ = [
     "second_moment",
     "shift_pays",
     "shifted_moment",
-    "unfolded_moment",
     "spread_examples",
+    "unfolded_moment",
     "unwrap",
 ]
