@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
+from kfac_optim.layers import Observation
 from kfac_optim.optimizers import KFACMixin
 from tests.compare import OPTIONS, SAME, assert_same_factors, assert_same_weights, factors_of
 from tests.reference import assert_near
@@ -195,7 +197,7 @@ def test_other_orders_of_the_loop(loop: Callable[..., None], parts: int, kind: s
 
 def test_backward_twice_through_one_graph() -> None:
     """``retain_graph=True``: two backward passes of half the loss are two micro-batches of the same examples."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     doubled = copy.deepcopy(model)
     x, y = torch.randn(5, 3), torch.randn(5)
     first, second = KFACSGD(model, **OPTIONS), KFACSGD(doubled, **OPTIONS)
@@ -208,6 +210,26 @@ def test_backward_twice_through_one_graph() -> None:
     second.step()
     assert_same_factors(first, second)
     assert_same_weights(model, doubled)
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "gaussian"])
+def test_a_loss_that_is_kept_keeps_nothing_that_was_observed(fisher: str) -> None:
+    """A loop's variable holds the last loss until the next forward pass has ended: images and moments must not wait."""
+
+    def observed() -> int:
+        gc.collect()
+        return sum(type(thing) is Observation for thing in gc.get_objects())
+
+    model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
+    optimizer, before = KFACSGD(model, **OPTIONS, fisher=fisher), observed()
+    loss = squares(model(torch.randn(EXAMPLES, 1, 3, 3)), torch.randn(EXAMPLES)) / EXAMPLES
+    assert observed() == before + 3
+    loss.backward(retain_graph=True)
+    assert observed() == before + 3  # wanted again
+    loss.backward()
+    optimizer.step()
+    assert observed() == before
+    assert optimizer.curvature.report()["layers"]
 
 
 def test_several_calls_in_one_backward_pass_add_rows_not_loss_terms() -> None:

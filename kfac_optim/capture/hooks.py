@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -190,7 +191,7 @@ class Capture:
             edge = torch.autograd.graph.get_gradient_edge(output)
             call.layers.append((index, module, observation, edge))
         else:
-            output.register_hook(functools.partial(self._arrive, index, module, observation, call))
+            output.register_hook(_Pending(functools.partial(self._arrive, index, module, observation, call)))
         return None
 
     def _observe(self, index: int, module: nn.Module, a: Tensor, output: Tensor, part: Sequence[int]) -> Observation:
@@ -222,6 +223,7 @@ class Capture:
 
     def _add(self, batch: MicroBatch, index: int, observation: Observation, g: Tensor) -> None:
         if self.layers[index].by_example:  # calls on as many examples are taken for calls on the same examples
+            observation = dataclasses.replace(observation, context=None)  # has served; of norm layers it is an image
             batch.by_example.setdefault((index, len(g)), []).append((observation, g))
         else:
             batch.add(index, observation.a, observation.count, g)
@@ -358,7 +360,7 @@ class Capture:
             if g is not None
         ]
         call.layers.clear()
-        logits.register_hook(functools.partial(self._commit, call, pending))
+        logits.register_hook(_Pending(functools.partial(self._commit, call, pending)))
 
     def _commit(self, call: ModelCall, pending: list[tuple[int, Observation, Tensor]], g: Tensor) -> None:
         if torch.is_grad_enabled():
@@ -386,6 +388,24 @@ class Capture:
 
     def _stop_tapping(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         stop_tapping()
+
+
+class _Pending:
+    """What waits in a graph for a gradient: once, or as often as the graph is kept for another backward pass.
+
+    A training loop holds its last loss, and with it graph and hooks, until the next forward pass has ended. What they
+    hold is not to live as long.
+    """
+
+    def __init__(self, take: Callable[[Tensor], None]) -> None:
+        self.take: Callable[[Tensor], None] | None = take
+
+    def __call__(self, g: Tensor) -> None:
+        if self.take is None:
+            return
+        self.take(g)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self.take = None
 
 
 class _Hook:
