@@ -22,6 +22,8 @@ from torch import Tensor
 
 __all__ = ["FactorSpec", "LocalSums", "fold_", "pack", "packed_diagonal", "read", "snapshot_", "unpack"]
 
+_STRIP = 512  # rows that are packed at once: large factors are what most memory is needed for
+
 
 def pack(matrix: Tensor) -> Tensor:
     """One triangle of symmetric matrices ``[..., n, n]`` as ``[..., n (n + 1) / 2]``.
@@ -32,8 +34,11 @@ def pack(matrix: Tensor) -> Tensor:
     n = matrix.shape[-1]
     rows, cols, shift = _rectangle(n)
     rectangle = matrix.new_zeros(*matrix.shape[:-2], rows, cols)
-    rectangle[..., shift : shift + n, :] = matrix[..., :, :cols].tril()
-    rectangle[..., : n - cols, 1 - shift :] += matrix[..., cols:, cols:].triu()
+    corner, trailing = rectangle[..., : n - cols, 1 - shift :], matrix[..., cols:, cols:]
+    for row in range(0, n, _STRIP):
+        strip = slice(row, row + _STRIP)
+        rectangle[..., row + shift : row + shift + _STRIP, :] = matrix[..., strip, :cols].tril(row)
+        corner[..., strip, :] += trailing[..., strip, :].triu(row)
     return rectangle.flatten(-2)
 
 

@@ -356,6 +356,7 @@ class CurvatureEngine(Options):
                 self._averaging.fold(self._blocks, statistics, values, self._now("factor_decay"), self.comm)
                 if self.comm.world_size == 1:
                     self._pool()
+            del statistics  # as large as the factors: not to lie beside a refresh
         if self._stale:
             self._rebuild()
         trained = norm > 0 and any(map(float, lrs))

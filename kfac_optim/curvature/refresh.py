@@ -110,7 +110,8 @@ class Refresher:
                 )
         if refresh.damping is None:  # what the state holds need not be made again
             refresh.done |= {job: basis for job in refresh.due(elapsed) if (basis := self._kept(job)) is not None}
-        due = refresh.due(elapsed)
+        # Largest first: while what a large one needs besides its result is held, few results are.
+        due = sorted(refresh.due(elapsed), key=lambda job: -job[0].specs[job[1]].cost)
         lasts = {job: self._last_of(job, refresh) for job in due if job not in refresh.running}
         for jobs in _together(lasts):
             factors, shifts = zip(*(self._factor_of(job, refresh, relative) for job in jobs), strict=True)

@@ -72,13 +72,14 @@ class _Plan:
     Attributes:
         products: What is multiplied.
         sums: How many sums that gives.
-        members: The numbers of the sums of each pair of taps, one pair after the other. Numbers from ``sums`` on stand
-            for the transposes: opposite distances need not be multiplied twice.
-        offsets: Where in ``members`` each pair of taps begins, and its end, ``[taps * taps + 1]``.
+        taps: The pairs of taps, the second not before the first; the blocks of the others are transposes.
+        members: The numbers of the sums of each pair, one pair after the other.
+        offsets: Where in ``members`` each pair begins, and its end, ``[pairs + 1]``.
     """
 
     products: list[_Product]
     sums: int
+    taps: list[tuple[int, int]]
     members: list[int]
     offsets: list[int]
 
@@ -86,10 +87,10 @@ class _Plan:
     def of(cls, axes: Sequence[_Axis]) -> _Plan:
         """The products over some spatial dimensions."""
         counts = [axis.count for axis in axes]
-        taps = list(itertools.product(*map(range, counts)))
+        number_of = {tap: number for number, tap in enumerate(itertools.product(*map(range, counts)))}
         zero = (0,) * len(axes)
         products: list[_Product] = []
-        pairs: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        pairs: dict[tuple[int, int], list[int]] = {}
         count = 0
         for distances in (d for d in itertools.product(*(range(1 - n, n) for n in counts)) if d >= zero):
             found = [axis.strips(distance) for axis, distance in zip(axes, distances, strict=True)]
@@ -107,10 +108,10 @@ class _Plan:
             for first in itertools.product(*meets):
                 second = tuple(i + d for i, d in zip(first, distances, strict=True))
                 met = itertools.product(*(meet[tap] for meet, tap in zip(meets, first, strict=True)))
-                pairs[first, second] = [numbers[choice] for choice in met]
-        bags = [pairs[i, j] if i <= j else [n + count for n in pairs[j, i]] for i, j in itertools.product(taps, taps)]
-        offsets = list(itertools.accumulate(map(len, bags), initial=0))
-        return cls(products, count, [number for bag in bags for number in bag], offsets)
+                pairs[number_of[first], number_of[second]] = [numbers[choice] for choice in met]
+        members = list(itertools.chain.from_iterable(pairs.values()))
+        offsets = list(itertools.accumulate(map(len, pairs.values()), initial=0))
+        return cls(products, count, list(pairs), members, offsets)
 
     @property
     def positions(self) -> int:
@@ -134,11 +135,11 @@ def _plan(windows: Windows, lengths: tuple[int, ...]) -> _Plan:
 @functools.lru_cache(maxsize=1024)
 def _tensors(
     windows: Windows, lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Members, offsets and strips of a plan on a device, which keeps them from being sent there in every step."""
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Taps, members, offsets and strips of a plan on a device, which keeps them from being sent there in every step."""
     plan = _plan(windows, lengths)
-    members, offsets = (torch.tensor(numbers, device=device) for numbers in (plan.members, plan.offsets))
-    return members, offsets, [product.strips.to(device, dtype) for product in plan.products]
+    taps, members, offsets = (torch.tensor(part, device=device) for part in (plan.taps, plan.members, plan.offsets))
+    return taps.T, members, offsets, [product.strips.to(device, dtype) for product in plan.products]
 
 
 def shifted_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
@@ -154,7 +155,8 @@ def shifted_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
         groups: p.
     """
     lengths = tuple(x.shape[2:])
-    plan, (members, offsets, strips) = _plan(windows, lengths), _tensors(windows, lengths, x.device, x.dtype)
+    plan = _plan(windows, lengths)
+    pairs, members, offsets, strips = _tensors(windows, lengths, x.device, x.dtype)
     taps, c = math.prod(windows.size), x.shape[1] // groups
     if not plan.products:
         return x.new_zeros(groups, c * taps, c * taps)
@@ -166,15 +168,15 @@ def shifted_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
         for product, lines in zip(plan.products, strips, strict=True):
             of_lines = _product(rows, product.parts).reshape(lines.shape[1], -1)
             sums[product.first : product.first + len(lines)].addmm_(lines, of_lines)
-    sums = sums.view(-1, groups, c, c)
-    sums = torch.cat([sums, sums.mT]).flatten(1)
     moment = x.new_empty(groups, c, taps, c, taps)
-    strip = max(1, CHUNK_NUMEL // (taps * groups * c * c))  # taps whose blocks are added up together
-    for start in range(0, taps, strip):
-        bags = offsets[start * taps : (start + strip) * taps + 1]
-        first, last = plan.offsets[start * taps], plan.offsets[min(taps, start + strip) * taps]
-        blocks = F.embedding_bag(members[first:last], sums, bags - first, mode="sum", include_last_offset=True)
-        moment[:, :, start : start + strip] = blocks.view(-1, taps, groups, c, c).permute(2, 3, 0, 4, 1)
+    blocks = moment.permute(2, 4, 0, 1, 3)
+    several = max(1, CHUNK_NUMEL // (4 * groups * c * c))  # pairs of taps at once: large moments need most memory here
+    for start in range(0, len(plan.taps), several):
+        bags = offsets[start : start + several + 1]
+        own = members[plan.offsets[start] : plan.offsets[min(len(plan.taps), start + several)]]
+        added = F.embedding_bag(own, sums, bags - bags[0], mode="sum", include_last_offset=True).view(-1, groups, c, c)
+        left, right = pairs[:, start : start + several]
+        blocks[left, right], blocks[right, left] = added, added.mT
     return moment.view(groups, c * taps, c * taps)
 
 
