@@ -106,7 +106,8 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 def cosine(x: Tensor, y: Tensor) -> Tensor:
     """Cosine of the angle between two tensors, 0-dim, on their device; 0 if one of them is zero."""
-    return torch.nn.functional.cosine_similarity(x.flatten(), y.flatten(), dim=0)
+    # From unit vectors: torch's own function takes products of norms below 1e-8 for that.
+    return torch.dot(*(torch.nn.functional.normalize(v.flatten(), dim=0, eps=0.0).nan_to_num() for v in (x, y)))
 
 
 def eigenvalues(factor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 __all__ = ["FactorSpec", "LocalSums", "fold_", "pack", "packed_diagonal", "read", "snapshot_", "unpack"]
 
-_STRIP = 512  # rows that are packed at once: large factors are what most memory is needed for
+_STRIP = 128  # rows that are packed at once: large factors are what most memory is needed for
 
 
 def pack(matrix: Tensor) -> Tensor:

@@ -100,8 +100,12 @@ class KFACMixin(_Optimizer):
         self.precondition = precondition
         trained = [p for group in self.param_groups for p in group["params"]]
         engine = owning_engine(trained) if plain else None
-        if engine is not None and isinstance(self, type(engine.owner)):
-            self.__dict__.update(engine.owner._settings())
+        if engine is not None:
+            owner = type(engine.owner)
+            if isinstance(self, owner) and type(self) is not owner:  # Horovod derives a class from the optimizer's
+                self.__dict__.update(engine.owner._settings())
+            else:
+                engine = None
         if engine is None:
             engine = CurvatureEngine(
                 trained if model is None else model, trained, **{**self._curvature_defaults, **curvature}
@@ -146,15 +150,17 @@ class KFACMixin(_Optimizer):
         self._hand_over_states()
         groups = self.param_groups
         gradients = {p: p.grad for group in groups for p in group["params"] if p.grad is not None}
-        if engine.update(list(gradients.values()), [group["lr"] for group in groups]):
-            lr = {p: group["lr"] for group in groups for p in group["params"]}
-            vectors = self._vectors(gradients)
-            directions = engine.directions(vectors, lr)
-            with self._gradients_replaced(gradients, {**vectors, **directions}):
-                self._base_step()
-            engine.advance()
-        self._show_states()
-        self._show_counters()
+        try:
+            if engine.update(list(gradients.values()), [group["lr"] for group in groups]):
+                lr = {p: group["lr"] for group in groups for p in group["params"]}
+                vectors = self._vectors(gradients)
+                directions = engine.directions(vectors, lr)
+                with self._gradients_replaced(gradients, {**vectors, **directions}):
+                    self._base_step()
+                engine.advance()
+        finally:  # also of a step that was interrupted or ran out of memory a state can be saved
+            self._show_states()
+            self._show_counters()
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]

@@ -473,3 +473,24 @@ def test_two_ranks() -> None:
         for found in rank:
             for p, q in zip(found, values(plain), strict=True):
                 torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
+
+
+# Traced for use elsewhere --------------------------------------------------------------------------------------------
+
+
+def test_an_exported_model_knows_nothing_of_the_optimizer_that_trains_it() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(8, 6)
+    optimizer = KFACSGD(model, lr=0.1, factor_update_steps=1, inv_update_steps=1)
+    model(x).square().mean().backward()
+    optimizer.step()
+    model.eval()
+    exported = torch.export.export(model, (x,))
+    assert not [node for node in exported.graph.nodes if "kfac" in str(node.target)]
+    torch.testing.assert_close(exported.module()(x), model(x))
+    torch.testing.assert_close(torch.jit.trace(model, (x,))(x), model(x))
+    model.train()
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+    assert optimizer.curvature.last_statistics == 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
+from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam
 from tests.training import (
     CLASSES,
     FLOAT64,
@@ -202,6 +202,35 @@ def test_a_bias_under_another_optimizer_leaves_the_weight_its_own_block() -> Non
     assert torch.equal(model[0].bias, torch.zeros(3))
 
 
+def test_a_bias_frozen_during_training_leaves_the_weight_preconditioned() -> None:
+    """As if the bias had a gradient of zero; it stays where it is."""
+    model, twin = make_model(), make_model()
+    optimizer, other = (KFACSGD(m, lr=0.1, **SETTINGS) for m in (model, twin))
+    train(model, optimizer, range(3))
+    train(twin, other, range(3))
+    biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
+    kept = [bias.clone() for bias in biases]
+    for bias in biases:
+        bias.requires_grad_(False)
+    for m, o in ((model, optimizer), (twin, other)):
+        o.zero_grad()
+        backward(m, 3)
+        for name, parameter in m.named_parameters():
+            if name.endswith("bias") and parameter.grad is not None:
+                parameter.grad.zero_()
+        gradients = {p: p.grad for p in m.parameters() if p.grad is not None}
+        found = o.curvature.directions(gradients, dict.fromkeys(gradients, 0.1))
+        directions = {name: found[p] for name, p in m.named_parameters() if p in found}
+        if m is model:
+            first = directions
+    assert first and set(first) == {name for name in directions if not name.endswith("bias")}
+    for name, direction in first.items():
+        assert not torch.equal(direction, dict(model.named_parameters())[name].grad)
+        torch.testing.assert_close(direction, directions[name], rtol=TOL, atol=TOL)
+    optimizer.step()
+    assert all(torch.equal(bias, before) for bias, before in zip(biases, kept, strict=True))
+
+
 def test_hidden_weights_beside_adamw_over_the_rest() -> None:
     """Each optimizer moves its own parameters as it would alone, given the other one's."""
     model = make_model()
@@ -295,6 +324,36 @@ def test_parameters_of_two_models() -> None:
                 model(inputs).square().mean().backward()
             optimizer.step()
     assert_close(nn.ModuleList([first, second]), both, TOL)
+
+
+def test_layers_of_two_models_have_names_of_their_own() -> None:
+    models = make_model(), make_model()
+    engine = CurvatureEngine([p for model in models for p in model.parameters()], **(SETTINGS | {"scaling": None}))
+    names = [layer.name for layer in engine.layers]
+    assert len(set(names)) == len(names) == 2 * len(CurvatureEngine(make_model(), scaling=None).layers)
+    assert all(f"1.{name}" in names for name in names[: len(names) // 2])
+    for model in models:
+        backward(model, 0)
+    engine.precondition_(0.1)
+    saved = engine.state_dict()
+    assert set(engine.report()["layers"]) == set(saved["layers"]) == set(names)
+    engine.load_state_dict(saved)
+
+
+def test_a_second_optimizer_over_the_same_parameters_has_its_own_curvature() -> None:
+    """Also without any argument; only classes derived from the first one's take its engine over, as Horovod needs."""
+    model = make_model()
+    first = KFACSGD(model.parameters(), lr=0.1, damping=5.0)
+    train(model, first, range(2))
+    for cls in (KFACAdam, KFACSGD):
+        second = cls(model.parameters())
+        assert second.curvature is not first.curvature
+        assert second.curvature.step_count == 0
+        assert second.curvature.damping == cls(make_model().parameters()).curvature.damping
+    del second
+    gc.collect()
+    derived = type("Distributed", (KFACSGD,), {})(model.parameters())
+    assert derived.curvature is first.curvature
 
 
 def test_parameters_that_no_module_owns_need_the_model() -> None:

@@ -6,6 +6,7 @@ samples while gradient and input factor stay those of the few distinct inputs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -295,6 +296,27 @@ def test_the_users_gradient_is_untouched(fisher: str) -> None:
         apply(model, optimizer)
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=False):
             assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("fisher", KINDS)
+def test_a_batch_whose_output_is_not_finite_is_left_out(fisher: str, bad: float) -> None:
+    """Nothing can be drawn from NaNs, and a user who skips such a batch, as GradScaler does, must get to do so."""
+    model, twin = same_start(perceptron, 2)
+    first, second = (KFACSGD(m, **EXACT | {"damping": 0.1, "fisher": fisher}) for m in (model, twin))
+    passes, loss = small_passes(), averaged(cross_entropy, "batch")
+    (x,), y = passes[0]
+    for optimizer in (first, second):
+        optimizer.curvature._capture._samples = int(optimizer is second)  # the bad batch draws, too
+    loss(model(torch.full_like(x, bad)), y).backward()
+    model.zero_grad()
+    for m, optimizer in ((model, first), (twin, second)):
+        loss(m(x), y).backward()
+        optimizer.step()
+    assert first.curvature.report()["skipped_batches"] == 1
+    for layer, other in zip(first.curvature.layers, second.curvature.layers, strict=True):
+        for found, wanted in zip(first.curvature.factors(layer), second.curvature.factors(other), strict=True):
+            torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("fisher", KINDS)

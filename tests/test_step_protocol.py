@@ -283,6 +283,35 @@ def test_gradients_of_a_penalty_are_no_statistics() -> None:
     assert_identical(model, twin)
 
 
+@pytest.mark.parametrize("fisher", ["empirical", "gaussian"])
+def test_gradients_of_the_inputs_alone_are_no_statistics(fisher: str) -> None:
+    """Adversarial examples and saliency maps: ``torch.autograd.grad(loss, inputs)``."""
+    (model, optimizer), (twin, plain) = build(KFACSGD, fisher=fisher), build(KFACSGD, fisher=fisher)
+    for step in range(STEPS):
+        for trained in (optimizer, plain):
+            trained.zero_grad()
+        for trained, attacked in ((model, True), (twin, False)):
+            inputs = torch.randn(4, 4, requires_grad=True)
+            attack = trained(inputs).square().sum()  # both draw a sample
+            if attacked:
+                torch.autograd.grad(attack, inputs)
+            loss_of(trained, step).backward()
+        optimizer.step()
+        plain.step()
+    assert_identical(model, twin)
+
+
+def test_gradients_of_the_parameters_by_autograd_grad_are_statistics() -> None:
+    (model, optimizer), (twin, plain) = build(KFACSGD), build(KFACSGD)
+    for step in range(STEPS):
+        gradients = torch.autograd.grad(loss_of(model, step), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    train(twin, plain, range(STEPS))
+    assert_identical(model, twin)
+
+
 def test_two_optimizers_of_a_gan_do_not_see_each_other_s_passes() -> None:
     """The generator's backward pass runs through the discriminator, whose step is not taken."""
 

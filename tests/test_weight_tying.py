@@ -148,6 +148,32 @@ def test_declined_sharing_trains_by_the_base_rule(
     assert sorted(layer.name for layer in optimizer.curvature.layers) == (["mix"] if factory is Language else ["head"])
 
 
+class OwnHead(nn.Module):
+    """A layer type that has no rule."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.mT
+
+
+@pytest.mark.parametrize("first", ["embed", "head"])
+@pytest.mark.parametrize("unruled", [True, False])
+def test_a_weight_with_a_use_that_no_rule_covers_is_declined(first: str, unruled: bool) -> None:
+    """Whichever of the two comes first: the factors of one use would be taken for those of both."""
+    embed = nn.Embedding(7, 4)
+    head = OwnHead(embed.weight) if unruled else nn.Linear(4, 7)
+    head.weight = embed.weight
+    parts = {"embed": embed, "head": head}
+    model = nn.ModuleDict({name: parts[name] for name in sorted(parts, key=lambda name: name != first)})
+    optimizer = KFACSGD(model, lr=0.1, skip_layers=() if unruled else ("head",))
+    assert not optimizer.curvature.layers
+    reason = optimizer.curvature.uncovered[embed.weight][1]
+    assert "no Kronecker rule for OwnHead" in reason if unruled else "skip_layers" in reason
+
+
 def test_the_layers_beside_a_declined_weight_keep_their_block() -> None:
     model, twin = Language(), Language()
     optimizer = KFACSGD(model, **(OPTIONS | {"lr": 1.0, "damping": DAMPING}))

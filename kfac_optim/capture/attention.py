@@ -20,6 +20,7 @@ See = Callable[[int, int, Tensor, Tensor, tuple[int, ...]], Tensor | None]
 
 def start_tapping(module: nn.Module, query: Tensor, tapped: list[tuple[int, KroneckerLayer]], see: See) -> None:
     """At the start of a forward: tells of the projections, given with their indices, from now on."""
+    stop_tapping()  # an interrupted forward did not
     examples = query.shape[0 if module.batch_first else 1] if query.dim() == 3 else 1
     F.linear = _Tap(see, tapped, examples)
     if torch.compiler.is_compiling():

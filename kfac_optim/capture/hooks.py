@@ -105,7 +105,7 @@ class Capture:
         """Forgets the micro-batches of this step; a forward that still awaits its backward is kept."""
         self.statistics, self._samples = StepStatistics(), 0
         if not _in_backward():
-            self._batch = None
+            self._batch = self._call = None  # a call that is still open was interrupted, as in a notebook's cell
 
     def take(self) -> StepStatistics:
         """The statistics of this step, which start anew."""
@@ -219,7 +219,8 @@ class Capture:
         """The gradient of a layer's output: the pair (a, g) is complete."""
         if torch.is_grad_enabled():  # create_graph=True: a gradient penalty or a higher derivative, not the loss
             return
-        self._add(self._open(call), index, observation, self._output_moment(index, module, observation, g))
+        if _trains(self.layers[index].weight):
+            self._add(self._open(call), index, observation, self._output_moment(index, module, observation, g))
 
     def _add(self, batch: MicroBatch, index: int, observation: Observation, g: Tensor) -> None:
         if self.layers[index].by_example:  # calls on as many examples are taken for calls on the same examples
@@ -340,10 +341,11 @@ class Capture:
         self._samples += 1
         with self.stage("sampled backward"), torch.autocast(logits.device.type, enabled=False):
             with torch.no_grad():
-                dtype = torch.promote_types(logits.dtype, torch.float32)
-                target = (
-                    cast(Fisher, self.fisher).sample_gradient(logits.detach().to(dtype), generator).to(logits.dtype)
-                )
+                parameters = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+                # Nothing can be drawn from NaNs; they go on to the moments, so that these are left out.
+                finite = parameters.isfinite().all()
+                target = cast(Fisher, self.fisher).sample_gradient(torch.where(finite, parameters, 0.0), generator)
+                target = torch.where(finite, target, torch.nan).to(logits.dtype)
             edges = [edge for *_, edge in call.layers]
             try:
                 gradients = torch.autograd.grad(logits, edges, target, retain_graph=True, allow_unused=True)
@@ -365,9 +367,9 @@ class Capture:
     def _commit(self, call: ModelCall, pending: list[tuple[int, Observation, Tensor]], g: Tensor) -> None:
         if torch.is_grad_enabled():
             return
-        batch = self._open(call)
-        for index, observation, g_sum in pending:
-            self._add(batch, index, observation, g_sum)
+        reached = [seen for seen in pending if _trains(self.layers[seen[0]].weight)]
+        for index, observation, g_sum in reached:
+            self._add(self._open(call), index, observation, g_sum)
 
     def _require_whole_model(self, call: ModelCall) -> None:
         assert call.module is not None
@@ -417,7 +419,7 @@ class _Hook:
 
     def __call__(self, *args: Any) -> Any:
         capture = self.capture() if self.capture is not None else None
-        if capture is None or not capture.enabled:
+        if capture is None or not capture.enabled or _exporting():
             return None
         return getattr(capture, self.method)(*self.args, *args)
 
@@ -433,6 +435,26 @@ def _remove(handles: list[Any]) -> None:
 def _in_backward() -> bool:
     """Whether a backward pass is running; while a graph is traced, none is."""
     return not torch.compiler.is_compiling() and bool(torch._C._current_graph_task_id() != -1)
+
+
+def _exporting() -> bool:
+    """Whether the model is traced for use elsewhere, which is no training."""
+    # The flag, not is_exporting(): to several versions of dynamo that one is true in torch.compile, too.
+    return torch.jit.is_tracing() or getattr(torch.compiler, "_is_exporting_flag", False)  # type: ignore[attr-defined]
+
+
+def _trains(weight: Tensor) -> bool:
+    """Whether the backward pass in progress adds to the gradient of a weight.
+
+    ``torch.autograd.grad(loss, inputs)`` does not: adversarial examples and saliency maps are no training.
+    """
+    if hasattr(weight, "device_mesh"):  # a DTensor: in FSDP2's graph another tensor stands for it
+        return True
+    try:
+        node = torch.autograd.graph.get_gradient_edge(weight).node
+        return bool(torch._C._will_engine_execute_node(node))
+    except (RuntimeError, AttributeError):  # autograd.grad() was asked for the weight's own; a compiled graph runs
+        return True
 
 
 def _scale_of(scaler: torch.amp.GradScaler | None, device: torch.device) -> Tensor:

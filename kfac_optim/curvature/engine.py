@@ -428,10 +428,11 @@ class CurvatureEngine(Options):
                 return
             spread = 0 if self.last_refresh is None else self._spread()
             self.refreshes += 1
-            self.last_refresh = step
             if not spread:
                 self._refresh_at_once(ready, self._now("damping"), "", anew=self._anew)
+                self.last_refresh = step  # not before: an interrupted one is due again
                 return
+            self.last_refresh = step
             self._refresh = Refresh(step, spread, self._now("damping"), "_next", anew=self._anew)
             for block in self._blocks:
                 block.freeze("_next")

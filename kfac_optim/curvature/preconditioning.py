@@ -132,10 +132,10 @@ class Preconditioner:
                 direction = self.solver.precondition(gradient, a, g, gamma).contiguous()
         else:  # a gradient worker sends it
             direction = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-        rates = [lr[p] for layer in stack.layers for p in layer.parameters]
-        rate: Lr = rates[0]
-        if any(r is not rate and (isinstance(r, Tensor) or r != rate) for r in rates):
-            filled = {p: torch.ones_like(vectors[p]) * lr[p] for layer in stack.layers for p in layer.parameters}
+        moved = [p for layer in stack.layers for p in layer.parameters if p in vectors]
+        rate: Lr = lr[moved[0]]
+        if any(lr[p] is not rate and (isinstance(lr[p], Tensor) or lr[p] != rate) for p in moved):
+            filled = {p: torch.ones_like(vectors[p]) * lr[p] for p in moved}
             rate = _cat([_matrix_of(layer, filled, self.dtype) for layer in stack.layers])
         return Direction(direction, gradient, rate, stack.units)
 
@@ -207,7 +207,7 @@ def stack_of(blocks: list[Block]) -> Stack:
 
 def _with_vectors(stack: Stack, vectors: Mapping[nn.Parameter, Tensor]) -> list[Stack]:
     """The stack if all of its layers have a vector in this step, else those that have one, each on its own."""
-    present = [block for block in stack.blocks if all(p in vectors for p in block.layer.parameters)]
+    present = [block for block in stack.blocks if block.layer.weight in vectors]
     return [stack] if len(present) == len(stack.blocks) else [stack_of([block]) for block in present]
 
 
@@ -229,9 +229,12 @@ def _cat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _matrix_of(layer: KroneckerLayer, vectors: Mapping[nn.Parameter, Tensor], dtype: torch.dtype) -> Tensor:
-    """What a layer's weight and bias have in ``vectors``, as ``[p, d_out, d_in]``."""
+    """What a layer's weight and bias have in ``vectors``, as ``[p, d_out, d_in]``; a bias without has zeros."""
     weight = vectors[layer.weight].to(dtype)
-    return layer.to_matrix(weight, None if layer.bias is None else vectors[layer.bias][layer.bias_part].to(dtype))
+    if layer.bias is None:
+        return layer.to_matrix(weight, None)
+    bias = vectors[layer.bias] if layer.bias in vectors else torch.zeros_like(layer.bias)
+    return layer.to_matrix(weight, bias[layer.bias_part].to(dtype))
 
 
 def _unstack(
@@ -242,6 +245,8 @@ def _unstack(
 ) -> None:
     """Writes a layer's matrix into the directions of its parameters."""
     for parameter, direction in zip(layer.parameters, layer.from_matrix(matrix), strict=True):
+        if parameter not in vectors:
+            continue
         vector = vectors[parameter]
         if parameter is layer.bias and layer.bias_part != slice(None):
             result.setdefault(parameter, vector.clone())[layer.bias_part] = direction

@@ -56,16 +56,23 @@ class Coverage:
 def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
     """The Kronecker layers of some modules.
 
-    Weights used by several modules under the same rule and with the same bias are one layer; under different rules the
-    weight is declined, because its Fisher block is no Kronecker product.
+    Weights used by several modules under the same rule and with the same bias are one layer; under different rules, or
+    where one of them has none, the weight is declined, because its Fisher block is no Kronecker product. Names are
+    those of ``root.named_modules()``, behind the root's number where an earlier root has the same.
     """
     layers: dict[nn.Parameter, KroneckerLayer] = {}
     reasons: dict[nn.Parameter, tuple[str, str]] = {}
     visited: set[nn.Module] = set()
-    for root in roots:
-        for name, module in root.named_modules():
+    names: set[str] = set()
+    for number, root in enumerate(roots):
+        new = {name: module for name, module in root.named_modules() if module not in visited}
+        owners = {name for name, module in new.items() if module._parameters}
+        prefix = f"{number}." if owners & names else ""
+        names |= {prefix + name for name in owners}
+        for name, module in new.items():
             if module in visited:
                 continue
+            name = (prefix + name).rstrip(".")
             parts = list(module.modules()) if isinstance(module, nn.MultiheadAttention) else [module]
             visited.update(parts)
             found, reason = _layers_of(name, module, options)
@@ -73,7 +80,9 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
                 _join(layer, layers, reasons)
             own = module.named_parameters(name, recurse=len(parts) > 1)
             for parameter_name, parameter in own:
-                reasons.setdefault(parameter, (parameter_name, reason))
+                known = reasons.setdefault(parameter, (parameter_name, reason))
+                if reason and not known[1]:
+                    _withdraw(parameter, layers.values(), reasons, f"shared with {parameter_name}: {reason}")
     kept = [layer for layer in layers.values() if not reasons[layer.weight][1] and options.trains(layer.weight)]
     covered = {parameter for layer in kept for parameter in layer.parameters}
     uncovered = {
@@ -113,3 +122,16 @@ def _join(
     for parameter in (*first.parameters, *layer.parameters):
         name, _ = reasons.get(parameter, (f"{layer.name}.bias", ""))
         reasons[parameter] = (name, reason)
+
+
+def _withdraw(
+    parameter: nn.Parameter,
+    layers: Iterable[KroneckerLayer],
+    reasons: dict[nn.Parameter, tuple[str, str]],
+    reason: str,
+) -> None:
+    """Declines the layers of a parameter that turns out to have another use."""
+    for layer in layers:
+        if any(own is parameter for own in layer.parameters):
+            for own in layer.parameters:
+                reasons[own] = (reasons[own][0], reason)

@@ -160,6 +160,22 @@ def shifted_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
     taps, c = math.prod(windows.size), x.shape[1] // groups
     if not plan.products:
         return x.new_zeros(groups, c * taps, c * taps)
+    sums = _sums(x, plan, strips, groups)
+    moment = x.new_empty(groups, c, taps, c, taps)
+    blocks = moment.permute(2, 4, 0, 1, 3)
+    several = max(1, CHUNK_NUMEL // (16 * groups * c * c))  # pairs of taps at once: large moments need most memory here
+    for start in range(0, len(plan.taps), several):
+        bags = offsets[start : start + several + 1]
+        own = members[plan.offsets[start] : plan.offsets[min(len(plan.taps), start + several)]]
+        added = F.embedding_bag(own, sums, bags - bags[0], mode="sum", include_last_offset=True).view(-1, groups, c, c)
+        left, right = pairs[:, start : start + several]
+        blocks[left, right], blocks[right, left] = added, added.mT
+    return moment.view(groups, c * taps, c * taps)
+
+
+def _sums(x: Tensor, plan: _Plan, strips: Sequence[Tensor], groups: int) -> Tensor:
+    """The sums of a plan's products, ``[sums, p * c * c]``; ``strips`` are those of the products, in their order."""
+    lengths, c = x.shape[2:], x.shape[1] // groups
     sums = x.new_zeros(plan.sums, groups * c * c)
     for chunk in x.split(max(1, CHUNK_NUMEL // x[:1].numel())):
         # Transposed as a matrix, which is several times faster than permuted; then [*lines, p, last, n, c].
@@ -168,16 +184,7 @@ def shifted_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
         for product, lines in zip(plan.products, strips, strict=True):
             of_lines = _product(rows, product.parts).reshape(lines.shape[1], -1)
             sums[product.first : product.first + len(lines)].addmm_(lines, of_lines)
-    moment = x.new_empty(groups, c, taps, c, taps)
-    blocks = moment.permute(2, 4, 0, 1, 3)
-    several = max(1, CHUNK_NUMEL // (4 * groups * c * c))  # pairs of taps at once: large moments need most memory here
-    for start in range(0, len(plan.taps), several):
-        bags = offsets[start : start + several + 1]
-        own = members[plan.offsets[start] : plan.offsets[min(len(plan.taps), start + several)]]
-        added = F.embedding_bag(own, sums, bags - bags[0], mode="sum", include_last_offset=True).view(-1, groups, c, c)
-        left, right = pairs[:, start : start + several]
-        blocks[left, right], blocks[right, left] = added, added.mT
-    return moment.view(groups, c * taps, c * taps)
+    return sums
 
 
 def _product(rows: Tensor, parts: tuple[tuple[int, int, int], ...]) -> Tensor:
