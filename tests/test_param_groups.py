@@ -181,6 +181,29 @@ def test_unfrozen_parameters_start_training_with_curvature() -> None:
         torch.testing.assert_close(found[name], 0.1 * directions[name], rtol=TOL, atol=TOL)
 
 
+@pytest.mark.parametrize("added", [True, False])
+def test_layers_that_join_late_do_not_wait_for_the_next_refresh(added: bool) -> None:
+    """Gradual unfreezing: with an interval that grows with the steps they would train on raw gradients for long."""
+    model = make_model()
+    options = {"lr": 0.1, "factor_update_steps": 20, "inv_update_steps": 100, "spread": 10}
+    first = list(model[0].parameters())
+    rest = [p for p in model.parameters() if all(p is not q for q in first)]
+    if not added:
+        model[0].requires_grad_(False)
+    optimizer = KFACSGD(rest if added else model.parameters(), model=model, **options)
+    train(model, optimizer, range(5))
+    refreshes = optimizer.curvature.refreshes
+    if added:
+        optimizer.add_param_group({"params": first})
+    model[0].requires_grad_(True)
+    train(model, optimizer, range(5, 7))
+    assert optimizer.curvature.refreshes == refreshes + 1
+    assert "0" in optimizer.curvature.report()["layers"]
+    train(model, optimizer, range(7, 12))
+    assert optimizer.curvature.refreshes == refreshes + 1
+    assert optimizer.curvature.last_refresh == 6
+
+
 def test_a_frozen_bias_leaves_the_weight_its_own_block() -> None:
     """The block of the weight alone, not the joint solve with its bias entry thrown away."""
     model, twin = nn.Sequential(nn.Linear(4, 3)), nn.Sequential(nn.Linear(4, 3, bias=False))

@@ -163,6 +163,7 @@ class CurvatureEngine(Options):
         self._owner: weakref.ref[Any] | None = None
         self.last_statistics: int | None = None
         self.last_refresh: int | None = None
+        self._training: set[nn.Parameter] | None = None  # the weights that did, when last looked
         self.frozen_at: int | None = None  # the step whose factors are in use
         self.refreshes = 0  # begun so far
         self.skipped_steps = 0
@@ -361,7 +362,20 @@ class CurvatureEngine(Options):
             self._rebuild()
         trained = norm > 0 and any(map(float, lrs))
         self._refresh_if_due(trained)
+        self._meet_latecomers()
         return True
+
+    def _meet_latecomers(self) -> None:
+        """Layers were unfrozen or added: the next step collects statistics and refreshes, as the first step did.
+
+        What trains is the same on all ranks, unlike what they have seen of it.
+        """
+        if self._refresh is not None or self.last_refresh is None:
+            return
+        training = {layer.weight for layer in self.layers if layer.weight.requires_grad}
+        if self._training is not None and training - self._training:
+            self.last_statistics = self.last_refresh = None
+        self._training = training
 
     def _move(self, comm: Communicator) -> None:
         """Goes on among other ranks than before."""
