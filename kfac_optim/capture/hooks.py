@@ -219,7 +219,7 @@ class Capture:
         """The gradient of a layer's output: the pair (a, g) is complete."""
         if torch.is_grad_enabled():  # create_graph=True: a gradient penalty or a higher derivative, not the loss
             return
-        if _trains(self.layers[index].weight):
+        if _trains(self.layers[index]):
             self._add(self._open(call), index, observation, self._output_moment(index, module, observation, g))
 
     def _add(self, batch: MicroBatch, index: int, observation: Observation, g: Tensor) -> None:
@@ -367,7 +367,7 @@ class Capture:
     def _commit(self, call: ModelCall, pending: list[tuple[int, Observation, Tensor]], g: Tensor) -> None:
         if torch.is_grad_enabled():
             return
-        reached = [seen for seen in pending if _trains(self.layers[seen[0]].weight)]
+        reached = [seen for seen in pending if _trains(self.layers[seen[0]])]
         for index, observation, g_sum in reached:
             self._add(self._open(call), index, observation, g_sum)
 
@@ -443,15 +443,16 @@ def _exporting() -> bool:
     return torch.jit.is_tracing() or getattr(torch.compiler, "_is_exporting_flag", False)  # type: ignore[attr-defined]
 
 
-def _trains(weight: Tensor) -> bool:
-    """Whether the backward pass in progress adds to the gradient of a weight.
+def _trains(layer: KroneckerLayer) -> bool:
+    """Whether the backward pass in progress adds to the gradient of a layer's weight.
 
     ``torch.autograd.grad(loss, inputs)`` does not: adversarial examples and saliency maps are no training.
     """
-    if hasattr(weight, "device_mesh"):  # a DTensor: in FSDP2's graph another tensor stands for it
+    owned = any(own is layer.weight for module in layer.modules for own in module._parameters.values())
+    if not owned or hasattr(layer.weight, "device_mesh"):  # FSDP2 (DTensors): in its graph another tensor stands for it
         return True
     try:
-        node = torch.autograd.graph.get_gradient_edge(weight).node
+        node = torch.autograd.graph.get_gradient_edge(layer.weight).node
         return bool(torch._C._will_engine_execute_node(node))
     except (RuntimeError, AttributeError):  # autograd.grad() was asked for the weight's own; a compiled graph runs
         return True
