@@ -93,6 +93,30 @@ def train(rank: int, world_size: int, how: str, options: dict[str, Any], steps: 
     return values(model)
 
 
+def unfreeze(rank: int, world_size: int) -> list[Tensor]:
+    """A layer is unfrozen in the middle of an interval, and the model wrapped anew, as DDP asks for."""
+    model = make()
+    model.left.requires_grad_(False)
+    optimizer = KFACSGD(model, lr=0.1, factor_update_steps=20, inv_update_steps=100, spread=10, **FLOAT64)
+    for step in range(8):
+        if step in (0, 4):
+            model.left.requires_grad_(step == 4)
+            wrapped = DDP(model) if world_size > 1 else model
+        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(inputs), classes).backward()
+        optimizer.step()
+    assert optimizer.curvature.refreshes == 2
+    assert "left" in optimizer.curvature.report()["layers"]
+    return values(model)
+
+
+def test_ranks_meet_a_layer_that_is_unfrozen_in_the_same_step() -> None:
+    found = run_ranks(2, unfreeze)
+    assert_equal_on_ranks(found)
+    assert_all_near(found, unfreeze(0, 1))
+
+
 MODES = ("wrapped", "built first", "parameters", "bucket view", "static graph", "no_sync", "compression hook")
 
 
