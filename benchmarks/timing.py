@@ -52,6 +52,7 @@ Seconds = dict[str, list[float]]  # by kind of step
 PLAIN_SOLVERS = ("eigen", "inverse")
 SOLVERS: dict[str, Any] = {
     **{name: name for name in PLAIN_SOLVERS},
+    "eigen-exact": EigenSolver(negligible=0),
     "eigen-overlap": EigenSolver(overlap=True),
     "inverse-overlap": InverseSolver(overlap=True),
     "eigen-qr": EigenSolver(refresh="qr"),

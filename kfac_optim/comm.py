@@ -574,5 +574,13 @@ def largest_entry(tensors: Sequence[Tensor]) -> Tensor:
     kinds: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
-    norms = [gathered(torch.nn.utils.get_total_norm(alike, float("inf"))) for alike in kinds.values()]
+    norms = [gathered(_largest_alike(alike)) for alike in kinds.values()]
     return torch.stack([norm.to(norms[0].device) for norm in norms]).max() if norms else torch.zeros(())
+
+
+def _largest_alike(tensors: Sequence[Tensor]) -> Tensor:
+    simple = all(type(t) is Tensor and t.device.type == "cpu" and t.numel() and not t.is_complex() for t in tensors)
+    if simple and not any(t.is_sparse for t in tensors):
+        # On the CPU torch takes 15 times as long for the maximum norm as for both extremes.
+        return torch.stack([extreme for t in tensors for extreme in t.aminmax()]).abs().max()
+    return torch.nn.utils.get_total_norm(tensors, float("inf"))

@@ -8,7 +8,8 @@ Two solvers, both for stacks of ``p`` Kronecker pairs, ``V`` of shape ``[p, d_ou
 with ``pi^2 = mean eigenvalue(A) / mean eigenvalue(G)`` (Martens & Grosse 2015, section 6.3), a factored form of
 the same Tikhonov damping. A diagonal factor is decomposed by its diagonal alone.
 
-A solver may also start from its last result: ``iterated`` solvers have a method ``refine``.
+A solver may also start from its last result (:class:`Iterated`), or tell which part of its results matters at the
+damping at hand (:class:`Truncating`).
 
 A decomposition is a tuple of tensors, so that any solver's results can be sent between ranks. Matrices in it are stored
 in ``inv_dtype``, vectors and scalars (which carry the magnitude) in float32 at least.
@@ -21,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeGuard, TypeVar, cast
+from typing import Literal, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ __all__ = [
     "InverseSolver",
     "Iterated",
     "Solver",
+    "Truncating",
     "Worker",
     "batches",
     "decompose_all",
@@ -94,11 +96,29 @@ class Iterated(Solver, Protocol):
         ...
 
 
+@runtime_checkable
+class Truncating(Solver, Protocol):
+    """A solver that can precondition by a part of its decompositions."""
+
+    def relevant(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> tuple[Decomposition, Decomposition]:
+        """The parts of a stack's decompositions that matter at a damping: what ``precondition`` then gets.
+
+        What a pair contributes must not depend on the others in its stack. May wait for the device: it is called when
+        the decompositions are new, or the damping another.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class EigenSolver:
-    """Eigendecomposition: exact Tikhonov damping of ``A (x) G``, which may change at every step. The default.
+    """Eigendecomposition: Tikhonov damping of ``A (x) G`` itself, which may change at every step. The default.
 
     Args:
+        negligible: Eigenvalues of A or G count as zero where all of their products with those of the other factor are
+            at most this multiple of the damping, in [0, 1). There eq. 13 divides by ``gamma`` instead of up to ``(1 +
+            negligible) gamma``, so no component of the direction is off by more than this share; the products of eqs.
+            11-13 then need the other eigenvectors alone. Default 0.01; 0: exact. The damping may halve before this is
+            decided anew.
         refresh: "eigh" (default) decomposes anew at every refresh. "qr" takes one step of orthogonal iteration from the
             last eigenvectors, ``Q <- qr(F Q)``, with the diagonal of ``Q^T F Q`` for eigenvalues (Golub & Van Loan,
             Matrix Computations, section 8.2.4; Vyas et al. 2024, arXiv:2409.11321). The eigenvectors are then part of
@@ -117,6 +137,7 @@ class EigenSolver:
     every: int = 10
     tolerance: float = 0.1
     overlap: bool = False
+    negligible: float = 0.01
 
     def __post_init__(self) -> None:
         if self.refresh not in ("eigh", "qr"):
@@ -125,6 +146,8 @@ class EigenSolver:
             raise ValueError(f"EigenSolver(every={self.every!r}): must be >= 1")
         if not self.tolerance >= 0:
             raise ValueError(f"EigenSolver(tolerance={self.tolerance!r}): must be >= 0")
+        if not 0 <= self.negligible < 1:
+            raise ValueError(f"EigenSolver(negligible={self.negligible!r}): must be in [0, 1)")
 
     @property
     def iterated(self) -> bool:
@@ -164,20 +187,49 @@ class EigenSolver:
             values[bad], vectors[bad] = self.decompose(factor[bad], shift[bad])
         return values.clamp_(min=0), vectors
 
+    def relevant(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> tuple[Decomposition, Decomposition]:
+        """Eigenvalues, negligible ones set to zero, and the eigenvectors of the others."""
+        if not self.negligible:
+            return a, g
+        limit = self.negligible * gamma
+        return _above(a, limit / g[0].amax(-1)), _above(g, limit / a[0].amax(-1))
+
     def precondition(self, gradient: Tensor, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
-        """Eqs. 11-13."""
+        """Eqs. 11-13.
+
+        Where eigenvectors are missing their eigenvalues are zero, and ``(A (x) G + gamma I)^-1`` is ``I / gamma`` but
+        for a correction in the span of the others.
+        """
         (values_a, *vectors_a), (values_g, *vectors_g) = a, g
+        gamma, values_g, values_a = gamma[:, None, None], values_g[:, :, None], values_a[:, None, :]
+        damped = torch.addcmul(gamma, values_g, values_a)
+        (d_out, d_in), (kept_out, kept_in) = gradient.shape[-2:], damped.shape[-2:]
+        g_first = kept_out * d_in * (d_out + kept_in) <= d_out * kept_in * (d_in + kept_out)
+        whole = (kept_out, kept_in) == (d_out, d_in)
         v = gradient
-        for q in vectors_g:
-            v = q.mT @ v
-        for q in vectors_a:
-            v = v @ q
-        v = v / torch.addcmul(gamma[:, None, None], values_g[:, :, None], values_a[:, None, :])
-        for q in vectors_g:
-            v = q @ v
-        for q in vectors_a:
-            v = v @ q.mT
-        return v
+        for q, left in _in_order(vectors_g, vectors_a, g_first):
+            v = q.mT @ v if left else v @ q
+        v = v / damped if whole else v * (values_g * values_a / damped / -gamma)
+        for q, left in _in_order(vectors_g, vectors_a, not g_first):
+            v = q @ v if left else v @ q.mT
+        return v if whole else v.addcdiv_(gradient, gamma)
+
+
+def _above(side: Decomposition, limit: Tensor) -> Decomposition:
+    """What belongs to the eigenvalues above a limit, ``[p]``, of any pair; eigenvalues below their own become zero."""
+    values, *vectors = side
+    values = values.masked_fill(values <= limit[:, None], 0)
+    if not vectors:
+        return (values,)
+    kept = values.any(0).nonzero()  # neighbours, as eigenvalues are sorted
+    part = slice(int(kept[0]), int(kept[-1]) + 1) if len(kept) else slice(0)
+    return values[:, part], *(q[..., part] for q in vectors)
+
+
+def _in_order(vectors_g: list[Tensor], vectors_a: list[Tensor], g_first: bool) -> list[tuple[Tensor, bool]]:
+    """The eigenvectors to multiply by, each with whether it stands on the left."""
+    g, a = [(q, True) for q in vectors_g], [(q, False) for q in vectors_a]
+    return g + a if g_first else a + g
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,18 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from kfac_optim import EigenSolver, InverseSolver
+
 REL_TOL = 1e-8  # exact arithmetic in float64: what is left is rounding, amplified by the condition number of the solve
 NOISE = 1e-8  # what should be of order one and is smaller than this may have lost half of its digits to cancellation
 LARGEST_CONDITION = 1e6  # rounding of 1e-16 times this leaves two digits to spare below REL_TOL
 ROUNDING = 1e-14  # a weight change is a difference of two weights, so it carries the rounding of the weights
+
+SOLVERS: dict[str, object] = {  # by the names of SOLVES
+    "eigen": EigenSolver(negligible=0.0),
+    "inverse": "inverse",
+    "inverse without pi": InverseSolver(pi=False),
+}
 
 # The paper's own update with every convenience switched off: the applied weight change is minus the damped solve.
 EXACT: dict[str, object] = {
@@ -39,6 +47,7 @@ EXACT: dict[str, object] = {
     "factor_dtype": torch.float64,
     "inv_dtype": torch.float64,
     "spread": 0,
+    "solver": SOLVERS["eigen"],
 }
 
 Inputs = tuple[Tensor, ...]

@@ -22,6 +22,7 @@ from tests.reference import (
     EXACT,
     LOSSES,
     NOISE,
+    SOLVERS,
     Conv1D,
     Inputs,
     LossFunction,
@@ -46,12 +47,6 @@ pytestmark = pytest.mark.usefixtures("float64")
 CHAIN_TOL = 1e-6  # Adam and LAMB divide by roots of small second moments, step after step, which amplifies rounding
 
 LARGEST_WEIGHT = 100.0  # a course that diverges (small damping, few data) ends where saturated units lose all digits
-
-SOLVERS: dict[str, object] = {
-    "eigen": "eigen",
-    "inverse": "inverse",
-    "inverse without pi": InverseSolver(pi=False),
-}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -405,7 +400,7 @@ def test_undivided_micro_batches_scale_the_gradient_by_k_and_the_curvature_by_k_
     passes, mean = problem.passes(sizes=[2] * len(problem.batches)), problem.mean_loss()
     k = len(passes)
     gamma = 0.1
-    solver = {"solver": "eigen"}  # the factored damping is not homogeneous in G
+    solver = {"solver": SOLVERS["eigen"]}  # the factored damping is not homogeneous in G
     model, other = problem.models()
     divided = KFACSGD(model, **problem.keywords(gamma) | solver)
     undivided = KFACSGD(other, **problem.keywords(gamma * k**2) | solver)

@@ -16,6 +16,7 @@ from kfac_optim import KFACSGD, LayerOptions
 from kfac_optim.layers import find_layers
 from tests.reference import (
     EXACT,
+    SOLVERS,
     Inputs,
     Named,
     Oracle,
@@ -65,8 +66,9 @@ def check_with_oracle(
     step = oracle.observe(passes, mean_loss)
     oracle.refresh(step)
     gamma = relative_size * oracle.typical_eigenvalue()
-    changes = take_step(model, KFACSGD(model, **EXACT | {"damping": gamma} | options), passes, mean_loss)
     solver = str(options.get("solver", "eigen"))
+    keywords = EXACT | {"damping": gamma} | options | {"solver": SOLVERS[solver]}
+    changes = take_step(model, KFACSGD(model, **keywords), passes, mean_loss)
     assert_applied(oracle, changes, oracle.directions(step.gradients, gamma, solver=solver), step.gradients)
 
 
@@ -153,7 +155,7 @@ def test_norm_layers_use_the_blocks_of_per_example_gradients(
     passes = [((torch.randn(5, *shape),), torch.randn(5, *shape))]
     blocks, mean = channel_blocks(model.norm, per_example_gradients(model, passes, squared_error))
     gamma = 0.1 if relative else 0.01
-    check_norm(model, passes, blocks, mean, {"damping": gamma, "solver": solver, "relative_damping": relative})
+    check_norm(model, passes, blocks, mean, {"damping": gamma, "solver": SOLVERS[solver], "relative_damping": relative})
 
 
 @pytest.mark.parametrize("case", BATCH_NORMS.values(), ids=BATCH_NORMS)
@@ -257,7 +259,7 @@ def test_embedding_uses_token_frequencies(
     if mean_eigenvalue == 0:
         return  # only padding: nothing moves, see below
     gamma = 0.1 * mean_eigenvalue
-    keywords = {"damping": 0.1 if relative else gamma, "relative_damping": relative, "solver": solver}
+    keywords = {"damping": 0.1 if relative else gamma, "relative_damping": relative, "solver": SOLVERS[solver]}
     optimizer = KFACSGD(model, **EXACT | keywords)
     changes = take_step(model, optimizer, passes, lambda output, y: squared_error(output, y) / total)
     raw = model.embed.weight.grad
@@ -382,7 +384,7 @@ def test_attention_projections_are_four_linear_layers(
     oracle.refresh(step)
     # Softmax ignores a constant in the keys: under "reduce" their G is zero, and takes no part in choosing gamma.
     gamma = 0.1 * oracle.curvature["v"].mean_eigenvalue
-    keywords = {"damping": gamma, "weight_sharing": sharing, "batch_dim": batch_dim, "solver": solver}
+    keywords = {"damping": gamma, "weight_sharing": sharing, "batch_dim": batch_dim, "solver": SOLVERS[solver]}
     changes = projections(take_step(model, KFACSGD(model, **EXACT | keywords), passes, loss))
     assert_applied(oracle, changes, oracle.directions(step.gradients, gamma, solver=solver), step.gradients)
 

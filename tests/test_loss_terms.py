@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACSGD
 from tests.compare import OPTIONS, SAME, assert_same_factors, assert_same_weights, factors_of
-from tests.reference import Oracle, assert_applied, assert_near, averaged, cross_entropy, snapshot, take_step
+from tests.reference import SOLVERS, Oracle, assert_applied, assert_near, averaged, cross_entropy, snapshot, take_step
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -49,7 +49,7 @@ def test_loss_average_against_the_dense_definition(
     if batch_dim == 1 and len(shape) == 1:
         shape = (1, *shape)
     model, twin = Tagger(), Tagger()
-    optimizer = build(model, loss_average=average, batch_dim=batch_dim, solver=solver)
+    optimizer = build(model, loss_average=average, batch_dim=batch_dim, solver=SOLVERS[solver])
     oracle, loss = Oracle(twin, average=average, batch_dim=batch_dim), averaged(cross_entropy, average, batch_dim)
     for _ in range(2):
         passes = [((torch.randn(*shape, 3),), torch.randn(*shape, 5))]

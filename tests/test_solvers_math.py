@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from kfac_optim import KFACSGD, InverseSolver
 from tests.reference import (
     EXACT,
+    SOLVERS,
     SOLVES,
     Inputs,
     Named,
@@ -37,11 +38,6 @@ from tests.reference import (
 pytestmark = pytest.mark.usefixtures("float64")
 
 LIMIT_TOL = 1e-5  # the first neglected term is curvature / sqrt(damping), and the curvature is at most of order 100
-SOLVERS: dict[str, object] = {
-    "eigen": "eigen",
-    "inverse": "inverse",
-    "inverse without pi": InverseSolver(pi=False),
-}
 SCALINGS: list[str | None] = [None, "kl_clip", "unit", "graft"]
 
 Passes = list[tuple[Inputs, Tensor]]
@@ -163,7 +159,7 @@ def test_the_direction_is_a_descent_direction_shorter_than_gradient_over_damping
 ) -> None:
     torch.manual_seed(seed)
     model, _ = twins(Mixed)
-    optimizer = KFACSGD(model, **EXACT | {"damping": damping, "solver": solver})
+    optimizer = KFACSGD(model, **EXACT | {"damping": damping, "solver": SOLVERS[solver]})
     backward(model, token_passes(), mean_loss)
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     changes = apply(model, optimizer)
@@ -181,7 +177,7 @@ def test_damping_may_follow_the_step() -> None:
     lr, schedule = 0.05, [0.5, 0.1, 0.02]
     for solver in ("eigen", "inverse"):
         oracle = Oracle(twin)
-        keywords = {"damping": lambda step: schedule[step], "lr": lr, "solver": solver}
+        keywords = {"damping": lambda step: schedule[step], "lr": lr, "solver": SOLVERS[solver]}
         optimizer = KFACSGD(model, **EXACT | keywords)
         for gamma in schedule:
             passes = linear_passes()
@@ -379,7 +375,7 @@ def test_unit_scaling_gives_the_norm_of_a_semi_orthogonal_update(
     passes, oracle = linear_passes(4, d_in, d_out), Oracle(twin)
     step = oracle.observe(passes, mean_loss)
     oracle.refresh(step)
-    keywords = {"scaling": "unit", "damping": 0.1, "solver": solver}
+    keywords = {"scaling": "unit", "damping": 0.1, "solver": SOLVERS[solver]}
     change = oracle.layers[0].of(take_step(model, KFACSGD(model, **EXACT | keywords), passes, mean_loss))[0]
     assert float(change.norm()) == pytest.approx(unit_norm(d_out, d_in + bias), rel=1e-9)
     direction = oracle.directions(step.gradients, 0.1, solver=solver)["0"][0]

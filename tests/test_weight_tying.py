@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kfac_optim import KFACSGD
 from tests.compare import OPTIONS, assert_same_factors, assert_same_weights, factors_of
 from tests.reference import (
+    SOLVERS,
     Oracle,
     assert_applied,
     assert_near,
@@ -91,7 +92,7 @@ def test_uses_of_one_weight_pool_their_rows(
     factory: Callable[[], nn.Module], solver: str, sizes: tuple[int, ...]
 ) -> None:
     model, twin = factory(), factory()
-    optimizer = KFACSGD(model, solver=solver, **(OPTIONS | {"lr": 1.0, "damping": DAMPING}))
+    optimizer = KFACSGD(model, **(OPTIONS | {"lr": 1.0, "damping": DAMPING, "solver": SOLVERS[solver]}))
     oracle = Oracle(twin)
     for _ in range(2):
         passes = [((torch.randn(n, 4),), torch.randn(n, 2)) for n in sizes]

@@ -14,7 +14,7 @@ from .. import diagnostics
 from ..comm import Communicator, Parcel, gathered, sharded_like
 from ..layers import KroneckerLayer, full_precision
 from ..scaling import Direction, Scaling
-from ..solvers import Decomposition, Solver, batches
+from ..solvers import Decomposition, Solver, Truncating, batches
 from .blocks import Block, gamma_of
 from .ranks import communicating
 
@@ -36,12 +36,14 @@ class Stack:
         decomposed: Of A and of G; None where another rank preconditions.
         means: Mean eigenvalues of A and G, ``[p]`` each.
         units: See :class:`~kfac_optim.scaling.Direction`.
+        relevant: The damping for which the solver last said what matters, and what does; None: not yet.
     """
 
     blocks: list[Block]
     decomposed: tuple[Decomposition, Decomposition] | None
     means: tuple[Tensor, Tensor]
     units: Tensor | None
+    relevant: tuple[tuple[float, bool], tuple[Decomposition, Decomposition]] | None = None
 
     @property
     def layers(self) -> list[KroneckerLayer]:
@@ -126,8 +128,10 @@ class Preconditioner:
     ) -> Direction:
         gradient = _cat([_matrix_of(layer, vectors, self.dtype) for layer in stack.layers])
         if stack.decomposed is not None:
-            a, g = (tuple(part.to(self.dtype) for part in side) for side in stack.decomposed)
             gamma = gamma_of(stack.means, damping, relative=relative).to(self.dtype)
+            a, g = (
+                tuple(part.to(self.dtype) for part in side) for side in self._relevant(stack, gamma, damping, relative)
+            )
             with full_precision(gradient.device.type):
                 direction = self.solver.precondition(gradient, a, g, gamma).contiguous()
         else:  # a gradient worker sends it
@@ -138,6 +142,21 @@ class Preconditioner:
             filled = {p: torch.ones_like(vectors[p]) * lr[p] for p in moved}
             rate = _cat([_matrix_of(layer, filled, self.dtype) for layer in stack.layers])
         return Direction(direction, gradient, rate, stack.units)
+
+    def _relevant(
+        self, stack: Stack, gamma: Tensor, damping: float, relative: bool
+    ) -> tuple[Decomposition, Decomposition]:
+        """What matters of a stack's decompositions: decided when they are new, or the damping is twice or half that."""
+        assert stack.decomposed is not None
+        if not isinstance(self.solver, Truncating):
+            return stack.decomposed
+        if stack.relevant is not None:
+            (decided, was_relative), found = stack.relevant
+            if was_relative == relative and damping / 2 <= decided <= damping * 2:
+                return found
+        found = self.solver.relevant(*stack.decomposed, gamma)
+        stack.relevant = (damping, relative), found
+        return found
 
     def _share(
         self, blocks: Sequence[Block], stacks: Sequence[Stack], directions: Sequence[Direction], comm: Communicator
