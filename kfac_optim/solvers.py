@@ -104,7 +104,7 @@ class Truncating(Solver, Protocol):
         """The parts of a stack's decompositions that matter at a damping: what ``precondition`` then gets.
 
         What a pair contributes must not depend on the others in its stack. May wait for the device: it is called when
-        the decompositions are new, or the damping another.
+        the decompositions are new, or the damping has become another.
         """
         ...
 
@@ -117,8 +117,7 @@ class EigenSolver:
         negligible: Eigenvalues of A or G count as zero where all of their products with those of the other factor are
             at most this multiple of the damping, in [0, 1). There eq. 13 divides by ``gamma`` instead of up to ``(1 +
             negligible) gamma``, so no component of the direction is off by more than this share; the products of eqs.
-            11-13 then need the other eigenvectors alone. Default 0.01; 0: exact. The damping may halve before this is
-            decided anew.
+            11-13 then need the other eigenvectors alone. Default 0.01; 0: exact.
         refresh: "eigh" (default) decomposes anew at every refresh. "qr" takes one step of orthogonal iteration from the
             last eigenvectors, ``Q <- qr(F Q)``, with the diagonal of ``Q^T F Q`` for eigenvalues (Golub & Van Loan,
             Matrix Computations, section 8.2.4; Vyas et al. 2024, arXiv:2409.11321). The eigenvectors are then part of

@@ -123,7 +123,7 @@ def test_training_is_off_by_no_more_than_promised(relative: bool) -> None:
 
 
 def test_what_is_negligible_follows_the_damping() -> None:
-    """A damping that falls between refreshes brings back what it had hidden; one that rises needs no new decision."""
+    """A damping that falls between refreshes brings back what it had hidden."""
 
     def damping(step: int) -> float:
         return [10.0, 1e-6, 10.0][step]

@@ -36,7 +36,7 @@ class Stack:
         decomposed: Of A and of G; None where another rank preconditions.
         means: Mean eigenvalues of A and G, ``[p]`` each.
         units: See :class:`~kfac_optim.scaling.Direction`.
-        relevant: The damping for which the solver last said what matters, and what does; None: not yet.
+        relevant: A damping, whether it is relative, and what the solver says matters at it; None: not yet decided.
     """
 
     blocks: list[Block]
@@ -128,10 +128,8 @@ class Preconditioner:
     ) -> Direction:
         gradient = _cat([_matrix_of(layer, vectors, self.dtype) for layer in stack.layers])
         if stack.decomposed is not None:
+            a, g = (tuple(part.to(self.dtype) for part in side) for side in self._relevant(stack, damping, relative))
             gamma = gamma_of(stack.means, damping, relative=relative).to(self.dtype)
-            a, g = (
-                tuple(part.to(self.dtype) for part in side) for side in self._relevant(stack, gamma, damping, relative)
-            )
             with full_precision(gradient.device.type):
                 direction = self.solver.precondition(gradient, a, g, gamma).contiguous()
         else:  # a gradient worker sends it
@@ -143,20 +141,19 @@ class Preconditioner:
             rate = _cat([_matrix_of(layer, filled, self.dtype) for layer in stack.layers])
         return Direction(direction, gradient, rate, stack.units)
 
-    def _relevant(
-        self, stack: Stack, gamma: Tensor, damping: float, relative: bool
-    ) -> tuple[Decomposition, Decomposition]:
-        """What matters of a stack's decompositions: decided when they are new, or the damping is twice or half that."""
+    def _relevant(self, stack: Stack, damping: float, relative: bool) -> tuple[Decomposition, Decomposition]:
+        """What matters of a stack's decompositions at a damping.
+
+        Decided at most once per quarter of an octave, for its lower end: a run that is resumed decides alike.
+        """
         assert stack.decomposed is not None
         if not isinstance(self.solver, Truncating):
             return stack.decomposed
-        if stack.relevant is not None:
-            (decided, was_relative), found = stack.relevant
-            if was_relative == relative and damping / 2 <= decided <= damping * 2:
-                return found
-        found = self.solver.relevant(*stack.decomposed, gamma)
-        stack.relevant = (damping, relative), found
-        return found
+        floor = 2 ** (math.floor(4 * math.log2(damping)) / 4)
+        if stack.relevant is None or stack.relevant[0] != (floor, relative):
+            gamma = gamma_of(stack.means, floor, relative=relative).to(self.dtype)
+            stack.relevant = (floor, relative), self.solver.relevant(*stack.decomposed, gamma)
+        return stack.relevant[1]
 
     def _share(
         self, blocks: Sequence[Block], stacks: Sequence[Stack], directions: Sequence[Direction], comm: Communicator
