@@ -217,9 +217,9 @@ class EigenSolver:
 def _above(side: Decomposition, limit: Tensor) -> Decomposition:
     """What belongs to the eigenvalues above a limit, ``[p]``, of any pair; eigenvalues below their own become zero."""
     values, *vectors = side
+    if not vectors:  # of a diagonal factor nothing would be saved
+        return side
     values = values.masked_fill(values <= limit[:, None], 0)
-    if not vectors:
-        return (values,)
     kept = values.any(0).nonzero()  # neighbours, as eigenvalues are sorted
     part = slice(int(kept[0]), int(kept[-1]) + 1) if len(kept) else slice(0)
     return values[:, part], *(q[..., part] for q in vectors)

@@ -15,6 +15,7 @@ from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
 from kfac_optim.optimizers import KFACMixin
 from tests.compare import OPTIONS, SAME, assert_same_factors, assert_same_weights, factors_of
 from tests.reference import (
+    SOLVERS,
     Oracle,
     assert_applied,
     assert_near,
@@ -298,7 +299,7 @@ def test_a_failing_cholesky(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 def test_factors_over_the_limit_are_diagonal(limit: int, solver: str) -> None:
     model, twin = network(), network()
-    optimizer = KFACSGD(model, solver=solver, max_factor_dim=limit, **(OPTIONS | {"lr": 1.0}))
+    optimizer = KFACSGD(model, max_factor_dim=limit, **(OPTIONS | {"lr": 1.0, "solver": SOLVERS[solver]}))
     oracle = Oracle(twin, diagonal_above=limit)
     for _ in range(2):
         passes = [((torch.randn(6, 3),), torch.randn(6, 2))]
