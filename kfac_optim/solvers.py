@@ -219,10 +219,11 @@ def _above(side: Decomposition, limit: Tensor) -> Decomposition:
     values, *vectors = side
     if not vectors:  # of a diagonal factor nothing would be saved
         return side
-    values = values.masked_fill(values <= limit[:, None], 0)
-    kept = values.any(0).nonzero()  # neighbours, as eigenvalues are sorted
+    above = values > limit[:, None]
+    kept = above.any(0).nonzero()  # neighbours, as eigenvalues are sorted
     part = slice(int(kept[0]), int(kept[-1]) + 1) if len(kept) else slice(0)
-    return values[:, part], *(q[..., part] for q in vectors)
+    values, above = values[:, part], above[:, part]
+    return values if bool(above.all()) else values * above, *(q[..., part] for q in vectors)
 
 
 def _in_order(vectors_g: list[Tensor], vectors_a: list[Tensor], g_first: bool) -> list[tuple[Tensor, bool]]:

@@ -43,7 +43,7 @@ def stacks(draw: st.DrawFn) -> tuple[Tensor, Decomposition, Decomposition, Tenso
 def test_a_stack_against_the_dense_solve(
     stack: tuple[Tensor, Decomposition, Decomposition, Tensor], negligible: float
 ) -> None:
-    """(A (x) G + gamma I)^-1, the negligible eigenvalues of factors that are not diagonal zero, each pair for itself."""
+    """(A (x) G + gamma I)^-1 with the negligible eigenvalues zero, but for diagonal factors; each pair for itself."""
     gradient, a, g, gamma = stack
     solver = EigenSolver(negligible=negligible)
     found = solver.precondition(gradient, *solver.relevant(a, g, gamma), gamma)
