@@ -1,0 +1,108 @@
+"""Tensors and gradients of which a framework keeps a part on every rank: FSDP2's DTensors, DeepSpeed ZeRO."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = [
+    "full_gradient",
+    "gathered",
+    "largest_entry",
+    "refuse_flattened",
+    "set_full_gradient_",
+    "sharded_like",
+    "sharding_problem",
+]
+
+
+def full_gradient(parameter: Tensor) -> Tensor | None:
+    """The gradient, whole: also where DeepSpeed ZeRO 1-3 keeps a part of it on every rank (then a collective)."""
+    if parameter.grad is None and (hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")):
+        import deepspeed.utils
+
+        return deepspeed.utils.safe_get_full_grad(parameter)
+    return parameter.grad
+
+
+def set_full_gradient_(parameter: Tensor, gradient: Tensor) -> None:
+    """Puts back what :func:`full_gradient` gave, changed."""
+    if parameter.grad is not None:
+        parameter.grad.copy_(gradient)
+    else:
+        import deepspeed.utils
+
+        if hasattr(parameter, "ds_id"):  # ZeRO 3 cuts it into equal parts, without padding it first
+            ranks = dist.get_world_size(cast(Any, parameter).ds_process_group)
+            gradient = torch.nn.functional.pad(gradient.flatten(), (0, -gradient.numel() % ranks))
+        deepspeed.utils.safe_set_full_grad(parameter, gradient)
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor; whoever has one has imported them, which takes longer than all of this package."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that FSDP2 has sharded (a collective); any other tensor itself."""
+    return cast(Any, tensor).full_tensor() if _is_sharded(tensor) else tensor
+
+
+def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a tensor that every rank holds, laid out as ``like``; nothing is sent."""
+    if not _is_sharded(like):
+        return whole
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, placements = cast(DTensor, like).device_mesh, cast(DTensor, like).placements
+    replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated.redistribute(placements=placements)
+
+
+def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module]) -> str:
+    """What keeps a parameter from being treated as a whole; empty for plain tensors and for the shards of FSDP2.
+
+    Tensor parallelism shards activations as well, of which the hooks would see a part only.
+    """
+    if not _is_sharded(parameter):
+        return ""
+    from torch.distributed.fsdp import FSDPModule
+
+    placements = cast(Any, parameter).placements
+    by_fsdp = any(isinstance(module, FSDPModule) for root in roots for module in root.modules())
+    # FSDP2 shards rows over the last dimension of its mesh and replicates over the others (HSDP).
+    if by_fsdp and placements[-1].is_shard(0) and all(placement.is_replicate() for placement in placements[:-1]):
+        return ""
+    return f"split by tensor parallelism, or not by rows: {placements}"
+
+
+def refuse_flattened(roots: Iterable[nn.Module]) -> None:
+    """Raises TypeError for torch's first FSDP: it keeps pieces of flattened weights, in which no matrix is left."""
+    if any(type(module).__name__ == "FullyShardedDataParallel" for root in roots for module in root.modules()):
+        raise TypeError(
+            "FullyShardedDataParallel (FSDP1) flattens the weights, so that no layer's matrix is left to precondition: "
+            "shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
+
+
+def largest_entry(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest absolute entry of all tensors, 0-dim; NaN or infinite if one of them is. Sharded ones count whole."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    norms = [gathered(_largest_alike(alike)) for alike in kinds.values()]
+    return torch.stack([norm.to(norms[0].device) for norm in norms]).max() if norms else torch.zeros(())
+
+
+def _largest_alike(tensors: Sequence[Tensor]) -> Tensor:
+    simple = all(type(t) is Tensor and t.device.type == "cpu" and t.numel() and not t.is_complex() for t in tensors)
+    if simple and not any(t.is_sparse for t in tensors):
+        # On the CPU torch takes 15 times as long for the maximum norm as for both extremes.
+        return torch.stack([extreme for t in tensors for extreme in t.aminmax()]).abs().max()
+    return torch.nn.utils.get_total_norm(tensors, float("inf"))
