@@ -551,7 +551,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
         left.barh(places, [row["mean"] for row in rows], label="mean")
         left.plot([row["worst"] for row in rows], places, "k|", markersize=12, label="worst step")
         left.axvline(1, color="grey", linewidth=1, linestyle=":")
-        left.set(xscale="log", xlabel=f"seconds over {result['base']['contender']}'s mean")
+        left.set(xlabel=f"seconds over {result['base']['contender']}'s mean")
         left.set_title(f"{result['work']}, {result['place']['dtype']}", fontsize="medium")
         right.barh(places, [row["peak_bytes"] / 2**20 for row in rows], label="peak")
         right.plot([row["bound_bytes"] / 2**20 for row in rows], places, "k|", markersize=12, label="bound")

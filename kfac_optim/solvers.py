@@ -114,10 +114,6 @@ class EigenSolver:
     """Eigendecomposition: Tikhonov damping of ``A (x) G`` itself, which may change at every step. The default.
 
     Args:
-        negligible: Eigenvalues of A or G count as zero where all of their products with those of the other factor are
-            at most this multiple of the damping, in [0, 1). There eq. 13 divides by ``gamma`` instead of up to ``(1 +
-            negligible) gamma``, so no component of the direction is off by more than this share; the products of eqs.
-            11-13 then need the other eigenvectors alone. Default 0.01; 0: exact.
         refresh: "eigh" (default) decomposes anew at every refresh. "qr" takes one step of orthogonal iteration from the
             last eigenvectors, ``Q <- qr(F Q)``, with the diagonal of ``Q^T F Q`` for eigenvalues (Golub & Van Loan,
             Matrix Computations, section 8.2.4; Vyas et al. 2024, arXiv:2409.11321). The eigenvectors are then part of
@@ -127,6 +123,11 @@ class EigenSolver:
             decomposed by "eigh" in the same refresh, >= 0. Default 0.1.
         overlap: Where a refresh is spread over steps, True runs all of its decompositions beside the training, on a
             thread (with a stream of its own on a GPU), instead of only those that exceed a step's share (default).
+        negligible: Eigenvalues of A or G count as zero where all of their products with those of the other factor are
+            at most this multiple of the damping, in [0, 1). There eq. 13 divides by ``gamma`` instead of up to ``(1 +
+            negligible) gamma``, so no component of the direction is off by more than this share; the products of eqs.
+            11-13 then need the other eigenvectors alone. Default 0.01, at which the paper's mode adds 0.08 instead of 0.35
+            to a transformer's step (``benchmarks/results/step_time.txt``); 0: exact.
 
     Raises:
         ValueError: If an argument is out of range.
