@@ -224,6 +224,7 @@ def test_linear_and_convolution_weights_are_covered_except_for_listed_reasons(fa
 
 DAMPING = 0.1  # relative: neither hides the curvature nor leaves it alone, whatever a layer's scale
 VALUES: dict[str, object] = FLOAT64 | {
+    "solver": reference.SOLVERS["eigen"],
     "damping": DAMPING,
     "relative_damping": True,
     "scaling": None,
