@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
+from kfac_optim.comm import largest_entry
 from kfac_optim.optimizers import KFACMixin
 from tests.compare import OPTIONS, SAME, assert_same_factors, assert_same_weights, factors_of
 from tests.reference import (
@@ -438,3 +439,37 @@ def test_lr_zero_moves_nothing_and_learns_the_curvature(cls: type[KFACMixin], sc
     train(model, first, [(x, y)])
     assert all(bool(p.isfinite().all()) for p in model.parameters())
     assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+# The check for what is not finite ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("entries", "largest"),
+    [
+        ([[1.0, -3.0], [2.0]], 3.0),
+        ([[1.0, 4.0], [-2.0]], 4.0),
+        ([[1.0, -math.inf], [2.0]], math.inf),
+        ([[1.0, math.inf], [2.0]], math.inf),
+        ([[1.0, math.nan], [-math.inf]], math.nan),
+        ([[], [-2.0]], 2.0),
+        ([[]], 0.0),
+        ([], 0.0),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_the_largest_entry_of_all_gradients(entries: list[list[float]], largest: float, dtype: torch.dtype) -> None:
+    """By hand; the tensors need not be of one dtype, and may be empty."""
+    dtypes = [dtype, torch.float32]
+    tensors = [torch.tensor(values, dtype=dtypes[i]) for i, values in enumerate(entries)]
+    assert float(largest_entry(tensors)) == pytest.approx(largest, nan_ok=True)
+
+
+def test_a_parameter_without_entries_is_in_nobodys_way() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    model.register_parameter("empty", nn.Parameter(torch.zeros(0)))
+    optimizer = KFACSGD(model, lr=0.1)
+    before = model[0].weight.detach().clone()
+    (model(torch.randn(4, 3)).square().mean() + model.empty.sum()).backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)
