@@ -1,4 +1,4 @@
-"""Training jobs and measurements on real and generated data; no part of the installed package.
+r"""Training jobs and measurements on real and generated data; no part of the installed package.
 
 ``python -m benchmarks.train TASK --optimizer NAME`` trains one of three tasks with any optimizer. The others answer a
 question each, and write a table, JSON and a plot: ``convergence`` (every optimizer, tuned alike), ``step_time`` (what a

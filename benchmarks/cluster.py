@@ -1,7 +1,7 @@
 """A model of distributed K-FAC: seconds of every stage, bytes sent and held, for a cluster that need not exist.
 
     shapes of the layers, costs        Workload     (a model on the meta device, looked at by the engine itself)
-    who does what                      assign()     (the strategies of kfac_optim.assignment, the very same objects)
+    who does what                      assign()     (the strategies of kfac_optim.distributed, the very same objects)
     how fast a rank computes           Device       seconds = operations * launch + flops / rate + bytes / bandwidth
     how fast ranks talk                Network      seconds = hops * latency + bytes / bandwidth, node by node
     how often                          Schedule     statistics every a steps, decompositions every b
@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from kfac_optim.assignment import Assignment, AssignmentStrategy, FactorWise, LayerAssignment, LayerCost
-from kfac_optim.curvature import CurvatureEngine, specs_of
+from kfac_optim import CurvatureEngine
+from kfac_optim.blocks import specs_of
+from kfac_optim.distributed import Assignment, AssignmentStrategy, FactorWise, LayerAssignment, LayerCost
 from kfac_optim.factors import FactorSpec
 from kfac_optim.layers import KroneckerLayer
 from kfac_optim.scaling import Direction, KLClip
@@ -193,7 +194,7 @@ class _Costs:
         self.costs: tuple[LayerCost, ...] = ()
 
     def assign(self, costs: Sequence[LayerCost], world_size: int) -> Assignment:
-        """See :class:`kfac_optim.assignment.AssignmentStrategy`."""
+        """See :class:`kfac_optim.distributed.AssignmentStrategy`."""
         self.costs = tuple(costs)
         return FactorWise().assign(costs, world_size)
 
@@ -588,7 +589,7 @@ def predict(
     Args:
         work: What is trained.
         world_size: Number of ranks.
-        strategy: Any strategy of :mod:`kfac_optim.assignment`.
+        strategy: Any strategy of :mod:`kfac_optim.distributed`.
         device: What a rank computes with.
         network: What ranks talk over.
         schedule: How often statistics and decompositions are due.

@@ -54,7 +54,7 @@ from benchmarks.cluster import (
     workload,
 )
 from benchmarks.models import BottleneckResNet, Encoder, ResNet
-from kfac_optim.assignment import KAISA, AssignmentStrategy, FactorWise, LayerWise
+from kfac_optim.distributed import KAISA, AssignmentStrategy, FactorWise, LayerWise
 
 # The paper's numbers -------------------------------------------------------------------------------------------------
 

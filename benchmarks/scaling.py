@@ -1,4 +1,4 @@
-"""Scaling of distributed K-FAC: measured on real ranks, predicted for clusters.
+r"""Scaling of distributed K-FAC: measured on real ranks, predicted for clusters.
 
 ``python -m benchmarks.scaling --part NAME`` (from the repository root) does one part, prints its tables and writes them
 to ``benchmarks/results/`` as text, drawings and JSON with settings, seeds, versions and machine. Parts:
@@ -73,7 +73,7 @@ from benchmarks.reports import RESULTS, SMOKE, table, write
 from benchmarks.runs import facts
 from benchmarks.works import Work as Noise
 from kfac_optim import KFACSGD
-from kfac_optim.assignment import KAISA, AssignmentStrategy, FactorWise, LayerWise
+from kfac_optim.distributed import KAISA, AssignmentStrategy, FactorWise, LayerWise
 from kfac_optim.solvers import Decomposition, EigenSolver
 
 COMMUNICATION = tuple(name for name in STAGES if name.endswith("communication"))

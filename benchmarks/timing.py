@@ -34,8 +34,7 @@ from benchmarks.optimizers import OPTIMIZERS, find
 from benchmarks.reports import grid, table
 from benchmarks.settings import OPTIMIZER_DEFAULTS, RECIPES
 from benchmarks.works import Work
-from kfac_optim import EigenSolver, InverseSolver, growing
-from kfac_optim.curvature import CurvatureEngine
+from kfac_optim import CurvatureEngine, EigenSolver, InverseSolver, growing
 from kfac_optim.schedules import value_at
 
 NEVER = 10**9  # an interval longer than any run

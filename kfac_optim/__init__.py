@@ -1,4 +1,6 @@
-"""K-FAC as ordinary ``torch.optim`` optimizers::
+"""K-FAC as ordinary ``torch.optim`` optimizers.
+
+One line of a training script changes::
 
     optimizer = KFACSGD(model, lr=0.1, momentum=0.9)      # instead of torch.optim.SGD(model.parameters(), ...)
 
@@ -9,18 +11,20 @@ How data flow, and which module does what::
     weights <--base class's step-- .grad <-- optimizers <-- scaled preconditioned gradient <-+
 """
 
-from .assignment import (
+from .capture import Bernoulli, Categorical, Fisher, Gaussian
+from .distributed import (
     KAISA,
     Assignment,
     AssignmentStrategy,
+    Communicator,
     FactorWise,
+    HorovodCommunicator,
     LayerAssignment,
     LayerCost,
     LayerWise,
+    TorchCommunicator,
 )
-from .capture import Bernoulli, Categorical, Fisher, Gaussian
-from .comm import Communicator, HorovodCommunicator, TorchCommunicator
-from .curvature import CurvatureEngine, memory_estimate
+from .engine import CurvatureEngine, memory_estimate
 from .layers import Declined, KroneckerLayer, LayerOptions, register_layer
 from .optimizers import KFACLAMB, KFACSGD, KFACAdam, KFACMixin
 from .scaling import Direction, Graft, KLClip, Scaling, Unit

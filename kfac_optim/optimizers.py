@@ -17,7 +17,9 @@ import torch
 import torch_optimizer
 from torch import Tensor, nn
 
-from .curvature import CurvatureEngine, growing, joinable, owning_engine
+from .distributed import joinable
+from .engine import CurvatureEngine, owning_engine
+from .schedules import growing
 
 __all__ = ["KFACLAMB", "KFACAdam", "KFACMixin", "KFACSGD"]
 

@@ -31,7 +31,7 @@ def due(interval: Schedule[int], step: int, last: int | None) -> bool:
 
 
 @dataclass(frozen=True)
-class growing:  # noqa: N801  (used like a function: inv_update_steps=growing(...))
+class growing:
     """An interval that grows with the step: curvature moves fast at first and slowly later.
 
     The interval at step ``t`` is ``max(minimum, fraction * t)``, at most ``maximum``; the amortised cost of refreshing
@@ -64,7 +64,7 @@ class growing:  # noqa: N801  (used like a function: inv_update_steps=growing(..
 
 
 @dataclass(frozen=True)
-class exponential_decay:  # noqa: N801
+class exponential_decay:
     """``initial * rate ** (step / steps)``, never below ``final``: for instance a damping that decays.
 
     "larger damping values early account for rapid changes in the FIM at the start of training" (paper, section 5.3).
@@ -80,7 +80,7 @@ class exponential_decay:  # noqa: N801
 
 
 @dataclass(frozen=True)
-class constant_then_scaled:  # noqa: N801
+class constant_then_scaled:
     """A number that is multiplied by ``factor`` at each of ``milestones`` (steps), rounded to an int where it was one.
 
     The paper's decay of damping (``factor < 1``) and of the update frequency (``factor > 1`` on the interval), "at

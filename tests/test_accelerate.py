@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from tests.training import FLOAT64, KINDS, assert_close, assert_identical, assert_trained, data_of, make_model, values
 
 pytest.importorskip("accelerate")
-from accelerate import Accelerator  # noqa: E402
+from accelerate import Accelerator
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_accelerate")]
 

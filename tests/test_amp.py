@@ -177,7 +177,7 @@ def test_overflowed_steps_leave_no_trace(
 @pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
 @pytest.mark.parametrize("enabled", [False, True])
 def test_fused_base_class(cls: type[KFACMixin], enabled: bool) -> None:
-    """torch's fused kernels unscale by themselves; ours must leave that, and skipping, to the scaler."""
+    """Torch's fused kernels unscale by themselves; ours must leave that, and skipping, to the scaler."""
     model, plain = twins(network)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE) if enabled else None
     options = {"lr": 0.01, "factor_update_steps": 1, "inv_update_steps": 1}

@@ -215,7 +215,7 @@ def test_state_dict_does_not_depend_on_the_assignment() -> None:
 # Adam and LAMB have no float16: their eps is zero in it.
 @pytest.mark.parametrize(("kfac", "dtype"), [*[(kfac, torch.bfloat16) for kfac in CLASSES], (KFACSGD, torch.float16)])
 def test_float32_factors_stay_float32_on_a_half_precision_model(kfac: Any, dtype: torch.dtype) -> None:
-    """torch casts loaded state to the parameter's dtype."""
+    """Torch casts loaded state to the parameter's dtype."""
     model, optimizer = build(kfac)
     model.to(dtype)
     train(model, optimizer, range(K))

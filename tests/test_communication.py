@@ -19,8 +19,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kfac_optim import KAISA, KFACSGD, Assignment, EigenSolver, FactorWise, LayerCost, LayerWise
-from kfac_optim.assignment import LayerAssignment
-from kfac_optim.comm import Communicator, LocalCommunicator, Parcel, TorchCommunicator
+from kfac_optim.distributed import Communicator, LayerAssignment, LocalCommunicator, Parcel, TorchCommunicator
 from kfac_optim.factors import FactorSpec, LocalSums, fold_, read
 from tests.ranks import run_ranks
 from tests.training import FLOAT64, OFTEN, assert_all_near, batch_of, train_on, values

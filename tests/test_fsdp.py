@@ -158,7 +158,7 @@ def test_sharding_after_the_optimizer_is_refused_or_followed() -> None:
 
 
 def flatten(rank: int, world_size: int) -> dict[tuple[bool, str], str]:
-    """torch's first FSDP, in both of its modes, around the model before and after the optimizer was built."""
+    """Torch's first FSDP, in both of its modes, around the model before and after the optimizer was built."""
     stories = {}
     for original in (False, True):
         for when in ("wrapped first", "its parameters", "built first"):

@@ -1,5 +1,8 @@
-"""Values, layer type by layer type: norms and embeddings against per-example gradients, attention and grouped
-convolutions against an explicit equivalent."""
+"""Values, layer type by layer type.
+
+Norms and embeddings against per-example gradients, attention and grouped
+convolutions against an explicit equivalent.
+"""
 
 from __future__ import annotations
 

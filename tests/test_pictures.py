@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim import KAISA, KFACSGD, Assignment, CurvatureEngine, FactorWise, LayerAssignment, LayerWise, diagnostics
-from kfac_optim.comm import LocalCommunicator
+from kfac_optim.distributed import LocalCommunicator
 from tests.training import FLOAT64, make_model, train
 
 matplotlib = pytest.importorskip("matplotlib")

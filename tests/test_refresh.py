@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, CurvatureEngine, EigenSolver, InverseSolver, growing
-from kfac_optim.curvature.preconditioning import stack_of
-from kfac_optim.curvature.refresh import Refresh, _together
 from kfac_optim.factors import FactorSpec
 from kfac_optim.layers import gram
+from kfac_optim.preconditioning import stack_of
+from kfac_optim.refresh import Refresh, _together
 from kfac_optim.solvers import batches, decompose_all, decompose_safely
 
 specs = st.builds(FactorSpec, st.integers(1, 3), st.sampled_from([3, 4, 10]), st.booleans())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
-from kfac_optim.comm import largest_entry
+from kfac_optim.distributed import largest_entry
 from kfac_optim.optimizers import KFACMixin
 from tests.compare import OPTIONS, SAME, assert_same_factors, assert_same_weights, factors_of
 from tests.reference import (

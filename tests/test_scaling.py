@@ -38,9 +38,8 @@ from benchmarks.cluster import (
     workload,
 )
 from benchmarks.models import BottleneckResNet, Encoder
-from kfac_optim import KAISA, AssignmentStrategy, FactorWise, LayerWise, memory_estimate
-from kfac_optim.comm import Communicator, LocalCommunicator
-from kfac_optim.curvature import CurvatureEngine
+from kfac_optim import KAISA, AssignmentStrategy, CurvatureEngine, FactorWise, LayerWise, memory_estimate
+from kfac_optim.distributed import Communicator, LocalCommunicator
 
 ROUNDING = 1e-9  # sums of some thousand floats in another order
 

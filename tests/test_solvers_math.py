@@ -230,7 +230,7 @@ def test_a_layer_without_curvature_or_gradient_stays_where_it_is(
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("zero", ["A", "G", "both"])
 def test_factors_of_trace_zero(zero: str, solver: str, relative: bool) -> None:
-    """pi is 1 then, and relative damping takes a mean eigenvalue of 1, for any gradient that stands in ``.grad``."""
+    """Pi is 1 then, and relative damping takes a mean eigenvalue of 1, for any gradient that stands in ``.grad``."""
     model, twin = twins(lambda: nn.Sequential(nn.Linear(3, 2, bias=False)))
     oracle = Oracle(twin)
     passes = [((torch.zeros(4, 3) if zero in ("A", "both") else torch.randn(4, 3),), torch.randn(4, 2))]

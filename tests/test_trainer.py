@@ -21,7 +21,7 @@ from tests.training import FLOAT64, KINDS, assert_close, assert_identical, value
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-import transformers  # noqa: E402
+import transformers
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_accelerate")]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import kfac_optim
 from kfac_optim import KAISA, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin
-from kfac_optim.comm import LocalCommunicator
+from kfac_optim.distributed import LocalCommunicator
 from tests.training import FLOAT64, backward, make_model, train, values
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -1,4 +1,6 @@
-"""The model zoo: every architecture family trains with each class, all of its Linear and convolution weights have
+"""The model zoo.
+
+Every architecture family trains with each class, all of its Linear and convolution weights have
 curvature or a listed reason, and every factor and direction equals what single examples give.
 
 ``python -m tests.test_zoo`` prints what is covered as a table.
@@ -407,8 +409,11 @@ def tokens_for(experts: Sequence[int]) -> Tensor:
 @pytest.mark.parametrize(("average", "terms"), [("batch", 1), ("batch+sequence", 3)])
 @pytest.mark.parametrize("call_all", [False, True], ids=["left out", "called on no rows"])
 def test_the_curvature_of_an_expert_is_that_of_its_own_tokens(call_all: bool, average: str, terms: int) -> None:
-    """A is the mean over its tokens, G is M times the sum over them with the M of the whole loss; a batch without a
-    token for it adds nothing and lets nothing decay."""
+    """What an expert has seen.
+
+    A is the mean over its tokens, G is M times the sum over them with the M of the whole loss; a batch without a
+    token for it adds nothing and lets nothing decay.
+    """
     moe = Experts([nn.Linear(4, 4) for _ in range(3)], 4, chosen=1, call_all=call_all)
     model = nn.Sequential(moe, nn.Linear(4, 2)).double()
     moe.router.weight.data.copy_(5 * torch.eye(4)[:3])

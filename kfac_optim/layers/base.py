@@ -36,7 +36,7 @@ class LayerOptions:
     trainable: Container[nn.Parameter] | None = None
 
     def sharing(self, name: str, module: nn.Module) -> Sharing:
-        """expand or reduce, for one module.
+        """Expand or reduce, for one module.
 
         Raises:
             ValueError: If a callable ``weight_sharing`` returns anything else.

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ..capture import StepStatistics
-from ..comm import Communicator
-from ..diagnostics import StageTimes
-from ..factors import LocalSums, fold_
 from .blocks import SIDES, Block
-from .ranks import communicating
+from .capture import StepStatistics
+from .diagnostics import StageTimes, communicating
+from .distributed import Communicator
+from .factors import LocalSums, fold_
 
 __all__ = ["Averaging", "terms_of_rank"]
 
@@ -71,7 +70,7 @@ class Averaging:
         local, self._sums = self._sums, LocalSums()
         if not local.decays:
             return 0
-        with communicating("factor", stages, comm):
+        with communicating("factor", stages, comm.world_size):
             skips = torch.tensor(float(self._skips), dtype=torch.float64)
             weights, skips = comm.sum([local.weights(blocks), skips], "counts")
             self._skips = 0

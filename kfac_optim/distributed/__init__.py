@@ -5,13 +5,28 @@ Who calls what is the same on all ranks by construction: buckets follow from sha
 Where to look::
 
     communicator.py     what the engine calls: sums and sends of lists of tensors, in buckets, with the traffic counted
-    transports.py       torch.distributed and Horovod
-    joining.py          ranks that have run out of inputs
+    assignment.py       who decomposes and who preconditions what: pure policy
+    torch.py            torch.distributed
+    horovod.py          Horovod
+    agreement.py        whether all ranks have built the same
+    join.py             ranks that have run out of inputs
     sharding.py         tensors and gradients of which every rank holds a part
 """
 
+from .agreement import require_agreement
+from .assignment import (
+    KAISA,
+    Assignment,
+    AssignmentStrategy,
+    FactorWise,
+    LayerAssignment,
+    LayerCost,
+    LayerWise,
+    longest_first,
+)
 from .communicator import Communicator, LocalCommunicator, Parcel
-from .joining import joinable, notify_join_context, shadowing, share_gradients
+from .horovod import HorovodCommunicator
+from .join import joinable, notify_join_context, shadowing, share_gradients
 from .sharding import (
     full_gradient,
     gathered,
@@ -21,9 +36,18 @@ from .sharding import (
     sharded_like,
     sharding_problem,
 )
-from .transports import HorovodCommunicator, TorchCommunicator, make_communicator
+from .torch import TorchCommunicator, make_communicator
 
 __all__ = [
+    "KAISA",
+    "Assignment",
+    "AssignmentStrategy",
+    "FactorWise",
+    "LayerAssignment",
+    "LayerCost",
+    "LayerWise",
+    "longest_first",
+    "require_agreement",
     "Communicator",
     "HorovodCommunicator",
     "LocalCommunicator",

@@ -13,10 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import diagnostics
-from ..assignment import AssignmentStrategy
-from ..capture import Capture, Fisher, LossTerms
-from ..comm import (
+from . import diagnostics
+from .averages import Averaging
+from .blocks import SIDES, Block, assign, groups_of
+from .capture import Capture, Fisher, LossTerms
+from .config import Options
+from .coverage import find_blocks, parameters_of
+from .distributed import (
+    AssignmentStrategy,
     Communicator,
     LocalCommunicator,
     full_gradient,
@@ -24,24 +28,18 @@ from ..comm import (
     make_communicator,
     notify_join_context,
     refuse_flattened,
+    require_agreement,
     set_full_gradient_,
     shadowing,
     share_gradients,
 )
-from ..layers import KroneckerLayer, LayerOptions, owners_of, unwrap
-from ..scaling import KLClip, Scaling
-from ..schedules import Schedule, due, growing
-from ..solvers import Solver, is_iterated
-from .averages import Averaging
-from .blocks import SIDES, Block
-from .coverage import find_blocks, parameters_of
-from .memory import memory_of, total
-from .options import Options
+from .layers import KroneckerLayer, LayerOptions, owners_of, unwrap
 from .preconditioning import Lr, Preconditioner
-from .ranks import assign, groups_of, require_agreement
 from .refresh import Refresh, Refresher
+from .scaling import KLClip, Scaling
+from .schedules import Schedule, due, growing
+from .solvers import Solver, is_iterated
 from .state import check_states, copy_state, make_room
-from .views import report_of, row_of, workers_of
 
 __all__ = ["CurvatureEngine", "memory_estimate", "owning_engine"]
 
@@ -734,11 +732,13 @@ class CurvatureEngine(Options):
 
     def memory_estimate(self) -> dict[str, int]:
         """Bytes on this rank by kind, as :func:`kfac_optim.memory_estimate` gives them for the fullest one."""
-        return total(map(self._memory_of, self._blocks))
+        return diagnostics.total(map(self._memory_of, self._blocks))
 
     def _memory_of(self, block: Block) -> dict[str, int]:
         """Bytes of a layer on this rank by kind."""
-        return memory_of(block, self.comm, self.solver, self.factor_dtype, self.inv_dtype, spreads=self._ever_spreads)
+        return diagnostics.memory_of(
+            block, self.comm, self.solver, self.factor_dtype, self.inv_dtype, spreads=self._ever_spreads
+        )
 
     def report(self, *, eigenvalues: bool = False) -> dict[str, Any]:
         """Numbers for logging, plain floats and ints; :func:`~kfac_optim.diagnostics.flatten` puts them in one level.
@@ -753,14 +753,14 @@ class CurvatureEngine(Options):
             ``step``, ``skipped_steps`` (gradients not finite), ``skipped_batches`` (statistics not finite),
             ``failed_decompositions``, ``staleness`` (steps since the factors in use were frozen, None before the first
             refresh), ``traffic`` (by kind, bytes ``sent`` and ``received`` by this rank per step: "counts", "factors",
-            "decompositions", "directions"; see :mod:`kfac_optim.comm`) and ``layers``: per layer name the spectra of A
-            and G in use (``min``, ``mean``, ``max``, ``condition``), ``damping`` (gamma of the coming step, the mean
+            "decompositions", "directions"; see :mod:`kfac_optim.distributed`) and ``layers``: per layer name the spectra
+            of A and G in use (``min``, ``mean``, ``max``, ``condition``), ``damping`` (gamma of the coming step, the mean
             over the layer's pairs), ``condition`` (of ``A (x) G + gamma I``, from these extremes) and ``cosine``
             between gradient and direction at the last refresh.
         """
         damping = self._now("damping")
         reports = {
-            block.layer.name: report_of(block, damping, relative=self.relative_damping, eigenvalues=eigenvalues)
+            block.layer.name: diagnostics.report_of(block, damping, relative=self.relative_damping, full=eigenvalues)
             for block in self._blocks
             if block.means is not None
         }
@@ -788,10 +788,13 @@ class CurvatureEngine(Options):
             ``layers``: per layer name the ranks that decompose ``A`` and ``G``, and the list of those that
             ``precondition``; ``loads``: the decompositions' multiply-adds on each rank, up to a constant.
         """
-        return {"layers": {b.layer.name: workers_of(b) for b in self._blocks}, "loads": list(self.work.loads)}
+        return {
+            "layers": {b.layer.name: diagnostics.workers_of(b) for b in self._blocks},
+            "loads": list(self.work.loads),
+        }
 
     def __repr__(self) -> str:
-        rows = [row_of(block, sum(self._memory_of(block).values()), self.comm) for block in self._blocks]
+        rows = [diagnostics.row_of(block, sum(self._memory_of(block).values()), self.comm) for block in self._blocks]
         rows += [diagnostics.Row(name, "base", note=reason) for name, reason in self.uncovered.values()]
         memory = diagnostics.human_bytes(self.memory_estimate()["total"])
         footer = (

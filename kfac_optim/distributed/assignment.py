@@ -1,7 +1,7 @@
 """Who decomposes which factor, and who preconditions which layer: pure policy, no processes.
 
 A strategy maps layer costs and a world size to an :class:`Assignment`. It is deterministic, so all ranks compute the
-same one without communication; the engine interprets it through ``comm.py``.
+same one without communication; the engine interprets it through the package ``distributed``.
 
     ============  ============================  ==============================
     strategy      inverse workers of a layer    gradient workers of a layer

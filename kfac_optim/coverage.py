@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..comm import sharding_problem
-from ..layers import LayerOptions, find_layers
 from .blocks import Block, specs_of
+from .distributed import sharding_problem
+from .layers import LayerOptions, find_layers
 
 __all__ = ["find_blocks", "parameters_of"]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from ..comm import Communicator
+from ..blocks import Block, decomposed_bytes
+from ..distributed import Communicator
 from ..solvers import Solver, is_iterated
-from .blocks import Block, decomposed_bytes
 
 __all__ = ["memory_of", "total"]
 

@@ -3,7 +3,7 @@
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # the sources beside this file, whatever is installed
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # the sources beside this file, whatever is installed
 
 import kfac_optim  # noqa: E402
 

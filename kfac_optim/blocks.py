@@ -6,19 +6,19 @@ gamma = damping,  or  damping * mean eigenvalue(A (x) G)  if it is relative     
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..assignment import LayerAssignment
-from ..factors import FactorSpec, snapshot_
-from ..layers import KroneckerLayer
-from ..solvers import Decomposition, Solver
+from .distributed import Assignment, AssignmentStrategy, Communicator, LayerAssignment, LayerCost
+from .factors import FactorSpec, snapshot_
+from .layers import KroneckerLayer
+from .solvers import Decomposition, Solver
 
-__all__ = ["SIDES", "Block", "decomposed_bytes", "gamma_of", "part_dtype", "specs_of"]
+__all__ = ["SIDES", "Block", "assign", "decomposed_bytes", "gamma_of", "groups_of", "part_dtype", "specs_of"]
 
 SIDES = ("A", "G")
 
@@ -114,3 +114,26 @@ def decomposed_bytes(specs: Iterable[FactorSpec], solver: Solver, inv_dtype: tor
         for spec in specs
         for shape in solver.shapes(spec.dim, spec.diagonal)
     )
+
+
+def assign(
+    strategy: AssignmentStrategy, blocks: Sequence[Block], comm: Communicator, solver: Solver, inv_dtype: torch.dtype
+) -> Assignment:
+    """Asks the strategy who decomposes and who preconditions what, and enters it in the blocks."""
+    costs = []
+    for block in blocks:
+        a, g = block.specs
+        costs.append(LayerCost((a.cost, g.cost), decomposed_bytes(block.specs, solver, inv_dtype)))
+    work = strategy.assign(costs, comm.world_size)
+    work.check(len(costs), comm.world_size)
+    routes = {workers.gradient_workers: workers.routes(comm.world_size) for workers in work.layers}
+    for block, workers in zip(blocks, work.layers, strict=True):
+        own = [route for route in routes[workers.gradient_workers] if comm.rank in route[1] and len(route[1]) > 1]
+        block.workers, block.route = workers, own[0] if own else None
+    return work
+
+
+def groups_of(work: Assignment, world_size: int) -> set[tuple[int, ...]]:
+    """The groups of ranks in which decompositions and preconditioned gradients travel."""
+    routes = {members for workers in work.layers for _, members in workers.routes(world_size) if len(members) > 1}
+    return routes | {workers.holders(side) for workers in work.layers for side in range(2)}

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..solvers import Solver, is_iterated
 from .blocks import SIDES, Block
+from .solvers import Solver, is_iterated
 
 __all__ = ["check_states", "copy_state", "make_room"]
 

@@ -1,186 +1,26 @@
-"""Read-only views of the curvature, from plain data: coverage table, spectra, stage times, pictures.
+"""Pictures of reports, made without pyplot.
 
-The pictures are matplotlib figures, made without pyplot: they need no display, and ``figure.savefig(path)``, a
-notebook or TensorBoard's ``add_figure`` show them. matplotlib is imported by the functions that draw, and only there.
+They are matplotlib figures that need no display: ``figure.savefig(path)``, a notebook or TensorBoard's ``add_figure``
+show them. matplotlib is imported by the functions that draw, and only there.
 """
 
 from __future__ import annotations
 
 import math
-import re
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "Row",
-    "StageTimes",
-    "cosine",
-    "damped_condition",
-    "eigenvalues",
-    "flatten",
-    "plot_assignment",
-    "plot_history",
-    "plot_profile",
-    "plot_spectrum",
-    "rank_list",
-    "spectrum",
-    "table",
-]
+__all__ = ["plot_assignment", "plot_history", "plot_profile", "plot_spectrum"]
 
 # Okabe and Ito's colours, which people with a colour vision deficiency tell apart.
 _BLUE, _ORANGE, _GREEN, _RED, _SKY, _PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
 _COLOURS = (_BLUE, _ORANGE, _GREEN, _RED, _SKY, _PURPLE, "#000000", "#999999")
 _LINES = 8  # more layers than this are drawn as an image, or as median and range
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the coverage table: a layer, or a parameter without a Kronecker block.
-
-    Attributes:
-        name: Of the layer or parameter.
-        rule: "Linear, expand", for instance, or "base".
-        a: Shape of A as text.
-        g: Shape of G.
-        memory: Bytes of factors and decompositions on this rank.
-        inverse_workers: Ranks that decompose A and G, as text; empty for one process.
-        gradient_workers: Ranks that precondition.
-        note: State of the layer, or the reason why the base rule applies.
-    """
-
-    name: str
-    rule: str
-    a: str = ""
-    g: str = ""
-    memory: int = 0
-    inverse_workers: str = ""
-    gradient_workers: str = ""
-    note: str = ""
-
-
-def table(rows: Sequence[Row], title: str, footer: str) -> str:
-    """The rows as aligned text; columns that are empty everywhere are left out."""
-    header = ("layer", "rule", "A", "G", "memory", "inverse workers", "gradient workers", "note")
-    lines = [
-        (r.name, r.rule, r.a, r.g, human_bytes(r.memory) if r.memory else "")
-        + (r.inverse_workers, r.gradient_workers, r.note)
-        for r in rows
-    ]
-    used = [i for i in range(len(header)) if i == 0 or any(line[i] for line in lines)]
-    widths = {i: max(len(line[i]) for line in (header, *lines)) for i in used}
-    text = ["  ".join(line[i].ljust(widths[i]) for i in used).rstrip() for line in (header, *lines)]
-    rule = "-" * max(len(line) for line in text)
-    return "\n".join((title, rule, text[0], rule, *text[1:], rule, footer))
-
-
-def human_bytes(count: float) -> str:
-    """``1536`` as ``"1.5 KiB"``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError("unreachable")
-
-
-def rank_list(ranks: Sequence[int]) -> str:
-    """``(0, 1, 2, 5)`` as ``"0-2, 5"``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-def cosine(x: Tensor, y: Tensor) -> Tensor:
-    """Cosine of the angle between two tensors, 0-dim, on their device; 0 if one of them is zero."""
-    # From unit vectors: torch's own function takes products of norms below 1e-8 for that.
-    return torch.dot(*(torch.nn.functional.normalize(v.flatten(), dim=0, eps=0.0).nan_to_num() for v in (x, y)))
-
-
-def eigenvalues(factor: Tensor) -> Tensor:
-    """All eigenvalues of a factor ``[p, n, n]`` or ``[p, n]``, largest first, ``[p n]``, on the CPU."""
-    values = factor.cpu() if factor.dim() == 2 else torch.linalg.eigvalsh(factor.cpu())
-    return values.flatten().sort(descending=True).values.clamp_(min=0)  # below zero is rounding
-
-
-def spectrum(values: Tensor, *, full: bool = False) -> dict[str, Any]:
-    """Smallest, mean and largest of sorted eigenvalues, and condition number; ``full``: the eigenvalues too."""
-    low, high = float(values[-1]), float(values[0])
-    found = {"min": low, "mean": float(values.mean()), "max": high, "condition": high / low if low else math.inf}
-    return {**found, "eigenvalues": values.tolist()} if full else found
-
-
-def damped_condition(a: Mapping[str, float], g: Mapping[str, float], damping: float) -> float:
-    """Condition number of ``A (x) G + damping I``, from the spectra of A and G: what the solver divides by.
-
-    Near 1 the damping decides and the layer keeps its gradient's direction. Of a layer with several pairs it is about
-    an upper bound: the extremes of A and of G may belong to different pairs, and ``damping`` is the mean over them.
-    """
-    return (a["max"] * g["max"] + damping) / (a["min"] * g["min"] + damping)
-
-
-def flatten(report: Mapping[str, Any], prefix: str = "kfac") -> dict[str, float]:
-    """Nested numbers as one level, for any logger.
-
-    ``{"staleness": 3, "layers": {"conv1": {"A": {"max": 2.0}}}}`` becomes ``{"kfac/staleness": 3.0,
-    "kfac/conv1/A/max": 2.0}``. What is None or a list (eigenvalues) is left out; characters that TensorBoard does not
-    allow in a tag become "_".
-
-    Args:
-        report: What the engine's ``report()``, ``profile()`` or ``memory_estimate()`` returns.
-        prefix: First part of every name.
-    """
-    flat: dict[str, float] = {}
-    for key, value in report.items():
-        name = prefix if key == "layers" else f"{prefix}/{re.sub(r'[^-./0-9A-Za-z_]', '_', key or 'model')}"
-        if isinstance(value, Mapping):
-            flat |= flatten(value, name)
-        elif isinstance(value, (int, float)):
-            flat[name] = float(value)
-    return flat
-
-
-class StageTimes:
-    """Wall time per stage of the engine, and a ``torch.profiler`` range of the same name.
-
-    On an accelerator the times are those of the host, which waits for the device once per step; use the profiler there.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.calls: dict[str, int] = {}
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Times a ``with`` block."""
-        start = time.perf_counter()
-        with torch.profiler.record_function(f"kfac: {name}"):
-            yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-        self.calls[name] = self.calls.get(name, 0) + 1
-
-    def table(self) -> dict[str, dict[str, float]]:
-        """Per stage: total milliseconds, calls, milliseconds per call."""
-        return {
-            name: {"ms": 1e3 * seconds, "calls": self.calls[name], "ms_per_call": 1e3 * seconds / self.calls[name]}
-            for name, seconds in self.seconds.items()
-        }
-
-
-# Pictures ------------------------------------------------------------------------------------------------------------
 
 
 def _figure(width: float, height: float) -> Figure:

@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..assignment import longest_first
-from ..comm import Communicator, Parcel
-from ..diagnostics import StageTimes
-from ..factors import FactorSpec
-from ..layers import full_precision
-from ..solvers import Decomposition, Result, Solver, Worker, batches, decompose_all, is_iterated
 from .blocks import SIDES, Block, gamma_of, part_dtype
-from .ranks import communicating
+from .diagnostics import StageTimes, communicating
+from .distributed import Communicator, Parcel, longest_first
+from .factors import FactorSpec
+from .layers import full_precision
+from .solvers import Decomposition, Result, Solver, Worker, batches, decompose_all, is_iterated
 
 __all__ = ["Refresh", "Refresher"]
 
@@ -190,7 +188,7 @@ class Refresher:
             The blocks of which one failed, and the others with their new decompositions (empty tuples on ranks that do
             not precondition the layer).
         """
-        with communicating("decomposition", self.stages, comm):
+        with communicating("decomposition", self.stages, comm.world_size):
             done = [[float(refresh.done.get((block, i)) is not None) for i in range(2)] for block in refresh.blocks]
             (flags,) = comm.sum([torch.tensor(done, dtype=torch.float64).view(-1, 2)], "counts")
             parcels, failed, found = [], [], []

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..assignment import KAISA, AssignmentStrategy, FactorWise, LayerWise
-from ..capture import Bernoulli, Categorical, Fisher, Gaussian, LossAverage
-from ..layers import Sharing
-from ..scaling import Graft, Scaling, Unit
-from ..schedules import (
+from .capture import Bernoulli, Categorical, Fisher, Gaussian, LossAverage
+from .distributed import KAISA, AssignmentStrategy, FactorWise, LayerWise
+from .layers import Sharing
+from .scaling import Graft, Scaling, Unit
+from .schedules import (
     Schedule,
     flag,
     instance,
@@ -28,7 +28,7 @@ from ..schedules import (
     scheduled,
     value_at,
 )
-from ..solvers import EigenSolver, InverseSolver, Solver
+from .solvers import EigenSolver, InverseSolver, Solver
 
 __all__ = ["Options"]
 

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import diagnostics
-from ..comm import Communicator, Parcel, gathered, sharded_like
-from ..layers import KroneckerLayer, full_precision
-from ..scaling import Direction, Scaling
-from ..solvers import Decomposition, Solver, Truncating, batches
+from . import diagnostics
 from .blocks import Block, gamma_of
-from .ranks import communicating
+from .distributed import Communicator, Parcel, gathered, sharded_like
+from .layers import KroneckerLayer, full_precision
+from .scaling import Direction, Scaling
+from .solvers import Decomposition, Solver, Truncating, batches
 
 __all__ = ["Lr", "Preconditioner", "Stack", "stack_of"]
 
@@ -105,7 +104,7 @@ class Preconditioner:
         with self.stages.stage("preconditioning"):
             found = [self._direction(stack, whole, lr, damping, relative) for stack in stacks]
         if any(block.route for block in blocks):
-            with communicating("gradient", self.stages, comm):
+            with diagnostics.communicating("gradient", self.stages, comm.world_size):
                 self._share(known, stacks, found, comm)
         with self.stages.stage("scaling"):
             if scaling is not None:

@@ -1,0 +1,43 @@
+"""Wall time per stage of the engine (the stages of the paper's Fig. 7)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+__all__ = ["StageTimes", "communicating"]
+
+
+class StageTimes:
+    """Wall time per stage of the engine, and a ``torch.profiler`` range of the same name.
+
+    On an accelerator the times are those of the host, which waits for the device once per step; use the profiler there.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.calls: dict[str, int] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Times a ``with`` block."""
+        start = time.perf_counter()
+        with torch.profiler.record_function(f"kfac: {name}"):
+            yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self.calls[name] = self.calls.get(name, 0) + 1
+
+    def table(self) -> dict[str, dict[str, float]]:
+        """Per stage: total milliseconds, calls, milliseconds per call."""
+        return {
+            name: {"ms": 1e3 * seconds, "calls": self.calls[name], "ms_per_call": 1e3 * seconds / self.calls[name]}
+            for name, seconds in self.seconds.items()
+        }
+
+
+def communicating(what: str, stages: StageTimes, world_size: int) -> AbstractContextManager[None]:
+    """Times a stage of communication, which one process does not have."""
+    return stages.stage(f"{what} communication") if world_size > 1 else nullcontext()

@@ -1,0 +1,85 @@
+"""Horovod."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .communicator import BUCKET_BYTES, Communicator, Work
+
+__all__ = ["HorovodCommunicator"]
+
+
+class _HorovodWork:
+    def __init__(self, synchronize: Callable[[int], Any], handle: int) -> None:
+        self.synchronize, self.handle = synchronize, handle
+
+    def wait(self) -> None:
+        self.synchronize(self.handle)
+
+
+class HorovodCommunicator(Communicator):
+    """Horovod, after ``hvd.init()``. Gradients are Horovod's business (``hvd.DistributedOptimizer``).
+
+    Strategies in which some ranks precondition for others need process sets of Horovod, which it makes during training
+    only if ``HOROVOD_DYNAMIC_PROCESS_SETS=1`` is set when it starts.
+
+    Args:
+        average_gradients: True (default) with Horovod's Average, False with its Sum.
+        bucket_bytes: See :class:`Communicator`.
+
+    Raises:
+        ImportError: If Horovod is not installed.
+        ValueError: If ``hvd.init()`` has not been called.
+    """
+
+    # Horovod makes a set of the same ranks once.
+    _sets: ClassVar[dict[tuple[int, ...], Any]] = {}
+
+    def __init__(self, *, average_gradients: bool = True, bucket_bytes: int = BUCKET_BYTES) -> None:
+        import horovod.torch as hvd
+
+        if not hvd.is_initialized():
+            raise ValueError("HorovodCommunicator: call hvd.init() first")
+        super().__init__(hvd.rank(), hvd.size(), average_gradients=average_gradients, bucket_bytes=bucket_bytes)
+        self._hvd: Any = hvd
+        self._sets[tuple(range(self.world_size))] = hvd.global_process_set
+        self._names: dict[tuple[int, ...], int] = {}
+
+    def _start_sum(self, tensor: Tensor) -> Work:
+        return self._all_reduce(tensor, self._hvd.Sum)
+
+    def _start_max(self, tensor: Tensor) -> Work:
+        return self._all_reduce(tensor, self._hvd.Max)
+
+    def _all_reduce(self, tensor: Tensor, op: Any) -> Work:
+        if tensor.dtype is torch.bfloat16:
+            raise TypeError("comm_dtype=torch.bfloat16: Horovod can't send it; use torch.float16 or None")
+        members = tuple(range(self.world_size))
+        handle = self._hvd.allreduce_async_(tensor, name=self._name(members), op=op)
+        return _HorovodWork(self._hvd.synchronize, handle)
+
+    def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
+        handle = self._hvd.broadcast_async_(tensor, source, name=self._name(members), process_set=self._sets[members])
+        return _HorovodWork(self._hvd.synchronize, handle)
+
+    def _name(self, members: tuple[int, ...]) -> str:
+        """Horovod matches operations of different ranks by name."""
+        self._names[members] = self._names.get(members, 0) + 1
+        return f"kfac_optim.{members}.{self._names[members]}"
+
+    def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Process sets are made by all ranks."""
+        for members in groups:
+            if members in self._sets:
+                continue
+            try:
+                self._sets[members] = self._hvd.add_process_set(list(members))
+            except Exception as error:
+                raise RuntimeError(
+                    f"Horovod could not make the process set {members} that this assignment needs: set "
+                    "HOROVOD_DYNAMIC_PROCESS_SETS=1 in the environment, or use assignment='factor-wise'"
+                ) from error

@@ -1,0 +1,45 @@
+"""Factor -> decomposition, and decompositions + damping + gradient -> preconditioned gradient.
+
+Two solvers, both for stacks of ``p`` Kronecker pairs, ``V`` of shape ``[p, d_out, d_in]``::
+
+    eigen    (paper, eqs. 11-13)  Q_G ((Q_G^T V Q_A) / (d_G d_A^T + gamma)) Q_A^T  =  (A (x) G + gamma I)^-1 V
+    inverse  (paper, eqs. 8-10)   (G + sqrt(gamma)/pi I)^-1 V (A + pi sqrt(gamma) I)^-1
+
+with ``pi^2 = mean eigenvalue(A) / mean eigenvalue(G)`` (Martens & Grosse 2015, section 6.3), a factored form of
+the same Tikhonov damping. A diagonal factor is decomposed by its diagonal alone.
+
+A solver may also start from its last result (:class:`Iterated`), or tell which part of its results matters at the
+damping at hand (:class:`Truncating`).
+
+A decomposition is a tuple of tensors, so that any solver's results can be sent between ranks. Matrices in it are stored
+in ``inv_dtype``, vectors and scalars (which carry the magnitude) in float32 at least.
+
+Where to look::
+
+    protocol.py     what a solver is
+    eigen.py        eqs. 11-13
+    inverse.py      eqs. 8-10
+    decompose.py    batches of one shape, retries
+    worker.py       decompositions beside the training
+"""
+
+from .decompose import batches, decompose_all, decompose_safely
+from .eigen import EigenSolver
+from .inverse import InverseSolver
+from .protocol import Decomposition, Iterated, Result, Solver, Truncating, is_iterated
+from .worker import Worker
+
+__all__ = [
+    "Decomposition",
+    "EigenSolver",
+    "InverseSolver",
+    "Iterated",
+    "Result",
+    "Solver",
+    "Truncating",
+    "Worker",
+    "batches",
+    "decompose_all",
+    "decompose_safely",
+    "is_iterated",
+]

@@ -1,0 +1,137 @@
+"""The eigen solver: Tikhonov damping of ``A (x) G`` itself (eqs. 11-13)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .protocol import Decomposition
+
+__all__ = ["EigenSolver"]
+
+
+@dataclass(frozen=True)
+class EigenSolver:
+    """Eigendecomposition: Tikhonov damping of ``A (x) G`` itself, which may change at every step. The default.
+
+    Args:
+        refresh: "eigh" (default) decomposes anew at every refresh. "qr" takes one step of orthogonal iteration from the
+            last eigenvectors, ``Q <- qr(F Q)``, with the diagonal of ``Q^T F Q`` for eigenvalues (Golub & Van Loan,
+            Matrix Computations, section 8.2.4; Vyas et al. 2024, arXiv:2409.11321). The eigenvectors are then part of
+            the optimizer's state, so every rank has to hold all of them.
+        every: With "qr", one refresh in this many is an "eigh" all the same, >= 1. Default 10.
+        tolerance: With "qr", a factor whose residual ``|F Q - Q diag(d)| / |F|`` (Frobenius norms) exceeds this is
+            decomposed by "eigh" in the same refresh, >= 0. Default 0.1.
+        overlap: Where a refresh is spread over steps, True runs all of its decompositions beside the training, on a
+            thread (with a stream of its own on a GPU), instead of only those that exceed a step's share (default).
+        negligible: Eigenvalues of A or G count as zero where all of their products with those of the other factor are
+            at most this multiple of the damping, in [0, 1). There eq. 13 divides by ``gamma`` instead of up to ``(1 +
+            negligible) gamma``, so no component of the direction is off by more than this share; the products of eqs.
+            11-13 then need the other eigenvectors alone. Default 0.01, at which the paper's mode adds 0.08 instead of
+            0.35 to a transformer's step (``benchmarks/results/step_time.txt``); 0: exact.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    refresh: Literal["eigh", "qr"] = "eigh"
+    every: int = 10
+    tolerance: float = 0.1
+    overlap: bool = False
+    negligible: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.refresh not in ("eigh", "qr"):
+            raise ValueError(f"EigenSolver(refresh={self.refresh!r}): must be 'eigh' or 'qr'")
+        if self.every < 1:
+            raise ValueError(f"EigenSolver(every={self.every!r}): must be >= 1")
+        if not self.tolerance >= 0:
+            raise ValueError(f"EigenSolver(tolerance={self.tolerance!r}): must be >= 0")
+        if not 0 <= self.negligible < 1:
+            raise ValueError(f"EigenSolver(negligible={self.negligible!r}): must be in [0, 1)")
+
+    @property
+    def iterated(self) -> bool:
+        """Whether decompositions start from the last ones."""
+        return self.refresh == "qr"
+
+    def shifts(self, gamma: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor]:
+        """None: the damping enters when the gradient is preconditioned."""
+        return torch.zeros_like(gamma), torch.zeros_like(gamma)
+
+    def shapes(self, dim: int, diagonal: bool) -> tuple[tuple[int, ...], ...]:
+        """Eigenvalues and eigenvectors; of a diagonal factor eigenvalues alone."""
+        return ((dim,),) if diagonal else ((dim,), (dim, dim))
+
+    def decompose(self, factor: Tensor, shift: Tensor) -> Decomposition:
+        """``(eigenvalues [p, n],)`` of a diagonal factor, else ``(eigenvalues [p, n], eigenvectors [p, n, n])``."""
+        if factor.dim() == 2:
+            return (factor.clamp(min=0),)
+        values, vectors = torch.linalg.eigh(factor)
+        # A factor is positive semi-definite; what rounding pushes below zero would eat up the damping.
+        return values.clamp_(min=0), vectors
+
+    def refine(self, factor: Tensor, shift: Tensor, last: Decomposition) -> Decomposition:
+        """As :meth:`decompose`, from the last decomposition of the same factor: one step of orthogonal iteration."""
+        if factor.dim() == 2:
+            return self.decompose(factor, shift)
+        vectors = last[1].to(factor)
+        image = factor @ vectors
+        # Columns of large eigenvalues first: in orthogonal iteration a column has to stay clear of those before it.
+        order = (vectors * image).sum(-2, keepdim=True).argsort(-1, descending=True)
+        vectors = torch.linalg.qr(image.gather(-1, order.expand_as(image))).Q
+        image = factor @ vectors
+        values = (vectors * image).sum(-2)
+        residual = (image - vectors * values[:, None, :]).norm(dim=(-2, -1))
+        bad = residual > self.tolerance * factor.norm(dim=(-2, -1))
+        if bool(bad.any()):
+            values[bad], vectors[bad] = self.decompose(factor[bad], shift[bad])
+        return values.clamp_(min=0), vectors
+
+    def relevant(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> tuple[Decomposition, Decomposition]:
+        """Eigenvalues, negligible ones set to zero, and the eigenvectors of the others."""
+        if not self.negligible:
+            return a, g
+        limit = self.negligible * gamma
+        return _above(a, limit / g[0].amax(-1)), _above(g, limit / a[0].amax(-1))
+
+    def precondition(self, gradient: Tensor, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
+        """Eqs. 11-13.
+
+        Where eigenvectors are missing their eigenvalues are zero, and ``(A (x) G + gamma I)^-1`` is ``I / gamma`` but
+        for a correction in the span of the others.
+        """
+        (values_a, *vectors_a), (values_g, *vectors_g) = a, g
+        gamma, values_g, values_a = gamma[:, None, None], values_g[:, :, None], values_a[:, None, :]
+        damped = torch.addcmul(gamma, values_g, values_a)
+        (d_out, d_in), (kept_out, kept_in) = gradient.shape[-2:], damped.shape[-2:]
+        g_first = kept_out * d_in * (d_out + kept_in) <= d_out * kept_in * (d_in + kept_out)
+        whole = (kept_out, kept_in) == (d_out, d_in)
+        v = gradient
+        for q, left in _in_order(vectors_g, vectors_a, g_first):
+            v = q.mT @ v if left else v @ q
+        v = v / damped if whole else v * (values_g * values_a / damped / -gamma)
+        for q, left in _in_order(vectors_g, vectors_a, not g_first):
+            v = q @ v if left else v @ q.mT
+        return v if whole else v.addcdiv_(gradient, gamma)
+
+
+def _above(side: Decomposition, limit: Tensor) -> Decomposition:
+    """What belongs to the eigenvalues above a limit, ``[p]``, of any pair; eigenvalues below their own become zero."""
+    values, *vectors = side
+    if not vectors:  # of a diagonal factor nothing would be saved
+        return side
+    above = values > limit[:, None]
+    kept = above.any(0).nonzero()  # neighbours, as eigenvalues are sorted
+    part = slice(int(kept[0]), int(kept[-1]) + 1) if len(kept) else slice(0)
+    values, above = values[:, part], above[:, part]
+    return values if bool(above.all()) else values * above, *(q[..., part] for q in vectors)
+
+
+def _in_order(vectors_g: list[Tensor], vectors_a: list[Tensor], g_first: bool) -> list[tuple[Tensor, bool]]:
+    """The eigenvectors to multiply by, each with whether it stands on the left."""
+    g, a = [(q, True) for q in vectors_g], [(q, False) for q in vectors_a]
+    return g + a if g_first else a + g

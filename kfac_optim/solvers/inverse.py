@@ -1,0 +1,61 @@
+"""The inverse solver: explicit inverses of the damped factors (eqs. 8-10)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .protocol import Decomposition
+
+__all__ = ["InverseSolver"]
+
+
+@dataclass(frozen=True)
+class InverseSolver:
+    """Explicit inverses by Cholesky: cheaper to compute and to apply; damping is factored and fixed at the refresh.
+
+    Args:
+        pi: True (default) splits the damping by the ratio of the factors' mean eigenvalues. False adds gamma to both
+            factors, eqs. 9-10 of the paper to the letter.
+        overlap: As for :class:`EigenSolver`.
+    """
+
+    pi: bool = True
+    overlap: bool = False
+
+    def shifts(self, gamma: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor]:
+        """``pi sqrt(gamma)`` for A and ``sqrt(gamma) / pi`` for G; pi is 1 where a factor is zero."""
+        if not self.pi:
+            return gamma, gamma
+        pi = torch.where((mean_a > 0) & (mean_g > 0), (mean_a / mean_g).sqrt(), 1.0)
+        root = gamma.sqrt()
+        return pi * root, root / pi
+
+    def shapes(self, dim: int, diagonal: bool) -> tuple[tuple[int, ...], ...]:
+        """The inverse and its scale; of a diagonal factor the inverse alone."""
+        return ((dim,),) if diagonal else ((dim, dim), ())
+
+    def decompose(self, factor: Tensor, shift: Tensor) -> Decomposition:
+        """``(inverse [p, n],)`` of a diagonal factor, else ``(inverse / scale [p, n, n], scale [p])``.
+
+        The scale, its largest entry, keeps the inverses of small factors within the range of half precision.
+        """
+        if factor.dim() == 2:
+            return ((factor + shift[:, None]).reciprocal(),)
+        matrix = factor.clone()  # one name for all: of large factors as few copies as possible are held
+        matrix.diagonal(dim1=-2, dim2=-1).add_(shift[:, None])
+        matrix = torch.linalg.cholesky(matrix)
+        matrix = torch.cholesky_inverse(matrix)
+        scale = matrix.diagonal(dim1=-2, dim2=-1).amax(-1)
+        return matrix.div_(scale[:, None, None]), scale
+
+    def precondition(self, gradient: Tensor, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
+        """Eq. 8 with the damped inverses."""
+        (a_inverse, *a_scale), (g_inverse, *g_scale) = a, g
+        v = gradient * g_inverse[:, :, None] if g_inverse.dim() == 2 else g_inverse @ gradient
+        v = v * a_inverse[:, None, :] if a_inverse.dim() == 2 else v @ a_inverse
+        for scale in (*a_scale, *g_scale):
+            v = v * scale[:, None, None]
+        return v

@@ -1,0 +1,80 @@
+"""What a solver is: the protocol behind ``solver=``, and the shape of its results."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeGuard, runtime_checkable
+
+from torch import Tensor
+
+__all__ = ["Decomposition", "Iterated", "Result", "Solver", "Truncating", "is_iterated"]
+
+Decomposition = tuple[Tensor, ...]
+Result = Decomposition | None
+
+
+class Solver(Protocol):
+    """Anything with these methods can be passed as ``solver=``."""
+
+    def shifts(self, gamma: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor]:
+        """What is added to the diagonals of A and of G before they are decomposed.
+
+        Args:
+            gamma: Damping of each pair, ``[p]``.
+            mean_a: Mean eigenvalue of A of each pair, ``[p]``.
+            mean_g: The same of G.
+
+        Returns:
+            The shifts of A and of G, ``[p]`` each.
+        """
+        ...
+
+    def shapes(self, dim: int, diagonal: bool) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the tensors in the decomposition of one factor, without the leading ``p``."""
+        ...
+
+    def decompose(self, factor: Tensor, shift: Tensor) -> Decomposition:
+        """Decomposes ``factor + shift I``; the factor is ``[p, n, n]``, or ``[p, n]`` where diagonal.
+
+        May raise ``torch.linalg.LinAlgError`` or return non-finite values; the engine then retries and falls back.
+        """
+        ...
+
+    def precondition(self, gradient: Tensor, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
+        """The preconditioned gradient ``[p, d_out, d_in]``; ``gamma`` is ``[p]``."""
+        ...
+
+
+class Iterated(Solver, Protocol):
+    """A solver whose decompositions may start from the last ones, which the engine then keeps in its state."""
+
+    @property
+    def iterated(self) -> bool:
+        """Whether they do."""
+        ...
+
+    @property
+    def every(self) -> int:
+        """One refresh in this many starts anew, >= 1."""
+        ...
+
+    def refine(self, factor: Tensor, shift: Tensor, last: Decomposition) -> Decomposition:
+        """As ``decompose``, from the last decomposition of the same factor."""
+        ...
+
+
+@runtime_checkable
+class Truncating(Solver, Protocol):
+    """A solver that can precondition by a part of its decompositions."""
+
+    def relevant(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> tuple[Decomposition, Decomposition]:
+        """The parts of a stack's decompositions that matter at a damping: what ``precondition`` then gets.
+
+        What a pair contributes must not depend on the others in its stack. May wait for the device: it is called when
+        the decompositions are new, or the damping has become another.
+        """
+        ...
+
+
+def is_iterated(solver: Solver) -> TypeGuard[Iterated]:
+    """Whether a solver's decompositions start from the last ones."""
+    return bool(getattr(solver, "iterated", False))

@@ -1,0 +1,58 @@
+"""A thread that decomposes while training goes on."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
+import torch
+
+from .protocol import Result
+
+__all__ = ["Worker"]
+
+
+class Worker:
+    """Decomposes while training goes on: one thread, with a stream of its own on a GPU.
+
+    A thread there too, because decompositions wait for the device to learn whether they failed.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kfac-decomposition")
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._finalizer = weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
+
+    def close(self) -> None:
+        """Ends the thread after what it is doing; so does the collection of the worker, if its jobs do not hold it."""
+        self._finalizer()
+
+    def submit(self, device: torch.device, work: Callable[[], Result]) -> Callable[[], Result]:
+        """Starts ``work``, which may use what is computed on ``device`` so far.
+
+        Returns:
+            A function that waits for the result and makes it usable in the caller's stream.
+        """
+        stream = None
+        if device.type == "cuda":
+            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+            stream.wait_stream(torch.cuda.current_stream(device))
+
+        def run() -> Result:
+            with torch.no_grad(), torch.cuda.stream(stream) if stream else nullcontext():
+                return work()
+
+        future = self._pool.submit(run)
+
+        def result() -> Result:
+            found = future.result()
+            if stream is not None:
+                current = torch.cuda.current_stream(device)
+                current.wait_stream(stream)
+                for part in found or ():
+                    part.record_stream(current)  # or the side stream would take its memory for free too early
+            return found
+
+        return result
