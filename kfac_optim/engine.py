@@ -7,7 +7,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -220,17 +220,19 @@ class CurvatureEngine(Options):
     def _attach(self) -> None:
         """Puts the hooks on."""
         sampled = None if isinstance(self.fisher, str) else self.fisher
-        terms = LossTerms(self.loss_average, self.loss_terms, self.batch_dim, getattr(sampled, "dim", -1))
+        if sampled is not None and (self.output_fn is not None or self.seed):
+            sampled = replace(sampled, output_fn=self.output_fn, seed=self.seed)
+        average: Any = self.loss_average if self.loss_terms is None else self.loss_terms
+        terms = LossTerms(average, self.batch_dim, getattr(sampled, "dim", -1))
         self._capture = Capture(
             self.layers,
             self._roots,
             loss_terms=terms,
             fisher=sampled,
-            output_fn=self.output_fn,
+            rank=self.comm.rank,
             packers=[tuple(spec.pack for spec in block.specs) for block in self._blocks],
             dtype=torch.promote_types(self.factor_dtype, torch.float32),
             stage=self._stages.stage,
-            seed=(self.seed, self.comm.rank),
         )
         self._plan()
 
@@ -314,9 +316,12 @@ class CurvatureEngine(Options):
         if interval is None:
             growth = self.inv_update_steps
             interval = max(1, growth(self.step_count) // 5) if isinstance(growth, growing) else 10
-        self._capture.step = self.step_count
-        self._capture.grad_scaler, self._capture.fraction = self.grad_scaler, self._now("factor_batch_fraction")
-        self._capture.enabled = not self._closed and due(interval, self.step_count, self.last_statistics)
+        self._capture.plan(
+            step=self.step_count,
+            enabled=not self._closed and due(interval, self.step_count, self.last_statistics),
+            fraction=self._now("factor_batch_fraction"),
+            grad_scaler=self.grad_scaler,
+        )
 
     def update(self, gradients: Sequence[Tensor], lrs: Iterable[Lr] = (1.0,)) -> bool:
         """The first half of a step: takes up what was captured and refreshes the decompositions if that is due.
@@ -380,7 +385,7 @@ class CurvatureEngine(Options):
         moved = (comm.rank, comm.world_size) != (self.comm.rank, self.comm.world_size)
         self.comm = comm
         if moved:
-            self._capture.seed = (self.seed, comm.rank)
+            self._capture.change_rank(comm.rank)
             self._assign()
             self._stale = True
 
