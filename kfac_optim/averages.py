@@ -25,13 +25,12 @@ class Averaging:
 
     Args:
         dtype: Storage of the factors.
-        comm_dtype: Of factors on the wire; None: as stored.
         summed: Whether the loss is a sum; see :func:`terms_of_rank`.
         sampled: Whether the gradients are those of sampled targets.
     """
 
-    def __init__(self, dtype: torch.dtype, comm_dtype: torch.dtype | None, *, summed: bool, sampled: bool) -> None:
-        self.dtype, self.comm_dtype = torch.promote_types(dtype, torch.float32), comm_dtype
+    def __init__(self, dtype: torch.dtype, *, summed: bool, sampled: bool) -> None:
+        self.dtype = torch.promote_types(dtype, torch.float32)
         self.summed, self.sampled = summed, sampled
         self.clear()
 
@@ -82,7 +81,7 @@ class Averaging:
                     own = local.sums(block) or [spec.zeros(self.dtype, device) for spec in block.specs]
                     jobs += [(block.average[side], w, decay) for side, w in zip(SIDES, weight, strict=True)]
                     sums += own
-            pooled = comm.sum(sums, "factors", self.comm_dtype)
+            pooled = comm.sum(sums, "factors", compressed=True)
             for (average, count, decay), total in zip(jobs, pooled, strict=True):
                 fold_(average, total, count, decay)
         return int(skips)

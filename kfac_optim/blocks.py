@@ -135,5 +135,4 @@ def assign(
 
 def groups_of(work: Assignment, world_size: int) -> set[tuple[int, ...]]:
     """The groups of ranks in which decompositions and preconditioned gradients travel."""
-    routes = {members for workers in work.layers for _, members in workers.routes(world_size) if len(members) > 1}
-    return routes | {workers.holders(side) for workers in work.layers for side in range(2)}
+    return set(work.groups(world_size))

@@ -39,9 +39,8 @@ _FISHERS = {"categorical": Categorical(), "bernoulli": Bernoulli(), "gaussian": 
 _ASSIGNMENTS = {"layer-wise": LayerWise(), "factor-wise": FactorWise(), "kaisa": KAISA(grad_worker_fraction=1.0)}
 
 
-def _dtype(name: str, *, optional: bool = False) -> Callable[[Any], Any]:
-    allowed = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *((None,) if optional else ()))
-    return one_of(name, allowed)
+def _dtype(name: str) -> Callable[[Any], Any]:
+    return one_of(name, (torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
 def _grad_scaler(value: Any) -> Any:
@@ -92,7 +91,6 @@ class Options:
         "seed": scheduled("seed", int, "an int", lambda x: True),
         "factor_dtype": _dtype("factor_dtype"),
         "inv_dtype": _dtype("inv_dtype"),
-        "comm_dtype": _dtype("comm_dtype", optional=True),
     }
 
     damping: Schedule[float]
@@ -119,7 +117,6 @@ class Options:
     seed: int
     factor_dtype: torch.dtype
     inv_dtype: torch.dtype
-    comm_dtype: torch.dtype | None
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         object.__setattr__(self, "_built", False)  # from then on a new public name is a misspelt one

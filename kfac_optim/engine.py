@@ -23,14 +23,14 @@ from .distributed import (
     AssignmentStrategy,
     Communicator,
     LocalCommunicator,
+    agreement,
     full_gradient,
+    join_hook,
     largest_entry,
     make_communicator,
     notify_join_context,
     refuse_flattened,
-    require_agreement,
     set_full_gradient_,
-    shadowing,
     share_gradients,
 )
 from .layers import KroneckerLayer, LayerOptions, owners_of, unwrap
@@ -96,7 +96,6 @@ class CurvatureEngine(Options):
         seed: Of the sampled targets.
         factor_dtype: Storage of the factors.
         inv_dtype: Storage of the decompositions.
-        comm_dtype: Of factors on the wire; None: as stored.
 
     Raises:
         TypeError: If an argument is of the wrong kind, or the model is wrapped in torch's first FSDP.
@@ -134,7 +133,6 @@ class CurvatureEngine(Options):
         seed: int = 0,
         factor_dtype: torch.dtype = torch.float32,
         inv_dtype: torch.dtype = torch.float32,
-        comm_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(locals())
         self.comm = make_communicator(process_group) if communicator is None else communicator
@@ -149,7 +147,6 @@ class CurvatureEngine(Options):
         self._stages = diagnostics.StageTimes()
         self._averaging = Averaging(
             self.factor_dtype,
-            self.comm_dtype,
             summed=self.loss_average is None and self.loss_terms is None,
             sampled=not isinstance(self.fisher, str),
         )
@@ -213,7 +210,7 @@ class CurvatureEngine(Options):
             )
         self.comm.check_groups(groups_of(self.work, self.comm.world_size))
         if self._blocks:
-            self.comm.device = self._blocks[0].layer.weight.device
+            self.comm.use_device(self._blocks[0].layer.weight.device)
         if self._refresh is not None:
             self._refresher.plan(self._refresh, self._refresh.blocks, self.comm.rank)
 
@@ -395,10 +392,9 @@ class CurvatureEngine(Options):
         # Not the repr of an object of the user's, which may have its address in it.
         options = [getattr(self.solver, f.name) for f in fields(self.solver)] if is_dataclass(self.solver) else ()
         solver = (type(self.solver).__qualname__, *options)
-        same = (built, solver, self.factor_dtype, self.inv_dtype, self.comm_dtype, self.counters())
-        require_agreement(self.comm, repr(same))
-        groups = groups_of(self.work, self.comm.world_size)
-        self.comm.prepare(sorted(members for members in groups if len(members) > 1))
+        same = (built, solver, self.factor_dtype, self.inv_dtype, self.comm.comm_dtype, self.counters())
+        agreement.check(self.comm, repr(same))
+        self.comm.prepare(self.work.groups(self.comm.world_size))
         self._agreed = True
 
     def _pool(self) -> None:
@@ -577,7 +573,7 @@ class CurvatureEngine(Options):
 
     def join_hook(self, step: Callable[[], Any]) -> Any:
         """What ``Join`` calls on a rank that has run out of inputs, for every step of the others."""
-        return shadowing(step)
+        return join_hook(step)
 
     @property
     def process_group(self) -> Any:

@@ -17,7 +17,7 @@ import torch
 import torch_optimizer
 from torch import Tensor, nn
 
-from .distributed import joinable
+from .distributed import register_joinable
 from .engine import CurvatureEngine, owning_engine
 from .schedules import growing
 
@@ -44,7 +44,7 @@ def _engine_options() -> dict[str, inspect.Parameter]:
     return {name: p for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
-@joinable
+@register_joinable
 class KFACMixin(_Optimizer):
     """Preconditions the gradients of any ``torch.optim.Optimizer`` by K-FAC.
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from . import diagnostics
 from .blocks import Block, gamma_of
-from .distributed import Communicator, Parcel, gathered, sharded_like
+from .distributed import Broadcast, Communicator, gathered, sharded_like
 from .layers import KroneckerLayer, full_precision
 from .scaling import Direction, Scaling
 from .solvers import Decomposition, Solver, Truncating, batches
@@ -166,7 +166,7 @@ class Preconditioner:
             for stack, d in zip(stacks, directions, strict=True)
             for block, part in zip(stack.blocks, d.direction.split(stack.sizes), strict=True)
         }
-        parcels = []
+        broadcasts = []
         for block in blocks:
             if block.route is None:
                 continue
@@ -176,8 +176,8 @@ class Preconditioner:
                 layer = block.layer
                 shape = (layer.pairs, layer.d_out, layer.d_in)
                 tensor = torch.zeros(shape, dtype=self.dtype, device=layer.weight.device)
-            parcels.append(Parcel([tensor], *block.route))
-        comm.send(parcels, "directions")
+            broadcasts.append(Broadcast([tensor], *block.route))
+        comm.send(broadcasts, "directions")
 
 
 # Stacks --------------------------------------------------------------------------------------------------------------

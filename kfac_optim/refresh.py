@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .blocks import SIDES, Block, gamma_of, part_dtype
 from .diagnostics import StageTimes, communicating
-from .distributed import Communicator, Parcel, longest_first
+from .distributed import Broadcast, Communicator, longest_first
 from .factors import FactorSpec
 from .layers import full_precision
 from .solvers import Decomposition, Result, Solver, Worker, batches, decompose_all, is_iterated
@@ -191,7 +191,7 @@ class Refresher:
         with communicating("decomposition", self.stages, comm.world_size):
             done = [[float(refresh.done.get((block, i)) is not None) for i in range(2)] for block in refresh.blocks]
             (flags,) = comm.sum([torch.tensor(done, dtype=torch.float64).view(-1, 2)], "counts")
-            parcels, failed, found = [], [], []
+            broadcasts, failed, found = [], [], []
             for block, good in zip(refresh.blocks, flags.bool().all(1).tolist(), strict=True):
                 if not good:
                     failed.append(block)
@@ -202,10 +202,10 @@ class Refresher:
                     if parts is None:
                         parts = self._empty(block, i) if comm.rank in holders else ()
                     if comm.rank in holders:
-                        parcels.append(Parcel(parts, workers.inverse_workers[i], holders))
+                        broadcasts.append(Broadcast(parts, workers.inverse_workers[i], holders))
                     sides.append(parts if comm.rank in workers.gradient_workers else ())
                 found.append((block, sides[0], sides[1]))
-            comm.send(parcels, "decompositions")
+            comm.send(broadcasts, "decompositions")
         return failed, found
 
     def _empty(self, block: Block, side: int) -> Decomposition:
