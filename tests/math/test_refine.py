@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from kfac_optim import KAISA, KFACSGD, EigenSolver, memory_estimate
 from kfac_optim.solvers import Decomposition, decompose_all, decompose_safely
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import FLOAT64, assert_identical, data_of, make_model, train, values
+from tests.helpers.training import FLOAT64, assert_identical, make_model, train, values
 
 ALWAYS = EigenSolver(refresh="qr", tolerance=float("inf"))  # never falls back
 
@@ -313,11 +313,7 @@ def on_ranks(rank: int, world_size: int, assignment: Any) -> list[Tensor]:
     wrapped: nn.Module = DDP(model) if world_size > 1 else model
     solver = EigenSolver(refresh="qr", every=4, tolerance=float("inf"))
     optimizer = KFACSGD(wrapped, solver=solver, assignment=assignment, spread=2, **{**OPTIONS, **FLOAT64})
-    for step in range(14):
-        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step, next(model.parameters())))
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(wrapped(inputs), classes).backward()
-        optimizer.step()
+    train(wrapped, optimizer, range(14), rank=rank, world_size=world_size)
     return values(model)
 
 
