@@ -153,3 +153,18 @@ def test_an_interrupted_call_leaves_other_modes_in_place(monkeypatch: pytest.Mon
     assert not _get_current_function_mode_stack()
     expected = factors_after(twin, twin, build(twin))
     assert all(torch.equal(factors[name], expected[name]) for name in expected)
+
+
+def test_somebody_else_wraps_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = F.multi_head_attention_forward, []
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    model, twin = Attend(), Attend()
+    expected = factors_after(twin, twin, build(twin))
+    monkeypatch.setattr(F, "multi_head_attention_forward", wrapper)
+    factors = factors_after(model, model, build(model))
+    assert calls == [1]
+    assert all(torch.equal(factors[name], expected[name]) for name in expected)
