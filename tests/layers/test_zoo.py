@@ -27,8 +27,9 @@ from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam
 from kfac_optim.layers import KroneckerLayer
 from kfac_optim.optimizers import KFACMixin
 from tests.helpers import reference
-from tests.helpers.reference import Curvature, Pair, assert_near, gradient, is_norm, matrix, watched
-from tests.helpers.training import BASES, FLOAT64
+from tests.helpers.compare import assert_near
+from tests.helpers.reference import Curvature, Pair, gradient, is_norm, matrix, watched
+from tests.helpers.settings import BASES, FLOAT64
 from tests.helpers.zoo import FAMILIES, GAN, TRANSFORMERS, Batch, Experts, Family, discriminate, generate
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # models come from configurations

@@ -17,8 +17,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kfac_optim import KAISA, KFACSGD, EigenSolver, memory_estimate
 from kfac_optim.solvers import Decomposition, decompose_all, decompose_safely
+from tests.helpers.compare import assert_all_near, assert_identical, values
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import FLOAT64, assert_identical, make_model, train, values
+from tests.helpers.settings import FLOAT64
+from tests.helpers.training import make_model, train
 
 ALWAYS = EigenSolver(refresh="qr", tolerance=float("inf"))  # never falls back
 
@@ -321,10 +323,7 @@ def on_ranks(rank: int, world_size: int, assignment: Any) -> list[Tensor]:
     "assignment", ["factor-wise", KAISA(grad_worker_fraction=1.0)], ids=["factor-wise", "KAISA(1)"]
 )
 def test_two_ranks_give_what_one_process_gives(assignment: Any) -> None:
-    alone = on_ranks(0, 1, "factor-wise")
-    for found in run_ranks(2, on_ranks, assignment):
-        for p, q in zip(alone, found, strict=True):
-            torch.testing.assert_close(q, p, rtol=1e-9, atol=1e-9)
+    assert_all_near(run_ranks(2, on_ranks, assignment), on_ranks(0, 1, "factor-wise"))
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, Categorical, Gaussian
-from tests.helpers.compare import twins
+from tests.helpers.compare import assert_near, parameters, twins
 from tests.helpers.reference import (
-    EXACT,
     Inputs,
     LossFunction,
     Named,
     Oracle,
     apply,
-    assert_near,
     averaged,
     backward,
     bernoulli_roots,
@@ -32,10 +30,10 @@ from tests.helpers.reference import (
     cross_entropy,
     expected_step,
     gaussian_roots,
-    parameters,
     squared_error,
     take_step,
 )
+from tests.helpers.settings import EXACT
 
 pytestmark = pytest.mark.usefixtures("float64")
 

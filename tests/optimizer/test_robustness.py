@@ -16,18 +16,17 @@ from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
 from kfac_optim.distributed import largest_entry
 from kfac_optim.optimizers import KFACMixin
 from tests.helpers import training
-from tests.helpers.compare import OPTIONS, SAME, assert_same_factors, assert_same_weights, factors_of
-from tests.helpers.reference import (
-    SOLVERS,
-    Oracle,
+from tests.helpers.compare import (
+    SAME,
     assert_applied,
     assert_near,
-    averaged,
-    log_cosh,
+    assert_same_factors,
+    assert_same_weights,
+    factors_of,
     snapshot,
-    squared_error,
-    take_step,
 )
+from tests.helpers.reference import Oracle, averaged, log_cosh, squared_error, take_step
+from tests.helpers.settings import OPTIONS, SOLVERS
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, CurvatureEngine
-from tests.helpers.compare import factors_of
-from tests.helpers.training import CLASSES, SETTINGS, assert_identical, loss_of, make_model, train
+from tests.helpers.compare import assert_identical, factors_of
+from tests.helpers.settings import CLASSES, SETTINGS
+from tests.helpers.training import loss_of, make_model, train
 
 pytestmark = pytest.mark.usefixtures("float64")
 
