@@ -14,15 +14,16 @@ torch.set_num_threads(1)
 # Every example builds a model, an optimizer and a dense oracle: slow is normal, a deadline would only measure the load.
 settings.register_profile(
     "default",
-    max_examples=100,
+    max_examples=15,
+    derandomize=True,
     deadline=None,
     print_blob=True,
     database=None,
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("ci", parent=settings.get_profile("default"), derandomize=True)
-settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=1000)
+settings.register_profile("ci", parent=settings.get_profile("default"), max_examples=100)
+settings.register_profile("thorough", parent=settings.get_profile("ci"), max_examples=1000, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 

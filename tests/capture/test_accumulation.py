@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
 from kfac_optim.layers import Observation
 from kfac_optim.optimizers import KFACMixin
-from tests.helpers.compare import OPTIONS, SAME, assert_same_factors, assert_same_weights, factors_of
-from tests.helpers.reference import assert_near
+from tests.helpers.compare import SAME, assert_near, assert_same_factors, assert_same_weights, factors_of
+from tests.helpers.settings import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -134,7 +134,6 @@ def test_undivided_micro_batches_have_a_larger_g(parts: int, kind: str) -> None:
         assert_near(factors_of(first)[name], times * factor, name, SAME, scale=0.0)
 
 
-@settings(max_examples=40)
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5), seed=st.integers(0, 999))
 def test_unequal_micro_batches(sizes: list[int], seed: int) -> None:
     """Any split is exact if each loss is its share of the mean over the whole batch."""

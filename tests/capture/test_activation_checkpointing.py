@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from kfac_optim import KFACSGD
-from tests.helpers.compare import OPTIONS, assert_same_factors, assert_same_weights
+from tests.helpers.compare import assert_same_factors, assert_same_weights
+from tests.helpers.settings import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("float64")
 

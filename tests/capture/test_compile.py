@@ -22,9 +22,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from kfac_optim import KFACSGD, Categorical
-from tests.helpers.compare import assert_same_factors, assert_same_weights
+from tests.helpers.compare import assert_close, assert_identical, assert_same_factors, assert_same_weights, values
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import FLOAT64, KINDS, OFTEN, assert_close, assert_identical, make_model, train, values
+from tests.helpers.settings import FLOAT64, KINDS, OFTEN
+from tests.helpers.training import make_model, train
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from kfac_optim import KFACSGD
 from tests.helpers.compare import assert_same_factors, assert_same_weights
-from tests.helpers.reference import EXACT
+from tests.helpers.settings import EXACT
 
 pytestmark = pytest.mark.usefixtures("float64")
 

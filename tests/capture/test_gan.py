@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD
-from tests.helpers.compare import OPTIONS, SAME, assert_same_factors, assert_same_weights, factors_of
-from tests.helpers.reference import assert_near
+from tests.helpers.compare import SAME, assert_near, assert_same_factors, assert_same_weights, factors_of
+from tests.helpers.settings import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("float64")
 

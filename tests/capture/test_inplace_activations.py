@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD
-from tests.helpers.compare import OPTIONS, assert_same_factors, assert_same_weights
-from tests.helpers.reference import Oracle, assert_applied, averaged, log_cosh, snapshot, take_step
+from tests.helpers.compare import assert_applied, assert_same_factors, assert_same_weights, snapshot
+from tests.helpers.reference import Oracle, averaged, log_cosh, take_step
+from tests.helpers.settings import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACSGD
 from kfac_optim.capture import LossTerms
-from tests.helpers.compare import OPTIONS, SAME, assert_same_factors, assert_same_weights, factors_of
-from tests.helpers.reference import (
-    SOLVERS,
-    Oracle,
+from tests.helpers.compare import (
+    SAME,
     assert_applied,
     assert_near,
-    averaged,
-    cross_entropy,
+    assert_same_factors,
+    assert_same_weights,
+    factors_of,
     snapshot,
-    take_step,
 )
+from tests.helpers.reference import Oracle, averaged, cross_entropy, take_step
+from tests.helpers.settings import OPTIONS, SOLVERS
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -19,8 +19,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kfac_optim import KAISA, KFACLAMB, KFACSGD, FactorWise, KFACAdam, KLClip, LayerWise
+from tests.helpers.compare import assert_all_near, values
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import CLASSES, FLOAT64, make_model, train, values
+from tests.helpers.settings import CLASSES, FLOAT64
+from tests.helpers.training import make_model, train
 from tests.state.test_checkpoint import assert_same_state, leaves
 
 # Refreshes at 0, 4, 8 and 12; saved after 6 steps, so that the statistics of step 5 are in no refresh yet. One that is
@@ -60,11 +62,6 @@ def packed(value: Any) -> bytes:
 def unpacked(content: bytes) -> Any:
     """From a file, with nothing but tensors and plain numbers allowed in it."""
     return torch.load(io.BytesIO(content), weights_only=True)
-
-
-def assert_near(found: list[Tensor], expected: list[Tensor]) -> None:
-    for p, q in zip(found, expected, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
 
 
 def differ(found: list[Tensor], expected: list[Tensor]) -> bool:
@@ -148,15 +145,15 @@ def test_a_run_goes_on_on_any_ranks_with_any_strategy(
     assert len(names) == (1 if len(resumed) == 1 else 3)
     for found in resumed:
         for name in names:
-            assert_near(found["saved", case, name][0], expected)
+            assert_all_near([found["saved", case, name][0]], expected)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_saving_changes_nothing(four_ranks: list[dict[Any, Any]], case: str) -> None:
     """Rank 0 asks for its state alone, and nobody waits; synchronising is exchanging earlier."""
     for found in four_ranks:
-        assert_near(found["final after saving", case], four_ranks[0]["final", case])
-        assert_near(found["final", case], four_ranks[0]["final", case])
+        assert_all_near([found["final after saving", case]], four_ranks[0]["final", case])
+        assert_all_near([found["final", case]], four_ranks[0]["final", case])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -207,7 +204,7 @@ def test_without_synchronising_one_interval_of_statistics_is_lost(
     assert differ(expected, four_ranks[0]["final", case])
     for found in resumed:
         name = "factor-wise" if len(resumed) == 1 else "layer-wise"
-        assert_near(found["lost", case, name][0], expected)
+        assert_all_near([found["lost", case, name][0]], expected)
 
 
 def test_traffic_is_reported_per_step_of_this_run(resumed: list[dict[Any, Any]]) -> None:
@@ -358,8 +355,8 @@ def two_ranks(folder: Path) -> list[dict[Any, Any]]:
 @pytest.mark.parametrize("case", CASES)
 def test_distributed_checkpoint_round_trip(two_ranks: list[dict[Any, Any]], case: str, how: str) -> None:
     for found in two_ranks:
-        assert_near(found["memory", case, how], found["final", case, how])
-        assert_near(found["folder", case, how], found["final", case, how])
+        assert_all_near([found["memory", case, how]], found["final", case, how])
+        assert_all_near([found["folder", case, how]], found["final", case, how])
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -368,7 +365,7 @@ def test_distributed_checkpoint_round_trip(two_ranks: list[dict[Any, Any]], case
 def test_a_folder_of_two_ranks_is_loaded_on_one(
     two_ranks: list[dict[Any, Any]], folder: Path, case: str, how: str
 ) -> None:
-    assert_near(resume_from_folder(0, 1, str(folder), case, how), two_ranks[0]["final", case, how])
+    assert_all_near([resume_from_folder(0, 1, str(folder), case, how)], two_ranks[0]["final", case, how])
 
 
 def ask_for_the_state_of_a_fresh_optimizer(rank: int, world_size: int) -> dict[Any, Any]:

@@ -32,8 +32,10 @@ from kfac_optim import (
 )
 from kfac_optim.distributed import Broadcast, Communicator, LayerAssignment, LocalCommunicator, TorchCommunicator
 from kfac_optim.factors import FactorSpec, LocalSums, fold_, read
+from tests.helpers.compare import assert_all_near, assert_equal_on_ranks, values
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import FLOAT64, OFTEN, assert_all_near, data_of, share, train, values
+from tests.helpers.settings import FLOAT64, OFTEN
+from tests.helpers.training import data_of, share, train
 
 STEPS = 7
 
@@ -585,8 +587,7 @@ def test_training_with_half_precision_on_the_wire(
     displacement. e is R roundoffs.
     """
     first, second = in_half
-    for p, q in zip(first[dtype, solver], second[dtype, solver], strict=True):
-        assert torch.equal(p, q)
+    assert_equal_on_ranks([first[dtype, solver], second[dtype, solver]])
     flat = [torch.cat([p.reshape(-1) for p in first[key]]) for key in ("start", (None, solver), (dtype, solver))]
     start, plain, half = flat
     error = float((half - plain).norm() / (plain - start).norm())

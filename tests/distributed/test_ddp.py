@@ -19,8 +19,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kfac_optim import KFACSGD, CurvatureEngine, LayerWise, TorchCommunicator
+from tests.helpers.compare import assert_all_near, assert_equal_on_ranks, values
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import FLOAT64, OFTEN, assert_all_near, average_gradients, data_of, share, train, values
+from tests.helpers.settings import FLOAT64, OFTEN
+from tests.helpers.training import average_gradients, data_of, share, train
 
 SHAPE = (8, 5)
 OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, **OFTEN, **FLOAT64}
@@ -42,13 +44,6 @@ class Branches(nn.Module):
 def make(seed: int = 0) -> Branches:
     torch.manual_seed(seed)
     return Branches().double()
-
-
-def assert_equal_on_ranks(outcomes: list[list[Tensor]]) -> None:
-    """Bit for bit: ranks that differ at all drift apart."""
-    for found in outcomes[1:]:
-        for p, q in zip(found, outcomes[0], strict=True):
-            assert torch.equal(p, q) and bool(p.isfinite().all())
 
 
 def compressed(group: Any, bucket: Any) -> Any:

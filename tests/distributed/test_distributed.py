@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kfac_optim import KAISA, KFACSGD, EigenSolver, FactorWise, LayerWise, OfMean
+from tests.helpers.compare import assert_all_near, values
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import FLOAT64, KINDS, OFTEN, assert_all_near, train, values
+from tests.helpers.settings import FLOAT64, KINDS, OFTEN
+from tests.helpers.training import train
 
 STEPS = 10
 OPTIONS: dict[str, Any] = {**OFTEN, **FLOAT64}

@@ -16,8 +16,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 from kfac_optim import KFACSGD
+from tests.helpers.compare import assert_all_near, assert_equal_on_ranks
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import FLOAT64, KINDS, OFTEN, assert_all_near, average_gradients, data_of, share, train
+from tests.helpers.settings import FLOAT64, KINDS, OFTEN
+from tests.helpers.training import average_gradients, data_of, share, train
 
 SHAPE = (12, 4)
 OPTIONS: dict[str, Any] = {**OFTEN, **FLOAT64}
@@ -93,9 +95,7 @@ def train_bf16(rank: int, world_size: int) -> list[Tensor]:
 
 
 def test_mixed_precision() -> None:
-    first, second = run_ranks(2, train_bf16)
-    for p, q in zip(first, second, strict=True):
-        assert torch.equal(p, q) and bool(p.isfinite().all())
+    assert_equal_on_ranks(run_ranks(2, train_bf16))
 
 
 def resume(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -14,20 +14,11 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
 from tests.helpers.frameworks import LIMIT, TOL, Build, as_torchrun, assert_ranks_are_one, builder, forget
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import (
-    FLOAT64,
-    KINDS,
-    assert_close,
-    assert_identical,
-    assert_trained,
-    clipping,
-    data_of,
-    make_model,
-    train,
-    values,
-)
+from tests.helpers.settings import FLOAT64, KINDS
+from tests.helpers.training import clipping, data_of, make_model, train
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator

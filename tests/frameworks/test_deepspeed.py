@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kfac_optim import KFACSGD, CurvatureEngine
+from tests.helpers.compare import assert_all_near, values
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import OFTEN, assert_all_near, data_of, share, train, values
+from tests.helpers.settings import OFTEN
+from tests.helpers.training import data_of, share, train
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kfac_optim import KAISA, KFACLAMB, KFACSGD, CurvatureEngine, HorovodCommunicator, LayerWise
-from tests.helpers.training import FLOAT64, OFTEN, assert_all_near, data_of, share, train, values
+from tests.helpers.compare import assert_all_near, values
+from tests.helpers.settings import FLOAT64, OFTEN
+from tests.helpers.training import data_of, share, train
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="Horovod is not installed"),

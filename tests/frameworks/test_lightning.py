@@ -14,19 +14,11 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from torch.utils.data import DataLoader
 
 from kfac_optim import KFACSGD
+from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
 from tests.helpers.frameworks import LIMIT, PAPER, TOL, Build, as_torchrun, assert_ranks_are_one, builder
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import (
-    FLOAT64,
-    KINDS,
-    assert_close,
-    assert_identical,
-    assert_trained,
-    data_of,
-    make_model,
-    share,
-    values,
-)
+from tests.helpers.settings import FLOAT64, KINDS
+from tests.helpers.training import data_of, make_model, share
 
 L = pytest.importorskip("lightning")
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402

@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from torch.utils.data import SequentialSampler, default_collate
 
 from kfac_optim import KFACLAMB
+from tests.helpers.compare import assert_close, assert_identical, values
 from tests.helpers.frameworks import LIMIT, PAPER, TOL, as_torchrun, assert_ranks_are_one, forget
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import FLOAT64, KINDS, assert_close, assert_identical, values
+from tests.helpers.settings import FLOAT64, KINDS
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("transformers")

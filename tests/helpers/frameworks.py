@@ -6,14 +6,11 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from kfac_optim import KLClip
-from tests.helpers.training import KINDS, OFTEN, assert_all_near
+from tests.helpers.compare import assert_all_near, assert_equal_on_ranks
+from tests.helpers.settings import KINDS, PAPER
 
-# The paper's way, in which the scale of the loss and so M, the number of loss terms, tells: a wrong one is seen.
-PAPER = OFTEN | {"precondition": "gradient", "scaling": KLClip(1e-2), "damping": 0.03, "spread": 0}
 LIMIT = 240.0  # seconds: every rank imports the framework
 TOL = 1e-9  # the same float64 arithmetic in another order
 Build = Callable[[nn.Module], Any]
@@ -43,5 +40,5 @@ def as_torchrun(rank: int, ranks: int, **more: str) -> None:
 def assert_ranks_are_one(outcomes: list[dict[str, list[Tensor]]], case: str, expected: Iterable[Tensor]) -> None:
     """The ranks have the same parameters, bit for bit, and up to rounding those of one process."""
     found = [of_rank[case] for of_rank in outcomes]
-    assert all(torch.equal(p, q) for other in found for p, q in zip(found[0], other, strict=True)), case
+    assert_equal_on_ranks(found)
     assert_all_near(found, list(expected), TOL, case)

@@ -22,32 +22,11 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from kfac_optim import EigenSolver, InverseSolver
+from tests.helpers.compare import assert_near, parameters
 
-REL_TOL = 1e-8  # exact arithmetic in float64: what is left is rounding, amplified by the condition number of the solve
 NOISE = 1e-8  # what should be of order one and is smaller than this may have lost half of its digits to cancellation
 LARGEST_CONDITION = 1e6  # rounding of 1e-16 times this leaves two digits to spare below REL_TOL
-ROUNDING = 1e-14  # a weight change is a difference of two weights, so it carries the rounding of the weights
 
-SOLVERS: dict[str, object] = {  # by the names of SOLVES
-    "eigen": EigenSolver(negligible=0.0),
-    "inverse": "inverse",
-    "inverse without pi": InverseSolver(pi=False),
-}
-
-# The paper's own update with every convenience switched off: the applied weight change is minus the damped solve.
-EXACT: dict[str, object] = {
-    "lr": 1.0,
-    "momentum": 0.0,
-    "precondition": "gradient",
-    "scaling": None,
-    "factor_update_steps": 1,
-    "inv_update_steps": 1,
-    "factor_dtype": torch.float64,
-    "inv_dtype": torch.float64,
-    "spread": 0,
-    "solver": SOLVERS["eigen"],
-}
 
 Inputs = tuple[Tensor, ...]
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -696,84 +675,8 @@ def fisher_solve(fisher: Tensor, v: Tensor, gamma: float) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Scalings and update rules, as in the books
+# Running an optimizer
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def kl_clip_factor(terms: Sequence[tuple[Tensor, Tensor, float]], kappa: float) -> float:
-    """``nu = min(1, sqrt(kappa / sum lr^2 |<v, grad>|))`` over (direction, gradient, lr) of all layers."""
-    total = sum(lr**2 * abs(float((v * grad).sum())) for v, grad, lr in terms)
-    return min(1.0, math.sqrt(kappa / total)) if total > 0 else 1.0
-
-
-def unit_norm(d_out: int, d_in: int) -> float:
-    """Frobenius norm of a semi-orthogonal update."""
-    return math.sqrt(min(d_out, d_in) * max(1.0, d_out / d_in))
-
-
-def unit_scaled(module: nn.Module, direction: Tensor) -> Tensor:
-    """Every Kronecker pair at its unit norm; a norm layer at ``sqrt(C)``."""
-    if is_norm(module):
-        return direction * math.sqrt(len(direction)) / direction.norm()
-    return torch.stack([d * unit_norm(*d.shape) / d.norm() for d in direction])
-
-
-def grafted(direction: Tensor, gradient_: Tensor) -> Tensor:
-    """The direction at the norm of the raw gradient."""
-    return direction * gradient_.norm() / direction.norm()
-
-
-class TextbookMomentum:
-    """SGD's own recurrence: ``buf = mu buf + (1 - dampening) g``, first ``buf = g``; Nesterov ``g + mu buf``."""
-
-    def __init__(self, momentum: float, dampening: float = 0.0, nesterov: bool = False) -> None:
-        self.momentum, self.dampening, self.nesterov = momentum, dampening, nesterov
-        self.buffer: Tensor | None = None
-
-    def __call__(self, g: Tensor) -> Tensor:
-        """What SGD multiplies by the learning rate."""
-        if self.buffer is None:
-            self.buffer = g.clone()
-        else:
-            self.buffer = self.momentum * self.buffer + (1 - self.dampening) * g
-        return g + self.momentum * self.buffer if self.nesterov else self.buffer
-
-
-class TextbookAdam:
-    """Adam with bias correction; LAMB without it, at the trust ratio of its authors."""
-
-    def __init__(self, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8) -> None:
-        self.beta1, self.beta2, self.eps = beta1, beta2, eps
-        self.m, self.v, self.t = 0.0, 0.0, 0
-
-    def moments(self, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Update and return both moments, uncorrected."""
-        self.t += 1
-        self.m = self.beta1 * self.m + (1 - self.beta1) * g
-        self.v = self.beta2 * self.v + (1 - self.beta2) * g * g
-        return self.m, self.v
-
-    def adam(self, g: Tensor) -> Tensor:
-        """The update that Adam multiplies by the learning rate."""
-        m, v = self.moments(g)
-        return (m / (1 - self.beta1**self.t)) / ((v / (1 - self.beta2**self.t)).sqrt() + self.eps)
-
-    def lamb(self, g: Tensor, p: Tensor, clamp: float = 10.0) -> Tensor:
-        """The update that LAMB multiplies by the learning rate, its trust ratio included."""
-        m, v = self.moments(g)
-        update = m / (v.sqrt() + self.eps)
-        weight_norm, update_norm = min(float(p.norm()), clamp), float(update.norm())
-        return update * (weight_norm / update_norm if weight_norm > 0 and update_norm > 0 else 1.0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Running an optimizer, and comparing
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def snapshot(model: nn.Module) -> Named:
-    """A copy of the state of the model."""
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def backward(model: nn.Module, passes: Sequence[tuple[Inputs, Tensor]], loss: LossFunction) -> None:
@@ -781,11 +684,6 @@ def backward(model: nn.Module, passes: Sequence[tuple[Inputs, Tensor]], loss: Lo
     model.zero_grad()
     for inputs, target in passes:
         loss(model(*inputs), target).backward()
-
-
-def parameters(model: nn.Module) -> Named:
-    """A copy of the parameters, by name."""
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def apply(model: nn.Module, optimizer: torch.optim.Optimizer) -> Named:
@@ -804,29 +702,3 @@ def take_step(
     """Backward passes and one ``step()``: the change of every parameter."""
     backward(model, passes, loss)
     return apply(model, optimizer)
-
-
-def assert_near(actual: Tensor, expected: Tensor, what: str = "", rel: float = REL_TOL, scale: float = 1.0) -> None:
-    """Compare in the Frobenius norm; ``scale`` is the size of the weights whose difference ``actual`` is."""
-    assert actual.shape == expected.shape, f"{what}: shapes {tuple(actual.shape)} and {tuple(expected.shape)}"
-    assert bool(actual.isfinite().all()), f"{what}: not finite: {actual}"
-    error, allowed = float((actual - expected).norm()), rel * float(expected.norm()) + ROUNDING * scale
-    assert error <= allowed, f"{what}: error {error:.3g} > {allowed:.3g}\nactual {actual}\nexpected {expected}"
-
-
-def assert_applied(
-    oracle: Oracle,
-    changes: Named,
-    directions: dict[str, Tensor],
-    gradients: Named,
-    lr: float = 1.0,
-    rel: float = REL_TOL,
-) -> None:
-    """Every layer moved by ``-lr`` times its direction, every other parameter by ``-lr`` times its gradient."""
-    size = 1.0 + max(float(p.detach().norm()) for p in oracle.model.parameters())
-    for layer in oracle.layers:
-        expected = -lr * directions[layer.name]
-        for k, (moved, wanted) in enumerate(zip(layer.of(changes), expected, strict=False)):
-            assert_near(moved, wanted, f"layer {layer.name!r}, block {k}", rel, size)
-    for name in oracle.uncovered():
-        assert_near(changes[name], -lr * gradients[name], name, rel, size)

@@ -8,45 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch_optimizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kfac_optim import KFACLAMB, KFACSGD, KFACAdam, OfMean
-
 Batch = tuple[Tensor, Tensor]
 SHAPE = (8, 4)  # inputs of the small model
-
-FLOAT64: dict[str, Any] = {"factor_dtype": torch.float64, "inv_dtype": torch.float64}
-# Statistics and refreshes at intervals that do not divide each other, so that a few steps see every combination.
-OFTEN: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 3, "damping": 0.1}
-SETTINGS: dict[str, Any] = {**FLOAT64, **OFTEN}
-
-
-def damping_of(value: Any, relative: bool) -> Any:
-    """A damping that is absolute, or relative to the mean eigenvalue."""
-    return OfMean(value) if relative else value
-
-
-CLASSES: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
-    KFACSGD: {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3},
-    KFACAdam: {"lr": 0.01},
-    KFACLAMB: {"lr": 0.01, "weight_decay": 1e-3},
-}
-
-# By a name that test parameters can have; SGD's other mode is a kind of its own.
-KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "sgd": (KFACSGD, CLASSES[KFACSGD]),
-    "momentum": (KFACSGD, {"lr": 0.02, "momentum": 0.9, "precondition": "momentum", "scaling": "unit"}),
-    "adam": (KFACAdam, CLASSES[KFACAdam]),
-    "lamb": (KFACLAMB, CLASSES[KFACLAMB]),
-}
-
-BASES: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
-    KFACSGD: torch.optim.SGD,
-    KFACAdam: torch.optim.Adam,
-    KFACLAMB: torch_optimizer.Lamb,
-}
 
 
 def make_model(seed: int = 0) -> nn.Sequential:
@@ -143,38 +109,3 @@ def average_gradients(parameters: Iterable[Tensor]) -> None:
     for p in parameters:
         dist.all_reduce(p.grad)
         p.grad.div_(dist.get_world_size())  # type: ignore[union-attr]
-
-
-def values(model: nn.Module) -> list[Tensor]:
-    """Copies of the parameters."""
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def assert_identical(model: nn.Module, other: nn.Module) -> None:
-    """The same parameters, bit for bit, and finite."""
-    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert bool(p.isfinite().all()), f"{name} is not finite"
-        assert torch.equal(p, q), f"{name} differs by up to {float((p - q).detach().abs().max()):.3g}"
-
-
-def assert_close(model: nn.Module, other: nn.Module, tolerance: float) -> None:
-    """The same parameters up to a tolerance, relative and absolute."""
-    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
-
-
-def assert_all_near(
-    outcomes: Iterable[list[Tensor]], expected: list[Tensor], tolerance: float = 1e-9, case: str = ""
-) -> None:
-    """Every rank has the expected parameters, up to the order of sums."""
-    for rank, found in enumerate(outcomes):
-        for p, q in zip(found, expected, strict=True):
-            torch.testing.assert_close(
-                p, q, rtol=tolerance, atol=tolerance, msg=lambda text, r=rank: f"{case}, rank {r}: {text}"
-            )
-
-
-def assert_trained(model: nn.Module, before: list[Tensor]) -> None:
-    """Every parameter has changed: a comparison of two models that both stood still proves nothing."""
-    for (name, p), old in zip(model.named_parameters(), before, strict=True):
-        assert not torch.equal(p, old), f"{name} has not changed"

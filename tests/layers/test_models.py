@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_optim import KFACLAMB, KFACSGD, KFACAdam, KLClip
+from kfac_optim import KFACLAMB, KFACSGD, Categorical, KFACAdam, KLClip
 from kfac_optim.optimizers import KFACMixin
 from tests.helpers.compare import assert_same_factors, assert_same_weights
 from tests.helpers.zoo import FAMILIES
@@ -182,7 +182,8 @@ def test_outputs_of_other_kinds_equal_the_plain_tensor(fisher: str, kind: str) -
     plain = nn.Sequential(inner["inner"], inner["head"])
     output_fn = (lambda output: output["logits"]) if kind == "dict" else None
     options = {"lr": 0.1, "fisher": fisher, **INTERVALS}
-    first, second = KFACSGD(model, output_fn=output_fn, **options), KFACSGD(plain, **options)
+    ours = options | ({} if fisher == "empirical" else {"fisher": Categorical(output_fn=output_fn)})
+    first, second = KFACSGD(model, **ours), KFACSGD(plain, **options)
     for _ in range(3):
         x, y = batch()
         for optimizer, loss in ((first, of_dict if kind == "dict" else of_dataclass), (second, classify)):

@@ -17,26 +17,22 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, LayerOptions, OfMean
 from kfac_optim.layers import find_layers
+from tests.helpers.compare import assert_applied, assert_near, parameters
 from tests.helpers.reference import (
-    EXACT,
-    SOLVERS,
     Inputs,
     Named,
     Oracle,
     apply,
-    assert_applied,
-    assert_near,
     averaged,
     backward,
     gradient,
     matrix,
-    parameters,
     per_example_gradients,
     squared_error,
     take_step,
-    unit_norm,
 )
-from tests.helpers.training import damping_of
+from tests.helpers.settings import EXACT, SOLVERS, damping_of
+from tests.helpers.textbook import unit_norm
 
 pytestmark = pytest.mark.usefixtures("float64")
 

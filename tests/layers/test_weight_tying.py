@@ -10,18 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD
-from tests.helpers.compare import OPTIONS, assert_same_factors, assert_same_weights, factors_of
-from tests.helpers.reference import (
-    SOLVERS,
-    Oracle,
+from tests.helpers.compare import (
     assert_applied,
     assert_near,
-    averaged,
-    cross_entropy,
-    log_cosh,
+    assert_same_factors,
+    assert_same_weights,
+    factors_of,
     snapshot,
-    take_step,
 )
+from tests.helpers.reference import Oracle, averaged, cross_entropy, log_cosh, take_step
+from tests.helpers.settings import OPTIONS, SOLVERS
 
 pytestmark = pytest.mark.usefixtures("float64")
 

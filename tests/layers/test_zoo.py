@@ -27,8 +27,9 @@ from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam
 from kfac_optim.layers import KroneckerLayer
 from kfac_optim.optimizers import KFACMixin
 from tests.helpers import reference
-from tests.helpers.reference import Curvature, Pair, assert_near, gradient, is_norm, matrix, watched
-from tests.helpers.training import BASES, FLOAT64
+from tests.helpers.compare import assert_near
+from tests.helpers.reference import Curvature, Pair, gradient, is_norm, matrix, watched
+from tests.helpers.settings import BASES, EXACT, FLOAT64, SOLVERS
 from tests.helpers.zoo import FAMILIES, GAN, TRANSFORMERS, Batch, Experts, Family, discriminate, generate
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # models come from configurations
@@ -226,7 +227,7 @@ def test_linear_and_convolution_weights_are_covered_except_for_listed_reasons(fa
 
 DAMPING = 0.1  # relative: neither hides the curvature nor leaves it alone, whatever a layer's scale
 VALUES: dict[str, object] = FLOAT64 | {
-    "solver": reference.SOLVERS["eigen"],
+    "solver": SOLVERS["eigen"],
     "damping": DAMPING,
     "scaling": None,
     "factor_update_steps": 1,
@@ -416,7 +417,7 @@ def test_the_curvature_of_an_expert_is_that_of_its_own_tokens(call_all: bool, av
     moe = Experts([nn.Linear(4, 4) for _ in range(3)], 4, chosen=1, call_all=call_all)
     model = nn.Sequential(moe, nn.Linear(4, 2)).double()
     moe.router.weight.data.copy_(5 * torch.eye(4)[:3])
-    options = reference.EXACT | {"lr": 0.01, "damping": DAMPING, "factor_decay": 0.5, "loss_average": average}
+    options = EXACT | {"lr": 0.01, "damping": DAMPING, "factor_decay": 0.5, "loss_average": average}
     optimizer = KFACSGD(model, **options)
     averages = [(reference.RunningAverage(0.5), reference.RunningAverage(0.5)) for _ in range(3)]
     for experts in ([0, 1, 2], [0, 1, 1], [2, 1, 2], [1, 1, 1], [0, 1, 2]):

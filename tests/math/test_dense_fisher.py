@@ -18,30 +18,24 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, InverseSolver, KFACAdam
+from tests.helpers.compare import assert_applied, assert_near, snapshot
 from tests.helpers.reference import (
-    EXACT,
     LOSSES,
     NOISE,
-    SOLVERS,
     Conv1D,
     Inputs,
     LossFunction,
     Named,
     Oracle,
-    TextbookAdam,
-    TextbookMomentum,
     apply,
-    assert_applied,
-    assert_near,
     averaged,
     backward,
-    grafted,
     matrix,
-    snapshot,
     squared_error,
     take_step,
 )
-from tests.helpers.training import damping_of
+from tests.helpers.settings import EXACT, SOLVERS, damping_of
+from tests.helpers.textbook import TextbookAdam, TextbookMomentum, grafted
 
 pytestmark = pytest.mark.usefixtures("float64")
 

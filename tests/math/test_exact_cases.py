@@ -16,15 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD
+from tests.helpers.compare import assert_near, parameters
 from tests.helpers.reference import (
-    EXACT,
     LOSSES,
     Conv1D,
     Inputs,
     Layer,
     LossFunction,
     Oracle,
-    assert_near,
     averaged,
     dense_fisher,
     find_layers,
@@ -33,12 +32,12 @@ from tests.helpers.reference import (
     input_rows,
     matrix,
     outer_sum,
-    parameters,
     per_example_gradients,
     positions,
     squared_error,
     take_step,
 )
+from tests.helpers.settings import EXACT
 
 pytestmark = pytest.mark.usefixtures("float64")
 

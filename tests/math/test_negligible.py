@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, EigenSolver
 from kfac_optim.solvers import Decomposition
-from tests.helpers.reference import EXACT, SOLVERS, assert_near, averaged, squared_error, take_step
-from tests.helpers.training import damping_of
+from tests.helpers.compare import assert_near
+from tests.helpers.reference import averaged, squared_error, take_step
+from tests.helpers.settings import EXACT, SOLVERS, damping_of
 
 pytestmark = pytest.mark.usefixtures("float64")
 

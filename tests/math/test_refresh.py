@@ -23,7 +23,7 @@ from kfac_optim import KFACSGD, CurvatureEngine, EigenSolver, InverseSolver, gro
 from kfac_optim.factors import FactorSpec
 from kfac_optim.layers import gram
 from kfac_optim.preconditioning import stack_of
-from kfac_optim.refresh import Refresh, _together
+from kfac_optim.refresh import Refresh, Refresher, _decompose, _together
 from kfac_optim.solvers import batches, decompose_all, decompose_safely
 
 specs = st.builds(FactorSpec, st.integers(1, 3), st.sampled_from([3, 4, 10]), st.booleans())
@@ -34,6 +34,7 @@ class Block:
     """Stands in for a block whose A is decomposed by rank 0, and G by rank 1."""
 
     spec: FactorSpec
+    layer: Any = None
     workers: ClassVar[Any] = SimpleNamespace(inverse_workers=(0, 1))
 
     @property
@@ -146,7 +147,7 @@ def test_what_is_decomposed_together_is_of_one_shape_on_one_device(factors: list
     jobs: list[Any] = []
     for spec, device in factors:
         layer = SimpleNamespace(weight=SimpleNamespace(device=torch.device(device)))
-        jobs.append((Block(layer, (spec, spec)), len(jobs) % 2))
+        jobs.append((Block(spec, layer), len(jobs) % 2))
     found = _together(dict.fromkeys(jobs))
     assert Counter(job for batch in found for job in batch) == Counter(jobs)
     on_gpu = []
@@ -233,6 +234,27 @@ def test_what_exceeds_a_steps_share_runs_on_the_worker(threads: list[str]) -> No
     assert len(beside) == 1, "the 41 x 41 factor"
     assert len(threads) == 12
     assert "decomposition beside training" in optimizer.curvature.profile()
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_work_beside_the_training_changes_no_bit(
+    solver: str, threads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    courses = []
+    for beside in (True, False):
+        net = model()
+        threads.clear()
+        if not beside:
+            monkeypatch.setattr(Refresher, "_decompose_beside", at_once)
+        courses.append(steps(net, KFACSGD(net, lr=0.1, solver=solver, **BESIDE), 0, 12))
+        assert any(name.startswith("kfac") for name in threads) == beside
+    assert all(torch.equal(x, y) for x, y in zip(*courses, strict=True))
+
+
+def at_once(self: Refresher, factor: Tensor, shift: Tensor) -> Any:
+    """In the place of ``Refresher._decompose_beside``: nothing runs beside the training."""
+    (result,) = _decompose(self.solver, self.inv_dtype, [factor], [shift])
+    return lambda: result
 
 
 @pytest.mark.parametrize("way", ["state_dict", "deepcopy", "pickle"])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, growing
 from kfac_optim.factors import pack, packed_diagonal
-from tests.helpers.reference import EXACT
+from tests.helpers.settings import EXACT
 
 pytestmark = pytest.mark.usefixtures("float64")
 

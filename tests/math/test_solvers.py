@@ -13,28 +13,21 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, InverseSolver, KLClip, OfMean
+from tests.helpers.compare import assert_applied, assert_near, snapshot
 from tests.helpers.reference import (
-    EXACT,
-    SOLVERS,
     SOLVES,
     Inputs,
     Named,
     Oracle,
     apply,
-    assert_applied,
-    assert_near,
     averaged,
     backward,
-    grafted,
-    kl_clip_factor,
     log_cosh,
-    snapshot,
     squared_error,
     take_step,
-    unit_norm,
-    unit_scaled,
 )
-from tests.helpers.training import damping_of
+from tests.helpers.settings import EXACT, SOLVERS, damping_of
+from tests.helpers.textbook import grafted, kl_clip_factor, unit_norm, unit_scaled
 
 pytestmark = pytest.mark.usefixtures("float64")
 

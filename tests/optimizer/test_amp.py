@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, KFACAdam, OfMean
 from kfac_optim.optimizers import KFACMixin
-from tests.helpers.compare import assert_same_factors, assert_same_weights, factors_of, twins
-from tests.helpers.reference import assert_near
+from tests.helpers.compare import assert_near, assert_same_factors, assert_same_weights, factors_of, twins
 from tests.helpers.training import Batch, clipping, train
 
 BFLOAT16_TOL = 0.03  # 8 bits of mantissa (2^-9 relative rounding), through three layers and a square

@@ -13,7 +13,8 @@ from torch import nn
 
 import kfac_optim
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin, KLClip, OfLargest, OfMean, growing
-from tests.helpers.training import BASES, CLASSES, make_model
+from tests.helpers.settings import BASES, CLASSES
+from tests.helpers.training import make_model
 
 NAN, INF = float("nan"), float("inf")
 

@@ -11,17 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
-from tests.helpers.training import (
-    BASES,
-    CLASSES,
-    FLOAT64,
-    assert_close,
-    assert_identical,
-    assert_trained,
-    make_model,
-    train,
-    values,
-)
+from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
+from tests.helpers.settings import BASES, CLASSES, FLOAT64
+from tests.helpers.training import make_model, train
 
 pytestmark = pytest.mark.usefixtures("float64")
 

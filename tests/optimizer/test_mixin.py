@@ -11,16 +11,9 @@ import torch_optimizer
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin, KLClip
-from tests.helpers.training import (
-    FLOAT64,
-    OFTEN,
-    assert_close,
-    assert_trained,
-    backward,
-    make_model,
-    train,
-    values,
-)
+from tests.helpers.compare import assert_close, assert_trained, values
+from tests.helpers.settings import FLOAT64, OFTEN
+from tests.helpers.training import backward, make_model, train
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -9,20 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
-from tests.helpers.compare import OPTIONS, SAME, assert_same_weights
-from tests.helpers.reference import (
-    Named,
-    Oracle,
-    TextbookMomentum,
-    assert_near,
-    averaged,
-    backward,
-    grafted,
-    kl_clip_factor,
-    log_cosh,
-    snapshot,
-    unit_scaled,
-)
+from tests.helpers.compare import SAME, assert_near, assert_same_weights, snapshot
+from tests.helpers.reference import Named, Oracle, averaged, backward, log_cosh
+from tests.helpers.settings import OPTIONS
+from tests.helpers.textbook import TextbookMomentum, grafted, kl_clip_factor, unit_scaled
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -10,18 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KLClip
-from tests.helpers.training import (
-    CLASSES,
-    FLOAT64,
-    OFTEN,
-    SETTINGS,
-    assert_close,
-    assert_trained,
-    backward,
-    make_model,
-    train,
-    values,
-)
+from tests.helpers.compare import assert_close, assert_trained, values
+from tests.helpers.settings import CLASSES, FLOAT64, OFTEN, SETTINGS
+from tests.helpers.training import backward, make_model, train
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from kfac_optim import KAISA, KFACSGD, Assignment, CurvatureEngine, FactorWise, LayerAssignment, LayerWise, diagnostics
 from kfac_optim.distributed import LocalCommunicator
-from tests.helpers.training import FLOAT64, damping_of, make_model, train
+from tests.helpers.settings import FLOAT64, damping_of
+from tests.helpers.training import make_model, train
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")

@@ -25,19 +25,9 @@ from kfac_optim import (
     exponential_decay,
     growing,
 )
-from tests.helpers.training import (
-    BASES,
-    CLASSES,
-    FLOAT64,
-    OFTEN,
-    assert_close,
-    assert_identical,
-    assert_trained,
-    backward,
-    make_model,
-    train,
-    values,
-)
+from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
+from tests.helpers.settings import BASES, CLASSES, FLOAT64, OFTEN
+from tests.helpers.training import backward, make_model, train
 
 pytestmark = pytest.mark.usefixtures("float64")
 

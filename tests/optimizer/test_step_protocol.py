@@ -11,19 +11,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from kfac_optim import KFACSGD, KFACMixin
-from tests.helpers.training import (
-    BASES,
-    CLASSES,
-    SETTINGS,
-    assert_close,
-    assert_identical,
-    assert_trained,
-    backward,
-    loss_of,
-    make_model,
-    train,
-    values,
-)
+from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
+from tests.helpers.settings import BASES, CLASSES, SETTINGS
+from tests.helpers.training import backward, loss_of, make_model, train
 
 pytestmark = pytest.mark.usefixtures("float64")
 

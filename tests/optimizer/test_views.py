@@ -13,7 +13,9 @@ from torch import Tensor, nn
 import kfac_optim
 from kfac_optim import KAISA, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin
 from kfac_optim.distributed import LocalCommunicator
-from tests.helpers.training import FLOAT64, backward, make_model, train, values
+from tests.helpers.compare import values
+from tests.helpers.settings import FLOAT64
+from tests.helpers.training import backward, make_model, train
 
 pytestmark = pytest.mark.usefixtures("float64")
 

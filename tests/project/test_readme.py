@@ -19,10 +19,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim import KFACSGD, register_layer
 from kfac_optim.layers import LinearLayer
-from tests.helpers.compare import assert_same_factors, assert_same_weights
+from tests.helpers.compare import (
+    assert_all_near,
+    assert_applied,
+    assert_near,
+    assert_same_factors,
+    assert_same_weights,
+    values,
+)
 from tests.helpers.ranks import run_ranks
-from tests.helpers.reference import EXACT, Oracle, apply, assert_applied, assert_near, averaged, backward, squared_error
-from tests.helpers.training import FLOAT64, OFTEN, damping_of, make_model, train, values
+from tests.helpers.reference import Oracle, apply, averaged, backward, squared_error
+from tests.helpers.settings import EXACT, FLOAT64, OFTEN, damping_of
+from tests.helpers.training import make_model, train
 
 README = Path(__file__).parents[2] / "README.rst"
 EXAMPLES = ("extend-layer", "extend-solver", "extend-strategy")
@@ -211,8 +219,6 @@ def test_the_strategy_trains_as_one_process() -> None:
         assert torch.equal(p, q)
     ranks = run_ranks(2, with_strategies)
     for one_each, both in ranks:
-        for found, *_ in (one_each, both):
-            for p, q in zip(found, expected, strict=True):
-                torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
+        assert_all_near([one_each[0], both[0]], expected)
         assert set(one_each[1]) == {(0,), (1,)} and set(both[1]) == {(0, 1)}
         assert one_each[2] > 0 and both[2] == 0  # only between nodes do preconditioned gradients travel

@@ -19,18 +19,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils._pytree import tree_map_only
 
 from kfac_optim import KFACSGD, CurvatureEngine, KFACAdam, KLClip, OfMean, constant_then_scaled, growing
-from tests.helpers.training import (
-    BASES,
-    CLASSES,
-    FLOAT64,
-    OFTEN,
-    assert_identical,
-    assert_trained,
-    backward,
-    make_model,
-    train,
-    values,
-)
+from tests.helpers.compare import assert_identical, assert_trained, values
+from tests.helpers.settings import BASES, CLASSES, FLOAT64, OFTEN
+from tests.helpers.training import backward, make_model, train
 
 K = 7  # steps before the interruption: not a multiple of an interval, and in the midst of a spread refresh
 SETTINGS: dict[str, Any] = {**OFTEN, "scaling": KLClip(1e-2)}

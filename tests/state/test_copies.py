@@ -16,17 +16,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from kfac_optim import KFACSGD, CurvatureEngine, KFACAdam, exponential_decay, growing
-from tests.helpers.training import (
-    CLASSES,
-    SETTINGS,
-    assert_identical,
-    assert_trained,
-    backward,
-    loss_of,
-    make_model,
-    train,
-    values,
-)
+from tests.helpers.compare import assert_identical, assert_trained, values
+from tests.helpers.settings import CLASSES, SETTINGS
+from tests.helpers.training import backward, loss_of, make_model, train
 
 pytestmark = pytest.mark.usefixtures("float64")
 

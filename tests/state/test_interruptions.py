@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from kfac_optim import KFACSGD, CurvatureEngine
-from tests.helpers.compare import factors_of
-from tests.helpers.training import CLASSES, SETTINGS, assert_identical, loss_of, make_model, train
+from kfac_optim.refresh import Refresher
+from tests.helpers.compare import assert_identical, factors_of
+from tests.helpers.settings import CLASSES, SETTINGS
+from tests.helpers.training import loss_of, make_model, train
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -65,7 +67,7 @@ def test_a_forward_that_is_interrupted_leaves_no_trace(
     assert all(torch.equal(factors[name], expected[name]) for name in factors)
 
 
-@pytest.mark.parametrize("where", ["update", "directions", "_refresh_at_once"])
+@pytest.mark.parametrize("where", ["update", "directions", "_finish"])
 @pytest.mark.parametrize("kfac", CLASSES)
 def test_the_state_is_whole_after_a_step_that_was_interrupted(
     kfac: Any, where: str, monkeypatch: pytest.MonkeyPatch
@@ -79,7 +81,7 @@ def test_the_state_is_whole_after_a_step_that_was_interrupted(
     optimizer.curvature.inv_update_steps = 1
     refreshed = optimizer.curvature.last_refresh
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(CurvatureEngine, where, interrupt)
+        patch.setattr(Refresher if where == "_finish" else CurvatureEngine, where, interrupt)
         optimizer.step()
     optimizer.curvature.inv_update_steps = due
     if where != "directions":
