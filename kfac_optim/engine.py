@@ -67,7 +67,7 @@ class CurvatureEngine(Options):
             the batch, in (0, 1]; float or callable. 1 (default): all, as in eqs. 14-15. Fewer are as unbiased and
             noisier, and cost less; norm layers always see all.
         inv_update_steps: Steps between decompositions ("kfac-update-freq" of the paper), >= 1; int or callable.
-        scaling: "kl_clip" (eq. 16), "unit", "graft", None, or an object with ``multipliers(directions)``.
+        scaling: "kl_clip" (eq. 16), "unit", "graft", None, or an object with ``multipliers(directions, step)``.
         kl_clip: kappa of eq. 16 for scaling="kl_clip", > 0; float or callable.
         solver: "eigen" (eqs. 11-13), "inverse" (eqs. 8-10), or an object with the protocol of
             :class:`~kfac_optim.solvers.Solver`.
@@ -529,6 +529,7 @@ class CurvatureEngine(Options):
             damping=self._now("damping"),
             relative=self.relative_damping,
             scaling=scaling,
+            step=self.step_count,
         )
 
     def advance(self) -> None:

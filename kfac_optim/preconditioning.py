@@ -81,6 +81,7 @@ class Preconditioner:
         damping: float,
         relative: bool,
         scaling: Scaling | None,
+        step: int,
     ) -> dict[nn.Parameter, Tensor]:
         """The preconditioned and scaled vectors (a collective).
 
@@ -91,7 +92,8 @@ class Preconditioner:
             comm: The ranks.
             damping: At this step.
             relative: Whether it is relative.
-            scaling: At this step.
+            scaling: How long the directions are to be; None: as they are.
+            step: The number of steps taken so far.
 
         Returns:
             Directions for the parameters whose layer has a decomposition.
@@ -108,7 +110,7 @@ class Preconditioner:
                 self._share(known, stacks, found, comm)
         with self.stages.stage("scaling"):
             if scaling is not None:
-                multipliers = scaling.multipliers(found)
+                multipliers = scaling.multipliers(found, step)
             result: dict[nn.Parameter, Tensor] = {}
             for i, (stack, d) in enumerate(zip(stacks, found, strict=True)):
                 _note_cosines(stack, d)

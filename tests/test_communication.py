@@ -29,8 +29,9 @@ from kfac_optim import (
     LayerCost,
     LayerWise,
 )
+from kfac_optim.averages import LocalSums, fold_
 from kfac_optim.distributed import Broadcast, Communicator, LayerAssignment, LocalCommunicator, TorchCommunicator
-from kfac_optim.factors import FactorSpec, LocalSums, fold_, read
+from kfac_optim.factors import FactorSpec, read
 from tests.ranks import run_ranks
 from tests.training import FLOAT64, OFTEN, assert_all_near, batch_of, train_on, values
 

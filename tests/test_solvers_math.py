@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import KFACSGD, InverseSolver
+from kfac_optim import KFACSGD, Direction, InverseSolver, KLClip
 from tests.reference import (
     EXACT,
     SOLVERS,
@@ -314,6 +316,28 @@ def test_kl_clip_takes_each_groups_current_learning_rate(kappa: float) -> None:
     changes = take_step(model, optimizer, passes, mean_loss)
     for layer in oracle.layers:
         assert_near(layer.of(changes), -rates[layer.name] * nu * directions[layer.name], layer.name, scale=10)
+
+
+def test_kl_clip_with_a_function_of_the_step() -> None:
+    stack = Direction(torch.full((1, 2, 3), 2.0), torch.full((1, 2, 3), 0.5), lr=0.1)  # lr^2 |<v, grad>| = 0.06
+    clip = KLClip(lambda step: 0.06 / 4 ** (step + 1))
+    for step in range(3):
+        (nu,) = clip.multipliers([stack], step)
+        assert float(nu) == pytest.approx(0.5 ** (step + 1))
+    (nu,) = KLClip(lambda step: 1e6 * (step + 1)).multipliers([stack], 0)
+    assert float(nu) == 1.0, "directions are never lengthened"
+    assert clip.multipliers([], 0) == []
+
+
+@pytest.mark.parametrize("kappa", [0, -1e-3, math.inf, math.nan, "small", None, True])
+def test_kl_clip_checks_kappa(kappa: Any) -> None:
+    kind = ValueError if type(kappa) in (int, float) else TypeError
+    with pytest.raises(kind, match=re.escape(f"KLClip(kappa={kappa!r}): must be") + ".*> 0.*a function of the step"):
+        KLClip(kappa)
+    later = KLClip(lambda step: 1e-3 if step < 5 else kappa)
+    assert later.multipliers([], 4) == []
+    with pytest.raises(kind, match=re.escape(f"KLClip(kappa=...) at step 5: {kappa!r}: must be")):
+        later.multipliers([], 5)
 
 
 def test_kl_clip_leaves_uncovered_parameters_alone() -> None:
