@@ -74,6 +74,8 @@ class Scaling(Protocol):
 class KLClip:
     """Bounds the KL divergence of a step (eq. 16): one multiplier nu for all layers, at most 1.
 
+    With the learning rate, direction and gradient of each layer::
+
         nu = min(1, sqrt(kappa / sum_layers lr^2 |<direction, gradient>|))
 
     Args:
@@ -121,8 +123,7 @@ def _ratio(numerator: Tensor | float, denominator: Tensor) -> Tensor:
 class Unit:
     """Gives each pair's direction the Frobenius norm of a semi-orthogonal update.
 
-        norm = sqrt(min(d_out, d_in) max(1, d_out / d_in))
-
+    That norm is ``sqrt(min(d_out, d_in) max(1, d_out / d_in))``.
     ``lr`` then has the units of Muon's (0.01 to 0.05), and one value suits all layers; a global scale of the loss or of
     G has no effect. All C channels of a norm layer together get the norm ``sqrt(C)``.
     """
