@@ -5,9 +5,9 @@ Each running average is a sum S of moments and a sum w of their counts, both of 
 
     S <- xi S + sum of the new moments,    w <- xi w + their count,    factor = S / w
 
-The moment of A is ``sum a a^T`` and its count the number of rows; that of G is ``M sum g g^T`` for the M averaged terms
-of the loss, and its count is M (see :func:`terms_of_rank`). There is no identity to start from, and so no bias to
-correct; batches of different sizes are weighted exactly.
+For A the moments are ``sum a a^T`` and their count is the number of rows. For G they are ``M^2 sum g g^T`` and their
+count is M, the number of averaged terms of the loss, so that of one batch ``G = M sum g g^T``. There is no identity to
+start from, and so no bias to correct; batches of different sizes are weighted exactly.
 
 Each rank adds up what it sees (:class:`LocalSums`), and the ranks add up their sums when a refresh is due. A single
 process does so in every step.
@@ -65,17 +65,20 @@ class Averaging:
             decay: xi at this step.
             comm: The ranks.
         """
+        # Of the step's micro-batches: those that belong to it, and of these the finite ones, which make up the sums.
         taken, finite = statistics.counted(flags)
         self._skips += sum(taken) - sum(finite)
         all_terms = sum(terms for terms, use in zip(statistics.terms, taken, strict=True) if use)
         terms = sum(terms for terms, use in zip(statistics.terms, finite, strict=True) if use)
-        per_term, m = terms_of_rank(all_terms, comm, summed=self.summed, sampled=self.sampled)
+        # The gradients carry the 1 / M of all micro-batches; only the finite ones count in the weight.
+        scale, m = terms_of_rank(all_terms, comm, summed=self.summed, sampled=self.sampled)
         m *= terms / max(1, all_terms)
         self._sums.begin(decay, m)
         for index, sums in statistics.sums.items():
+            # A layer that the last micro-batches did not use has fewer counts than there are micro-batches.
             rows = sum(count for count, use in zip(sums.counts, finite, strict=False) if use)
             if rows:
-                self._sums.add(blocks[index], (sums.a, sums.g.mul_(per_term)), (rows, m))
+                self._sums.add(blocks[index], (sums.a, sums.g.mul_(scale)), (rows, m))
 
     def pool(self, blocks: Sequence[Block], comm: Communicator, stages: StageTimes) -> int:
         """Adds up what the ranks have seen since the last time, into the running averages of all (a collective).
@@ -96,34 +99,35 @@ class Averaging:
             weights, skips = comm.sum([local.weights(blocks), skips], "counts")
             self._skips = 0
             decays, totals = local.pool(blocks, weights)
-            jobs, sums = [], []
-            for block, decay, weight in zip(blocks, decays, totals, strict=True):
-                if weight[0]:
+            updates, sums = [], []
+            for block, decay, counts in zip(blocks, decays, totals, strict=True):
+                if counts[0]:  # some rank has used the layer; one that has not adds zeros
                     device = block.layer.weight.device
-                    own = local.sums(block) or [spec.zeros(self.dtype, device) for spec in block.specs]
-                    jobs += [(block.average[side], w, decay) for side, w in zip(SIDES, weight, strict=True)]
-                    sums += own
+                    sums += local.sums(block) or [spec.zeros(self.dtype, device) for spec in block.specs]
+                    updates += [(block.average[side], count, decay) for side, count in zip(SIDES, counts, strict=True)]
             pooled = comm.sum(sums, "factors", compressed=True)
-            for (average, count, decay), total in zip(jobs, pooled, strict=True):
+            for (average, count, decay), total in zip(updates, pooled, strict=True):
                 fold_(average, total, count, decay)
         return int(skips)
 
 
 def terms_of_rank(terms: int, comm: Communicator, *, summed: bool, sampled: bool) -> tuple[float, float]:
-    """This rank's part in ``G = M sum g g^T``.
+    """This rank's part in the moment ``M^2 sum g g^T`` and in its count M.
 
-    Where the ranks' gradients are averaged, a local g counts as g / R on R ranks. For a mean over M = R ``terms`` terms
-    the factor is then ``terms^2``, because g carries the 1 / terms of the mean. A sum has M = 1, in however many
-    backward passes and on however many ranks it was taken.
+    If the loss is a mean, M is R ``terms`` on R ranks with equal batches. Where the ranks' gradients are averaged, a
+    local g counts as g / R, so that its part in the moment is ``terms^2 g g^T``; where they are added up, it is
+    ``(R terms)^2 g g^T``. A loss that is a sum has M = 1, in however many backward passes and on however many ranks it
+    was taken.
 
     Args:
         terms: The number of averaged terms of the loss on this rank.
         comm: The ranks.
         summed: Whether the loss is a sum.
-        sampled: Whether g are gradients for sampled targets, which are those of the sum.
+        sampled: Whether g belongs to sampled targets; such a g is that of the sum of the terms, not of their
+            mean.
 
     Returns:
-        What to multiply the rank's ``sum g g^T`` by, and its part of M.
+        What to multiply the rank's own ``sum g g^T`` by, and the rank's part of M.
     """
     ranks = comm.world_size
     share = 1 / ranks if comm.average_gradients else 1.0

@@ -259,8 +259,7 @@ class CurvatureEngine(Options):
             self._trained = dict.fromkeys(parameters)
             self.uncovered = {new[p]: reason for p, reason in self.uncovered.items()}
             for layer in self.layers:
-                layer.weight = new[layer.weight]
-                layer.bias = None if layer.bias is None else new[layer.bias]
+                layer.replace_parameters(new)
         elif replaced:
             raise RuntimeError(
                 "the optimizer's parameters have been replaced by others that are no weights of the model, as "

@@ -129,6 +129,7 @@ def _spectrum_image(axes: Axes, spectra: Mapping[str, Sequence[float]]) -> Any:
     ]
     extent = (0.0, 1.0, len(table) - 0.5, -0.5)
     image = axes.imshow(table, cmap="RdBu_r", vmin=-3, vmax=3, extent=extent, aspect="auto", interpolation="nearest")
+    # The line at 1 is a staircase: in each row at the share of the eigenvalues that are above it.
     above = [sum(value > 1 for value in values) / len(values) for values in spectra.values()]
     edges = [edge - 0.5 for row in range(len(above)) for edge in (row, row + 1)]
     axes.plot([share for share in above for _ in range(2)], edges, color="black", linewidth=1.2)

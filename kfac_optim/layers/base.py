@@ -6,7 +6,7 @@ Shapes: n examples, r shared positions, p Kronecker pairs; the package's docstri
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -154,6 +154,11 @@ class KroneckerLayer(ABC):
     def add_modules(self, modules: Iterable[nn.Module]) -> None:
         """Takes more modules that use the same weight and bias."""
         self.modules = [*self.modules, *modules]
+
+    def replace_parameters(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Goes on with other parameters in the place of weight and bias, where a framework has replaced them."""
+        self.weight = new[self.weight]
+        self.bias = None if self.bias is None else new[self.bias]
 
     # What a module type defines -------------------------------------------------------------------------------------
 

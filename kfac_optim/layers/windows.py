@@ -70,4 +70,5 @@ def unfolded_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
         chunk = chunk.flatten(2).mT.contiguous().mT.view(chunk.shape) if taps > 1 else chunk
         patches = windows.unfold(chunk).unflatten(1, (groups, c)).movedim((1, 2), (dims + 1, -1))
         moment += second_moment(patches.flatten(1, dims).flatten(3), diagonal=False)
+    # Patches list the channels of each tap; the weight lists the taps of each channel.
     return moment.view(groups, taps, c, taps, c).permute(0, 2, 1, 4, 3).reshape(moment.shape)
