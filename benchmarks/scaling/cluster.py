@@ -268,7 +268,7 @@ class _Calls:
                     spec.pack(new)
             preconditioning, direction = _preconditioned(layer, specs)
             with Counter() as scaling:
-                multiplier = KLClip().multipliers([direction])[0]
+                multiplier = KLClip().multipliers([direction], 0)[0]
                 layer.from_matrix(direction.direction * multiplier)
         rows = output.numel() // (layer.pairs * layer.d_out)
         handling = (_handled(specs, 0), _handled(specs, 1))
