@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import convergence, width
-from benchmarks.convergence import FACTOR, LENGTHS, Row, drawn, factors, middle, rows_of, swapped
-from benchmarks.models import ResNet
-from benchmarks.optimizers import OPTIMIZERS
-from benchmarks.runs import Trainer
-from benchmarks.tasks import digits
+from benchmarks.common.models import ResNet
+from benchmarks.common.optimizers import OPTIMIZERS
+from benchmarks.common.runs import Trainer
+from benchmarks.common.tasks import digits
+from benchmarks.convergence import __main__ as convergence
+from benchmarks.convergence import width
+from benchmarks.convergence.__main__ import FACTOR, LENGTHS, Row, drawn, factors, middle, rows_of, swapped
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +121,7 @@ def test_a_missing_package_is_skipped_with_a_note(tmp_path, monkeypatch, capsys)
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     monkeypatch.setitem(sys.modules, "kfac", None)
     monkeypatch.setitem(sys.modules, "kfac_jax", None)
-    for adapter in ("benchmarks.peers", "benchmarks.peers_jax"):
+    for adapter in ("benchmarks.peers.kfac_pytorch", "benchmarks.peers.kfac_jax"):
         monkeypatch.delitem(sys.modules, adapter, raising=False)
     missing = ("SOAP", "KFACPyTorch", "KFACJax")
     result = smoke(tmp_path, "--optimizer", "SGD", *missing)

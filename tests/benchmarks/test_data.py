@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import data
+from benchmarks.common import data
 
 Image = pytest.importorskip("PIL.Image")
 IMAGES = 7  # per file

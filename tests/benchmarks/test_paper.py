@@ -13,10 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import data, paper, paper_parts, paper_tasks, study
-from benchmarks.models import ResNet
-from benchmarks.paper_parts import STUDIES, Bench
-from benchmarks.study import Cell, Figure, Results, until
+from benchmarks.common import data
+from benchmarks.common.models import ResNet
+from benchmarks.paper import __main__ as paper
+from benchmarks.paper import parts as paper_parts
+from benchmarks.paper import study
+from benchmarks.paper import tasks as paper_tasks
+from benchmarks.paper.parts import STUDIES, Bench
+from benchmarks.paper.study import Cell, Figure, Results, until
 
 Values = tuple[float | None, ...]
 ONE_SEED = Bench(seeds=(0,), smoke=True)

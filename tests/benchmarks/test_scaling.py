@@ -17,8 +17,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks import paper_figures, scaling
-from benchmarks.cluster import (
+from benchmarks.common.models import BottleneckResNet, Encoder
+from benchmarks.scaling import __main__ as scaling
+from benchmarks.scaling import paper as paper_figures
+from benchmarks.scaling.cluster import (
     KFAC_PYTORCH,
     KINDS,
     OURS,
@@ -37,7 +39,6 @@ from benchmarks.cluster import (
     predict,
     workload,
 )
-from benchmarks.models import BottleneckResNet, Encoder
 from kfac_optim import KAISA, AssignmentStrategy, CurvatureEngine, FactorWise, LayerWise, memory_estimate
 from kfac_optim.distributed import Communicator, LocalCommunicator
 

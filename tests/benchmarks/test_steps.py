@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, step_time, timing
-from benchmarks.cluster import Schedule
-from benchmarks.models import Transformer, VisionTransformer
-from benchmarks.works import SMOKE_WORKS, WORKS
+from benchmarks.common.models import Transformer, VisionTransformer
+from benchmarks.common.works import SMOKE_WORKS, WORKS
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.scaling.cluster import Schedule
+from benchmarks.step_time import __main__ as step_time
+from benchmarks.step_time import timing
 from kfac_optim import KFACSGD, growing
 
 MIB = 2**20

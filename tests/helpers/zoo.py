@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.models import Bottleneck, StagedResNet, Transformer, UNet
+from benchmarks.common.models import Bottleneck, StagedResNet, Transformer, UNet
 
 Batch = tuple[Tensor, ...]
 

@@ -448,8 +448,9 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Any:
     """``benchmarks.train`` with a network and data of which two epochs are short."""
     pytest.importorskip("sklearn")
     pytest.importorskip("tqdm")
-    from benchmarks import tasks, train
-    from benchmarks.models import ResNet
+    from benchmarks.common import tasks
+    from benchmarks.common.models import ResNet
+    from benchmarks.train import __main__ as train
 
     whole = tasks.digits()
     small = replace(
@@ -528,9 +529,9 @@ def test_the_log_holds_what_the_engine_reports(command: Any, tmp_path: Path, mon
 def test_an_interrupted_run_has_a_page_and_a_resumed_one_shows_all_of_it(
     command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from benchmarks import page as pages
-    from benchmarks import plots
-    from benchmarks.runs import Trainer
+    from benchmarks.common import plots
+    from benchmarks.common.runs import Trainer
+    from benchmarks.train import page as pages
 
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     step, picture = Trainer.train_step, pages.picture
