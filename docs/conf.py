@@ -11,7 +11,7 @@ import kfac_optim
 project, author, copyright = "kfac_optim", "The kfac_optim authors", "The kfac_optim authors"
 version = release = kfac_optim.__version__
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-html_theme_options = {"page_width": "1120px", "fixed_sidebar": True}
+html_theme_options = {"page_width": "1240px", "body_max_width": "none", "fixed_sidebar": True}
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"

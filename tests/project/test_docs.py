@@ -11,14 +11,14 @@ import functools
 import importlib
 import os
 import re
-import subprocess
-import sys
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -94,16 +94,22 @@ def test_the_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert all(bool(p.isfinite().all()) for p in namespace["model"].parameters())
 
 
+def run_as_a_script(rank: int, world_size: int, code: str, port: int) -> None:
+    """Executes what ``torchrun`` would start, with the environment that it would set."""
+    dist.destroy_process_group()  # the code makes its own
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    exec(compile(code, "train.py", "exec", dont_inherit=True), {"__name__": "__main__"})
+
+
 @pytest.mark.parametrize("page", with_code("ranks"))
 def test_the_blocks_for_several_processes_run_on_two(page: Path, tmp_path: Path) -> None:
-    for number, block in enumerate(block for block in blocks(page) if block.mark == "ranks"):
-        (tmp_path / f"train{number}.py").write_text(block.code, encoding="utf-8")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [*launcher, f"train{number}.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, f"{page}:{block.line}\n{done.stderr}"
+    for block in blocks(page):
+        if block.mark == "ranks":
+            with socket.socket() as free:
+                free.bind(("localhost", 0))
+                port = free.getsockname()[1]
+            folder = f"import os; os.chdir({str(tmp_path)!r})"  # some write files
+            run_ranks(2, run_as_a_script, "\n" * (block.line - 2) + f"{folder}\n{block.code}", port)
 
 
 def test_every_place_that_the_method_page_names_exists() -> None:
