@@ -13,23 +13,24 @@ one of them is not finite; then the whole micro-batch has weight 0. That decisio
 read once, in ``step()``.
 
 Sampled Fisher. When the outermost call returns, gradients of the layer outputs are taken for targets drawn from the
-model's own predictive distribution, and committed when the user's backward pass reaches the model output.
+model's own predictive distribution, and added when the user's backward pass reaches the model output.
 
 Where to look::
 
-    hooks.py            what happens when: the hooks, from the call of a model to the end of its backward pass
-    statistics.py       model calls, micro-batches and steps: terms, raw moments, and which of them count
-    loss_terms.py       input and output of a model -> M
-    distributions.py    what the sampled Fisher draws from
-    attention.py        projections that are applied without calling a module
-    compiled.py         operators that stand for the hooks in compiled graphs
+    hooks.py        eager models: the hooks, from the call of a model to the end of its backward pass
+    compiled.py     compiled models: the operators that stand for the hooks, and the order in which graphs tell things
+    calls.py        which call of the model is in progress, and which one a layer's call belongs to
+    microbatch.py   layer calls -> moments -> micro-batches -> the statistics of a step; which backward pass counts
+    sampling.py     the sampled Fisher's backward pass, and what waits for the user's
+    fisher.py       the distributions that the sampled Fisher draws from
+    loss_terms.py   input and output of a model -> M
+    attention.py    projections that are applied without calling a module
 """
 
-from .distributions import Bernoulli, Categorical, Fisher, Gaussian
+from .fisher import Bernoulli, Categorical, Fisher, Gaussian
 from .hooks import Capture
-from .hooks import _Hook as _Hook  # pickles of hooked models name it here
 from .loss_terms import LossAverage, LossTerms, first_tensor, main_tensor
-from .statistics import Moments, StepStatistics
+from .microbatch import Moments, StepStatistics
 
 __all__ = [
     "Bernoulli",

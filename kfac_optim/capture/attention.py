@@ -1,70 +1,117 @@
-"""Attention applies its projections by ``F.linear`` without calling a module: listen in during its forward."""
+"""The projections of attention, which are applied by ``F.linear`` without calling a module.
+
+While a module with such projections runs, a :class:`ProjectionTap` lies on torch's stack of function modes and reports
+each use of a watched weight. That stack belongs to the thread: other threads, and other modules before and after, call
+torch's own functions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
 from ..layers import AttentionInputLayer, KroneckerLayer
 
-__all__ = ["start_tapping", "stop_tapping"]
+__all__ = ["ProjectionTap", "remove_taps"]
 
-# Told of a projection: its index, use, input, output and part. Returns what has to take the output's place, or None.
-See = Callable[[int, int, Tensor, Tensor, tuple[int, ...]], Tensor | None]
-
-
-def start_tapping(module: nn.Module, query: Tensor, tapped: list[tuple[int, KroneckerLayer]], see: See) -> None:
-    """At the start of a forward: tells of the projections, given with their indices, from now on."""
-    stop_tapping()  # an interrupted forward did not
-    examples = query.shape[0 if module.batch_first else 1] if query.dim() == 3 else 1
-    F.linear = _Tap(see, tapped, examples)
-    if torch.compiler.is_compiling():
-        F.multi_head_attention_forward = _TRACEABLE["multi_head_attention_forward"]
+# Told of one use of a projection: index of the layer, 0, the module that runs, the positional and keyword arguments of
+# the projection, its output, and its part (see ProjectionTap). Returns what takes the output's place, or None.
+Record = Callable[[int, int, nn.Module, tuple[Tensor], dict[str, Any], Tensor, tuple[int, ...]], Tensor | None]
 
 
-def stop_tapping() -> None:
-    """At the end of a forward."""
-    if isinstance(F.linear, _Tap):
-        F.linear = F.linear.original
-        if torch.compiler.is_compiling():
-            F.multi_head_attention_forward = _ATTENTION
+class ProjectionTap(TorchFunctionMode):
+    """Reports the projections of one call of a module, from ``with`` on or from :meth:`start` to :func:`remove_taps`.
 
+    The *part* of a report is the number of examples in the call; for packed q, k, v projections also the first pair
+    that was applied, the one after the last, and the number of query rows.
 
-class _Tap:
-    """Stands in for ``F.linear`` while one attention module runs."""
+    Args:
+        module: The module that runs.
+        query: Its first input.
+        projections: The layers whose weights it applies, by index.
+        record: Called with each use.
+    """
 
-    def __init__(self, see: See, tapped: list[tuple[int, KroneckerLayer]], examples: int) -> None:
-        self.see, self.tapped, self.examples, self.original = see, tapped, examples, F.linear
-        self.rows = self.queries = 0  # of a packed weight that were applied, of the queries
+    def __init__(
+        self, module: nn.Module, query: Tensor, projections: Iterable[tuple[int, KroneckerLayer]], record: Record
+    ) -> None:
+        super().__init__()
+        self.module, self.projections, self.record = module, projections, record
+        self.examples = query.shape[0 if module.batch_first else 1] if query.dim() == 3 else 1
+        self.rows_applied = 0  # of a packed weight
+        self.query_rows = 0
 
-    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        output = self.original(input, weight, bias)
-        for index, layer in self.tapped:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one function of torch; inside it this mode is off."""
+        if func is F.linear:
+            return self._linear(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        output = F.linear(input, weight, bias)
+        for index, layer in self.projections:
             if weight is layer.weight or weight._base is layer.weight:
                 part = (self.examples, *self._pairs(layer, input, weight))
-                replaced = self.see(index, 0, input, output, part)
+                replaced = self.record(index, 0, self.module, (input,), {}, output, part)
                 output = output if replaced is None else replaced
         return output
 
     def _pairs(self, layer: KroneckerLayer, input: Tensor, weight: Tensor) -> tuple[int, ...]:
-        """q, k, v at once or, in this order, part by part."""
+        """Packed projections are applied all at once, or part by part in the order q, k, v."""
         if not isinstance(layer, AttentionInputLayer):
             return ()
-        first, self.rows = self.rows // layer.d_out, self.rows + weight.shape[0]
+        first, self.rows_applied = self.rows_applied // layer.d_out, self.rows_applied + weight.shape[0]
         if first == 0:
-            self.queries = input.numel() // input.shape[-1]
-        return first, self.rows // layer.d_out, self.queries
+            self.query_rows = input.numel() // input.shape[-1]
+        return first, self.rows_applied // layer.d_out, self.query_rows
+
+    def _attend(self, *args: Any, **kwargs: Any) -> Any:
+        """``F.multi_head_attention_forward`` with :meth:`_linear` in the place of ``F.linear``.
+
+        A mode is off inside the function that it runs, and this one hands itself to every mode that is on. So a copy of
+        its code runs instead, which looks ``linear`` up elsewhere.
+        """
+        if not torch.compiler.is_compiling():
+            return _attention_with(self._linear)(*args, **kwargs)
+        # dynamo takes no functions that are made while it traces: one that is there already, and where to find the tap.
+        _TRACED_TAPS.append(self)
+        try:
+            return _TRACEABLE_ATTENTION(*args, **kwargs)
+        finally:
+            _TRACED_TAPS.pop()
 
 
-# torch.compile takes attention for one operator. Copies of its Python code are ordinary functions to it, which it
-# follows to F.linear, and so to the tap.
-_ATTENTION = F.multi_head_attention_forward
-_TRACEABLE: dict[str, Any] = {**vars(F), "linear": lambda *args: F.linear(*args)}
-for _name in ("_in_projection", "_in_projection_packed", "multi_head_attention_forward"):
-    _original = getattr(F, _name)
-    _TRACEABLE[_name] = FunctionType(_original.__code__, _TRACEABLE, _name, _original.__defaults__)
+def remove_taps() -> None:
+    """Takes every tap off this thread's stack: at the end of a call, and what an interrupted one has left there."""
+    if torch.compiler.is_compiling():
+        if isinstance(_get_current_function_mode(), ProjectionTap):
+            _pop_mode()
+        return
+    others = []
+    for _ in range(torch._C._len_torch_function_stack()):
+        mode = _pop_mode()
+        if not isinstance(mode, ProjectionTap):
+            others.append(mode)
+    for mode in reversed(others):
+        _push_mode(mode)
+
+
+def _attention_with(linear: Callable[..., Tensor]) -> Any:
+    """A copy of torch's attention function that applies its projections by ``linear``."""
+    functions: dict[str, Any] = {**vars(F), "linear": linear}
+    for name in ("_in_projection", "_in_projection_packed", "multi_head_attention_forward"):
+        original = getattr(F, name)
+        functions[name] = FunctionType(original.__code__, functions, name, original.__defaults__)
+    return functions["multi_head_attention_forward"]
+
+
+_TRACED_TAPS: list[ProjectionTap] = []  # while dynamo traces, which sees a list of its own
+_TRACEABLE_ATTENTION = _attention_with(lambda *args: _TRACED_TAPS[-1]._linear(*args))

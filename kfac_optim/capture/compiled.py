@@ -1,6 +1,17 @@
-"""Operators for compiled graphs, which can't hold hooks on tensors.
+"""Compiled graphs: operators that stand for the hooks, and the bookkeeping of calls that run as graphs.
 
-Both return copies because an operator's result may not be its argument, and are kept because their results are used.
+A graph can't hold hooks on tensors. So while dynamo traces a model, each watched layer gets an operator in the place of
+its hook: ``kfac_optim::record_input``, whose backward is ``kfac_optim::record_output_gradient``. Both return copies,
+because an operator's result may not be its argument, and are kept because their results are used.
+
+When a graph runs, its operators run first; the Python code that was traced with it, which opens and ends the model
+call, takes effect afterwards. So the states of a call (see ``calls.py``) are passed through in another order::
+
+    running    the first operator of a graph ran while no call was open: a stand-in for the call was made
+      -> traced code done    the call itself is known, M included
+      -> returned            the next event (a gradient, another graph, the end of the step): the stand-in gets M
+
+With a graph break, what was traced before it opens the call; the operators after it find it open.
 """
 
 from __future__ import annotations
@@ -8,85 +19,135 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .distributions import Fisher
+from .calls import ModelCall, ModelCalls, in_backward
+from .microbatch import BackwardPasses, Recorder
 
-__all__ = ["Watcher", "register", "see_in_graph"]
-
-
-class Watcher(Protocol):
-    """What is told of the layers of a graph, when it runs."""
-
-    enabled: bool
-    fisher: Fisher | None
-
-    def see_compiled(
-        self, index: int, use: int, a: Tensor, output: Tensor, part: Sequence[int]
-    ) -> Callable[[Tensor], None]:
-        """Takes note of a call of a layer; returns what takes the gradient of its output."""
-        ...
-
+__all__ = ["CompiledCalls"]
 
 _HANDLES = itertools.count()
-_WATCHERS: weakref.WeakValueDictionary[int, Watcher] = weakref.WeakValueDictionary()
+_WATCHERS: weakref.WeakValueDictionary[int, CompiledCalls] = weakref.WeakValueDictionary()
 # By a tensor that the graph saves for its backward, so that an observation lives as long as the graph needs it.
 _AWAITED: MutableMapping[Tensor, Callable[[Tensor], None] | None] = WeakTensorKeyDictionary()
 
 
-def register(watcher: Watcher) -> int:
-    """The number by which graphs know a watcher; it is held weakly."""
-    handle = next(_HANDLES)
-    _WATCHERS[handle] = watcher
-    return handle
+class CompiledCalls:
+    """What the operators of one model's graphs tell, while these are traced and when they run.
 
+    Args:
+        calls: The model calls, eager ones included: a compiled layer may be part of an eager model.
+        recorder: Makes moments of inputs.
+        passes: Takes output gradients.
+        sampled: Whether the Fisher is a sampled one, which compiled graphs can't serve.
+    """
 
-def _require_empirical(watcher: Watcher) -> None:
-    if watcher.fisher is not None:
-        raise RuntimeError(
-            "the sampled Fisher needs gradients of single layers before the backward pass, which a compiled graph "
-            "doesn't give: use fisher='empirical', or don't compile the model"
-        )
+    def __init__(self, calls: ModelCalls, recorder: Recorder, passes: BackwardPasses, *, sampled: bool) -> None:
+        self.calls, self.recorder, self.passes, self.sampled = calls, recorder, passes, sampled
+        self._enabled = False
+        self._running: ModelCall | None = None  # stands for the call whose graph runs
+        self._traced: ModelCall | None = None  # that call itself, as its Python code made it
+        self._handle = next(_HANDLES)  # by which graphs know this object
+        _WATCHERS[self._handle] = self
+
+    def plan(self, *, enabled: bool) -> None:
+        """Sets whether the coming step collects statistics."""
+        self._enabled = enabled
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the step collects statistics."""
+        return self._enabled
+
+    # While a graph is traced.
+
+    def trace_model_call_end(self, call: ModelCall) -> None:
+        """A model call has returned and M is known."""
+        self._traced = call
+
+    def trace_layer_call(self, index: int, use: int, a: Tensor, output: Tensor, part: Sequence[int]) -> Tensor:
+        """Puts the operator into the graph; returns what takes the output's place."""
+        return cast(Tensor, _record_input(a, output, self._handle, index, use, part)[0])
+
+    def require_empirical(self) -> None:
+        """Raises for a sampled Fisher."""
+        if self.sampled:
+            raise RuntimeError(
+                "the sampled Fisher needs gradients of single layers before the backward pass, which a compiled graph "
+                "doesn't give: use fisher='empirical', or don't compile the model"
+            )
+
+    # While a graph runs.
+
+    def record_input(
+        self, index: int, use: int, a: Tensor, output: Tensor, part: Sequence[int]
+    ) -> Callable[[Tensor], None]:
+        """A layer of the graph was applied; returns what takes the gradient of its output."""
+        # A copy, because an observation may keep its input, and compiled code writes over what it needs no more.
+        layer_call = self.recorder.observe(index, use, a.clone(), output, part)
+        if self._traced is not None:
+            self.settle()
+        call = self.calls.current
+        if in_backward():  # recomputed
+            call = self.calls.last
+        elif call is None:
+            self.passes.abandon()  # left behind by a backward pass that raised
+            call = self._running = self._running or ModelCall()
+
+        def take(g: Tensor) -> None:
+            self.settle()
+            self.passes.record_output_gradient(layer_call, call, g)
+
+        return take
+
+    def settle(self) -> None:
+        """A call whose graph has run is over: its stand-in gets M, which its Python code has told."""
+        if self._running is not None and self._traced is not None:
+            self._running.terms = self._traced.terms
+            self.calls.returned(self._running)
+        self._running = self._traced = None
 
 
 @torch.library.custom_op(
-    "kfac_optim::see",
+    "kfac_optim::record_input",
     mutates_args=(),
     schema="(Tensor a, Tensor output, int capture, int index, int use, int[] part) -> (Tensor, Tensor)",
 )
-def see_in_graph(
+def _record_input(
     a: Tensor, output: Tensor, capture: int, index: int, use: int, part: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """The output of a layer, and what stands for the observation."""
-    token, watching = torch.zeros((), dtype=torch.int64), _WATCHERS.get(capture)
-    arrive = None
-    if watching is not None and watching.enabled and output.numel():
-        _require_empirical(watching)
-        arrive = watching.see_compiled(index, use, a, output, part)
-    _AWAITED[token] = arrive
+    token, watcher = torch.zeros((), dtype=torch.int64), _WATCHERS.get(capture)
+    take = None
+    if watcher is not None and watcher.enabled and output.numel():
+        watcher.require_empirical()
+        take = watcher.record_input(index, use, a, output, part)
+    _AWAITED[token] = take
     return output.clone(), token
 
 
-@see_in_graph.register_fake
+@_record_input.register_fake
 def _(a: Tensor, output: Tensor, capture: int, index: int, use: int, part: Sequence[int]) -> tuple[Tensor, Tensor]:
-    _require_empirical(_WATCHERS[int(capture)])  # here, so that it is raised during compilation
+    _WATCHERS[int(capture)].require_empirical()  # here, so that it is raised during compilation
     return torch.empty_like(output), torch.empty((), dtype=torch.int64, device="cpu")
 
 
-@torch.library.custom_op("kfac_optim::arrive", mutates_args=(), schema="(Tensor g, Tensor token) -> Tensor")
-def _arrive_in_graph(g: Tensor, token: Tensor) -> Tensor:
+@torch.library.custom_op(
+    "kfac_optim::record_output_gradient", mutates_args=(), schema="(Tensor g, Tensor token) -> Tensor"
+)
+def _record_output_gradient(g: Tensor, token: Tensor) -> Tensor:
     """The gradient of a layer's output."""
-    arrive = _AWAITED[token]
-    if arrive is not None:
-        arrive(g)
+    take = _AWAITED[token]
+    if take is not None:
+        take(g)
     return g.clone()
 
 
-@_arrive_in_graph.register_fake
+@_record_output_gradient.register_fake
 def _(g: Tensor, token: Tensor) -> Tensor:
     return torch.empty_like(g)
 
@@ -95,8 +156,8 @@ def _save_token(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
     ctx.save_for_backward(output[1])
 
 
-def _compiled_backward(ctx: Any, g: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    return None, _arrive_in_graph(g, *ctx.saved_tensors), None, None, None, None
+def _backward(ctx: Any, g: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    return None, _record_output_gradient(g, *ctx.saved_tensors), None, None, None, None
 
 
-see_in_graph.register_autograd(_compiled_backward, setup_context=_save_token)
+_record_input.register_autograd(_backward, setup_context=_save_token)

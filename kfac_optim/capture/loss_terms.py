@@ -10,27 +10,29 @@ from torch import Tensor
 
 __all__ = ["LossAverage", "LossTerms", "first_tensor", "main_tensor"]
 
-LossAverage = Literal["batch", "batch+sequence", "elements"]
+LossAverage = Literal["batch", "batch+sequence", "elements"] | int | Callable[[Any, Any], int]
 
 
 @dataclass(frozen=True)
 class LossTerms:
     """Counts M, the number of terms over which the loss takes its mean, from the inputs and the output of the model.
 
-    ``average`` and ``terms`` are the engine's ``loss_average`` and ``loss_terms``, documented there.
+    Attributes:
+        average: The engine's ``loss_average``, documented there.
+        batch_dim: The dimension of the examples in the model's output.
+        class_dim: The dimension of the classes in the model's output; the others are positions.
     """
 
     average: LossAverage | None = "batch"
-    terms: int | Callable[[Any, Any], int] | None = None
     batch_dim: int = 0
     class_dim: int = -1
 
     def count(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
         """M for one call of the model."""
-        if callable(self.terms):
-            return int(self.terms(args if args else kwargs, output))
-        if self.terms is not None:
-            return self.terms
+        if callable(self.average):
+            return int(self.average(args if args else kwargs, output))
+        if isinstance(self.average, int):
+            return self.average
         if self.average is None:
             return 1
         tensor = main_tensor(output)

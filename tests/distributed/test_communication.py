@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -18,8 +19,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from kfac_optim import KAISA, KFACSGD, Assignment, EigenSolver, FactorWise, LayerCost, LayerWise
-from kfac_optim.distributed import Communicator, LayerAssignment, LocalCommunicator, Parcel, TorchCommunicator
+from kfac_optim import (
+    KAISA,
+    KFACSGD,
+    Assignment,
+    EigenSolver,
+    FactorWise,
+    HorovodCommunicator,
+    LayerCost,
+    LayerWise,
+)
+from kfac_optim.distributed import Broadcast, Communicator, LayerAssignment, LocalCommunicator, TorchCommunicator
 from kfac_optim.factors import FactorSpec, LocalSums, fold_, read
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import FLOAT64, OFTEN, assert_all_near, batch_of, train_on, values
@@ -156,7 +166,7 @@ def packet(source: int, salt: int) -> list[Tensor]:
     ]
 
 
-def parcels_of(world_size: int) -> list[tuple[int, tuple[int, ...]]]:
+def broadcasts_of(world_size: int) -> list[tuple[int, tuple[int, ...]]]:
     """(source, members), in an order all ranks share: every group of ranks, from each of its members."""
     sizes = range(2, world_size + 1)
     groups = [members for size in sizes for members in itertools.combinations(range(world_size), size)]
@@ -172,7 +182,7 @@ def same_bits(found: Tensor, expected: Tensor) -> bool:
 def use_the_verbs(rank: int, world_size: int) -> dict[Any, Any]:
     """Everything that the tests of the verbs look at, in one launch."""
     found: dict[Any, Any] = {}
-    groups = sorted({members for _, members in parcels_of(world_size)})
+    groups = sorted({members for _, members in broadcasts_of(world_size)})
     for name, bucket_bytes in BUCKETS.items():
         comm = TorchCommunicator(bucket_bytes=bucket_bytes)
         for dtype in (torch.float32, torch.float64):
@@ -181,21 +191,23 @@ def use_the_verbs(rank: int, world_size: int) -> dict[Any, Any]:
             found["unchanged", name, dtype] = own
         found["several types", name] = list(comm.sum(several_types(rank), "several types"))
         for dtype in HALVES:
-            found["half", name, dtype] = list(comm.sum(of_every_magnitude(rank), f"half {dtype}", dtype))
+            half = TorchCommunicator(comm_dtype=dtype, bucket_bytes=bucket_bytes)
+            found["half", name, dtype] = list(half.sum(of_every_magnitude(rank), "half", compressed=True))
+            found["half traffic", name, dtype] = half.traffic["half"]
         comm.prepare(groups)
-        parcels, received = [], []
-        for salt, (source, members) in enumerate(parcels_of(world_size)):
+        broadcasts, received = [], []
+        for salt, (source, members) in enumerate(broadcasts_of(world_size)):
             tensors = packet(source, salt)
             if source != rank:
                 tensors = [torch.full_like(t, 1, memory_format=torch.contiguous_format) for t in tensors]
             if rank in members:
-                parcels.append(Parcel(tensors, source, members))
+                broadcasts.append(Broadcast(tensors, source, members))
             received.append(tensors)
-        comm.send(parcels, "send")
+        comm.send(broadcasts, "send")
         found["send", name] = received
         before = {kind: list(totals) for kind, totals in comm.traffic.items()}
         alone = packet(rank, 0)
-        comm.send([Parcel(alone, rank, (rank,)), Parcel([], 0, tuple(range(world_size)))], "alone")
+        comm.send([Broadcast(alone, rank, (rank,)), Broadcast([], 0, tuple(range(world_size)))], "alone")
         found["alone", name] = (alone, comm.traffic == before or comm.traffic)
         found["traffic", name] = before
     if world_size == 3:
@@ -203,7 +215,7 @@ def use_the_verbs(rank: int, world_size: int) -> dict[Any, Any]:
         if rank != 1:
             comm = TorchCommunicator(group)
             tensor = torch.full((2,), float(rank))
-            comm.send([Parcel([tensor], 1, (0, 1))], "send")
+            comm.send([Broadcast([tensor], 1, (0, 1))], "send")
             found["group"] = (comm.rank, comm.world_size, tensor, *comm.sum([torch.tensor(10.0**rank)], "sum"))
     return found
 
@@ -267,7 +279,7 @@ def test_half_precision_on_the_wire(verbs: list[dict[Any, Any]], bucket: str, dt
 def test_what_is_sent_arrives_bit_for_bit(verbs: list[dict[Any, Any]], bucket: str) -> None:
     """From every rank to every group that it is in; ranks outside keep what they have."""
     for rank, found in enumerate(verbs):
-        for salt, (source, members) in enumerate(parcels_of(len(verbs))):
+        for salt, (source, members) in enumerate(broadcasts_of(len(verbs))):
             tensors, sent = found["send", bucket][salt], packet(source, salt)
             for tensor, wanted in zip(tensors, sent, strict=True):
                 expected = wanted if rank in members else torch.full_like(wanted, 1)
@@ -292,12 +304,12 @@ def test_traffic_is_what_an_ideal_network_carries(verbs: list[dict[Any, Any]], b
             expected[f"sum {dtype}"] = [share, share]
         halves = of_every_magnitude(rank)
         share = ring(halves, ranks, 2)
-        expected["half torch.bfloat16"] = [share, share]
+        assert found["half traffic", bucket, torch.bfloat16] == pytest.approx([share, share], rel=1e-12)
         # The largest entries go before, one float32 for each row.
         share += ring([torch.empty(t.shape[0] if t.dim() else 1) for t in halves], ranks)
-        expected["half torch.float16"] = [share, share]
+        assert found["half traffic", bucket, torch.float16] == pytest.approx([share, share], rel=1e-12)
         sent = received = 0
-        for salt, (source, members) in enumerate(parcels_of(ranks)):
+        for salt, (source, members) in enumerate(broadcasts_of(ranks)):
             size = sum(tensor.nbytes for tensor in packet(source, salt))
             sent += size * (source == rank)
             received += size * (rank in members and source != rank)
@@ -320,9 +332,39 @@ def test_ranks_of_a_process_group_are_counted_within_it(verbs: list[dict[Any, An
 def test_one_process_has_nobody_to_talk_to() -> None:
     comm = LocalCommunicator()
     own = whole_numbers(0, torch.float32)
-    assert all(a is b for a, b in zip(comm.sum(own, "x", torch.float16), own, strict=True))
-    comm.send([Parcel(own, 0, (0,))], "x")
+    assert all(a is b for a, b in zip(comm.sum(own, "x", compressed=True), own, strict=True))
+    comm.send([Broadcast(own, 0, (0,))], "x")
     assert comm.traffic == {}
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """torch.distributed with one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, "half", 16])
+def test_comm_dtype_is_checked_at_construction(dtype: Any) -> None:
+    allowed = "must be one of None, torch.float16, torch.bfloat16, torch.float32, torch.float64"
+    with pytest.raises(ValueError, match=re.escape(f"comm_dtype={dtype!r}: {allowed}")):
+        TorchCommunicator(comm_dtype=dtype)
+    for good in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        assert TorchCommunicator(comm_dtype=good).comm_dtype is good
+
+
+def test_horovod_refuses_bfloat16_at_construction() -> None:
+    with pytest.raises(ValueError, match="comm_dtype=torch.bfloat16: Horovod cannot send it; use torch.float16 or"):
+        HorovodCommunicator(comm_dtype=torch.bfloat16)
+
+
+def test_torch_communicator_needs_a_group() -> None:
+    with pytest.raises(ValueError, match=r"init_process_group\(\) first"):
+        TorchCommunicator(comm_dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="process_group='default': must be a torch.distributed.ProcessGroup or None"):
+        TorchCommunicator("default")  # type: ignore[arg-type]
 
 
 # Bytes of a training run ---------------------------------------------------------------------------------------------
@@ -521,7 +563,8 @@ def train_in_half(rank: int, world_size: int) -> dict[Any, list[Tensor]]:
     found: dict[Any, list[Tensor]] = {"start": values(build(1, {}, torch.float32)[0])}
     for dtype in (None, *HALVES):
         for solver in ("eigen", "inverse"):
-            options = {"comm_dtype": dtype, "solver": solver, "precondition": "gradient", "scaling": "kl_clip"}
+            comm = TorchCommunicator(comm_dtype=dtype)
+            options = {"communicator": comm, "solver": solver, "precondition": "gradient", "scaling": "kl_clip"}
             model, _ = train(rank, world_size, options, torch.float32)
             found[dtype, solver] = values(model)
     return found
@@ -796,6 +839,8 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def step_once(options: dict[str, Any]) -> str:
     """What the first step says."""
+    if "comm_dtype" in options:
+        options = {"communicator": TorchCommunicator(**options)}
     model, _, optimizer = build(1, options, torch.float32)
     inputs, classes = data_of(0, torch.float32)
     F.cross_entropy(model(inputs), classes).backward()

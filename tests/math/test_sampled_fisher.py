@@ -307,7 +307,7 @@ def test_a_batch_whose_output_is_not_finite_is_left_out(fisher: str, bad: float)
     passes, loss = small_passes(), averaged(cross_entropy, "batch")
     (x,), y = passes[0]
     for optimizer in (first, second):
-        optimizer.curvature._capture._samples = int(optimizer is second)  # the bad batch draws, too
+        optimizer.curvature._capture._sampling._samples = int(optimizer is second)  # the bad batch draws, too
     loss(model(torch.full_like(x, bad)), y).backward()
     model.zero_grad()
     for m, optimizer in ((model, first), (twin, second)):

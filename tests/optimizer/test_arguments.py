@@ -91,7 +91,6 @@ TABLE: list[tuple[str, Any, type[Exception], str]] = [
     ("factor_dtype", torch.int64, ValueError, "torch.float32"),
     ("factor_dtype", None, ValueError, "torch.float32"),
     ("inv_dtype", torch.complex64, ValueError, "torch.float32"),
-    ("comm_dtype", torch.int8, ValueError, "torch.bfloat16.*None"),
 ]
 
 
@@ -280,7 +279,7 @@ def test_defaults_of_the_design() -> None:
         "fisher": "empirical", "loss_average": "batch", "loss_terms": None, "batch_dim": 0, "weight_sharing": "expand",
         "skip_layers": (), "max_factor_dim": 8192, "assignment": "factor-wise", "process_group": None,
         "communicator": None, "grad_scaler": None, "skip_nonfinite": True, "output_fn": None, "seed": 0,
-        "factor_dtype": torch.float32, "inv_dtype": torch.float32, "comm_dtype": None,
+        "factor_dtype": torch.float32, "inv_dtype": torch.float32,
     }  # fmt: skip
     found = inspect.signature(KFACSGD).parameters
     assert {name: found[name].default for name in expected} == expected

@@ -425,7 +425,7 @@ def test_a_change_is_checked_and_a_refused_one_changes_nothing(name: str, value:
 
 
 FIXED = ["solver", "fisher", "loss_average", "loss_terms", "batch_dim", "weight_sharing", "skip_layers"]
-FIXED += ["max_factor_dim", "assignment", "output_fn", "seed", "factor_dtype", "inv_dtype", "comm_dtype"]
+FIXED += ["max_factor_dim", "assignment", "output_fn", "seed", "factor_dtype", "inv_dtype"]
 
 
 @pytest.mark.parametrize("name", FIXED)

@@ -1,0 +1,106 @@
+"""Calls of a model: which one is in progress, and which one a layer's call belongs to.
+
+The states of a model call::
+
+    open       the outermost watched module was entered with gradients enabled; layers that run now belong to it
+      -> returned   its forward has returned an output: M is known
+      -> dropped    its forward raised, was interrupted, or has returned nothing or without gradients
+    returned   the last call: what is run again during its backward pass (activation checkpoints) belongs to it
+      -> forgotten  another call has returned, or the step is over
+
+Where the code of a model is traced for a compiled graph, the same states are passed through when the graph has run; see
+``compiled.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+__all__ = ["ModelCall", "ModelCalls", "in_backward"]
+
+
+@dataclass(eq=False)
+class ModelCall:
+    """One call of the outermost module.
+
+    Attributes:
+        module: The module; None for a call whose compiled graph runs before its Python code takes effect.
+        forward: The module's ``forward`` when it was called; None where the call is traced for a compiled graph.
+        depth: How often the module is entered at present: it may call itself.
+        terms: M, from the time when the call returns.
+        awaited: For the sampled Fisher, what its layers did: a layer call and the graph edge of its output each.
+    """
+
+    module: nn.Module | None = None
+    forward: Any = None
+    depth: int = 0
+    terms: int = 0
+    awaited: list[tuple[Any, Any]] = field(default_factory=list)
+
+    @property
+    def is_training_loop(self) -> bool:
+        """Whether the call runs another method of its module under the name of ``forward``, which has its own again.
+
+        Lightning runs ``training_step`` so under DDP, with the backward pass and the step inside it.
+        """
+        return self.forward is not None and bool(cast(nn.Module, self.module).forward != self.forward)
+
+
+class ModelCalls:
+    """The model call in progress and the last one that returned.
+
+    Attributes:
+        current: The open call, or None.
+        last: The call that returned last in this step, or None.
+    """
+
+    def __init__(self) -> None:
+        self.current: ModelCall | None = None
+        self.last: ModelCall | None = None
+
+    def enter(self, module: nn.Module, forward: Any) -> bool:
+        """A watched module was called. Returns whether a model call was opened by it."""
+        if in_backward() and self.last is not None:  # part of a checkpoint, in a call that was counted
+            return False
+        if self.current is not None and self.current.is_training_loop:
+            self.current = None
+        opens = self.current is None
+        if self.current is None:
+            if not torch.is_grad_enabled():
+                return False
+            self.current = ModelCall(module, forward)
+        if self.current.module is module:
+            self.current.depth += 1
+        return opens
+
+    def leave(self, module: nn.Module, output: Any) -> ModelCall | None:
+        """A watched module's call is over, also by an exception. Returns the model call if that has returned by it."""
+        call = self.current
+        if call is None or (in_backward() and self.last is not None) or call.module is not module:
+            return None
+        call.depth -= 1
+        if call.depth > 0:
+            return None
+        self.current = None
+        return call if output is not None and torch.is_grad_enabled() else None
+
+    def returned(self, call: ModelCall) -> None:
+        """A call has returned and M is known."""
+        self.last = call
+
+    def drop_current(self) -> None:
+        """Drops the open call: it was interrupted, as in a notebook's cell."""
+        self.current = None
+
+    def forget_last(self) -> None:
+        """The step is over."""
+        self.last = None
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running; while a graph is traced, none is."""
+    return not torch.compiler.is_compiling() and bool(torch._C._current_graph_task_id() != -1)

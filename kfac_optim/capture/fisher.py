@@ -1,0 +1,94 @@
+"""The predictive distributions from which the sampled Fisher draws its targets."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Bernoulli", "Categorical", "Fisher", "Gaussian"]
+
+
+@dataclass(frozen=True)
+class Fisher(ABC):
+    """A sampled Fisher: the predictive distribution of the model. Subclass it for a distribution of your own.
+
+    Attributes:
+        output_fn: Model output -> tensor of the distribution's parameters. None (default): the tensor itself, or
+            ``.logits`` of an output that has it, else the first tensor in the output.
+        seed: Of the sampled targets, an int, default 0. Every rank draws its own samples from it.
+
+    Raises:
+        TypeError: If ``output_fn`` is neither callable nor None, or ``seed`` is no int.
+    """
+
+    output_fn: Callable[[Any], Tensor] | None = field(default=None, kw_only=True)
+    seed: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.output_fn is not None and not callable(self.output_fn):
+            raise TypeError(f"output_fn={self.output_fn!r}: must be callable(output) -> tensor, or None")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise TypeError(f"seed={self.seed!r}: must be an int")
+
+    @abstractmethod
+    def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        """Gradient of the negative log likelihood of sampled targets with respect to the output.
+
+        Args:
+            output: The distribution's parameters, as :attr:`output_fn` gives them.
+            generator: The source of randomness, on the output's device.
+
+        Returns:
+            A tensor of the output's shape: the gradient of the sum over all loss terms, not of their mean.
+        """
+
+
+@dataclass(frozen=True)
+class Categorical(Fisher):
+    """Softmax over logits (cross-entropy).
+
+    Attributes:
+        dim: The dimension of the classes: -1 (default), or 1 for ``[N, C, H, W]``.
+    """
+
+    dim: int = -1
+
+    def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        """``softmax(output) - one_hot(sample)``."""
+        probabilities = output.movedim(self.dim, -1).softmax(-1)
+        flat = probabilities.reshape(-1, probabilities.shape[-1])
+        sample = torch.multinomial(flat, 1, generator=generator)
+        return (
+            flat.scatter_add(1, sample, flat.new_full(sample.shape, -1.0)).view_as(probabilities).movedim(-1, self.dim)
+        )
+
+
+@dataclass(frozen=True)
+class Bernoulli(Fisher):
+    """Independent sigmoids of logits (binary cross-entropy)."""
+
+    def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        """``sigmoid(output) - sample``."""
+        probabilities = output.sigmoid()
+        return probabilities - torch.bernoulli(probabilities, generator=generator)
+
+
+@dataclass(frozen=True)
+class Gaussian(Fisher):
+    """Normal distribution around the output (half squared error divided by the variance).
+
+    Attributes:
+        variance: > 0, default 1.
+    """
+
+    variance: float = 1.0
+
+    def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        """``(output - sample) / variance``."""
+        noise = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
+        return noise / self.variance**0.5

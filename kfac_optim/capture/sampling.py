@@ -1,0 +1,123 @@
+"""The sampled Fisher's own backward pass, and what waits for the user's.
+
+When a model call returns, targets are drawn from the model's predictive distribution, and a backward pass from the
+output gives the gradients of the layers' outputs for these targets. Their moments are *pending*: they are added to a
+micro-batch when the user's backward pass reaches the model's output, and lost if it never does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .calls import ModelCall
+from .fisher import Fisher
+from .loss_terms import main_tensor
+from .microbatch import BackwardPasses, LayerCall, Recorder, adds_to_gradient
+
+__all__ = ["PendingGradient", "SampledBackward"]
+
+
+class SampledBackward:
+    """Draws targets for model calls, and holds what they give until the user's backward pass.
+
+    Args:
+        fisher: The distribution.
+        rank: Of this process; each draws its own samples.
+        recorder: Makes moments of output gradients.
+        passes: Takes them when their time has come.
+    """
+
+    def __init__(self, fisher: Fisher, rank: int, recorder: Recorder, passes: BackwardPasses) -> None:
+        self.fisher, self.rank, self.recorder, self.passes = fisher, rank, recorder, passes
+        self._step = 0
+        self._samples = 0  # drawn in this step
+
+    def plan(self, step: int) -> None:
+        """Sets the number of the step, from which the samples come."""
+        self._step = step
+
+    def change_rank(self, rank: int) -> None:
+        """Goes on as another rank."""
+        self.rank = rank
+
+    def restart(self) -> None:
+        """The step starts anew, with its first sample."""
+        self._samples = 0
+
+    def run(self, call: ModelCall, output: Any) -> None:
+        """Takes the gradients of the layers' outputs for a model call that has just returned ``output``."""
+        fisher = self.fisher
+        logits = fisher.output_fn(output) if fisher.output_fn is not None else main_tensor(output)
+        awaited, call.awaited = call.awaited, []
+        if not (isinstance(logits, Tensor) and logits.requires_grad) or logits.dim() == 0 or not awaited:
+            return
+        self._require_whole_model(call)
+        seed = hash((fisher.seed, self.rank, self._step, self._samples)) % 2**63
+        self._samples += 1
+        with self.recorder.stage("sampled backward"), torch.autocast(logits.device.type, enabled=False):
+            target = self._sampled_gradient(logits, torch.Generator(logits.device).manual_seed(seed))
+            try:
+                edges = [edge for _, edge in awaited]
+                gradients = torch.autograd.grad(logits, edges, target, retain_graph=True, allow_unused=True)
+            except RuntimeError as error:
+                if "heckpoint" not in str(error):
+                    raise
+                raise RuntimeError(
+                    "the sampled Fisher can't pass re-entrant activation checkpoints: use "
+                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or fisher='empirical'"
+                ) from error
+        pending = [
+            (layer_call, self.recorder.output_moment(layer_call, g, scaled=False))
+            for (layer_call, _), g in zip(awaited, gradients, strict=True)
+            if g is not None
+        ]
+        logits.register_hook(PendingGradient(functools.partial(self._commit, call, pending)))
+
+    @torch.no_grad()
+    def _sampled_gradient(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+        parameters = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+        # Nothing can be drawn from NaNs; they go on to the moments, so that these are left out.
+        finite = parameters.isfinite().all()
+        target = self.fisher.sample_gradient(torch.where(finite, parameters, 0.0), generator)
+        return torch.where(finite, target, torch.nan).to(logits.dtype)
+
+    def _commit(self, call: ModelCall, pending: list[tuple[LayerCall, Tensor]], g: Tensor) -> None:
+        """The user's backward pass has reached the model's output."""
+        if torch.is_grad_enabled():
+            return
+        for layer_call, moment in pending:
+            if adds_to_gradient(self.recorder.layers[layer_call.index]):
+                self.passes.add(layer_call, call, moment)
+
+    def _require_whole_model(self, call: ModelCall) -> None:
+        assert call.module is not None
+        inside = set(call.module.modules())
+        outside = [layer.name for layer in self.recorder.layers if not any(m in inside for m in layer.modules)]
+        if outside:
+            raise RuntimeError(
+                f"the sampled Fisher needs the model's output, but {type(call.module).__name__} was called on its own, "
+                f"without {outside[0]!r}: call the model as one module, or use fisher='empirical'"
+            )
+
+
+class PendingGradient:
+    """A tensor hook that takes a gradient once, or as often as the graph is kept for another backward pass.
+
+    A training loop holds its last loss, and with it graph and hooks, until the next forward pass has ended. What they
+    hold is not to live as long.
+    """
+
+    def __init__(self, take: Callable[[Tensor], None]) -> None:
+        self.take: Callable[[Tensor], None] | None = take
+
+    def __call__(self, g: Tensor) -> None:
+        if self.take is None:
+            return
+        self.take(g)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self.take = None
