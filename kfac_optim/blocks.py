@@ -10,11 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .damping import Damping, largest_eigenvalue
+from .damping import Damping
 from .distributed import Assignment, AssignmentStrategy, Communicator, LayerAssignment, LayerCost
 from .factors import FactorSpec, snapshot_
 from .layers import KroneckerLayer
 from .solvers import Decomposition, Solver
+from .spectra import eigenvalues, largest_eigenvalue
 
 __all__ = ["SIDES", "Block", "Factors", "Snapshots", "Source", "assign", "decomposed_bytes", "part_dtype", "specs_of"]
 
@@ -174,10 +175,7 @@ class Block:
     def spectra(self) -> tuple[Tensor, ...]:
         """All eigenvalues of A and of G in use, largest first, ``[p n]`` each, on the CPU."""
         if self._spectra is None:
-            matrices = [self.factors("in_use").matrix(side).cpu() for side in range(2)]
-            values = [m if m.dim() == 2 else torch.linalg.eigvalsh(m) for m in matrices]
-            # Below zero is rounding.
-            self._spectra = tuple(v.flatten().sort(descending=True).values.clamp_(min=0) for v in values)
+            self._spectra = tuple(eigenvalues(self.factors("in_use").matrix(side)) for side in range(2))
         return self._spectra
 
     # Workers --------------------------------------------------------------------------------------------------------

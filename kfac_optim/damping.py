@@ -26,13 +26,9 @@ __all__ = [
     "Spectra",
     "as_damping",
     "check_damping",
-    "largest_eigenvalue",
     "split",
     "value_of",
 ]
-
-_EXACT_DIM = 64  # up to this dimension the largest eigenvalue is computed with all others
-_LANCZOS_STEPS = 32
 
 
 class Spectra(Protocol):
@@ -52,7 +48,7 @@ class Damping(Protocol):
 
     @property
     def value(self) -> Schedule[float]:
-        """The multiple of the unit, > 0: a number, or a function of the step."""
+        """The multiple of the unit, a number > 0 or a function of the step."""
         ...
 
     def unit(self, spectra: Spectra) -> Tensor:
@@ -164,36 +160,6 @@ def split(gamma: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor
     pi = torch.where((mean_a > 0) & (mean_g > 0), (mean_a / mean_g).sqrt(), 1.0)
     root = gamma.sqrt()
     return pi * root, root / pi
-
-
-def largest_eigenvalue(factor: Tensor) -> Tensor:
-    """The largest eigenvalue of positive semi-definite matrices ``[p, n, n]``, or of diagonals ``[p, n]``: ``[p]``.
-
-    Above 64 rows by Lanczos iteration with full reorthogonalisation (Golub & Van Loan, Matrix Computations, section
-    10.3) from a fixed vector, so that every rank and every resumed run finds the same number.
-    """
-    if factor.dim() == 2:
-        return factor.amax(-1)
-    n = factor.shape[-1]
-    if n <= _EXACT_DIM:
-        return torch.linalg.eigvalsh(factor)[..., -1].clamp(min=0)
-    start = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(factor)
-    q = (start / start.norm()).expand(len(factor), n)
-    basis, diagonal, beside = [q], [], []
-    for _ in range(_LANCZOS_STEPS):
-        image = (factor @ q[..., None])[..., 0]
-        diagonal.append((q * image).sum(-1))
-        known = torch.stack(basis, -1)
-        for _ in range(2):  # once loses orthogonality when the iteration has converged
-            image = image - (known @ (known.mT @ image[..., None]))[..., 0]
-        length = image.norm(dim=-1)
-        converged = length <= torch.finfo(factor.dtype).eps * diagonal[0].abs()
-        beside.append(torch.where(converged, 0.0, length))
-        q = torch.where(converged[:, None], 0.0, image / length.clamp(min=torch.finfo(factor.dtype).tiny)[:, None])
-        basis.append(q)
-    off = torch.stack(beside[:-1], -1)
-    tridiagonal = torch.stack(diagonal, -1).diag_embed() + off.diag_embed(1) + off.diag_embed(-1)
-    return torch.linalg.eigvalsh(tridiagonal)[..., -1].clamp(min=0)
 
 
 def _positive(unit: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ Where to look::
     plots.py      pictures
 """
 
+from ..spectra import eigenvalues
 from .memory import memory_of, total
 from .plots import plot_assignment, plot_history, plot_profile, plot_spectrum
 from .profile import StageTimes, communicating
@@ -31,6 +32,7 @@ __all__ = [
     "communicating",
     "cosine",
     "damped_condition",
+    "eigenvalues",
     "flatten",
     "human_bytes",
     "memory_of",

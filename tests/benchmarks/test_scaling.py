@@ -149,7 +149,7 @@ class Recorder(Communicator):
         """Nothing is under way."""
 
 
-def train(model: nn.Module, engine: CurvatureEngine, steps: int) -> Iterator[None]:
+def steps_of_one_rank(model: nn.Module, engine: CurvatureEngine, steps: int) -> Iterator[None]:
     """Steps of a rank that hears nothing of the others."""
     for _ in range(steps):
         model.zero_grad()
@@ -170,7 +170,7 @@ def test_traffic_is_the_engines(work: Workload, strategy: AssignmentStrategy) ->
         # A recorder's sums are its own; the ranks' check that all have built the same would fail.
         engine._agreed = True
         before: dict[str, list[float]] = {}
-        for step, _ in enumerate(train(model, engine, 1 + schedule.decompositions)):
+        for step, _ in enumerate(steps_of_one_rank(model, engine, 1 + schedule.decompositions)):
             before = {kind: list(sides) for kind, sides in comm.traffic.items()} if step == 0 else before
         steps = schedule.decompositions
         for kind, sides in comm.traffic.items():

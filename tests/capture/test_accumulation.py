@@ -102,9 +102,9 @@ def test_micro_batches_equal_one_batch(average: str | None, solver: str, kind: s
 @pytest.mark.parametrize("terms", [EXAMPLES, lambda inputs, output: len(output)])
 def test_micro_batches_with_reduce_and_loss_terms(sharing: str, terms: object) -> None:
     """An int ``loss_terms`` is M of one backward pass."""
-    split, first, whole, second = pair("convolutional", weight_sharing=sharing, loss_terms=terms)
+    split, first, whole, second = pair("convolutional", weight_sharing=sharing, loss_average=terms)
     if terms == EXAMPLES:
-        first = KFACSGD(split, **(OPTIONS | {"lr": 0.01, "weight_sharing": sharing, "loss_terms": EXAMPLES // 3}))
+        first = KFACSGD(split, **(OPTIONS | {"lr": 0.01, "weight_sharing": sharing, "loss_average": EXAMPLES // 3}))
     run(split, first, "batch", 3)
     run(whole, second, "batch", 1)
     assert_same_factors(first, second)

@@ -273,7 +273,7 @@ ODD: dict[str, tuple[Callable[[], nn.Module], Call, dict[str, Any]]] = {
     "accumulation and evaluation": (mlp, accumulated, {}),
     "forwards before backwards": (mlp, forwards_first, {}),
     "one backward of two forwards": (mlp, one_backward_for_two, {}),
-    "terms by a function": (mlp, on_vectors, {"loss_average": None, "loss_terms": lambda inputs, y: y.shape[0]}),
+    "terms by a function": (mlp, on_vectors, {"loss_average": lambda inputs, y: y.shape[0]}),
     "checkpoint": (lambda: Checkpointed(False), on_vectors, {}),
     "re-entrant checkpoint": (lambda: Checkpointed(True), on_vectors, {}),
 }

@@ -120,7 +120,7 @@ def test_ignored_targets(kind: str) -> None:
         "callable on the inputs": on_inputs,
     }
     model, twin = Tagger(), Tagger()
-    optimizer = build(model, loss_terms=choices[kind])
+    optimizer = build(model, loss_average=choices[kind])
     oracle = Oracle(twin, terms=lambda output: terms)
     step = oracle.observe([((x,), y)], ignoring, snapshot(model))
     oracle.refresh(step)
@@ -143,7 +143,7 @@ def test_loss_terms_of_a_model_called_by_keywords() -> None:
     model = Masked()
     plain = copy.deepcopy(model)
     x, mask = torch.randn(4, 3, 3), torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]]).bool()
-    first, second = build(model, loss_terms=terms), build(plain, loss_terms=6)
+    first, second = build(model, loss_average=terms), build(plain, loss_average=6)
     for m, optimizer in ((model, first), (plain, second)):
         m(x=x, mask=mask)[mask].square().sum(-1).mean().backward()
         optimizer.step()
@@ -158,8 +158,8 @@ def test_loss_terms_add_up_over_micro_batches() -> None:
     data = [tokens() for _ in range(3)]
     counts = [int((y != IGNORED).sum()) for _, y in data]
     coming = iter(counts)
-    first = build(model, loss_terms=lambda inputs, output: next(coming))
-    second = build(plain, loss_terms=sum(counts))
+    first = build(model, loss_average=lambda inputs, output: next(coming))
+    second = build(plain, loss_average=sum(counts))
     for x, y in data:
         F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=IGNORED, reduction="sum").div(
             sum(counts)
@@ -240,7 +240,7 @@ def test_a_scalar_over_tokens_counts_the_examples_of_integer_inputs() -> None:
     model = Language()
     plain = copy.deepcopy(model)
     ids = torch.randint(6, (4, 8))
-    first, second = build(model), build(plain, loss_terms=4)
+    first, second = build(model), build(plain, loss_average=4)
     for m, optimizer in ((model, first), (plain, second)):
         m(ids).backward()
         optimizer.step()

@@ -26,13 +26,14 @@ from kfac_optim import (
     EigenSolver,
     FactorWise,
     HorovodCommunicator,
+    KLClip,
     LayerCost,
     LayerWise,
 )
 from kfac_optim.distributed import Broadcast, Communicator, LayerAssignment, LocalCommunicator, TorchCommunicator
 from kfac_optim.factors import FactorSpec, LocalSums, fold_, read
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import FLOAT64, OFTEN, assert_all_near, batch_of, train_on, values
+from tests.helpers.training import FLOAT64, OFTEN, assert_all_near, data_of, share, train, values
 
 STEPS = 7
 
@@ -386,21 +387,18 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.hidden(torch.tanh(self.conv(x)).flatten(1))))
 
 
-def data_of(step: int, dtype: torch.dtype = torch.float64, size: int = 12) -> tuple[Tensor, Tensor]:
-    """The whole batch of a step; every world size up to 4 divides it."""
-    inputs, classes = batch_of(step, size, 2, 4, 4, classes=4)
-    return inputs.to(dtype), classes
+SHAPE = (12, 2, 4, 4)  # every world size up to 4 divides the batch
 
 
 def build(world_size: int, options: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, nn.Module, KFACSGD]:
     torch.manual_seed(0)
     model = Net().to(dtype)
     exact = FLOAT64 if dtype is torch.float64 else {}
-    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, kl_clip=1e-2, **{**OFTEN, **exact, **options})
+    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, scaling=KLClip(1e-2), **{**OFTEN, **exact, **options})
     return model, DDP(model) if world_size > 1 else model, optimizer
 
 
-def train(
+def trained(
     rank: int,
     world_size: int,
     options: dict[str, Any],
@@ -409,8 +407,8 @@ def train(
 ) -> tuple[nn.Module, KFACSGD]:
     """Some steps on this rank's share of every batch."""
     model, wrapped, optimizer = build(world_size, options, dtype)
-    batches = (data_of(step, dtype) for step in range(STEPS))
-    train_on(wrapped, optimizer, batches, rank, world_size, None if after is None else partial(after, optimizer))
+    call = None if after is None else partial(after, optimizer)
+    train(wrapped, optimizer, range(STEPS), call, shape=SHAPE, rank=rank, world_size=world_size)
     return model, optimizer
 
 
@@ -423,7 +421,7 @@ def train_and_count(rank: int, world_size: int) -> dict[Any, Any]:
     found = {}
     for strategy, solver in CASES:
         options = {"assignment": STRATEGIES[strategy], "solver": solver}
-        _, optimizer = train(rank, world_size, options, torch.float32)
+        _, optimizer = trained(rank, world_size, options, torch.float32)
         engine = optimizer.curvature
         found[strategy, solver] = (engine.comm.traffic, engine.work, optimizer.curvature.report())
     return found
@@ -539,7 +537,7 @@ def train_growing(rank: int, world_size: int, joins_at: int, options: dict[str, 
         if step == joins_at:
             optimizer.add_param_group({"params": list(model.later.parameters())})
         model.zero_grad()
-        train_on(wrapped, optimizer, [batch_of(step, 8, 4)], rank, world_size)
+        train(wrapped, optimizer, [step], rank=rank, world_size=world_size)
     return values(model)
 
 
@@ -565,7 +563,7 @@ def train_in_half(rank: int, world_size: int) -> dict[Any, list[Tensor]]:
         for solver in ("eigen", "inverse"):
             comm = TorchCommunicator(comm_dtype=dtype)
             options = {"communicator": comm, "solver": solver, "precondition": "gradient", "scaling": "kl_clip"}
-            model, _ = train(rank, world_size, options, torch.float32)
+            model, _ = trained(rank, world_size, options, torch.float32)
             found[dtype, solver] = values(model)
     return found
 
@@ -623,9 +621,9 @@ def train_branching(rank: int, world_size: int, options: dict[str, Any], after: 
     torch.manual_seed(0)
     model = Branching().double()
     wrapped: nn.Module = DDP(model, find_unused_parameters=True) if world_size > 1 else model
-    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, kl_clip=1e-2, **{**OFTEN, **FLOAT64, **options})
+    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, scaling=KLClip(1e-2), **{**OFTEN, **FLOAT64, **options})
     for step in range(10):
-        x, y = (part.chunk(world_size)[rank] for part in batch_of(step, 8, 4))
+        x, y = share(data_of(step), rank, world_size)
         optimizer.zero_grad()
         F.cross_entropy(wrapped(x, step, (4 if rank == 0 else 0)), y).backward()
         optimizer.step()
@@ -662,7 +660,7 @@ def train_lazily_or_not(rank: int, world_size: int) -> dict[Any, Any]:
     for name, options in LAZY.items():
         for after in (None, pool):
             how = "lazily" if after is None else "every step"
-            model, optimizer = train(rank, world_size, options, after=after)
+            model, optimizer = trained(rank, world_size, options, after=after)
             found["all", name, how] = values(model)
             found["bytes", name, how] = optimizer.curvature.comm.traffic["factors"][0]
             found["branching", name, how] = train_branching(rank, world_size, options, after)
@@ -726,7 +724,7 @@ def follow_the_policy(rank: int, world_size: int) -> dict[Any, Any]:
         found["work", name] = everyone
     for name, strategy in OWN.items():
         for options in ({}, {"solver": "inverse", "spread": 1, "scaling": "graft"}):
-            model, _ = train(rank, world_size, {"assignment": strategy, **options})
+            model, _ = trained(rank, world_size, {"assignment": strategy, **options})
             found["trained", name, bool(options)] = values(model)
     return found
 
@@ -748,7 +746,7 @@ def test_every_rank_computes_the_same_assignment(policies: list[dict[Any, Any]],
 @pytest.mark.parametrize("name", OWN)
 def test_a_strategy_of_the_user_s_trains_as_one_process(policies: list[dict[Any, Any]], name: str, other: bool) -> None:
     options = {"solver": "inverse", "spread": 1, "scaling": "graft"} if other else {}
-    expected = values(train(0, 1, options)[0])
+    expected = values(trained(0, 1, options)[0])
     assert_all_near([found["trained", name, other] for found in policies], expected)
 
 
@@ -842,7 +840,7 @@ def step_once(options: dict[str, Any]) -> str:
     if "comm_dtype" in options:
         options = {"communicator": TorchCommunicator(**options)}
     model, _, optimizer = build(1, options, torch.float32)
-    inputs, classes = data_of(0, torch.float32)
+    inputs, classes = data_of(0, SHAPE, dtype=torch.float32)
     F.cross_entropy(model(inputs), classes).backward()
     try:
         optimizer.step()

@@ -18,10 +18,11 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from kfac_optim import KFACSGD, CurvatureEngine, LayerWise
+from kfac_optim import KFACSGD, CurvatureEngine, LayerWise, TorchCommunicator
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import FLOAT64, OFTEN, assert_all_near, batch_of, train_on, values
+from tests.helpers.training import FLOAT64, OFTEN, assert_all_near, average_gradients, data_of, share, train, values
 
+SHAPE = (8, 5)
 OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, **OFTEN, **FLOAT64}
 
 
@@ -43,10 +44,6 @@ def make(seed: int = 0) -> Branches:
     return Branches().double()
 
 
-def data_of(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
-    return batch_of(step, size, 5)
-
-
 def assert_equal_on_ranks(outcomes: list[list[Tensor]]) -> None:
     """Bit for bit: ranks that differ at all drift apart."""
     for found in outcomes[1:]:
@@ -65,7 +62,7 @@ def compressed(group: Any, bucket: Any) -> Any:
 compressed.__annotations__.update(bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]})
 
 
-def train(rank: int, world_size: int, how: str, options: dict[str, Any], steps: int = 7) -> list[Tensor]:
+def trained(rank: int, world_size: int, how: str, options: dict[str, Any], steps: int = 7) -> list[Tensor]:
     """A loop as in every tutorial, with DDP set up in one of many ways."""
     model = make()
     wrapped: nn.Module = model
@@ -81,7 +78,7 @@ def train(rank: int, world_size: int, how: str, options: dict[str, Any], steps: 
     elif how != "built first":
         optimizer = KFACSGD(wrapped, **OPTIONS, **options)
     for step in range(steps):
-        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
+        inputs, classes = share(data_of(step, SHAPE), rank, world_size)
         optimizer.zero_grad()
         micro = 2 if how == "no_sync" else 1
         for i in range(micro):
@@ -102,10 +99,7 @@ def unfreeze(rank: int, world_size: int) -> list[Tensor]:
         if step in (0, 4):
             model.left.requires_grad_(step == 4)
             wrapped = DDP(model) if world_size > 1 else model
-        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
-        optimizer.zero_grad()
-        F.cross_entropy(wrapped(inputs), classes).backward()
-        optimizer.step()
+        train(wrapped, optimizer, [step], shape=SHAPE, rank=rank, world_size=world_size)
     assert optimizer.curvature.refreshes == 2
     assert "left" in optimizer.curvature.report()["layers"]
     return values(model)
@@ -121,13 +115,13 @@ MODES = ("wrapped", "built first", "parameters", "bucket view", "static graph", 
 
 
 def train_all(rank: int, world_size: int, modes: tuple[str, ...]) -> list[list[Tensor]]:
-    return [train(rank, world_size, mode, {"assignment": LayerWise()}) for mode in modes]
+    return [trained(rank, world_size, mode, {"assignment": LayerWise()}) for mode in modes]
 
 
 def test_every_mode_of_ddp_equals_one_process() -> None:
     outcomes = run_ranks(2, train_all, MODES)
     for i, mode in enumerate(MODES):
-        expected = train(0, 1, mode, {})
+        expected = trained(0, 1, mode, {})
         assert_all_near([found[i] for found in outcomes], expected, 1e-4 if mode == "compression hook" else 1e-9)
 
 
@@ -140,7 +134,7 @@ def train_uneven(rank: int, world_size: int, how: str, options: dict[str, Any]) 
     wrapped = DDP(model, find_unused_parameters=True)
     optimizer = KFACSGD(wrapped, **OPTIONS, **options)
     for step in range(8):
-        inputs, classes = data_of(step * world_size + rank, size=8 if how != "sizes" else 3 + 2 * rank)
+        inputs, classes = data_of(step * world_size + rank, SHAPE if how != "sizes" else (3 + 2 * rank, 5))
         flags: dict[str, bool] = {}
         if how == "layers":
             flags = {"left": rank == 0, "right": rank != 0 and step % 2 == 0}
@@ -182,14 +176,13 @@ def train_poisoned_statistics(rank: int, world_size: int) -> tuple[list[Tensor],
     wrapped = DDP(model)
     optimizer = KFACSGD(wrapped, **{**OPTIONS, "inv_update_steps": 2})
     engine = optimizer.curvature
-    for step in range(6):
-        inputs, classes = data_of(step * world_size + rank)
-        optimizer.zero_grad()
-        F.cross_entropy(wrapped(inputs), classes).backward()
-        if rank == 1 and step == 2:
+
+    def drop() -> None:
+        if rank == 1 and engine.step_count == 2:
             for kept in engine._capture.statistics.kept:
                 kept.fill_(False)
-        optimizer.step()
+
+    train(wrapped, optimizer, range(rank, 6 * world_size, world_size), shape=SHAPE, before_step=drop)
     return values(model), engine.report()["skipped_batches"]
 
 
@@ -209,15 +202,9 @@ def train_joined(rank: int, world_size: int, options: dict[str, Any]) -> tuple[l
     optimizer = KFACSGD(wrapped, **OPTIONS, **options)
     assert isinstance(optimizer, Joinable)
     with Join([wrapped, optimizer]):
-        for step in range(4 + 3 * rank):
-            inputs, classes = data_of(step * world_size + rank)
-            optimizer.zero_grad()
-            F.cross_entropy(wrapped(inputs), classes).backward()
-            optimizer.step()
+        train(wrapped, optimizer, (step * world_size + rank for step in range(4 + 3 * rank)), shape=SHAPE)
     factors = [f for layer in optimizer.curvature.layers for f in optimizer.curvature.factors(layer)]
-    optimizer.zero_grad()  # afterwards training goes on as if nothing had been
-    F.cross_entropy(wrapped(inputs), classes).backward()
-    optimizer.step()
+    train(wrapped, optimizer, [(3 + 3 * rank) * world_size + rank], shape=SHAPE)  # as if nothing had been
     assert optimizer.curvature.step_count == 4 + 3 * (world_size - 1) + 1
     return values(model), factors
 
@@ -249,11 +236,11 @@ def train_in_subgroups(rank: int, world_size: int) -> list[Tensor]:
     mine, inner = pairs[rank // 2], rank % 2
     model = make(seed=rank // 2)
     wrapped = DDP(model, process_group=mine)
-    optimizer = KFACSGD(wrapped, **OPTIONS, assignment="layer-wise", process_group=mine)
+    optimizer = KFACSGD(wrapped, **OPTIONS, assignment="layer-wise", communicator=TorchCommunicator(mine))
     assert optimizer.curvature.comm.rank == inner
     _, copied = copy.deepcopy((model, optimizer))
     assert copied.curvature.comm.group is mine, "a copy stays among its ranks"
-    train_on(wrapped, optimizer, map(data_of, range(7)), inner, 2)
+    train(wrapped, optimizer, range(7), shape=SHAPE, rank=inner, world_size=2)
     return values(model)
 
 
@@ -261,14 +248,14 @@ def test_process_groups_train_apart() -> None:
     outcomes = run_ranks(4, train_in_subgroups)
     for pair in range(2):
         model = make(seed=pair)
-        train_on(model, KFACSGD(model, **OPTIONS), map(data_of, range(7)))
+        train(model, KFACSGD(model, **OPTIONS), range(7), shape=SHAPE)
         assert_all_near(outcomes[2 * pair : 2 * pair + 2], values(model))
 
 
 def outside(rank: int, world_size: int) -> str:
     group = dist.new_group([0])
     try:
-        KFACSGD(make(), lr=0.1, process_group=group)
+        KFACSGD(make(), lr=0.1, communicator=TorchCommunicator(group))
     except ValueError as error:
         return str(error)
     return "built"
@@ -287,12 +274,8 @@ def train_foreign(rank: int, world_size: int) -> list[Tensor]:
     options = {name: value for name, value in OPTIONS.items() if name not in ("lr", "momentum")}
     engine = CurvatureEngine(wrapped, **options, assignment="layer-wise")
     optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
-    for step in range(7):
-        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
-        optimizer.zero_grad()
-        F.cross_entropy(wrapped(inputs), classes).backward()
-        engine.precondition_(lr=0.01)
-        optimizer.step()
+    everyone = {"shape": SHAPE, "rank": rank, "world_size": world_size}
+    train(wrapped, optimizer, range(7), before_step=lambda: engine.precondition_(lr=0.01), **everyone)
     return values(model)
 
 
@@ -313,13 +296,10 @@ def train_loss(rank: int, world_size: int, name: str) -> list[Tensor]:
     model = make()
     wrapped = DDP(model) if world_size > 1 else model
     optimizer = KFACSGD(wrapped, **{**OPTIONS, "loss_average": average, "lr": 0.01})
-    for step in range(5):
-        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
-        optimizer.zero_grad()
-        # DDP averages: the sum over both ranks' examples, as one process would take it, comes out halved.
-        scale = 2 if name == "sum" and world_size == 1 else 1
-        (loss(wrapped(inputs), classes) / scale).backward()
-        optimizer.step()
+    # DDP averages: the sum over both ranks' examples, as one process would take it, comes out halved.
+    scale = 2 if name == "sum" and world_size == 1 else 1
+    everyone = {"shape": SHAPE, "rank": rank, "world_size": world_size}
+    train(wrapped, optimizer, range(5), loss=lambda output, classes: loss(output, classes) / scale, **everyone)
     return values(model)
 
 
@@ -343,14 +323,14 @@ def build_before_the_group(rank: int, world_size: int, store: str) -> list[Tenso
     optimizer = KFACSGD(model, **OPTIONS, assignment="layer-wise")
     assert optimizer.curvature.comm.world_size == 1
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    train_on(DDP(model), optimizer, map(data_of, range(7)), rank, world_size)
+    train(DDP(model), optimizer, range(7), shape=SHAPE, rank=rank, world_size=world_size)
     assert optimizer.curvature.comm.world_size == world_size
     return values(model)
 
 
 def test_a_group_that_is_initialised_after_the_optimizer_was_built(tmp_path: Path) -> None:
     outcomes = run_ranks(2, build_before_the_group, str(tmp_path / "store"))
-    assert_all_near(outcomes, train(0, 1, "wrapped", {}))
+    assert_all_near(outcomes, trained(0, 1, "wrapped", {}))
 
 
 def copy_and_go_on(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor], bytes]:
@@ -359,14 +339,8 @@ def copy_and_go_on(rank: int, world_size: int) -> tuple[list[Tensor], list[Tenso
     optimizer = KFACSGD(model, **OPTIONS, assignment="layer-wise")
 
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer, which: range) -> None:
-        for step in which:
-            inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs), classes).backward()
-            for p in model.parameters():
-                dist.all_reduce(p.grad)
-                p.grad.div_(world_size)
-            optimizer.step()
+        everyone = {"shape": SHAPE, "rank": rank, "world_size": world_size}
+        train(model, optimizer, which, before_step=lambda: average_gradients(model.parameters()), **everyone)
 
     steps(model, optimizer, range(4))
     optimizer.curvature.synchronize()
@@ -382,7 +356,7 @@ def test_copies_and_pickles_of_a_rank() -> None:
     for original, copied, pickled in outcomes:
         assert_all_near([copied], original)
         model, optimizer = pickle.loads(pickled)  # on one process now, which has to decompose everything itself
-        train_on(model, optimizer, map(data_of, range(4, 9)))
+        train(model, optimizer, range(4, 9), shape=SHAPE)
         assert_all_near([values(model)], original)
 
 
@@ -499,7 +473,7 @@ def stand_still(rank: int, world_size: int) -> int:
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     if rank == 0:
-        (model(data_of(0)[0]).sum() * 0.0).backward()
+        (model(data_of(0, SHAPE)[0]).sum() * 0.0).backward()
     optimizer.step()
     return optimizer.curvature.step_count
 
@@ -513,10 +487,10 @@ def mask_everything_on_one_rank(rank: int, world_size: int) -> list[Tensor]:
     model = make()
     wrapped = DDP(model)
     masked = [False]
-    optimizer = KFACSGD(wrapped, **OPTIONS, loss_terms=lambda inputs, output: 0 if masked[0] else len(output))
+    optimizer = KFACSGD(wrapped, **OPTIONS, loss_average=lambda inputs, output: 0 if masked[0] else len(output))
     for step in range(6):
         masked[0] = rank == 1 and step in (0, 2)
-        inputs, classes = data_of(step * world_size + rank)
+        inputs, classes = data_of(step * world_size + rank, SHAPE)
         optimizer.zero_grad()
         (F.cross_entropy(wrapped(inputs), classes) * (0.0 if masked[0] else 1.0)).backward()
         optimizer.step()
@@ -533,13 +507,8 @@ def pickle_in_a_spread_refresh(rank: int, world_size: int) -> tuple[list[Tensor]
     optimizer = KFACSGD(model, **options, assignment="layer-wise")
     pickled = b""
     for step in range(12):
-        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), classes).backward()
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-            p.grad.div_(world_size)  # type: ignore[union-attr]
-        optimizer.step()
+        everyone = {"shape": SHAPE, "rank": rank, "world_size": world_size}
+        train(model, optimizer, [step], before_step=lambda: average_gradients(model.parameters()), **everyone)
         if step == 5:  # the refresh of step 4 is half done
             optimizer.curvature.synchronize()
             pickled = pickle.dumps((model, optimizer))
@@ -549,6 +518,6 @@ def pickle_in_a_spread_refresh(rank: int, world_size: int) -> tuple[list[Tensor]
 def test_a_pickle_in_a_spread_refresh_goes_on_alone() -> None:
     for expected, pickled in run_ranks(2, pickle_in_a_spread_refresh):
         model, optimizer = pickle.loads(pickled)
-        train_on(model, optimizer, map(data_of, range(6, 12)))
+        train(model, optimizer, range(6, 12), shape=SHAPE)
         assert optimizer.curvature.failed_decompositions == 0
         assert_all_near([values(model)], expected)

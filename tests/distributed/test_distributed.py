@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from kfac_optim import KAISA, KFACSGD, EigenSolver, FactorWise, LayerWise
+from kfac_optim import KAISA, KFACSGD, EigenSolver, FactorWise, LayerWise, OfMean
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import FLOAT64, KINDS, OFTEN, assert_all_near, batch_of, train_on, values
+from tests.helpers.training import FLOAT64, KINDS, OFTEN, assert_all_near, train, values
 
 STEPS = 10
 OPTIONS: dict[str, Any] = {**OFTEN, **FLOAT64}
@@ -37,22 +37,18 @@ class Net(nn.Module):
         return self.head(self.body(x).flatten(1))
 
 
-BATCH = 12
+BATCH = 12  # every world size up to 4 divides it
+SHAPE = (BATCH, 2, 5, 5)
 
 
-def data_of(step: int, size: int = BATCH) -> tuple[Tensor, Tensor]:
-    """The whole batch of a step; every world size up to 4 divides it."""
-    return batch_of(step, size, 2, 5, 5)
-
-
-def train(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> list[Tensor]:
+def trained(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> list[Tensor]:
     """Ten steps on this rank's share of every batch."""
     torch.manual_seed(0)
     model = Net().double()
     wrapped: nn.Module = DDP(model) if world_size > 1 else model
     cls, base = KINDS[kind]
     optimizer = cls(model, **{**base, **OPTIONS, **options})
-    train_on(wrapped, optimizer, map(data_of, range(STEPS)), rank, world_size)
+    train(wrapped, optimizer, range(STEPS), shape=SHAPE, rank=rank, world_size=world_size)
     return values(model)
 
 
@@ -66,7 +62,7 @@ def cases(world_size: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any
             found[f"{name}, {solver}"] = ("sgd", {"assignment": strategy}, {"solver": solver})
     for name in ("factor-wise", "layer-wise"):
         found[f"{name}, spread"] = ("sgd", {"assignment": name}, {"spread": 2, "inv_update_steps": 4})
-        found[f"{name}, relative"] = ("sgd", {"assignment": name}, {"relative_damping": True, "scaling": "graft"})
+        found[f"{name}, relative"] = ("sgd", {"assignment": name}, {"damping": OfMean(0.1), "scaling": "graft"})
     for kind in ("momentum", "adam", "lamb"):
         found[f"layer-wise, {kind}"] = (kind, {"assignment": "layer-wise"}, {})
     reduced = {"weight_sharing": "reduce", "skip_layers": [r"body\.2"], "max_factor_dim": 20}
@@ -78,7 +74,7 @@ def cases(world_size: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any
 def train_all(rank: int, world_size: int) -> dict[str, list[Tensor]]:
     """Every case in one launch: starting processes costs seconds."""
     return {
-        name: train(rank, world_size, kind, {**ranks, **both})
+        name: trained(rank, world_size, kind, {**ranks, **both})
         for name, (kind, ranks, both) in cases(world_size).items()
     }
 
@@ -90,7 +86,7 @@ def test_ranks_equal_one_process(world_size: int) -> None:
     for name, (kind, _, both) in cases(world_size).items():
         key = repr((kind, both))
         if key not in alone:
-            alone[key] = train(0, 1, kind, both)
+            alone[key] = trained(0, 1, kind, both)
         assert_all_near([found[name] for found in outcomes], alone[key], case=name)
 
 

@@ -17,8 +17,9 @@ from torch.nn import functional as F
 
 from kfac_optim import KFACSGD
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import FLOAT64, KINDS, OFTEN, assert_all_near, batch_of, train_on
+from tests.helpers.training import FLOAT64, KINDS, OFTEN, assert_all_near, average_gradients, data_of, share, train
 
+SHAPE = (12, 4)
 OPTIONS: dict[str, Any] = {**OFTEN, **FLOAT64}
 
 
@@ -28,10 +29,6 @@ def make() -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(4, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)
     ).double()
-
-
-def data_of(step: int, size: int = 12) -> tuple[Tensor, Tensor]:
-    return batch_of(step, size, 4)
 
 
 def whole(model: nn.Module) -> list[Tensor]:
@@ -45,13 +42,13 @@ def shard(model: nn.Sequential, how: str) -> None:
     fully_shard(model)
 
 
-def train(rank: int, world_size: int, kind: str, how: str, options: dict[str, Any], steps: int = 7) -> list[Tensor]:
+def trained(rank: int, world_size: int, kind: str, how: str, options: dict[str, Any], steps: int = 7) -> list[Tensor]:
     model = make()
     if world_size > 1:
         shard(model, how)
     cls, base = KINDS[kind]
     optimizer = cls(model, **{**base, **OPTIONS, **options})
-    train_on(model, optimizer, map(data_of, range(steps)), rank, world_size)
+    train(model, optimizer, range(steps), shape=SHAPE, rank=rank, world_size=world_size)
     if world_size > 1:
         assert all(isinstance(p, DTensor) for p in model.parameters())
     return whole(model)
@@ -61,7 +58,7 @@ def train_all(rank: int, world_size: int) -> dict[str, list[Tensor]]:
     found = {}
     for kind in KINDS:
         for how, assignment in (("per layer", "factor-wise"), ("root", "layer-wise")):
-            found[f"{kind}, {how}"] = train(rank, world_size, kind, how, {"assignment": assignment})
+            found[f"{kind}, {how}"] = trained(rank, world_size, kind, how, {"assignment": assignment})
     return found
 
 
@@ -69,7 +66,7 @@ def train_all(rank: int, world_size: int) -> dict[str, list[Tensor]]:
 def test_shards_equal_one_process(world_size: int) -> None:
     outcomes = run_ranks(world_size, train_all)
     for kind in KINDS:
-        expected = train(0, 1, kind, "", {})
+        expected = trained(0, 1, kind, "", {})
         for how in ("per layer", "root"):
             assert_all_near([found[f"{kind}, {how}"] for found in outcomes], expected)
 
@@ -82,7 +79,7 @@ def train_bf16(rank: int, world_size: int) -> list[Tensor]:
     optimizer = KFACSGD(model, lr=0.1, damping=0.1, factor_update_steps=1, inv_update_steps=2)
     losses = []
     for _ in range(12):
-        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(0))
+        inputs, classes = share(data_of(0, SHAPE), rank, world_size)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(inputs.float()).float(), classes)
         loss.backward()
@@ -105,7 +102,7 @@ def resume(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
     """Four steps, a state through torch.distributed.checkpoint's helpers, three more steps."""
 
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer, which: range) -> None:
-        train_on(model, optimizer, map(data_of, which), rank, world_size)
+        train(model, optimizer, which, shape=SHAPE, rank=rank, world_size=world_size)
 
     model = make()
     shard(model, "per layer")
@@ -139,13 +136,13 @@ def build_before(rank: int, world_size: int, swap: bool) -> str:
         group["params"] = [new[names[p]] for p in group["params"]]
     try:
         for step in range(7):
-            inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
+            inputs, classes = share(data_of(step, SHAPE), rank, world_size)
             model.zero_grad()
             F.cross_entropy(model(inputs), classes).backward()
             optimizer.step()
     except RuntimeError as error:
         return str(error)
-    expected = train(rank, world_size, "sgd", "per layer", {"weight_decay": 0})
+    expected = trained(rank, world_size, "sgd", "per layer", {"weight_decay": 0})
     for p, q in zip(whole(model), expected, strict=True):
         torch.testing.assert_close(p, q)
     return "trained"
@@ -168,7 +165,7 @@ def flatten(rank: int, world_size: int) -> dict[tuple[bool, str], str]:
                 model = FullyShardedDataParallel(model, use_orig_params=original, device_id=torch.device("cpu"))
                 if optimizer is None:
                     optimizer = KFACSGD(model if when == "wrapped first" else model.parameters(), lr=0.1)
-                inputs, classes = data_of(rank)
+                inputs, classes = data_of(rank, SHAPE)
                 F.cross_entropy(model(inputs), classes).backward()
                 optimizer.step()
             except (TypeError, RuntimeError) as error:
@@ -211,17 +208,11 @@ def partly_sharded(rank: int, world_size: int) -> list[Tensor]:
     model = make()
     fully_shard(model[0])
     optimizer = KFACSGD(model, lr=0.1, momentum=0.9, weight_decay=1e-3, **OPTIONS)
-    for step in range(7):
-        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), classes).backward()
-        for p in model.parameters():
-            if not isinstance(p, DTensor):
-                torch.distributed.all_reduce(p.grad)
-                p.grad.div_(world_size)  # type: ignore[union-attr]
-        optimizer.step()
+    plain = [p for p in model.parameters() if not isinstance(p, DTensor)]
+    everyone = {"shape": SHAPE, "rank": rank, "world_size": world_size}
+    train(model, optimizer, range(7), before_step=lambda: average_gradients(plain), **everyone)
     return whole(model)
 
 
 def test_sharded_and_plain_parameters_in_one_model() -> None:
-    assert_all_near(run_ranks(2, partly_sharded), train(0, 1, "sgd", "", {}))
+    assert_all_near(run_ranks(2, partly_sharded), trained(0, 1, "sgd", "", {}))

@@ -22,8 +22,10 @@ from tests.helpers.training import (
     assert_close,
     assert_identical,
     assert_trained,
+    clipping,
     data_of,
     make_model,
+    train,
     values,
 )
 
@@ -38,8 +40,7 @@ Batch = tuple[Tensor, Tensor]
 
 def loader(size: int, dtype: torch.dtype = torch.float32) -> DataLoader[Any]:
     """The data of all steps, in micro-batches of a size."""
-    like = torch.empty((), dtype=dtype)
-    x, y = map(torch.cat, zip(*(data_of(step, like) for step in range(STEPS)), strict=True))
+    x, y = map(torch.cat, zip(*(data_of(step, dtype=dtype) for step in range(STEPS)), strict=True))
     return DataLoader(TensorDataset(x, y), batch_size=size)
 
 
@@ -67,7 +68,7 @@ def accelerated(
             optimizer.zero_grad()
 
 
-def train(
+def prepared_and_trained(
     build: Build,
     size: int = 8,
     clip: float | None = None,
@@ -97,19 +98,14 @@ def plain(
     optimizer = build(model)
     scheduler = cycle(optimizer)
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-    for x, y in loader(8, dtype):
-        with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
-            output = model(x)
-        scaler.scale(F.cross_entropy(output if autocast is None else output.float(), y)).backward()
-        if clip is not None:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        scale = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        if scaler.get_scale() >= scale:  # Accelerate leaves out the scheduler's steps with the optimizer's
+    scales = [scaler.get_scale()]
+
+    def after() -> None:
+        scales.append(scaler.get_scale())
+        if scales[-1] >= scales[-2]:  # Accelerate leaves out the scheduler's steps with the optimizer's
             scheduler.step()
-        optimizer.zero_grad()
+
+    train(model, optimizer, range(STEPS), after, before_step=clipping(model, clip), autocast=autocast, scaler=scaler)
     assert_trained(model, before)
     return model, optimizer
 
@@ -118,7 +114,7 @@ def plain(
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_is_the_plain_loop_s(kind: str, clip: float | None) -> None:
     """``prepare`` loads the state of the fresh optimizer into itself; clipping acts on the raw gradient."""
-    assert_identical(train(builder(kind), clip=clip), plain(builder(kind), clip)[0])
+    assert_identical(prepared_and_trained(builder(kind), clip=clip), plain(builder(kind), clip)[0])
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
@@ -126,13 +122,13 @@ def test_training_is_the_plain_loop_s(kind: str, clip: float | None) -> None:
 def test_accumulation_is_the_large_batch(kind: str, clip: float | None) -> None:
     """``accumulate`` leaves out ``step`` and ``zero_grad`` of all micro-batches but the last and divides the loss."""
     build = builder(kind, **FLOAT64)
-    split = train(build, 2, clip, torch.float64, gradient_accumulation_steps=4)
+    split = prepared_and_trained(build, 2, clip, torch.float64, gradient_accumulation_steps=4)
     assert_close(split, plain(build, clip, torch.float64)[0], TOL)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16(kind: str) -> None:
-    trained = train(builder(kind), clip=0.2, mixed_precision="bf16")
+    trained = prepared_and_trained(builder(kind), clip=0.2, mixed_precision="bf16")
     assert_identical(trained, plain(builder(kind), 0.2, autocast=torch.bfloat16)[0])
 
 
@@ -150,7 +146,7 @@ def test_float16_with_a_scaler(kind: str, clip: float | None) -> None:
     """Overflowed steps leave nothing behind."""
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**17, growth_interval=6) for _ in range(2)]
     accelerator = float16(scalers[0])
-    trained = train(builder(kind, grad_scaler=accelerator.scaler), clip=clip, accelerator=accelerator)
+    trained = prepared_and_trained(builder(kind, grad_scaler=accelerator.scaler), clip=clip, accelerator=accelerator)
     expected, optimizer = plain(builder(kind, grad_scaler=scalers[1]), clip, torch.float32, torch.float16, scalers[1])
     assert 0 < STEPS - optimizer.curvature.step_count < 4, "some steps overflowed"
     assert_identical(trained, expected)
@@ -162,7 +158,8 @@ def test_step_was_skipped() -> None:
     model, optimizer = accelerator.prepare(plain_model, builder("sgd", grad_scaler=accelerator.scaler)(plain_model))
     before = values(plain_model)
     for step, factor in enumerate((1.0, torch.inf, 1.0)):
-        accelerator.backward(F.cross_entropy(model(data_of(step, before[0])[0]), data_of(step, before[0])[1]) * factor)
+        x, y = data_of(step, dtype=before[0].dtype)
+        accelerator.backward(F.cross_entropy(model(x), y) * factor)
         optimizer.step()
         assert optimizer.step_was_skipped == (factor == torch.inf)
         optimizer.zero_grad()
@@ -266,7 +263,7 @@ def all_cases(rank: int, ranks: int, folder: str) -> dict[str, list[Tensor]]:
         # Accelerate's scheduler takes a step for every process; the plain one takes one.
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=parts, step_scheduler_with_optimizer=False)
         assert accelerator.num_processes == ranks
-        found[name] = train(builder(kind, **OPTIONS), 4 // parts, clip, torch.float64, accelerator)
+        found[name] = prepared_and_trained(builder(kind, **OPTIONS), 4 // parts, clip, torch.float64, accelerator)
     build = builder("sgd", **OPTIONS)
     found["uninterrupted"], found["resumed"] = interrupted(build, Path(folder), 4, torch.float64)
     return {name: values(model) for name, model in found.items()}

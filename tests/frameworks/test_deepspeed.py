@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from kfac_optim import KFACSGD, CurvatureEngine
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import OFTEN, assert_all_near, batch_of, train_on, values
+from tests.helpers.training import OFTEN, assert_all_near, data_of, share, train, values
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
@@ -26,6 +26,7 @@ pytestmark = [
 OPTIONS: dict[str, Any] = {**OFTEN, "scaling": "kl_clip"}
 PAPER = {**OPTIONS, "precondition": "gradient"}
 STEPS = 8
+SHAPE = (8, 2, 5)
 TOLERANCE = 1e-4  # float32, reduced in another order
 
 
@@ -33,11 +34,6 @@ def make() -> nn.Sequential:
     torch.manual_seed(0)
     head = nn.Linear(7, 3)
     return nn.Sequential(nn.Conv1d(2, 4, 3), nn.Flatten(), nn.Linear(12, 7), nn.LayerNorm(7), nn.Tanh(), head)
-
-
-def data_of(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
-    inputs, classes = batch_of(step, size, 2, 5)
-    return inputs.float(), classes
 
 
 def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, stage: int, rank: int, world_size: int) -> Any:
@@ -57,7 +53,7 @@ def loop(engine: Any, rank: int, world_size: int, before_step: Any = None) -> li
     from deepspeed.utils import safe_get_full_fp32_param
 
     for step in range(STEPS):
-        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step))
+        inputs, classes = share(data_of(step, SHAPE, dtype=torch.float32), rank, world_size)
         engine.backward(F.cross_entropy(engine(inputs), classes))
         if before_step is not None:
             before_step()
@@ -91,7 +87,7 @@ def in_front(rank: int, world_size: int, stage: int, assignment: str) -> list[Te
 def one_process() -> list[Tensor]:
     model = make()
     optimizer = KFACSGD(model, lr=0.1, momentum=0.9, **PAPER)
-    train_on(model, optimizer, map(data_of, range(STEPS)))
+    train(model, optimizer, range(STEPS), shape=SHAPE)
     return values(model)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kfac_optim import KAISA, KFACLAMB, KFACSGD, CurvatureEngine, HorovodCommunicator, LayerWise
-from tests.helpers.training import FLOAT64, OFTEN, assert_all_near, batch_of, train_on, values
+from tests.helpers.training import FLOAT64, OFTEN, assert_all_near, data_of, share, train, values
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="Horovod is not installed"),
@@ -40,17 +40,13 @@ def make() -> nn.Sequential:
     ).double()
 
 
-def data_of(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
-    return batch_of(step, size, 4)
-
-
-def train(
+def trained(
     name: str, rank: int, world_size: int, wrap: Any = lambda model, optimizer: optimizer, **more: Any
 ) -> list[Tensor]:
     model = make()
     cls, options = CASES[name]
     optimizer = wrap(model, cls(model, **{**options, **OPTIONS, **more}))
-    train_on(model, optimizer, map(data_of, range(STEPS)), rank, world_size)
+    train(model, optimizer, range(STEPS), rank=rank, world_size=world_size)
     return values(model)
 
 
@@ -70,9 +66,9 @@ def on_a_rank() -> dict[str, Any]:
         return wrapped
 
     for name in CASES:
-        found[name] = train(name, rank, size, wrap, communicator=HorovodCommunicator())
+        found[name] = trained(name, rank, size, wrap, communicator=HorovodCommunicator())
     half = HorovodCommunicator(comm_dtype=torch.float16)
-    found["fp16"] = train("factor-wise", rank, size, wrap, communicator=half)
+    found["fp16"] = trained("factor-wise", rank, size, wrap, communicator=half)
     found["traffic"] = sorted(half.traffic)
 
     # The paper's form: between synchronize() and the foreign step.
@@ -80,7 +76,7 @@ def on_a_rank() -> dict[str, Any]:
     engine = CurvatureEngine(model, communicator=HorovodCommunicator(), **OPTIONS)
     foreign = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     for step in range(STEPS):
-        inputs, classes = (part.chunk(size)[rank] for part in data_of(step))
+        inputs, classes = share(data_of(step), rank, size)
         foreign.zero_grad()
         F.cross_entropy(model(inputs), classes).backward()
         foreign.synchronize()
@@ -96,13 +92,9 @@ def on_a_rank() -> dict[str, Any]:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     wrapped = wrap(model, optimizer)
-    for step in range(STEPS):
-        inputs, classes = (part.chunk(size)[rank] for part in data_of(step))
-        wrapped.zero_grad()
-        F.cross_entropy(model(inputs), classes).backward()
-        wrapped.step()
-        if step == 3:
-            hvd.broadcast_optimizer_state(wrapped, root_rank=0)
+    train(model, wrapped, range(4), rank=rank, world_size=size)
+    hvd.broadcast_optimizer_state(wrapped, root_rank=0)
+    train(model, wrapped, range(4, STEPS), rank=rank, world_size=size)
     found["broadcast"] = values(model)
     found["trained"] = len(wrapped.curvature.report()["layers"])  # type: ignore[attr-defined]
 
@@ -123,13 +115,13 @@ def outcomes() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_equal_one_process(outcomes: list[dict[str, Any]], name: str) -> None:
-    expected = train(name, 0, 1)
+    expected = trained(name, 0, 1)
     assert [found["size"] for found in outcomes] == [4] * 4
     assert_all_near([found[name] for found in outcomes], expected)
 
 
 def test_factors_in_half_precision(outcomes: list[dict[str, Any]]) -> None:
-    expected = train("factor-wise", 0, 1)
+    expected = trained("factor-wise", 0, 1)
     assert "factors" in outcomes[0]["traffic"]
     for p, q, r in zip(outcomes[0]["fp16"], outcomes[1]["fp16"], expected, strict=True):
         assert torch.equal(p, q)
@@ -137,7 +129,7 @@ def test_factors_in_half_precision(outcomes: list[dict[str, Any]]) -> None:
 
 
 def test_foreign_optimizer_between_synchronize_and_step(outcomes: list[dict[str, Any]]) -> None:
-    expected = train("factor-wise", 0, 1)
+    expected = trained("factor-wise", 0, 1)
     assert_all_near([found["foreign"] for found in outcomes], expected)
 
 

@@ -24,6 +24,7 @@ from tests.helpers.training import (
     assert_trained,
     data_of,
     make_model,
+    share,
     values,
 )
 
@@ -65,9 +66,8 @@ class Module(L.LightningModule):
     def part(self, batch: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """This rank's share of a micro-batch."""
         step = PER_EPOCH * self.current_epoch + batch[0]
-        share = batch[1] * self.ranks + self.rank
-        x, y = (t.chunk(self.parts * self.ranks)[share] for t in data_of(step, next(self.parameters())))
-        return x, y
+        number = batch[1] * self.ranks + self.rank
+        return share(data_of(step, dtype=next(self.parameters()).dtype), number, self.parts * self.ranks)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(self(x), y)
@@ -132,7 +132,7 @@ class Plain:
         scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
         for step in range(STEPS):
             self.optimizer.zero_grad()
-            x, y = data_of(step, next(self.model.parameters()))
+            x, y = data_of(step, dtype=next(self.model.parameters()).dtype)
             with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
                 value = loss(self.model, x, y)
             scaler.scale(value).backward()
@@ -205,7 +205,7 @@ def test_two_optimizers_side_by_side() -> None:
     fit(trained)
     optimizers = build(model)
     for step in range(STEPS):
-        x, y = data_of(step, next(model.parameters()))
+        x, y = data_of(step, dtype=next(model.parameters()).dtype)
         model.zero_grad()
         F.cross_entropy(model(x), y).backward()
         for optimizer in optimizers:
@@ -354,7 +354,7 @@ CASES: dict[str, tuple[type[Module], str, dict[str, Any], dict[str, Any], dict[s
     "layer-wise": (Module, "sgd", {"assignment": "layer-wise"}, {}, {"gradient_clip_val": 0.2}),
     "accumulation": (Module, "sgd", {}, {"parts": 2}, {"accumulate_grad_batches": 2}),
     "manual accumulation": (Manual, "lamb", {}, {"parts": 2}, {}),
-    "loss_terms": (Module, "adam", {"loss_terms": count}, {}, {}),
+    "loss_average": (Module, "adam", {"loss_average": count}, {}, {}),
     "without gradients first": (Teacher, "sgd", {}, {}, {}),
     "mean over elements": (Elements, "sgd", {"loss_average": "elements"}, {}, {}),
     "unused": (Unused, "sgd", {}, {}, {"find_unused_parameters": True}),

@@ -80,8 +80,8 @@ def label_count(inputs: Any, output: Any) -> int:
 
 
 TERMS: dict[str, dict[str, Any]] = {
-    "masked": {"loss_terms": label_count},
-    "gpt2": {"loss_terms": label_count},
+    "masked": {"loss_average": label_count},
+    "gpt2": {"loss_average": label_count},
     "classifier": {},
 }
 

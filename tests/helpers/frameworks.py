@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_optim import KLClip
 from tests.helpers.training import KINDS, OFTEN, assert_all_near
 
 # The paper's way, in which the scale of the loss and so M, the number of loss terms, tells: a wrong one is seen.
-PAPER = OFTEN | {"precondition": "gradient", "scaling": "kl_clip", "kl_clip": 1e-2, "damping": 0.03, "spread": 0}
+PAPER = OFTEN | {"precondition": "gradient", "scaling": KLClip(1e-2), "damping": 0.03, "spread": 0}
 LIMIT = 240.0  # seconds: every rank imports the framework
 TOL = 1e-9  # the same float64 arithmetic in another order
 Build = Callable[[nn.Module], Any]

@@ -41,7 +41,6 @@ EXACT: dict[str, object] = {
     "momentum": 0.0,
     "precondition": "gradient",
     "scaling": None,
-    "relative_damping": False,
     "factor_update_steps": 1,
     "inv_update_steps": 1,
     "factor_dtype": torch.float64,

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch_optimizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
+from kfac_optim import KFACLAMB, KFACSGD, KFACAdam, OfMean
+
+Batch = tuple[Tensor, Tensor]
+SHAPE = (8, 4)  # inputs of the small model
 
 FLOAT64: dict[str, Any] = {"factor_dtype": torch.float64, "inv_dtype": torch.float64}
 # Statistics and refreshes at intervals that do not divide each other, so that a few steps see every combination.
-OFTEN: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 3, "damping": 0.1, "relative_damping": False}
-SETTINGS: dict[str, Any] = {**FLOAT64, **OFTEN, "kl_clip": 1e-2}
+OFTEN: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 3, "damping": 0.1}
+SETTINGS: dict[str, Any] = {**FLOAT64, **OFTEN}
+
+
+def damping_of(value: Any, relative: bool) -> Any:
+    """A damping that is absolute, or relative to the mean eigenvalue."""
+    return OfMean(value) if relative else value
+
 
 CLASSES: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
     KFACSGD: {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3},
@@ -44,22 +55,24 @@ def make_model(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.PReLU(), nn.LayerNorm(6), nn.Linear(6, 3))
 
 
-def batch_of(step: int, *shape: int, classes: int = 3) -> tuple[Tensor, Tensor]:
-    """Inputs of a shape, float64, and classes, one for every row."""
+def data_of(
+    step: int, shape: Sequence[int] = SHAPE, classes: int = 3, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """Inputs of a step and their classes, one for every row; the same in every process."""
     generator = torch.Generator().manual_seed(step)
-    inputs = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(classes, shape[:1], generator=generator)
+    inputs = torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+    return inputs, torch.randint(classes, (shape[0],), generator=generator)
 
 
-def data_of(step: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs and classes of a step, for the small model."""
-    inputs, classes = batch_of(step, 8, 4)
-    return inputs.to(like.dtype), classes
+def share(batch: Batch, rank: int, world_size: int) -> Batch:
+    """A rank's part of a batch."""
+    inputs, targets = batch
+    return inputs.chunk(world_size)[rank], targets.chunk(world_size)[rank]
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
     """The loss of a step."""
-    inputs, classes = data_of(step, next(model.parameters()))
+    inputs, classes = data_of(step, dtype=next(model.parameters()).dtype)
     return F.cross_entropy(model(inputs), classes)
 
 
@@ -72,31 +85,64 @@ def backward(model: nn.Module, step: int) -> Tensor:
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int], after: Callable[[], Any] | None = None
-) -> None:
-    """:func:`train_on` the data of some steps."""
-    train_on(model, optimizer, (data_of(step, next(model.parameters())) for step in steps), after=after)
-
-
-def train_on(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    optimizer: Any,
+    batches: Iterable[int | Batch],
+    after: Callable[[], Any] | None = None,
+    *,
+    shape: Sequence[int] = SHAPE,
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+    parts: int = 1,
     rank: int = 0,
     world_size: int = 1,
-    after: Callable[[], Any] | None = None,
+    before_step: Callable[[], Any] | None = None,
+    autocast: torch.dtype | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> None:
     """The loop of every PyTorch tutorial, on this rank's share of every batch.
 
-    ``model`` is wrapped where there are ranks; ``after`` is called after each step (a scheduler's step, say).
+    Args:
+        model: The model as it is called, wrapped where there are ranks.
+        optimizer: Any.
+        batches: Pairs of inputs and targets, or numbers of steps, which stand for :func:`data_of`.
+        after: Called after each step, a scheduler's ``step`` for instance.
+        shape: Of the inputs of a step that is given by its number.
+        loss: Of output and targets, a mean.
+        parts: Number of micro-batches to a step.
+        rank: Whose share.
+        world_size: Number of ranks.
+        before_step: Called between the last backward pass and the step, on unscaled gradients.
+        autocast: Dtype of the forward pass; outputs are cast back to float32.
+        scaler: Of the loss.
     """
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     for batch in batches:
-        inputs, classes = (part.chunk(world_size)[rank] for part in batch)
+        data = data_of(batch, shape, dtype=next(model.parameters()).dtype) if isinstance(batch, int) else batch
+        inputs, targets = share(data, rank, world_size)
         optimizer.zero_grad()
-        F.cross_entropy(model(inputs), classes).backward()
-        optimizer.step()
+        for x, y in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
+            with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+                output = model(x)
+            scaler.scale(loss(output if autocast is None else output.float(), y) / parts).backward()
+        if before_step is not None:
+            scaler.unscale_(optimizer)
+            before_step()
+        scaler.step(optimizer)
+        scaler.update()
         if after is not None:
             after()
+
+
+def clipping(model: nn.Module, largest: float | None) -> Callable[[], Any] | None:
+    """For ``before_step``: the gradients' norm is limited, if to anything."""
+    return None if largest is None else partial(nn.utils.clip_grad_norm_, list(model.parameters()), largest)
+
+
+def average_gradients(parameters: Iterable[Tensor]) -> None:
+    """Over the ranks, where no wrapper does it."""
+    for p in parameters:
+        dist.all_reduce(p.grad)
+        p.grad.div_(dist.get_world_size())  # type: ignore[union-attr]
 
 
 def values(model: nn.Module) -> list[Tensor]:

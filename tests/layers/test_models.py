@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
+from kfac_optim import KFACLAMB, KFACSGD, KFACAdam, KLClip
 from kfac_optim.optimizers import KFACMixin
 from tests.helpers.compare import assert_same_factors, assert_same_weights
 from tests.helpers.zoo import FAMILIES
@@ -20,7 +20,7 @@ STEPS = 30
 FALL = 0.7  # the loss after 30 steps on one batch, as a share of the first: with right directions all end below 0.5
 COMPILED_TOL = 1e-4  # float32; the compiler reorders sums, and a few steps pass through an eigendecomposition
 CLASSES: dict[type[KFACMixin], dict[str, float]] = {
-    KFACSGD: {"lr": 0.1, "momentum": 0.9, "kl_clip": 0.01},
+    KFACSGD: {"lr": 0.1, "momentum": 0.9, "scaling": KLClip(0.01)},
     KFACAdam: {"lr": 0.01},
     KFACLAMB: {"lr": 0.02},
 }

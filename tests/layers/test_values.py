@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import KFACSGD, LayerOptions
+from kfac_optim import KFACSGD, LayerOptions, OfMean
 from kfac_optim.layers import find_layers
 from tests.helpers.reference import (
     EXACT,
@@ -36,6 +36,7 @@ from tests.helpers.reference import (
     take_step,
     unit_norm,
 )
+from tests.helpers.training import damping_of
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -137,7 +138,8 @@ def channel_blocks(norm: nn.Module, gradients: list[Named], prefix: str = "norm.
 def check_norm(model: Between, passes: Passes, blocks: Tensor, mean: Tensor, keywords: dict[str, object]) -> None:
     """Every channel moves by minus its own damped 2 x 2 (or 1 x 1) solve."""
     trace = float(sum(block.trace() for block in blocks))
-    damping, relative = float(keywords["damping"]), bool(keywords.get("relative_damping", False))
+    relative = isinstance(keywords["damping"], OfMean)
+    damping = float(keywords["damping"].value if relative else keywords["damping"])
     gamma = damping * trace / blocks[:, 0].numel() if relative else damping
     changes = take_step(model, KFACSGD(model, **EXACT | keywords), passes, mean_loss)
     moved = matrix(model.norm, changes["norm.weight"], changes.get("norm.bias"))
@@ -158,7 +160,7 @@ def test_norm_layers_use_the_blocks_of_per_example_gradients(
     passes = [((torch.randn(5, *shape),), torch.randn(5, *shape))]
     blocks, mean = channel_blocks(model.norm, per_example_gradients(model, passes, squared_error))
     gamma = 0.1 if relative else 0.01
-    check_norm(model, passes, blocks, mean, {"damping": gamma, "solver": SOLVERS[solver], "relative_damping": relative})
+    check_norm(model, passes, blocks, mean, {"damping": damping_of(gamma, relative), "solver": SOLVERS[solver]})
 
 
 @pytest.mark.parametrize("case", BATCH_NORMS.values(), ids=BATCH_NORMS)
@@ -262,7 +264,7 @@ def test_embedding_uses_token_frequencies(
     if mean_eigenvalue == 0:
         return  # only padding: nothing moves, see below
     gamma = 0.1 * mean_eigenvalue
-    keywords = {"damping": 0.1 if relative else gamma, "relative_damping": relative, "solver": SOLVERS[solver]}
+    keywords = {"damping": damping_of(0.1 if relative else gamma, relative), "solver": SOLVERS[solver]}
     optimizer = KFACSGD(model, **EXACT | keywords)
     changes = take_step(model, optimizer, passes, lambda output, y: squared_error(output, y) / total)
     raw = model.embed.weight.grad
@@ -485,9 +487,9 @@ def per_group(values: Named, transposed: bool, groups: int) -> Named:
     "keywords",
     [
         {"damping": 0.01},
-        {"damping": 0.1, "relative_damping": True},
+        {"damping": OfMean(0.1)},
         {"damping": 0.01, "solver": "inverse"},
-        {"damping": 0.1, "relative_damping": True, "solver": "inverse"},
+        {"damping": OfMean(0.1), "solver": "inverse"},
         {"damping": 0.01, "scaling": "unit"},
         {"damping": 0.01, "weight_sharing": "reduce"},
         {"damping": 0.01, "scaling": "kl_clip"},

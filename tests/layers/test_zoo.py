@@ -59,7 +59,7 @@ def batches(family: Family) -> list[Batch]:
     return [family.batch(generator) for _ in range(BATCHES)]
 
 
-def train(model: nn.Module, family: Family, optimizer: torch.optim.Optimizer) -> Iterator[float]:
+def losses_of(model: nn.Module, family: Family, optimizer: torch.optim.Optimizer) -> Iterator[float]:
     """The usual loop; yields each loss before the step."""
     data = batches(family)
     for step in range(STEPS):
@@ -100,10 +100,10 @@ def test_trains_like_the_base_optimizer_or_better(family: Family, cls: type[KFAC
     losses = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for loss in train(model, family, optimizer):
+        for loss in losses_of(model, family, optimizer):
             losses.append(loss)
             plain.step()
-    others = list(train(twin, family, base))
+    others = list(losses_of(twin, family, base))
     assert all(map(math.isfinite, losses))
     fall, base_fall = (sum(ls[:BATCHES]) - sum(ls[-BATCHES:]) for ls in (losses, others))
     assert fall > 0 and fall > FALL * base_fall, f"{losses}\n{others}"
@@ -228,7 +228,6 @@ DAMPING = 0.1  # relative: neither hides the curvature nor leaves it alone, what
 VALUES: dict[str, object] = FLOAT64 | {
     "solver": reference.SOLVERS["eigen"],
     "damping": DAMPING,
-    "relative_damping": True,
     "scaling": None,
     "factor_update_steps": 1,
     "inv_update_steps": 1,

@@ -41,6 +41,7 @@ from tests.helpers.reference import (
     squared_error,
     take_step,
 )
+from tests.helpers.training import damping_of
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -286,12 +287,12 @@ class Problem:
             return self.damping * oracle.typical_eigenvalue()
         return math.sqrt(self.damping * oracle.typical_eigenvalue())  # it enters twice, once for each factor
 
-    def keywords(self, gamma: float) -> dict[str, object]:
+    def keywords(self, damping: object) -> dict[str, object]:
         """Keywords of the optimizer."""
         count = self.terms_per_example
-        terms = None if count is None else lambda inputs, output: count * len(output)
-        options = {"loss_average": self.average, "loss_terms": terms, "weight_sharing": self.sharing}
-        return EXACT | options | {"damping": gamma, "solver": SOLVERS[self.solver]}
+        terms = self.average if count is None else lambda inputs, output: count * len(output)
+        options = {"loss_average": terms, "weight_sharing": self.sharing}
+        return EXACT | options | {"damping": damping, "solver": SOLVERS[self.solver]}
 
 
 def make_passes(stack: Stack, sizes: Sequence[int], seed: int) -> list[tuple[Inputs, Tensor]]:
@@ -348,7 +349,7 @@ def check_one_step(problem: Problem, relative: bool = False) -> None:
     oracle.refresh(step)
     damping = problem.damping if relative else problem.gamma(oracle)
     assume(oracle.well_posed(step, damping, relative, problem.solver))
-    optimizer = KFACSGD(model, **problem.keywords(damping) | {"relative_damping": relative})
+    optimizer = KFACSGD(model, **problem.keywords(damping_of(damping, relative)))
     changes = take_step(model, optimizer, passes, loss)
     directions = oracle.directions(step.gradients, damping, relative, problem.solver)
     assert_applied(oracle, changes, directions, step.gradients)
@@ -761,7 +762,7 @@ def test_loss_terms_as_a_number_is_m_itself() -> None:
     step = oracle.observe(passes, loss)
     oracle.refresh(step)
     gamma = 0.1 * oracle.typical_eigenvalue()
-    changes = take_step(model, KFACSGD(model, **EXACT | {"damping": gamma, "loss_terms": 7}), passes, loss)
+    changes = take_step(model, KFACSGD(model, **EXACT | {"damping": gamma, "loss_average": 7}), passes, loss)
     assert_applied(oracle, changes, oracle.directions(step.gradients, gamma), step.gradients)
 
 
@@ -774,7 +775,7 @@ def test_loss_terms_as_a_callable_sees_inputs_and_output() -> None:
 
     model = token_model()
     passes = [((torch.randn(3, 5, 3),), torch.randn(3, 5, 2))]
-    optimizer = KFACSGD(model, **EXACT | {"damping": 0.1, "loss_terms": terms})
+    optimizer = KFACSGD(model, **EXACT | {"damping": 0.1, "loss_average": terms})
     take_step(model, optimizer, passes, averaged(squared_error, "batch"))
     inputs, output = seen[0]
     assert torch.equal(inputs[0], passes[0][0][0])

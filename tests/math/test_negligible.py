@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from kfac_optim import KFACSGD, EigenSolver
 from kfac_optim.solvers import Decomposition
 from tests.helpers.reference import EXACT, SOLVERS, assert_near, averaged, squared_error, take_step
+from tests.helpers.training import damping_of
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -112,7 +113,7 @@ def changes(steps: int, **options: object) -> list[dict[str, Tensor]]:
 def test_training_is_off_by_no_more_than_promised(relative: bool) -> None:
     """The default against the exact solver, where something is negligible; they are not the same."""
     damping = 30.0 if relative else 1.0
-    options = {"relative_damping": relative, "damping": damping}
+    options = {"damping": damping_of(damping, relative)}
     exact = changes(3, **options, solver=SOLVERS["eigen"])
     found = changes(3, **options, solver=EigenSolver())
     assert EigenSolver().negligible == 0.01
@@ -143,7 +144,7 @@ def test_what_is_negligible_follows_the_kind_of_damping() -> None:
     exact = KFACSGD(twin, **options | {"solver": SOLVERS["eigen"]})  # type: ignore[arg-type]
     for step, (inputs, targets) in enumerate(batches(2)):
         twin.load_state_dict(model.state_dict())
-        ours.curvature.relative_damping = exact.curvature.relative_damping = step == 1
+        ours.curvature.damping = exact.curvature.damping = damping_of(1.0, step == 1)
         found, expected = (
             take_step(m, o, [((inputs,), targets)], mean_loss) for m, o in ((model, ours), (twin, exact))
         )

@@ -31,20 +31,30 @@ specs = st.builds(FactorSpec, st.integers(1, 3), st.sampled_from([3, 4, 10]), st
 
 @dataclass(eq=False)
 class Block:
-    """Stands in for a block: a job is a block and a side."""
+    """Stands in for a block whose A is decomposed by rank 0, and G by rank 1."""
 
-    layer: Any = None
-    specs: Any = None
+    spec: FactorSpec
+    workers: ClassVar[Any] = SimpleNamespace(inverse_workers=(0, 1))
+
+    @property
+    def specs(self) -> tuple[FactorSpec, FactorSpec]:
+        return self.spec, self.spec
+
+
+def planned(shapes: list[FactorSpec], spread: int) -> tuple[Refresh, dict[Any, FactorSpec]]:
+    """A refresh of factors of these shapes by one rank, and its jobs."""
+    blocks: list[Any] = [Block(spec) for spec in shapes]
+    refresh = Refresh(0, spread, "pending")
+    refresh.plan(blocks, rank=0)
+    return refresh, {(block, 0): block.spec for block in blocks}
 
 
 # Sharing out ---------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(specs, min_size=1, max_size=12), st.integers(0, 6), st.booleans())
-def test_every_job_is_due_once_within_the_spread(shapes: list[FactorSpec], spread: int, overlap: bool) -> None:
-    share = {(Block(), 0): spec for spec in shapes}
-    refresh = Refresh(0, spread, 0.1, "_next")
-    refresh.plan([], share, overlap=overlap)  # type: ignore[arg-type]
+@given(st.lists(specs, min_size=1, max_size=12), st.integers(0, 6))
+def test_every_job_is_due_once_within_the_spread(shapes: list[FactorSpec], spread: int) -> None:
+    refresh, share = planned(shapes, spread)
     due: list[object] = []
     for elapsed in range(spread + 1):
         now = refresh.due(elapsed)
@@ -59,9 +69,7 @@ def test_a_step_has_its_share_and_at_most_one_batch_more(shapes: list[FactorSpec
 
     The step that begins, which has collected statistics, is idle where two others or more are left.
     """
-    share = {(Block(), 0): spec for spec in shapes}
-    refresh = Refresh(0, spread, 0.1, "_next")
-    refresh.plan([], share, overlap=False)  # type: ignore[arg-type]
+    refresh, share = planned(shapes, spread)
     working = range(1, spread) if spread > 2 else range(spread)
     mean = sum(spec.cost for spec in shapes) / len(working)
     beside = set(refresh.beside)
@@ -72,9 +80,7 @@ def test_a_step_has_its_share_and_at_most_one_batch_more(shapes: list[FactorSpec
 
 
 def test_same_shapes_are_due_together_as_far_as_the_share_goes() -> None:
-    share = {(Block(), 0): FactorSpec(1, dim) for dim in (4, 8, 4, 4, 8, 4)}
-    refresh = Refresh(0, 4, 0.1, "_next")
-    refresh.plan([], share, overlap=False)  # type: ignore[arg-type]
+    refresh, share = planned([FactorSpec(1, dim) for dim in (4, 8, 4, 4, 8, 4)], 4)
     steps = {dim: {refresh.steps[job] for job, spec in share.items() if spec.dim == dim} for dim in (4, 8)}
     assert not refresh.beside or len(steps[4]) == 1, "four of 4 cost less than one of 8"
     assert len(steps[4]) == 1
@@ -229,28 +235,15 @@ def test_what_exceeds_a_steps_share_runs_on_the_worker(threads: list[str]) -> No
     assert "decomposition beside training" in optimizer.curvature.profile()
 
 
-@pytest.mark.parametrize("solver", [EigenSolver, InverseSolver])
-def test_overlap_changes_no_bit(solver: type[EigenSolver] | type[InverseSolver], threads: list[str]) -> None:
-    courses = []
-    for overlap in (False, True):
-        net = model()
-        threads.clear()
-        courses.append(steps(net, KFACSGD(net, lr=0.1, solver=solver(overlap=overlap), **BESIDE), 0, 12))
-        assert (sum(name.startswith("kfac") for name in threads) == 12) == overlap, (
-            "two spread refreshes of six factors"
-        )
-    assert all(torch.equal(x, y) for x, y in zip(*courses, strict=True))
-
-
 @pytest.mark.parametrize("way", ["state_dict", "deepcopy", "pickle"])
 def test_a_refresh_under_way_survives(way: str) -> None:
     net = model()
-    optimizer = KFACSGD(net, lr=0.1, solver=EigenSolver(overlap=True), **BESIDE)
+    optimizer = KFACSGD(net, lr=0.1, **BESIDE)
     steps(net, optimizer, 0, 6)
-    assert optimizer.curvature._refresh is not None and optimizer.curvature._refresh.running
+    assert (pending := optimizer.curvature._refresher.in_progress) is not None and pending.running
     if way == "state_dict":
         other = copy.deepcopy(net)
-        resumed = KFACSGD(other, lr=0.1, solver=EigenSolver(overlap=True), **BESIDE)
+        resumed = KFACSGD(other, lr=0.1, **BESIDE)
         resumed.load_state_dict(optimizer.state_dict())
     elif way == "deepcopy":
         other, resumed = copy.deepcopy((net, optimizer))
@@ -265,7 +258,7 @@ def test_a_refresh_under_way_survives(way: str) -> None:
 
 def test_a_failure_beside_the_training_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     net = model()
-    optimizer = KFACSGD(net, lr=0.1, solver=EigenSolver(overlap=True), **BESIDE)
+    optimizer = KFACSGD(net, lr=0.1, **BESIDE)
     steps(net, optimizer, 0, 4)
     monkeypatch.setattr(EigenSolver, "decompose", lambda self, factor, shift: (factor.new_tensor([math.nan]),))
     with pytest.warns(UserWarning, match="could not be decomposed"):
@@ -298,7 +291,7 @@ def test_the_thread_ends_with_the_engine(end: str) -> None:
     for signal in (Held.begun, Held.go_on, Held.made):
         signal.clear()
     net = model()
-    engine = CurvatureEngine(net, scaling=None, solver=Held(overlap=True), **BESIDE)
+    engine = CurvatureEngine(net, scaling=None, solver=Held(), **BESIDE)
     for step in range(5):
         net.zero_grad()
         net(torch.randn(8, 40, generator=torch.Generator().manual_seed(step))).square().mean().backward()
@@ -342,8 +335,14 @@ class Repeated(nn.Module):
 
 @pytest.mark.parametrize("scaling", ["kl_clip", "unit", "graft", None])
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
-def test_layers_of_one_shape_together_equal_each_on_its_own(scaling: str | None, solver: str) -> None:
+def test_layers_of_one_shape_together_equal_each_on_its_own(
+    scaling: str | None, solver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Cut into stacks of one layer each, the directions are the same."""
+
+    def one_by_one(known: Any, damping: Any) -> Any:
+        return [stack_of([block], damping) for block in known]
+
     torch.manual_seed(0)
     net = Repeated().double()
     options = {"factor_dtype": torch.float64, "inv_dtype": torch.float64}
@@ -359,11 +358,10 @@ def test_layers_of_one_shape_together_equal_each_on_its_own(scaling: str | None,
             lr[net.layers[2].bias] = 0.3
             together = engine.directions(vectors, lr)
             preconditioner = engine._preconditioner
-            whole = preconditioner.stacks
-            assert whole is not None and len(whole) == 2
-            preconditioner.stacks = [stack_of([block]) for block in engine._blocks]
-            alone = engine.directions(vectors, lr)
-            preconditioner.stacks = whole
+            assert len(preconditioner._stacks) == 2
+            with monkeypatch.context() as patch:
+                patch.setattr(preconditioner, "_current", one_by_one)
+                alone = engine.directions(vectors, lr)
             assert together.keys() == alone.keys()
             for p, direction in together.items():
                 torch.testing.assert_close(direction, alone[p], rtol=1e-12, atol=1e-14)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import KFACSGD, InverseSolver
+from kfac_optim import KFACSGD, InverseSolver, KLClip, OfMean
 from tests.helpers.reference import (
     EXACT,
     SOLVERS,
@@ -34,6 +34,7 @@ from tests.helpers.reference import (
     unit_norm,
     unit_scaled,
 )
+from tests.helpers.training import damping_of
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -113,7 +114,7 @@ def test_solvers_against_explicit_inverses(
     model, twin = twins(lambda: nn.Sequential(nn.Linear(d_in, d_out)))
     passes, oracle = linear_passes(n, d_in, d_out), Oracle(twin)
     oracle.refresh(oracle.observe(passes, mean_loss))
-    optimizer = KFACSGD(model, **EXACT | {"damping": damping, "relative_damping": relative, "solver": SOLVERS[solver]})
+    optimizer = KFACSGD(model, **EXACT | {"damping": damping_of(damping, relative), "solver": SOLVERS[solver]})
     backward(model, passes, mean_loss)
     chosen = {name: torch.randn_like(p) for name, p in model.named_parameters()}  # any gradient, in range or not
     set_gradients(model, chosen)
@@ -201,8 +202,8 @@ def test_zero_gradient_gives_zero_direction(
     solver: str, scaling: str | None, precondition: str, relative: bool
 ) -> None:
     model, _ = twins(Mixed)
-    keywords = {"damping": 0.1, "solver": SOLVERS[solver], "scaling": scaling, "precondition": precondition}
-    optimizer = KFACSGD(model, **EXACT | keywords | {"relative_damping": relative})
+    keywords = {"solver": SOLVERS[solver], "scaling": scaling, "precondition": precondition}
+    optimizer = KFACSGD(model, **EXACT | keywords | {"damping": damping_of(0.1, relative)})
     backward(model, token_passes(), mean_loss)
     set_gradients(model, {name: torch.zeros_like(p) for name, p in model.named_parameters()})
     for name, change in apply(model, optimizer).items():
@@ -219,7 +220,7 @@ def test_a_layer_without_curvature_or_gradient_stays_where_it_is(
     model = linear_model()
     with torch.no_grad():
         model[2].weight.zero_()
-    keywords = {"damping": 0.1, "solver": SOLVERS[solver], "scaling": scaling, "relative_damping": relative}
+    keywords = {"damping": damping_of(0.1, relative), "solver": SOLVERS[solver], "scaling": scaling}
     changes = take_step(model, KFACSGD(model, **EXACT | keywords), linear_passes(), mean_loss)
     assert torch.equal(changes["0.weight"], torch.zeros(4, 3))
     assert bool(changes["2.weight"].isfinite().all())
@@ -242,7 +243,7 @@ def test_factors_of_trace_zero(zero: str, solver: str, relative: bool) -> None:
     oracle.refresh(oracle.observe(passes, loss))
     (pair,) = oracle.curvature["0"].pairs
     assert pair.mean_eigenvalue == 0
-    keywords = {"damping": 0.3, "relative_damping": relative, "solver": SOLVERS[solver]}
+    keywords = {"damping": damping_of(0.3, relative), "solver": SOLVERS[solver]}
     optimizer = KFACSGD(model, **EXACT | keywords)
     backward(model, passes, loss)
     v = torch.randn(2, 3)
@@ -255,7 +256,7 @@ def test_factors_of_trace_zero(zero: str, solver: str, relative: bool) -> None:
 def test_norm_blocks_of_trace_zero(relative: bool) -> None:
     model, _ = twins(lambda: nn.Sequential(nn.LayerNorm(3)))
     passes = [((torch.randn(4, 3),), torch.randn(4, 3))]
-    optimizer = KFACSGD(model, **EXACT | {"damping": 0.3, "relative_damping": relative})
+    optimizer = KFACSGD(model, **EXACT | {"damping": damping_of(0.3, relative)})
     backward(model, passes, lambda output, y: 0.0 * mean_loss(output, y))
     chosen = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     set_gradients(model, chosen)
@@ -291,7 +292,7 @@ def test_kl_clip_formula(lr: float, kappa: float, damping: float, callable_: boo
     passes = token_passes()
     model, oracle, gradients, directions = observed(Mixed, passes, damping)
     nu = kl_clip_factor([(directions[la.name], la.of(gradients), lr) for la in oracle.layers], kappa)
-    keywords = {"scaling": "kl_clip", "kl_clip": (lambda step: kappa) if callable_ else kappa}
+    keywords = {"scaling": KLClip((lambda step: kappa) if callable_ else kappa)}
     optimizer = KFACSGD(model, **EXACT | keywords | {"damping": damping, "lr": lr})
     changes = take_step(model, optimizer, passes, mean_loss)
     assert_applied(oracle, changes, {name: nu * d for name, d in directions.items()}, gradients, lr)
@@ -302,7 +303,7 @@ def test_kl_clip_takes_each_groups_current_learning_rate(kappa: float) -> None:
     passes = linear_passes()
     model, oracle, gradients, directions = observed(linear_model, passes, 0.1)
     groups = [{"params": list(model[0].parameters()), "lr": 5.0}, {"params": list(model[2].parameters()), "lr": 5.0}]
-    keywords = {"scaling": "kl_clip", "kl_clip": kappa, "damping": 0.1, "model": model}
+    keywords = {"scaling": KLClip(kappa), "damping": 0.1, "model": model}
     optimizer = KFACSGD(groups, **EXACT | keywords)
     rates = {"0": 0.2, "2": 3.0}
     for group, lr in zip(
@@ -318,7 +319,7 @@ def test_kl_clip_takes_each_groups_current_learning_rate(kappa: float) -> None:
 
 def test_kl_clip_leaves_uncovered_parameters_alone() -> None:
     model, oracle, gradients, directions = observed(linear_model, passes := linear_passes(), 0.1)
-    keywords = {"scaling": "kl_clip", "kl_clip": 1e-6, "damping": 0.1, "skip_layers": ["2"]}
+    keywords = {"scaling": KLClip(1e-6), "damping": 0.1, "skip_layers": ["2"]}
     nu = kl_clip_factor([(directions["0"], oracle.layers[0].of(gradients), 1.0)], 1e-6)
     assert nu < 0.1
     changes = take_step(model, KFACSGD(model, **EXACT | keywords), passes, mean_loss)
@@ -328,7 +329,7 @@ def test_kl_clip_leaves_uncovered_parameters_alone() -> None:
 
 def test_kl_clip_at_learning_rate_zero_is_harmless() -> None:
     model, oracle, gradients, directions = observed(linear_model, passes := linear_passes(), 0.1)
-    optimizer = KFACSGD(model, **EXACT | {"scaling": "kl_clip", "kl_clip": 1e5, "damping": 0.1, "lr": 0.0})
+    optimizer = KFACSGD(model, **EXACT | {"scaling": KLClip(1e5), "damping": 0.1, "lr": 0.0})
     for change in take_step(model, optimizer, passes, mean_loss).values():
         assert torch.equal(change, torch.zeros_like(change))
     optimizer.param_groups[0]["lr"] = 1.0
@@ -340,7 +341,7 @@ def test_kl_clip_uses_the_matrix_that_was_preconditioned(order: str) -> None:
     """In momentum mode ``<v, buffer>``, else ``<v, gradient>``."""
     model, twin = twins(linear_model)
     oracle, lr, kappa, mu = Oracle(twin, decay=0.5), 0.5, 1e-3, 0.9
-    keywords = {"scaling": "kl_clip", "kl_clip": kappa, "damping": 0.1, "lr": lr, "factor_decay": 0.5}
+    keywords = {"scaling": KLClip(kappa), "damping": 0.1, "lr": lr, "factor_decay": 0.5}
     optimizer = KFACSGD(model, **EXACT | keywords | {"momentum": mu, "precondition": order})
     buffers: dict[str, Tensor] = {}
     for _ in range(3):
@@ -413,7 +414,7 @@ def test_unit_scaling_with_relative_damping_ignores_the_scale_of_the_loss(
     for scale in (1.0, factor):
         torch.manual_seed(seed)
         model, _ = twins(Mixed)
-        keywords = {"damping": 0.1, "relative_damping": True, "scaling": "unit", "precondition": precondition}
+        keywords = {"damping": OfMean(0.1), "scaling": "unit", "precondition": precondition}
         optimizer = KFACSGD(model, **EXACT | keywords | {"lr": 0.02, "momentum": 0.9})
         for _ in range(3):
             take_step(model, optimizer, token_passes(), lambda o, y, s=scale: s * averaged(log_cosh, "batch")(o, y))
@@ -426,5 +427,5 @@ def test_scalings_do_not_change_what_they_need_not() -> None:
     """A generous kl_clip is no clip."""
     passes = linear_passes()
     model, oracle, gradients, directions = observed(linear_model, passes, 0.1)
-    optimizer = KFACSGD(model, **EXACT | {"damping": 0.1, "scaling": "kl_clip", "kl_clip": 1e12})
+    optimizer = KFACSGD(model, **EXACT | {"damping": 0.1, "scaling": KLClip(1e12)})
     assert_applied(oracle, take_step(model, optimizer, passes, mean_loss), directions, gradients)

@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
+from kfac_optim import KFACLAMB, KFACSGD, KFACAdam, OfMean
 from kfac_optim.optimizers import KFACMixin
 from tests.helpers.compare import assert_same_factors, assert_same_weights, factors_of, twins
 from tests.helpers.reference import assert_near
+from tests.helpers.training import Batch, clipping, train
 
 BFLOAT16_TOL = 0.03  # 8 bits of mantissa (2^-9 relative rounding), through three layers and a square
 FLOAT16_TOL = 3e-3  # 11 bits (2^-12), the same way
@@ -31,7 +32,6 @@ FLOAT32_TOL = 1e-5  # the same float32 arithmetic after exact scaling, a few ste
 STORED_TOL = {torch.float16: 0.01, torch.bfloat16: 0.07}
 SCALE = 2.0**8
 
-Batch = tuple[Tensor, Tensor]
 Backward = Callable[[Tensor], None]
 
 
@@ -48,38 +48,15 @@ def sgd(model: nn.Module, **keywords: object) -> KFACSGD:
     return KFACSGD(model, **(options | keywords))
 
 
-def loss_of(model: nn.Module, batch: Batch, dtype: torch.dtype | None) -> Tensor:
-    """Cross entropy under autocast."""
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     x, y = batch
-    with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-        output = model(x)
-    return F.cross_entropy(output.float(), y)
-
-
-def train(
-    model: nn.Module,
-    optimizer: KFACMixin,
-    data: list[Batch],
-    dtype: torch.dtype | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    clip: float | None = None,
-) -> None:
-    """The loop of PyTorch's documentation."""
-    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-    for batch in data:
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, batch, dtype)).backward()
-        if clip is not None:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        scaler.step(optimizer)
-        scaler.update()
+    return F.cross_entropy(model(x), y)
 
 
 def test_bfloat16_autocast_gives_the_factors_of_float32() -> None:
     half, full = twins(network)
     first, second, data = sgd(half, lr=0.0), sgd(full, lr=0.0), batches(4)
-    train(half, first, data, torch.bfloat16)
+    train(half, first, data, autocast=torch.bfloat16)
     train(full, second, data)
     assert_same_factors(first, second, BFLOAT16_TOL)
     assert_near(factors_of(first)["0.A"], factors_of(second)["0.A"], "the float32 input's A", FLOAT32_TOL)
@@ -95,8 +72,8 @@ def test_loss_scaling_leaves_no_trace(clip: float | None, later: bool) -> None:
     first, second, data = sgd(scaled, grad_scaler=None if later else scaler), sgd(plain), batches(5)
     if later:
         first.curvature.grad_scaler = scaler
-    train(scaled, first, data, torch.float16, scaler, clip)
-    train(plain, second, data, torch.float16, None, clip)
+    train(scaled, first, data, autocast=torch.float16, scaler=scaler, before_step=clipping(scaled, clip))
+    train(plain, second, data, autocast=torch.float16, before_step=clipping(plain, clip))
     assert scaler.get_scale() == 4 * SCALE
     assert_same_factors(first, second, UNDERFLOW_TOL)
     assert_same_weights(scaled, plain, UNDERFLOW_TOL)
@@ -106,7 +83,7 @@ def test_scaled_float16_gives_the_factors_of_float32() -> None:
     half, full = twins(network)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     first, second, data = sgd(half, lr=0.0, grad_scaler=scaler), sgd(full, lr=0.0), batches(4)
-    train(half, first, data, torch.float16, scaler)
+    train(half, first, data, autocast=torch.float16, scaler=scaler)
     train(full, second, data)
     assert_same_factors(first, second, FLOAT16_TOL)
 
@@ -115,7 +92,7 @@ def test_without_the_scaler_the_loss_counts_as_scaled() -> None:
     """What ``grad_scaler=`` is for: a scaled loss has a G that is the scale's square larger."""
     model, plain = twins(network)
     first, second, data = sgd(model, lr=0.0), sgd(plain, lr=0.0), batches(1)
-    train(model, first, data, None, torch.amp.GradScaler("cpu", init_scale=SCALE))
+    train(model, first, data, scaler=torch.amp.GradScaler("cpu", init_scale=SCALE))
     train(plain, second, data)
     for name, factor in factors_of(second).items():
         times = SCALE**2 if name.endswith("G") else 1.0
@@ -126,7 +103,7 @@ def test_a_disabled_scaler_is_no_scaler() -> None:
     model, plain = twins(network)
     scaler, data = torch.amp.GradScaler("cpu", enabled=False), batches(2)
     first, second = sgd(model, grad_scaler=scaler), sgd(plain)
-    train(model, first, data, None, scaler)
+    train(model, first, data, scaler=scaler)
     train(plain, second, data)
     assert_same_factors(first, second, FLOAT32_TOL)
     assert_same_weights(model, plain, FLOAT32_TOL)
@@ -159,14 +136,14 @@ def test_overflowed_steps_leave_no_trace(
     data, bad = batches(8), (0, 4, 5)
     for i, batch in enumerate(data):
         (first if whose_zero_grad == "optimizer" else model).zero_grad()
-        loss = scaler.scale(loss_of(model, batch, None))
+        loss = scaler.scale(loss_of(model, batch))
         overflow(model, loss) if i in bad else loss.backward()
         if clip is not None:
             scaler.unscale_(first)
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         scaler.step(first)
         scaler.update()
-    train(plain, second, [batch for i, batch in enumerate(data) if i not in bad], clip=clip)
+    train(plain, second, [batch for i, batch in enumerate(data) if i not in bad], before_step=clipping(plain, clip))
     assert scaler.get_scale() == SCALE / 2 ** len(bad)
     assert_same_factors(first, second, FLOAT32_TOL)
     assert_same_weights(model, plain, FLOAT32_TOL)
@@ -184,7 +161,7 @@ def test_fused_base_class(cls: type[KFACMixin], enabled: bool) -> None:
     first, second = cls(model, fused=True, grad_scaler=scaler, **options), cls(plain, **options)
     assert first._step_supports_amp_scaling is False
     data = batches(3)
-    train(model, first, data, None, scaler)
+    train(model, first, data, scaler=scaler)
     train(plain, second, data)
     assert_same_factors(first, second, FLOAT32_TOL)
     assert_same_weights(model, plain, FLOAT32_TOL)
@@ -199,14 +176,14 @@ def test_overflowed_micro_batch_of_an_accumulated_step() -> None:
     for step, pair in enumerate(zip(data[::2], data[1::2], strict=True)):
         model.zero_grad()
         for half, batch in enumerate(pair):
-            loss = scaler.scale(loss_of(model, batch, None) / 2)
+            loss = scaler.scale(loss_of(model, batch) / 2)
             ((loss * torch.inf) if (step, half) == (1, 1) else loss).backward()
         scaler.step(first)
         scaler.update()
     for pair in (data[:2], data[4:]):
         plain.zero_grad()
         for batch in pair:
-            (loss_of(plain, batch, None) / 2).backward()
+            (loss_of(plain, batch) / 2).backward()
         second.step()
     assert_same_factors(first, second, FLOAT32_TOL)
     assert_same_weights(model, plain, FLOAT32_TOL)
@@ -217,12 +194,12 @@ def test_scaler_given_between_two_micro_batches() -> None:
     model, plain = twins(network)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     first, second, data = sgd(model, lr=0.0), sgd(plain, lr=0.0), batches(2)
-    (loss_of(model, data[0], None) / 2).backward()
+    (loss_of(model, data[0]) / 2).backward()
     first.curvature.grad_scaler = scaler
-    scaler.scale(loss_of(model, data[1], None) / 2).backward()
+    scaler.scale(loss_of(model, data[1]) / 2).backward()
     first.step()
     for batch in data:
-        (loss_of(plain, batch, None) / 2).backward()
+        (loss_of(plain, batch) / 2).backward()
     second.step()
     assert_same_factors(first, second, FLOAT32_TOL)
 
@@ -268,8 +245,8 @@ def directions(size: float, keywords: dict[str, object]) -> dict[str, Tensor]:
     """Direction of every layer in the first step, whose gradients are of a given size."""
     torch.manual_seed(0)
     model, batch = network(), batches(1)[0]
-    engine = sgd(model, relative_damping=True, damping=1.0, **keywords).curvature
-    (size * loss_of(model, batch, None)).backward()
+    engine = sgd(model, damping=OfMean(1.0), **keywords).curvature
+    (size * loss_of(model, batch)).backward()
     gradients = {p: p.grad for p in model.parameters()}
     assert engine.update(list(gradients.values()))
     found = engine.directions(gradients, dict.fromkeys(gradients, 1.0))

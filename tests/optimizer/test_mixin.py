@@ -10,7 +10,7 @@ import torch
 import torch_optimizer
 from torch import Tensor, nn
 
-from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin
+from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin, KLClip
 from tests.helpers.training import (
     FLOAT64,
     OFTEN,
@@ -104,7 +104,7 @@ PAIRS: list[tuple[Any, Any, dict[str, Any]]] = [
 def test_step_is_the_base_step_on_preconditioned_gradients(
     kfac: Any, base: Any, keywords: dict[str, Any], scaling: str | None
 ) -> None:
-    curvature = {**FLOAT64, **OFTEN, "scaling": scaling, "kl_clip": 1e-2}
+    curvature = {**FLOAT64, **OFTEN, "scaling": KLClip(1e-2) if scaling == "kl_clip" else scaling}
     ours, theirs, plain = make_model(), make_model(), make_model()
     before = values(ours)
     train(ours, kfac(ours, **keywords, **curvature, precondition="gradient"), range(STEPS))
@@ -175,7 +175,7 @@ def test_an_owned_engine_refuses_to_be_called_by_hand() -> None:
 def test_kl_clip_asks_for_the_learning_rate_and_loses_nothing_by_it() -> None:
     def directions(ask_without_lr: bool) -> list[Tensor]:
         model = make_model()
-        engine = CurvatureEngine(model, **FLOAT64, damping=0.1, kl_clip=1e-2)
+        engine = CurvatureEngine(model, **FLOAT64, damping=0.1, scaling=KLClip(1e-2))
         backward(model, 0)
         if ask_without_lr:
             with pytest.raises(ValueError, match="lr"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam
+from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KLClip
 from tests.helpers.training import (
     CLASSES,
     FLOAT64,
@@ -80,7 +80,7 @@ def test_kl_clip_reads_the_current_lr_of_each_group() -> None:
 
     model = make_model()
     groups = [{**group, "weight_decay": 0.0} for group in decay_groups(model)]
-    optimizer = KFACSGD(groups, lr=1.0, model=model, scaling="kl_clip", kl_clip=kappa, **EVERY_STEP)
+    optimizer = KFACSGD(groups, lr=1.0, model=model, scaling=KLClip(kappa), **EVERY_STEP)
     for group, lr in zip(optimizer.param_groups, (lr_weight, lr_bias), strict=True):
         group["lr"] = lr  # as a scheduler does, after construction
     found = changes(model, optimizer)

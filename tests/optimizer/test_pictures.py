@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 from kfac_optim import KAISA, KFACSGD, Assignment, CurvatureEngine, FactorWise, LayerAssignment, LayerWise, diagnostics
 from kfac_optim.distributed import LocalCommunicator
-from tests.helpers.training import FLOAT64, make_model, train
+from tests.helpers.training import FLOAT64, damping_of, make_model, train
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")
 image = pytest.importorskip("matplotlib.image")
 
-EVERY: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1, "damping": 0.02, "relative_damping": False}
+EVERY: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1, "damping": 0.02}
 TOL = 1e-9  # float64 by another route
 
 
@@ -80,7 +80,7 @@ def lines_of(axes: Any) -> dict[str, tuple[list[float], list[float]]]:
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("relative", [False, True])
 def test_report_has_all_eigenvalues_on_request_and_the_damped_condition(relative: bool) -> None:
-    engine = trained(damping=0.3, relative_damping=relative)
+    engine = trained(damping=damping_of(0.3, relative))
     report = engine.report(eigenvalues=True)
     for layer in engine.layers:
         factors, row = engine.factors(layer), report["layers"][layer.name]

@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
 from kfac_optim.distributed import largest_entry
 from kfac_optim.optimizers import KFACMixin
+from tests.helpers import training
 from tests.helpers.compare import OPTIONS, SAME, assert_same_factors, assert_same_weights, factors_of
 from tests.helpers.reference import (
     SOLVERS,
@@ -26,6 +28,7 @@ from tests.helpers.reference import (
     squared_error,
     take_step,
 )
+from tests.helpers.training import damping_of
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -33,6 +36,7 @@ SINGLE = 1e-4  # a decomposition in float32 in place of one in float64, at a con
 JITTER = 1e-4  # 1e-6 of the largest entry of a factor on its diagonal, against a damping of 0.1
 CLASSES = [KFACSGD, KFACAdam, KFACLAMB]
 loss = averaged(log_cosh, "batch")
+train = partial(training.train, loss=loss)
 
 
 def network() -> nn.Module:
@@ -48,14 +52,6 @@ def twins(cls: type[KFACMixin] = KFACSGD, **keywords: object) -> tuple[nn.Module
 
 def data(n: int = 6) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 3), torch.randn(n, 2)
-
-
-def train(model: nn.Module, optimizer: KFACMixin, batches: list[tuple[Tensor, Tensor]], parts: int = 1) -> None:
-    for x, y in batches:
-        optimizer.zero_grad()
-        for part_x, part_y in zip(x.chunk(parts), y.chunk(parts), strict=True):
-            (loss(model(part_x), part_y) / parts).backward()
-        optimizer.step()
 
 
 # Non-finite values ---------------------------------------------------------------------------------------------------
@@ -101,8 +97,8 @@ def test_steps_after_a_bad_batch_equal_a_run_without_it(
     batches = [data() for _ in range(5)]
     good = [(x.clone(), y) for i, (x, y) in enumerate(batches) if i != when]
     batches[when][0][-1, 1] = bad
-    train(model, first, batches, parts)
-    train(plain, second, good, parts)
+    train(model, first, batches, parts=parts)
+    train(plain, second, good, parts=parts)
     assert_same_factors(first, second)
     assert_same_weights(model, plain)
     report = first.curvature.report()
@@ -363,7 +359,12 @@ def test_dead_and_zero_layers(
 ) -> None:
     """No NaN anywhere, and a parameter without a gradient does not move."""
     model = factory()
-    options = OPTIONS | {"solver": solver, "scaling": scaling, "relative_damping": relative, "lr": 0.01}
+    options = OPTIONS | {
+        "solver": solver,
+        "scaling": scaling,
+        "damping": damping_of(OPTIONS["damping"], relative),
+        "lr": 0.01,
+    }
     optimizer = KFACSGD(model, **options)
     moved = False
     for _ in range(4):

@@ -29,13 +29,14 @@ from tests.helpers.compare import assert_same_factors, assert_same_weights
 from tests.helpers.pages import ROOT, blocks
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import EXACT, Oracle, apply, assert_applied, assert_near, averaged, backward, squared_error
-from tests.helpers.training import FLOAT64, OFTEN, data_of, make_model, values
+from tests.helpers.training import FLOAT64, OFTEN, damping_of, data_of, make_model, train, values
 
 PAGES = [ROOT / "README.rst", *sorted((ROOT / "docs").glob("*.rst"))]
 EXTENDING = ROOT / "docs" / "extending.rst"
 SHELL = {"main", "tests", "install", "checks"}  # what .ci/run takes from the pages
 MAX_LINES = 30
 README_LIMITS = (250, 1600)  # lines, words
+Outcome = tuple[list[Tensor], list[tuple[int, ...]], float]
 LOSS = averaged(squared_error, "batch")
 
 
@@ -235,7 +236,7 @@ def test_the_solver_equals_explicit_inverses(damping: float, relative: bool) -> 
     oracle = Oracle(copy.deepcopy(model))
     passes = [((torch.randint(5, (6, 3)),), torch.randn(6, 2))]
     oracle.refresh(oracle.observe(passes, LOSS))
-    options = EXACT | {"damping": damping, "relative_damping": relative, "solver": extending()["solver"]}
+    options = EXACT | {"damping": damping_of(damping, relative), "solver": extending()["solver"]}
     optimizer = KFACSGD(model, **options)
     backward(model, passes, LOSS)
     gradients = {name: torch.randn_like(p) for name, p in model.named_parameters()}
@@ -249,35 +250,50 @@ def test_the_solver_equals_explicit_inverses(damping: float, relative: bool) -> 
 # A strategy ----------------------------------------------------------------------------------------------------------
 
 
-def train(rank: int, world_size: int, ranks_per_node: int | None) -> tuple[list[Tensor], list[tuple[int, ...]], float]:
+def with_strategy(rank: int, world_size: int, ranks_per_node: int | None) -> Outcome:
     """Parameters after some steps; who preconditions each layer; bytes of directions per step."""
     strategy = {} if ranks_per_node is None else {"assignment": extending()["NodeWise"](ranks_per_node)}
     model = make_model().double()
     optimizer = KFACSGD(model, lr=0.1, momentum=0.9, **OFTEN, **FLOAT64, **strategy)
     wrapped = DistributedDataParallel(model) if world_size > 1 else model
-    for step in range(6):
-        inputs, classes = (part.chunk(world_size)[rank] for part in data_of(step, model[0].weight))
-        optimizer.zero_grad()
-        F.cross_entropy(wrapped(inputs), classes).backward()
-        optimizer.step()
+    train(wrapped, optimizer, range(6), rank=rank, world_size=world_size)
     curvature = optimizer.curvature
     traffic = curvature.report()["traffic"].get("directions", {"sent": 0.0})["sent"]
     return values(model), [layer.gradient_workers for layer in curvature.work.layers], traffic
 
 
-def train_both(rank: int, world_size: int) -> list[tuple[list[Tensor], list[tuple[int, ...]], float]]:
-    return [train(rank, world_size, ranks_per_node) for ranks_per_node in (1, 2)]
+def with_strategies(rank: int, world_size: int) -> list[Outcome]:
+    return [with_strategy(rank, world_size, ranks_per_node) for ranks_per_node in (1, 2)]
 
 
 def test_the_strategy_trains_as_one_process() -> None:
-    expected, workers, _ = train(0, 1, ranks_per_node=4)  # one process is all there is: a script for four runs there
+    # A script for four runs on one, too.
+    expected, workers, _ = with_strategy(0, 1, ranks_per_node=4)
     assert set(workers) == {(0,)}
-    for p, q in zip(expected, train(0, 1, None)[0], strict=True):
+    for p, q in zip(expected, with_strategy(0, 1, None)[0], strict=True):
         assert torch.equal(p, q)
-    ranks = run_ranks(2, train_both)
+    ranks = run_ranks(2, with_strategies)
     for one_each, both in ranks:
         for found, *_ in (one_each, both):
             for p, q in zip(found, expected, strict=True):
                 torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
         assert set(one_each[1]) == {(0,), (1,)} and set(both[1]) == {(0, 1)}
         assert one_each[2] > 0 and both[2] == 0  # only between nodes do preconditioned gradients travel
+
+
+# A scaling, a sampled Fisher -----------------------------------------------------------------------------------------
+
+
+def test_the_scaling_bounds_steps_and_the_fisher_samples() -> None:
+    model = make_model()
+    fisher = extending()["fisher"]
+    options = {"scaling": extending()["scaling"], "fisher": fisher, "precondition": "gradient"}
+    optimizer = KFACSGD(model, lr=0.1, **OFTEN, **options)
+    before = dict(zip(model.parameters(), values(model), strict=True))
+    train(model, optimizer, [data_of(0, model[0].weight)])
+    for layer in optimizer.curvature.layers:
+        moved = sum(float((p - before[p]).square().sum()) for p in layer.parameters)
+        gradient = sum(float(p.grad.square().sum()) for p in layer.parameters)
+        assert 0 < moved <= (0.1 * 0.5) ** 2 * gradient * (1 + 1e-4)
+    output = torch.zeros(1000, 2)
+    assert set(fisher.sample_gradient(output, torch.Generator().manual_seed(0)).unique().tolist()) == {-1.0, 1.0}
