@@ -29,7 +29,7 @@ from tests.helpers.compare import assert_same_factors, assert_same_weights
 from tests.helpers.pages import ROOT, blocks
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import EXACT, Oracle, apply, assert_applied, assert_near, averaged, backward, squared_error
-from tests.helpers.training import FLOAT64, OFTEN, damping_of, data_of, make_model, train, values
+from tests.helpers.training import FLOAT64, OFTEN, damping_of, make_model, train, values
 
 PAGES = [ROOT / "README.rst", *sorted((ROOT / "docs").glob("*.rst"))]
 EXTENDING = ROOT / "docs" / "extending.rst"
@@ -290,9 +290,9 @@ def test_the_scaling_bounds_steps_and_the_fisher_samples() -> None:
     options = {"scaling": extending()["scaling"], "fisher": fisher, "precondition": "gradient"}
     optimizer = KFACSGD(model, lr=0.1, **OFTEN, **options)
     before = dict(zip(model.parameters(), values(model), strict=True))
-    train(model, optimizer, [data_of(0, model[0].weight)])
+    train(model, optimizer, range(1))
     for layer in optimizer.curvature.layers:
-        moved = sum(float((p - before[p]).square().sum()) for p in layer.parameters)
+        moved = sum(float((p.detach() - before[p]).square().sum()) for p in layer.parameters)
         gradient = sum(float(p.grad.square().sum()) for p in layer.parameters)
         assert 0 < moved <= (0.1 * 0.5) ** 2 * gradient * (1 + 1e-4)
     output = torch.zeros(1000, 2)
