@@ -5,7 +5,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # the sources beside this file, whatever is installed
 
-import kfac_optim  # noqa: E402
+import kfac_optim
 
 project, author, copyright = "kfac_optim", "The kfac_optim authors", "The kfac_optim authors"
 version = release = kfac_optim.__version__

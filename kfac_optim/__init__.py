@@ -12,6 +12,7 @@ How data flow, and which module does what::
 """
 
 from .capture import Bernoulli, Categorical, Fisher, Gaussian
+from .damping import Damping, OfLargest, OfMean
 from .distributed import (
     KAISA,
     Assignment,
@@ -41,6 +42,10 @@ __all__ = [
     "KFACMixin",
     "CurvatureEngine",
     "memory_estimate",
+    # damping
+    "Damping",
+    "OfLargest",
+    "OfMean",
     # values over time
     "constant_then_scaled",
     "exponential_decay",

@@ -7,7 +7,8 @@ Each rank adds up what it sees; the ranks add up their sums when a refresh is du
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -25,14 +26,17 @@ class Averaging:
 
     Args:
         dtype: Storage of the factors.
-        comm_dtype: Of factors on the wire; None: as stored.
         summed: Whether the loss is a sum; see :func:`terms_of_rank`.
         sampled: Whether the gradients are those of sampled targets.
+
+    Attributes:
+        skipped_batches: How many micro-batches of all ranks were left out because a moment was not finite.
     """
 
-    def __init__(self, dtype: torch.dtype, comm_dtype: torch.dtype | None, *, summed: bool, sampled: bool) -> None:
-        self.dtype, self.comm_dtype = torch.promote_types(dtype, torch.float32), comm_dtype
+    def __init__(self, dtype: torch.dtype, *, summed: bool, sampled: bool) -> None:
+        self.dtype = torch.promote_types(dtype, torch.float32)
         self.summed, self.sampled = summed, sampled
+        self.skipped_batches = 0
         self.clear()
 
     def clear(self) -> None:
@@ -61,15 +65,16 @@ class Averaging:
             if rows:
                 self._sums.add(blocks[index], (sums.a, sums.g.mul_(per_term)), (rows, m))
 
-    def pool(self, blocks: Sequence[Block], comm: Communicator, stages: StageTimes) -> int:
-        """Adds up what the ranks saw since the last time, into the running averages of all of them (a collective).
+    def load(self, counters: Mapping[str, Any]) -> None:
+        """Goes on from saved counters."""
+        self.clear()
+        self.skipped_batches = int(counters.get("skipped_batches", 0))
 
-        Returns:
-            How many micro-batches of all ranks were not finite.
-        """
+    def pool(self, blocks: Sequence[Block], comm: Communicator, stages: StageTimes) -> None:
+        """Adds up what the ranks saw since the last time, into the running averages of all of them (a collective)."""
         local, self._sums = self._sums, LocalSums()
         if not local.decays:
-            return 0
+            return
         with communicating("factor", stages, comm.world_size):
             skips = torch.tensor(float(self._skips), dtype=torch.float64)
             weights, skips = comm.sum([local.weights(blocks), skips], "counts")
@@ -80,12 +85,13 @@ class Averaging:
                 if weight[0]:
                     device = block.layer.weight.device
                     own = local.sums(block) or [spec.zeros(self.dtype, device) for spec in block.specs]
-                    jobs += [(block.average[side], w, decay) for side, w in zip(SIDES, weight, strict=True)]
+                    current = block.state["current"]
+                    jobs += [(current[side], w, decay) for side, w in zip(SIDES, weight, strict=True)]
                     sums += own
-            pooled = comm.sum(sums, "factors", self.comm_dtype)
+            pooled = comm.sum(sums, "factors", compressed=True)
             for (average, count, decay), total in zip(jobs, pooled, strict=True):
                 fold_(average, total, count, decay)
-        return int(skips)
+        self.skipped_batches += int(skips)
 
 
 def terms_of_rank(terms: int, comm: Communicator, *, summed: bool, sampled: bool) -> tuple[float, float]:

@@ -1,26 +1,86 @@
-"""What is known of one layer: its block of the Fisher matrix, ``A (x) G``, and the damping of that block.
-
-gamma = damping,  or  damping * mean eigenvalue(A (x) G)  if it is relative                  (gamma of eqs. 9-13)
-"""
+"""One layer's block of the Fisher matrix, ``A (x) G``: its factors, their snapshots, decompositions and workers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from .damping import Damping
 from .distributed import Assignment, AssignmentStrategy, Communicator, LayerAssignment, LayerCost
 from .factors import FactorSpec, snapshot_
 from .layers import KroneckerLayer
 from .solvers import Decomposition, Solver
+from .spectra import eigenvalues, largest_eigenvalue
 
-__all__ = ["SIDES", "Block", "assign", "decomposed_bytes", "gamma_of", "groups_of", "part_dtype", "specs_of"]
+__all__ = ["SIDES", "Block", "Factors", "Snapshots", "Source", "assign", "decomposed_bytes", "part_dtype", "specs_of"]
 
 SIDES = ("A", "G")
+Source = Literal["current", "pending", "in_use"]
+
+
+class Factors:
+    """A and G of one layer at one moment, over the tensors that the optimizer's state holds.
+
+    Args:
+        layer: The layer.
+        specs: The shapes of A and G.
+        tensors: The running averages "A" and "G" (see :meth:`~kfac_optim.factors.FactorSpec.empty`) and, of a snapshot
+            that decompositions are made of, "gamma": the damping of each pair, ``[p]``.
+    """
+
+    def __init__(self, layer: KroneckerLayer, specs: tuple[FactorSpec, FactorSpec], tensors: dict[str, Any]) -> None:
+        self.joint, self.specs, self.tensors = layer.joint, specs, tensors
+
+    @property
+    def has_data(self) -> bool:
+        """Whether both running averages have seen something."""
+        return all(float(self.tensors[side]["weight"]) for side in SIDES)
+
+    @property
+    def gamma(self) -> Tensor:
+        """The damping of each pair, ``[p]``, of a snapshot."""
+        gamma: Tensor = self.tensors["gamma"]
+        return gamma
+
+    def matrix(self, side: int) -> Tensor:
+        """A (side 0) or G (side 1), ``[p, n, n]`` (diagonal: ``[p, n]``)."""
+        return self.specs[side].matrix(self.tensors[SIDES[side]])
+
+    def means(self) -> tuple[Tensor, Tensor]:
+        """The mean eigenvalues of A and of G, ``[p]`` each; those of joint pairs are averaged."""
+        a, g = (spec.mean_eigenvalue(self.tensors[side]) for side, spec in zip(SIDES, self.specs, strict=True))
+        return (a.mean().expand_as(a), g.mean().expand_as(g)) if self.joint else (a, g)
+
+    def largest(self) -> tuple[Tensor, Tensor]:
+        """The largest eigenvalues of A and of G, ``[p]`` each; joint pairs share the largest of all of them."""
+        a, g = (largest_eigenvalue(self.matrix(side)) for side in range(2))
+        return (a.amax().expand_as(a), g.amax().expand_as(g)) if self.joint else (a, g)
+
+    def freeze(self, source: Factors, gamma: Tensor) -> None:
+        """Becomes a copy of ``source``, to be decomposed with the damping ``gamma``, ``[p]``."""
+        for side in SIDES:
+            snapshot_(self.tensors[side], source.tensors[side])
+        self.gamma.copy_(gamma)
+
+
+@dataclass
+class Snapshots:
+    """The factors of a layer at the three moments that matter.
+
+    Attributes:
+        current: The running averages.
+        in_use: What the decompositions in use were made of.
+        pending: What a refresh in progress decomposes; None where refreshes are never spread over steps.
+    """
+
+    current: Factors
+    in_use: Factors
+    pending: Factors | None
 
 
 @dataclass(eq=False, repr=False)
@@ -31,69 +91,115 @@ class Block:
         layer: The layer.
         specs: The shapes of A and G.
         workers: The ranks that decompose its factors, and those that precondition its gradient.
-        route: How its preconditioned gradient comes to this rank, or leaves it: source and members; None if it doesn't
-            travel.
-        average: Its state. Running averages "A" and "G"; "A_last" and "G_last", of which the decompositions in use were
-            made, with their "damping"; "A_next" and "G_next", of which a refresh in progress makes new ones; with an
-            iterated solver "A_basis" and "G_basis", the decompositions in use. Empty before the first step.
-        decomposed: The decompositions of A and G in use; None on ranks that do not precondition.
-        means: The mean eigenvalues that belong to them, ``[p]`` each; not None on any rank once there are some.
-        cosine: Between gradient and direction in the first step that used them, 0-dim.
-        spectra: Eigenvalues of the factors that they were made of, once asked for.
+        route: How its preconditioned gradient comes to this rank, or leaves it: the source and the members of the
+            broadcast; None if it does not travel.
+        state: What the optimizer's state holds of the layer: the tensors of its :class:`Snapshots` by their names.
+            Empty before the first step.
+        decomposed: The decompositions of A and G in use; None on ranks that do not precondition the layer, and before
+            the first refresh.
+        has_direction: Whether some rank has decompositions: the layer is preconditioned.
+        version: Counts the changes of its decompositions, for whoever keeps something made of them.
+        cosine: Of the angle between gradient and direction in the first step that used the decompositions, 0-dim.
     """
 
     layer: KroneckerLayer
     specs: tuple[FactorSpec, FactorSpec]
     workers: LayerAssignment = field(init=False)
     route: tuple[int, tuple[int, ...]] | None = None
-    average: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
     decomposed: tuple[Decomposition, Decomposition] | None = None
-    means: tuple[Tensor, Tensor] | None = None
+    has_direction: bool = False
+    version: int = 0
     cosine: Tensor | None = None
-    spectra: tuple[Tensor, ...] | None = None
+    _unit: tuple[type, Tensor] | None = None
+    _spectra: tuple[Tensor, ...] | None = None
 
-    def has_data(self, suffix: str) -> bool:
-        """Whether the averages of both sides have seen something."""
-        return all(float(self.average[f"{side}{suffix}"]["weight"]) for side in SIDES)
+    # Factors --------------------------------------------------------------------------------------------------------
 
-    def factor(self, side: int, suffix: str = "") -> Tensor:
-        """A (side 0) or G (side 1), ``[p, n, n]`` (diagonal: ``[p, n]``)."""
-        return self.specs[side].matrix(self.average[f"{SIDES[side]}{suffix}"])
+    def make_room(self, dtype: torch.dtype, *, spreads: bool) -> None:
+        """Makes room for factors in ``dtype`` where there is none; ``spreads``: also for those of a spread refresh."""
+        device = self.layer.weight.device
+        sources: tuple[Source, ...] = ("current", "in_use", "pending") if spreads else ("current", "in_use")
+        for source in sources:
+            if source not in self.state:
+                tensors: dict[str, Any] = {
+                    side: spec.empty(dtype, device) for side, spec in zip(SIDES, self.specs, strict=True)
+                }
+                if source != "current":
+                    precision = torch.promote_types(dtype, torch.float32)
+                    tensors["gamma"] = torch.zeros(self.specs[0].pairs, dtype=precision, device=device)
+                self.state[source] = tensors
 
-    def mean_eigenvalues(self, suffix: str) -> tuple[Tensor, Tensor]:
-        """Of A and of G, per pair ``[p]``; of all pairs together where they are joint."""
-        means = []
-        for side, spec in zip(SIDES, self.specs, strict=True):
-            mean = spec.mean_eigenvalue(self.average[f"{side}{suffix}"])
-            means.append(mean.mean().expand_as(mean) if self.layer.joint else mean)
-        return means[0], means[1]
+    def factors(self, source: Source) -> Factors:
+        """Its factors at one of the three moments."""
+        return Factors(self.layer, self.specs, self.state[source])
 
-    def freeze(self, suffix: str, source: str = "") -> None:
-        """Copies the averages: what is decomposed over several steps, or was, does not change meanwhile."""
-        for side in SIDES:
-            snapshot_(self.average[f"{side}{suffix}"], self.average[f"{side}{source}"])
+    @property
+    def snapshots(self) -> Snapshots:
+        """Its factors at all three."""
+        pending = self.factors("pending") if "pending" in self.state else None
+        return Snapshots(self.factors("current"), self.factors("in_use"), pending)
 
-    def basis(self, side: int) -> Decomposition | None:
-        """The decomposition that the state holds; None if there is none, or only room for it."""
-        parts = tuple(self.average.get(f"{SIDES[side]}_basis", {}).values())
-        return parts if any(bool(part.any()) for part in parts) else None
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Goes on with a state that somebody moved or replaced."""
+        self.state = state
+
+    # Decompositions -------------------------------------------------------------------------------------------------
 
     def install(self, decomposed: tuple[Decomposition, Decomposition] | None) -> None:
-        """Takes decompositions of the "_last" averages into use."""
+        """Takes decompositions of the factors in use; None where other ranks precondition the layer."""
         self.drop()
-        self.decomposed, self.means = decomposed, self.mean_eigenvalues("_last")
+        self.decomposed, self.has_direction = decomposed, True
+
+    def share_storage(self, decomposed: tuple[Decomposition, Decomposition]) -> None:
+        """Replaces the decompositions by equal ones that are views of a larger tensor."""
+        self.decomposed = decomposed
 
     def drop(self) -> None:
         """Has no decompositions any more."""
-        self.decomposed = self.means = self.cosine = self.spectra = None
+        self.decomposed = self.cosine = self._unit = self._spectra = None
+        self.has_direction = False
+        self.version += 1
+
+    def note_cosine(self, cosine: Tensor) -> None:
+        """Keeps the cosine between gradient and direction of the first step that uses the decompositions."""
+        if self.cosine is None:
+            self.cosine = cosine
+
+    def damping_unit(self, damping: Damping) -> Tensor:
+        """What gamma is a multiple of, for the decompositions in use, ``[p]``."""
+        if self._unit is None or self._unit[0] is not type(damping):
+            self._unit = type(damping), damping.unit(self.factors("in_use"))
+        return self._unit[1]
+
+    def spectra(self) -> tuple[Tensor, ...]:
+        """All eigenvalues of A and of G in use, largest first, ``[p n]`` each, on the CPU."""
+        if self._spectra is None:
+            self._spectra = tuple(eigenvalues(self.factors("in_use").matrix(side)) for side in range(2))
+        return self._spectra
+
+    # Workers --------------------------------------------------------------------------------------------------------
+
+    def assign(self, workers: LayerAssignment, route: tuple[int, tuple[int, ...]] | None) -> None:
+        """Takes the ranks that work on it."""
+        self.workers, self.route = workers, route
 
 
-def gamma_of(means: tuple[Tensor, Tensor], damping: float, *, relative: bool) -> Tensor:
-    """The damping of each pair, ``[p]``, given the mean eigenvalues of A and G."""
-    product = means[0] * means[1]
-    if not relative:
-        return torch.full_like(product, damping)
-    return damping * torch.where(product > 0, product, 1.0)
+def assign(
+    strategy: AssignmentStrategy, blocks: Sequence[Block], comm: Communicator, solver: Solver, inv_dtype: torch.dtype
+) -> Assignment:
+    """Asks the strategy who decomposes and who preconditions what, and tells the blocks."""
+    costs = []
+    for block in blocks:
+        a, g = block.specs
+        costs.append(LayerCost((a.cost, g.cost), decomposed_bytes(block.specs, solver, inv_dtype)))
+    work = strategy.assign(costs, comm.world_size)
+    work.check(len(costs), comm.world_size)
+    routes = {workers.gradient_workers: workers.routes(comm.world_size) for workers in work.layers}
+    for block, workers in zip(blocks, work.layers, strict=True):
+        own = [route for route in routes[workers.gradient_workers] if comm.rank in route[1] and len(route[1]) > 1]
+        block.assign(workers, own[0] if own else None)
+    return work
 
 
 def specs_of(layer: KroneckerLayer) -> tuple[FactorSpec, FactorSpec]:
@@ -114,26 +220,3 @@ def decomposed_bytes(specs: Iterable[FactorSpec], solver: Solver, inv_dtype: tor
         for spec in specs
         for shape in solver.shapes(spec.dim, spec.diagonal)
     )
-
-
-def assign(
-    strategy: AssignmentStrategy, blocks: Sequence[Block], comm: Communicator, solver: Solver, inv_dtype: torch.dtype
-) -> Assignment:
-    """Asks the strategy who decomposes and who preconditions what, and enters it in the blocks."""
-    costs = []
-    for block in blocks:
-        a, g = block.specs
-        costs.append(LayerCost((a.cost, g.cost), decomposed_bytes(block.specs, solver, inv_dtype)))
-    work = strategy.assign(costs, comm.world_size)
-    work.check(len(costs), comm.world_size)
-    routes = {workers.gradient_workers: workers.routes(comm.world_size) for workers in work.layers}
-    for block, workers in zip(blocks, work.layers, strict=True):
-        own = [route for route in routes[workers.gradient_workers] if comm.rank in route[1] and len(route[1]) > 1]
-        block.workers, block.route = workers, own[0] if own else None
-    return work
-
-
-def groups_of(work: Assignment, world_size: int) -> set[tuple[int, ...]]:
-    """The groups of ranks in which decompositions and preconditioned gradients travel."""
-    routes = {members for workers in work.layers for _, members in workers.routes(world_size) if len(members) > 1}
-    return routes | {workers.holders(side) for workers in work.layers for side in range(2)}

@@ -6,19 +6,20 @@ the base class does (momentum, moments, weight decay, trust ratio, foreach and f
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch_optimizer
 from torch import Tensor, nn
 
-from .distributed import joinable
+from .config import options as engine_options
+from .config import refuse_unknown
+from .damping import OfMean
+from .distributed import join_hook, notify_join_context, register_joinable, share_gradients
 from .engine import CurvatureEngine, owning_engine
+from .lamb import MultiTensorLamb
 from .schedules import growing
 
 __all__ = ["KFACLAMB", "KFACAdam", "KFACMixin", "KFACSGD"]
@@ -26,7 +27,7 @@ __all__ = ["KFACLAMB", "KFACAdam", "KFACMixin", "KFACSGD"]
 # Defaults of the three classes, chosen by benchmarks/convergence.py (benchmarks/results/convergence-*): with the
 # base optimizer's tuned settings unchanged each ends at a lower training loss than its base class, on three tasks with
 # three seeds. None of them depends on the scale of the loss. Any other base class has the engine's: the paper's.
-_ADAPTIVE = {"relative_damping": True, "inv_update_steps": growing(fraction=0.3, minimum=3)}
+_REFRESHES = growing(fraction=0.3, minimum=3)
 
 _STATE_KEY = "kfac"
 _PREFIX = "kfac_"
@@ -39,12 +40,7 @@ else:
     _Optimizer = object
 
 
-def _engine_options() -> dict[str, inspect.Parameter]:
-    parameters = inspect.signature(CurvatureEngine.__init__).parameters
-    return {name: p for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
-
-
-@joinable
+@register_joinable
 class KFACMixin(_Optimizer):
     """Preconditions the gradients of any ``torch.optim.Optimizer`` by K-FAC.
 
@@ -80,7 +76,7 @@ class KFACMixin(_Optimizer):
         own = [p for p in inspect.signature(base.__init__).parameters.values() if p.name != "self"]
         more = [inspect.signature(KFACMixin.__init__).parameters["model"]]
         more.append(more[0].replace(name="precondition", default=cls._preconditions[0], annotation="str"))
-        more += [p.replace(default=cls._curvature_defaults.get(n, p.default)) for n, p in _engine_options().items()]
+        more += [p.replace(default=cls._curvature_defaults.get(n, p.default)) for n, p in engine_options().items()]
         own = [p for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD]
         cls.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
 
@@ -94,8 +90,8 @@ class KFACMixin(_Optimizer):
         if isinstance(params, nn.Module):
             model, params = params if model is None else model, params.parameters()
         params = params if isinstance(params, Tensor) else list(params)  # the base class refuses a lone tensor
-        curvature = {name: options.pop(name) for name in _engine_options() if name in options}
-        self._check_keywords(options)
+        curvature = {name: options.pop(name) for name in engine_options() if name in options}
+        refuse_unknown(type(self).__name__, options, list(inspect.signature(type(self)).parameters))
         plain = not (args or options or curvature) and model is None
         super().__init__(params, *args, **options)
         self._step_supports_amp_scaling = False
@@ -112,18 +108,9 @@ class KFACMixin(_Optimizer):
             engine = CurvatureEngine(
                 trained if model is None else model, trained, **{**self._curvature_defaults, **curvature}
             )
-        engine.owner = self
+        engine.belong_to(self)
         self.curvature = engine
         self._show_counters()
-
-    @classmethod
-    def _check_keywords(cls, options: Mapping[str, Any]) -> None:
-        known = list(inspect.signature(cls).parameters)
-        for name in options:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, 1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
-                raise TypeError(f"{cls.__name__} got an unexpected keyword argument {name!r}{hint}")
 
     # The step -------------------------------------------------------------------------------------------------------
 
@@ -141,8 +128,8 @@ class KFACMixin(_Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.curvature.notify_join(self):
-            self.curvature.share_gradients(self._parameters(), joined=False)
+        if notify_join_context(self):
+            share_gradients(self.curvature.comm, self._parameters(), joined=False)
         self._take_step()
         return loss
 
@@ -198,11 +185,11 @@ class KFACMixin(_Optimizer):
 
         A rank that has run out of inputs goes on stepping with the gradients of the others.
         """
-        return self.curvature.join_hook(self._shadow_step)
+        return join_hook(self._step_along)
 
     @torch.no_grad()
-    def _shadow_step(self) -> None:
-        self.curvature.share_gradients(self._parameters(), joined=True)
+    def _step_along(self) -> None:
+        share_gradients(self.curvature.comm, self._parameters(), joined=True)
         self._take_step()
 
     @property
@@ -213,7 +200,7 @@ class KFACMixin(_Optimizer):
     @property
     def join_process_group(self) -> Any:
         """In which group ``Join`` communicates."""
-        return self.curvature.process_group
+        return getattr(self.curvature.comm, "group", None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; statistics of backward passes whose step is not taken are forgotten with their gradients."""
@@ -303,7 +290,7 @@ class KFACMixin(_Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "curvature" in self.__dict__:
-            self.curvature.owner = self
+            self.curvature.belong_to(self)
 
     def _settings(self) -> dict[str, Any]:
         """The options that a class keeps on itself rather than in its groups."""
@@ -348,11 +335,15 @@ class KFACSGD(KFACMixin, torch.optim.SGD):
     ``1 - momentum`` times as much as in plain SGD.
 
     By default each layer's step has the length of SGD's own (``scaling="graft"``), so that ``lr`` means what it means
-    there; damping is relative, 0.3, and refreshes grow rarer (``growing(fraction=0.3, minimum=3)``).
+    there; damping is ``OfMean(0.3)``, and refreshes grow rarer (``growing(fraction=0.3, minimum=3)``).
     """
 
     _preconditions = ("momentum", "gradient")
-    _curvature_defaults: ClassVar[dict[str, Any]] = {"scaling": "graft", "damping": 0.3, **_ADAPTIVE}
+    _curvature_defaults: ClassVar[dict[str, Any]] = {
+        "damping": OfMean(0.3),
+        "scaling": "graft",
+        "inv_update_steps": _REFRESHES,
+    }
 
     def _vectors(self, gradients: dict[nn.Parameter, Tensor]) -> Mapping[nn.Parameter, Tensor]:
         if self.precondition == "gradient" or self.curvature.closed:
@@ -391,61 +382,17 @@ class KFACAdam(KFACMixin, torch.optim.Adam):
 
     The moments are those of the preconditioned gradients and live in parameter space, so that they outlast a refresh.
     Adam sets the length of its steps itself; by default ``scaling="unit"`` keeps the layers' directions of one size,
-    damping is relative, 1.0, and refreshes grow rarer (``growing(fraction=0.3, minimum=3)``).
+    damping is ``OfMean(1.0)``, and refreshes grow rarer (``growing(fraction=0.3, minimum=3)``).
     """
 
-    _curvature_defaults: ClassVar[dict[str, Any]] = {"scaling": "unit", "damping": 1.0, **_ADAPTIVE}
+    _curvature_defaults: ClassVar[dict[str, Any]] = {
+        "damping": OfMean(1.0),
+        "scaling": "unit",
+        "inv_update_steps": _REFRESHES,
+    }
 
 
-class _MultiTensorLamb(torch_optimizer.Lamb):
-    """``torch_optimizer.Lamb`` as multi-tensor operations that never wait for the device."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step."""
-        loss = closure() if closure is not None else None
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if any(p.grad.is_sparse for p in params):
-                raise RuntimeError("Lamb does not support sparse gradients, please consider SparseAdam instead")
-            if params:
-                self._update(params, group)
-        return loss
-
-    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        gradients, states = [p.grad for p in params if p.grad is not None], [self.state[p] for p in params]
-        for p, state in zip(params, states, strict=True):
-            if not state:
-                state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-            state["step"] += 1
-        beta1, beta2 = group["betas"]
-        first, second = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
-        torch._foreach_mul_(first, beta1)
-        torch._foreach_add_(first, gradients, alpha=1 - beta1)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
-        updates = torch._foreach_sqrt(second)
-        torch._foreach_add_(updates, group["eps"])
-        torch._foreach_reciprocal_(updates)
-        torch._foreach_mul_(updates, first)
-        if group["weight_decay"] != 0:
-            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
-
-        weight_norms = [norm.clamp(0, self.clamp_value) for norm in torch._foreach_norm(params)]
-        adam_norms = torch._foreach_norm(updates)
-        for state, weight, adam in zip(states, weight_norms, adam_norms, strict=True):
-            ratio = torch.where((weight == 0) | (adam == 0), 1.0, weight / adam)
-            state.update(weight_norm=weight, adam_norm=adam, trust_ratio=ratio)
-        if not self.adam:
-            torch._foreach_mul_(updates, [state["trust_ratio"] for state in states])
-        torch._foreach_mul_(updates, [-group["lr"] * self._debias(state["step"], beta1, beta2) for state in states])
-        torch._foreach_add_(params, updates)
-
-    def _debias(self, t: int, beta1: float, beta2: float) -> float:
-        return math.sqrt(1 - beta2**t) / (1 - beta1**t) if self.debias else 1.0
-
-
-class KFACLAMB(KFACMixin, _MultiTensorLamb):
+class KFACLAMB(KFACMixin, MultiTensorLamb):
     """``torch_optimizer.Lamb`` with K-FAC; see :class:`KFACMixin` for the arguments.
 
     The trust ratio is that of the update made of preconditioned gradients. Defaults as for :class:`KFACAdam`.

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import diagnostics
-from .blocks import Block, gamma_of
-from .distributed import Communicator, Parcel, gathered, sharded_like
+from .blocks import Block
+from .damping import Damping, value_of
+from .diagnostics import StageTimes, communicating, cosine
+from .distributed import Broadcast, Communicator, gathered, sharded_like
 from .layers import KroneckerLayer, full_precision
 from .scaling import Direction, Scaling
 from .solvers import Decomposition, Solver, Truncating, batches
@@ -31,18 +32,18 @@ class Stack:
     """Layers of one shape, preconditioned as one.
 
     Attributes:
-        blocks: Of the layers.
-        decomposed: Of A and of G; None where another rank preconditions.
-        means: Mean eigenvalues of A and G, ``[p]`` each.
+        blocks: The layers' blocks.
+        decomposed: The decompositions of A and G; None where another rank preconditions.
+        unit: What gamma is a multiple of, for each pair, ``[p]``.
         units: See :class:`~kfac_optim.scaling.Direction`.
-        relevant: A damping, whether it is relative, and what the solver says matters at it; None: not yet decided.
+        relevant: A damping, and what the solver says matters of the decompositions at it; None: not yet decided.
     """
 
     blocks: list[Block]
     decomposed: tuple[Decomposition, Decomposition] | None
-    means: tuple[Tensor, Tensor]
+    unit: Tensor
     units: Tensor | None
-    relevant: tuple[tuple[float, bool], tuple[Decomposition, Decomposition]] | None = None
+    relevant: tuple[float, tuple[Decomposition, Decomposition]] | None = None
 
     @property
     def layers(self) -> list[KroneckerLayer]:
@@ -51,8 +52,21 @@ class Stack:
 
     @property
     def sizes(self) -> list[int]:
-        """Pairs of each layer."""
+        """The number of pairs of each layer."""
         return [block.layer.pairs for block in self.blocks]
+
+    def parts_at(self, value: float, solver: Solver, dtype: torch.dtype) -> tuple[Decomposition, Decomposition]:
+        """What matters of the decompositions at a damping of ``value`` units.
+
+        Decided at most once per quarter of an octave, for its lower end: a run that is resumed decides alike.
+        """
+        assert self.decomposed is not None
+        if not isinstance(solver, Truncating):
+            return self.decomposed
+        floor = 2 ** (math.floor(4 * math.log2(value)) / 4)
+        if self.relevant is None or self.relevant[0] != floor:
+            self.relevant = floor, solver.relevant(*self.decomposed, (floor * self.unit).to(dtype))
+        return self.relevant[1]
 
 
 class Preconditioner:
@@ -62,14 +76,12 @@ class Preconditioner:
         solver: That of the decompositions.
         inv_dtype: Storage of the decompositions; vectors are preconditioned in float32 at least.
         stages: Where the time is noted.
-
-    Attributes:
-        stacks: Of the blocks that have decompositions; None when these have changed.
     """
 
-    def __init__(self, solver: Solver, inv_dtype: torch.dtype, stages: diagnostics.StageTimes) -> None:
+    def __init__(self, solver: Solver, inv_dtype: torch.dtype, stages: StageTimes) -> None:
         self.solver, self.dtype, self.stages = solver, torch.promote_types(inv_dtype, torch.float32), stages
-        self.stacks: list[Stack] | None = None
+        self._stacks: list[Stack] = []
+        self._made_of: Any = None  # versions of the decompositions that the stacks hold, and the kind of damping
 
     def directions(
         self,
@@ -78,9 +90,9 @@ class Preconditioner:
         lr: Mapping[nn.Parameter, Lr],
         comm: Communicator,
         *,
-        damping: float,
-        relative: bool,
+        damping: Damping,
         scaling: Scaling | None,
+        step: int,
     ) -> dict[nn.Parameter, Tensor]:
         """The preconditioned and scaled vectors (a collective).
 
@@ -89,46 +101,52 @@ class Preconditioner:
             vectors: What to precondition, by parameter.
             lr: The current learning rate of each parameter, for the scaling.
             comm: The ranks.
-            damping: At this step.
-            relative: Whether it is relative.
-            scaling: At this step.
+            damping: What is added to the eigenvalues.
+            scaling: How long the directions are; None: as they are.
+            step: The step, of which damping and scaling may be functions.
 
         Returns:
             Directions for the parameters whose layer has a decomposition.
         """
-        known = [block for block in blocks if block.means is not None]
+        known = [block for block in blocks if block.has_direction]
         whole = {p: gathered(vectors[p]) for block in known for p in block.layer.parameters if p in vectors}
-        if self.stacks is None:
-            self.stacks = _stacks_of(known)
-        stacks = [part for stack in self.stacks for part in _with_vectors(stack, whole)]
+        value = value_of(damping, step)
+        stacks = [part for stack in self._current(known, damping) for part in _with_vectors(stack, whole, damping)]
         with self.stages.stage("preconditioning"):
-            found = [self._direction(stack, whole, lr, damping, relative) for stack in stacks]
+            found = [self._direction(stack, whole, lr, value) for stack in stacks]
         if any(block.route for block in blocks):
-            with diagnostics.communicating("gradient", self.stages, comm.world_size):
+            with communicating("gradient", self.stages, comm.world_size):
                 self._share(known, stacks, found, comm)
         with self.stages.stage("scaling"):
-            if scaling is not None:
-                multipliers = scaling.multipliers(found)
+            multipliers = scaling.multipliers(found, step) if scaling is not None else None
             result: dict[nn.Parameter, Tensor] = {}
             for i, (stack, d) in enumerate(zip(stacks, found, strict=True)):
                 _note_cosines(stack, d)
-                scaled = d.direction if scaling is None else d.direction * multipliers[i].reshape(-1, 1, 1)
+                scaled = d.direction if multipliers is None else d.direction * multipliers[i].reshape(-1, 1, 1)
                 for layer, matrix in zip(stack.layers, scaled.split(stack.sizes), strict=True):
                     _unstack(layer, matrix, whole, result)
         return {parameter: sharded_like(direction, vectors[parameter]) for parameter, direction in result.items()}
 
+    def _current(self, known: Sequence[Block], damping: Damping) -> list[Stack]:
+        """The stacks of the blocks that have decompositions, made anew when one of these has changed."""
+        made_of = (type(damping), [(block, block.version) for block in known])
+        if made_of != self._made_of:
+            self._stacks, self._made_of = _stacks_of(known, damping), made_of
+        return self._stacks
+
+    def clear(self) -> None:
+        """Lets go of all decompositions."""
+        self._stacks, self._made_of = [], None
+
     def _direction(
-        self,
-        stack: Stack,
-        vectors: Mapping[nn.Parameter, Tensor],
-        lr: Mapping[nn.Parameter, Lr],
-        damping: float,
-        relative: bool,
+        self, stack: Stack, vectors: Mapping[nn.Parameter, Tensor], lr: Mapping[nn.Parameter, Lr], value: float
     ) -> Direction:
+        """The preconditioned gradient of a stack at a damping of ``value`` units (eqs. 8 and 11-13)."""
         gradient = _cat([_matrix_of(layer, vectors, self.dtype) for layer in stack.layers])
         if stack.decomposed is not None:
-            a, g = (tuple(part.to(self.dtype) for part in side) for side in self._relevant(stack, damping, relative))
-            gamma = gamma_of(stack.means, damping, relative=relative).to(self.dtype)
+            parts = stack.parts_at(value, self.solver, self.dtype)
+            a, g = (tuple(part.to(self.dtype) for part in side) for side in parts)
+            gamma = (value * stack.unit).to(self.dtype)
             with full_precision(gradient.device.type):
                 direction = self.solver.precondition(gradient, a, g, gamma).contiguous()
         else:  # a gradient worker sends it
@@ -139,20 +157,6 @@ class Preconditioner:
             filled = {p: torch.ones_like(vectors[p]) * lr[p] for p in moved}
             rate = _cat([_matrix_of(layer, filled, self.dtype) for layer in stack.layers])
         return Direction(direction, gradient, rate, stack.units)
-
-    def _relevant(self, stack: Stack, damping: float, relative: bool) -> tuple[Decomposition, Decomposition]:
-        """What matters of a stack's decompositions at a damping.
-
-        Decided at most once per quarter of an octave, for its lower end: a run that is resumed decides alike.
-        """
-        assert stack.decomposed is not None
-        if not isinstance(self.solver, Truncating):
-            return stack.decomposed
-        floor = 2 ** (math.floor(4 * math.log2(damping)) / 4)
-        if stack.relevant is None or stack.relevant[0] != (floor, relative):
-            gamma = gamma_of(stack.means, floor, relative=relative).to(self.dtype)
-            stack.relevant = (floor, relative), self.solver.relevant(*stack.decomposed, gamma)
-        return stack.relevant[1]
 
     def _share(
         self, blocks: Sequence[Block], stacks: Sequence[Stack], directions: Sequence[Direction], comm: Communicator
@@ -166,7 +170,7 @@ class Preconditioner:
             for stack, d in zip(stacks, directions, strict=True)
             for block, part in zip(stack.blocks, d.direction.split(stack.sizes), strict=True)
         }
-        parcels = []
+        broadcasts = []
         for block in blocks:
             if block.route is None:
                 continue
@@ -176,14 +180,14 @@ class Preconditioner:
                 layer = block.layer
                 shape = (layer.pairs, layer.d_out, layer.d_in)
                 tensor = torch.zeros(shape, dtype=self.dtype, device=layer.weight.device)
-            parcels.append(Parcel([tensor], *block.route))
-        comm.send(parcels, "directions")
+            broadcasts.append(Broadcast([tensor], *block.route))
+        comm.send(broadcasts, "directions")
 
 
 # Stacks --------------------------------------------------------------------------------------------------------------
 
 
-def _stacks_of(blocks: Sequence[Block]) -> list[Stack]:
+def _stacks_of(blocks: Sequence[Block], damping: Damping) -> list[Stack]:
     """Layers of one shape together; their decompositions move into the stack and become views of it.
 
     All ranks make the same stacks, whatever they hold, or their sums would differ in the last bits.
@@ -198,32 +202,32 @@ def _stacks_of(blocks: Sequence[Block]) -> list[Stack]:
         layer = block.layer
         return layer.pairs * layer.d_out * layer.d_in + sum(math.prod(spec.shape) for spec in block.specs)
 
-    return [stack_of(group) for group in batches(blocks, kind, size, _STACK_NUMEL)]
+    return [stack_of(group, damping) for group in batches(blocks, kind, size, _STACK_NUMEL)]
 
 
-def stack_of(blocks: list[Block]) -> Stack:
+def stack_of(blocks: list[Block], damping: Damping) -> Stack:
     """One stack of blocks that have decompositions."""
     first = blocks[0].layer
     sizes = torch.tensor([block.layer.pairs for block in blocks])
     units = None
     if first.joint:
         units = torch.arange(len(blocks)).repeat_interleave(sizes).to(first.weight.device)
-    a, g = (torch.cat(means) for means in zip(*(block.means for block in blocks if block.means), strict=True))
+    unit = _cat([block.damping_unit(damping) for block in blocks])
     decomposed = [block.decomposed for block in blocks if block.decomposed is not None]
     if not decomposed:
-        return Stack(blocks, None, (a, g), units)
+        return Stack(blocks, None, unit, units)
     whole = [tuple(_cat(parts) for parts in zip(*side, strict=True)) for side in zip(*decomposed, strict=True)]
-    stack = Stack(blocks, (whole[0], whole[1]), (a, g), units)
+    stack = Stack(blocks, (whole[0], whole[1]), unit, units)
     views = [zip(*(part.split(stack.sizes) for part in side), strict=True) for side in whole]
     for block, in_a, in_g in zip(blocks, *views, strict=True):
-        block.decomposed = (in_a, in_g)
+        block.share_storage((in_a, in_g))
     return stack
 
 
-def _with_vectors(stack: Stack, vectors: Mapping[nn.Parameter, Tensor]) -> list[Stack]:
+def _with_vectors(stack: Stack, vectors: Mapping[nn.Parameter, Tensor], damping: Damping) -> list[Stack]:
     """The stack if all of its layers have a vector in this step, else those that have one, each on its own."""
     present = [block for block in stack.blocks if block.layer.weight in vectors]
-    return [stack] if len(present) == len(stack.blocks) else [stack_of([block]) for block in present]
+    return [stack] if len(present) == len(stack.blocks) else [stack_of([block], damping) for block in present]
 
 
 def _note_cosines(stack: Stack, d: Direction) -> None:
@@ -231,8 +235,7 @@ def _note_cosines(stack: Stack, d: Direction) -> None:
         return
     parts = zip(d.gradient.split(stack.sizes), d.direction.split(stack.sizes), strict=True)
     for block, (gradient, direction) in zip(stack.blocks, parts, strict=True):
-        if block.cosine is None:
-            block.cosine = diagnostics.cosine(gradient, direction)
+        block.note_cosine(cosine(gradient, direction))
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:

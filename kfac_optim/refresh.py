@@ -1,28 +1,36 @@
 """From running averages to the decompositions in use (eqs. 8-13): a refresh, at once or spread over some steps.
 
-Its factors are frozen at its start. Each is decomposed by its inverse worker, sent to the gradient workers, and used by
-all of them from the same step on. What is due in which step depends on shapes and the assignment alone.
+The factors of a refresh are frozen at its start. Each is decomposed by its inverse worker, sent to the gradient
+workers, and used by all of them from the same step on. What is due in which step depends on shapes and on the
+assignment alone, so that all ranks communicate in the same order.
+
+The :class:`Refresher` is in one of three states: idle; a refresh in progress (``start`` begins it, ``work_off`` does
+the share of each step and ends it); or its decompositions are stale (``invalidate``, after a state was loaded or other
+ranks took over layers), until ``rebuild`` makes them again of the factors they were made of.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .blocks import SIDES, Block, gamma_of, part_dtype
+from .blocks import Block, Source, part_dtype
+from .damping import Damping
 from .diagnostics import StageTimes, communicating
-from .distributed import Communicator, Parcel, longest_first
+from .distributed import Broadcast, Communicator, longest_first
 from .factors import FactorSpec
 from .layers import full_precision
-from .solvers import Decomposition, Result, Solver, Worker, batches, decompose_all, is_iterated
+from .schedules import Schedule, due
+from .solvers import Decomposition, Result, Solver, Worker, batches, decompose_all
 
-__all__ = ["Refresh", "Refresher"]
+__all__ = ["Job", "Refresh", "Refresher"]
 
-Job = tuple[Block, int]  # the decomposition of a side
+Job = tuple[Block, int]  # the decomposition of A (0) or G (1) of a block
 
 # Up to this many numbers factors of one shape are decomposed together (128 MiB in float32), so that the copy that takes
 # stays small beside the factors themselves.
@@ -32,29 +40,38 @@ _BATCH_NUMEL = 2**25
 class Refresh:
     """A refresh in progress: factors frozen at ``start``, decomposed over ``spread`` steps, used from then on.
 
-    ``source`` names the averages that are decomposed: "" at once, "_next" when spread, "_last" when the decompositions
-    in use are rebuilt; then every layer has the damping of its last refresh (``damping`` is None). ``anew``: nothing
-    starts from the last decompositions, also with an iterated solver.
+    Args:
+        start: The step at which it began.
+        spread: Over how many steps it is worked off; 0: at once.
+        source: Which factors are decomposed: "current" at once, "pending" when spread, "in_use" when the decompositions
+            in use are only made again.
+        gammas: The damping of each block's pairs, ``[p]``; of blocks that are not in it the snapshot has it.
     """
 
-    def __init__(self, start: int, spread: int, damping: float | None, source: str, *, anew: bool = True) -> None:
-        self.start, self.spread, self.damping, self.source, self.anew = start, spread, damping, source, anew
+    def __init__(self, start: int, spread: int, source: Source, gammas: Mapping[Block, Tensor] | None = None) -> None:
+        self.start, self.spread, self.source, self.gammas = start, spread, source, dict(gammas or {})
         self.blocks: list[Block] = []
         self.steps: dict[Job, int] = {}  # this rank's share: how long after the start each job is due
         self.beside: list[Job] = []  # those of them that run beside the training
         self.running: dict[Job, Callable[[], Result]] = {}
         self.done: dict[Job, Result] = {}
 
-    def plan(self, blocks: list[Block], share: Mapping[Job, FactorSpec], *, overlap: bool) -> None:
+    def plan(self, blocks: list[Block], rank: int) -> None:
         """Shares this rank's decompositions out to the steps: evenly by cost, and same shapes together.
 
-        One that exceeds a step's share (any, if ``overlap``) has all steps: it runs beside the training.
+        One that exceeds a step's share has all steps: it runs beside the training.
         """
         self.blocks = blocks
+        share: dict[Job, FactorSpec] = {
+            (block, side): block.specs[side]
+            for block in blocks
+            for side in range(2)
+            if block.workers.inverse_workers[side] == rank
+        }
         # The step that begins a refresh collects statistics as well, and is spared where there are enough others.
         steps = range(1 if self.spread > 2 else 0, max(1, self.spread))
         budget = sum(spec.cost for spec in share.values()) / len(steps)
-        aside = [job for job, spec in share.items() if self.spread and (overlap or spec.cost > budget)]
+        aside = [job for job, spec in share.items() if self.spread and spec.cost > budget]
         self.beside = sorted(aside, key=lambda job: -share[job].cost)
         rest = [job for job in share if job not in aside]
         together = batches(rest, lambda job: share[job].shape[1:], lambda job: share[job].cost, budget)
@@ -66,118 +83,171 @@ class Refresh:
         self.running = {job: result for job, result in self.running.items() if job in share}
 
     def due(self, elapsed: int) -> list[Job]:
-        """What has to be done by now, and is not."""
-        return [job for job, step in self.steps.items() if step <= elapsed and job not in self.done]
+        """What has to be done by now, and is not.
+
+        Largest first: while what a large one needs besides its result is held, few results are.
+        """
+        jobs = [job for job, step in self.steps.items() if step <= elapsed and job not in self.done]
+        return sorted(jobs, key=lambda job: -job[0].specs[job[1]].cost)
+
+    def gamma(self, block: Block) -> Tensor:
+        """The damping of a block's pairs, ``[p]``."""
+        return self.gammas[block] if block in self.gammas else block.factors(self.source).gamma
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "running": {}}
 
 
 class Refresher:
-    """Works refreshes off.
+    """Starts refreshes, works them off, and takes their results into use.
 
     Args:
         solver: What decomposes.
         inv_dtype: Storage of the decompositions.
         stages: Where the time is noted.
+
+    Attributes:
+        last_refresh: The step at which a refresh began last; None: never.
+        frozen_at: The step whose factors are in use; None: none are.
+        refreshes: How many have begun.
+        failed_decompositions: How many layers had to keep their last decompositions, over all refreshes.
+        in_progress: A refresh that is spread over steps and not finished yet.
     """
 
     def __init__(self, solver: Solver, inv_dtype: torch.dtype, stages: StageTimes) -> None:
         self.solver, self.inv_dtype, self.stages = solver, inv_dtype, stages
+        self.last_refresh: int | None = None
+        self.frozen_at: int | None = None
+        self.refreshes = self.failed_decompositions = 0
+        self.in_progress: Refresh | None = None
+        self._stale = False
+        self._warned: set[str] = set()
         self._worker = Worker()
 
-    def plan(self, refresh: Refresh, blocks: list[Block], rank: int) -> None:
-        """Decides when this rank makes its share of the decompositions of these blocks."""
-        share = {
-            (block, side): block.specs[side]
-            for block in blocks
-            for side in range(2)
-            if block.workers.inverse_workers[side] == rank
-        }
-        refresh.plan(blocks, share, overlap=getattr(self.solver, "overlap", False))
+    # When -----------------------------------------------------------------------------------------------------------
 
-    def work_off(self, refresh: Refresh, elapsed: int, *, relative: bool) -> None:
-        """Does what is due ``elapsed`` steps after the start; ``relative``: whether damping is.
+    def is_due(self, interval: Schedule[int], step: int) -> bool:
+        """Whether a refresh begins at ``step``."""
+        return self.in_progress is None and due(interval, step, self.last_refresh)
 
-        Same shapes are decomposed together; what runs beside the training is started first, and collected when due.
+    def restart(self) -> None:
+        """The next step refreshes at once, as the first did."""
+        self.last_refresh = None
+
+    def start(
+        self, step: int, blocks: list[Block], damping: Damping, value: float, spread: int, comm: Communicator
+    ) -> None:
+        """Begins a refresh of these blocks; without a spread it also ends it (a collective).
+
+        Args:
+            step: The step.
+            blocks: Those whose factors have data.
+            damping: Says what gamma is a multiple of,
+            value: and which.
+            spread: Over how many steps to work it off; the first refresh is at once all the same.
+            comm: The ranks.
+        """
+        gammas = {block: value * damping.unit(block.factors("current")) for block in blocks}
+        self.refreshes += 1
+        if self.last_refresh is None or not spread:
+            refresh = Refresh(step, 0, "current", gammas)
+            refresh.plan(blocks, comm.rank)
+            self._work_off(refresh, 0, comm)
+            self.last_refresh = step  # not before: an interrupted one is due again
+            return
+        self.last_refresh = step
+        for block in blocks:
+            block.factors("pending").freeze(block.factors("current"), gammas[block])
+        self.in_progress = Refresh(step, spread, "pending")
+        self.in_progress.plan(blocks, comm.rank)
+
+    def work_off(self, step: int, comm: Communicator) -> None:
+        """Does the share of this step of a refresh in progress, and ends it when its time is up (then a collective)."""
+        if self.in_progress is not None:
+            self._work_off(self.in_progress, step - self.in_progress.start, comm)
+
+    def invalidate(self) -> None:
+        """The decompositions have to be made again, of the factors that they were made of."""
+        self._stale = True
+
+    def rebuild(self, step: int, blocks: Sequence[Block], comm: Communicator) -> None:
+        """Makes stale decompositions again (then a collective)."""
+        if self._stale:
+            self._stale = False
+            refresh = Refresh(step, 0, "in_use")
+            refresh.plan([block for block in blocks if block.factors("in_use").has_data], comm.rank)
+            self._work_off(refresh, 0, comm)
+
+    def replan(self, rank: int) -> None:
+        """The blocks of a refresh in progress have other workers than before."""
+        if self.in_progress is not None:
+            self.in_progress.plan(self.in_progress.blocks, rank)
+
+    def cancel(self) -> None:
+        """Gives up a refresh in progress."""
+        self.in_progress = None
+
+    # Work -----------------------------------------------------------------------------------------------------------
+
+    def _work_off(self, refresh: Refresh, elapsed: int, comm: Communicator) -> None:
+        with self.stages.stage("decomposition"):
+            self._decompose_due(refresh, elapsed)
+        if elapsed >= refresh.spread:
+            self._finish(refresh, comm)
+
+    def _decompose_due(self, refresh: Refresh, elapsed: int) -> None:
+        """Decomposes what is due ``elapsed`` steps after the start, same shapes together.
+
+        What runs beside the training is started first, and collected when due.
         """
         for job in refresh.beside if elapsed < refresh.spread else ():
             if job not in refresh.running and job not in refresh.done:
-                refresh.running[job] = self._decompose_beside(
-                    *self._factor_of(job, refresh, relative), self._last_of(job, refresh)
-                )
-        if refresh.damping is None:  # what the state holds need not be made again
-            refresh.done |= {job: basis for job in refresh.due(elapsed) if (basis := self._kept(job)) is not None}
-        # Largest first: while what a large one needs besides its result is held, few results are.
-        due = sorted(refresh.due(elapsed), key=lambda job: -job[0].specs[job[1]].cost)
-        lasts = {job: self._last_of(job, refresh) for job in due if job not in refresh.running}
-        for jobs in _together(lasts):
-            factors, shifts = zip(*(self._factor_of(job, refresh, relative) for job in jobs), strict=True)
+                refresh.running[job] = self._decompose_beside(*self._input_of(job, refresh))
+        jobs_due = refresh.due(elapsed)
+        for jobs in _together([job for job in jobs_due if job not in refresh.running]):
+            factors, shifts = zip(*(self._input_of(job, refresh) for job in jobs), strict=True)
             with full_precision(factors[0].device.type):
-                found = _decompose(self.solver, self.inv_dtype, factors, shifts, [lasts[job] for job in jobs])
+                found = _decompose(self.solver, self.inv_dtype, factors, shifts)
             refresh.done |= dict(zip(jobs, found, strict=True))
-        for job in due:
+        for job in jobs_due:
             if job in refresh.running:
                 refresh.done[job] = refresh.running.pop(job)()
 
-    def _factor_of(self, job: Job, refresh: Refresh, relative: bool) -> tuple[Tensor, Tensor]:
-        """The factor of a job, and what is added to its diagonal."""
+    def _input_of(self, job: Job, refresh: Refresh) -> tuple[Tensor, Tensor]:
+        """The factor of a job, and what the solver adds to its diagonal, ``[p]``."""
         block, side = job
-        damping = float(block.average["damping"]) if refresh.damping is None else refresh.damping
-        factor = block.factor(side, refresh.source)
-        means = block.mean_eigenvalues(refresh.source)
-        gamma = gamma_of(means, damping, relative=relative)
+        factors, gamma = block.factors(refresh.source), refresh.gamma(block)
         # Where A is the constant 1 there is nothing to split the damping between.
-        shifts = (torch.zeros_like(gamma), gamma) if block.layer.joint else self.solver.shifts(gamma, *means)
+        joint = block.layer.joint
+        shifts = (torch.zeros_like(gamma), gamma) if joint else self.solver.shifts(gamma, *factors.means())
+        factor = factors.matrix(side)
         dtype = torch.promote_types(factor.dtype, torch.promote_types(self.inv_dtype, torch.float32))
         return factor.to(dtype), shifts[side].to(dtype)
 
-    def _last_of(self, job: Job, refresh: Refresh) -> Result:
-        """The decomposition that a job starts from; None: it starts anew."""
-        return None if refresh.anew else self._kept(job)
-
-    def _kept(self, job: Job) -> Result:
-        """The decomposition that the state holds; None where the solver is not iterated."""
-        block, side = job
-        return block.basis(side) if is_iterated(self.solver) else None
-
-    def make_room(self, blocks: Sequence[Block]) -> None:
-        """Room in the state for the decompositions of an iterated solver, as :func:`~.state.make_room` for averages."""
-        for block in blocks if is_iterated(self.solver) else ():
-            for side, spec in enumerate(block.specs):
-                if not spec.diagonal and f"{SIDES[side]}_basis" not in block.average:
-                    self._keep(block, side, tuple(torch.zeros_like(part) for part in self._empty(block, side)))
-
-    def _keep(self, block: Block, side: int, parts: Decomposition) -> None:
-        block.average[f"{SIDES[side]}_basis"] = {str(i): part for i, part in enumerate(parts)}
-
-    def _decompose_beside(self, factor: Tensor, shift: Tensor, last: Result) -> Callable[[], Result]:
+    def _decompose_beside(self, factor: Tensor, shift: Tensor) -> Callable[[], Result]:
         """Starts a decomposition on the worker; returns what waits for its result."""
-        # Nothing here may hold the worker: its thread would keep it, and all that waits in its queue, alive.
+        # Nothing here may hold the refresher: the worker's thread would keep it, and all that it refers to, alive.
         stages, solver, inv_dtype = self.stages, self.solver, self.inv_dtype
 
         def work() -> Result:
             with stages.stage("decomposition beside training"):
-                return _decompose(solver, inv_dtype, [factor], [shift], [last])[0]
+                return _decompose(solver, inv_dtype, [factor], [shift])[0]
 
         return self._worker.submit(factor.device, work)
 
-    def finish(self, refresh: Refresh, comm: Communicator) -> list[Block]:
-        """Sends the decompositions to those who precondition, and takes them into use (a collective).
-
-        Returns:
-            The blocks that have none, because a decomposition failed; they keep their last.
-        """
+    def _finish(self, refresh: Refresh, comm: Communicator) -> None:
+        """Sends the decompositions to those who precondition, and takes them into use (a collective)."""
+        if refresh is self.in_progress:
+            self.in_progress = None
+        if refresh.source != "in_use":
+            self.frozen_at = refresh.start
         failed, found = self._exchange(refresh, comm)
         for block, a, g in found:
-            if refresh.damping is not None:
-                block.freeze("_last", refresh.source)
-                block.average["damping"] = torch.tensor(refresh.damping, dtype=torch.float64)
+            if refresh.source != "in_use":
+                block.factors("in_use").freeze(block.factors(refresh.source), refresh.gamma(block))
             block.install((a, g) if comm.rank in block.workers.gradient_workers else None)
-            for side, parts in enumerate((a, g)):
-                if is_iterated(self.solver) and not block.specs[side].diagonal:
-                    self._keep(block, side, parts)
-        return failed
+        for block in failed:
+            self._keep_last(block)
 
     def _exchange(
         self, refresh: Refresh, comm: Communicator
@@ -185,13 +255,13 @@ class Refresher:
         """Sends the decompositions from their inverse workers to the gradient workers.
 
         Returns:
-            The blocks of which one failed, and the others with their new decompositions (empty tuples on ranks that do
-            not precondition the layer).
+            The blocks of which a decomposition failed, and the others with their new decompositions (empty tuples on
+            ranks that do not precondition the layer).
         """
         with communicating("decomposition", self.stages, comm.world_size):
             done = [[float(refresh.done.get((block, i)) is not None) for i in range(2)] for block in refresh.blocks]
             (flags,) = comm.sum([torch.tensor(done, dtype=torch.float64).view(-1, 2)], "counts")
-            parcels, failed, found = [], [], []
+            broadcasts, failed, found = [], [], []
             for block, good in zip(refresh.blocks, flags.bool().all(1).tolist(), strict=True):
                 if not good:
                     failed.append(block)
@@ -202,10 +272,10 @@ class Refresher:
                     if parts is None:
                         parts = self._empty(block, i) if comm.rank in holders else ()
                     if comm.rank in holders:
-                        parcels.append(Parcel(parts, workers.inverse_workers[i], holders))
+                        broadcasts.append(Broadcast(parts, workers.inverse_workers[i], holders))
                     sides.append(parts if comm.rank in workers.gradient_workers else ())
                 found.append((block, sides[0], sides[1]))
-            comm.send(parcels, "decompositions")
+            comm.send(broadcasts, "decompositions")
         return failed, found
 
     def _empty(self, block: Block, side: int) -> Decomposition:
@@ -216,13 +286,54 @@ class Refresher:
             for shape in self.solver.shapes(spec.dim, spec.diagonal)
         )
 
+    def _keep_last(self, block: Block) -> None:
+        """A decomposition failed for good: the layer goes on with its last good one, or with its raw gradient."""
+        self.failed_decompositions += 1
+        name = block.layer.name
+        if name not in self._warned:
+            self._warned.add(name)
+            instead = "its last good decomposition" if block.has_direction else "its raw gradient"
+            warnings.warn(f"the factors of {name!r} could not be decomposed; using {instead}", stacklevel=2)
+
+    # State ----------------------------------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, int]:
+        """Its part of the saved counters; -1 stands for None."""
+        pending = self.in_progress
+        return {
+            "last_refresh": -1 if self.last_refresh is None else self.last_refresh,
+            "frozen_at": -1 if self.frozen_at is None else self.frozen_at,
+            "pending_spread": -1 if pending is None else pending.spread,
+            "refreshes": self.refreshes,
+            "failed_decompositions": self.failed_decompositions,
+        }
+
+    def load(self, counters: Mapping[str, Any], blocks: Sequence[Block], rank: int) -> None:
+        """Goes on from saved counters, with the blocks' saved states already in place."""
+        last, frozen, spread = (int(counters.get(key, -1)) for key in ("last_refresh", "frozen_at", "pending_spread"))
+        self.last_refresh = None if last < 0 else last
+        self.frozen_at = None if frozen < 0 else frozen
+        self.refreshes = int(counters.get("refreshes", 0))
+        self.failed_decompositions = int(counters.get("failed_decompositions", 0))
+        self.in_progress = None
+        if spread >= 0 and self.last_refresh is not None and any(block.state for block in blocks):
+            self.in_progress = Refresh(self.last_refresh, spread, "pending")
+            self.in_progress.plan([block for block in blocks if block.factors("pending").has_data], rank)
+
     def close(self) -> None:
-        """Ends the thread; what it has not begun is left undone."""
+        """Gives up what is in progress and ends the worker's thread."""
+        self.in_progress = None
         self._worker.close()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_worker"}
 
-def _together(lasts: Mapping[Job, Result]) -> list[list[Job]]:
-    """Jobs of one shape on one device in batches, those that start anew apart."""
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _worker=Worker())
+
+
+def _together(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Jobs of one shape on one device in batches."""
 
     def shape(job: Job) -> tuple[int, ...]:
         return job[0].specs[job[1]].shape
@@ -235,19 +346,14 @@ def _together(lasts: Mapping[Job, Result]) -> list[list[Job]]:
         # depend on the matrix's place in memory. A resumed run has other batches, and is to continue bit for bit.
         return math.inf if device(job).type == "cpu" else math.prod(shape(job))
 
-    return batches(lasts, lambda job: (shape(job)[1:], device(job), lasts[job] is None), size, _BATCH_NUMEL)
+    return batches(jobs, lambda job: (shape(job)[1:], device(job)), size, _BATCH_NUMEL)
 
 
 def _decompose(
-    solver: Solver,
-    inv_dtype: torch.dtype,
-    factors: Sequence[Tensor],
-    shifts: Sequence[Tensor],
-    lasts: Sequence[Result],
+    solver: Solver, inv_dtype: torch.dtype, factors: Sequence[Tensor], shifts: Sequence[Tensor]
 ) -> list[Result]:
     """Decomposes factors of one shape; the results as they are stored."""
-    known = [last for last in lasts if last is not None]  # all of them, or none
-    return [_as_stored(result, inv_dtype) for result in decompose_all(solver, factors, shifts, known or None)]
+    return [_as_stored(result, inv_dtype) for result in decompose_all(solver, factors, shifts)]
 
 
 def _as_stored(result: Result, inv_dtype: torch.dtype) -> Result:

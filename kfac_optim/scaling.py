@@ -6,12 +6,15 @@ stack: a scalar, or ``[p]`` for its ``p`` Kronecker pairs. Everything stays on t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
+
+from .schedules import Schedule, value_at
 
 __all__ = ["Direction", "Graft", "KLClip", "Scaling", "Unit"]
 
@@ -51,7 +54,7 @@ class Direction:
 class Scaling(Protocol):
     """Anything with this method can be passed as ``scaling=``."""
 
-    def multipliers(self, directions: Sequence[Direction]) -> list[Tensor]:
+    def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
         """One multiplier per stack, 0-dim or ``[p]``; finite for zero gradients and zero learning rates."""
         ...
 
@@ -66,18 +69,37 @@ class KLClip:
     """Eq. 16: one scalar ``nu = min(1, sqrt(kappa / sum_layers lr^2 |<v, grad>|))`` for all layers.
 
     Args:
-        kappa: Bound on the (second-order estimate of the) KL divergence of a step, > 0. Default 1e-3, as the paper.
+        kappa: Bound on the (second-order estimate of the) KL divergence of a step, > 0; a number or a function of the
+            step. Default 1e-3, as the paper.
+
+    Raises:
+        TypeError: If kappa is neither a number nor callable.
+        ValueError: If it is not positive and finite.
     """
 
-    kappa: float = 1e-3
+    kappa: Schedule[float] = 1e-3
+    needs_lr: ClassVar[bool] = True
 
-    def multipliers(self, directions: Sequence[Direction]) -> list[Tensor]:
+    def __post_init__(self) -> None:
+        if not callable(self.kappa):
+            self._check(self.kappa)
+
+    @staticmethod
+    def _check(kappa: object) -> None:
+        if isinstance(kappa, bool) or not isinstance(kappa, (int, float)):
+            raise TypeError(f"KLClip(kappa={kappa!r}): must be a number > 0 or a callable(step)")
+        if not 0 < kappa < math.inf:
+            raise ValueError(f"KLClip(kappa={kappa!r}): must be > 0, or a callable(step)")
+
+    def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
         """See :class:`Scaling`."""
         if not directions:
             return []
+        kappa = value_at(self.kappa, step)
+        self._check(kappa)
         products = [(d.direction * d.gradient * (d.lr * d.lr)).sum().abs() for d in directions]
         total = torch.stack([product.to(products[0]) for product in products]).sum()
-        nu = torch.where(total > 0, self.kappa / total, 1.0).sqrt().clamp(max=1.0)
+        nu = torch.where(total > 0, kappa / total, 1.0).sqrt().clamp(max=1.0)
         return [nu.to(d.direction) for d in directions]
 
 
@@ -89,7 +111,7 @@ class Unit:
     or of G drops out. The pairs of a norm layer together get ``sqrt(C)``.
     """
 
-    def multipliers(self, directions: Sequence[Direction]) -> list[Tensor]:
+    def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
         """See :class:`Scaling`."""
         return [_ratio(self.target(d), d.norm(d.direction)) for d in directions]
 
@@ -105,6 +127,6 @@ class Unit:
 class Graft:
     """Each pair's direction gets the norm of the matrix that was preconditioned: the base optimizer's step length."""
 
-    def multipliers(self, directions: Sequence[Direction]) -> list[Tensor]:
+    def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
         """See :class:`Scaling`."""
         return [_ratio(d.norm(d.gradient), d.norm(d.direction)) for d in directions]

@@ -9,10 +9,9 @@ the step at which it was done before (work never done is due at once).
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, Union
+from typing import TypeVar, Union
 
 __all__ = ["Schedule", "constant_then_scaled", "due", "exponential_decay", "growing", "value_at"]
 
@@ -94,103 +93,3 @@ class constant_then_scaled:
     def __call__(self, step: int) -> float:
         value = self.initial * self.factor ** sum(step >= milestone for milestone in self.milestones)
         return max(1, round(value)) if isinstance(self.initial, int) else value
-
-
-# Checks of arguments: each makes a function that returns a valid value and raises TypeError or ValueError, naming the
-# argument, the value and what is allowed, for any other.
-
-Check = Callable[[Any], Any]
-
-
-def scheduled(name: str, kind: type, allowed: str, test: Callable[[Any], bool]) -> Check:
-    """A check for a number (of ``kind``) or callable of the step."""
-
-    def check(value: Any) -> Any:
-        if callable(value):
-            return value
-        if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
-            expected = f"{'an int' if kind is int else 'a number'} or a callable(step)"
-            raise TypeError(f"{name}={value!r}: must be {expected}, {allowed}, not {type(value).__name__}")
-        if not test(value):
-            raise ValueError(f"{name}={value!r}: must be {allowed}, or a callable(step)")
-        return value
-
-    return check
-
-
-def instance(name: str, choices: Mapping[str, Any], method: str, extra: tuple[Any, ...] = ()) -> Check:
-    """A check for a short name, one of ``extra``, or an object with the protocol's method."""
-
-    def check(value: Any) -> Any:
-        if value is None or isinstance(value, str):
-            if value in extra or value in choices:
-                return choices.get(value, value) if isinstance(value, str) else None
-            names = ", ".join(repr(choice) for choice in (*extra, *choices))
-            raise ValueError(f"{name}={value!r}: must be one of {names}, or an object with a {method}() method")
-        if not hasattr(value, method):
-            raise TypeError(f"{name}={value!r}: an object given here needs a {method}() method")
-        return value
-
-    return check
-
-
-def one_of(name: str, choices: tuple[Any, ...], *, or_callable: bool = False) -> Check:
-    def check(value: Any) -> Any:
-        if (or_callable and callable(value)) or value in choices:
-            return value
-        raise ValueError(
-            f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}" + " or a callable" * or_callable
-        )
-
-    return check
-
-
-def flag(name: str) -> Check:
-    def check(value: Any) -> bool:
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}={value!r}: must be True or False, not {type(value).__name__}")
-        return value
-
-    return check
-
-
-def optional_count(name: str, *, or_callable: bool = False, least: int = 1) -> Check:
-    """A check for an int >= ``least``, None, or perhaps a callable."""
-    allowed = f"an int >= {least}, a callable or None" if or_callable else f"an int >= {least} or None"
-
-    def check(value: Any) -> Any:
-        if value is None or (or_callable and callable(value)):
-            return value
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}={value!r}: must be {allowed}, not {type(value).__name__}")
-        if value < least:
-            raise ValueError(f"{name}={value!r}: must be {allowed}")
-        return value
-
-    return check
-
-
-def optional_callable(name: str) -> Check:
-    def check(value: Any) -> Any:
-        if value is not None and not callable(value):
-            raise TypeError(f"{name}={value!r}: must be callable or None, not {type(value).__name__}")
-        return value
-
-    return check
-
-
-def patterns(name: str) -> Check:
-    """A check for a sequence of regular expressions."""
-
-    def check(value: Any) -> tuple[str, ...]:
-        listed = isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(item, str) for item in value)
-        if not listed:
-            raise TypeError(f"{name}={value!r}: must be a sequence of regular expressions (str)")
-        for pattern in value:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{name}={value!r}: {pattern!r} is not a regular expression: {error}") from None
-        return tuple(value)
-
-    return check

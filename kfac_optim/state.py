@@ -1,72 +1,235 @@
-"""The saved state of the blocks: room for it, checks of one that is to be loaded, copies."""
+"""What an engine saves, how it is checked and loaded, and how an engine is copied and pickled."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
+from .averages import Averaging
 from .blocks import SIDES, Block
-from .solvers import Solver, is_iterated
+from .config import Config, loaded_options, saved_options
+from .distributed import Communicator, LocalCommunicator, make_communicator
+from .refresh import Refresher
 
-__all__ = ["check_states", "copy_state", "make_room"]
+__all__ = ["StatefulEngine", "check_states", "copy_state"]
 
+Engine = TypeVar("Engine", bound="StatefulEngine")
 
-def make_room(blocks: Iterable[Block], dtype: torch.dtype, *, spreads: bool) -> None:
-    """Running averages for every block that has none yet; ``spreads``: also those of a refresh in progress."""
-    pending = ("_last", "", "_next") if spreads else ("_last", "")
-    for block in blocks:
-        for side, spec in zip(SIDES, block.specs, strict=True):
-            for suffix in pending:
-                if f"{side}{suffix}" not in block.average:
-                    block.average[f"{side}{suffix}"] = spec.empty(dtype, block.layer.weight.device)
-        block.average.setdefault("damping", torch.zeros((), dtype=torch.float64))
+# What a copy or a pickle of an engine leaves behind: it belongs to the process, or is made anew from the rest.
+_LEFT_BEHIND = ("_capture", "_owner", "comm", "grad_scaler", "_preconditioner")
 
 
-def check_states(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any], solver: Solver, *, pending: bool) -> None:
-    """Raises ValueError unless the averages could be loaded; ``pending``: with those of a refresh in progress."""
+class StatefulEngine(Config):
+    """The part of the engine that saves, loads and copies.
+
+    The factors of a layer stand in the state of its weight, the counters in every parameter group of the optimizer:
+    the two places that survive torch.distributed.checkpoint. Counters are plain numbers; -1 stands for "never".
+    """
+
+    comm: Communicator
+    step_count: int
+    last_statistics: int | None
+    skipped_steps: int
+    _blocks: list[Block]
+    _averaging: Averaging
+    _refresher: Refresher
+    _communicator_given: bool
+
+    def _restore(self) -> None:
+        """Builds what a copy leaves behind, and puts the hooks on."""
+        raise NotImplementedError
+
+    def _join_ranks(self, comm: Communicator) -> None:
+        """Goes on among other ranks than before."""
+        raise NotImplementedError
+
+    def _state_loaded(self) -> None:
+        """Called when counters and factors have been loaded."""
+        raise NotImplementedError
+
+    # The counters of the stages.
+
+    @property
+    def skipped_batches(self) -> int:
+        """Micro-batches of all ranks that were left out because their statistics were not finite."""
+        return self._averaging.skipped_batches
+
+    @property
+    def last_refresh(self) -> int | None:
+        """The step at which a refresh began last; None: never."""
+        return self._refresher.last_refresh
+
+    @property
+    def frozen_at(self) -> int | None:
+        """The step whose factors are in use; None: none are."""
+        return self._refresher.frozen_at
+
+    @property
+    def refreshes(self) -> int:
+        """How many refreshes have begun."""
+        return self._refresher.refreshes
+
+    @property
+    def failed_decompositions(self) -> int:
+        """How many layers had to keep their last decompositions, over all refreshes."""
+        return self._refresher.failed_decompositions
+
+    # Loading and saving ---------------------------------------------------------------------------------------------
+
+    def layer_states(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """The factors by weight, the tensors themselves; empty before the first step."""
+        return {block.layer.weight: block.state for block in self._blocks if block.state}
+
+    def adopt_states(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        """Takes factors that somebody moved or replaced (Lightning moves optimizer state between devices)."""
+        for block in self._blocks:
+            block.adopt(states.get(block.layer.weight, block.state))
+
+    def counters(self) -> dict[str, float | int]:
+        """Plain numbers that belong to the state: counters (-1: never) and the hyperparameters that are numbers."""
+        return {
+            "step": self.step_count,
+            "last_statistics": -1 if self.last_statistics is None else self.last_statistics,
+            "skipped_steps": self.skipped_steps,
+            "skipped_batches": self._averaging.skipped_batches,
+            **self._refresher.counters(),
+            **saved_options(self),
+        }
+
+    def check(self, states: Mapping[nn.Parameter, Any], counters: Mapping[str, Any]) -> None:
+        """Raises unless the state could be loaded; changes nothing.
+
+        Raises:
+            ValueError: If a layer's factors are missing, of another shape, not finite, or there is one too many; if
+                the counters are missing or one of them is out of range.
+            TypeError: If a hyperparameter among the counters is of the wrong kind.
+        """
+        loaded_options(self, counters)
+        for name, value in counters.items():
+            if not math.isfinite(value):
+                raise ValueError(f"the state is damaged: its counter {name!r} is {value}")
+        if states and any(name not in counters for name in ("step", "last_refresh", "last_statistics")):
+            raise ValueError("the state is damaged: it has Kronecker factors but no counters")
+        check_states(self._blocks, states, pending=counters.get("pending_spread", -1) >= 0)
+
+    def load(self, states: Mapping[nn.Parameter, dict[str, Any]], counters: Mapping[str, Any]) -> None:
+        """Loads checked states; copies, keeps the engine's own precision, and rebuilds the decompositions."""
+        for name, value in loaded_options(self, counters).items():
+            setattr(self, name, value)
+        self.step_count = int(counters.get("step", 0))
+        last = int(counters.get("last_statistics", -1))
+        self.last_statistics = None if last < 0 else last
+        self.skipped_steps = int(counters.get("skipped_steps", 0))
+        for block in self._blocks:
+            block.drop()
+            block.adopt({})
+            if states:
+                block.make_room(self.factor_dtype, spreads=self.may_spread)
+                copy_state(block.state, states[block.layer.weight])
+        self._averaging.load(counters)
+        self._refresher.load(counters, self._blocks, self.comm.rank)
+        if states:
+            self._refresher.invalidate()
+            if self.comm.world_size == 1:  # several ranks do it together, in their next step
+                self._refresher.rebuild(self.step_count, self._blocks, self.comm)
+        self._state_loaded()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of an engine that stands alone: factors by layer name, and counters."""
+        return {
+            "layers": {block.layer.name: block.state for block in self._blocks if block.state},
+            "counters": self.counters(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads :meth:`state_dict`.
+
+        Raises:
+            ValueError: If the state is damaged or of another model; nothing is changed then.
+        """
+        weights = {block.layer.name: block.layer.weight for block in self._blocks}
+        unknown = set(state_dict["layers"]) - set(weights)
+        if unknown:
+            raise ValueError(f"the state has layers that the model has not: {', '.join(sorted(unknown))}")
+        states = {weights[name]: state for name, state in state_dict["layers"].items()}
+        self.check(states, state_dict["counters"])
+        self.load(states, state_dict["counters"])
+
+    # Copies and pickles ---------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles carry the model; hooks, scaler and communicator stay behind."""
+        state = {key: value for key, value in self.__dict__.items() if key not in _LEFT_BEHIND}
+        return {**state, "comm": LocalCommunicator(self.comm.rank, self.comm.world_size), "communicator": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, grad_scaler=None)
+        self._restore()
+        comm = make_communicator()
+        if comm.world_size > 1 and self._communicator_given:
+            raise RuntimeError(
+                "this engine was pickled with a communicator= of its own, which does not travel: build a new optimizer "
+                "and load the state_dict()"
+            )
+        self._join_ranks(comm)
+
+    def __deepcopy__(self: Engine, memo: dict[int, Any]) -> Engine:
+        """A copy for a copy of the model, among the same ranks."""
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        state = copy.deepcopy(self.__getstate__(), memo)
+        copied.__dict__.update(state, grad_scaler=None, comm=self.comm, communicator=self.communicator)
+        copied._restore()
+        return copied
+
+
+def check_states(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any], *, pending: bool) -> None:
+    """Raises ValueError unless the factors could be loaded; ``pending``: with those of a refresh in progress."""
     weights = {block.layer.weight: block for block in blocks}
     if any(weight not in weights for weight in states):
         raise ValueError("the state has Kronecker factors for a parameter that has none here: another model?")
-    if not states:
-        return
-    suffixes = ("", "_last", "_next") if pending else ("", "_last")
-    for weight, block in weights.items():
+    sources = ("current", "in_use", "pending") if pending else ("current", "in_use")
+    for weight, block in weights.items() if states else ():
         known = weight in states
-        problem = _problem(block, states[weight], suffixes, solver) if known else "has no Kronecker factors"
+        problem = _problem(block, states[weight], sources) if known else "has no Kronecker factors"
         if problem:
             raise ValueError(
                 f"the state of {block.layer.name!r} {problem}: damaged, or of another model or skip_layers?"
             )
 
 
-def _problem(block: Block, state: Any, suffixes: Sequence[str], solver: Solver) -> str:
+def _problem(block: Block, state: Any, sources: Iterable[str]) -> str:
     """What keeps a layer's state from being loaded; empty if nothing."""
-    for side, spec in zip(SIDES, block.specs, strict=True):
-        for key in (f"{side}{suffix}" for suffix in suffixes):
-            problem = spec.problem(state.get(key))
+    for source in sources:
+        tensors = state.get(source)
+        if not isinstance(tensors, dict):
+            return f"has no factors that are {source.replace('_', ' ')}"
+        for side, spec in zip(SIDES, block.specs, strict=True):
+            problem = spec.problem(tensors.get(side))
             if problem:
-                return f"has a {key} that {problem}"
-        parts = state.get(f"{side}_basis")
-        if parts is not None and is_iterated(solver):  # it is missing from a state made with another solver
-            shapes = {str(i): (spec.pairs, *shape) for i, shape in enumerate(solver.shapes(spec.dim, spec.diagonal))}
-            if {key: part.shape for key, part in parts.items()} != shapes:
-                return f"has in {side}_basis a decomposition of another shape"
-            if not all(bool(part.isfinite().all()) for part in parts.values()):
-                return f"has in {side}_basis a decomposition that is not finite"
-    damping = state.get("damping")
-    valid = isinstance(damping, Tensor) and damping.dim() == 0 and 0 <= float(damping) < math.inf
-    return "" if valid else f"has a damping of {damping}"
+                return f"has a factor {side} ({source.replace('_', ' ')}) that {problem}"
+        gamma = tensors.get("gamma")
+        if source != "current" and not _is_damping(gamma, block.specs[0].pairs):
+            return f"has a damping of {gamma}"
+    return ""
+
+
+def _is_damping(gamma: Any, pairs: int) -> bool:
+    """Whether a loaded object is the damping of so many pairs."""
+    shaped = isinstance(gamma, Tensor) and gamma.shape == (pairs,)
+    return shaped and bool(((gamma >= 0) & gamma.isfinite()).all())
 
 
 def copy_state(target: dict[str, Any], source: Mapping[str, Any]) -> None:
     """Copies saved tensors into fresh ones: own dtype, own device, nothing shared with the loaded dict."""
     for key, value in source.items():
         if isinstance(value, Mapping):
-            copy_state(target.setdefault(key, {k: torch.empty_like(v) for k, v in value.items()}), value)
+            if key in target:  # room for a spread refresh is made under the present schedules only
+                copy_state(target[key], value)
         elif key in target and target[key].dim():
             target[key].copy_(value)
         elif key in target:

@@ -44,7 +44,7 @@ def float64() -> Iterator[None]:
 @pytest.fixture
 def fresh_accelerate() -> Iterator[None]:
     """No state of Accelerate's from the test before, and none for the next."""
-    from tests.frameworks import forget
+    from tests.helpers.frameworks import forget
 
     forget()
     yield

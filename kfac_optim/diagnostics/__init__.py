@@ -8,6 +8,7 @@ Where to look::
     plots.py      pictures
 """
 
+from ..spectra import eigenvalues
 from .memory import memory_of, total
 from .plots import plot_assignment, plot_history, plot_profile, plot_spectrum
 from .profile import StageTimes, communicating
@@ -15,7 +16,6 @@ from .report import (
     Row,
     cosine,
     damped_condition,
-    eigenvalues,
     flatten,
     human_bytes,
     rank_list,

@@ -8,7 +8,7 @@ import torch
 
 from ..blocks import Block, decomposed_bytes
 from ..distributed import Communicator
-from ..solvers import Solver, is_iterated
+from ..solvers import Solver
 
 __all__ = ["memory_of", "total"]
 
@@ -29,10 +29,9 @@ def memory_of(
     here = specs if comm.rank in workers.gradient_workers else ()
     share = [spec for spec, worker in zip(specs, workers.inverse_workers, strict=True) if worker == comm.rank]
     pending = numbers * stored + decomposed_bytes(share, solver, inv_dtype)
-    bases = [spec for spec in specs if is_iterated(solver) and not spec.diagonal]
     return {
         "factors": numbers * stored,
-        "snapshots": numbers * stored + decomposed_bytes(bases, solver, inv_dtype),
+        "snapshots": numbers * stored,
         "local sums": numbers * exact if comm.world_size > 1 else 0,
         "decompositions": decomposed_bytes(here, solver, inv_dtype),
         "refresh": pending if spreads else 0,

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..blocks import SIDES, Block, gamma_of
+from ..blocks import SIDES, Block
 from ..distributed import Communicator
 
 __all__ = [
     "Row",
     "cosine",
     "damped_condition",
-    "eigenvalues",
     "flatten",
     "human_bytes",
     "rank_list",
@@ -96,12 +95,6 @@ def cosine(x: Tensor, y: Tensor) -> Tensor:
     return torch.dot(*(torch.nn.functional.normalize(v.flatten(), dim=0, eps=0.0).nan_to_num() for v in (x, y)))
 
 
-def eigenvalues(factor: Tensor) -> Tensor:
-    """All eigenvalues of a factor ``[p, n, n]`` or ``[p, n]``, largest first, ``[p n]``, on the CPU."""
-    values = factor.cpu() if factor.dim() == 2 else torch.linalg.eigvalsh(factor.cpu())
-    return values.flatten().sort(descending=True).values.clamp_(min=0)  # below zero is rounding
-
-
 def spectrum(values: Tensor, *, full: bool = False) -> dict[str, Any]:
     """Smallest, mean and largest of sorted eigenvalues, and condition number; ``full``: the eigenvalues too."""
     low, high = float(values[-1]), float(values[0])
@@ -139,14 +132,11 @@ def flatten(report: Mapping[str, Any], prefix: str = "kfac") -> dict[str, float]
     return flat
 
 
-def report_of(block: Block, damping: float, *, relative: bool, full: bool) -> dict[str, Any]:
-    """The layer's part of :meth:`~kfac_optim.CurvatureEngine.report`; it has decompositions."""
-    assert block.means is not None
-    if block.spectra is None:
-        block.spectra = tuple(eigenvalues(block.factor(side, "_last")) for side in range(2))
-    spectra = zip(SIDES, block.spectra, strict=True)
-    report: dict[str, Any] = {side: spectrum(values, full=full) for side, values in spectra}
-    report["damping"] = float(gamma_of(block.means, damping, relative=relative).mean())
+def report_of(block: Block, gamma: Tensor, *, eigenvalues: bool) -> dict[str, Any]:
+    """The layer's part of the engine's ``report()``; the layer has decompositions, and ``gamma`` is ``[p]``."""
+    spectra = zip(SIDES, block.spectra(), strict=True)
+    report: dict[str, Any] = {side: spectrum(values, full=eigenvalues) for side, values in spectra}
+    report["damping"] = float(gamma.mean())
     report["condition"] = damped_condition(report["A"], report["G"], report["damping"])
     report["cosine"] = None if block.cosine is None else float(block.cosine)
     return report
@@ -166,7 +156,7 @@ def row_of(block: Block, memory: int, comm: Communicator) -> Row:
         notes.append(f"shared by {len(layer.modules)} modules")
     if not layer.weight.requires_grad:
         notes.append("frozen")
-    elif block.means is None:
+    elif not block.has_direction:
         notes.append("raw gradient until its first decomposition")
     a, g = (f"{spec.pairs} x {spec.dim}" * (spec.pairs > 1) or str(spec.dim) for spec in block.specs)
     inverse, gradient = "", ""

@@ -1,19 +1,20 @@
 """Communication between ranks: the only package that knows of process groups.
 
-Who calls what is the same on all ranks by construction: buckets follow from shapes and from the assignment alone.
+All ranks make the same calls in the same order by construction, because what travels follows from shapes and from the
+assignment alone.
 
 Where to look::
 
-    communicator.py     what the engine calls: sums and sends of lists of tensors, in buckets, with the traffic counted
-    assignment.py       who decomposes and who preconditions what: pure policy
-    torch.py            torch.distributed
-    horovod.py          Horovod
-    agreement.py        whether all ranks have built the same
-    join.py             ranks that have run out of inputs
-    sharding.py         tensors and gradients of which every rank holds a part
+    assignment.py       which rank decomposes and which ranks precondition a layer: pure policy, no processes
+    communicator.py     what the engine calls: sum and send, for lists of tensors; the traffic is counted here
+    torch.py            the communicator of torch.distributed
+    horovod.py          the communicator of Horovod
+    agreement.py        whether all ranks have built the same engine
+    join.py             uneven inputs: ranks that have run out of them
+    sharding.py         tensors and gradients of which every rank holds a part (FSDP2, DeepSpeed ZeRO)
 """
 
-from .agreement import require_agreement
+from . import agreement
 from .assignment import (
     KAISA,
     Assignment,
@@ -24,9 +25,9 @@ from .assignment import (
     LayerWise,
     longest_first,
 )
-from .communicator import Communicator, LocalCommunicator, Parcel
+from .communicator import Broadcast, Communicator, LocalCommunicator
 from .horovod import HorovodCommunicator
-from .join import joinable, notify_join_context, shadowing, share_gradients
+from .join import join_hook, notify_join_context, register_joinable, share_gradients
 from .sharding import (
     full_gradient,
     gathered,
@@ -42,26 +43,26 @@ __all__ = [
     "KAISA",
     "Assignment",
     "AssignmentStrategy",
+    "Broadcast",
+    "Communicator",
     "FactorWise",
+    "HorovodCommunicator",
     "LayerAssignment",
     "LayerCost",
     "LayerWise",
-    "longest_first",
-    "require_agreement",
-    "Communicator",
-    "HorovodCommunicator",
     "LocalCommunicator",
-    "Parcel",
     "TorchCommunicator",
+    "agreement",
     "full_gradient",
     "gathered",
-    "joinable",
+    "join_hook",
     "largest_entry",
+    "longest_first",
     "make_communicator",
     "notify_join_context",
     "refuse_flattened",
+    "register_joinable",
     "set_full_gradient_",
-    "shadowing",
     "share_gradients",
     "sharded_like",
     "sharding_problem",

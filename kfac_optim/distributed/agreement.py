@@ -1,4 +1,4 @@
-"""Whether all ranks have built the same."""
+"""Whether all ranks have built the same engine: otherwise they would wait for each other in different collectives."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ import torch
 
 from .communicator import Communicator
 
-__all__ = ["require_agreement"]
+__all__ = ["check"]
 
 
-def require_agreement(comm: Communicator, built: str) -> None:
+def check(comm: Communicator, built: str) -> None:
     """Compares what the ranks have built (a collective).
 
+    Args:
+        comm: The ranks.
+        built: A text that describes everything that must be the same on every rank.
+
     Raises:
-        RuntimeError: If a rank has another text than this one.
+        RuntimeError: On every rank, if one of them has another text.
     """
     checksum = zlib.crc32(built.encode())
     # Halves, so that float64 holds their sums over any number of ranks; squares, because sums may agree by chance.

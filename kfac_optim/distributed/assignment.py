@@ -1,7 +1,8 @@
-"""Who decomposes which factor, and who preconditions which layer: pure policy, no processes.
+"""Which rank decomposes which factor, and which ranks precondition which layer: pure policy, no processes.
 
-A strategy maps layer costs and a world size to an :class:`Assignment`. It is deterministic, so all ranks compute the
-same one without communication; the engine interprets it through the package ``distributed``.
+A strategy maps layer costs and a world size to an :class:`Assignment`. It is deterministic, so that all ranks compute
+the same one without communication. An *inverse worker* decomposes a factor; a *gradient worker* of a layer holds its
+decompositions and preconditions its gradient.
 
     ============  ============================  ==============================
     strategy      inverse workers of a layer    gradient workers of a layer
@@ -11,8 +12,8 @@ same one without communication; the engine interprets it through the package ``d
     KAISA(f)      among its gradient workers    ``f * world_size`` ranks
     ============  ============================  ==============================
 
-LayerWise is K-FAC-lw and FactorWise is K-FAC-opt of the distributed K-FAC paper (section 6.4.1); KAISA(1/R) is MEM-OPT,
-KAISA(1) COMM-OPT and everything between HYBRID-OPT of Pauloski et al. 2021.
+LayerWise is K-FAC-lw and FactorWise is K-FAC-opt of the distributed K-FAC paper (section 6.4.1). In the terms of
+Pauloski et al. 2021, KAISA(1/R) is MEM-OPT, KAISA(1) is COMM-OPT, and everything between is HYBRID-OPT.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ __all__ = ["KAISA", "Assignment", "AssignmentStrategy", "FactorWise", "LayerAssi
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a strategy may know of a layer.
+    """What a strategy is told about a layer.
 
     Attributes:
-        factor_costs: Decomposition cost of A and of G in multiply-adds (n^3 per dense pair, n per diagonal one).
-        memory: Bytes of the layer's decompositions on a rank that preconditions it.
+        factor_costs: Cost of decomposing A and G, in multiply-adds up to a constant: n^3 for each dense n x n matrix of
+            the factor (one per Kronecker pair), n for each diagonal one.
+        memory: Bytes that the layer's decompositions take on each of its gradient workers.
     """
 
     factor_costs: tuple[float, float]
@@ -39,20 +41,28 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class LayerAssignment:
-    """The ranks of one layer: ``inverse_workers`` decompose (A, G), ``gradient_workers`` precondition."""
+    """Who works on one layer.
+
+    Attributes:
+        inverse_workers: The rank that decomposes A, and the rank that decomposes G.
+        gradient_workers: The ranks that precondition its gradient, at least one.
+    """
 
     inverse_workers: tuple[int, int]
     gradient_workers: tuple[int, ...]
 
     def holders(self, side: int) -> tuple[int, ...]:
-        """Ranks that are to have the decomposition of a side, its inverse worker among them."""
+        """The ranks that need the decomposition of A (side 0) or G (side 1), its inverse worker among them."""
         return tuple(sorted({self.inverse_workers[side], *self.gradient_workers}))
 
     def routes(self, world_size: int) -> list[tuple[int, tuple[int, ...]]]:
-        """Who sends the preconditioned gradient to whom: (source, members with the source) for every gradient worker.
+        """How the preconditioned gradient gets from the gradient workers to all other ranks.
 
-        The other ranks are shared out to the gradient workers in equal runs of neighbours, which for KAISA are the
+        The other ranks are divided among the gradient workers in equal runs of neighbours; for KAISA these are the
         columns of its grid.
+
+        Returns:
+            For every gradient worker a broadcast: its source (the worker) and its members (the source among them).
         """
         workers = sorted(self.gradient_workers)
         receivers = sorted(set(range(world_size)).difference(workers))
@@ -63,7 +73,12 @@ class LayerAssignment:
 
 @dataclass(frozen=True)
 class Assignment:
-    """One :class:`LayerAssignment` per layer, in the order of the costs, and the decomposition load of each rank."""
+    """What a strategy decided.
+
+    Attributes:
+        layers: Who works on each layer, in the order of the costs.
+        loads: The cost of the decompositions that each rank makes, in the units of :class:`LayerCost`.
+    """
 
     layers: tuple[LayerAssignment, ...]
     loads: tuple[float, ...]
@@ -74,8 +89,14 @@ class Assignment:
         mean = sum(self.loads) / len(self.loads)
         return max(self.loads) / mean if mean else 1.0
 
+    def groups(self, world_size: int) -> list[tuple[int, ...]]:
+        """The groups of at least two ranks in which decompositions and preconditioned gradients travel, sorted."""
+        groups = {members for layer in self.layers for _, members in layer.routes(world_size)}
+        groups |= {layer.holders(side) for layer in self.layers for side in range(2)}
+        return sorted(members for members in groups if len(members) > 1)
+
     def check(self, layers: int, world_size: int) -> None:
-        """Raises ValueError unless every layer has its workers among the ranks."""
+        """Raises ValueError unless there are so many ``layers`` and all their workers are among the ranks."""
         if len(self.layers) != layers:
             raise ValueError(f"assignment: has {len(self.layers)} layers instead of {layers}")
         for i, layer in enumerate(self.layers):
@@ -99,12 +120,12 @@ class AssignmentStrategy(Protocol):
 
 
 def longest_first(costs: Sequence[float], candidates: Sequence[Sequence[int]], loads: list[float]) -> list[int]:
-    """Greedy longest-processing-time: the dearest job first, each to its least loaded candidate rank.
+    """Distributes jobs greedily (longest processing time): the dearest first, each to its least loaded candidate.
 
     Args:
         costs: Cost of each job.
-        candidates: Ranks that may take each job.
-        loads: Load per rank so far; the jobs' costs are added to it in place.
+        candidates: The ranks that may take each job.
+        loads: The load of each rank so far; the costs of the jobs are added to it in place.
 
     Returns:
         The rank of each job. Ties go to the earlier job and the lower rank, so the result is deterministic.
@@ -116,32 +137,33 @@ def longest_first(costs: Sequence[float], candidates: Sequence[Sequence[int]], l
     return ranks
 
 
-def _within_groups(
-    costs: Sequence[LayerCost], groups: Sequence[Sequence[int]], world_size: int, *, split_factors: bool
-) -> Assignment:
-    """Decomposes each layer's factors within its group of gradient workers."""
+def _spread_factors(costs: Sequence[LayerCost], groups: Sequence[Sequence[int]], world_size: int) -> Assignment:
+    """Every factor is decomposed on its own by a rank of the layer's group, and all of the group precondition."""
     loads = [0.0] * world_size
-    if split_factors:
-        jobs = [cost for layer in costs for cost in layer.factor_costs]
-        ranks = longest_first(jobs, [group for group in groups for _ in range(2)], loads)
-        pairs = list(zip(ranks[::2], ranks[1::2], strict=True))
-    else:
-        ranks = longest_first([sum(layer.factor_costs) for layer in costs], groups, loads)
-        pairs = [(rank, rank) for rank in ranks]
+    jobs = [cost for layer in costs for cost in layer.factor_costs]
+    ranks = longest_first(jobs, [group for group in groups for _ in range(2)], loads)
+    pairs = zip(ranks[::2], ranks[1::2], strict=True)
     layers = (LayerAssignment(pair, tuple(group)) for pair, group in zip(pairs, groups, strict=True))
     return Assignment(tuple(layers), tuple(loads))
 
 
+def _whole_layers(costs: Sequence[LayerCost], candidates: Sequence[Sequence[int]], world_size: int) -> Assignment:
+    """One of a layer's candidates decomposes both of its factors and is its only gradient worker."""
+    loads = [0.0] * world_size
+    ranks = longest_first([sum(layer.factor_costs) for layer in costs], candidates, loads)
+    return Assignment(tuple(LayerAssignment((rank, rank), (rank,)) for rank in ranks), tuple(loads))
+
+
 @dataclass(frozen=True)
 class FactorWise:
-    """K-FAC-opt: every factor is decomposed on its own rank, every rank preconditions every layer.
+    """K-FAC-opt: A and G of a layer may be decomposed on different ranks, and every rank preconditions every layer.
 
-    No traffic in steps without a refresh. The default.
+    Nothing travels in steps without a refresh. This is the default.
     """
 
     def assign(self, costs: Sequence[LayerCost], world_size: int) -> Assignment:
         """See :class:`AssignmentStrategy`."""
-        return _within_groups(costs, [range(world_size)] * len(costs), world_size, split_factors=True)
+        return _spread_factors(costs, [range(world_size)] * len(costs), world_size)
 
 
 @dataclass(frozen=True)
@@ -150,9 +172,7 @@ class LayerWise:
 
     def assign(self, costs: Sequence[LayerCost], world_size: int) -> Assignment:
         """See :class:`AssignmentStrategy`."""
-        assigned = _within_groups(costs, [range(world_size)] * len(costs), world_size, split_factors=False)
-        layers = (LayerAssignment(layer.inverse_workers, layer.inverse_workers[:1]) for layer in assigned.layers)
-        return Assignment(tuple(layers), assigned.loads)
+        return _whole_layers(costs, [range(world_size)] * len(costs), world_size)
 
 
 @dataclass(frozen=True)
@@ -160,14 +180,16 @@ class KAISA:
     """KAISA: ``grad_worker_fraction`` of the ranks precondition a layer and send the result to the others.
 
     Args:
-        grad_worker_fraction: f in [1/R, 1], with ``f * R`` a divisor of the world size R. More gradient workers cost
-            memory and save the broadcast of preconditioned gradients.
-        memory_budget: Instead of a fraction: the bytes ("2GiB", "500MB" or an int) that decompositions may take on each
+        grad_worker_fraction: f in [1/R, 1], where ``f * R`` divides the world size R. More gradient workers take more
+            memory and need fewer broadcasts of preconditioned gradients.
+        memory_budget: Instead of a fraction, the bytes ("2GiB", "500MB" or an int) that decompositions may take on each
             rank; the largest fraction that fits is chosen.
 
     Raises:
-        ValueError: At construction if both or neither are given or out of range; in ``assign`` if the world size
-            does not allow the fraction (the valid ones are listed) or none fits (the smallest working budget is named).
+        TypeError: If the fraction is not a number, or the budget neither an int nor text.
+        ValueError: At construction if both or neither are given, or a value is out of range. In ``assign`` if the world
+            size does not allow the fraction (the error lists those it allows), or if no fraction fits the budget (the
+            error names the smallest budget that works).
     """
 
     grad_worker_fraction: float | None = None
@@ -190,7 +212,7 @@ class KAISA:
         if self.memory_budget is not None:
             return self._largest_that_fits(costs, world_size, divisors)
         assert self.grad_worker_fraction is not None
-        # One process is all there is: a script with this option runs there, too.
+        # Any fraction of one process is that process, so that a script with this option runs there, too.
         workers = self.grad_worker_fraction * world_size if world_size > 1 else 1
         if round(workers) not in divisors or abs(workers - round(workers)) > 1e-6 * world_size:
             valid = ", ".join(f"{n}/{world_size}" for n in divisors)
@@ -201,16 +223,19 @@ class KAISA:
         return self._grid(costs, world_size, round(workers))
 
     def _grid(self, costs: Sequence[LayerCost], world_size: int, workers: int) -> Assignment:
-        """Ranks as a grid of ``world_size / workers`` rows; a layer belongs to the row with the least load so far.
+        """Arranges the ranks as a grid of ``world_size / workers`` rows, and gives every layer to one row.
 
-        Ranks go down the columns, so that a column, within which preconditioned gradients travel at every step, is a
-        run of neighbours: one node, where it fits. Decompositions travel within rows, at refreshes only.
+        The ranks of a row are the layer's gradient workers; layers go to the row with the least load so far. Ranks are
+        numbered down the columns, so that a column, within which preconditioned gradients travel at every step, is a
+        run of neighbours (one node, where it fits). Decompositions travel within rows, and at refreshes only.
         """
         rows = [range(row, world_size, world_size // workers) for row in range(world_size // workers)]
         row_of = longest_first([sum(c.factor_costs) for c in costs], [range(len(rows))] * len(costs), [0.0] * len(rows))
-        return _within_groups(costs, [rows[row] for row in row_of], world_size, split_factors=workers > 1)
+        groups = [rows[row] for row in row_of]
+        return (_spread_factors if workers > 1 else _whole_layers)(costs, groups, world_size)
 
     def _largest_that_fits(self, costs: Sequence[LayerCost], world_size: int, divisors: Sequence[int]) -> Assignment:
+        """The grid with the most gradient workers (one of the divisors) whose fullest rank stays within the budget."""
         assert self.memory_budget is not None
         budget, smallest = parse_bytes(self.memory_budget), None
         for workers in reversed(divisors):
@@ -226,7 +251,7 @@ class KAISA:
 
 
 def bytes_per_rank(costs: Sequence[LayerCost], assignment: Assignment) -> list[int]:
-    """Bytes of decompositions on each rank under an assignment."""
+    """Bytes of the decompositions that each rank holds as a gradient worker."""
     held = [0] * len(assignment.loads)
     for cost, layer in zip(costs, assignment.layers, strict=True):
         for rank in layer.gradient_workers:
@@ -238,11 +263,11 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes of ``"2GiB"``, ``"500 MB"`` or an int.
+    """The number of bytes that ``"2GiB"``, ``"500 MB"`` or an int stands for.
 
     Raises:
-        TypeError: If it is neither.
-        ValueError: If it is negative, or the text not a number with one of the units B, KB, MB, GB, KiB, MiB, GiB.
+        TypeError: If it is neither text nor an int.
+        ValueError: If it is negative, or no number with one of the units B, KB, MB, GB, KiB, MiB, GiB.
     """
     allowed = "must be bytes as an int >= 0, or text such as '500MB' or '2GiB'"
     if isinstance(text, bool) or not isinstance(text, (int, str)):

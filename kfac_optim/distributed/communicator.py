@@ -1,35 +1,44 @@
-"""What the engine calls, in terms of three operations of a transport; one process is the no-op case.
+"""How the ranks exchange tensors: :class:`Communicator` has two verbs, built from three operations of a transport.
 
-There are two verbs. ``sum`` adds tensors over all ranks (factors and counts travel so), ``send`` copies tensors from
-one rank to some others (decompositions, preconditioned gradients). Both work on lists, put them into flat buckets,
-start all buckets at once and wait for them in order.
+``sum`` adds tensors over all ranks (factors and counts travel this way). ``send`` copies tensors from one rank to some
+others (decompositions, preconditioned gradients). Both take lists of tensors, pack them into flat buckets, start the
+transfer of a few buckets ahead, and wait for them in order. With one process both do nothing.
 
-Traffic is counted per kind as an ideal network would carry it: an all-reduce of b bytes over R ranks is
-``2 (R - 1) / R b`` sent and as much received by each (ring), a broadcast b sent by its source and b received by every
-other member.
+Traffic is counted per kind as an ideal network would carry it: an all-reduce of b bytes over R ranks costs every rank
+``2 (R - 1) / R b`` bytes sent and as many received (a ring); a broadcast costs its source b bytes sent and every other
+member b bytes received.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["BUCKET_BYTES", "Communicator", "LocalCommunicator", "Parcel", "Work"]
+__all__ = ["BUCKET_BYTES", "Broadcast", "Communicator", "LocalCommunicator", "Work"]
 
 BUCKET_BYTES = 25 * 2**20
+_COMM_DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _IN_FLIGHT = 4  # buckets on the wire at a time: enough to overlap packing with sending, without a copy of everything
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """Tensors that ``source`` holds and every rank in ``members`` is to have; elsewhere they are overwritten."""
+class Broadcast:
+    """Tensors to copy from one rank to others.
+
+    Attributes:
+        tensors: On the source the tensors to send; on the other members tensors of the same shapes and dtypes, which
+            are overwritten.
+        source: The rank that sends.
+        members: All ranks that take part, in ascending order, the source among them.
+    """
 
     tensors: Sequence[Tensor]
     source: int
@@ -37,18 +46,34 @@ class Parcel:
 
 
 class Work(Protocol):
-    def wait(self) -> Any: ...
+    """An operation that has been started."""
+
+    def wait(self) -> Any:
+        """Returns when the operation has finished."""
+        ...
 
 
 class Communicator(ABC):
-    """The other processes; a subclass for another library is passed as ``communicator=``.
+    """The connection to the other processes; pass one as ``communicator=`` to replace the default.
+
+    A subclass for another library implements ``_start_sum``, ``_start_max`` and ``_start_broadcast``, and overrides
+    ``prepare``, ``check_groups`` and ``wire_device`` where the library needs it.
 
     Args:
         rank: This process, 0 <= rank < world_size.
         world_size: Number of processes that train together.
-        average_gradients: Whether the wrapper averages the ranks' gradients (True: DDP, FSDP, Horovod's Average) or
-            adds them up.
-        bucket_bytes: Size of a flat bucket, > 0. Default 25 MiB, as DDP.
+        comm_dtype: Precision in which factors travel: torch.float16, bfloat16, float32 or float64. None (default): the
+            precision in which they are summed up, at least float32. The 16-bit types halve the traffic of factors;
+            counts, decompositions and directions always travel bit for bit.
+        average_gradients: Whether the ranks' gradients are averaged (True, default: DDP, FSDP, Horovod's Average) or
+            added up.
+        bucket_bytes: Size of a flat bucket, > 0. Default 25 MiB, as in DDP.
+
+    Attributes:
+        traffic: By kind the bytes that this rank has sent and received so far, ``[sent, received]``.
+
+    Raises:
+        ValueError: If ``comm_dtype`` is none of the above.
     """
 
     def __init__(
@@ -56,13 +81,18 @@ class Communicator(ABC):
         rank: int,
         world_size: int,
         *,
+        comm_dtype: torch.dtype | None = None,
         average_gradients: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
+        if comm_dtype not in _COMM_DTYPES:
+            allowed = ", ".join(map(repr, _COMM_DTYPES))
+            raise ValueError(f"comm_dtype={comm_dtype!r}: must be one of {allowed}")
         self.rank, self.world_size = rank, world_size
+        self.comm_dtype = comm_dtype
         self.average_gradients, self.bucket_bytes = average_gradients, bucket_bytes
-        self.device = torch.device("cpu")  # of the parameters; the engine sets it
         self.traffic: dict[str, list[float]] = {}
+        self._device = torch.device("cpu")
 
     @abstractmethod
     def _start_sum(self, tensor: Tensor) -> Work:
@@ -76,148 +106,157 @@ class Communicator(ABC):
     def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
         """Starts to copy a flat tensor from ``source`` to ``members``, who all call this."""
 
+    def use_device(self, device: torch.device) -> None:
+        """Says where the model's parameters are: the engine calls this once it has found them."""
+        self._device = device
+
     def wire_device(self, device: torch.device) -> torch.device:
-        """Where a tensor of this device has to be to travel."""
+        """The device that a tensor of ``device`` has to be moved to in order to travel; by default its own."""
         return device
 
     def check_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Raises ValueError if parcels could not travel within these sub-groups."""
+        """Raises ValueError if broadcasts within these groups of ranks are impossible; by default they are possible."""
         return
 
     def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Makes the sub-groups that parcels will travel in; all ranks call this with the same groups in one order."""
+        """Makes the groups of ranks in which broadcasts will travel; all ranks call this with the same list."""
         return
 
-    # Verbs ----------------------------------------------------------------------------------------------------------
+    # The two verbs --------------------------------------------------------------------------------------------------
 
-    def sum(self, tensors: Sequence[Tensor], kind: str, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-        """Sums over all ranks.
+    def sum(self, tensors: Sequence[Tensor], kind: str, *, compressed: bool = False) -> Iterator[Tensor]:
+        """Sums over all ranks (a collective).
 
         Args:
-            tensors: The same shapes on every rank, ``[rows, numbers]`` or 0-dim.
-            kind: Under which their traffic is counted.
-            dtype: Precision on the wire; None: as they are. float16 is scaled by the largest entry of each row, because
-                sums of squares leave its range.
+            tensors: ``[rows, numbers]`` or 0-dim, with the same shapes on every rank; they are not changed.
+            kind: The kind under which their traffic is counted.
+            compressed: Whether they travel as ``comm_dtype``. As float16, each row is first divided by its largest
+                entry on any rank, because sums of squares leave the range of float16.
 
         Yields:
-            The sums in order, each as soon as it has arrived.
+            The sums in order and in the tensors' own dtypes, each as soon as it has arrived.
 
         Raises:
-            RuntimeError: If another rank has died, or the group's time-out passed.
+            RuntimeError: If another rank has died, or the group's time-out has passed.
         """
         if self.world_size == 1:
             yield from tensors
             return
-        scales = self._common_scales(tensors, kind) if dtype is torch.float16 else []
-        what = f"the all-reduce of {kind}"
+        dtype, what = self.comm_dtype if compressed else None, f"the all-reduce of {kind}"
+        scales = self._row_scales(tensors, kind) if dtype is torch.float16 else None
 
-        def start(chosen: list[tuple[int, Tensor]]) -> tuple[list[tuple[int, Tensor]], Tensor, Work]:
-            parts = [(t / scales[i] if scales else t).reshape(-1) for i, t in chosen]
-            flat = self._to_wire(torch.cat([part.to(dtype or part.dtype) for part in parts]))
-            self._count_sum(kind, flat)
-            return chosen, flat, self._call(self._start_sum, flat, what=what)
+        def started() -> Iterator[tuple[slice, Tensor, Work]]:
+            for part in self._buckets(tensors, dtype, one_dtype=True):
+                bucket = tensors[part]
+                if scales is not None:
+                    bucket = [tensor / scale for tensor, scale in zip(bucket, scales[part], strict=True)]
+                flat = self._to_wire(torch.cat([tensor.reshape(-1).to(dtype or tensor.dtype) for tensor in bucket]))
+                yield part, flat, self._start_all_reduce(self._start_sum, flat, kind)
 
-        for chosen, flat, work in _ahead(map(start, self._filled(tensors, dtype, alike=True))):
-            self._call(work.wait, what=what)
-            pieces = flat.split([t.numel() for _, t in chosen])
-            for (i, t), piece in zip(chosen, pieces, strict=True):
-                total = piece.to(t).view_as(t)
-                yield total * scales[i] if scales else total
+        for part, flat, work in _ahead(started()):
+            with self._failing_as(what):
+                work.wait()
+            pieces = flat.split([tensor.numel() for tensor in tensors[part]])
+            sums = [piece.to(tensor).view_as(tensor) for piece, tensor in zip(pieces, tensors[part], strict=True)]
+            if scales is not None:
+                sums = [total * scale for total, scale in zip(sums, scales[part], strict=True)]
+            yield from sums
 
-    def send(self, parcels: Iterable[Parcel], kind: str) -> None:
-        """Copies every parcel's tensors from its source to its members, bit for bit.
+    def send(self, broadcasts: Iterable[Broadcast], kind: str) -> None:
+        """Copies the tensors of every broadcast from its source to its members, bit for bit (a collective).
 
         Args:
-            parcels: Those that concern this rank, in an order that all ranks share.
-            kind: Under which their traffic is counted.
+            broadcasts: Those that this rank is a member of, in an order that all ranks share.
+            kind: The kind under which their traffic is counted.
 
         Raises:
-            RuntimeError: If another rank has died, or the group's time-out passed.
+            RuntimeError: If another rank has died, or the group's time-out has passed.
         """
         routes: dict[tuple[int, tuple[int, ...], torch.device], list[Tensor]] = {}
-        for parcel in parcels:
-            for tensor in parcel.tensors if len(parcel.members) > 1 else ():
-                routes.setdefault((parcel.source, parcel.members, tensor.device), []).append(tensor)
+        for broadcast in broadcasts:
+            for tensor in broadcast.tensors if len(broadcast.members) > 1 else ():
+                routes.setdefault((broadcast.source, broadcast.members, tensor.device), []).append(tensor)
 
-        def start() -> Iterator[tuple[int, list[Tensor], Tensor, Work, str]]:
+        def started() -> Iterator[tuple[list[Tensor], Tensor, Work, str]]:
             for (source, members, _), tensors in routes.items():
-                for chosen in self._filled(tensors):
-                    bucket = [tensor for _, tensor in chosen]
-                    flat = self._to_wire(self._packed(bucket, source == self.rank, kind))
-                    what = f"the broadcast of {kind} from rank {source}"
-                    yield (
-                        source,
-                        bucket,
-                        flat,
-                        self._call(self._start_broadcast, flat, source, members, what=what),
-                        what,
-                    )
+                what, sends = f"the broadcast of {kind} from rank {source}", source == self.rank
+                for part in self._buckets(tensors):
+                    bucket = tensors[part]
+                    # As bytes, so that dtypes share a bucket and nothing is rounded.
+                    flat = self._to_wire(_packed(bucket) if sends else _room_for(bucket))
+                    self._count(kind, *((flat.nbytes, 0) if sends else (0, flat.nbytes)))
+                    with self._failing_as(what):
+                        work = self._start_broadcast(flat, source, members)
+                    yield ([] if sends else bucket), flat, work, what
 
-        for source, bucket, flat, work, what in _ahead(start()):
-            self._call(work.wait, what=what)
-            pieces = flat.split([tensor.nbytes for tensor in bucket])
-            for tensor, piece in zip(bucket, pieces, strict=True) if source != self.rank else ():
-                _bytes(tensor).copy_(piece)
-
-    def _packed(self, tensors: list[Tensor], sends: bool, kind: str) -> Tensor:
-        """Room for the tensors, filled on the source: bytes, so that types share a bucket and nothing is rounded."""
-        if sends:
-            flat = torch.cat([_bytes(tensor.contiguous()) for tensor in tensors])
-            self._count(kind, flat.nbytes, 0)
-            return flat
-        flat = torch.empty(sum(t.nbytes for t in tensors), dtype=torch.uint8, device=tensors[0].device)
-        self._count(kind, 0, flat.nbytes)
-        return flat
+        for received, flat, work, what in _ahead(started()):
+            with self._failing_as(what):
+                work.wait()
+            if received:
+                _unpack(flat, received)
 
     # Parts of the verbs ---------------------------------------------------------------------------------------------
 
-    def _filled(
-        self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None, *, alike: bool = False
-    ) -> Iterator[list[tuple[int, Tensor]]]:
-        """Neighbours on one device (and ``alike`` in type), with their index, up to the size of a bucket."""
-        bucket: list[tuple[int, Tensor]] = []
-        size = 0
-        for i, tensor in enumerate(tensors):
-            new = tensor.numel() * (dtype or tensor.dtype).itemsize
-            other = bucket and (
-                bucket[0][1].device != tensor.device or (alike and bucket[0][1].dtype is not tensor.dtype)
-            )
-            if other or (bucket and size + new > self.bucket_bytes):
-                yield bucket
-                bucket, size = [], 0
-            bucket.append((i, tensor))
-            size += new
-        if bucket:
-            yield bucket
+    def _buckets(
+        self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None, *, one_dtype: bool = False
+    ) -> Iterator[slice]:
+        """Cuts a list into slices of neighbours on one device that fill a bucket (at least one tensor each).
 
-    def _common_scales(self, tensors: Sequence[Tensor], kind: str) -> list[Tensor]:
-        """Per row the largest entry on any rank: no sum of quotients exceeds the number of ranks."""
+        Args:
+            tensors: The list.
+            dtype: The precision that their size is counted in; None: their own.
+            one_dtype: Whether the tensors of a slice must have one dtype.
+        """
+        start = size = 0
+        for i, tensor in enumerate(tensors):
+            nbytes = tensor.numel() * (dtype or tensor.dtype).itemsize
+            first = tensors[start]
+            fits = first.device == tensor.device and size + nbytes <= self.bucket_bytes
+            if i > start and not (fits and (first.dtype is tensor.dtype or not one_dtype)):
+                yield slice(start, i)
+                start, size = i, 0
+            size += nbytes
+        if tensors:
+            yield slice(start, len(tensors))
+
+    def _row_scales(self, tensors: Sequence[Tensor], kind: str) -> list[Tensor]:
+        """The largest absolute entry of each row on any rank (1 for rows of zeros), ``[rows, 1]`` or 0-dim.
+
+        A row divided by it has entries of at most 1, so that no sum over the ranks exceeds their number.
+        """
         if not tensors:
             return []
         largest = [tensor.abs().amax(-1, keepdim=True) for tensor in tensors]
         flat = self._to_wire(torch.cat([rows.reshape(-1).to(largest[0].device) for rows in largest]))
-        self._count_sum(kind, flat)
-        work = self._call(self._start_max, flat, what=f"the all-reduce of {kind}")
-        self._call(work.wait, what=f"the all-reduce of {kind}")
+        work = self._start_all_reduce(self._start_max, flat, kind)
+        with self._failing_as(f"the all-reduce of {kind}"):
+            work.wait()
         pieces = flat.split([rows.numel() for rows in largest])
         scales = [piece.to(rows).view_as(rows) for piece, rows in zip(pieces, largest, strict=True)]
         return [torch.where(scale > 0, scale, 1.0) for scale in scales]
 
+    def _start_all_reduce(self, start: Any, flat: Tensor, kind: str) -> Work:
+        """Counts and starts an all-reduce; ``start`` is :meth:`_start_sum` or :meth:`_start_max`."""
+        share = 2 * (self.world_size - 1) / self.world_size * flat.nbytes
+        self._count(kind, share, share)
+        with self._failing_as(f"the all-reduce of {kind}"):
+            work: Work = start(flat)
+        return work
+
     def _to_wire(self, flat: Tensor) -> Tensor:
         return flat.to(self.wire_device(flat.device))
 
-    def _count_sum(self, kind: str, flat: Tensor) -> None:
-        share = 2 * (self.world_size - 1) / self.world_size * flat.nbytes
-        self._count(kind, share, share)
-
     def _count(self, kind: str, sent: float, received: float) -> None:
+        """Adds bytes to :attr:`traffic`."""
         total = self.traffic.setdefault(kind, [0.0, 0.0])
         total[0] += sent
         total[1] += received
 
-    def _call(self, operation: Callable[..., Any], *args: Any, what: str) -> Any:
+    @contextmanager
+    def _failing_as(self, what: str) -> Iterator[None]:
+        """Says in an error of the transport which operation failed, and why it usually does."""
         try:
-            return operation(*args)
+            yield
         except RuntimeError as error:
             # Of the same type, by which elastic launchers know what to do.
             raise type(error)(
@@ -227,7 +266,7 @@ class Communicator(ABC):
 
 
 def _ahead(started: Iterator[_T]) -> Iterator[_T]:
-    """Draws a few items ahead of the one it yields: their operations run meanwhile."""
+    """Yields the items of an iterator, but draws a few of them ahead: the operations that these start run meanwhile."""
     drawn: deque[_T] = deque()
     for item in started:
         drawn.append(item)
@@ -237,12 +276,36 @@ def _ahead(started: Iterator[_T]) -> Iterator[_T]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, flat."""
+    """The memory of a contiguous tensor, as flat uint8."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of some tensors, one after the other."""
+    return torch.cat([_bytes(tensor.contiguous()) for tensor in tensors])
+
+
+def _room_for(tensors: Sequence[Tensor]) -> Tensor:
+    """An uninitialised flat tensor for what :func:`_packed` gives on the source."""
+    return torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, device=tensors[0].device)
+
+
+def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copies packed bytes into contiguous tensors, in place."""
+    for tensor, piece in zip(tensors, flat.split([tensor.nbytes for tensor in tensors]), strict=True):
+        _bytes(tensor).copy_(piece)
+
+
 class LocalCommunicator(Communicator):
-    """One process: nobody to talk to."""
+    """One process, which has nobody to talk to.
+
+    With ``world_size`` > 1 it stands for one rank of many where nothing is sent: memory estimates and pictures of an
+    assignment.
+
+    Args:
+        rank: The rank that it stands for.
+        world_size: The number of ranks.
+    """
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         super().__init__(rank, world_size)

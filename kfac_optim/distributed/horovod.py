@@ -1,4 +1,4 @@
-"""Horovod."""
+"""The communicator of Horovod."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ __all__ = ["HorovodCommunicator"]
 
 
 class _HorovodWork:
+    """An operation of Horovod that has been started; ``handle`` is Horovod's number for it."""
+
     def __init__(self, synchronize: Callable[[int], Any], handle: int) -> None:
         self.synchronize, self.handle = synchronize, handle
 
@@ -22,29 +24,44 @@ class _HorovodWork:
 
 
 class HorovodCommunicator(Communicator):
-    """Horovod, after ``hvd.init()``. Gradients are Horovod's business (``hvd.DistributedOptimizer``).
+    """Sends what curvature needs by Horovod, and leaves the gradients to ``hvd.DistributedOptimizer``.
 
-    Strategies in which some ranks precondition for others need process sets of Horovod, which it makes during training
-    only if ``HOROVOD_DYNAMIC_PROCESS_SETS=1`` is set when it starts.
+    Build it after ``hvd.init()``. Strategies in which some ranks precondition for others need process sets of Horovod,
+    which it makes during training only if ``HOROVOD_DYNAMIC_PROCESS_SETS=1`` is set when it starts.
 
     Args:
+        comm_dtype: See :class:`Communicator`; Horovod cannot send torch.bfloat16.
         average_gradients: True (default) with Horovod's Average, False with its Sum.
         bucket_bytes: See :class:`Communicator`.
 
     Raises:
         ImportError: If Horovod is not installed.
-        ValueError: If ``hvd.init()`` has not been called.
+        ValueError: If ``hvd.init()`` has not been called, or ``comm_dtype`` is not allowed.
     """
 
-    # Horovod makes a set of the same ranks once.
+    # Shared by all communicators, because Horovod refuses to make a second set of the same ranks.
     _sets: ClassVar[dict[tuple[int, ...], Any]] = {}
 
-    def __init__(self, *, average_gradients: bool = True, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        *,
+        comm_dtype: torch.dtype | None = None,
+        average_gradients: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        if comm_dtype is torch.bfloat16:
+            raise ValueError("comm_dtype=torch.bfloat16: Horovod cannot send it; use torch.float16 or None")
         import horovod.torch as hvd
 
         if not hvd.is_initialized():
             raise ValueError("HorovodCommunicator: call hvd.init() first")
-        super().__init__(hvd.rank(), hvd.size(), average_gradients=average_gradients, bucket_bytes=bucket_bytes)
+        super().__init__(
+            hvd.rank(),
+            hvd.size(),
+            comm_dtype=comm_dtype,
+            average_gradients=average_gradients,
+            bucket_bytes=bucket_bytes,
+        )
         self._hvd: Any = hvd
         self._sets[tuple(range(self.world_size))] = hvd.global_process_set
         self._names: dict[tuple[int, ...], int] = {}
@@ -56,8 +73,6 @@ class HorovodCommunicator(Communicator):
         return self._all_reduce(tensor, self._hvd.Max)
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> Work:
-        if tensor.dtype is torch.bfloat16:
-            raise TypeError("comm_dtype=torch.bfloat16: Horovod can't send it; use torch.float16 or None")
         members = tuple(range(self.world_size))
         handle = self._hvd.allreduce_async_(tensor, name=self._name(members), op=op)
         return _HorovodWork(self._hvd.synchronize, handle)
@@ -67,12 +82,16 @@ class HorovodCommunicator(Communicator):
         return _HorovodWork(self._hvd.synchronize, handle)
 
     def _name(self, members: tuple[int, ...]) -> str:
-        """Horovod matches operations of different ranks by name."""
+        """A new name for an operation of these ranks; Horovod matches operations of different ranks by name."""
         self._names[members] = self._names.get(members, 0) + 1
         return f"kfac_optim.{members}.{self._names[members]}"
 
     def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Process sets are made by all ranks."""
+        """Makes a process set for each group that has none yet, which Horovod demands of all ranks together.
+
+        Raises:
+            RuntimeError: If Horovod refuses.
+        """
         for members in groups:
             if members in self._sets:
                 continue

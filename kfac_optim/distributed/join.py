@@ -1,4 +1,7 @@
-"""Uneven inputs: ranks that have run out of them take part in the steps of the others."""
+"""Uneven inputs, ``torch.distributed.algorithms.Join``: ranks that have run out of inputs step along with the others.
+
+They have to, because they may be the inverse or gradient workers of a layer.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .communicator import Communicator, Parcel
+from .communicator import Broadcast, Communicator
 
-__all__ = ["joinable", "notify_join_context", "shadowing", "share_gradients"]
+__all__ = ["join_hook", "notify_join_context", "register_joinable", "share_gradients"]
 
 _T = TypeVar("_T")
 
 
-def shadowing(step: Callable[[], Any]) -> Any:
-    """The hook of ``torch.distributed.algorithms.Join`` of a rank without inputs: takes part in the others' steps."""
-    from torch.distributed.algorithms.join import JoinHook
+def register_joinable(cls: type[_T]) -> type[_T]:
+    """A class decorator: tells ``Join`` that a class has the methods of its ``Joinable``."""
+    if dist.is_available():
+        from torch.distributed.algorithms.join import Joinable
 
-    class Shadow(JoinHook):
-        def main_hook(self) -> None:
-            step()
-
-    return Shadow()
+        Joinable.register(cls)
+    return cls
 
 
 def notify_join_context(optimizer: Any) -> bool:
-    """Whether a step happens under ``Join``, which is told of it."""
+    """Tells ``Join`` that this rank takes a step, if ``Join`` is in use; returns whether it is."""
     config = getattr(optimizer, "_join_config", None)
     if config is None or not config.enable:
         return False
@@ -38,17 +39,25 @@ def notify_join_context(optimizer: Any) -> bool:
     return True
 
 
-def joinable(cls: type[_T]) -> type[_T]:
-    """Makes a class with a ``join_hook`` known to ``Join``."""
-    if dist.is_available():
-        from torch.distributed.algorithms.join import Joinable
+def join_hook(step: Callable[[], Any]) -> Any:
+    """A ``JoinHook`` that calls ``step`` on a rank without inputs, once for every step of the others."""
+    from torch.distributed.algorithms.join import JoinHook
 
-        Joinable.register(cls)
-    return cls
+    class StepAlong(JoinHook):
+        def main_hook(self) -> None:
+            step()
+
+    return StepAlong()
 
 
 def share_gradients(comm: Communicator, parameters: Sequence[nn.Parameter], *, joined: bool) -> None:
-    """Gives the ranks that have run out of inputs (``joined``) the gradients of the others (a collective)."""
+    """Gives the ranks that have run out of inputs the gradients of the others (a collective).
+
+    Args:
+        comm: The ranks.
+        parameters: The optimizer's parameters, in an order that all ranks share.
+        joined: Whether this rank has run out of inputs; its ``.grad`` are then replaced.
+    """
     if comm.world_size == 1:
         return
     active = torch.zeros(comm.world_size, dtype=torch.float64)
@@ -56,13 +65,13 @@ def share_gradients(comm: Communicator, parameters: Sequence[nn.Parameter], *, j
     (active,) = comm.sum([active], "counts")
     if bool(active.all()):
         return
-    source, everyone = int(active.argmax()), tuple(range(comm.world_size))
+    source, everyone = int(active.argmax()), tuple(range(comm.world_size))  # the first rank that has inputs
     present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
-    comm.send([Parcel([present], source, everyone)], "counts")
+    comm.send([Broadcast([present], source, everyone)], "counts")
     trained = [p for p, there in zip(parameters, present.tolist(), strict=True) if there]
     like = torch.contiguous_format
     wires = [torch.empty_like(p, memory_format=like) if p.grad is None else p.grad.contiguous() for p in trained]
-    comm.send([Parcel([wire], source, everyone) for wire in wires], "gradients")
+    comm.send([Broadcast([wire], source, everyone) for wire in wires], "gradients")
     if joined:
         received = dict(zip(trained, wires, strict=True))
         for parameter in parameters:

@@ -22,7 +22,7 @@ __all__ = [
 
 
 def full_gradient(parameter: Tensor) -> Tensor | None:
-    """The gradient, whole: also where DeepSpeed ZeRO 1-3 keeps a part of it on every rank (then a collective)."""
+    """The whole gradient, also where DeepSpeed ZeRO 1-3 keeps a part of it on every rank (then a collective)."""
     if parameter.grad is None and (hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")):
         import deepspeed.utils
 
@@ -31,7 +31,7 @@ def full_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def set_full_gradient_(parameter: Tensor, gradient: Tensor) -> None:
-    """Puts back what :func:`full_gradient` gave, changed."""
+    """Replaces the gradient that :func:`full_gradient` gave by another one, in place."""
     if parameter.grad is not None:
         parameter.grad.copy_(gradient)
     else:
@@ -44,13 +44,17 @@ def set_full_gradient_(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def _is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor; whoever has one has imported them, which takes longer than all of this package."""
+    """Whether a tensor is a DTensor.
+
+    Whoever has a DTensor has imported its module, which this function does not, because it takes longer than importing
+    this whole package.
+    """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that FSDP2 has sharded (a collective); any other tensor itself."""
+    """The whole tensor where FSDP2 has sharded it (a collective); any other tensor as it is."""
     return cast(Any, tensor).full_tensor() if _is_sharded(tensor) else tensor
 
 
@@ -66,9 +70,9 @@ def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module]) -> str:
-    """What keeps a parameter from being treated as a whole; empty for plain tensors and for the shards of FSDP2.
+    """Why a parameter cannot be preconditioned as a whole matrix; empty for plain tensors and for shards of FSDP2.
 
-    Tensor parallelism shards activations as well, of which the hooks would see a part only.
+    Tensor parallelism is refused because it shards activations as well, of which the hooks would see only a part.
     """
     if not _is_sharded(parameter):
         return ""
@@ -83,7 +87,7 @@ def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module]) -> str:
 
 
 def refuse_flattened(roots: Iterable[nn.Module]) -> None:
-    """Raises TypeError for torch's first FSDP: it keeps pieces of flattened weights, in which no matrix is left."""
+    """Raises TypeError for modules wrapped in torch's first FSDP: it flattens weights, which are then no matrices."""
     if any(type(module).__name__ == "FullyShardedDataParallel" for root in roots for module in root.modules()):
         raise TypeError(
             "FullyShardedDataParallel (FSDP1) flattens the weights, so that no layer's matrix is left to precondition: "
@@ -92,16 +96,20 @@ def refuse_flattened(roots: Iterable[nn.Module]) -> None:
 
 
 def largest_entry(tensors: Sequence[Tensor]) -> Tensor:
-    """The largest absolute entry of all tensors, 0-dim; NaN or infinite if one of them is. Sharded ones count whole."""
+    """The largest absolute entry of all tensors, 0-dim; NaN or infinite if one of their entries is.
+
+    Of sharded tensors the parts of all ranks count (a collective).
+    """
     kinds: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
             kinds.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
-    norms = [gathered(_largest_alike(alike)) for alike in kinds.values()]
-    return torch.stack([norm.to(norms[0].device) for norm in norms]).max() if norms else torch.zeros(())
+    largest = [gathered(_largest_of_one_kind(alike)) for alike in kinds.values()]
+    return torch.stack([entry.to(largest[0].device) for entry in largest]).max() if largest else torch.zeros(())
 
 
-def _largest_alike(tensors: Sequence[Tensor]) -> Tensor:
+def _largest_of_one_kind(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest absolute entry of tensors that are all plain, or all sharded over one device mesh."""
     simple = all(type(t) is Tensor and t.device.type == "cpu" and not t.is_complex() for t in tensors)
     if simple and not any(t.is_sparse for t in tensors):
         # On the CPU torch takes 15 times as long for the maximum norm as for both extremes.

@@ -1,4 +1,4 @@
-"""torch.distributed: Gloo, NCCL or MPI."""
+"""The communicator of torch.distributed, and the choice of the default one."""
 
 from __future__ import annotations
 
@@ -15,40 +15,48 @@ __all__ = ["TorchCommunicator", "make_communicator"]
 
 
 class TorchCommunicator(Communicator):
-    """torch.distributed: Gloo, NCCL or MPI (NCCL and MPI are written for and not tested).
+    """Sends what curvature needs by torch.distributed: Gloo, NCCL or MPI (only Gloo is covered by tests).
 
     Args:
-        process_group: Default: the default group.
+        process_group: The processes that train together; None (default): torch.distributed's default group.
+        comm_dtype: See :class:`Communicator`.
         average_gradients: See :class:`Communicator`.
         bucket_bytes: See :class:`Communicator`.
 
     Raises:
-        ValueError: If this process is not in the group.
+        TypeError: If ``process_group`` is no group.
+        ValueError: If torch.distributed is not initialised, this process is not in the group, or ``comm_dtype`` is not
+            allowed.
     """
 
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,
         *,
+        comm_dtype: torch.dtype | None = None,
         average_gradients: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
+        if not _is_group(process_group):
+            raise TypeError(f"process_group={process_group!r}: must be a torch.distributed.ProcessGroup or None")
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError("TorchCommunicator: call torch.distributed.init_process_group() first")
         rank = dist.get_rank(process_group)
         if rank < 0:
             raise ValueError("process_group: this process is not in it; build the optimizer on its members only")
         size = dist.get_world_size(process_group)
-        super().__init__(rank, size, average_gradients=average_gradients, bucket_bytes=bucket_bytes)
+        super().__init__(
+            rank, size, comm_dtype=comm_dtype, average_gradients=average_gradients, bucket_bytes=bucket_bytes
+        )
         self.group: dist.ProcessGroup = process_group or dist.group.WORLD  # type: ignore[assignment]
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(size)): self.group}
 
     def _start_sum(self, tensor: Tensor) -> Work:
-        return self._all_reduce(tensor, dist.ReduceOp.SUM)
+        work: Any = dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self.group, async_op=True)
+        return work
 
     def _start_max(self, tensor: Tensor) -> Work:
-        return self._all_reduce(tensor, dist.ReduceOp.MAX)
-
-    def _all_reduce(self, tensor: Tensor, op: Any) -> Work:
-        work: Any = dist.all_reduce(tensor, op, group=self.group, async_op=True)
+        work: Any = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
         return work
 
     def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
@@ -56,10 +64,14 @@ class TorchCommunicator(Communicator):
         return work
 
     def _global(self, rank: int) -> int:
+        """The number in the default group of a rank of this group."""
         return dist.get_global_rank(self.group, rank)
 
     def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Made by all processes of the default group, as torch.distributed wants it."""
+        """Makes a process group for each group of ranks that has none yet.
+
+        torch.distributed demands this of all processes of its default group together; see :meth:`check_groups`.
+        """
         for members in [members for members in groups if members not in self._groups]:
             self._groups[members] = dist.new_group(
                 [self._global(rank) for rank in members],
@@ -69,7 +81,10 @@ class TorchCommunicator(Communicator):
             )
 
     def check_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Groups are made by the default group as a whole."""
+        """Raises ValueError if sub-groups are needed and the processes outside ``process_group`` would have to help.
+
+        torch.distributed makes groups by all processes of the default group together.
+        """
         parts = [members for members in groups if 1 < len(members) < self.world_size]
         if parts and self.world_size < dist.get_world_size():
             raise ValueError(
@@ -79,28 +94,34 @@ class TorchCommunicator(Communicator):
             )
 
     def _timeout(self) -> Any:
-        """The group's own time-out (None: the backend's default): a new group would otherwise wait half an hour."""
+        """The group's own time-out, for its sub-groups, which would otherwise wait half an hour; None if unknown."""
         backend: Any = self.group._get_backend(self.wire_device(torch.device("cpu")))
         return getattr(getattr(backend, "options", None), "_timeout", None)
 
     def wire_device(self, device: torch.device) -> torch.device:
-        """That of the parameters for what is on the CPU, if the group (NCCL) carries nothing from there."""
+        """Sends tensors on the CPU from the parameters' device if the group (NCCL) sends nothing from the CPU."""
         carried = {carried.type for carried in self.group._device_types}
-        return self.device if device.type == "cpu" and "cpu" not in carried else device
+        return self._device if device.type == "cpu" and "cpu" not in carried else device
+
+
+def _is_group(process_group: Any) -> bool:
+    """Whether this is a process group, None for the default one, or what ``new_group`` gives to outsiders."""
+    if process_group is None or process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        return True
+    return isinstance(process_group, dist.ProcessGroup)
 
 
 def make_communicator(process_group: Any = None) -> Communicator:
-    """The communicator for a process group (default: torch.distributed's default group if it is initialised).
+    """The communicator where the user gives none: torch.distributed's, or none of use if there is one process.
+
+    Args:
+        process_group: None: the default group, if torch.distributed is initialised.
 
     Raises:
-        TypeError: If ``process_group`` is not a group.
+        TypeError: If ``process_group`` is no group.
         ValueError: If this process is not in it.
     """
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
         return LocalCommunicator()
-    outside = process_group is dist.GroupMember.NON_GROUP_MEMBER
-    if not (process_group is None or outside or isinstance(process_group, dist.ProcessGroup)):
-        raise TypeError(f"process_group={process_group!r}: must be a torch.distributed.ProcessGroup or None")
-    if outside or dist.get_world_size(process_group) > 1:
-        return TorchCommunicator(process_group)
-    return LocalCommunicator()
+    comm = TorchCommunicator(process_group)
+    return comm if comm.world_size > 1 else LocalCommunicator()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -129,6 +129,11 @@ class KroneckerLayer(ABC):
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """Weight and bias, as far as they are preconditioned here."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    def rebind(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Goes on with other parameters, given by the old ones."""
+        self.weight = new[self.weight]
+        self.bias = None if self.bias is None else new[self.bias]
 
     # What a module type defines. Those that raise are not abstract: a type that observes and arranges its matrix
     # in a way of its own, as norm layers do, has no use for them.

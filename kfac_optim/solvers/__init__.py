@@ -8,8 +8,7 @@ Two solvers, both for stacks of ``p`` Kronecker pairs, ``V`` of shape ``[p, d_ou
 with ``pi^2 = mean eigenvalue(A) / mean eigenvalue(G)`` (Martens & Grosse 2015, section 6.3), a factored form of
 the same Tikhonov damping. A diagonal factor is decomposed by its diagonal alone.
 
-A solver may also start from its last result (:class:`Iterated`), or tell which part of its results matters at the
-damping at hand (:class:`Truncating`).
+A solver may also tell which part of its decompositions matters at the damping at hand (:class:`Truncating`).
 
 A decomposition is a tuple of tensors, so that any solver's results can be sent between ranks. Matrices in it are stored
 in ``inv_dtype``, vectors and scalars (which carry the magnitude) in float32 at least.
@@ -26,14 +25,13 @@ Where to look::
 from .decompose import batches, decompose_all, decompose_safely
 from .eigen import EigenSolver
 from .inverse import InverseSolver
-from .protocol import Decomposition, Iterated, Result, Solver, Truncating, is_iterated
+from .protocol import Decomposition, Result, Solver, Truncating
 from .worker import Worker
 
 __all__ = [
     "Decomposition",
     "EigenSolver",
     "InverseSolver",
-    "Iterated",
     "Result",
     "Solver",
     "Truncating",
@@ -41,5 +39,4 @@ __all__ = [
     "batches",
     "decompose_all",
     "decompose_safely",
-    "is_iterated",
 ]

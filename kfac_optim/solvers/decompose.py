@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from .protocol import Decomposition, Iterated, Result, Solver
+from .protocol import Result, Solver
 
 __all__ = ["batches", "decompose_all", "decompose_safely"]
 
 Item = TypeVar("Item")
 
 
-def decompose_safely(solver: Solver, factor: Tensor, shift: Tensor, last: Result = None) -> Decomposition | None:
+def decompose_safely(solver: Solver, factor: Tensor, shift: Tensor) -> Result:
     """Decomposes, and where that fails retries in float64, then on the CPU with jitter on the diagonal.
 
     Args:
         solver: The solver.
         factor: ``[p, n, n]`` or ``[p, n]``, float32 or float64.
-        shift: ``[p]``.
-        last: The decomposition to start from; None: anew, as in all retries.
+        shift: What the solver adds to the diagonals, ``[p]``.
 
     Returns:
         The decomposition in the factor's dtype and on its device, or None if every attempt failed.
@@ -34,16 +33,16 @@ def decompose_safely(solver: Solver, factor: Tensor, shift: Tensor, last: Result
     ]
     for attempt in attempts:
         input_ = attempt(factor)
-        result, last = _attempt(solver, input_, shift.to(input_), last), None
+        result = _attempt(solver, input_, shift.to(input_))
         if result is not None:
             return tuple(part.to(factor) for part in result)
     return None
 
 
-def _attempt(solver: Solver, factor: Tensor, shift: Tensor, last: Result) -> Decomposition | None:
+def _attempt(solver: Solver, factor: Tensor, shift: Tensor) -> Result:
     """The decomposition, or None if it failed or is not finite."""
     try:
-        result = solver.decompose(factor, shift) if last is None else cast(Iterated, solver).refine(factor, shift, last)
+        result = solver.decompose(factor, shift)
     except RuntimeError:
         return None
     return result if all(bool(part.isfinite().all()) for part in result) else None
@@ -68,27 +67,20 @@ def batches(
     return found
 
 
-def decompose_all(
-    solver: Solver, factors: Sequence[Tensor], shifts: Sequence[Tensor], lasts: Sequence[Decomposition] | None = None
-) -> list[Result]:
+def decompose_all(solver: Solver, factors: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[Result]:
     """Decomposes factors of one shape as one batch, or one by one if that fails.
 
     Args:
-        solver: The solver; :class:`Iterated` if there are ``lasts``.
+        solver: The solver.
         factors: ``[p, n, n]`` or ``[p, n]`` each, with its own p.
-        shifts: ``[p]`` each.
-        lasts: The decompositions to start from; None: anew.
+        shifts: What the solver adds to their diagonals, ``[p]`` each.
 
     Returns:
         For each factor what :func:`decompose_safely` returns.
     """
-    together = None
-    if len(factors) > 1:
-        last = None if lasts is None else tuple(torch.cat(parts) for parts in zip(*lasts, strict=True))
-        together = _attempt(solver, torch.cat(list(factors)), torch.cat(list(shifts)), last)
+    together = _attempt(solver, torch.cat(list(factors)), torch.cat(list(shifts))) if len(factors) > 1 else None
     if together is None:
-        each = zip(factors, shifts, [None] * len(factors) if lasts is None else lasts, strict=True)
-        return [decompose_safely(solver, factor, shift, last) for factor, shift, last in each]
+        return [decompose_safely(solver, factor, shift) for factor, shift in zip(factors, shifts, strict=True)]
     sizes = [len(factor) for factor in factors]
     return list(zip(*(part.split(sizes) for part in together), strict=True))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,15 +17,6 @@ class EigenSolver:
     """Eigendecomposition: Tikhonov damping of ``A (x) G`` itself, which may change at every step. The default.
 
     Args:
-        refresh: "eigh" (default) decomposes anew at every refresh. "qr" takes one step of orthogonal iteration from the
-            last eigenvectors, ``Q <- qr(F Q)``, with the diagonal of ``Q^T F Q`` for eigenvalues (Golub & Van Loan,
-            Matrix Computations, section 8.2.4; Vyas et al. 2024, arXiv:2409.11321). The eigenvectors are then part of
-            the optimizer's state, so every rank has to hold all of them.
-        every: With "qr", one refresh in this many is an "eigh" all the same, >= 1. Default 10.
-        tolerance: With "qr", a factor whose residual ``|F Q - Q diag(d)| / |F|`` (Frobenius norms) exceeds this is
-            decomposed by "eigh" in the same refresh, >= 0. Default 0.1.
-        overlap: Where a refresh is spread over steps, True runs all of its decompositions beside the training, on a
-            thread (with a stream of its own on a GPU), instead of only those that exceed a step's share (default).
         negligible: Eigenvalues of A or G count as zero where all of their products with those of the other factor are
             at most this multiple of the damping, in [0, 1). There eq. 13 divides by ``gamma`` instead of up to ``(1 +
             negligible) gamma``, so no component of the direction is off by more than this share; the products of eqs.
@@ -37,26 +27,11 @@ class EigenSolver:
         ValueError: If an argument is out of range.
     """
 
-    refresh: Literal["eigh", "qr"] = "eigh"
-    every: int = 10
-    tolerance: float = 0.1
-    overlap: bool = False
     negligible: float = 0.01
 
     def __post_init__(self) -> None:
-        if self.refresh not in ("eigh", "qr"):
-            raise ValueError(f"EigenSolver(refresh={self.refresh!r}): must be 'eigh' or 'qr'")
-        if self.every < 1:
-            raise ValueError(f"EigenSolver(every={self.every!r}): must be >= 1")
-        if not self.tolerance >= 0:
-            raise ValueError(f"EigenSolver(tolerance={self.tolerance!r}): must be >= 0")
         if not 0 <= self.negligible < 1:
             raise ValueError(f"EigenSolver(negligible={self.negligible!r}): must be in [0, 1)")
-
-    @property
-    def iterated(self) -> bool:
-        """Whether decompositions start from the last ones."""
-        return self.refresh == "qr"
 
     def shifts(self, gamma: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor]:
         """None: the damping enters when the gradient is preconditioned."""
@@ -72,23 +47,6 @@ class EigenSolver:
             return (factor.clamp(min=0),)
         values, vectors = torch.linalg.eigh(factor)
         # A factor is positive semi-definite; what rounding pushes below zero would eat up the damping.
-        return values.clamp_(min=0), vectors
-
-    def refine(self, factor: Tensor, shift: Tensor, last: Decomposition) -> Decomposition:
-        """As :meth:`decompose`, from the last decomposition of the same factor: one step of orthogonal iteration."""
-        if factor.dim() == 2:
-            return self.decompose(factor, shift)
-        vectors = last[1].to(factor)
-        image = factor @ vectors
-        # Columns of large eigenvalues first: in orthogonal iteration a column has to stay clear of those before it.
-        order = (vectors * image).sum(-2, keepdim=True).argsort(-1, descending=True)
-        vectors = torch.linalg.qr(image.gather(-1, order.expand_as(image))).Q
-        image = factor @ vectors
-        values = (vectors * image).sum(-2)
-        residual = (image - vectors * values[:, None, :]).norm(dim=(-2, -1))
-        bad = residual > self.tolerance * factor.norm(dim=(-2, -1))
-        if bool(bad.any()):
-            values[bad], vectors[bad] = self.decompose(factor[bad], shift[bad])
         return values.clamp_(min=0), vectors
 
     def relevant(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> tuple[Decomposition, Decomposition]:

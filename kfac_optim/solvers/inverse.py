@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..damping import split
 from .protocol import Decomposition
 
 __all__ = ["InverseSolver"]
@@ -19,19 +20,15 @@ class InverseSolver:
     Args:
         pi: True (default) splits the damping by the ratio of the factors' mean eigenvalues. False adds gamma to both
             factors, eqs. 9-10 of the paper to the letter.
-        overlap: As for :class:`EigenSolver`.
     """
 
     pi: bool = True
-    overlap: bool = False
 
     def shifts(self, gamma: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor]:
         """``pi sqrt(gamma)`` for A and ``sqrt(gamma) / pi`` for G; pi is 1 where a factor is zero."""
         if not self.pi:
             return gamma, gamma
-        pi = torch.where((mean_a > 0) & (mean_g > 0), (mean_a / mean_g).sqrt(), 1.0)
-        root = gamma.sqrt()
-        return pi * root, root / pi
+        return split(gamma, mean_a, mean_g)
 
     def shapes(self, dim: int, diagonal: bool) -> tuple[tuple[int, ...], ...]:
         """The inverse and its scale; of a diagonal factor the inverse alone."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Decomposition", "Iterated", "Result", "Solver", "Truncating", "is_iterated"]
+__all__ = ["Decomposition", "Result", "Solver", "Truncating"]
 
 Decomposition = tuple[Tensor, ...]
 Result = Decomposition | None
@@ -44,24 +44,6 @@ class Solver(Protocol):
         ...
 
 
-class Iterated(Solver, Protocol):
-    """A solver whose decompositions may start from the last ones, which the engine then keeps in its state."""
-
-    @property
-    def iterated(self) -> bool:
-        """Whether they do."""
-        ...
-
-    @property
-    def every(self) -> int:
-        """One refresh in this many starts anew, >= 1."""
-        ...
-
-    def refine(self, factor: Tensor, shift: Tensor, last: Decomposition) -> Decomposition:
-        """As ``decompose``, from the last decomposition of the same factor."""
-        ...
-
-
 @runtime_checkable
 class Truncating(Solver, Protocol):
     """A solver that can precondition by a part of its decompositions."""
@@ -73,8 +55,3 @@ class Truncating(Solver, Protocol):
         the decompositions are new, or the damping has become another.
         """
         ...
-
-
-def is_iterated(solver: Solver) -> TypeGuard[Iterated]:
-    """Whether a solver's decompositions start from the last ones."""
-    return bool(getattr(solver, "iterated", False))

@@ -1,0 +1,1 @@
+"""What all studies share: models, tasks, data, settings, optimizers, runs, tables and pictures."""

@@ -1,0 +1,299 @@
+"""The settings of a run: what each optimizer and task starts from, named recipes, and how they combine.
+
+Later wins: common defaults, the task's, the optimizer's on that task, the recipe, the command line.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.common.tasks import Task
+
+SCHEDULES = ("constant", "cosine", "linear", "step")
+
+COMMON: dict[str, Any] = {"weight_decay": 0.0, "seed": 0, "threads": 1, "device": "cpu", "warmup": 0, "rest_lr": 0.003}
+
+TASK_DEFAULTS: dict[str, dict[str, Any]] = {
+    "digits": {"epochs": 20, "batch_size": 64, "schedule": "cosine", "eval_every": None},
+    "curves": {"steps": 300, "batch_size": 1000, "schedule": "constant", "eval_every": 20},
+    "text": {"steps": 400, "batch_size": 16, "schedule": "cosine", "eval_every": 50},
+}
+
+OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9},
+    "KFACSGD": {"momentum": 0.9},
+    "Muon": {"momentum": 0.95, "rest": "AdamW"},
+    "RMSprop": {"momentum": 0.0},
+    "Shampoo": {"momentum": 0.9},  # with rarer roots than its default, one per step, it diverges in ten steps
+    "KFACPyTorch": {"momentum": 0.9, "options": {"damping": 0.001, "inv_update_steps": 10}},
+    "KFACJax": {"options": {"initial_damping": 1.0}},
+}
+
+LEARNING_RATES: dict[str, dict[str, float]] = {
+    "digits": {
+        "SGD": 0.1,
+        "Adam": 0.003,
+        "AdamW": 0.003,
+        "Muon": 0.02,
+        "Lamb": 0.01,
+        "RMSprop": 0.001,
+        "SOAP": 0.003,
+        "Shampoo": 0.1,
+        "KFACPyTorch": 0.1,
+        "KFACJax": 1.0,  # not used
+        "KFACSGD": 0.1,
+        "KFACAdam": 0.003,
+        "KFACLAMB": 0.01,
+    },
+    "curves": {
+        "SGD": 0.01,
+        "Adam": 0.003,
+        "AdamW": 0.003,
+        "Muon": 0.02,
+        "Lamb": 0.01,
+        "RMSprop": 0.001,
+        "SOAP": 0.003,
+        "Shampoo": 0.1,
+        "KFACPyTorch": 0.1,
+        "KFACJax": 1.0,  # not used
+        "KFACSGD": 0.1,
+        "KFACAdam": 0.003,
+        "KFACLAMB": 0.01,
+    },
+    "text": {
+        "SGD": 0.3,
+        "Adam": 0.005,
+        "AdamW": 0.005,
+        "Muon": 0.02,
+        "Lamb": 0.01,
+        "RMSprop": 0.001,
+        "SOAP": 0.003,
+        "Shampoo": 0.1,
+        "KFACPyTorch": 0.1,
+        "KFACJax": 1.0,  # not used
+        "KFACSGD": 0.3,
+        "KFACAdam": 0.003,
+        "KFACLAMB": 0.01,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A named set of settings for the K-FAC optimizers.
+
+    Attributes:
+        about: One line for ``--help``.
+        kfac: K-FAC options for every optimizer and task.
+        by_task: Settings for one task (with every optimizer).
+        by_optimizer: Settings for one optimizer (on every task).
+        by_both: Settings for one task with one optimizer.
+    """
+
+    about: str
+    kfac: Mapping[str, Any]
+    by_task: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    by_optimizer: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    by_both: Mapping[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
+
+    def settings(self, task: str, optimizer: str) -> list[Mapping[str, Any]]:
+        """Return what the recipe says of an optimizer on a task, the more special last."""
+        both = self.by_both.get((task, optimizer), {})
+        return [{"kfac": self.kfac}, self.by_task.get(task, {}), self.by_optimizer.get(optimizer, {}), both]
+
+
+# KFACAdam and KFACLAMB take their momentum after preconditioning; they did better with the empirical Fisher and more
+# damping.
+_DIRECT = {"kfac": {"precondition": "gradient", "damping": 0.3, "fisher": "empirical"}}
+
+RECIPES: dict[str, Recipe] = {
+    "paper": Recipe(
+        about="the paper's method: preconditioned gradients, kl_clip, statistics every 10 and decompositions every 100 "
+        "steps (curves: sampled Fisher, every 1 and 10)",
+        kfac={
+            "precondition": "gradient",
+            "scaling": "kl_clip",
+            "relative_damping": False,
+            "factor_update_steps": 10,
+            "inv_update_steps": 100,
+        },
+        by_task={
+            "digits": {"kfac": {"damping": 0.3}},
+            "curves": {"kfac": {"fisher": "sampled", "factor_update_steps": 1, "inv_update_steps": 10}},
+        },
+    ),
+    "swap": Recipe(
+        about="for K-FAC by the class name alone, at the learning rate of the class it is built on",
+        kfac={"relative_damping": True, "damping": 1.0, "inv_update_steps": "growing:0.3:3"},
+        by_optimizer={
+            "KFACSGD": {"kfac": {"precondition": "momentum", "scaling": "graft", "damping": 0.3}},
+            "KFACAdam": {"kfac": {"scaling": "unit"}},
+            "KFACLAMB": {"kfac": {"scaling": "unit"}},
+        },
+    ),
+    "practical": Recipe(
+        about="preconditioned Nesterov momentum and (but for text) the sampled Fisher for KFACSGD, unit scaling, "
+        "relative damping, a refresh interval that grows with the step; on text statistics from a quarter of the "
+        "batch, and AdamW has the head, embeddings and norms",
+        kfac={
+            "precondition": "momentum",
+            "scaling": "unit",
+            "relative_damping": True,
+            "damping": 0.03,
+            "inv_update_steps": "growing:0.3:3",
+            "fisher": "sampled",
+        },
+        by_optimizer={"KFACSGD": {"options": {"nesterov": True}}, "KFACAdam": _DIRECT, "KFACLAMB": _DIRECT},
+        by_task={
+            "curves": {"kfac": {"damping": 0.01, "inv_update_steps": "growing:0.1:5"}},
+            "text": {
+                "rest": "AdamW",
+                "rest_lr": 0.01,
+                "kfac": {"fisher": "empirical", "inv_update_steps": "growing:0.1:2", "factor_batch_fraction": 0.25},
+            },
+        },
+        by_both={
+            ("digits", "KFACSGD"): {"lr": 0.02},
+            ("digits", "KFACLAMB"): {"lr": 0.02, "kfac": {"damping": 1.0}},
+            ("curves", "KFACSGD"): {"lr": 0.05},
+            ("curves", "KFACAdam"): {"lr": 0.006, "kfac": {"damping": 1.0, "inv_update_steps": "growing:0.3:3"}},
+            ("curves", "KFACLAMB"): {"lr": 0.04, "kfac": {"damping": 1.0, "inv_update_steps": "growing:0.3:3"}},
+            ("text", "KFACSGD"): {"lr": 0.06, "rest_lr": 0.03},
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that determines a run; plain values only, so that it can be logged and compared.
+
+    Attributes:
+        task: Name in ``TASKS``.
+        optimizer: Name in ``OPTIMIZERS``.
+        lr: Learning rate at the top of the schedule.
+        momentum: None for optimizers without one.
+        weight_decay: For every optimizer that takes one.
+        schedule: One of ``SCHEDULES``.
+        warmup: Steps of linear increase before the schedule.
+        steps: Length of the run.
+        batch_size: Examples per step.
+        seed: Of the initialisation, the order of the data and sampled targets.
+        threads: Of torch.
+        device: "cpu" or "cuda".
+        eval_every: Steps between evaluations.
+        rest: Optimizer of everything but the hidden matrices, or None: one optimizer for all parameters.
+        rest_lr: Its learning rate.
+        options: Further keywords of the optimizer's base rule.
+        kfac: K-FAC keywords; ``growing(...)`` is written "growing:fraction:minimum:maximum".
+    """
+
+    task: str
+    optimizer: str
+    lr: float
+    momentum: float | None
+    weight_decay: float
+    schedule: str
+    warmup: int
+    steps: int
+    batch_size: int
+    seed: int
+    threads: int
+    device: str
+    eval_every: int
+    rest: str | None
+    rest_lr: float
+    options: dict[str, Any]
+    kfac: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        checks = {
+            "lr": (self.lr >= 0, "at least 0"),
+            "momentum": (self.momentum is None or 0 <= self.momentum < 1, "in [0, 1)"),
+            "weight_decay": (self.weight_decay >= 0, "at least 0"),
+            "warmup": (0 <= self.warmup < max(self.steps, 1), f"from 0 to fewer than the run's {self.steps} steps"),
+            "steps": (self.steps >= 1, "at least 1"),
+            "seed": (self.seed >= 0, "at least 0"),
+            "threads": (self.threads >= 1, "at least 1"),
+            "eval_every": (self.eval_every >= 1, "at least 1"),
+            "rest_lr": (self.rest_lr >= 0, "at least 0"),
+        }
+        for name, (holds, allowed) in checks.items():
+            if not holds:
+                raise ValueError(f"--{name.replace('_', '-')}: {getattr(self, name)} is not allowed, must be {allowed}")
+        nearest("schedule", self.schedule, SCHEDULES)
+
+
+def differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a line for each entry that differs between the settings of a log and the current ones."""
+    there, now = flat(there), flat(now)
+    names = [name for name in {**there, **now} if there.get(name) != now.get(name)]
+    return [f"{name}: {there.get(name)!r} there, {now.get(name)!r} now" for name in names]
+
+
+def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``settings`` with the entries of inner dictionaries as ``outer.inner``; tuples as lists, as in JSON."""
+    rows: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            rows |= {f"{name}.{key}": inner for key, inner in flat(value).items()}
+        else:
+            rows[name] = list(value) if isinstance(value, tuple) else value
+    return rows
+
+
+def nearest(kind: str, name: str, known: Iterable[str]) -> str:
+    """Return ``name`` if it is known.
+
+    Raises:
+        ValueError: With the list of known names and, if one is similar, a suggestion.
+    """
+    known = list(known)
+    if name in known:
+        return name
+    spelled = {candidate.lower(): candidate for candidate in known}
+    close = difflib.get_close_matches(name.lower(), spelled, n=1, cutoff=0.5)
+    hint = f" (did you mean {spelled[close[0]]!r}?)" if close else ""
+    raise ValueError(f"unknown {kind} {name!r}{hint}; known: {', '.join(known)}")
+
+
+def combine(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge settings, later ones first: ``kfac``, ``options`` by key; ``steps`` and ``epochs`` replace each other."""
+    merged: dict[str, Any] = {"options": {}, "kfac": {}, "rest": None}
+    for layer in layers:
+        for length in {"steps", "epochs"} & layer.keys():
+            merged.pop({"steps": "epochs", "epochs": "steps"}[length], None)
+        merged |= {**layer, **{group: {**merged[group], **layer.get(group, {})} for group in ("kfac", "options")}}
+    return merged
+
+
+def resolve(
+    task: Task, optimizer: str, *, is_kfac: bool, recipe: str | None = None, given: Mapping[str, Any] | None = None
+) -> Settings:
+    """Return the settings of ``optimizer`` on ``task``: defaults, then the recipe, then what is ``given``.
+
+    Recipe and ``given["kfac"]`` are for K-FAC optimizers and left out for all others.
+
+    Raises:
+        ValueError: If a name is unknown or a value is out of range.
+    """
+    name = task.name
+    layers: list[Mapping[str, Any]] = [COMMON, {"momentum": None}, OPTIMIZER_DEFAULTS.get(optimizer, {})]
+    if name in TASK_DEFAULTS:  # others are given everything
+        layers += [TASK_DEFAULTS[name], {"lr": LEARNING_RATES[name][optimizer]}]
+    if recipe is not None and is_kfac:
+        layers += RECIPES[nearest("recipe", recipe, RECIPES)].settings(name, optimizer)
+    merged = combine([*layers, given or {}])
+
+    per_epoch = task.source.steps_per_epoch(merged["batch_size"])
+    if "epochs" in merged:
+        merged["steps"] = merged.pop("epochs") * per_epoch
+    if merged["eval_every"] is None:
+        merged["eval_every"] = per_epoch
+    kfac = {"loss_average": task.loss_average, "seed": merged["seed"], **merged["kfac"]} if is_kfac else {}
+    if kfac.get("fisher") == "sampled":
+        kfac["fisher"] = task.fisher
+    return Settings(task=name, optimizer=optimizer, **{**merged, "kfac": kfac})

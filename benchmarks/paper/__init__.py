@@ -1,0 +1,1 @@
+"""See ``__main__``: ``python -m benchmarks.paper``."""

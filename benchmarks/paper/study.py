@@ -1,0 +1,409 @@
+"""A grid of training runs beside the paper's figures: trains what is missing, tabulates, judges and draws it.
+
+A study has rows (methods), columns (batch sizes, models, ...) and figures (accuracy, seconds, ...); every cell is the
+mean over the seeds. Finished runs are kept in the result files and found again by their settings, whichever study asks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure as Drawing
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from benchmarks.common.runs import Line, Trainer, facts
+from benchmarks.common.settings import Settings
+from benchmarks.common.tasks import Task
+
+PATTERN = "paper-*.json"
+LAST = 20  # steps whose training loss is averaged
+
+# Runs ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run.
+
+    Attributes:
+        task: What is trained.
+        settings: How.
+        model: Name of the model, which tells those of one task apart.
+        after: The run whose final weights it starts from.
+    """
+
+    task: Task
+    settings: Settings
+    model: str
+    after: Run | None = None
+
+    @property
+    def identity(self) -> Line:
+        """What must agree for a finished run to stand for this one: settings, model, data and the run before."""
+        own = {**asdict(self.settings), "model": self.model, "data_checksum": self.task.digest}
+        return own | ({"after": self.after.identity} if self.after else {})
+
+    @property
+    def key(self) -> str:
+        """The identity as text."""
+        return key_of(self.identity)
+
+
+def key_of(identity: Line) -> str:
+    """Return an identity as text; the same before and after it went through a file."""
+    return json.dumps(identity, sort_keys=True)
+
+
+def loaded(make: Callable[[], nn.Module], weights: Mapping[str, Tensor]) -> nn.Module:
+    """Return a model with given weights."""
+    model = make()
+    model.load_state_dict(weights)
+    return model
+
+
+class Results:
+    """Finished runs: those of the result files in a folder, and new ones.
+
+    Args:
+        folder: Of the result files.
+        again: Repeat the runs that the files hold.
+        quiet: No progress bar.
+    """
+
+    def __init__(self, folder: Path, *, again: bool = False, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self.facts = facts()  # before the runs: the code that they use, whatever the checkout becomes meanwhile
+        self._found: dict[str, Line] = {}
+        self._weights: dict[str, dict[str, Tensor]] = {}
+        for path in () if again else sorted(folder.glob(PATTERN)):
+            for line in json.loads(path.read_text()).get("runs", ()):
+                self._found[key_of(line["run"])] = line
+
+    def has(self, run: Run) -> bool:
+        """Say whether a run is finished."""
+        return run.key in self._found
+
+    def get(self, run: Run) -> Line:
+        """Return the result of a finished run."""
+        return self._found[run.key]
+
+    def complete(self, name: str, runs: Iterable[Run], save: Callable[[], object]) -> None:
+        """Train those of ``runs`` that are not finished; call ``save`` after each."""
+        missing = {run.key: run for run in runs if not self.has(run)}
+        total = sum(run.settings.steps for run in missing.values())
+        with tqdm(total=total, desc=name, unit="step", mininterval=1, disable=self.quiet, dynamic_ncols=True) as bar:
+            for run in missing.values():
+                bar.set_postfix_str(f"{run.settings.optimizer}, {run.model}, seed {run.settings.seed}", refresh=False)
+                self.train(run, bar.update)
+                save()
+
+    def train(self, run: Run, advanced: Callable[[], object]) -> Line:
+        """Train to the end and keep the result: its settings, versions and machine, seconds and evaluations."""
+        task = run.task
+        if run.after:
+            task = replace(task, model=partial(loaded, task.model, self.weights(run.after)))
+        trainer = Trainer(task, run.settings)
+        evaluations: list[Line] = []
+        losses: list[Line] = []
+        result: Line = {"run": run.identity, **self.facts}
+        while not trainer.ended:
+            for line in trainer.advance():
+                kind = line.pop("kind")
+                (evaluations if kind == "evaluation" else losses).append(line)
+            advanced()
+        recent = [line["loss"] for line in losses[-LAST:] if line["loss"] is not None]
+        result |= {"end": trainer.ended, **trainer.position()}
+        if run.after:
+            before = self.get(run.after)
+            result["before"] = {name: before[name] for name in ("step", "cpu_seconds", "wall_seconds", "loss")}
+        result |= {"loss": sum(recent) / len(recent) if recent else None, "evaluations": evaluations}
+        self._found[run.key] = result
+        self._weights[run.key] = trainer.model.state_dict()
+        return result
+
+    def weights(self, run: Run) -> dict[str, Tensor]:
+        """Return the final weights of a run; they are in no file, so that a run of an earlier command is repeated."""
+        if run.key not in self._weights:
+            self.train(run, lambda: None)
+        return self._weights[run.key]
+
+
+# Figures -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number that a run is judged by.
+
+    Attributes:
+        name: With its unit.
+        read: Finds it in a run's result; None: the run never got there.
+        more: More is better.
+        digits: Behind the decimal point.
+        relative: Rows are compared by their ratio, not their difference.
+        judged: Rows are compared by it at all.
+    """
+
+    name: str
+    read: Callable[[Line], float | None]
+    more: bool = False
+    digits: int = 1
+    relative: bool = False
+    judged: bool = True
+
+
+def final(metric: str, scale: float = 1.0) -> Callable[[Line], float | None]:
+    """Return a reader of the last evaluation."""
+
+    def read(result: Line) -> float | None:
+        value = result["evaluations"][-1][metric]
+        return None if value is None else scale * value
+
+    return read
+
+
+def until(what: str, goals: Mapping[str, float]) -> Callable[[Line], float | None]:
+    """Return a reader of the "step", "epoch" or seconds at the first evaluation that reached all ``goals``.
+
+    A metric named ``..._loss`` reaches a goal from above, all others from below.
+    """
+
+    def reached(line: Line) -> bool:
+        return all(
+            line[name] is not None and (line[name] <= goal if name.endswith("loss") else line[name] >= goal)
+            for name, goal in goals.items()
+        )
+
+    def read(result: Line) -> float | None:
+        return next((line[what] for line in result["evaluations"] if reached(line)), None)
+
+    return read
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A figure over the seeds; None for a run that never got there."""
+
+    values: tuple[float | None, ...]
+
+    @property
+    def mean(self) -> float | None:
+        """The mean, if every seed got there."""
+        known = [value for value in self.values if value is not None]
+        return sum(known) / len(known) if known and len(known) == len(self.values) else None
+
+    @property
+    def low(self) -> float:
+        """The least of the seeds that got there."""
+        return min(value for value in self.values if value is not None)
+
+    @property
+    def high(self) -> float:
+        """The most."""
+        return max(value for value in self.values if value is not None)
+
+    def text(self, digits: int) -> str:
+        """Mean and, in brackets, the seeds' range; or how many of them got there."""
+        if self.mean is None:
+            return f"{sum(value is not None for value in self.values)} of {len(self.values)} seeds"
+        spread = f" ({self.low:.{digits}f}-{self.high:.{digits}f})" if len(self.values) > 1 else ""
+        return f"{self.mean:.{digits}f}{spread}"
+
+
+NOTHING = Cell(())
+
+# Studies -------------------------------------------------------------------------------------------------------------
+
+Place = tuple[str, str]  # row and column
+Number = float | str | None
+
+
+@dataclass(frozen=True)
+class Study:
+    """Rows, columns and figures of a table, and the paper's own.
+
+    Attributes:
+        title: What is asked.
+        rows: The methods; the base optimizer's first.
+        columns: Ours, each with what stands for it in the paper.
+        runs: The runs of a cell; places without an entry stay empty.
+        figures: What is read off the runs.
+        paper: By figure and row, the paper's numbers for each column.
+        claim: What the paper concludes.
+        base: The row that a row is compared with, where it is not the first.
+        known: Figures that are known without a run, by name and place.
+        metrics: Of the drawn curves.
+        conclude: Further lines, from the cells.
+    """
+
+    title: str
+    rows: Sequence[str]
+    columns: Mapping[str, str]
+    runs: Mapping[Place, Sequence[Run]]
+    figures: Sequence[Figure]
+    paper: Mapping[str, Mapping[str, Sequence[Number]]]
+    claim: str
+    base: Callable[[str, str], Place] | None = None
+    known: Mapping[str, Mapping[Place, float]] = field(default_factory=dict)
+    metrics: Sequence[str] = ("test_accuracy",)
+    conclude: Callable[[Cells], list[str]] = lambda cells: []
+
+    def cells(self, results: Results) -> Cells:
+        """Return every figure of every place."""
+        found: dict[str, dict[Place, Cell]] = {name: {} for name in self.known}
+        for name, places in self.known.items():
+            found[name] = {place: Cell((value,)) for place, value in places.items()}
+        for figure, (place, runs) in product(self.figures, self.runs.items()):
+            values = tuple(figure.read(results.get(run)) for run in runs)
+            found.setdefault(figure.name, {})[place] = Cell(values)
+        return found
+
+    def digits(self, name: str) -> int:
+        """Return the digits behind the point of a figure."""
+        whole = all(value == round(value) for value in self.known.get(name, {}).values())
+        return next((figure.digits for figure in self.figures if figure.name == name), 0 if whole else 1)
+
+
+Cells = Mapping[str, Mapping[Place, Cell]]
+
+
+def tables(study: Study, cells: Cells) -> str:
+    """Return all tables, the verdicts and the paper's claim as text; "-" where the paper prints nothing."""
+    blocks = [study.title, "=" * len(study.title)]
+    for name, places in cells.items():
+        printed = study.paper.get(name, {})
+        pairs = [(ours, *([f"paper: {paper}"] if printed else [])) for ours, paper in study.columns.items()]
+        lines = [[name, *(word for pair in pairs for word in pair)]]
+        for row in study.rows:
+            numbers = printed.get(row, [None] * len(study.columns))
+            line = [row]
+            for column, number in zip(study.columns, numbers, strict=True):
+                cell = places.get((row, column))
+                line.append(cell.text(study.digits(name)) if cell else "")
+                line += ["-" if number is None else str(number)] * bool(printed)
+            lines.append(line)
+        blocks += ["", *aligned(lines)]
+    blocks += ["", *verdicts(study, cells), *study.conclude(cells), f"The paper: {study.claim}", ""]
+    return "\n".join(blocks)
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Return the cells of lines in columns, the first aligned to the left; a rule below the first line."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = [
+        "  ".join(word.rjust(width) if i else word.ljust(width) for i, (word, width) in enumerate(zip(line, widths)))  # noqa: B905
+        for line in lines
+    ]
+    return [texts[0].rstrip(), "-" * len(texts[0]), *map(str.rstrip, texts[1:])]
+
+
+def verdicts(study: Study, cells: Cells) -> list[str]:
+    """Return for every row and judged figure where it is ahead of its base, and where it LOSES to it."""
+    lines = []
+    for figure, row in product((f for f in study.figures if f.judged), study.rows):
+        words = []
+        for column in study.columns:
+            base = study.base(row, column) if study.base else (study.rows[0], column)
+            own, other = (cells[figure.name].get(place) for place in ((row, column), base))
+            if own and other and base != (row, column):
+                words.append(f"{column}: {verdict(figure, own, other)}")
+        if words:
+            lines.append(f"{row}, {figure.name} - {'; '.join(words)}")
+    return lines
+
+
+def verdict(figure: Figure, own: Cell, base: Cell) -> str:
+    """Say who is ahead; a run that never got there is behind every one that did."""
+    if own.mean is None:
+        return "neither got there" if base.mean is None else "LOSES, did not get there"
+    if base.mean is None:
+        return "ahead, the base did not get there"
+    if own.mean == base.mean:
+        return "even"
+    ahead = (own.mean > base.mean) == figure.more
+    by = (
+        f"{100 * (own.mean / base.mean - 1):+.0f} %"
+        if figure.relative
+        else f"{own.mean - base.mean:+.{figure.digits}f}"
+    )
+    apart = own.low > base.high or own.high < base.low
+    return f"{'ahead' if ahead else 'LOSES'} ({by}{'' if apart else ', ranges overlap'})"
+
+
+# Drawing -------------------------------------------------------------------------------------------------------------
+
+
+def draw(study: Study, cells: Cells, results: Results, path: Path) -> None:
+    """Draw the curves of each column, then every figure with the paper's numbers beside it."""
+    shown = [(metric, column) for metric in study.metrics for column in study.columns]
+    shown = [pair for pair in shown if any((row, pair[1]) in study.runs for row in study.rows)][:4]
+    names = [name for name, places in cells.items() if places]
+    width = max(len(shown), len(names) * 2, 2)
+    figure = Drawing(figsize=(4.2 * width, 8))
+    figure.subplots_adjust(left=0.2 / width, right=1 - 0.08 / width, bottom=0.06, top=0.9, wspace=0.25, hspace=0.25)
+    FigureCanvasAgg(figure)  # a canvas of its own: works without a display and leaves pyplot's state alone
+    for index, (metric, column) in enumerate(shown, start=1):
+        curves(figure.add_subplot(2, width, index), study, results, metric, column)
+    for index, name in enumerate(names):
+        ours = {row: [cells[name].get((row, column), NOTHING).mean for column in study.columns] for row in study.rows}
+        points(figure.add_subplot(2, width, width + 2 * index + 1), name, list(study.columns), study.rows, ours)
+        if name in study.paper:
+            axes = figure.add_subplot(2, width, width + 2 * index + 2)
+            points(axes, "the paper", list(study.columns.values()), study.rows, study.paper[name])
+    figure.suptitle(study.title)
+    figure.savefig(path, dpi=90)
+
+
+def curves(axes: Axes, study: Study, results: Results, metric: str, column: str) -> None:
+    """Draw a held-out metric over the epochs (the steps, if no run sees all data); a line for each row and seed."""
+    ends = [results.get(run)["epoch"] for row in study.rows for run in study.runs.get((row, column), ())]
+    key = "epoch" if max(ends) >= 1 else "step"
+    for index, row in enumerate(study.rows):
+        for number, run in enumerate(study.runs.get((row, column), ())):
+            lines = results.get(run)["evaluations"]
+            values = [math.nan if line[metric] is None else line[metric] for line in lines]
+            label = None if number else row
+            axes.plot([line[key] for line in lines], values, color=f"C{index}", alpha=0.7, linewidth=1, label=label)
+    axes.set_title(column, fontsize="medium")
+    axes.set_xlabel(f"{key}s")
+    axes.set_ylabel(f"held-out {metric.removeprefix('test_')}")
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize="x-small")
+
+
+def points(
+    axes: Axes, title: str, columns: Sequence[str], order: Sequence[str], rows: Mapping[str, Sequence[Number]]
+) -> None:
+    """Draw one number for each row and column; the same ``order`` gives the same colours."""
+    for index, row in enumerate(order):
+        numbers = rows.get(row, ())
+        known = [(i, number) for i, number in enumerate(numbers) if isinstance(number, int | float)]
+        if known:
+            axes.plot(*zip(*known, strict=True), "o-", color=f"C{index}", alpha=0.7, label=row)
+    axes.set_title(title, fontsize="medium")
+    axes.set_xticks(range(len(columns)), columns, fontsize="small")
+    axes.grid(alpha=0.25)
+
+
+def plain(known: Mapping[str, Mapping[Place, float]]) -> Line:
+    """Return the known figures with "row, column" as keys, as JSON takes them."""
+    return {name: {", ".join(place): value for place, value in places.items()} for name, places in known.items()}
+
+
+def save(path: Path, head: Mapping[str, Any], runs: Iterable[Line]) -> None:
+    """Write a result file: ``head``, and the runs, a line each."""
+    text = json.dumps({**head, "runs": []}, indent=1, allow_nan=False)
+    lines = ",\n".join(json.dumps(run, allow_nan=False) for run in runs)
+    half = path.with_suffix(".tmp")
+    half.write_text(text.removesuffix("[]\n}") + f"[\n{lines}\n]}}\n")
+    half.replace(path)

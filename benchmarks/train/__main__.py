@@ -1,0 +1,287 @@
+"""Train a task with any optimizer: ``python -m benchmarks.train TASK --optimizer NAME`` (from the repository root)."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryFile
+from types import FrameType
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from benchmarks.common import plots, summary
+from benchmarks.common.optimizers import OPTIMIZERS, is_kfac
+from benchmarks.common.runs import Line, RunFiles, Trainer, comparable
+from benchmarks.common.settings import Settings, differences, nearest, resolve
+from benchmarks.common.tasks import TASKS, Task
+from benchmarks.train import page
+from benchmarks.train.options import KFAC_OPTIONS, RUNS, name_or_none, parser
+
+# Settings that --compare shares only with the class that --optimizer is built on: they mean another thing elsewhere.
+OWN = ("lr", "momentum", "options")
+SHOWN = {"loss": "loss", "train_accuracy": "train acc", "test_accuracy": "test acc", "test_loss": "test loss"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run: its settings and where its files go."""
+
+    settings: Settings
+    files: RunFiles
+
+
+# From the options to the runs ----------------------------------------------------------------------------------------
+
+
+def given_settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those options that were given on the command line, in the form that ``resolve`` takes."""
+    names = {*Settings.__dataclass_fields__, "epochs"} - {"task", "optimizer", "kfac", "options", "rest"}
+    given = {name: value for name, value in options.items() if name in names}
+    given["kfac"] = {name: options[name] for name in KFAC_OPTIONS if name in options} | dict(options.get("kfac", ()))
+    if "option" in options:
+        given["options"] = dict(options["option"])
+    if "rest" in options:
+        given["rest"] = name_or_none(options["rest"])
+    return given
+
+
+def compared(text: str) -> list[tuple[str, float | None]]:
+    """Parse ``--compare`` into names and learning rates.
+
+    Raises:
+        ValueError: If a name is unknown or a learning rate is no number.
+    """
+    pairs = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, colon, lr = part.partition(":")
+        try:
+            pairs.append((nearest("optimizer", name, OPTIMIZERS), float(lr) if colon else None))
+        except ValueError as error:
+            raise ValueError(f"--compare {part}: {error}") from error
+    return pairs
+
+
+def check_fit(main: str, others: Sequence[str], given: Mapping[str, Any], recipe: str | None) -> None:
+    """Refuse options that no optimizer of this command would use.
+
+    Raises:
+        ValueError: Naming the option and the optimizer.
+    """
+    if (given["kfac"] or recipe) and not any(map(is_kfac, (main, *others))):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given["kfac"]) or "--recipe"
+        raise ValueError(f"{names}: for K-FAC optimizers only, and {main} is none")
+    if "momentum" in given and "momentum" not in OPTIMIZERS[main].keywords:
+        raise ValueError(f"--momentum: {main} has none (for betas: --option 'betas=(0.9, 0.999)')")
+
+
+def all_settings(task: Task, options: Mapping[str, Any]) -> dict[str, Settings]:
+    """Return the settings of every run by its label: that of ``--optimizer`` first, then those of ``--compare``.
+
+    Raises:
+        ValueError: If an option does not fit the optimizers.
+    """
+    main, recipe, given = options["optimizer"], options.get("recipe"), given_settings(options)
+    others = compared(options.get("compare", ""))
+    check_fit(main, [name for name, _ in others], given, recipe)
+    runs = {main: resolve(task, main, is_kfac=is_kfac(main), recipe=recipe, given=given)}
+    shared = {name: value for name, value in given.items() if name not in OWN}
+    for name, lr in others:
+        own = dict(given if name == OPTIMIZERS[main].base else shared)
+        if lr is not None:
+            own["lr"] = lr
+        label = name if lr is None else f"{name}:{lr:g}"
+        if label in runs:
+            raise ValueError(f"--compare {label}: is trained already; give it a learning rate of its own, {name}:LR")
+        runs[label] = resolve(task, name, is_kfac=is_kfac(name), recipe=recipe, given=own)
+    return runs
+
+
+def default_folder(options: Mapping[str, Any]) -> Path:
+    """Return ``runs/TASK-OPTIMIZER-N``: the next number, or with ``--resume`` the highest there is."""
+    stem = f"{options['task']}-{options['optimizer']}-"
+    taken = [path.name.removeprefix(stem) for path in RUNS.glob(f"{stem}*")]
+    latest = max((int(number) for number in taken if number.isdigit()), default=0)
+    return RUNS / f"{stem}{max(latest, 1) if options['resume'] else latest + 1}"
+
+
+# Checks before training ----------------------------------------------------------------------------------------------
+
+
+def check_previous(plans: Sequence[Plan], headers: Mapping[str, Line], *, resume: bool) -> None:
+    """Refuse to overwrite earlier runs, and to resume where nothing, or something else, was begun.
+
+    Raises:
+        ValueError: Naming the file and, on ``--resume``, each setting that differs.
+    """
+    found = {plan.files: record for plan in plans if (record := plan.files.record())}
+    for files, record in found.items():
+        state = f"{files.log} holds {'an unfinished' if record.end is None else 'a finished'} run"
+        if not resume:
+            ways = "--resume continues it, --overwrite" if record.end is None else "--overwrite"
+            raise ValueError(f"{state}; {ways} replaces it, or choose another --out")
+        differing = differences(comparable(record.header), comparable(headers[files.label]))
+        if differing:
+            raise ValueError(f"--resume: {state} with other settings: {'; '.join(differing)}")
+    if resume and not any(record.end or files.checkpoint.exists() for files, record in found.items()):
+        raise ValueError(f"--resume: no checkpoint of this command in {plans[0].files.folder}; start without --resume")
+
+
+def check_folder(folder: Path) -> None:
+    """Create ``folder`` and write a probe into it.
+
+    Raises:
+        ValueError: If that is impossible.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as probe:
+            probe.write(b"probe")
+    except OSError as error:
+        raise ValueError(f"--out {folder}: cannot write there: {error.strerror or error}") from error
+
+
+def prepare(options: Mapping[str, Any]) -> tuple[Task, list[Plan]]:
+    """Check everything that can be checked before training, so that nothing fails after it.
+
+    Raises:
+        ValueError: If a name, a value or a combination is wrong, or the folder can't be used.
+        TypeError: If an optimizer refuses a keyword.
+    """
+    make = TASKS[nearest("task", options["task"], TASKS)]
+    nearest("optimizer", options["optimizer"], OPTIMIZERS)
+    if options["checkpoint_every"] < 1:
+        raise ValueError("--checkpoint-every: must be at least 1")
+    task, folder = make(), options.get("out") or default_folder(options)
+    task = replace(task, target=options.get("target", task.target))
+    plans = [Plan(settings, RunFiles(folder, label)) for label, settings in all_settings(task, options).items()]
+    headers = {plan.files.label: Trainer(task, plan.settings).header() for plan in plans}
+    if not options["overwrite"]:
+        check_previous(plans, headers, resume=options["resume"])
+    check_folder(folder)
+    return task, plans
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+class Signals:
+    """The first Ctrl-C or SIGTERM asks for a stop after the current step; a second Ctrl-C stops at once."""
+
+    received: int | None = None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Note the signal."""
+        self.received = number
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Handle signals meanwhile."""
+        before = {number: signal.signal(number, self.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def train(trainer: Trainer, files: RunFiles, signals: Signals, *, checkpoint_every: int, quiet: bool) -> None:
+    """Train to the end or to a signal, from the checkpoint if there is one."""
+    resumed = files.checkpoint.exists()
+    if resumed:
+        files.restore(trainer)
+    engine, since = getattr(trainer.optimizers[0], "curvature", None), trainer.step
+    with open(files.log, "a" if resumed else "w") as log, progress(trainer, files.label, quiet) as bar:
+        if not resumed:
+            write(log, [trainer.header()])
+        shown: Line = {}
+        while not trainer.ended and signals.received is None:
+            lines = trainer.advance()
+            if engine is not None and engine.frozen_at is not None:
+                next(line for line in lines if line["kind"] == "step")["staleness"] = (
+                    engine.step_count - engine.frozen_at
+                )
+                if lines[-1]["kind"] == "evaluation" and not trainer.ended:
+                    lines.append(curvature(trainer, engine.report()))
+            write(log, lines)
+            shown |= {SHOWN[name]: line[name] for line in lines for name in SHOWN if line.get(name) is not None}
+            bar.set_postfix(shown, refresh=False)
+            bar.update()
+            if trainer.step % checkpoint_every == 0:
+                files.save(trainer)
+        if engine is not None and trainer.step:
+            views = {"profile": engine.profile(), "memory": engine.memory_estimate(), "table": str(engine)}
+            write(log, [{**curvature(trainer, engine.report(eigenvalues=True)), **views, "since": since}])
+        if trainer.ended:
+            write(log, [{"kind": "end", "reason": trainer.ended, **trainer.position()}])
+        if trainer.step:
+            files.save(trainer)
+
+
+def curvature(trainer: Trainer, report: Line) -> Line:
+    """Return a line of the log; an infinite condition number becomes null."""
+    plain = json.loads(json.dumps(report), parse_constant=lambda name: None)
+    return {"kind": "curvature", **trainer.position(), "report": plain}
+
+
+def write(log: TextIO, lines: Sequence[Line]) -> None:
+    """Append ``lines``, out of our hands before a checkpoint counts them."""
+    log.write("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
+    log.flush()
+
+
+def progress(trainer: Trainer, label: str, quiet: bool) -> Any:
+    """Return the progress bar; updates are rare where it does not go to a terminal."""
+    pause = 0.1 if sys.stderr.isatty() else 5.0
+    steps = {"total": trainer.settings.steps, "initial": trainer.step, "unit": "step"}
+    return tqdm(**steps, desc=label, mininterval=pause, disable=quiet, dynamic_ncols=True)
+
+
+def run(task: Task, plans: Sequence[Plan], options: Mapping[str, Any], command: str) -> int:
+    """Train what is not trained yet, draw and print everything; return the exit code."""
+    folder, signals = plans[0].files.folder, Signals()
+    if options["overwrite"]:
+        for plan in plans:
+            plan.files.remove()
+    how = {name: options[name] for name in ("checkpoint_every", "quiet")}
+    with signals.watched():
+        for plan in plans:
+            record = plan.files.record()
+            if signals.received is None and (record is None or record.end is None):
+                train(Trainer(task, plan.settings), plan.files, signals, **how)
+    records = {plan.files.label: record for plan in plans if (record := plan.files.record())}
+    plots.draw(task, records, folder / "plot.png")
+    page.write(task, records, command, folder / "summary.html")
+    print(summary.table(task, records))
+    print(f"logs, checkpoints and plot.png: {folder}")
+    print(f"summary with pictures: {folder / 'summary.html'}")
+    if signals.received is None:
+        return 0
+    print("interrupted; the same command with --resume continues")
+    return 128 + signals.received
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code (2: refused before training, 130 or 143: interrupted)."""
+    command = parser()
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = vars(command.parse_args(given))
+    try:
+        task, plans = prepare(options)
+    except (ValueError, TypeError) as error:
+        command.error(str(error))
+    try:
+        return run(task, plans, options, f"{command.prog} {shlex.join(given)}")
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""The command line of ``benchmarks.train``: every option, its default and its unit."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.optimizers import OPTIMIZERS, REST, interval
+from benchmarks.common.settings import COMMON, LEARNING_RATES, OPTIMIZER_DEFAULTS, RECIPES, SCHEDULES, TASK_DEFAULTS
+from benchmarks.common.tasks import TASKS
+
+RUNS = Path("runs")
+KEY_VALUE = "any further keyword of the {}, as a Python value or a word; may be repeated (default: none)"
+
+# Options of the command that are K-FAC keywords of the same name.
+KFAC_OPTIONS = (
+    "damping",
+    "relative_damping",
+    "precondition",
+    "scaling",
+    "kl_clip",
+    "fisher",
+    "solver",
+    "factor_update_steps",
+    "factor_batch_fraction",
+    "inv_update_steps",
+    "factor_decay",
+)
+
+
+def task_table() -> str:
+    """Return the defaults that depend on task and optimizer, for ``--help``."""
+    rows = ["defaults that depend on the task:"]
+    for task, values in TASK_DEFAULTS.items():
+        shown = {"eval_every": "one epoch", **{name: value for name, value in values.items() if value is not None}}
+        rows.append(f"  {task:8}" + ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in shown.items()))
+    rows += ["", "default learning rates (--lr):", f"  {'':10}" + "".join(f"{task:>9}" for task in TASKS)]
+    for name in OPTIMIZERS:
+        rows.append(f"  {name:10}" + "".join(f"{LEARNING_RATES[task][name]:>9g}" for task in TASKS))
+    rows += ["", "other defaults of an optimizer:"]
+    for name, values in OPTIMIZER_DEFAULTS.items():
+        rows.append(f"  {name:10}" + ", ".join(f"--{option} {value}" for option, value in values.items()))
+    rows += ["", "recipes (for the K-FAC optimizers; options of the command line win):"]
+    for name, recipe in RECIPES.items():
+        rows.append(textwrap.fill(recipe.about, 100, initial_indent=f"  {name:10}", subsequent_indent=" " * 12))
+    rows += ["", "tasks:"] + [f"  {name:8}{(make.__doc__ or '').splitlines()[0]}" for name, make in TASKS.items()]
+    return "\n".join(rows)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser; options that are not given leave no trace in its result."""
+    command = argparse.ArgumentParser(
+        prog="python -m benchmarks.train",
+        usage="%(prog)s TASK --optimizer NAME [options]   (--help explains all of them)",
+        description="Train a task with an optimizer, log it, plot it, and compare it with others on the same batches.",
+        epilog=task_table(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    command.add_argument("task", metavar="TASK", help=f"one of: {', '.join(TASKS)}")
+    command.add_argument(
+        "--optimizer", required=True, metavar="NAME", help=f"one of: {', '.join(OPTIMIZERS)} (needed; no default)"
+    )
+    command.add_argument(
+        "--compare",
+        metavar="NAME[:LR],...",
+        help="train these too, on the same initial weights, batches and schedule, and draw all in one plot. LR: a "
+        "learning rate of its own. --lr, --momentum and --option hold for the class that --optimizer is built on "
+        "(KFACSGD: SGD); others take their defaults (default: none)",
+    )
+    add_training_options(command.add_argument_group("training"))
+    add_kfac_options(command.add_argument_group("K-FAC (KFACSGD, KFACAdam, KFACLAMB; others in --compare ignore it)"))
+    add_output_options(command.add_argument_group("output"))
+    return command
+
+
+def add_training_options(group: argparse._ArgumentGroup) -> None:
+    """Add the options every optimizer shares."""
+    add = group.add_argument
+    add("--lr", type=float, help="learning rate at the top of the schedule (default: by task and optimizer, below)")
+    add("--momentum", type=float, help="in [0, 1), for SGD, KFACSGD, RMSprop and Muon (default: by optimizer, below)")
+    add("--weight-decay", type=float, metavar="X", help=f"factor (default: {COMMON['weight_decay']:g})")
+    add("--option", action="append", type=assignment, metavar="KEY=VALUE", help=KEY_VALUE.format("base rule"))
+    add("--schedule", metavar="NAME", help=f"of the learning rate: {', '.join(SCHEDULES)} (default: by task, below)")
+    add("--warmup", type=int, metavar="STEPS", help=f"steps of linear increase (default: {COMMON['warmup']})")
+    length = group.add_mutually_exclusive_group()
+    length.add_argument("--epochs", type=int, help="length in passes over the data (default: by task, below)")
+    length.add_argument("--steps", type=int, help="length in optimizer steps, instead of --epochs")
+    add("--batch-size", type=int, metavar="N", help="examples per step (default: by task, below)")
+    add("--seed", type=int, help=f"of initial weights, data order and sampled targets (default: {COMMON['seed']})")
+    add("--threads", type=int, metavar="N", help=f"CPU threads of torch (default: {COMMON['threads']})")
+    add("--device", choices=("cpu", "cuda"), help=f"where to train (default: {COMMON['device']})")
+    add("--eval-every", type=int, metavar="STEPS", help="steps between evaluations (default: by task, below)")
+    add(
+        "--rest",
+        metavar="NAME",
+        help="give everything but the hidden weight matrices (output layer, embeddings, norms, biases) to a second "
+        f"optimizer: {', '.join(REST)}, or none; holds for the compared ones too (default: none; Muon: AdamW)",
+    )
+    add("--rest-lr", type=float, metavar="LR", help=f"learning rate of --rest (default: {COMMON['rest_lr']:g})")
+
+
+def add_kfac_options(group: argparse._ArgumentGroup) -> None:
+    """Add the options of the K-FAC optimizers."""
+    add = group.add_argument
+    package = "(default: the package's)"
+    steps = "an int, or growing[:fraction[:minimum[:maximum]]], e.g. growing:0.1:5:100"
+    add("--recipe", metavar="NAME", help=f"settings that go together: {', '.join(RECIPES)}; see below (default: none)")
+    add("--damping", type=float, metavar="X", help=f"gamma, added to the curvature's eigenvalues, > 0 {package}")
+    add("--relative-damping", action=argparse.BooleanOptionalAction, help=f"gamma counts in mean eigenvalues {package}")
+    add("--precondition", metavar="WHAT", help=f"gradient or momentum (KFACSGD only) {package}")
+    add("--scaling", type=name_or_none, metavar="NAME", help=f"kl_clip, unit, graft or none {package}")
+    add("--kl-clip", type=float, metavar="X", help=f"kappa of --scaling kl_clip, > 0 {package}")
+    kinds = "empirical, categorical, bernoulli, gaussian, or sampled: the kind of the task's output"
+    add("--fisher", metavar="KIND", help=f"{kinds} {package}")
+    add("--solver", metavar="NAME", help=f"eigen or inverse {package}")
+    add("--factor-update-steps", type=steps_between, metavar="STEPS", help=f"between statistics: {steps} {package}")
+    share = "share of a batch's examples that statistics see, in (0, 1]"
+    add("--factor-batch-fraction", type=float, metavar="X", help=f"{share} {package}")
+    add("--inv-update-steps", type=steps_between, metavar="STEPS", help=f"between decompositions: likewise {package}")
+    add("--factor-decay", type=float, metavar="X", help=f"weight of the past in the averages, in [0, 1) {package}")
+    add("--kfac", action="append", type=assignment, metavar="KEY=VALUE", help=KEY_VALUE.format("K-FAC optimizer"))
+
+
+def add_output_options(group: argparse._ArgumentGroup) -> None:
+    """Add the options about files and the display."""
+    add = group.add_argument
+    add(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help=f"of logs, checkpoints, plot.png and summary.html (default: a new {RUNS}/TASK-NAME-N)",
+    )
+    resume = "continue an interrupted run: the same command with --resume (without --out: the latest default folder)"
+    add("--resume", action="store_true", default=False, help=resume)
+    add("--overwrite", action="store_true", default=False, help="replace the runs in --out")
+    every = "steps between checkpoints; one is also written on Ctrl-C and SIGTERM (default: 100)"
+    add("--checkpoint-every", type=int, default=100, metavar="STEPS", help=every)
+    target = "held-out accuracy (curves: loss) that the closing table reports the time to (default: by task)"
+    add("--target", type=float, metavar="X", help=target)
+    add("--quiet", action="store_true", default=False, help="no progress bar")
+
+
+def name_or_none(text: str) -> str | None:
+    """Parse a name, with "none" for None."""
+    return None if text.lower() == "none" else text
+
+
+def steps_between(text: str) -> int | str:
+    """Parse an interval: a number of steps, or the name of a schedule (checked here, built with the optimizer)."""
+    if text.lstrip("-").isdigit():
+        return int(text)
+    try:
+        interval(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    except ImportError:
+        pass  # reported with the optimizer, which needs the package too
+    return text
+
+
+def assignment(text: str) -> tuple[str, Any]:
+    """Parse ``KEY=VALUE``; a value that is no Python literal is a word."""
+    key, equals, value = text.partition("=")
+    if not (equals and key.isidentifier()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value

@@ -1,0 +1,61 @@
+"""``torch_optimizer.Lamb`` as multi-tensor operations that never wait for the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch_optimizer
+from torch import Tensor
+
+__all__ = ["MultiTensorLamb"]
+
+
+class MultiTensorLamb(torch_optimizer.Lamb):
+    """The update of ``torch_optimizer.Lamb`` for all parameters of a group at once, with the same options and state."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step."""
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if any(p.grad.is_sparse for p in params):
+                raise RuntimeError("Lamb does not support sparse gradients, please consider SparseAdam instead")
+            if params:
+                self._update(params, group)
+        return loss
+
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        gradients, states = [p.grad for p in params if p.grad is not None], [self.state[p] for p in params]
+        for p, state in zip(params, states, strict=True):
+            if not state:
+                state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            state["step"] += 1
+        beta1, beta2 = group["betas"]
+        first, second = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
+        torch._foreach_mul_(first, beta1)
+        torch._foreach_add_(first, gradients, alpha=1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+        updates = torch._foreach_sqrt(second)
+        torch._foreach_add_(updates, group["eps"])
+        torch._foreach_reciprocal_(updates)
+        torch._foreach_mul_(updates, first)
+        if group["weight_decay"] != 0:
+            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+
+        weight_norms = [norm.clamp(0, self.clamp_value) for norm in torch._foreach_norm(params)]
+        adam_norms = torch._foreach_norm(updates)
+        for state, weight, adam in zip(states, weight_norms, adam_norms, strict=True):
+            ratio = torch.where((weight == 0) | (adam == 0), 1.0, weight / adam)
+            state.update(weight_norm=weight, adam_norm=adam, trust_ratio=ratio)
+        if not self.adam:
+            torch._foreach_mul_(updates, [state["trust_ratio"] for state in states])
+        torch._foreach_mul_(updates, [-group["lr"] * self._debias(state["step"], beta1, beta2) for state in states])
+        torch._foreach_add_(params, updates)
+
+    def _debias(self, t: int, beta1: float, beta2: float) -> float:
+        return math.sqrt(1 - beta2**t) / (1 - beta1**t) if self.debias else 1.0

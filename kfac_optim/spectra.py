@@ -1,0 +1,47 @@
+"""Eigenvalues of factors: all of them for reports, the largest for damping that is relative to it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["eigenvalues", "largest_eigenvalue"]
+
+_EXACT_DIM = 64  # up to this dimension the largest eigenvalue is computed with all others
+_LANCZOS_STEPS = 32
+
+
+def eigenvalues(factor: Tensor) -> Tensor:
+    """All eigenvalues of a factor ``[p, n, n]`` or ``[p, n]``, largest first, ``[p n]``, on the CPU."""
+    values = factor.cpu() if factor.dim() == 2 else torch.linalg.eigvalsh(factor.cpu())
+    return values.flatten().sort(descending=True).values.clamp_(min=0)  # below zero is rounding
+
+
+def largest_eigenvalue(factor: Tensor) -> Tensor:
+    """The largest eigenvalue of positive semi-definite matrices ``[p, n, n]``, or of diagonals ``[p, n]``: ``[p]``.
+
+    Above 64 rows by Lanczos iteration with full reorthogonalisation (Golub & Van Loan, Matrix Computations, section
+    10.3) from a fixed vector, so that every rank and every resumed run finds the same number.
+    """
+    if factor.dim() == 2:
+        return factor.amax(-1)
+    n = factor.shape[-1]
+    if n <= _EXACT_DIM:
+        return torch.linalg.eigvalsh(factor)[..., -1].clamp(min=0)
+    start = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(factor)
+    q = (start / start.norm()).expand(len(factor), n)
+    basis, diagonal, beside = [q], [], []
+    for _ in range(_LANCZOS_STEPS):
+        image = (factor @ q[..., None])[..., 0]
+        diagonal.append((q * image).sum(-1))
+        known = torch.stack(basis, -1)
+        for _ in range(2):  # once loses orthogonality when the iteration has converged
+            image = image - (known @ (known.mT @ image[..., None]))[..., 0]
+        length = image.norm(dim=-1)
+        converged = length <= torch.finfo(factor.dtype).eps * diagonal[0].abs()
+        beside.append(torch.where(converged, 0.0, length))
+        q = torch.where(converged[:, None], 0.0, image / length.clamp(min=torch.finfo(factor.dtype).tiny)[:, None])
+        basis.append(q)
+    off = torch.stack(beside[:-1], -1)
+    tridiagonal = torch.stack(diagonal, -1).diag_embed() + off.diag_embed(1) + off.diag_embed(-1)
+    return torch.linalg.eigvalsh(tridiagonal)[..., -1].clamp(min=0)

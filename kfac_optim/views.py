@@ -1,0 +1,116 @@
+"""What an engine tells of itself: factors, memory, reports, and the coverage table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from .blocks import Block
+from .damping import as_damping, value_of
+from .diagnostics import Row, StageTimes, human_bytes, memory_of, report_of, row_of, table, total, workers_of
+from .distributed import Assignment, LocalCommunicator
+from .layers import KroneckerLayer
+from .state import StatefulEngine
+
+__all__ = ["ViewedEngine"]
+
+
+class ViewedEngine(StatefulEngine):
+    """The read-only part of the engine."""
+
+    uncovered: dict[nn.Parameter, tuple[str, str]]
+    work: Assignment
+    _stages: StageTimes
+    _steps_taken: int
+
+    @property
+    def layers(self) -> list[KroneckerLayer]:
+        """The layers that are preconditioned."""
+        return [block.layer for block in self._blocks]
+
+    def factors(self, layer: KroneckerLayer | str) -> tuple[Tensor, Tensor]:
+        """The running averages A ``[p, d_in, d_in]`` and G ``[p, d_out, d_out]`` of a layer (diagonals: ``[p, d]``)."""
+        block = next(block for block in self._blocks if layer in (block.layer, block.layer.name))
+        current = block.factors("current")
+        return current.matrix(0), current.matrix(1)
+
+    def memory_estimate(self) -> dict[str, int]:
+        """Bytes on this rank by kind, as :func:`kfac_optim.memory_estimate` gives them for the fullest one."""
+        return self.memory_on(self.comm.rank)
+
+    def memory_on(self, rank: int) -> dict[str, int]:
+        """Bytes on a rank by kind."""
+        return total(self._memory_of(block, rank) for block in self._blocks)
+
+    def _memory_of(self, block: Block, rank: int) -> dict[str, int]:
+        """Bytes of a layer on a rank by kind."""
+        solver: Any = self.solver
+        ranks = LocalCommunicator(rank, self.comm.world_size)
+        return memory_of(block, ranks, solver, self.factor_dtype, self.inv_dtype, spreads=self.may_spread)
+
+    def report(self, *, eigenvalues: bool = False) -> dict[str, Any]:
+        """Numbers for logging, plain floats and ints; :func:`~kfac_optim.diagnostics.flatten` puts them in one level.
+
+        Costs an eigenvalue computation per factor after each refresh, when asked for; otherwise little. No
+        communication.
+
+        Args:
+            eigenvalues: Adds ``eigenvalues`` to the spectra: a list of floats, largest first, all pairs together.
+
+        Returns:
+            ``step``, ``skipped_steps`` (gradients not finite), ``skipped_batches`` (statistics not finite),
+            ``failed_decompositions``, ``staleness`` (steps since the factors in use were frozen, None before the first
+            refresh), ``traffic`` (by kind, bytes ``sent`` and ``received`` by this rank per step: "counts", "factors",
+            "decompositions", "directions"; see :mod:`kfac_optim.distributed`) and ``layers``: per layer name the
+            spectra of A and G in use (``min``, ``mean``, ``max``, ``condition``), ``damping`` (gamma of the coming
+            step, the mean over the layer's pairs), ``condition`` (of ``A (x) G + gamma I``, from these extremes) and
+            ``cosine`` between gradient and direction in the first step after the last refresh.
+        """
+        damping = as_damping(self.damping)
+        value, steps = value_of(damping, self.step_count), max(1, self._steps_taken)
+        return {
+            "step": self.step_count,
+            "skipped_steps": self.skipped_steps,
+            "skipped_batches": self.skipped_batches,
+            "failed_decompositions": self.failed_decompositions,
+            "staleness": None if self.frozen_at is None else self.step_count - self.frozen_at,
+            "traffic": {
+                kind: {"sent": sent / steps, "received": received / steps}
+                for kind, (sent, received) in self.comm.traffic.items()
+            },
+            "layers": {
+                block.layer.name: report_of(block, value * block.damping_unit(damping), eigenvalues=eigenvalues)
+                for block in self._blocks
+                if block.has_direction
+            },
+        }
+
+    def profile(self) -> dict[str, dict[str, float]]:
+        """Milliseconds and calls per stage since construction, the stages of the paper's Fig. 7."""
+        return self._stages.table()
+
+    def workers(self) -> dict[str, Any]:
+        """Who works on what, the same on every rank.
+
+        Returns:
+            ``layers``: per layer name the ranks that decompose ``A`` and ``G``, and the list of those that
+            ``precondition``; ``loads``: the decompositions' multiply-adds on each rank, up to a constant.
+        """
+        return {"layers": {b.layer.name: workers_of(b) for b in self._blocks}, "loads": list(self.work.loads)}
+
+    def __repr__(self) -> str:
+        rows = [
+            row_of(block, sum(self._memory_of(block, self.comm.rank).values()), self.comm) for block in self._blocks
+        ]
+        rows += [Row(name, "base", note=reason) for name, reason in self.uncovered.values()]
+        memory = human_bytes(self.memory_estimate()["total"])
+        footer = (
+            f"{len(self.layers)} layers preconditioned, {len(self.uncovered)} parameters by the base rule, {memory}"
+        )
+        if self.comm.world_size > 1:
+            footer += (
+                f"\nrank {self.comm.rank} of {self.comm.world_size}, load of the decompositions: "
+                f"largest / mean = {self.work.imbalance:.2f}"
+            )
+        return table(rows, f"Curvature after {self.step_count} steps", footer)

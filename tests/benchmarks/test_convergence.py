@@ -1,0 +1,174 @@
+"""``python -m benchmarks.convergence``: draws, resuming, what is left out; the size of a figure is never checked."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.common.models import ResNet
+from benchmarks.common.optimizers import OPTIMIZERS
+from benchmarks.common.runs import Trainer
+from benchmarks.common.tasks import digits
+from benchmarks.convergence import __main__ as convergence
+from benchmarks.convergence import width
+from benchmarks.convergence.__main__ import FACTOR, LENGTHS, Row, drawn, factors, middle, rows_of, swapped
+
+
+@pytest.fixture(scope="module")
+def task():
+    """The digits with a narrow network, few of them held out."""
+    whole = digits()
+    held_out = {split: (inputs[:20], targets[:20]) for split, (inputs, targets) in whole.held_out.items()}
+    return replace(whole, model=lambda: ResNet(channels=1, blocks=1, width=2), held_out=held_out)
+
+
+@pytest.fixture(autouse=True)
+def small(task, monkeypatch):
+    """The command trains ``task`` as the digits, in batches of 8."""
+    monkeypatch.setitem(convergence.TASKS, "digits", lambda: task)
+    monkeypatch.setitem(convergence.SHORT, "batch_size", 8)
+
+
+def smoke(folder, *more):
+    """Run the command on a few steps of the cheapest task."""
+    shared = ["--smoke", "--task", "digits", "--draws", "2", "--seeds", "0,1", "--out", str(folder)]
+    assert convergence.main([*shared, *more]) == 0
+    return json.loads((folder / "convergence-digits.json").read_text())
+
+
+def test_the_command_writes_table_json_and_plot(tmp_path, capsys):
+    result = smoke(tmp_path, "--optimizer", "SGD", "KFACSGD")
+    assert (tmp_path / "convergence-digits.png").stat().st_size > 0
+    assert {"versions", "commit", "machine", "seeds", "draws", "tuning", "command"} <= result.keys()
+    counts = {row: sum(run["of"] == row for run in result["runs"]) for row in result["chosen"]}
+    assert counts == {"SGD": 4, "KFACSGD for SGD": 2, "KFACSGD": 4}  # two draws and two seeds; the swap is not tuned
+    printed = capsys.readouterr().out
+    assert all(line in printed for line in result["table"])
+
+
+def test_the_swap_takes_over_what_was_tuned_for_its_base_class(tmp_path):
+    result = smoke(tmp_path, "--optimizer", "SGD", "KFACSGD")
+    settings = {run["of"]: run["settings"] for run in result["runs"] if run["draw"] is None}
+    base, swap = settings["SGD"], settings["KFACSGD for SGD"]
+    assert {**base, "optimizer": "", "kfac": {}} == {**swap, "optimizer": "", "kfac": {}}
+    assert swap["kfac"]["loss_average"] == "batch"
+
+
+def test_started_again_nothing_is_repeated(tmp_path, monkeypatch):
+    first = smoke(tmp_path, "--optimizer", "SGD", "KFACSGD")
+    monkeypatch.setattr(Trainer, "train_step", lambda self: pytest.fail("a run was repeated"))
+    assert smoke(tmp_path, "--optimizer", "SGD", "KFACSGD")["runs"] == first["runs"]
+
+
+def test_a_draw_whose_decomposition_fails_loses_and_the_others_go_on(tmp_path, monkeypatch):
+    step = Trainer.train_step
+
+    def failing(self):
+        if self.settings.lr != 0.1 and self.step:  # every draw but the start, and there the last seed
+            raise torch.linalg.LinAlgError("the algorithm failed to converge")
+        if self.settings.seed == 1 and self.step:
+            raise torch.linalg.LinAlgError("nor did it here")
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "train_step", failing)
+    result = smoke(tmp_path, "--optimizer", "SGD")
+    ends = {(run["draw"], run["end"]) for run in result["runs"]}
+    failed = {(1, "failed: the algorithm failed to converge"), (None, "failed: nor did it here")}
+    assert ends == {(0, "finished"), (None, "finished")} | failed
+    assert " 1/2 " in result["table"][1]
+    assert result["chosen"]["SGD"] == {"lr": 0.1}
+
+
+def test_more_draws_are_added_to_those_there_are(tmp_path):
+    smoke(tmp_path, "--optimizer", "SGD")
+    runs = smoke(tmp_path, "--optimizer", "SGD", "--draws", "3")["runs"]
+    assert [run["draw"] for run in runs if run["draw"] is not None] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "KFACSGD", "KFACPyTorch"])
+def test_draws_are_reproducible_and_within_the_range(name, task):
+    start = rows_of(name)[-1].settings(task, {})
+    assert set(factors(start, 0).values()) == {1.0}
+    draws = [factors(start, draw) for draw in range(1, 200)]
+    assert draws == [factors(start, draw) for draw in range(1, 200)]
+    values = [value for draw in draws for value in draw.values()]
+    assert 1 / FACTOR <= min(values) < 0.5 and 2 < max(values) <= FACTOR
+    assert draws != [factors(replace(start, task="text"), draw) for draw in range(1, 200)]
+
+
+def test_the_second_optimizer_is_tuned_where_there_is_one(task):
+    start = Row("Muon").settings(task, {})
+    assert factors(start, 1).keys() == {"lr", "rest_lr"}
+    assert factors(replace(start, rest=None), 1).keys() == {"lr"}
+
+
+def test_a_draw_changes_only_what_is_tuned(task):
+    row = rows_of("KFACSGD")[-1]
+    start = row.settings(task, LENGTHS["digits"])
+    other = row.settings(task, {**LENGTHS["digits"], **drawn(start, 1)})
+    lr, damping = factors(start, 1).values()
+    assert other.lr == pytest.approx(start.lr * lr, rel=0.01)
+    assert other.kfac == {**start.kfac, "damping": pytest.approx(start.kfac["damping"] * damping, rel=0.01)}
+
+
+def test_a_base_without_momentum_hands_over_none(task):
+    assert "momentum" not in swapped(Row("Adam").settings(task, {}))
+
+
+def test_a_missing_package_is_skipped_with_a_note(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    monkeypatch.setitem(sys.modules, "kfac", None)
+    monkeypatch.setitem(sys.modules, "kfac_jax", None)
+    for adapter in ("benchmarks.peers.kfac_pytorch", "benchmarks.peers.kfac_jax"):
+        monkeypatch.delitem(sys.modules, adapter, raising=False)
+    missing = ("SOAP", "KFACPyTorch", "KFACJax")
+    result = smoke(tmp_path, "--optimizer", "SGD", *missing)
+    assert tuple(result["skipped"]) == missing and result["chosen"].keys() == {"SGD"}
+    assert "SOAP left out: SOAP needs pytorch_optimizer" in capsys.readouterr().out
+
+
+def test_what_can_not_train_the_task_is_skipped(tmp_path):
+    assert "2-dimensional" in smoke(tmp_path, "--optimizer", "SGD", "Muon")["skipped"]["Muon"]
+
+
+def test_a_median_shows_its_range_and_what_is_missing():
+    assert middle([3.0]) == "3"
+    assert middle([2.0, 1.0, 4.0]) == "2 (1 - 4)"
+    assert middle([2.0, None, 1.0]) == "2 (1 - -)"
+    assert middle([None, None, None]) == "-"
+
+
+def test_a_row_can_be_named_alone():
+    assert [row.label for row in rows_of("KFACAdam")] == ["KFACAdam for Adam", "KFACAdam"]
+    assert rows_of("KFACAdam:swap") == rows_of("KFACAdam")[:1] and rows_of("KFACAdam:tuned") == rows_of("KFACAdam")[1:]
+
+
+def test_every_contender_is_known():
+    assert {*convergence.CONTENDERS, *convergence.EXTRAS} <= OPTIMIZERS.keys()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--optimizer", "Sdg"], ["--optimizer", "SGD:swap"], ["--draws", "0"], ["--seeds", "a"], ["--task", "images"]],
+)
+def test_wrong_words_end_the_command_before_training(words, tmp_path):
+    with pytest.raises(SystemExit):
+        convergence.main([*words, "--out", str(tmp_path)])
+
+
+def test_width_reads_rates_and_losses_off_the_curves():
+    curves = {32: {0.1: 3.0, 0.2: 2.5, 0.4: None}, 64: {0.1: 2.4, 0.2: 2.6, 0.4: None}}
+    found = width.row("SGD", curves)
+    assert (found["lr at 32"], found["lr at 64"]) == (0.2, 0.1)
+    assert (found["loss at 64"], found["with the lr of 32"]) == (2.4, 2.6)
+
+
+def test_width_trains_every_width_and_rate(tmp_path):
+    assert width.main(["--smoke", "--optimizer", "SGD", "--out", str(tmp_path)]) == 0
+    losses = json.loads((tmp_path / "width.json").read_text())["losses"]["SGD"]
+    assert list(losses) == ["8", "16"]
+    assert [list(map(float, curve)) for curve in losses.values()] == 2 * [[0.075, 0.15, 0.3, 0.6, 1.2]]
+    assert len({loss for curve in losses.values() for loss in curve.values()}) == 10, "every run is another"
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".txt", ".png"}

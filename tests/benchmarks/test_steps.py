@@ -1,0 +1,233 @@
+"""Benchmarks of steps: arithmetic of schedules, memory that is known beforehand, commands that run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.common.models import Transformer, VisionTransformer
+from benchmarks.common.works import SMOKE_WORKS, WORKS
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.scaling.cluster import Schedule
+from benchmarks.step_time import __main__ as step_time
+from benchmarks.step_time import timing
+from kfac_optim import KFACSGD, growing
+
+MIB = 2**20
+
+
+# Schedules -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_is_composed_of_its_steps() -> None:
+    seconds = {"ordinary": 1.0, "statistics": 3.0, "refresh 0": 6.0}
+    assert timing.compose(Schedule(1, 10), 0, seconds) == pytest.approx((3 + 5 / 10, 8))
+    assert timing.compose(Schedule(10, 100), 0, seconds) == pytest.approx((1 + 2 / 10 + 5 / 100, 8))
+    # Statistics at 0, 2, 4, refreshes at 0, 3 of six steps: they meet at 0 alone.
+    assert timing.compose(Schedule(2, 3), 0, seconds) == pytest.approx((1 + 2 / 2 + 5 / 3, 8))
+    assert timing.compose(Schedule(3, 2), 0, seconds) == pytest.approx((1 + 2 / 3 + 5 / 2, 8))
+
+
+def test_a_spread_refresh_is_composed_of_its_steps() -> None:
+    seconds = {"ordinary": 1.0, "statistics": 2.0, "refresh 0": 3.0, "refresh 1": 5.0, "refresh 2": 2.0}
+    mean, worst = timing.compose(Schedule(10, 20), 2, seconds)
+    assert mean == pytest.approx(1 + 1 / 10 + (2 + 4 + 1) / 20)
+    assert worst == 5  # the refresh begins on a statistics step and is dearest on the next
+    assert timing.compose(Schedule(1, 4), 2, seconds)[1] == 6
+
+
+def test_the_worst_step_is_measured_by_the_base_steps_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the base's mean, where the machine slows down in between."""
+    base = [1.0] * 50 + [2.0] * 50
+    ours = [1.5 * seconds for seconds in base]
+    ours[20] = 3.0
+    monkeypatch.setattr(timing, "take_period", lambda *_: {"SGD": base, "KFACSGD": ours})
+    schedule = Schedule(10, 100)
+    costs, _ = timing.by_periods({"SGD": None, "KFACSGD": None}, "SGD", {"KFACSGD": [schedule]})  # type: ignore[dict-item]
+    cost, plain = costs["KFACSGD", schedule]
+    assert cost.worst / plain.mean == pytest.approx(3.0)
+    assert cost.mean / plain.mean == pytest.approx((1.5 * 150 + 1.5) / 150)
+
+
+@pytest.mark.parametrize("spread", [0, 2])
+def test_kinds_of_step_are_what_the_engine_does(spread: int) -> None:
+    """Statistics and refreshes happen at the turns that are named after them, and at no others."""
+    work, place = SMOKE_WORKS["resnet8"], timing.Place()
+    run = timing.Run(work, timing.contenders(work, "KFACSGD", ["eigen"], spread=spread)[1], place)
+    engine = run.keeper
+    run.step()
+    for turn in timing.turns(spread) * 2:
+        step, in_use = engine.step_count, engine.frozen_at
+        run.take(turn)
+        assert (engine.last_statistics == step) == (turn.kind == "statistics"), turn
+        assert (engine.last_refresh == step) == (turn.kind == "refresh 0"), turn
+        assert (engine.frozen_at != in_use) == (turn.kind == f"refresh {spread}"), turn
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, None),
+        ({"factor_update_steps": 5, "inv_update_steps": 50, "spread": 3}, (Schedule(5, 50), 3)),
+        ({"inv_update_steps": growing(fraction=0.1), "spread": 0}, (Schedule(20, 100), 0)),
+    ],
+    ids=["defaults", "numbers", "growing"],
+)
+def test_schedule_of_an_optimizer(options: dict[str, object], expected: tuple[Schedule, int] | None) -> None:
+    optimizer = KFACSGD(torch.nn.Linear(2, 2), lr=0.1, **options)  # type: ignore[arg-type]
+    schedule, spread = timing.schedule_of(optimizer.curvature)
+    if expected is None:
+        assert schedule.decompositions > spread
+    else:
+        assert (schedule, spread) == expected
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def test_peak_of_a_known_pattern() -> None:
+    def pattern() -> None:
+        kept = torch.empty(MIB, dtype=torch.uint8)
+        for size in (2, 5, 3):
+            torch.ones(size * MIB, dtype=torch.uint8)
+        view = kept.view(2, -1)
+        view[0].fill_(1)
+
+    before = torch.ones(7 * MIB, dtype=torch.uint8)
+    assert timing.peak_bytes(pattern, "cpu") == 6 * MIB
+    assert timing.peak_bytes(before.max, "cpu") < MIB  # not what was there already
+
+
+def test_peak_counts_the_graph_and_buffers_inside_operators() -> None:
+    x = torch.zeros(MIB // 4, requires_grad=True)  # a MiB
+
+    def graph() -> None:
+        y = x.exp()  # kept for its backward
+        y.exp().sum().backward()  # likewise; then the gradients of both
+
+    assert timing.peak_bytes(graph, "cpu") in range(3 * MIB, 5 * MIB)
+    matrix = torch.eye(256)
+    assert timing.peak_bytes(lambda: torch.linalg.eigvalsh(matrix), "cpu") >= 256 * 1024  # its copy to work on
+
+
+# The commands --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("way", "stem"),
+    [
+        (["--default", "--fraction", "1", "--fraction", "0.5"], "step_time"),
+        (
+            ["--exact", "--spread", "1", "--optimizer", "KFACSGD", "--wall", "--solver", "eigen-overlap"],
+            "step_time-KFACSGD-wall-exact",
+        ),
+    ],
+    ids=["composed", "exact"],
+)
+def test_step_time(tmp_path: Path, way: list[str], stem: str) -> None:
+    schedules = ["--every", "1/2", "--every", "2/4"]
+    assert step_time.main(["--smoke", *schedules, "--out", str(tmp_path), *way]) == 0
+    found = json.loads((tmp_path / f"{stem}.json").read_text())
+    assert {"command", "versions", "commit", "machine", "results"} <= found.keys()
+    assert len(found["results"]) == len(SMOKE_WORKS)
+    for result in found["results"]:
+        wall = "--wall" in way
+        assert result["place"] == {"device": "cpu", "dtype": "float32", "threads": 1, "seed": 0, "wall": wall}
+        assert [row["every"] for row in result["rows"] if "eigen" in row["contender"]][:2] == ["1/2", "2/4"]
+        shares = [row["every"] for row in result["rows"] if row["contender"] == "KFACSGD eigen, 0.5 of the batch"]
+        assert shares == (["1/2", "2/4"] if "--fraction" in way else [])
+        for row in result["rows"]:
+            assert row["worst"] >= row["mean"] > 0
+            assert row["peak_bytes"] > row["curvature_bytes"] > 0
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".txt", ".png"}
+
+
+def test_a_peer_that_cannot_train_the_model_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def attach(*_: object, **__: object) -> None:
+        raise RuntimeError("no in-place activations, please\n")
+
+    monkeypatch.setattr(timing, "has_peer", lambda: True)
+    monkeypatch.setattr(timing, "attach_peer", attach)
+    work = SMOKE_WORKS["resnet8"]
+    chosen = timing.contenders(work, "KFACSGD", ["eigen"])
+    assert [contender.label for contender in chosen] == ["SGD", "KFACSGD eigen", "kfac-pytorch eigen + SGD"]
+    result = timing.measure(work, chosen, [Schedule(1, 2)], timing.Place(), 0)
+    assert [row["contender"] for row in result["rows"]] == ["KFACSGD eigen"]
+    assert "left out, no in-place activations, please" in capsys.readouterr().out
+
+
+def test_step_time_refuses_a_refresh_longer_than_its_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        step_time.main(["--smoke", "--every", "1/3", "--spread", "3"])
+    assert "--spread 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["resnet50", "bert-phase1", "mask-rcnn", "decompositions", "curves"])
+def test_gpu(tmp_path: Path, part: str) -> None:
+    assert gpu.main(["--part", part, "--smoke", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / f"gpu-{part}.json").read_text())
+    assert {"command", "versions", "commit", "machine", "seed"} <= found.keys()
+    assert found.keys() & {"results", "rows", "records", "missing"}
+    assert (tmp_path / f"gpu-{part}.txt").read_text()
+    assert "missing" in found or (tmp_path / f"gpu-{part}.png").exists()
+
+
+def test_errors_of_decompositions() -> None:
+    """Exact methods to rounding, a refresh of the basis nearer than the old basis, and bf16 products visible."""
+    job = gpu.Job("cpu", 0, 60, None, ("eigen",), 0, True, Path("unused"))
+    rows = list(gpu.compare_methods(32, 2, job))
+    error = {(row["method"], row["products"]): row["error"] for row in rows}
+    for method in ("eigh, one by one", "eigh, batched", "Cholesky inverse"):
+        assert error[method, "fp32"] < 1e-4 < error[method, "bf16"] < 0.1
+    assert 1e-3 < error["QR refresh", "fp32"] < 0.8 * error["old basis", "fp32"]
+
+
+def test_gpu_lists_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--list"]) == 0
+    assert capsys.readouterr().out.split() == list(gpu.PARTS)
+
+
+@pytest.mark.parametrize("part", ["resnet50", "resnet101", "resnet152", "bert-phase1", "bert-phase2"])
+def test_gpu_models_have_their_published_sizes(part: str) -> None:
+    """Parameters in millions: He et al. 2015 by way of torchvision; BERT-Large with its masked-language head."""
+    sizes = {"resnet50": 25.6, "resnet101": 44.5, "resnet152": 60.2, "bert-phase1": 335.2, "bert-phase2": 335.2}
+    steps = gpu.PARTS[part]
+    assert isinstance(steps, gpu.Steps)
+    work = steps.work()
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in work.make().parameters())
+    assert round(parameters / 1e6, 1) == sizes[part]
+    assert work.example == {"bert-phase1": (128,), "bert-phase2": (512,)}.get(part, (3, 224, 224))
+
+
+@pytest.mark.parametrize(("name", "millions"), [("resnet18", 11.2), ("resnet18-224", 11.7), ("vit-s", 22.0)])
+def test_models_have_their_published_sizes(name: str, millions: float) -> None:
+    """ResNet-18 with 10 and 1000 classes; ViT-S/16 (22.05) without its class token."""
+    with torch.device("meta"):
+        model = WORKS[name].make()
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
+
+
+def test_gpt_small_is_tied_and_causal() -> None:
+    model = WORKS["gpt-small"].make  # 124.4 million: what GPT-2 has, with the bias of its projections
+    with torch.device("meta"):
+        assert sum(parameter.numel() for parameter in model().parameters()) == 124_439_808
+    small = Transformer(layers=1, width=16, heads=2, symbols=32, tied=True)
+    assert small.head.weight is small.symbol.weight
+    symbols = torch.randint(32, (2, 8))
+    changed = symbols.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % 32
+    same = (small(symbols) - small(changed)).abs().amax((0, 2)) == 0
+    assert same.tolist() == [True] * 5 + [False] * 3
+
+
+def test_vision_transformer_sees_all_patches() -> None:
+    model = VisionTransformer(layers=1, width=16, heads=2, patch=4, side=8, classes=3)
+    images = torch.randn(2, 3, 8, 8, requires_grad=True)
+    model(images)[:, 0].sum().backward()
+    assert images.grad is not None and (images.grad != 0).all()

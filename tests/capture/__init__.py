@@ -1,0 +1,1 @@
+"""What is recorded during forward and backward passes, and for which loss."""

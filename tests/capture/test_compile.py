@@ -1,0 +1,496 @@
+"""torch.compile: the values of eager training, no graph break by the hooks, and errors that say what to do.
+
+Everything is compiled with ``fullgraph=True``, which raises at the first graph break, unless a test is about breaks.
+``aot_eager`` runs the operators of eager mode and has to agree to the last bits; inductor makes its own sums.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+from kfac_optim import KFACSGD, Categorical
+from tests.helpers.compare import assert_same_factors, assert_same_weights
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import FLOAT64, KINDS, OFTEN, assert_close, assert_identical, make_model, train, values
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, **OFTEN, **FLOAT64}
+SAME = 1e-12  # float64; what the README states
+Call = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """No graph and no count of another test."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model: nn.Module, backend: str = "aot_eager", fullgraph: bool = True) -> Call:
+    return torch.compile(model, backend=backend, fullgraph=fullgraph)
+
+
+def graphs() -> int:
+    """Graphs that were compiled, recompilations included."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def breaks() -> int:
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+def classes(step: int, size: int = 8) -> Tensor:
+    return torch.randint(3, (size,), generator=torch.Generator().manual_seed(step))
+
+
+def numbers(step: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(step))
+
+
+# Models and one step's backward of each ------------------------------------------------------------------------------
+
+
+def mlp() -> nn.Module:
+    return make_model().double()
+
+
+def on_vectors(call: Call, step: int) -> None:
+    F.cross_entropy(call(numbers(step, 8, 4)), classes(step)).backward()
+
+
+def convolutions() -> nn.Module:
+    """In-place activations behind watched layers."""
+    torch.manual_seed(0)
+    first = [nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(inplace=True)]
+    second = [nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(inplace=True), nn.Flatten()]
+    return nn.Sequential(*first, *second, nn.Linear(16, 3))
+
+
+def on_images(call: Call, step: int) -> None:
+    F.cross_entropy(call(numbers(step, 8, 1, 7, 7)), classes(step)).backward()
+
+
+class Attention(nn.Module):
+    """Self-attention (packed), attention to one other sequence (q and kv), to two (q, k, v), and with other widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8, padding_idx=0)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+        self.cross = nn.MultiheadAttention(8, 2)
+        self.wide = nn.MultiheadAttention(8, 2, kdim=6, vdim=5, batch_first=True)
+        self.key, self.value, self.head = nn.Linear(8, 6), nn.Linear(8, 5), nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.layer(self.embedding(tokens))
+        y, z = x.transpose(0, 1), torch.tanh(x).transpose(0, 1)[:3]
+        y = y + self.cross(y, z, z)[0] + self.cross(y, z, z.square())[0]
+        x = y.transpose(0, 1)
+        return self.head((x + self.wide(x, self.key(x), self.value(x))[0]).mean(1))
+
+
+def attention() -> nn.Module:
+    torch.manual_seed(0)
+    return Attention()
+
+
+def on_tokens(call: Call, step: int) -> None:
+    tokens = torch.randint(11, (8, 5), generator=torch.Generator().manual_seed(step))
+    F.cross_entropy(call(tokens), classes(step)).backward()
+
+
+class Repeated(nn.Module):
+    """Uses a layer several times, in one forward by calling itself; ``same``: twice on the same input."""
+
+    def __init__(self, same: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head, self.same = nn.Linear(4, 4), nn.Linear(4, 3), same
+
+    def forward(self, x: Tensor, times: int = 2) -> Tensor:
+        if self.same:
+            return self.head(self.layer(x).relu() + self.layer(x).tanh())
+        return self(self.layer(x).relu(), times - 1) if times else self.head(x)
+
+
+class Checkpointed(nn.Module):
+    """A checkpointed block between two layers; ``None``: without checkpoint."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6))
+        self.first, self.last, self.reentrant = nn.Linear(4, 6), nn.Linear(6, 3), reentrant
+        self.calls: list[Call] = [self.block]  # a list: not a second submodule
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        (call,) = self.calls
+        x = call(x) if self.reentrant is None else checkpoint(call, x, use_reentrant=self.reentrant)
+        return self.last(x.relu())
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    logits: Tensor
+
+
+class WithLoss(nn.Module):
+    """Returns its loss beside the logits, which the loss does not reach a second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Output:
+        logits = self.body(x)
+        return Output(F.cross_entropy(logits, labels), logits)
+
+
+def with_labels(call: Call, step: int) -> None:
+    call(numbers(step, 8, 4), labels=classes(step)).loss.backward()
+
+
+def accumulated(call: Call, step: int) -> None:
+    """Micro-batches of two sizes, and an evaluation between them."""
+    for part, size in enumerate((8, 4, 8)):
+        loss = F.cross_entropy(call(numbers(100 * step + part, size, 4)), classes(100 * step + part, size))
+        (loss * size / 20).backward()
+        with torch.no_grad():
+            call(numbers(7, 8, 4))
+
+
+def forwards_first(call: Call, step: int) -> None:
+    """Two forwards of different sizes, one that is never followed by a backward, then the backwards."""
+    losses = [
+        F.cross_entropy(call(numbers(step + k, size, 4)), classes(step + k, size)) for k, size in ((0, 8), (50, 4))
+    ]
+    call(numbers(7, 8, 4))
+    for loss in losses:
+        loss.backward()
+
+
+def one_backward_for_two(call: Call, step: int) -> None:
+    losses = [
+        F.cross_entropy(call(numbers(step + k, size, 4)), classes(step + k, size)) for k, size in ((0, 4), (50, 8))
+    ]
+    torch.stack(losses).sum().backward()
+
+
+def run(call: Call, optimizer: torch.optim.Optimizer, one: Call, steps: range = range(6)) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        one(call, step)
+        optimizer.step()
+
+
+def both(
+    make: Callable[[], nn.Module], one: Call, compiler: Callable[[nn.Module], Call] = compiled, **options: Any
+) -> tuple[KFACSGD, KFACSGD, nn.Module, nn.Module]:
+    """Trains the model compiled and eagerly."""
+    model, plain = make(), make()
+    first, second = KFACSGD(model, **(OPTIONS | options)), KFACSGD(plain, **(OPTIONS | options))
+    run(compiler(model), first, one)
+    run(plain, second, one)
+    return first, second, model, plain
+
+
+def assert_same(
+    make: Callable[[], nn.Module], one: Call, compiler: Callable[[nn.Module], Call] = compiled, **options: Any
+) -> None:
+    before = values(make())
+    first, second, model, plain = both(make, one, compiler, **options)
+    assert_same_factors(first, second, SAME)
+    assert_same_weights(model, plain, SAME)
+    assert any(not torch.equal(p, old) for p, old in zip(plain.parameters(), before, strict=True))
+
+
+# Values --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_class_trains_as_in_eager_mode(kind: str) -> None:
+    kfac, options = KINDS[kind]
+    model, plain = mlp(), mlp()
+    first, second = (kfac(m, **(options | OFTEN | FLOAT64)) for m in (model, plain))
+    train(compiled(model), first, range(8))  # type: ignore[arg-type]
+    train(plain, second, range(8))
+    assert_close(model, plain, SAME)
+    assert breaks() == 0
+    assert graphs() == 2, "one graph for steps with statistics, one for steps without"
+
+
+@pytest.mark.parametrize("when", ["before", "after", "in place", "by layer"])
+def test_whenever_and_whatever_is_compiled(when: str) -> None:
+    model, plain = convolutions(), convolutions()
+    call: Call = compiled(model) if when == "before" else model
+    first, second = KFACSGD(call, **OPTIONS), KFACSGD(plain, **OPTIONS)
+    if when == "after":
+        call = compiled(model)
+    elif when == "in place":
+        model.compile(backend="aot_eager", fullgraph=True)
+    elif when == "by layer":
+        for layer in model:  # type: ignore[attr-defined]
+            layer.compile(backend="aot_eager")
+    run(call, first, on_images)
+    run(plain, second, on_images)
+    assert_same_factors(first, second, SAME)
+    assert_same_weights(model, plain, SAME)
+    assert graphs() >= 2, "nothing was compiled"
+
+
+def test_attention() -> None:
+    """Every projection of every kind of attention, and the table says nothing else."""
+    first, second, model, plain = both(attention, on_tokens)
+    assert_same_factors(first, second, SAME)
+    assert_same_weights(model, plain, SAME)
+    assert "raw gradient" not in repr(first.curvature)
+    assert F.linear is torch._C._nn.linear
+    assert F.multi_head_attention_forward.__globals__ is vars(F)
+
+
+ODD: dict[str, tuple[Callable[[], nn.Module], Call, dict[str, Any]]] = {
+    "several calls": (Repeated, on_vectors, {}),
+    "several calls, reduce": (Repeated, on_vectors, {"weight_sharing": "reduce"}),
+    "loss in the output": (WithLoss, with_labels, {}),
+    "accumulation and evaluation": (mlp, accumulated, {}),
+    "forwards before backwards": (mlp, forwards_first, {}),
+    "one backward of two forwards": (mlp, one_backward_for_two, {}),
+    "terms by a function": (mlp, on_vectors, {"loss_average": lambda inputs, y: y.shape[0]}),
+    "checkpoint": (lambda: Checkpointed(False), on_vectors, {}),
+    "re-entrant checkpoint": (lambda: Checkpointed(True), on_vectors, {}),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_the_rules_of_capture_hold(case: str) -> None:
+    make, one, options = ODD[case]
+    assert_same(make, one, **options)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_compiled_block_in_an_eager_checkpoint(reentrant: bool) -> None:
+    """The graph runs again during the backward pass."""
+
+    def block(model: nn.Module) -> nn.Module:
+        model.calls[:] = [compiled(model.block)]  # type: ignore[arg-type, operator]
+        return model
+
+    assert_same(lambda: Checkpointed(reentrant), on_vectors, block)
+
+
+def test_a_break_of_the_users() -> None:
+    """Between two layers; what is before it, is seen while the code of the outermost call has not taken effect."""
+
+    class Broken(Repeated):
+        def forward(self, x: Tensor, times: int = 2) -> Tensor:
+            x = self.layer(x).relu()
+            torch._dynamo.graph_break()
+            return self.head(self.layer(x).relu())
+
+    assert_same(Broken, on_vectors, lambda model: compiled(model, fullgraph=False))
+    assert breaks() > 0
+
+
+def test_a_forward_that_fails_leaves_nothing_behind() -> None:
+    model, plain = mlp(), mlp()
+    first, second = KFACSGD(model, **OPTIONS), KFACSGD(plain, **OPTIONS)
+    call = compiled(model)
+    run(call, first, on_vectors, range(2))
+    first.zero_grad()
+    with pytest.raises(Exception, match="reduction dim"):
+        call(torch.randn(8, 5))
+    run(call, first, on_vectors, range(2, 6))
+    run(plain, second, on_vectors)
+    assert_same_weights(model, plain, SAME)
+
+
+def test_autocast() -> None:
+    def one(call: Call, step: int) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.cross_entropy(call(numbers(step, 8, 4).float()), classes(step))
+        loss.backward()
+
+    first, second, model, plain = both(lambda: mlp().float(), one)
+    assert_same_factors(first, second, 1e-6)
+    assert_close(model, plain, 1e-6)
+
+
+# Inductor ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("make", "one"), [(mlp, on_vectors), (convolutions, on_images)])
+def test_inductor(make: Callable[[], nn.Module], one: Call) -> None:
+    assert_same(make, one, lambda model: compiled(model, "inductor"))
+    assert graphs() == 2
+
+
+# Graph breaks, recompilations, warnings ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("make", "shape"), [(mlp, (8, 4)), (convolutions, (8, 1, 7, 7)), (attention, None)])
+def test_the_hooks_break_no_graph(make: Callable[[], nn.Module], shape: tuple[int, ...] | None) -> None:
+    """The number that the README gives, as torch counts it."""
+    model = make()
+    optimizer = KFACSGD(model, **OPTIONS)
+    explained = torch._dynamo.explain(model)(torch.ones(8, 5).long() if shape is None else torch.randn(shape))
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons
+    assert len(optimizer.curvature.layers) <= sum(
+        "kfac_optim" in str(op) for ops in explained.ops_per_graph for op in ops
+    )
+
+
+def test_compilation_warns_of_nothing() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        both(convolutions, on_images)
+    assert [str(warning.message) for warning in caught] == []
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_called_before_the_optimizer_was_built(in_place: bool) -> None:
+    """The first step says what to do; after ``torch._dynamo.reset()`` training goes on as in eager mode."""
+    model, plain = Repeated(), Repeated()
+    if in_place:
+        model.compile(backend="aot_eager")
+    call: Call = model if in_place else compiled(model)
+    on_vectors(call, 0)
+    first, second = KFACSGD(model, **OPTIONS), KFACSGD(plain, **OPTIONS)
+    first.zero_grad()
+    on_vectors(call, 0)
+    before = values(model)
+    with pytest.raises(RuntimeError, match=r"before the first call of a compiled model.*torch\._dynamo\.reset\(\)"):
+        first.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    torch._dynamo.reset()
+    run(call, first, on_vectors)
+    run(plain, second, on_vectors)
+    assert_same_weights(model, plain, SAME)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_the_sampled_fisher_is_refused(fullgraph: bool) -> None:
+    model = mlp()
+    optimizer = KFACSGD(model, fisher=Categorical(), **OPTIONS)
+    with pytest.raises(Exception, match="sampled Fisher needs gradients of single layers.*use fisher='empirical'"):
+        compiled(model, fullgraph=fullgraph)(torch.randn(8, 4))
+    del optimizer
+
+
+# What an optimizer does otherwise ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to_compiled", [False, True])
+def test_a_checkpoint_goes_from_eager_to_compiled_training_and_back(to_compiled: bool, tmp_path: Path) -> None:
+    """The same keys, without the prefix of the compiled module, and the rest of the run as if nothing had happened."""
+    uninterrupted = mlp()
+    run(uninterrupted, KFACSGD(uninterrupted, **OPTIONS), on_vectors)
+    models = [mlp() for _ in range(2)]
+    optimizers = []
+    for part, model in enumerate(models):
+        call: Call = compiled(model) if to_compiled == bool(part) else model
+        optimizers.append(KFACSGD(call, **OPTIONS))
+        if part:
+            model.load_state_dict(torch.load(tmp_path / "model.pt"))
+            optimizers[1].load_state_dict(torch.load(tmp_path / "optimizer.pt"))
+        run(call, optimizers[part], on_vectors, range(3 * part, 3 * part + 3))
+        if not part:
+            torch.save(model.state_dict(), tmp_path / "model.pt")
+            torch.save(optimizers[0].state_dict(), tmp_path / "optimizer.pt")
+    names = [[layer.name for layer in optimizer.curvature.layers] for optimizer in optimizers]
+    assert names[0] == names[1] == ["0", "2", "3"]
+    assert_same_weights(models[1], uninterrupted, SAME)
+
+
+def test_after_close_the_base_class_remains() -> None:
+    model, plain = mlp(), mlp()
+    optimizer = KFACSGD(model, **OPTIONS)
+    call = compiled(model)
+    run(call, optimizer, on_vectors, range(3))
+    optimizer.curvature.close()
+    plain.load_state_dict(model.state_dict())
+    base = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    base.load_state_dict(
+        {"state": copy.deepcopy(momenta(optimizer)), "param_groups": base.state_dict()["param_groups"]}
+    )
+    run(call, optimizer, on_vectors, range(3, 6))
+    run(plain, base, on_vectors, range(3, 6))
+    assert_identical(model, plain)
+    assert "kfac_optim" not in str(torch._dynamo.explain(model)(torch.randn(8, 4)).ops_per_graph)
+
+
+def momenta(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Tensor]]:
+    parameters = optimizer.param_groups[0]["params"]
+    return {i: {"momentum_buffer": optimizer.state[p]["momentum_buffer"]} for i, p in enumerate(parameters)}
+
+
+# Ranks ---------------------------------------------------------------------------------------------------------------
+
+
+def train_wrapped(rank: int, world_size: int) -> list[list[Tensor]]:
+    """compile(DDP(model)), then DDP(compile(model)); each rank takes its half of the batch."""
+    torch.set_default_dtype(torch.float64)
+
+    def one(call: Call, step: int) -> None:
+        mine = slice(rank, None, world_size)
+        F.cross_entropy(call(numbers(step, 8, 4)[mine]), classes(step)[mine]).backward()
+
+    found = []
+    for outside in (True, False):
+        model = mlp()
+        call: Call = compiled(DDP(model), fullgraph=False) if outside else DDP(compiled(model))  # type: ignore[arg-type]
+        optimizer = KFACSGD(call, **OPTIONS)
+        run(call, optimizer, one)
+        assert [layer.name for layer in optimizer.curvature.layers] == ["0", "2", "3"]
+        found.append(values(model))
+    return found
+
+
+def test_two_ranks() -> None:
+    plain = mlp()
+    run(plain, KFACSGD(plain, **OPTIONS), on_vectors)
+    for rank in run_ranks(2, train_wrapped, group_timeout=timedelta(seconds=120), limit=240.0):  # two compilations each
+        for found in rank:
+            for p, q in zip(found, values(plain), strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
+
+
+# Traced for use elsewhere --------------------------------------------------------------------------------------------
+
+
+def test_an_exported_model_knows_nothing_of_the_optimizer_that_trains_it() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(8, 6)
+    optimizer = KFACSGD(model, lr=0.1, factor_update_steps=1, inv_update_steps=1)
+    model(x).square().mean().backward()
+    optimizer.step()
+    model.eval()
+    exported = torch.export.export(model, (x,))
+    assert not [node for node in exported.graph.nodes if "kfac" in str(node.target)]
+    torch.testing.assert_close(exported.module()(x), model(x))
+    torch.testing.assert_close(torch.jit.trace(model, (x,))(x), model(x))
+    model.train()
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+    assert optimizer.curvature.last_statistics == 1

@@ -1,0 +1,94 @@
+"""In-place operations after a layer change its output tensor; the gradient that counts is that of the layer itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfac_optim import KFACSGD
+from tests.helpers.compare import OPTIONS, assert_same_factors, assert_same_weights
+from tests.helpers.reference import Oracle, assert_applied, averaged, log_cosh, snapshot, take_step
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+STEPS = 3
+ACTIVATIONS: dict[str, Callable[[bool], nn.Module]] = {
+    "relu": lambda inplace: nn.ReLU(inplace=inplace),
+    "leaky": lambda inplace: nn.LeakyReLU(0.2, inplace=inplace),
+    "silu": lambda inplace: nn.SiLU(inplace=inplace),
+}
+
+
+class Net(nn.Module):
+    """Convolution, norm and Linear, each followed by an activation; both residuals are added in place on request."""
+
+    def __init__(self, activation: str, inplace: bool) -> None:
+        super().__init__()
+        act = ACTIVATIONS[activation]
+        self.inplace = inplace
+        self.first = nn.Sequential(nn.Conv2d(1, 3, 3), act(inplace))
+        self.block = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3))
+        self.act = act(inplace)
+        self.plain = nn.Conv2d(3, 3, 1)
+        self.head = nn.Sequential(nn.Linear(3, 5), act(inplace), nn.Linear(5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = self.act(self.add(self.block(x), x))
+        x = self.add(self.plain(x), x)  # in place on the output of a layer
+        return self.head(x.mean((2, 3)))
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return x.add_(residual) if self.inplace else x + residual
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("fisher", ["empirical", "categorical", "gaussian"])
+def test_in_place_equals_out_of_place(activation: str, fisher: str) -> None:
+    model, plain = Net(activation, True), Net(activation, False)
+    model.load_state_dict(plain.state_dict())
+    first, second = (KFACSGD(m, fisher=fisher, **(OPTIONS | {"lr": 0.01})) for m in (model, plain))
+    for _ in range(STEPS):
+        x, y = torch.randn(6, 1, 6, 6), torch.randint(4, (6,))
+        for m, optimizer in ((model, first), (plain, second)):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(m(x), y).backward()
+            optimizer.step()
+    assert_same_factors(first, second)
+    assert_same_weights(model, plain)
+
+
+def test_in_place_activation_against_the_dense_definition() -> None:
+    def factory() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2), nn.SiLU(inplace=True))
+
+    model, twin = factory(), factory()
+    twin.load_state_dict(model.state_dict())
+    optimizer = KFACSGD(model, **(OPTIONS | {"lr": 1.0}))
+    oracle, loss = Oracle(twin), averaged(log_cosh, "batch")
+    passes = [((torch.randn(6, 3),), torch.randn(6, 2))]
+    step = oracle.observe(passes, loss, snapshot(model))
+    oracle.refresh(step)
+    changes = take_step(model, optimizer, passes, loss)
+    assert_applied(oracle, changes, oracle.directions(step.gradients, 0.1), step.gradients)
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "categorical"])
+def test_in_place_on_the_output_of_the_model(fisher: str) -> None:
+    """The loss works in place on what the model returned."""
+    model, plain = Net("relu", True), Net("relu", False)
+    model.load_state_dict(plain.state_dict())
+    first, second = (KFACSGD(m, fisher=fisher, **(OPTIONS | {"lr": 0.01})) for m in (model, plain))
+    for _ in range(STEPS):
+        x = torch.randn(6, 1, 6, 6)
+        first.zero_grad()
+        model(x).sub_(1.0).square().mean(1).mean().backward()
+        first.step()
+        second.zero_grad()
+        (plain(x) - 1.0).square().mean(1).mean().backward()
+        second.step()
+    assert_same_factors(first, second)
+    assert_same_weights(model, plain)

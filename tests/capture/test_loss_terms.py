@@ -1,0 +1,350 @@
+"""M, the number of terms over which the loss takes its mean: the same loss has the same curvature however stated."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfac_optim import KFACSGD
+from kfac_optim.capture import LossTerms
+from tests.helpers.compare import OPTIONS, SAME, assert_same_factors, assert_same_weights, factors_of
+from tests.helpers.reference import (
+    SOLVERS,
+    Oracle,
+    assert_applied,
+    assert_near,
+    averaged,
+    cross_entropy,
+    snapshot,
+    take_step,
+)
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+DAMPING, IGNORED = 0.1, -100
+
+
+class Tagger(nn.Module):
+    """A class for every position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.head = nn.Linear(3, 4), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.mix(x)))
+
+
+def build(model: nn.Module, **keywords: object) -> KFACSGD:
+    return KFACSGD(model, **(OPTIONS | {"lr": 1.0, "damping": DAMPING} | keywords))
+
+
+def test_what_the_loss_is_averaged_over_is_one_value() -> None:
+    """A name, None for a sum, the number of terms itself, or a function of the model's inputs and output."""
+    inputs, output = (torch.randn(4, 3, 2),), torch.randn(4, 3, 5)
+    counts: dict[Any, int] = {"batch": 4, "batch+sequence": 12, "elements": 60, None: 1, 7: 7}
+    for average, count in counts.items():
+        assert LossTerms(average).count(inputs, {}, output) == count
+    assert LossTerms(lambda inputs, output: inputs[0].shape[1] * len(output)).count(inputs, {}, output) == 12
+    assert LossTerms(lambda inputs, output: len(inputs["x"])).count((), {"x": inputs[0]}, output) == 4
+
+
+# Against the dense definition ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("average", ["batch", "batch+sequence", "elements", None])
+@pytest.mark.parametrize("shape", [(6,), (4, 3), (2, 3, 2)])
+@pytest.mark.parametrize("batch_dim", [0, 1])
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_loss_average_against_the_dense_definition(
+    average: str | None, shape: tuple[int, ...], batch_dim: int, solver: str
+) -> None:
+    if batch_dim == 1 and len(shape) == 1:
+        shape = (1, *shape)
+    model, twin = Tagger(), Tagger()
+    optimizer = build(model, loss_average=average, batch_dim=batch_dim, solver=SOLVERS[solver])
+    oracle, loss = Oracle(twin, average=average, batch_dim=batch_dim), averaged(cross_entropy, average, batch_dim)
+    for _ in range(2):
+        passes = [((torch.randn(*shape, 3),), torch.randn(*shape, 5))]
+        step = oracle.observe(passes, loss, snapshot(model))
+        oracle.refresh(step)
+        changes = take_step(model, optimizer, passes, loss)
+        assert_applied(oracle, changes, oracle.directions(step.gradients, DAMPING, solver=solver), step.gradients)
+
+
+def test_mean_and_sum_are_the_same_loss_in_other_units() -> None:
+    """G of a sum over N terms is N times that of their mean, and the undamped direction is N times smaller."""
+    model = Tagger()
+    x, y = torch.randn(6, 3), torch.randint(5, (6,))
+    found = []
+    for average, reduction in (("batch", "mean"), (None, "sum")):
+        optimizer = build(model, lr=0.0, loss_average=average)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y, reduction=reduction).backward()
+        optimizer.step()
+        found.append(factors_of(optimizer))
+        optimizer.curvature.close()
+    for name, of_the_mean in found[0].items():
+        assert_near(found[1][name], of_the_mean * (6 if name.endswith("G") else 1), name, SAME, scale=0.0)
+
+
+# Counted by the user -------------------------------------------------------------------------------------------------
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    """Inputs, and targets of which some are ignored."""
+    y = torch.randint(5, (4, 3))
+    y[torch.rand(4, 3) < 0.4] = IGNORED
+    y[0, 0] = 1
+    return torch.randn(4, 3, 3), y
+
+
+def ignoring(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, -2), target.flatten(), ignore_index=IGNORED)
+
+
+@pytest.mark.parametrize("kind", ["int", "callable on the output", "callable on the inputs"])
+def test_ignored_targets(kind: str) -> None:
+    """``CrossEntropyLoss(ignore_index=...)`` takes its mean over the targets that are left."""
+    x, y = tokens()
+    terms = int((y != IGNORED).sum())
+    assert 1 < terms < y.numel()
+
+    def on_output(inputs: Any, output: Tensor) -> int:
+        assert output.shape == (4, 3, 5)
+        return terms
+
+    def on_inputs(inputs: Any, output: Tensor) -> int:
+        assert isinstance(inputs, tuple) and inputs[0] is x
+        return terms
+
+    choices: dict[str, object] = {
+        "int": terms,
+        "callable on the output": on_output,
+        "callable on the inputs": on_inputs,
+    }
+    model, twin = Tagger(), Tagger()
+    optimizer = build(model, loss_average=choices[kind])
+    oracle = Oracle(twin, terms=lambda output: terms)
+    step = oracle.observe([((x,), y)], ignoring, snapshot(model))
+    oracle.refresh(step)
+    changes = take_step(model, optimizer, [((x,), y)], ignoring)
+    assert_applied(oracle, changes, oracle.directions(step.gradients, DAMPING), step.gradients)
+
+
+def test_loss_terms_of_a_model_called_by_keywords() -> None:
+    """The callable then gets the dict of the keyword arguments."""
+    seen: list[Any] = []
+
+    def terms(inputs: Any, output: Tensor) -> int:
+        seen.append(sorted(inputs))
+        return int(inputs["mask"].sum())
+
+    class Masked(Tagger):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(x)
+
+    model = Masked()
+    plain = copy.deepcopy(model)
+    x, mask = torch.randn(4, 3, 3), torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]]).bool()
+    first, second = build(model, loss_average=terms), build(plain, loss_average=6)
+    for m, optimizer in ((model, first), (plain, second)):
+        m(x=x, mask=mask)[mask].square().sum(-1).mean().backward()
+        optimizer.step()
+    assert seen == [["mask", "x"]]
+    assert_same_factors(first, second)
+
+
+def test_loss_terms_add_up_over_micro_batches() -> None:
+    """Unequal counts: each micro-batch brings its own, the loss divides by all of them."""
+    model = Tagger()
+    plain = copy.deepcopy(model)
+    data = [tokens() for _ in range(3)]
+    counts = [int((y != IGNORED).sum()) for _, y in data]
+    coming = iter(counts)
+    first = build(model, loss_average=lambda inputs, output: next(coming))
+    second = build(plain, loss_average=sum(counts))
+    for x, y in data:
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=IGNORED, reduction="sum").div(
+            sum(counts)
+        ).backward()
+    first.step()
+    ignoring(plain(torch.cat([x for x, _ in data])), torch.cat([y for _, y in data])).backward()
+    second.step()
+    assert_same_factors(first, second)
+    assert_same_weights(model, plain)
+
+
+# Outputs of other kinds ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Output:
+    """transformers' kind of output: the loss stands before the logits."""
+
+    loss: Tensor
+    logits: Tensor
+    hidden: tuple[Tensor, ...] = ()
+
+
+class Wrapped(nn.Module):
+    """A tagger whose output is of some kind."""
+
+    def __init__(self, inner: Tagger, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind = inner, kind
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        logits = self.inner(x)
+        loss = logits.square().sum() / logits[..., 0].numel()
+        nested = {"outputs": [(logits, y)], "loss": loss}
+        kinds = {"tensor": logits, "tuple": (logits, loss), "dataclass": Output(loss, logits), "nested": nested}
+        return (kinds | {"scalar": loss, "none first": (None, logits)})[self.kind]
+
+
+def loss_in(output: Any) -> Tensor:
+    """The loss as the user would have it from each kind."""
+    if isinstance(output, Output):
+        return output.loss
+    if isinstance(output, dict):
+        return output["loss"]
+    if isinstance(output, tuple):
+        output = output[1] if output[0] is None else output[0]
+    return output if output.dim() == 0 else output.square().sum() / output[..., 0].numel()
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dataclass", "nested", "scalar", "none first"])
+@pytest.mark.parametrize("average", ["batch", "batch+sequence"])
+@pytest.mark.parametrize("shape", [(4,), (4, 3)])
+def test_models_that_return_other_things_count_the_same(kind: str, average: str, shape: tuple[int, ...]) -> None:
+    """A scalar's examples are those of the first tensor among the inputs."""
+    inner = Tagger()
+    model, plain = Wrapped(inner, kind), Wrapped(copy.deepcopy(inner), "tensor")
+    first, second = build(model, loss_average=average), build(plain, loss_average=average)
+    x, y = torch.randn(*shape, 3), torch.randn(*shape)
+    for m, optimizer in ((model, first), (plain, second)):
+        loss_in(m(x, y)).backward()
+        optimizer.step()
+    assert_same_factors(first, second)
+    assert_same_weights(model, plain)
+
+
+def test_a_scalar_over_tokens_counts_the_examples_of_integer_inputs() -> None:
+    """A language model that returns its loss: token ids have no feature dimension."""
+
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 6)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            logits = self.head(self.embed(ids[:, :-1]))
+            return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    model = Language()
+    plain = copy.deepcopy(model)
+    ids = torch.randint(6, (4, 8))
+    first, second = build(model), build(plain, loss_average=4)
+    for m, optimizer in ((model, first), (plain, second)):
+        m(ids).backward()
+        optimizer.step()
+    assert_same_factors(first, second)
+
+
+@pytest.mark.parametrize("average", ["batch", "batch+sequence"])
+def test_sequence_first_equals_batch_first(average: str) -> None:
+    """``batch_dim=1``: the same data transposed, under expand and reduce."""
+    for sharing in ("expand", "reduce"):
+        model = Tagger()
+        plain = copy.deepcopy(model)
+        keywords = {"loss_average": average, "weight_sharing": sharing}
+        first, second = build(model, batch_dim=1, **keywords), build(plain, **keywords)
+        x = torch.randn(7, 3, 3)
+        terms = 7 if average == "batch" else 21
+        (model(x.transpose(0, 1)).square().sum() / terms).backward()
+        (plain(x).square().sum() / terms).backward()
+        first.step()
+        second.step()
+        assert_same_factors(first, second)
+        assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("call", [lambda f: f(), lambda f: torch.stack([f(), f()]).mean()], ids=["once", "twice"])
+def test_validation_forwards_do_not_count(call: Callable[[Callable[[], Tensor]], Tensor]) -> None:
+    """Forwards without a backward pass, of other batch sizes, in either mode, leave M and the factors alone."""
+    model = Tagger()
+    plain = copy.deepcopy(model)
+    first, second = build(model), build(plain)
+    x = torch.randn(6, 3)
+    model(torch.randn(9, 3))
+    with torch.no_grad():
+        model(torch.randn(11, 3))
+    call(lambda: model(x).square().sum(-1).mean()).backward()
+    with torch.no_grad():
+        model.eval()(torch.randn(13, 3))
+    first.step()
+    call(lambda: plain(x).square().sum(-1).mean()).backward()
+    second.step()
+    assert_same_factors(first, second)
+    assert_same_weights(model, plain)
+
+
+# Called by a framework -----------------------------------------------------------------------------------------------
+
+
+class Loop(nn.Module):
+    """As Lightning under DDP: a call of the module that holds the model runs the body of the loop instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Tagger()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+    def lend(self, body: Callable[[Tensor, Tensor], Any], x: Tensor, y: Tensor) -> Any:
+        own = self.forward
+
+        def borrowed(x: Tensor, y: Tensor) -> Any:
+            self.forward = own
+            return body(x, y)
+
+        self.forward = borrowed
+        return self(x, y)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("fisher", ["empirical", "categorical"])
+@pytest.mark.parametrize("average", ["batch", "batch+sequence", "elements"])
+def test_a_call_lent_to_the_loop_is_no_call_of_the_model(average: str, fisher: str, inside: bool) -> None:
+    """M is that of the model's own call in it, with the backward pass outside as well as inside."""
+    lent, plain = Loop(), Loop()
+    plain.load_state_dict(lent.state_dict())
+    options = {"loss_average": average, "fisher": fisher, "lr": 0.1}
+    first, second = build(lent, **options), build(plain, **options)
+
+    def body(x: Tensor, y: Tensor) -> Tensor | None:
+        with torch.no_grad():  # a teacher, say
+            lent(x[:1])
+        loss = averaged(cross_entropy, average, 0)(lent(x), y)
+        return loss.backward() if inside else loss
+
+    for _ in range(3):
+        x, y = torch.randn(4, 3, 3), torch.randn(4, 3, 5)
+        first.zero_grad()
+        loss = lent.lend(body, x, y)
+        if loss is not None:
+            loss.backward()
+        first.step()
+        second.zero_grad()
+        averaged(cross_entropy, average, 0)(plain(x), y).backward()
+        second.step()
+    assert_same_factors(first, second)
+    assert_same_weights(lent, plain)

@@ -1,0 +1,1 @@
+"""Several processes: assignment, communication, wrappers, failures."""

@@ -1,0 +1,82 @@
+"""A rank that dies or falls out of step: the others raise within the time-out and say in what; none hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from kfac_optim import KFACSGD
+from tests.helpers.ranks import run_ranks
+
+TIMEOUT = timedelta(seconds=6)
+
+
+def step_until_death(rank: int, world_size: int, assignment: str, when: int, how: str) -> float:
+    """Steps on synthetic gradients without any wrapper, so that all communication is ours; the last rank fails."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    options: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 2, "assignment": assignment}
+    optimizer = KFACSGD(model, lr=0.1, **options)
+    for step in range(6):
+        if rank == world_size - 1 and step == when:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "raises":
+                raise ValueError("no more disk")
+            time.sleep(2 * TIMEOUT.total_seconds())  # stuck in a data loader, say
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
+        optimizer.step()
+    return time.monotonic()
+
+
+@pytest.mark.parametrize(
+    ("assignment", "when", "collective"),
+    [
+        ("factor-wise", 0, "the all-reduce of counts"),
+        ("factor-wise", 2, "the all-reduce of counts"),
+        ("layer-wise", 1, "the broadcast of directions"),
+    ],
+)
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_the_others_raise_and_name_the_collective(assignment: str, when: int, collective: str, how: str) -> None:
+    start = time.monotonic()
+    outcomes = run_ranks(3, step_until_death, assignment, when, how, group_timeout=TIMEOUT, limit=60.0, may_fail=True)
+    assert time.monotonic() - start < 50
+    *survivors, dead = outcomes
+    assert ("exit code -9" in dead) if how == "killed" else ("no more disk" in dead)
+    # Whoever waits for the dead rank itself raises; a chain of ranks waits for each other only up to the time-out.
+    for story in survivors:
+        assert "RuntimeError" in story and collective in story, story
+        assert "another rank has died" in story
+
+
+def test_a_stuck_rank_ends_in_the_time_out_of_the_group() -> None:
+    outcomes = run_ranks(
+        2, step_until_death, "factor-wise", 2, "stuck", group_timeout=TIMEOUT, limit=60.0, may_fail=True
+    )
+    assert "the all-reduce of counts failed on rank 0 of 2" in outcomes[0]
+    assert "RuntimeError" in outcomes[1]  # it comes late and finds nobody
+
+
+def step_in_a_subgroup(rank: int, world_size: int) -> float:
+    """KAISA's own groups of ranks inherit the time-out."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    optimizer = KFACSGD(model, lr=0.1, assignment="kaisa")
+    optimizer.curvature.comm.prepare([(0, 1), (0, 2)])
+    groups = optimizer.curvature.comm._groups  # type: ignore[attr-defined]
+    options = groups[0, 1]._get_backend(torch.device("cpu")).options if rank < 2 else None
+    return options._timeout.total_seconds() if options is not None else 0.0
+
+
+def test_groups_made_for_a_strategy_have_the_time_out_of_their_parent() -> None:
+    assert run_ranks(3, step_in_a_subgroup, group_timeout=timedelta(seconds=45)) == [45.0, 45.0, 0.0]

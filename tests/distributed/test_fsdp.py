@@ -1,0 +1,218 @@
+"""FSDP2: layers are gathered for preconditioning and every rank steps on its shards."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+
+from kfac_optim import KFACSGD
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import FLOAT64, KINDS, OFTEN, assert_all_near, average_gradients, data_of, share, train
+
+SHAPE = (12, 4)
+OPTIONS: dict[str, Any] = {**OFTEN, **FLOAT64}
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    # 5 and 7 do not divide by the number of ranks: shards of unequal sizes.
+    return nn.Sequential(
+        nn.Linear(4, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)
+    ).double()
+
+
+def whole(model: nn.Module) -> list[Tensor]:
+    return [p.full_tensor().clone() if isinstance(p, DTensor) else p.detach().clone() for p in model.parameters()]
+
+
+def shard(model: nn.Sequential, how: str) -> None:
+    for layer in model if how == "per layer" else ():
+        if list(layer.parameters()):
+            fully_shard(layer)
+    fully_shard(model)
+
+
+def trained(rank: int, world_size: int, kind: str, how: str, options: dict[str, Any], steps: int = 7) -> list[Tensor]:
+    model = make()
+    if world_size > 1:
+        shard(model, how)
+    cls, base = KINDS[kind]
+    optimizer = cls(model, **{**base, **OPTIONS, **options})
+    train(model, optimizer, range(steps), shape=SHAPE, rank=rank, world_size=world_size)
+    if world_size > 1:
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+    return whole(model)
+
+
+def train_all(rank: int, world_size: int) -> dict[str, list[Tensor]]:
+    found = {}
+    for kind in KINDS:
+        for how, assignment in (("per layer", "factor-wise"), ("root", "layer-wise")):
+            found[f"{kind}, {how}"] = trained(rank, world_size, kind, how, {"assignment": assignment})
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_shards_equal_one_process(world_size: int) -> None:
+    outcomes = run_ranks(world_size, train_all)
+    for kind in KINDS:
+        expected = trained(0, 1, kind, "", {})
+        for how in ("per layer", "root"):
+            assert_all_near([found[f"{kind}, {how}"] for found in outcomes], expected)
+
+
+def train_bf16(rank: int, world_size: int) -> list[Tensor]:
+    model = make().float()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model[0], mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = KFACSGD(model, lr=0.1, damping=0.1, factor_update_steps=1, inv_update_steps=2)
+    losses = []
+    for _ in range(12):
+        inputs, classes = share(data_of(0, SHAPE), rank, world_size)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs.float()).float(), classes)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    assert losses[-1] < losses[0]
+    assert all(
+        state["kfac"]["A"]["value"].dtype is torch.float32 for state in optimizer.state.values() if "kfac" in state
+    )
+    return whole(model)
+
+
+def test_mixed_precision() -> None:
+    first, second = run_ranks(2, train_bf16)
+    for p, q in zip(first, second, strict=True):
+        assert torch.equal(p, q) and bool(p.isfinite().all())
+
+
+def resume(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Four steps, a state through torch.distributed.checkpoint's helpers, three more steps."""
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, which: range) -> None:
+        train(model, optimizer, which, shape=SHAPE, rank=rank, world_size=world_size)
+
+    model = make()
+    shard(model, "per layer")
+    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, **OPTIONS)
+    steps(model, optimizer, range(4))
+    optimizer.curvature.synchronize()
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))  # loading shares its tensors
+    other = make()
+    shard(other, "per layer")
+    other.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    resumed = KFACSGD(other, lr=0.1, momentum=0.9, **OPTIONS)
+    set_optimizer_state_dict(other, resumed, state)
+    steps(model, optimizer, range(4, 9))
+    steps(other, resumed, range(4, 9))
+    return whole(model), whole(other)
+
+
+def test_state_through_distributed_checkpoint() -> None:
+    for uninterrupted, resumed in run_ranks(2, resume):
+        assert_all_near([uninterrupted], resumed)
+
+
+def build_before(rank: int, world_size: int, swap: bool) -> str:
+    """The optimizer first, ``fully_shard`` after it; with ``swap`` the groups get the new parameters (Accelerate)."""
+    model = make()
+    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, **OPTIONS)
+    names = {p: name for name, p in model.named_parameters()}
+    shard(model, "per layer")
+    new = dict(model.named_parameters())
+    for group in optimizer.param_groups if swap else ():
+        group["params"] = [new[names[p]] for p in group["params"]]
+    try:
+        for step in range(7):
+            inputs, classes = share(data_of(step, SHAPE), rank, world_size)
+            model.zero_grad()
+            F.cross_entropy(model(inputs), classes).backward()
+            optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    expected = trained(rank, world_size, "sgd", "per layer", {"weight_decay": 0})
+    for p, q in zip(whole(model), expected, strict=True):
+        torch.testing.assert_close(p, q)
+    return "trained"
+
+
+def test_sharding_after_the_optimizer_is_refused_or_followed() -> None:
+    for story in run_ranks(2, build_before, False):
+        assert "fully_shard" in story and "replaced" in story
+    assert run_ranks(2, build_before, True) == ["trained", "trained"]
+
+
+def flatten(rank: int, world_size: int) -> dict[tuple[bool, str], str]:
+    """Torch's first FSDP, in both of its modes, around the model before and after the optimizer was built."""
+    stories = {}
+    for original in (False, True):
+        for when in ("wrapped first", "its parameters", "built first"):
+            model: nn.Module = make()
+            try:
+                optimizer = KFACSGD(model, lr=0.1) if when == "built first" else None
+                model = FullyShardedDataParallel(model, use_orig_params=original, device_id=torch.device("cpu"))
+                if optimizer is None:
+                    optimizer = KFACSGD(model if when == "wrapped first" else model.parameters(), lr=0.1)
+                inputs, classes = data_of(rank, SHAPE)
+                F.cross_entropy(model(inputs), classes).backward()
+                optimizer.step()
+            except (TypeError, RuntimeError) as error:
+                stories[original, when] = str(error)
+    return stories
+
+
+def test_the_first_fsdp_is_refused_with_the_remedy() -> None:
+    """Its flattened pieces are no matrices; all of it would train by the base rule, or fail somewhere deep inside."""
+    for stories in run_ranks(2, flatten):
+        assert len(stories) == 6
+        assert all("fully_shard" in story for story in stories.values()), stories
+
+
+def tensor_parallel(rank: int, world_size: int) -> tuple[list[str], bool]:
+    """Weights split by tensor parallelism are declined with the reason and train by the base rule."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = KFACSGD(model, lr=0.1)
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    torch.manual_seed(1)
+    F.mse_loss(model(torch.randn(6, 4)), torch.randn(6, 4)).backward()
+    gradients = [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
+    optimizer.step()
+    for p, old, grad in zip(model.parameters(), before, gradients, strict=True):
+        torch.testing.assert_close(p.full_tensor(), old - 0.1 * grad)
+    return [note for _, note in optimizer.curvature.uncovered.values()], bool(optimizer.curvature.layers)
+
+
+def test_tensor_parallel_layers_are_declined() -> None:
+    for notes, any_layers in run_ranks(2, tensor_parallel):
+        assert not any_layers
+        assert any("tensor parallel" in note for note in notes)
+
+
+def partly_sharded(rank: int, world_size: int) -> list[Tensor]:
+    """Only the first layer is sharded; the others' gradients are averaged by hand."""
+    model = make()
+    fully_shard(model[0])
+    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, weight_decay=1e-3, **OPTIONS)
+    plain = [p for p in model.parameters() if not isinstance(p, DTensor)]
+    everyone = {"shape": SHAPE, "rank": rank, "world_size": world_size}
+    train(model, optimizer, range(7), before_step=lambda: average_gradients(plain), **everyone)
+    return whole(model)
+
+
+def test_sharded_and_plain_parameters_in_one_model() -> None:
+    assert_all_near(run_ranks(2, partly_sharded), trained(0, 1, "sgd", "", {}))

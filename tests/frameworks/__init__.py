@@ -1,0 +1,1 @@
+"""Training through Accelerate, DeepSpeed, Horovod, Lightning and transformers' Trainer."""

@@ -1,0 +1,1 @@
+"""What tests share: small models and training loops, the dense oracle, real ranks, the model zoo."""

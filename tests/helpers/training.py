@@ -1,0 +1,180 @@
+"""What the feature tests share: a small model, data that depend on the step alone, a training loop, comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch_optimizer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kfac_optim import KFACLAMB, KFACSGD, KFACAdam, OfMean
+
+Batch = tuple[Tensor, Tensor]
+SHAPE = (8, 4)  # inputs of the small model
+
+FLOAT64: dict[str, Any] = {"factor_dtype": torch.float64, "inv_dtype": torch.float64}
+# Statistics and refreshes at intervals that do not divide each other, so that a few steps see every combination.
+OFTEN: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 3, "damping": 0.1}
+SETTINGS: dict[str, Any] = {**FLOAT64, **OFTEN}
+
+
+def damping_of(value: Any, relative: bool) -> Any:
+    """A damping that is absolute, or relative to the mean eigenvalue."""
+    return OfMean(value) if relative else value
+
+
+CLASSES: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
+    KFACSGD: {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3},
+    KFACAdam: {"lr": 0.01},
+    KFACLAMB: {"lr": 0.01, "weight_decay": 1e-3},
+}
+
+# By a name that test parameters can have; SGD's other mode is a kind of its own.
+KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (KFACSGD, CLASSES[KFACSGD]),
+    "momentum": (KFACSGD, {"lr": 0.02, "momentum": 0.9, "precondition": "momentum", "scaling": "unit"}),
+    "adam": (KFACAdam, CLASSES[KFACAdam]),
+    "lamb": (KFACLAMB, CLASSES[KFACLAMB]),
+}
+
+BASES: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
+    KFACSGD: torch.optim.SGD,
+    KFACAdam: torch.optim.Adam,
+    KFACLAMB: torch_optimizer.Lamb,
+}
+
+
+def make_model(seed: int = 0) -> nn.Sequential:
+    """Two Linear layers, a LayerNorm and a parameter no Kronecker block covers (PReLU's)."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.PReLU(), nn.LayerNorm(6), nn.Linear(6, 3))
+
+
+def data_of(
+    step: int, shape: Sequence[int] = SHAPE, classes: int = 3, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """Inputs of a step and their classes, one for every row; the same in every process."""
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+    return inputs, torch.randint(classes, (shape[0],), generator=generator)
+
+
+def share(batch: Batch, rank: int, world_size: int) -> Batch:
+    """A rank's part of a batch."""
+    inputs, targets = batch
+    return inputs.chunk(world_size)[rank], targets.chunk(world_size)[rank]
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    """The loss of a step."""
+    inputs, classes = data_of(step, dtype=next(model.parameters()).dtype)
+    return F.cross_entropy(model(inputs), classes)
+
+
+def backward(model: nn.Module, step: int) -> Tensor:
+    """Fresh gradients of a step's loss in ``.grad``."""
+    model.zero_grad()
+    loss = loss_of(model, step)
+    loss.backward()
+    return loss.detach()
+
+
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    batches: Iterable[int | Batch],
+    after: Callable[[], Any] | None = None,
+    *,
+    shape: Sequence[int] = SHAPE,
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+    parts: int = 1,
+    rank: int = 0,
+    world_size: int = 1,
+    before_step: Callable[[], Any] | None = None,
+    autocast: torch.dtype | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> None:
+    """The loop of every PyTorch tutorial, on this rank's share of every batch.
+
+    Args:
+        model: The model as it is called, wrapped where there are ranks.
+        optimizer: Any.
+        batches: Pairs of inputs and targets, or numbers of steps, which stand for :func:`data_of`.
+        after: Called after each step, a scheduler's ``step`` for instance.
+        shape: Of the inputs of a step that is given by its number.
+        loss: Of output and targets, a mean.
+        parts: Number of micro-batches to a step.
+        rank: Whose share.
+        world_size: Number of ranks.
+        before_step: Called between the last backward pass and the step, on unscaled gradients.
+        autocast: Dtype of the forward pass; outputs are cast back to float32.
+        scaler: Of the loss.
+    """
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    for batch in batches:
+        data = data_of(batch, shape, dtype=next(model.parameters()).dtype) if isinstance(batch, int) else batch
+        inputs, targets = share(data, rank, world_size)
+        optimizer.zero_grad()
+        for x, y in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
+            with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+                output = model(x)
+            scaler.scale(loss(output if autocast is None else output.float(), y) / parts).backward()
+        if before_step is not None:
+            scaler.unscale_(optimizer)
+            before_step()
+        scaler.step(optimizer)
+        scaler.update()
+        if after is not None:
+            after()
+
+
+def clipping(model: nn.Module, largest: float | None) -> Callable[[], Any] | None:
+    """For ``before_step``: the gradients' norm is limited, if to anything."""
+    return None if largest is None else partial(nn.utils.clip_grad_norm_, list(model.parameters()), largest)
+
+
+def average_gradients(parameters: Iterable[Tensor]) -> None:
+    """Over the ranks, where no wrapper does it."""
+    for p in parameters:
+        dist.all_reduce(p.grad)
+        p.grad.div_(dist.get_world_size())  # type: ignore[union-attr]
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    """Copies of the parameters."""
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_identical(model: nn.Module, other: nn.Module) -> None:
+    """The same parameters, bit for bit, and finite."""
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert bool(p.isfinite().all()), f"{name} is not finite"
+        assert torch.equal(p, q), f"{name} differs by up to {float((p - q).detach().abs().max()):.3g}"
+
+
+def assert_close(model: nn.Module, other: nn.Module, tolerance: float) -> None:
+    """The same parameters up to a tolerance, relative and absolute."""
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def assert_all_near(
+    outcomes: Iterable[list[Tensor]], expected: list[Tensor], tolerance: float = 1e-9, case: str = ""
+) -> None:
+    """Every rank has the expected parameters, up to the order of sums."""
+    for rank, found in enumerate(outcomes):
+        for p, q in zip(found, expected, strict=True):
+            torch.testing.assert_close(
+                p, q, rtol=tolerance, atol=tolerance, msg=lambda text, r=rank: f"{case}, rank {r}: {text}"
+            )
+
+
+def assert_trained(model: nn.Module, before: list[Tensor]) -> None:
+    """Every parameter has changed: a comparison of two models that both stood still proves nothing."""
+    for (name, p), old in zip(model.named_parameters(), before, strict=True):
+        assert not torch.equal(p, old), f"{name} has not changed"

@@ -1,0 +1,1 @@
+"""What each layer type, and models made of them, give as rows, factors and directions."""

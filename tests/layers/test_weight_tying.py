@@ -1,0 +1,312 @@
+"""Weights that are used more than once in a step, and modules that are not used at all in one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfac_optim import KFACSGD
+from tests.helpers.compare import OPTIONS, assert_same_factors, assert_same_weights, factors_of
+from tests.helpers.reference import (
+    SOLVERS,
+    Oracle,
+    assert_applied,
+    assert_near,
+    averaged,
+    cross_entropy,
+    log_cosh,
+    snapshot,
+    take_step,
+)
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+DAMPING, EXACTLY = 0.1, 1e-14  # the last: the same operations in the same order
+loss = averaged(log_cosh, "batch")
+
+
+class Shared(nn.Module):
+    """Two Linears with one weight, with or without one bias."""
+
+    def __init__(self, bias: str = "shared") -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(4, 4, bias=bias != "none") for _ in range(2))
+        self.second.weight = self.first.weight
+        if bias == "shared":
+            self.second.bias = self.first.bias
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+class Recurrent(nn.Module):
+    """One cell called several times in a forward."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times, self.cell, self.head = times, nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = torch.tanh(self.cell(x))
+        return self.head(x)
+
+
+class Branches(nn.Module):
+    """Either branch, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, which: str) -> Tensor:
+        x = torch.tanh(self.stem(x))
+        return sum(getattr(self, name)(x) for name in which.split("+"))
+
+
+class Language(nn.Module):
+    """Embedding and output head on one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.mix(self.embed(tokens))))
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [Shared, lambda: Shared("none"), lambda: Recurrent(2), lambda: Recurrent(3)],
+    ids=["shared", "shared without bias", "called twice", "called three times"],
+)
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("sizes", [(5,), (4, 4)])
+def test_uses_of_one_weight_pool_their_rows(
+    factory: Callable[[], nn.Module], solver: str, sizes: tuple[int, ...]
+) -> None:
+    model, twin = factory(), factory()
+    optimizer = KFACSGD(model, **(OPTIONS | {"lr": 1.0, "damping": DAMPING, "solver": SOLVERS[solver]}))
+    oracle = Oracle(twin)
+    for _ in range(2):
+        passes = [((torch.randn(n, 4),), torch.randn(n, 2)) for n in sizes]
+        step = oracle.observe(passes, loss, snapshot(model))
+        oracle.refresh(step)
+        changes = take_step(model, optimizer, passes, loss)
+        directions = oracle.directions(step.gradients, DAMPING, solver=solver)
+        assert_applied(oracle, changes, directions, step.gradients)
+
+
+def test_pooled_layers_are_named_in_the_table() -> None:
+    table = print_of(KFACSGD(Shared(), **OPTIONS))
+    assert "shared by 2 modules" in table["first"]
+    assert "second" not in table
+
+
+def print_of(optimizer: KFACSGD) -> dict[str, str]:
+    """The rows of the coverage table by their first column."""
+    return {line.split()[0]: line for line in str(optimizer.curvature).splitlines() if line.split()}
+
+
+@pytest.mark.parametrize(
+    ("factory", "declined", "reason"),
+    [
+        (lambda: Shared("different"), ("first.weight", "first.bias", "second.bias"), "weight shared by first"),
+        (Language, ("embed.weight",), "weight shared by embed"),
+    ],
+    ids=["different biases", "embedding and head"],
+)
+def test_declined_sharing_trains_by_the_base_rule(
+    factory: Callable[[], nn.Module], declined: tuple[str, ...], reason: str
+) -> None:
+    """The declined parameters move exactly as SGD with momentum and weight decay moves them."""
+    model = factory()
+    options = OPTIONS | {"momentum": 0.9, "weight_decay": 0.01}
+    optimizer = KFACSGD(model, **options)
+    table = print_of(optimizer)
+    for name in declined:
+        assert reason in table[name] and "base" in table[name]
+    own = dict(model.named_parameters())
+    plain = [nn.Parameter(own[name].detach().clone()) for name in declined]
+    sgd = torch.optim.SGD(plain, lr=0.1, momentum=0.9, weight_decay=0.01)
+    for _ in range(4):
+        x = torch.randint(6, (3, 5)) if factory is Language else torch.randn(5, 4)
+        optimizer.zero_grad()
+        output = model(x)
+        output.square().mean().backward()
+        for p, name in zip(plain, declined, strict=True):
+            p.grad = own[name].grad.clone()
+        optimizer.step()
+        sgd.step()
+        for p, name in zip(plain, declined, strict=True):
+            assert_near(own[name].detach(), p.detach(), name, EXACTLY)
+    assert sorted(layer.name for layer in optimizer.curvature.layers) == (["mix"] if factory is Language else ["head"])
+
+
+class OwnHead(nn.Module):
+    """A layer type that has no rule."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.mT
+
+
+@pytest.mark.parametrize("first", ["embed", "head"])
+@pytest.mark.parametrize("unruled", [True, False])
+def test_a_weight_with_a_use_that_no_rule_covers_is_declined(first: str, unruled: bool) -> None:
+    """Whichever of the two comes first: the factors of one use would be taken for those of both."""
+    embed = nn.Embedding(7, 4)
+    head = OwnHead(embed.weight) if unruled else nn.Linear(4, 7)
+    head.weight = embed.weight
+    parts = {"embed": embed, "head": head}
+    model = nn.ModuleDict({name: parts[name] for name in sorted(parts, key=lambda name: name != first)})
+    optimizer = KFACSGD(model, lr=0.1, skip_layers=() if unruled else ("head",))
+    assert not optimizer.curvature.layers
+    reason = optimizer.curvature.uncovered[embed.weight][1]
+    assert "no Kronecker rule for OwnHead" in reason if unruled else "skip_layers" in reason
+
+
+def test_the_layers_beside_a_declined_weight_keep_their_block() -> None:
+    model, twin = Language(), Language()
+    optimizer = KFACSGD(model, **(OPTIONS | {"lr": 1.0, "damping": DAMPING}))
+    oracle = Oracle(twin)
+    oracle.layers = [layer for layer in oracle.layers if layer.name == "mix"]
+    entropy = averaged(cross_entropy, "batch")
+    passes = [((torch.randint(6, (3, 5)),), torch.randn(3, 5, 6))]
+    step = oracle.observe(passes, entropy, snapshot(model))
+    oracle.refresh(step)
+    changes = take_step(model, optimizer, passes, entropy)
+    assert_applied(oracle, changes, oracle.directions(step.gradients, DAMPING), step.gradients)
+
+
+class Chosen(nn.Module):
+    """The branch as part of the input, for the oracle: 0 left, 1 right, 2 both."""
+
+    def __init__(self, branches: Branches) -> None:
+        super().__init__()
+        self.branches = branches
+
+    def forward(self, x: Tensor, which: Tensor) -> Tensor:
+        return self.branches(x, ("left", "right", "left+right")[int(which)])
+
+
+def test_layers_called_in_some_steps_keep_their_statistics() -> None:
+    """A layer that was not used decays neither sum and does not move; one used now and then equals the dense rule."""
+    model, twin = Chosen(Branches()), Chosen(Branches())
+    optimizer = KFACSGD(model, **(OPTIONS | {"lr": 1.0, "damping": DAMPING, "factor_decay": 0.5}))
+    oracle = Oracle(twin, decay=0.5)
+    unused = {0: "branches.right", 1: "branches.left"}
+    for which in (2, 0, 0, 1, 2, 1, 0):
+        passes = [((torch.randn(5, 4), torch.tensor(which)), torch.randn(5, 2))]
+        kept = factors_of(optimizer) if optimizer.curvature.step_count else {}
+        step = oracle.observe(passes, loss, snapshot(model))
+        used = [layer for layer in oracle.layers if layer.name != unused.get(which)]
+        oracle.refresh(step)
+        changes = take_step(model, optimizer, passes, loss)
+        directions = oracle.directions(step.gradients, DAMPING)
+        for layer in used:
+            assert_near(layer.of(changes), -directions[layer.name], layer.name)
+        if which in unused:
+            name = unused[which]
+            assert torch.equal(changes[f"{name}.weight"], torch.zeros(2, 4))
+            for side in "AG":
+                assert torch.equal(factors_of(optimizer)[f"{name}.{side}"], kept[f"{name}.{side}"])
+
+
+def test_micro_batches_that_use_different_layers() -> None:
+    """Each A is normalised by the rows its layer saw."""
+    model = Branches()
+    optimizer = KFACSGD(model, **OPTIONS)
+    data = [(torch.randn(n, 4), torch.randn(n, 2)) for n in (3, 5)]
+    expected = {}
+    for (x, y), which in zip(data, ("left", "right"), strict=True):
+        (loss(model(x, which), y) / 2).backward()
+        rows = torch.cat([torch.tanh(model.stem(x)).detach(), torch.ones(len(x), 1)], 1)
+        expected[f"{which}.A"] = rows.T @ rows / len(x)
+    optimizer.step()
+    for name, factor in expected.items():
+        assert_near(factors_of(optimizer)[name][0], factor, name)
+
+
+def test_a_module_that_is_never_called_is_only_a_row_of_the_table() -> None:
+    model = Branches()
+    plain = copy.deepcopy(model)
+    optimizer, other = KFACSGD(model, **OPTIONS), KFACSGD(plain, skip_layers=("right",), **OPTIONS)
+    for _ in range(2):
+        x, y = torch.randn(5, 4), torch.randn(5, 2)
+        for m, o in ((model, optimizer), (plain, other)):
+            o.zero_grad()
+            loss(m(x, "left"), y).backward()
+            o.step()
+    assert_same_weights(model, plain)
+    assert "raw gradient until" in print_of(optimizer)["right"]
+    assert optimizer.curvature.report()["failed_decompositions"] == 0
+
+
+NO_EXAMPLES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "Linear": (lambda: nn.Linear(4, 4), (4,)),
+    "Linear on tokens": (lambda: nn.Linear(4, 4), (3, 4)),
+    "Conv2d": (lambda: nn.Conv2d(4, 4, 3, padding=1), (4, 3, 3)),
+    "Conv2d with stride": (lambda: nn.Conv2d(4, 4, 2, stride=2), (4, 4, 4)),
+    "depthwise Conv2d": (lambda: nn.Conv2d(4, 4, 3, padding=1, groups=4), (4, 3, 3)),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(4, 4, 2, stride=2), (4, 2, 2)),
+    "LayerNorm": (lambda: nn.LayerNorm(4), (3, 4)),
+    "RMSNorm": (lambda: nn.RMSNorm(4), (4,)),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), (4, 2, 2)),
+    "BatchNorm2d in eval mode": (lambda: nn.BatchNorm2d(4).eval(), (4, 2, 2)),
+    "attention": (lambda: Attended(), (3, 4)),
+}
+
+
+class Attended(nn.Module):
+    """Self-attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Routed(nn.Module):
+    """Sends the first examples through an expert, and adds up what it says."""
+
+    def __init__(self, expert: nn.Module, call_always: bool) -> None:
+        super().__init__()
+        self.stem, self.expert, self.call_always = nn.Linear(4, 4), expert, call_always
+
+    def forward(self, x: Tensor, first: Tensor) -> Tensor:
+        y = self.stem(x.movedim(1, -1)).movedim(-1, 1) if x.dim() > 3 else self.stem(x)
+        n = int(first)
+        said = self.expert(y[:n]).sum() if n or self.call_always else 0.0
+        return y + said
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("case", NO_EXAMPLES.values(), ids=NO_EXAMPLES)
+def test_a_call_on_no_examples_is_no_call(case: tuple[Callable[[], nn.Module], tuple[int, ...]], sharing: str) -> None:
+    """An expert to which a router sends nothing: averages and weights are those of an expert that was left out."""
+    make, shape = case
+    expert = make()
+    models = [Routed(copy.deepcopy(expert), call_always) for call_always in (True, False)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [KFACSGD(m, weight_sharing=sharing, **(OPTIONS | {"factor_decay": 0.5})) for m in models]
+    for first in (0, 2, 0, 3):
+        x, y = torch.randn(4, *shape), torch.randn(4, *shape)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss(model(x, torch.tensor(first)), y).backward()
+            optimizer.step()
+        if first:
+            assert_same_factors(*optimizers)
+    assert_same_weights(*models)

@@ -1,0 +1,1 @@
+"""Factors, decompositions and directions against dense linear algebra."""

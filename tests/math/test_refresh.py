@@ -1,0 +1,388 @@
+"""How a refresh is worked off: same shapes as one batch, evenly over the steps, what is large beside the training."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import threading
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from kfac_optim import KFACSGD, CurvatureEngine, EigenSolver, InverseSolver, growing
+from kfac_optim.factors import FactorSpec
+from kfac_optim.layers import gram
+from kfac_optim.preconditioning import stack_of
+from kfac_optim.refresh import Refresh, _together
+from kfac_optim.solvers import batches, decompose_all, decompose_safely
+
+specs = st.builds(FactorSpec, st.integers(1, 3), st.sampled_from([3, 4, 10]), st.booleans())
+
+
+@dataclass(eq=False)
+class Block:
+    """Stands in for a block whose A is decomposed by rank 0, and G by rank 1."""
+
+    spec: FactorSpec
+    workers: ClassVar[Any] = SimpleNamespace(inverse_workers=(0, 1))
+
+    @property
+    def specs(self) -> tuple[FactorSpec, FactorSpec]:
+        return self.spec, self.spec
+
+
+def planned(shapes: list[FactorSpec], spread: int) -> tuple[Refresh, dict[Any, FactorSpec]]:
+    """A refresh of factors of these shapes by one rank, and its jobs."""
+    blocks: list[Any] = [Block(spec) for spec in shapes]
+    refresh = Refresh(0, spread, "pending")
+    refresh.plan(blocks, rank=0)
+    return refresh, {(block, 0): block.spec for block in blocks}
+
+
+# Sharing out ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(specs, min_size=1, max_size=12), st.integers(0, 6))
+def test_every_job_is_due_once_within_the_spread(shapes: list[FactorSpec], spread: int) -> None:
+    refresh, share = planned(shapes, spread)
+    due: list[object] = []
+    for elapsed in range(spread + 1):
+        now = refresh.due(elapsed)
+        refresh.done |= dict.fromkeys(now)
+        due += now
+    assert Counter(due) == Counter(list(share))
+
+
+@given(st.lists(specs, min_size=1, max_size=12), st.integers(1, 6))
+def test_a_step_has_its_share_and_at_most_one_batch_more(shapes: list[FactorSpec], spread: int) -> None:
+    """Greedy bound: no step exceeds the mean by more than the largest batch, and no batch exceeds a step's share.
+
+    The step that begins, which has collected statistics, is idle where two others or more are left.
+    """
+    refresh, share = planned(shapes, spread)
+    working = range(1, spread) if spread > 2 else range(spread)
+    mean = sum(spec.cost for spec in shapes) / len(working)
+    beside = set(refresh.beside)
+    assert beside == {job for job, spec in share.items() if spec.cost > mean}
+    for step in range(spread):
+        jobs = [job for job, when in refresh.steps.items() if when == step and job not in beside]
+        assert sum(share[job].cost for job in jobs) <= (2 * mean * (1 + 1e-9) if step in working else 0)
+
+
+def test_same_shapes_are_due_together_as_far_as_the_share_goes() -> None:
+    refresh, share = planned([FactorSpec(1, dim) for dim in (4, 8, 4, 4, 8, 4)], 4)
+    steps = {dim: {refresh.steps[job] for job, spec in share.items() if spec.dim == dim} for dim in (4, 8)}
+    assert not refresh.beside or len(steps[4]) == 1, "four of 4 cost less than one of 8"
+    assert len(steps[4]) == 1
+
+
+# Batches -------------------------------------------------------------------------------------------------------------
+
+
+def factor(pairs: int, n: int, seed: int) -> Tensor:
+    rows = torch.randn(pairs, 2 * n, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return rows.mT @ rows / n
+
+
+@pytest.mark.parametrize("solver", [EigenSolver(), InverseSolver()])
+@given(st.integers(1, 5), st.lists(st.integers(1, 3), min_size=1, max_size=6))
+def test_a_batch_gives_what_each_factor_gives_alone(
+    solver: EigenSolver | InverseSolver, n: int, pairs: list[int]
+) -> None:
+    factors = [factor(count, n, i) for i, count in enumerate(pairs)]
+    shifts = [torch.full((len(f),), 0.1, dtype=f.dtype) for f in factors]
+    found = decompose_all(solver, factors, shifts)
+    for f, shift, parts in zip(factors, shifts, found, strict=True):
+        alone = decompose_safely(solver, f, shift)
+        assert parts is not None and alone is not None
+        for part, expected in zip(parts, alone, strict=True):
+            torch.testing.assert_close(part, expected, rtol=1e-12, atol=1e-12)
+
+
+class Counting(InverseSolver):
+    """Counts the pairs in each call."""
+
+    def decompose(self, factor: Tensor, shift: Tensor) -> tuple[Tensor, ...]:
+        calls.append(len(factor))
+        return super().decompose(factor, shift)
+
+
+calls: list[int] = []
+
+
+def test_one_call_for_a_batch() -> None:
+    calls.clear()
+    factors = [factor(1, 4, 0), factor(2, 4, 2)]
+    decompose_all(Counting(), factors, [torch.ones(len(f), dtype=f.dtype) for f in factors])
+    assert calls == [3]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=12), st.integers(0, 20))
+def test_batches_are_of_one_key_and_of_bounded_size(items: list[tuple[int, int]], limit: int) -> None:
+    found = batches(items, lambda item: item[0], lambda item: item[1], limit)
+    assert sorted(item for batch in found for item in batch) == sorted(items)
+    for batch in found:
+        assert len({key for key, _ in batch}) == 1
+        assert len(batch) == 1 or sum(size for _, size in batch) <= limit
+    for key in range(3):
+        own = [batch for batch in found if batch[0][0] == key]
+        for batch, after in zip(own, own[1:], strict=False):
+            assert sum(size for _, size in batch) + after[0][1] > limit, "there was room for one more"
+
+
+@given(st.lists(st.tuples(specs, st.sampled_from(["cpu", "cuda:0", "cuda:1"])), max_size=12))
+def test_what_is_decomposed_together_is_of_one_shape_on_one_device(factors: list[tuple[FactorSpec, str]]) -> None:
+    """Layers of a model that is spread over devices; on the CPU each on its own."""
+    jobs: list[Any] = []
+    for spec, device in factors:
+        layer = SimpleNamespace(weight=SimpleNamespace(device=torch.device(device)))
+        jobs.append((Block(layer, (spec, spec)), len(jobs) % 2))
+    found = _together(dict.fromkeys(jobs))
+    assert Counter(job for batch in found for job in batch) == Counter(jobs)
+    on_gpu = []
+    for batch in found:
+        (kind,) = {(block.specs[0].shape[1:], block.layer.weight.device) for block, _ in batch}
+        if kind[1].type == "cuda":
+            on_gpu.append(kind)
+        else:
+            assert len(batch) == 1
+    assert len(on_gpu) == len(set(on_gpu)), "as few batches as can be"
+
+
+def test_on_the_cpu_every_factor_is_decomposed_on_its_own() -> None:
+    """Where a run is resumed other factors are due together; each has the same bits all the same."""
+    calls.clear()
+    net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+    optimizer = KFACSGD(net, lr=0.1, solver=Counting())
+    net(torch.randn(4, 6)).square().mean().backward()
+    optimizer.step()
+    assert calls == [1] * 6
+
+
+def test_a_bad_factor_does_not_take_its_batch_along() -> None:
+    factors = [factor(1, 4, 0), -factor(1, 4, 1), factor(1, 4, 2)]
+    shifts = [torch.full((1,), 0.1, dtype=torch.float64)] * 3
+    found = decompose_all(InverseSolver(), factors, shifts)
+    assert found[1] is None
+    for i in (0, 2):
+        alone = decompose_safely(InverseSolver(), factors[i], shifts[i])
+        assert found[i] is not None and alone is not None
+        assert all(torch.equal(x, y) for x, y in zip(found[i] or (), alone, strict=True))
+
+
+@given(st.integers(1, 700), st.integers(1, 2))
+def test_gram_is_the_product(d: int, pairs: int) -> None:
+    rows = torch.randn(pairs, 5, d, dtype=torch.float64)
+    product = gram(rows)
+    torch.testing.assert_close(product, rows.mT @ rows, rtol=1e-12, atol=1e-12)
+
+
+# Beside the training -------------------------------------------------------------------------------------------------
+
+BESIDE = {"factor_update_steps": 1, "inv_update_steps": 4, "spread": 3}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def steps(net: nn.Module, optimizer: KFACSGD, first: int, last: int) -> list[Tensor]:
+    """Weights after each step."""
+    seen = []
+    for step in range(first, last):
+        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+        seen.append(torch.cat([p.detach().flatten().clone() for p in net.parameters()]))
+    return seen
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The thread of every decomposition."""
+    names: list[str] = []
+    for solver in (EigenSolver, InverseSolver):
+
+        def decompose(self: Any, factor: Tensor, shift: Tensor, inner: Any = solver.decompose) -> tuple[Tensor, ...]:
+            names.append(threading.current_thread().name)
+            return inner(self, factor, shift)
+
+        monkeypatch.setattr(solver, "decompose", decompose)
+    return names
+
+
+def test_what_exceeds_a_steps_share_runs_on_the_worker(threads: list[str]) -> None:
+    net = model()
+    optimizer = KFACSGD(net, lr=0.1, **BESIDE)
+    steps(net, optimizer, 0, 4)
+    assert set(threads) == {"MainThread"}, "the first refresh is immediate"
+    steps(net, optimizer, 4, 8)
+    beside = [name for name in threads if name.startswith("kfac-decomposition")]
+    assert len(beside) == 1, "the 41 x 41 factor"
+    assert len(threads) == 12
+    assert "decomposition beside training" in optimizer.curvature.profile()
+
+
+@pytest.mark.parametrize("way", ["state_dict", "deepcopy", "pickle"])
+def test_a_refresh_under_way_survives(way: str) -> None:
+    net = model()
+    optimizer = KFACSGD(net, lr=0.1, **BESIDE)
+    steps(net, optimizer, 0, 6)
+    assert (pending := optimizer.curvature._refresher.in_progress) is not None and pending.running
+    if way == "state_dict":
+        other = copy.deepcopy(net)
+        resumed = KFACSGD(other, lr=0.1, **BESIDE)
+        resumed.load_state_dict(optimizer.state_dict())
+    elif way == "deepcopy":
+        other, resumed = copy.deepcopy((net, optimizer))
+    else:
+        file = io.BytesIO()
+        torch.save((net, optimizer), file)
+        file.seek(0)
+        other, resumed = torch.load(file, weights_only=False)
+    expected, found = steps(net, optimizer, 6, 12), steps(other, resumed, 6, 12)
+    assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
+
+
+def test_a_failure_beside_the_training_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = model()
+    optimizer = KFACSGD(net, lr=0.1, **BESIDE)
+    steps(net, optimizer, 0, 4)
+    monkeypatch.setattr(EigenSolver, "decompose", lambda self, factor, shift: (factor.new_tensor([math.nan]),))
+    with pytest.warns(UserWarning, match="could not be decomposed"):
+        steps(net, optimizer, 4, 8)
+    assert optimizer.curvature.report()["failed_decompositions"] == 3
+
+
+def workers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("kfac-decomposition")]
+
+
+class Held(EigenSolver):
+    """Waits for a signal where it decomposes beside the training."""
+
+    begun, go_on = threading.Event(), threading.Event()
+    made: ClassVar[list[int]] = []
+
+    def decompose(self, factor: Tensor, shift: Tensor) -> tuple[Tensor, ...]:
+        if threading.current_thread() is not threading.main_thread():
+            self.begun.set()
+            assert self.go_on.wait(60)
+            self.made.append(factor.shape[-1])
+        return super().decompose(factor, shift)
+
+
+@pytest.mark.parametrize("end", ["close", "last reference"])
+def test_the_thread_ends_with_the_engine(end: str) -> None:
+    """It finishes what it has begun; of the six factors that wait for it nothing else is decomposed any more."""
+    before = workers()
+    for signal in (Held.begun, Held.go_on, Held.made):
+        signal.clear()
+    net = model()
+    engine = CurvatureEngine(net, scaling=None, solver=Held(), **BESIDE)
+    for step in range(5):
+        net.zero_grad()
+        net(torch.randn(8, 40, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        engine.precondition_()
+    (thread,) = [thread for thread in workers() if thread not in before]
+    assert Held.begun.wait(60)
+    watched = weakref.ref(engine)
+    gc.collect()
+    gc.disable()  # an engine in a cycle would keep its hooks and its thread until the collector runs
+    try:
+        if end == "close":
+            engine.close()
+        else:
+            del engine
+            assert watched() is None
+    finally:
+        gc.enable()
+    Held.go_on.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert Held.made == [41]
+
+
+# Stacks --------------------------------------------------------------------------------------------------------------
+
+
+class Repeated(nn.Module):
+    """Layers of the same shape; one of them is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(5) for _ in range(3))
+
+    def forward(self, x: Tensor, skip: int | None = None) -> Tensor:
+        for i, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
+            if i != skip:
+                x = norm(layer(x)).tanh()
+        return x
+
+
+@pytest.mark.parametrize("scaling", ["kl_clip", "unit", "graft", None])
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_layers_of_one_shape_together_equal_each_on_its_own(
+    scaling: str | None, solver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut into stacks of one layer each, the directions are the same."""
+
+    def one_by_one(known: Any, damping: Any) -> Any:
+        return [stack_of([block], damping) for block in known]
+
+    torch.manual_seed(0)
+    net = Repeated().double()
+    options = {"factor_dtype": torch.float64, "inv_dtype": torch.float64}
+    optimizer = KFACSGD(
+        net, lr=0.1, scaling=scaling, solver=solver, factor_update_steps=1, inv_update_steps=2, **options
+    )
+    engine = optimizer.curvature
+    for step in range(5):
+        net(torch.randn(7, 5, dtype=torch.float64), 1 if step == 3 else None).square().mean().backward()
+        vectors = {p: p.grad.clone() for p in net.parameters() if p.grad is not None}
+        if step:
+            lr = dict.fromkeys(net.parameters(), 0.1)
+            lr[net.layers[2].bias] = 0.3
+            together = engine.directions(vectors, lr)
+            preconditioner = engine._preconditioner
+            assert len(preconditioner._stacks) == 2
+            with monkeypatch.context() as patch:
+                patch.setattr(preconditioner, "_current", one_by_one)
+                alone = engine.directions(vectors, lr)
+            assert together.keys() == alone.keys()
+            for p, direction in together.items():
+                torch.testing.assert_close(direction, alone[p], rtol=1e-12, atol=1e-14)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# The default ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("interval", "late"), [(9, 0), (10, 1), (25, 2), (growing(0.5, 4), 2)])
+def test_by_default_a_refresh_takes_a_tenth_of_the_interval(interval: int | growing, late: int) -> None:
+    """How many steps after its start a refresh is in use; the growing interval is 22 when it is due at step 44."""
+    net = model()
+    optimizer = KFACSGD(net, lr=0.01, inv_update_steps=interval, factor_update_steps=1)
+    refreshed: dict[int, int] = {}
+    for step in range(60):
+        steps(net, optimizer, step, step + 1)
+        start = optimizer.curvature.frozen_at
+        assert start is not None
+        refreshed.setdefault(start, step - start)
+    assert refreshed.pop(0) == 0, "the first refresh is immediate"
+    last = max(start for start in refreshed)
+    assert refreshed[last] == late

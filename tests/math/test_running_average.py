@@ -1,0 +1,330 @@
+"""Running averages and intervals, in the smallest model there is: ``s = w x`` with one weight.
+
+There ``A`` and ``G`` are numbers. With a loss ``(1/N) sum_n c_n s_n`` the weight's gradient is ``mean(c x)``,
+``A = mean(x^2)`` and ``G = N sum (c / N)^2 = mean(c^2)``, so a step with ``lr=1`` moves ``w`` by
+``- mean(c x) / (A G + gamma)``: the running averages are read off the weight change.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from kfac_optim import KFACSGD, growing
+from kfac_optim.factors import pack, packed_diagonal
+from tests.helpers.reference import EXACT
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+TOL = 1e-10  # scalar arithmetic
+GAMMA = 0.25
+
+numbers = st.floats(0.25, 3.0)
+batches = st.lists(st.tuples(numbers, numbers), min_size=1, max_size=4)
+Batch = Sequence[tuple[float, float]]  # pairs (x, c)
+
+
+def build(without: str = "", **keywords: object) -> tuple[nn.Module, KFACSGD]:
+    """One weight under the optimizer, and nothing else; ``without`` leaves a keyword at its default."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False))
+    options = EXACT | {"damping": GAMMA} | keywords
+    return model, KFACSGD(model, **{name: value for name, value in options.items() if name != without})
+
+
+def backward(model: nn.Module, batch: Batch, parts: int = 1) -> None:
+    """Backward of ``(1/N) sum c s``, divided by the number of micro-batches."""
+    x, c = (torch.tensor(column).unsqueeze(1) for column in zip(*batch, strict=False))
+    ((c * model(x)).mean() / parts).backward()
+
+
+def change(model: nn.Module, optimizer: KFACSGD) -> float:
+    """The weight change of one step; the gradients are cleared."""
+    before = model[0].weight.item()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model[0].weight.item() - before
+
+
+def step(model: nn.Module, optimizer: KFACSGD, batch: Batch) -> float:
+    """Backward and step: the weight change."""
+    backward(model, batch)
+    return change(model, optimizer)
+
+
+def curvature_of(moved: float, batch: Batch) -> float:
+    """``A G`` as the optimizer used it, from the weight change."""
+    return -mean_gradient(batch) / moved - GAMMA
+
+
+def mean_gradient(batch: Batch) -> float:
+    """``mean(c x)``."""
+    return sum(x * c for x, c in batch) / len(batch)
+
+
+@dataclass
+class Sums:
+    """Two running sums for each factor, written out."""
+
+    decay: float
+    a: float = 0.0
+    g: float = 0.0
+    weight_a: float = 0.0
+    weight_g: float = 0.0
+    seen: list[float] = field(default_factory=list)
+
+    def add(self, batch: Batch) -> None:
+        """``S <- xi S + sum``, ``w <- xi w + count``."""
+        self.a = self.decay * self.a + sum(x * x for x, _ in batch)
+        self.g = self.decay * self.g + sum(c * c for _, c in batch)
+        self.weight_a = self.decay * self.weight_a + len(batch)
+        self.weight_g = self.decay * self.weight_g + len(batch)
+
+    @property
+    def curvature(self) -> float:
+        """``A G``."""
+        return self.a / self.weight_a * self.g / self.weight_g
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Averages
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@given(steps=st.lists(batches, min_size=1, max_size=6), decay=st.floats(0.0, 0.99))
+def test_weighted_running_averages_of_unequal_batches(steps: list[Batch], decay: float) -> None:
+    model, optimizer = build(factor_decay=decay)
+    sums = Sums(decay)
+    for batch in steps:
+        sums.add(batch)
+        wanted = -mean_gradient(batch) / (sums.curvature + GAMMA)
+        assert step(model, optimizer, batch) == pytest.approx(wanted, rel=TOL)
+
+
+@given(batch=batches, decay=st.floats(0.0, 0.99), count=st.integers(1, 5))
+def test_there_is_no_initial_bias(batch: Batch, decay: float, count: int) -> None:
+    """With the same data at every step, every average is that of one batch, from the first step on."""
+    model, optimizer = build(factor_decay=decay)
+    wanted = Sums(0.0)
+    wanted.add(batch)
+    for _ in range(count):
+        assert curvature_of(step(model, optimizer, batch), batch) == pytest.approx(wanted.curvature, rel=1e-8)
+
+
+@given(parts=st.lists(batches, min_size=1, max_size=4), decay=st.floats(0.0, 0.99))
+def test_micro_batches_of_one_step_do_not_decay_each_other(parts: list[Batch], decay: float) -> None:
+    """Unequal micro-batches whose losses are weighted by their size are one batch."""
+    model, optimizer = build(factor_decay=decay)
+    sums = Sums(decay)
+    for _ in range(2):
+        whole = [pair for part in parts for pair in part]
+        for part in parts:
+            x, c = (torch.tensor(column).unsqueeze(1) for column in zip(*part, strict=False))
+            ((c * model(x)).sum() / len(whole)).backward()
+        sums.add(whole)
+        wanted = -mean_gradient(whole) / (sums.curvature + GAMMA)
+        assert change(model, optimizer) == pytest.approx(wanted, rel=TOL)
+
+
+def test_decay_zero_forgets_everything() -> None:
+    model, optimizer = build(factor_decay=0.0)
+    step(model, optimizer, [(3.0, 3.0)])
+    assert curvature_of(step(model, optimizer, [(1.0, 2.0)]), [(1.0, 2.0)]) == pytest.approx(4.0, rel=TOL)
+
+
+def test_the_default_decay_is_that_of_the_design() -> None:
+    model, optimizer = build()
+    step(model, optimizer, [(1.0, 1.0)])
+    batch = [(2.0, 1.0)]
+    wanted = (0.95 * 1 + 4) / 1.95
+    assert curvature_of(step(model, optimizer, batch), batch) == pytest.approx(wanted, rel=TOL)
+
+
+def test_decay_may_be_changed_during_training() -> None:
+    model, optimizer = build(factor_decay=0.5)
+    step(model, optimizer, [(1.0, 1.0)])
+    optimizer.curvature.factor_decay = 0.0
+    batch = [(2.0, 1.0)]
+    assert curvature_of(step(model, optimizer, batch), batch) == pytest.approx(4.0, rel=TOL)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is data and what is not
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_without_data_decays_neither_sum() -> None:
+    """A decay of both sums would show as soon as new data is weighed against them."""
+    model, optimizer = build(factor_decay=0.5)
+    step(model, optimizer, [(1.0, 1.0)])
+    for _ in range(3):
+        model[0].weight.grad = torch.ones(1, 1)
+        assert change(model, optimizer) == pytest.approx(-1 / (1.0 + GAMMA), rel=TOL)
+    batch = [(2.0, 1.0)]
+    assert curvature_of(step(model, optimizer, batch), batch) == pytest.approx((0.5 * 1 + 4) / 1.5, rel=TOL)
+
+
+def test_moments_of_a_step_that_was_not_taken_are_discarded() -> None:
+    model, optimizer = build(factor_decay=0.9)
+    step(model, optimizer, [(1.0, 1.0)])
+    backward(model, [(3.0, 3.0)])
+    optimizer.zero_grad()
+    batch = [(2.0, 1.0)]
+    assert curvature_of(step(model, optimizer, batch), batch) == pytest.approx((0.9 + 4) / 1.9, rel=TOL)
+
+
+def test_forwards_without_gradient_are_no_data() -> None:
+    model, optimizer = build(factor_decay=0.9)
+    model(torch.full((5, 1), 3.0))
+    with torch.no_grad():
+        model(torch.full((5, 1), 3.0))
+    model.eval()
+    model(torch.full((5, 1), 3.0))
+    model.train()
+    batch = [(2.0, 1.0)]
+    assert curvature_of(step(model, optimizer, batch), batch) == pytest.approx(4.0, rel=TOL)
+
+
+def test_the_first_backward_of_a_double_backward_is_no_data() -> None:
+    """A gradient penalty differentiates the gradient: ``create_graph=True`` backwards are ignored."""
+    model, optimizer = build()
+    x = torch.tensor([[2.0]], requires_grad=True)
+    torch.autograd.grad(3 * model(x).sum(), x, create_graph=True)
+    batch = [(2.0, 1.0)]
+    assert curvature_of(step(model, optimizer, batch), batch) == pytest.approx(4.0, rel=TOL)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Intervals
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    steps=st.lists(batches, min_size=1, max_size=8),
+    decay=st.sampled_from([0.0, 0.5, 0.95]),
+    factor_every=st.integers(1, 4),
+    decompose_every=st.integers(1, 4),
+    as_callables=st.booleans(),
+)
+def test_intervals_of_statistics_and_decompositions(
+    steps: list[Batch], decay: float, factor_every: int, decompose_every: int, as_callables: bool
+) -> None:
+    """Data of other steps never enters; between decompositions the old one is used."""
+    intervals: list[object] = [factor_every, decompose_every]
+    if as_callables:
+        intervals = [lambda step: factor_every, lambda step: decompose_every]
+    model, optimizer = build(factor_decay=decay, factor_update_steps=intervals[0], inv_update_steps=intervals[1])
+    sums, used = Sums(decay), 0.0
+    for t, batch in enumerate(steps):
+        if t % factor_every == 0:
+            sums.add(batch)
+        if t % decompose_every == 0:
+            used = sums.curvature
+        wanted = -mean_gradient(batch) / (used + GAMMA)
+        assert step(model, optimizer, batch) == pytest.approx(wanted, rel=TOL), f"step {t}"
+
+
+def refreshes(count: int, **keywords: object) -> list[int]:
+    """The steps at which a new decomposition came into use: the data grows, so every refresh shows."""
+    model, optimizer = build(factor_decay=0.0, **keywords)
+    found, last = [], 0.0
+    for t in range(count):
+        batch = [(1.0 + t, 1.0)]
+        now = curvature_of(step(model, optimizer, batch), batch)
+        if now != pytest.approx(last, rel=1e-6):
+            found.append(t)
+        last = now
+    return found
+
+
+def test_the_paper_refreshes_every_so_many_steps() -> None:
+    assert refreshes(13, inv_update_steps=4) == [0, 4, 8, 12]
+
+
+def test_an_interval_may_follow_the_step() -> None:
+    found = refreshes(24, inv_update_steps=lambda step: 2 if step < 8 else 6)
+    gaps = [b - a for a, b in itertools.pairwise(found)]
+    assert found[0] == 0
+    assert gaps[:3] == [2, 2, 2]
+    assert gaps[-1] == 6
+
+
+@pytest.mark.parametrize(
+    ("fraction", "minimum", "maximum"),
+    [(0.5, 2, 1000), (0.1, 5, 1000), (0.5, 3, 12), (0.001, 4, 1000)],
+    ids=["half", "tenth", "half up to 12", "constant"],
+)
+def test_growing_intervals(fraction: float, minimum: int, maximum: int) -> None:
+    """Refresh when the steps since the last time exceed ``max(minimum, fraction * step)``, at most ``maximum``.
+
+    Whether "exceed" includes equality, and rounding, leave one step to the implementation.
+    """
+    keywords = {"inv_update_steps": growing(fraction=fraction, minimum=minimum, maximum=maximum)}
+    found = refreshes(150, factor_update_steps=1, **keywords)
+    assert found[0] == 0
+    assert len(found) > 3
+    for last, now in itertools.pairwise(found):
+        due = min(maximum, max(minimum, fraction * now))
+        assert due - 1 < now - last <= due + 1, (last, now, due)
+
+
+def test_growing_sets_the_statistics_interval_to_a_fifth() -> None:
+    """With intervals of at least 20 steps, statistics come every 4: the data of other steps never shows."""
+    interval = growing(fraction=0.1, minimum=20, maximum=1000)
+    model, optimizer = build("factor_update_steps", factor_decay=0.0, inv_update_steps=interval)
+    seen = set()
+    for t in range(42):
+        batch = [(1.0 + t, 1.0)]
+        used = curvature_of(step(model, optimizer, batch), batch)
+        seen.add(round(used**0.5 - 1, 6))
+    assert len(seen) >= 2
+    for t in seen:
+        assert t % 4 == 0, f"a decomposition saw the data of step {t}"
+
+
+def test_the_first_statistics_are_used_at_once() -> None:
+    """Not even the first step runs on the raw gradient."""
+    model, optimizer = build(factor_update_steps=10, inv_update_steps=100)
+    batch = [(2.0, 3.0)]
+    assert curvature_of(step(model, optimizer, batch), batch) == pytest.approx(36.0, rel=TOL)
+
+
+def test_factors_are_visible_as_layers_of_the_curvature() -> None:
+    model, optimizer = build()
+    step(model, optimizer, [(2.0, 3.0)])
+    assert [layer.name for layer in optimizer.curvature.layers] == ["0"]
+
+
+def test_norm_layers_have_running_averages_too() -> None:
+    """``(x - mean) / std`` of two numbers is +-1, so the block of a scale is the mean of squared output gradients."""
+    model = nn.Sequential(nn.LayerNorm(2, eps=1e-12, bias=False))
+    optimizer = KFACSGD(model, **EXACT | {"damping": GAMMA, "factor_decay": 0.5})
+    total, weight = torch.zeros(2), 0.0
+    for c in (torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 1.0], [0.5, 2.0]]), torch.tensor([[2.0, 2.0]])):
+        signs = torch.tensor([[1.0, -1.0]])
+        before = model[0].weight.detach().clone()
+        moved = norm_step(model, optimizer, c, signs)
+        total, weight = 0.5 * total + c.square().sum(0), 0.5 * weight + len(c)
+        wanted = -(c * signs).mean(0) / (total / weight + GAMMA)
+        assert torch.allclose(moved - before, wanted, rtol=1e-8, atol=0)
+
+
+def norm_step(model: nn.Module, optimizer: KFACSGD, c: Tensor, signs: Tensor) -> Tensor:
+    """One step on the loss ``mean_n sum_i c s`` for inputs whose normalised values are ``signs``."""
+    optimizer.zero_grad()
+    ((c * model(signs.expand_as(c))).sum() / len(c)).backward()
+    optimizer.step()
+    return model[0].weight.detach().clone()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 8])
+def test_the_diagonal_of_a_packed_matrix(n: int) -> None:
+    matrix = torch.randn(2, n, n)
+    matrix = matrix + matrix.mT
+    assert torch.equal(packed_diagonal(pack(matrix), n), matrix.diagonal(dim1=-2, dim2=-1))

@@ -1,0 +1,431 @@
+"""Solvers and scalings in detail: explicit inverses, limits of the damping, zero gradients and factors, pi, kl_clip."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from kfac_optim import KFACSGD, InverseSolver, KLClip, OfMean
+from tests.helpers.reference import (
+    EXACT,
+    SOLVERS,
+    SOLVES,
+    Inputs,
+    Named,
+    Oracle,
+    apply,
+    assert_applied,
+    assert_near,
+    averaged,
+    backward,
+    grafted,
+    kl_clip_factor,
+    log_cosh,
+    snapshot,
+    squared_error,
+    take_step,
+    unit_norm,
+    unit_scaled,
+)
+from tests.helpers.training import damping_of
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+LIMIT_TOL = 1e-5  # the first neglected term is curvature / sqrt(damping), and the curvature is at most of order 100
+SCALINGS: list[str | None] = [None, "kl_clip", "unit", "graft"]
+
+Passes = list[tuple[Inputs, Tensor]]
+mean_loss = averaged(squared_error, "batch")
+seeds = st.integers(0, 9999)
+
+
+class Mixed(nn.Module):
+    """Every kind of block: embedding, convolution (grouped), norm, Linear."""
+
+    def __init__(self, groups: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.conv = nn.Conv1d(4, 6, 2, groups=groups)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """From ``[n, t]`` to ``[n, 2]``."""
+        x = self.conv(self.embed(tokens).transpose(1, 2)).transpose(1, 2)
+        return self.head(self.norm(x.tanh()).mean(1))
+
+
+def linear_model(d_in: int = 3, hidden: int = 4, d_out: int = 2, bias: bool = True) -> nn.Module:
+    """Two Linear layers."""
+    return nn.Sequential(nn.Linear(d_in, hidden, bias), nn.Tanh(), nn.Linear(hidden, d_out, bias))
+
+
+def twins(factory: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """Two equal models, away from their initial values."""
+    model, twin = factory(), factory()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    twin.load_state_dict(model.state_dict())
+    return model, twin
+
+
+def token_passes(n: int = 4) -> Passes:
+    """Data for ``Mixed``."""
+    return [((torch.randint(5, (n, 3)),), torch.randn(n, 2))]
+
+
+def linear_passes(n: int = 5, d_in: int = 3, d_out: int = 2) -> Passes:
+    """Data for ``linear_model``."""
+    return [((torch.randn(n, d_in),), 3 * torch.randn(n, d_out))]
+
+
+def set_gradients(model: nn.Module, values: Named) -> None:
+    """Replace what stands in ``.grad``."""
+    for name, p in model.named_parameters():
+        p.grad = values[name].clone()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Solvers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    solver=st.sampled_from(sorted(SOLVERS)),
+    shape=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    n=st.integers(1, 8),
+    damping=st.sampled_from([1e-4, 1e-2, 1.0, 100.0]),
+    relative=st.booleans(),
+    seed=seeds,
+)
+def test_solvers_against_explicit_inverses(
+    solver: str, shape: tuple[int, int], n: int, damping: float, relative: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    d_in, d_out = shape
+    model, twin = twins(lambda: nn.Sequential(nn.Linear(d_in, d_out)))
+    passes, oracle = linear_passes(n, d_in, d_out), Oracle(twin)
+    oracle.refresh(oracle.observe(passes, mean_loss))
+    optimizer = KFACSGD(model, **EXACT | {"damping": damping_of(damping, relative), "solver": SOLVERS[solver]})
+    backward(model, passes, mean_loss)
+    chosen = {name: torch.randn_like(p) for name, p in model.named_parameters()}  # any gradient, in range or not
+    set_gradients(model, chosen)
+    directions = oracle.directions(chosen, damping, relative, solver)
+    assert_applied(oracle, apply(model, optimizer), directions, chosen)
+
+
+def test_pi_splits_the_damping_by_the_mean_eigenvalues() -> None:
+    """By hand: ``A = 4 I``, ``G = I / 9`` give ``pi^2 = 36``, so A gets ``6 sqrt(gamma)`` and G ``sqrt(gamma) / 6``."""
+    model = nn.Sequential(nn.Linear(2, 3, bias=False))
+    x = math.sqrt(8) * torch.eye(2).repeat(3, 1)
+    g = torch.eye(3).repeat_interleave(2, dim=0) / math.sqrt(108)
+    assert_near(x.T @ x / 6, 4 * torch.eye(2))
+    assert_near(6 * g.T @ g, torch.eye(3) / 9)
+    gamma = 0.25
+    optimizer = KFACSGD(model, **EXACT | {"damping": gamma, "solver": InverseSolver(pi=True)})
+    model.zero_grad()
+    (model(x) * g).sum().backward()
+    v = model[0].weight.grad.clone()
+    change = apply(model, optimizer)["0.weight"]
+    assert_near(change, -v / ((1 / 9 + 0.5 / 6) * (4 + 6 * 0.5)), scale=10)
+
+
+def test_damping_beyond_all_curvature_gives_the_gradient() -> None:
+    """``damping * direction -> gradient``, for every solver and every kind of block."""
+    damping = 1e16
+    for name, solver in SOLVERS.items():
+        model, _ = twins(Mixed)
+        optimizer = KFACSGD(model, **EXACT | {"damping": damping, "solver": solver})
+        backward(model, token_passes(), mean_loss)
+        gradients = {key: p.grad.clone() for key, p in model.named_parameters()}
+        for p in model.parameters():
+            p.data.zero_()  # tiny changes of weights of size one would drown in rounding
+        factor = damping**2 if name == "inverse without pi" else damping  # gamma in each of the two factors there
+        for key, change in apply(model, optimizer).items():
+            own_factor = damping if key.startswith("norm") else factor
+            assert_near(own_factor * change, -gradients[key], f"{name} {key}", LIMIT_TOL)
+
+
+@given(solver=st.sampled_from(["eigen", "inverse"]), damping=st.sampled_from([1e-6, 1e-3, 1.0]), seed=seeds)
+def test_the_direction_is_a_descent_direction_shorter_than_gradient_over_damping(
+    solver: str, damping: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    model, _ = twins(Mixed)
+    optimizer = KFACSGD(model, **EXACT | {"damping": damping, "solver": SOLVERS[solver]})
+    backward(model, token_passes(), mean_loss)
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    changes = apply(model, optimizer)
+    for layer in ("embed", "conv", "norm", "head"):
+        names = [name for name in changes if name.startswith(layer)]
+        slope = sum(float((changes[name] * gradients[name]).sum()) for name in names)
+        length = math.sqrt(sum(float(changes[name].square().sum()) for name in names))
+        bound = math.sqrt(sum(float(gradients[name].square().sum()) for name in names)) / damping
+        assert slope < 0
+        assert length <= bound * (1 + 1e-8) + 1e-12
+
+
+def test_damping_may_follow_the_step() -> None:
+    model, twin = twins(linear_model)
+    lr, schedule = 0.05, [0.5, 0.1, 0.02]
+    for solver in ("eigen", "inverse"):
+        oracle = Oracle(twin)
+        keywords = {"damping": lambda step: schedule[step], "lr": lr, "solver": SOLVERS[solver]}
+        optimizer = KFACSGD(model, **EXACT | keywords)
+        for gamma in schedule:
+            passes = linear_passes()
+            step = oracle.observe(passes, mean_loss, snapshot(model))
+            oracle.refresh(step)
+            changes = take_step(model, optimizer, passes, mean_loss)
+            assert_applied(oracle, changes, oracle.directions(step.gradients, gamma, solver=solver), step.gradients, lr)
+        optimizer.curvature.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Zeros
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("relative", [False, True], ids=["absolute", "relative"])
+@pytest.mark.parametrize("precondition", ["gradient", "momentum"])
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_zero_gradient_gives_zero_direction(
+    solver: str, scaling: str | None, precondition: str, relative: bool
+) -> None:
+    model, _ = twins(Mixed)
+    keywords = {"solver": SOLVERS[solver], "scaling": scaling, "precondition": precondition}
+    optimizer = KFACSGD(model, **EXACT | keywords | {"damping": damping_of(0.1, relative)})
+    backward(model, token_passes(), mean_loss)
+    set_gradients(model, {name: torch.zeros_like(p) for name, p in model.named_parameters()})
+    for name, change in apply(model, optimizer).items():
+        assert torch.equal(change, torch.zeros_like(change)), name
+
+
+@pytest.mark.parametrize("relative", [False, True], ids=["absolute", "relative"])
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_layer_without_curvature_or_gradient_stays_where_it_is(
+    solver: str, scaling: str | None, relative: bool
+) -> None:
+    """A zero-initialised head: nothing flows behind it, so G and gradient are zero there; the head trains."""
+    model = linear_model()
+    with torch.no_grad():
+        model[2].weight.zero_()
+    keywords = {"damping": damping_of(0.1, relative), "solver": SOLVERS[solver], "scaling": scaling}
+    changes = take_step(model, KFACSGD(model, **EXACT | keywords), linear_passes(), mean_loss)
+    assert torch.equal(changes["0.weight"], torch.zeros(4, 3))
+    assert bool(changes["2.weight"].isfinite().all())
+    assert float(changes["2.weight"].norm()) > 0
+
+
+@pytest.mark.parametrize("relative", [False, True], ids=["absolute", "relative"])
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("zero", ["A", "G", "both"])
+def test_factors_of_trace_zero(zero: str, solver: str, relative: bool) -> None:
+    """Pi is 1 then, and relative damping takes a mean eigenvalue of 1, for any gradient that stands in ``.grad``."""
+    model, twin = twins(lambda: nn.Sequential(nn.Linear(3, 2, bias=False)))
+    oracle = Oracle(twin)
+    passes = [((torch.zeros(4, 3) if zero in ("A", "both") else torch.randn(4, 3),), torch.randn(4, 2))]
+    size = 0.0 if zero in ("G", "both") else 1.0
+
+    def loss(output, y):
+        return size * mean_loss(output, y)
+
+    oracle.refresh(oracle.observe(passes, loss))
+    (pair,) = oracle.curvature["0"].pairs
+    assert pair.mean_eigenvalue == 0
+    keywords = {"damping": damping_of(0.3, relative), "solver": SOLVERS[solver]}
+    optimizer = KFACSGD(model, **EXACT | keywords)
+    backward(model, passes, loss)
+    v = torch.randn(2, 3)
+    set_gradients(model, {"0.weight": v})
+    wanted = SOLVES[solver](pair.a, pair.g, v, 0.3)
+    assert_near(apply(model, optimizer)["0.weight"], -wanted, scale=10)
+
+
+@pytest.mark.parametrize("relative", [False, True], ids=["absolute", "relative"])
+def test_norm_blocks_of_trace_zero(relative: bool) -> None:
+    model, _ = twins(lambda: nn.Sequential(nn.LayerNorm(3)))
+    passes = [((torch.randn(4, 3),), torch.randn(4, 3))]
+    optimizer = KFACSGD(model, **EXACT | {"damping": damping_of(0.3, relative)})
+    backward(model, passes, lambda output, y: 0.0 * mean_loss(output, y))
+    chosen = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    set_gradients(model, chosen)
+    for name, change in apply(model, optimizer).items():
+        assert_near(change, -chosen[name] / 0.3, scale=10)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scalings
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def observed(
+    factory: Callable[[], nn.Module], passes: Passes, damping: float
+) -> tuple[nn.Module, Oracle, Named, Named]:
+    """A model, the oracle, the raw gradients and the unscaled directions of one step."""
+    model, twin = twins(factory)
+    oracle = Oracle(twin)
+    step = oracle.observe(passes, mean_loss)
+    oracle.refresh(step)
+    return model, oracle, step.gradients, oracle.directions(step.gradients, damping)
+
+
+@given(
+    lr=st.sampled_from([1e-3, 0.1, 1.0, 30.0]),
+    kappa=st.sampled_from([1e-6, 1e-3, 1.0, 1e6]),
+    damping=st.sampled_from([0.01, 1.0]),
+    callable_=st.booleans(),
+    seed=seeds,
+)
+def test_kl_clip_formula(lr: float, kappa: float, damping: float, callable_: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    passes = token_passes()
+    model, oracle, gradients, directions = observed(Mixed, passes, damping)
+    nu = kl_clip_factor([(directions[la.name], la.of(gradients), lr) for la in oracle.layers], kappa)
+    keywords = {"scaling": KLClip((lambda step: kappa) if callable_ else kappa)}
+    optimizer = KFACSGD(model, **EXACT | keywords | {"damping": damping, "lr": lr})
+    changes = take_step(model, optimizer, passes, mean_loss)
+    assert_applied(oracle, changes, {name: nu * d for name, d in directions.items()}, gradients, lr)
+
+
+@pytest.mark.parametrize("kappa", [1e-5, 1e5])
+def test_kl_clip_takes_each_groups_current_learning_rate(kappa: float) -> None:
+    passes = linear_passes()
+    model, oracle, gradients, directions = observed(linear_model, passes, 0.1)
+    groups = [{"params": list(model[0].parameters()), "lr": 5.0}, {"params": list(model[2].parameters()), "lr": 5.0}]
+    keywords = {"scaling": KLClip(kappa), "damping": 0.1, "model": model}
+    optimizer = KFACSGD(groups, **EXACT | keywords)
+    rates = {"0": 0.2, "2": 3.0}
+    for group, lr in zip(
+        optimizer.param_groups, rates.values(), strict=False
+    ):  # as a scheduler does, after construction
+        group["lr"] = lr
+    terms = [(directions[layer.name], layer.of(gradients), rates[layer.name]) for layer in oracle.layers]
+    nu = kl_clip_factor(terms, kappa)
+    changes = take_step(model, optimizer, passes, mean_loss)
+    for layer in oracle.layers:
+        assert_near(layer.of(changes), -rates[layer.name] * nu * directions[layer.name], layer.name, scale=10)
+
+
+def test_kl_clip_leaves_uncovered_parameters_alone() -> None:
+    model, oracle, gradients, directions = observed(linear_model, passes := linear_passes(), 0.1)
+    keywords = {"scaling": KLClip(1e-6), "damping": 0.1, "skip_layers": ["2"]}
+    nu = kl_clip_factor([(directions["0"], oracle.layers[0].of(gradients), 1.0)], 1e-6)
+    assert nu < 0.1
+    changes = take_step(model, KFACSGD(model, **EXACT | keywords), passes, mean_loss)
+    assert_near(oracle.layers[0].of(changes), -nu * directions["0"], scale=10)
+    assert_near(changes["2.weight"], -gradients["2.weight"], scale=10)
+
+
+def test_kl_clip_at_learning_rate_zero_is_harmless() -> None:
+    model, oracle, gradients, directions = observed(linear_model, passes := linear_passes(), 0.1)
+    optimizer = KFACSGD(model, **EXACT | {"scaling": KLClip(1e5), "damping": 0.1, "lr": 0.0})
+    for change in take_step(model, optimizer, passes, mean_loss).values():
+        assert torch.equal(change, torch.zeros_like(change))
+    optimizer.param_groups[0]["lr"] = 1.0
+    assert_applied(oracle, take_step(model, optimizer, passes, mean_loss), directions, gradients)
+
+
+@pytest.mark.parametrize("order", ["gradient", "momentum"])
+def test_kl_clip_uses_the_matrix_that_was_preconditioned(order: str) -> None:
+    """In momentum mode ``<v, buffer>``, else ``<v, gradient>``."""
+    model, twin = twins(linear_model)
+    oracle, lr, kappa, mu = Oracle(twin, decay=0.5), 0.5, 1e-3, 0.9
+    keywords = {"scaling": KLClip(kappa), "damping": 0.1, "lr": lr, "factor_decay": 0.5}
+    optimizer = KFACSGD(model, **EXACT | keywords | {"momentum": mu, "precondition": order})
+    buffers: dict[str, Tensor] = {}
+    for _ in range(3):
+        passes = linear_passes()
+        step = oracle.observe(passes, mean_loss, snapshot(model))
+        oracle.refresh(step)
+        raw = {layer.name: layer.of(step.gradients) for layer in oracle.layers}
+        if order == "momentum":
+            raw = {name: mu * buffers.get(name, torch.zeros_like(g)) + g for name, g in raw.items()}
+            buffers = raw
+        directions = {name: oracle.curvature[name].solve(v, 0.1) for name, v in raw.items()}
+        nu = kl_clip_factor([(directions[name], raw[name], lr) for name in raw], kappa)
+        assert nu < 1
+        moved = {name: nu * d for name, d in directions.items()}
+        if order == "gradient":
+            moved = buffers = {n: mu * buffers.get(n, torch.zeros_like(d)) + d for n, d in moved.items()}
+        assert_applied(oracle, take_step(model, optimizer, passes, mean_loss), moved, step.gradients, lr)
+
+
+@given(
+    shape=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    bias=st.booleans(),
+    solver=st.sampled_from(["eigen", "inverse"]),
+    seed=seeds,
+)
+def test_unit_scaling_gives_the_norm_of_a_semi_orthogonal_update(
+    shape: tuple[int, int], bias: bool, solver: str, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    d_in, d_out = shape
+    model, twin = twins(lambda: nn.Sequential(nn.Linear(d_in, d_out, bias)))
+    passes, oracle = linear_passes(4, d_in, d_out), Oracle(twin)
+    step = oracle.observe(passes, mean_loss)
+    oracle.refresh(step)
+    keywords = {"scaling": "unit", "damping": 0.1, "solver": SOLVERS[solver]}
+    change = oracle.layers[0].of(take_step(model, KFACSGD(model, **EXACT | keywords), passes, mean_loss))[0]
+    assert float(change.norm()) == pytest.approx(unit_norm(d_out, d_in + bias), rel=1e-9)
+    direction = oracle.directions(step.gradients, 0.1, solver=solver)["0"][0]
+    assert_near(change / change.norm(), -direction / direction.norm())
+
+
+def test_unit_norm_values() -> None:
+    """A semi-orthogonal d_out x d_in matrix has norm sqrt(min); wide outputs get Muon's factor on top."""
+    assert unit_norm(4, 4) == 2
+    assert unit_norm(4, 9) == 2
+    assert unit_norm(9, 4) == 3
+    assert unit_norm(1, 5) == 1
+
+
+@pytest.mark.parametrize(("scaling", "groups"), [("unit", 1), ("unit", 2), ("graft", 1)])
+def test_scaling_of_every_kind_of_block(scaling: str, groups: int) -> None:
+    """For graft the design says "per layer", which groups of a convolution may or may not be: not tested."""
+    passes = token_passes()
+    model, oracle, gradients, directions = observed(partial(Mixed, groups), passes, 0.1)
+    for layer in oracle.layers:
+        v, raw = directions[layer.name], layer.of(gradients)
+        directions[layer.name] = unit_scaled(layer.module, v) if scaling == "unit" else grafted(v, raw)
+    optimizer = KFACSGD(model, **EXACT | {"damping": 0.1, "scaling": scaling})
+    changes = take_step(model, optimizer, passes, mean_loss)
+    for layer in oracle.layers:
+        assert_near(layer.of(changes), -directions[layer.name], layer.name, scale=10)
+
+
+@pytest.mark.parametrize("precondition", ["gradient", "momentum"])
+@given(factor=st.sampled_from([1e-3, 7.0, 1e3]), seed=seeds)
+def test_unit_scaling_with_relative_damping_ignores_the_scale_of_the_loss(
+    precondition: str, factor: float, seed: int
+) -> None:
+    results = []
+    for scale in (1.0, factor):
+        torch.manual_seed(seed)
+        model, _ = twins(Mixed)
+        keywords = {"damping": OfMean(0.1), "scaling": "unit", "precondition": precondition}
+        optimizer = KFACSGD(model, **EXACT | keywords | {"lr": 0.02, "momentum": 0.9})
+        for _ in range(3):
+            take_step(model, optimizer, token_passes(), lambda o, y, s=scale: s * averaged(log_cosh, "batch")(o, y))
+        results.append(model)
+    for first, second in zip(*(model.parameters() for model in results), strict=False):
+        assert_near(second.detach(), first.detach(), rel=1e-7)  # three steps, each amplifies the rounding of the last
+
+
+def test_scalings_do_not_change_what_they_need_not() -> None:
+    """A generous kl_clip is no clip."""
+    passes = linear_passes()
+    model, oracle, gradients, directions = observed(linear_model, passes, 0.1)
+    optimizer = KFACSGD(model, **EXACT | {"damping": 0.1, "scaling": KLClip(1e12)})
+    assert_applied(oracle, take_step(model, optimizer, passes, mean_loss), directions, gradients)

@@ -1,0 +1,1 @@
+"""The optimizers as users meet them: arguments, parameter groups, steps, precision, read-only views."""

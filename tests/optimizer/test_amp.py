@@ -1,0 +1,307 @@
+"""Mixed precision: autocast, gradient scaling, models and curvature in half precision.
+
+A loss scale that is a power of two changes nothing but exponents, so a scaled run equals the unscaled one to the little
+that leaves float16's range.
+"""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfac_optim import KFACLAMB, KFACSGD, KFACAdam, OfMean
+from kfac_optim.optimizers import KFACMixin
+from tests.helpers.compare import assert_same_factors, assert_same_weights, factors_of, twins
+from tests.helpers.reference import assert_near
+from tests.helpers.training import Batch, clipping, train
+
+BFLOAT16_TOL = 0.03  # 8 bits of mantissa (2^-9 relative rounding), through three layers and a square
+FLOAT16_TOL = 3e-3  # 11 bits (2^-12), the same way
+UNDERFLOW_TOL = 1e-3  # what a loss scale of 1 loses below 6e-8; the scaled run keeps it
+FLOAT32_TOL = 1e-5  # the same float32 arithmetic after exact scaling, a few steps of it
+# Storage in half precision rounds the largest eigenvalues (some ten times the mean) by 2^-12 or 2^-9, against a damping
+# of one mean eigenvalue. Twice what was measured.
+STORED_TOL = {torch.float16: 0.01, torch.bfloat16: 0.07}
+SCALE = 2.0**8
+
+Backward = Callable[[Tensor], None]
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batches(count: int) -> list[Batch]:
+    return [(torch.randn(8, 1, 6, 6), torch.randint(3, (8,))) for _ in range(count)]
+
+
+def sgd(model: nn.Module, **keywords: object) -> KFACSGD:
+    options = {"lr": 0.1, "momentum": 0.9, "damping": 0.03, "factor_update_steps": 1, "inv_update_steps": 1}
+    return KFACSGD(model, **(options | keywords))
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def test_bfloat16_autocast_gives_the_factors_of_float32() -> None:
+    half, full = twins(network)
+    first, second, data = sgd(half, lr=0.0), sgd(full, lr=0.0), batches(4)
+    train(half, first, data, autocast=torch.bfloat16)
+    train(full, second, data)
+    assert_same_factors(first, second, BFLOAT16_TOL)
+    assert_near(factors_of(first)["0.A"], factors_of(second)["0.A"], "the float32 input's A", FLOAT32_TOL)
+    assert all(p.dtype is torch.float32 for p in half.parameters())
+    assert {f.dtype for layer in first.curvature.layers for f in first.curvature.factors(layer)} == {torch.float32}
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("later", [False, True])
+def test_loss_scaling_leaves_no_trace(clip: float | None, later: bool) -> None:
+    scaled, plain = twins(network)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)  # the scale doubles twice on the way
+    first, second, data = sgd(scaled, grad_scaler=None if later else scaler), sgd(plain), batches(5)
+    if later:
+        first.curvature.grad_scaler = scaler
+    train(scaled, first, data, autocast=torch.float16, scaler=scaler, before_step=clipping(scaled, clip))
+    train(plain, second, data, autocast=torch.float16, before_step=clipping(plain, clip))
+    assert scaler.get_scale() == 4 * SCALE
+    assert_same_factors(first, second, UNDERFLOW_TOL)
+    assert_same_weights(scaled, plain, UNDERFLOW_TOL)
+
+
+def test_scaled_float16_gives_the_factors_of_float32() -> None:
+    half, full = twins(network)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    first, second, data = sgd(half, lr=0.0, grad_scaler=scaler), sgd(full, lr=0.0), batches(4)
+    train(half, first, data, autocast=torch.float16, scaler=scaler)
+    train(full, second, data)
+    assert_same_factors(first, second, FLOAT16_TOL)
+
+
+def test_without_the_scaler_the_loss_counts_as_scaled() -> None:
+    """What ``grad_scaler=`` is for: a scaled loss has a G that is the scale's square larger."""
+    model, plain = twins(network)
+    first, second, data = sgd(model, lr=0.0), sgd(plain, lr=0.0), batches(1)
+    train(model, first, data, scaler=torch.amp.GradScaler("cpu", init_scale=SCALE))
+    train(plain, second, data)
+    for name, factor in factors_of(second).items():
+        times = SCALE**2 if name.endswith("G") else 1.0
+        assert_near(factors_of(first)[name], times * factor, name, FLOAT32_TOL)
+
+
+def test_a_disabled_scaler_is_no_scaler() -> None:
+    model, plain = twins(network)
+    scaler, data = torch.amp.GradScaler("cpu", enabled=False), batches(2)
+    first, second = sgd(model, grad_scaler=scaler), sgd(plain)
+    train(model, first, data, scaler=scaler)
+    train(plain, second, data)
+    assert_same_factors(first, second, FLOAT32_TOL)
+    assert_same_weights(model, plain, FLOAT32_TOL)
+
+
+# Overflow ------------------------------------------------------------------------------------------------------------
+
+
+def overflow_in_the_gradient(model: nn.Module, loss: Tensor) -> None:
+    """All the layers' own gradients are finite: their moments can't tell."""
+    loss.backward()
+    next(model.parameters()).grad[0] = torch.inf
+
+
+def overflow_in_the_loss(model: nn.Module, loss: Tensor) -> None:
+    (loss * torch.inf).backward()
+
+
+@pytest.mark.parametrize("overflow", [overflow_in_the_gradient, overflow_in_the_loss])
+@pytest.mark.parametrize("whose_zero_grad", ["optimizer", "model"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_overflowed_steps_leave_no_trace(
+    overflow: Callable[[nn.Module, Tensor], None], whose_zero_grad: str, fused: bool, clip: float | None
+) -> None:
+    """A run with overflows at its first step, and twice in a row later, equals the run without those batches."""
+    model, plain = twins(network)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    first, second = sgd(model, grad_scaler=scaler, fused=fused), sgd(plain)
+    data, bad = batches(8), (0, 4, 5)
+    for i, batch in enumerate(data):
+        (first if whose_zero_grad == "optimizer" else model).zero_grad()
+        loss = scaler.scale(loss_of(model, batch))
+        overflow(model, loss) if i in bad else loss.backward()
+        if clip is not None:
+            scaler.unscale_(first)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scaler.step(first)
+        scaler.update()
+    train(plain, second, [batch for i, batch in enumerate(data) if i not in bad], before_step=clipping(plain, clip))
+    assert scaler.get_scale() == SCALE / 2 ** len(bad)
+    assert_same_factors(first, second, FLOAT32_TOL)
+    assert_same_weights(model, plain, FLOAT32_TOL)
+    assert first.curvature.report()["skipped_batches"] == 0
+    assert first.curvature.report()["step"] == len(data) - len(bad)
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_fused_base_class(cls: type[KFACMixin], enabled: bool) -> None:
+    """Torch's fused kernels unscale by themselves; ours must leave that, and skipping, to the scaler."""
+    model, plain = twins(network)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE) if enabled else None
+    options = {"lr": 0.01, "factor_update_steps": 1, "inv_update_steps": 1}
+    first, second = cls(model, fused=True, grad_scaler=scaler, **options), cls(plain, **options)
+    assert first._step_supports_amp_scaling is False
+    data = batches(3)
+    train(model, first, data, scaler=scaler)
+    train(plain, second, data)
+    assert_same_factors(first, second, FLOAT32_TOL)
+    assert_same_weights(model, plain, FLOAT32_TOL)
+
+
+def test_overflowed_micro_batch_of_an_accumulated_step() -> None:
+    """The scaler takes all micro-batches of a step or none, and so do the statistics."""
+    model, plain = twins(network)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    first, second = sgd(model, grad_scaler=scaler), sgd(plain)
+    data = batches(6)
+    for step, pair in enumerate(zip(data[::2], data[1::2], strict=True)):
+        model.zero_grad()
+        for half, batch in enumerate(pair):
+            loss = scaler.scale(loss_of(model, batch) / 2)
+            ((loss * torch.inf) if (step, half) == (1, 1) else loss).backward()
+        scaler.step(first)
+        scaler.update()
+    for pair in (data[:2], data[4:]):
+        plain.zero_grad()
+        for batch in pair:
+            (loss_of(plain, batch) / 2).backward()
+        second.step()
+    assert_same_factors(first, second, FLOAT32_TOL)
+    assert_same_weights(model, plain, FLOAT32_TOL)
+
+
+def test_scaler_given_between_two_micro_batches() -> None:
+    """A late scaler counts from the next backward pass on."""
+    model, plain = twins(network)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    first, second, data = sgd(model, lr=0.0), sgd(plain, lr=0.0), batches(2)
+    (loss_of(model, data[0]) / 2).backward()
+    first.curvature.grad_scaler = scaler
+    scaler.scale(loss_of(model, data[1]) / 2).backward()
+    first.step()
+    for batch in data:
+        (loss_of(plain, batch) / 2).backward()
+    second.step()
+    assert_same_factors(first, second, FLOAT32_TOL)
+
+
+# Half precision ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam, KFACLAMB])
+def test_models_in_half_precision_keep_float32_factors(dtype: torch.dtype, cls: type[KFACMixin]) -> None:
+    full = network()
+    half = copy.deepcopy(full).to(dtype)
+    options: dict[str, object] = {"lr": 0.02, "factor_update_steps": 1, "inv_update_steps": 2, "scaling": "unit"}
+    if cls is not KFACSGD:
+        options["eps"] = 1e-3  # float16 rounds the usual 1e-8 to 0, in the base class too
+    x, y = batches(1)[0]
+    first, second = cls(half, **options), cls(full, **options)
+    losses = []
+    for step in range(20):
+        first.zero_grad()
+        loss = F.cross_entropy(half(x.to(dtype)).float(), y)
+        loss.backward()
+        first.step()
+        losses.append(float(loss.detach()))
+        if step == 0:
+            F.cross_entropy(full(x), y).backward()
+            second.step()
+            assert_same_factors(first, second, {torch.float16: FLOAT16_TOL, torch.bfloat16: BFLOAT16_TOL}[dtype])
+    assert losses[-1] < 0.7 * losses[0]
+    assert all(p.dtype is dtype for p in half.parameters())
+    copied = copy.deepcopy(half)
+    restored = cls(copied, **options)
+    restored.load_state_dict(first.state_dict())  # torch casts loaded states to the parameter's dtype
+    for optimizer in (first, restored):
+        for layer in optimizer.curvature.layers:
+            value = optimizer.state[layer.weight]["kfac"]["G"]["value"]
+            assert value.dtype is torch.float32
+    for name, factor in factors_of(first).items():
+        assert torch.equal(factors_of(restored)[name], factor), name
+
+
+def directions(size: float, keywords: dict[str, object]) -> dict[str, Tensor]:
+    """Direction of every layer in the first step, whose gradients are of a given size."""
+    torch.manual_seed(0)
+    model, batch = network(), batches(1)[0]
+    engine = sgd(model, damping=OfMean(1.0), **keywords).curvature
+    (size * loss_of(model, batch)).backward()
+    gradients = {p: p.grad for p in model.parameters()}
+    assert engine.update(list(gradients.values()))
+    found = engine.directions(gradients, dict.fromkeys(gradients, 1.0))
+    return {layer.name: torch.cat([found[p].double().flatten() for p in layer.parameters]) for layer in engine.layers}
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-5])
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("scaling", [None, "unit"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("what", [("factor_dtype",), ("inv_dtype",), ("factor_dtype", "inv_dtype")])
+def test_curvature_in_half_precision(
+    size: float, solver: str, scaling: str | None, dtype: torch.dtype, what: tuple[str, ...]
+) -> None:
+    """Stored in half precision and decomposed in float32, the directions stay close to those of float32."""
+    common: dict[str, object] = {"solver": solver, "scaling": scaling}
+    exact = directions(size, common)
+    rounded = directions(size, common | dict.fromkeys(what, dtype))
+    for name, expected in exact.items():
+        assert float(expected.norm()) > 0
+        assert_near(rounded[name], expected, name, STORED_TOL[dtype])
+
+
+# TF32 ----------------------------------------------------------------------------------------------------------------
+
+# Ways to turn it on, and to read what is chosen: torch refuses to have them mixed, so each has a process of its own.
+TF32 = {
+    "function": ("torch.set_float32_matmul_precision('medium')", "torch.get_float32_matmul_precision()"),
+    "flag": ("matmul.allow_tf32 = True", "matmul.allow_tf32"),
+    "attribute of matmul": ("matmul.fp32_precision = 'tf32'", "matmul.fp32_precision"),
+    "attribute of all": ("torch.backends.fp32_precision = 'tf32'", "matmul.fp32_precision"),
+}
+
+
+@pytest.mark.parametrize("how", TF32)
+def test_tf32_is_off_for_factors_and_back_afterwards(how: str) -> None:
+    """A property of the process, so it can be looked at without a GPU."""
+    matmul = torch.backends.cuda.matmul
+    if how.startswith("attribute") and not hasattr(matmul, "fp32_precision"):
+        pytest.skip("this torch chooses TF32 by flags alone; the attribute came with 2.9")
+    choose, read = TF32[how]
+    script = f"""
+        import contextlib, torch
+        from kfac_optim.layers import full_precision
+        matmul = torch.backends.cuda.matmul
+        {choose}
+        print({read})
+        with contextlib.suppress(ZeroDivisionError), full_precision("cuda"):
+            print({read})
+            raise ZeroDivisionError
+        print({read})
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    before, inside, after = done.stdout.split()
+    assert before == after
+    assert (before, inside) in [("medium", "highest"), ("True", "False"), ("tf32", "ieee")]

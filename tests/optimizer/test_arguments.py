@@ -1,0 +1,331 @@
+"""Bad arguments: the error names the argument, the value and what is allowed, at construction."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import kfac_optim
+from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin, KLClip, OfLargest, OfMean, growing
+from tests.helpers.training import BASES, CLASSES, make_model
+
+NAN, INF = float("nan"), float("inf")
+
+# Keyword -> its bad values, the error of each, and what the message has to say is allowed.
+NUMBER_OR_CALLABLE = r"number.*callable"
+INT_OR_CALLABLE = r"int.*callable"
+TABLE: list[tuple[str, Any, type[Exception], str]] = [
+    ("damping", 0, ValueError, "> 0"),
+    ("damping", -0.1, ValueError, "> 0"),
+    ("damping", NAN, ValueError, "> 0"),
+    ("damping", INF, ValueError, "> 0"),
+    ("damping", "0.1", TypeError, NUMBER_OR_CALLABLE),
+    ("damping", None, TypeError, NUMBER_OR_CALLABLE),
+    ("damping", True, TypeError, NUMBER_OR_CALLABLE),
+    ("damping", OfMean, TypeError, r"OfMean\(...\)"),
+    ("factor_decay", 1.0, ValueError, r"\[0, 1\)"),
+    ("factor_decay", -0.1, ValueError, r"\[0, 1\)"),
+    ("factor_decay", NAN, ValueError, r"\[0, 1\)"),
+    ("factor_decay", "high", TypeError, NUMBER_OR_CALLABLE),
+    ("factor_update_steps", 0, ValueError, ">= 1"),
+    ("factor_update_steps", -3, ValueError, ">= 1"),
+    ("factor_update_steps", 1.5, TypeError, "int"),
+    ("factor_update_steps", True, TypeError, "int"),
+    ("factor_update_steps", "often", TypeError, "int.*callable"),
+    ("factor_batch_fraction", 0, ValueError, r"\(0, 1\]"),
+    ("factor_batch_fraction", 1.5, ValueError, r"\(0, 1\]"),
+    ("factor_batch_fraction", "half", TypeError, NUMBER_OR_CALLABLE),
+    ("inv_update_steps", 0, ValueError, ">= 1"),
+    ("inv_update_steps", 10.0, TypeError, INT_OR_CALLABLE),
+    ("inv_update_steps", None, TypeError, INT_OR_CALLABLE),
+    ("scaling", "muon", ValueError, "'kl_clip'.*'unit'.*'graft'.*None"),
+    ("scaling", 0.5, TypeError, "multipliers"),
+    ("solver", "cholesky", ValueError, "'eigen'.*'inverse'"),
+    ("solver", None, ValueError, "'eigen'.*'inverse'"),
+    ("solver", 3, TypeError, "precondition"),
+    ("fisher", "true", ValueError, "'empirical'.*'categorical'.*'bernoulli'.*'gaussian'"),
+    ("fisher", None, ValueError, "'empirical'.*'categorical'.*'bernoulli'.*'gaussian'"),
+    ("fisher", 1, TypeError, "sample_gradient"),
+    ("loss_average", "mean", ValueError, r"'batch'.*'batch\+sequence'.*'elements'.*None"),
+    ("loss_average", True, ValueError, r"'batch'.*'batch\+sequence'.*'elements'.*None"),
+    ("loss_average", 0, ValueError, ">= 1"),
+    ("loss_average", 2.0, ValueError, "int.*callable"),
+    ("batch_dim", 2, ValueError, "0, 1"),
+    ("batch_dim", -1, ValueError, "0, 1"),
+    ("weight_sharing", "kfac", ValueError, "'expand'.*'reduce'.*callable"),
+    ("weight_sharing", None, ValueError, "'expand'.*'reduce'.*callable"),
+    ("skip_layers", "head", TypeError, "sequence of regular expressions"),
+    ("skip_layers", [1], TypeError, "sequence of regular expressions"),
+    ("skip_layers", 5, TypeError, "sequence of regular expressions"),
+    ("skip_layers", None, TypeError, "sequence of regular expressions"),
+    ("skip_layers", ["("], ValueError, "regular expression"),
+    ("max_factor_dim", 0, ValueError, ">= 1"),
+    ("max_factor_dim", 1e4, TypeError, "int.*None"),
+    ("max_factor_dim", "8192", TypeError, "int.*None"),
+    ("spread", -1, ValueError, "an int >= 0, a callable or None"),
+    ("spread", 1.5, TypeError, "an int >= 0, a callable or None"),
+    ("spread", True, TypeError, "an int >= 0, a callable or None"),
+    ("assignment", "random", ValueError, "'layer-wise'.*'factor-wise'.*'kaisa'"),
+    ("assignment", 0.5, TypeError, "assign"),
+    ("communicator", "horovod", TypeError, "Communicator"),
+    ("grad_scaler", 65536.0, TypeError, "GradScaler"),
+    ("grad_scaler", torch.amp.GradScaler, TypeError, "GradScaler"),
+    ("factor_dtype", "float32", (TypeError, ValueError), "torch.float32"),
+    ("factor_dtype", torch.int64, ValueError, "torch.float32"),
+    ("factor_dtype", None, ValueError, "torch.float32"),
+    ("inv_dtype", torch.complex64, ValueError, "torch.float32"),
+]
+
+
+def ids(value: object) -> str:
+    return str(value) if not isinstance(value, tuple) else ""
+
+
+def refusal(error: Any, made: Any) -> str:
+    """The message of the error on one line, without the name of a class or a path in it."""
+    with pytest.raises(error) as caught:
+        made()
+    return " ".join(str(caught.value).split())
+
+
+@pytest.mark.parametrize(("name", "value", "error", "allowed"), TABLE, ids=ids)
+def test_every_bad_value_is_refused(name: str, value: Any, error: Any, allowed: str) -> None:
+    for kind in (KFACSGD, CurvatureEngine):
+        message = refusal(error, lambda kind=kind: kind(make_model(), **{name: value}))
+        assert name in message
+        assert repr(value) in message or str(value) in message
+        assert re.search(allowed, message), message
+
+
+def test_the_table_is_complete() -> None:
+    """A keyword added to the engine needs rows above."""
+    keywords = {n for n, p in inspect.signature(CurvatureEngine).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    assert {name for name, *_ in TABLE} == keywords
+
+
+@pytest.mark.parametrize("kfac", CLASSES)
+@pytest.mark.parametrize(("name", "value"), [("damping", -1.0), ("solver", "newton"), ("spread", 0.5)])
+def test_every_class_refuses(kfac: Any, name: str, value: Any) -> None:
+    message = refusal((TypeError, ValueError), lambda: kfac(make_model(), **{name: value}))
+    assert name in message and repr(value) in message
+
+
+# Unknown keywords ----------------------------------------------------------------------------------------------------
+
+TYPOS = [("dampling", "damping"), ("momentun", "momentum"), ("inv_update_step", "inv_update_steps")]
+
+
+@pytest.mark.parametrize(("typo", "meant"), TYPOS)
+def test_a_typo_is_answered_with_what_was_meant(typo: str, meant: str) -> None:
+    message = refusal(TypeError, lambda: KFACSGD(make_model(), lr=0.1, **{typo: 1}))
+    assert f"'{typo}'" in message and f"'{meant}'" in message and "KFACSGD" in message
+
+
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_an_unknown_keyword_is_refused(kfac: Any) -> None:
+    message = refusal(TypeError, lambda: kfac(make_model(), xyzzy=1))
+    assert "'xyzzy'" in message and kfac.__name__ in message
+
+
+@pytest.mark.parametrize(("kfac", "foreign"), [(KFACSGD, "betas"), (KFACAdam, "momentum"), (KFACLAMB, "amsgrad")])
+def test_a_keyword_of_another_base_class_is_refused(kfac: Any, foreign: str) -> None:
+    """By us, under our name, not by the base class under its."""
+    message = refusal(TypeError, lambda: kfac(make_model(), **{foreign: 0.9}))
+    assert f"'{foreign}'" in message and kfac.__name__ in message
+
+
+def test_curvature_arguments_are_keyword_only() -> None:
+    """SGD takes lr, momentum, dampening, weight_decay, nesterov by position and nothing after them."""
+    refusal(TypeError, lambda: KFACSGD(make_model(), 0.1, 0.9, 0, 0, False, None))
+    refusal(TypeError, lambda: KFACLAMB(make_model(), 0.1, (0.9, 0.99), 1e-6, 0, 10, False, False, None))
+
+
+def test_an_unknown_keyword_of_the_engine_is_refused() -> None:
+    assert "dampling" in refusal(TypeError, lambda: CurvatureEngine(make_model(), dampling=0.1))
+    assert "dampling" in refusal(TypeError, lambda: kfac_optim.memory_estimate(make_model(), dampling=0.1))
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"), [("dampning", "damping"), ("scalling", "scaling"), ("inv_update_step", "inv_update_steps")]
+)
+def test_a_misspelt_attribute_is_answered_with_what_was_meant(typo: str, meant: str) -> None:
+    """Set on the engine it would otherwise do nothing, in silence; also on a copy."""
+    optimizer = KFACSGD(make_model(), lr=0.1)
+    for engine in (optimizer.curvature, CurvatureEngine(make_model()), copy.deepcopy(optimizer).curvature):
+        message = refusal(AttributeError, lambda engine=engine: setattr(engine, typo, getattr(engine, meant)))
+        assert f"'{typo}'" in message and f"'{meant}'" in message and "CurvatureEngine" in message
+        assert not hasattr(engine, typo)
+
+
+def test_an_attribute_like_no_other_is_refused_without_a_guess() -> None:
+    message = refusal(AttributeError, lambda: setattr(CurvatureEngine(make_model()), "xyzzy", 1))
+    assert "'xyzzy'" in message and "mean" not in message
+
+
+def test_every_other_attribute_can_be_set() -> None:
+    """Those that are there, private ones, and what a subclass declares."""
+
+    class Engine(CurvatureEngine):
+        note: str = ""
+
+    engine = Engine(make_model(), damping=0.1)
+    engine.note, engine.damping, engine.grad_scaler, engine._mark = "seen", 0.2, None, 1
+    assert (engine.note, engine.damping, engine._mark) == ("seen", 0.2, 1)
+
+
+# Modes that can't be honoured ----------------------------------------------------------------------------------------
+
+REFUSED = [(KFACAdam, "capturable"), (KFACAdam, "differentiable"), (KFACSGD, "differentiable")]
+
+
+@pytest.mark.parametrize(("kfac", "flag"), REFUSED)
+def test_capturable_and_differentiable_are_refused(kfac: Any, flag: str) -> None:
+    assert flag in refusal(ValueError, lambda: kfac(make_model(), **{flag: True}))
+    model = make_model()
+    groups = [{"params": model.parameters(), flag: True}]
+    assert flag in refusal(ValueError, lambda: kfac(groups, model=model))
+    optimizer = kfac(model[0].parameters(), model=model)
+    assert flag in refusal(ValueError, lambda: optimizer.add_param_group({"params": model[3].parameters(), flag: True}))
+
+
+@pytest.mark.parametrize("kfac", [KFACAdam, KFACLAMB, type("KFACAdagrad", (KFACMixin, torch.optim.Adagrad), {})])
+def test_momentum_mode_belongs_to_sgd(kfac: Any) -> None:
+    message = refusal(ValueError, lambda: kfac(make_model(), precondition="momentum"))
+    assert "precondition='momentum'" in message and "'gradient'" in message and kfac.__name__ in message
+
+
+@pytest.mark.parametrize("value", ["update", None, 1])
+def test_precondition_lists_its_alternatives(value: Any) -> None:
+    message = refusal((TypeError, ValueError), lambda: KFACSGD(make_model(), precondition=value))
+    assert f"precondition={value!r}" in message and "'gradient'" in message and "'momentum'" in message
+
+
+# Parameters and model ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["resnet", 3, [nn.Linear(2, 2)]])
+def test_model_must_be_a_module(model: Any) -> None:
+    message = refusal(TypeError, lambda: KFACSGD(make_model().parameters(), lr=0.1, model=model))
+    assert "model" in message and "Module" in message
+
+
+def test_params_of_a_wrong_kind_are_refused_as_by_torch() -> None:
+    refusal(TypeError, lambda: KFACSGD(3, lr=0.1))
+    refusal(TypeError, lambda: KFACSGD([3], lr=0.1))
+    refusal(TypeError, lambda: KFACSGD(torch.zeros(3), lr=0.1))
+
+
+def test_uninitialised_layers_ask_for_a_first_run() -> None:
+    assert "run the model once" in refusal(ValueError, lambda: KFACSGD(nn.Sequential(nn.LazyLinear(3)), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("kfac", "keyword", "value"),
+    [
+        (KFACSGD, "lr", -1.0),
+        (KFACSGD, "momentum", -1.0),
+        (KFACAdam, "betas", (1.0, 0.9)),
+        (KFACAdam, "eps", -1.0),
+        (KFACLAMB, "clamp_value", -1.0),
+    ],
+)
+def test_the_base_class_checks_its_own(kfac: Any, keyword: str, value: Any) -> None:
+    base = refusal(ValueError, lambda: BASES[kfac](make_model().parameters(), **{keyword: value}))
+    assert refusal(ValueError, lambda: kfac(make_model(), **{keyword: value})) == base
+
+
+def test_nesterov_without_momentum_is_refused_as_by_torch() -> None:
+    refusal(ValueError, lambda: KFACSGD(make_model(), lr=0.1, nesterov=True))
+
+
+# Signatures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_the_signature_shows_base_and_curvature_keywords(kfac: Any) -> None:
+    found = inspect.signature(kfac).parameters
+    base = [p for p in inspect.signature(BASES[kfac]).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    engine = {n: p for n, p in inspect.signature(CurvatureEngine).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    positional = [p.name for p in base if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert list(found)[: len(positional)] == positional, "the base class's positional arguments, in its order"
+    for name, parameter in {**{p.name: p for p in base}, **engine}.items():
+        assert found[name].default == DEFAULTS[kfac].get(name, parameter.default), name
+    for name in [*engine, "model", "precondition"]:
+        assert found[name].kind is inspect.Parameter.KEYWORD_ONLY, name
+    assert all(p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in found.values())
+
+
+OBJECTS: list[tuple[Any, Any, type[Exception], str]] = [
+    (OfMean, 0.0, ValueError, r"OfMean\(value=0.0\): must be > 0"),
+    (OfMean, INF, ValueError, r"OfMean\(value=inf\): must be > 0"),
+    (OfLargest, "0.1", TypeError, r"OfLargest\(value='0.1'\): must be a number > 0 or a callable"),
+    (OfLargest, True, TypeError, r"OfLargest\(value=True\): must be a number > 0 or a callable"),
+    (KLClip, 0, ValueError, r"KLClip\(kappa=0\): must be > 0"),
+    (KLClip, NAN, ValueError, r"KLClip\(kappa=nan\): must be > 0"),
+    (KLClip, None, TypeError, r"KLClip\(kappa=None\): must be a number > 0 or a callable"),
+]
+
+
+@pytest.mark.parametrize(("kind", "value", "error", "message"), OBJECTS, ids=str)
+def test_objects_given_for_options_check_their_values(
+    kind: Any, value: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        kind(value)
+
+
+def test_there_are_19_options() -> None:
+    found = inspect.signature(CurvatureEngine).parameters
+    assert len([p for p in found.values() if p.kind is p.KEYWORD_ONLY]) == 19
+
+
+def test_defaults_of_the_design() -> None:
+    """Those that DESIGN section 2 fixes."""
+    expected: dict[str, Any] = {
+        "model": None, "factor_decay": 0.95, "solver": "eigen",
+        "fisher": "empirical", "loss_average": "batch", "batch_dim": 0, "weight_sharing": "expand",
+        "skip_layers": (), "max_factor_dim": 8192, "assignment": "factor-wise",
+        "communicator": None, "grad_scaler": None,
+        "factor_dtype": torch.float32, "inv_dtype": torch.float32,
+    }  # fmt: skip
+    found = inspect.signature(KFACSGD).parameters
+    assert {name: found[name].default for name in expected} == expected
+
+
+# Defaults ------------------------------------------------------------------------------------------------------------
+
+ADAPTIVE = {"inv_update_steps": growing(0.3, 3), "factor_update_steps": None, "spread": None}
+DEFAULTS: dict[type[Any], dict[str, Any]] = {
+    KFACSGD: {"scaling": "graft", "damping": OfMean(0.3), **ADAPTIVE},
+    KFACAdam: {"scaling": "unit", "damping": OfMean(1.0), **ADAPTIVE},
+    KFACLAMB: {"scaling": "unit", "damping": OfMean(1.0), **ADAPTIVE},
+}
+
+
+@pytest.mark.parametrize("cls", DEFAULTS)
+def test_defaults_are_those_of_the_signature(cls: type[Any]) -> None:
+    """Each class has its own; what a signature shows is what an optimizer then does."""
+    shown = {name: p.default for name, p in inspect.signature(cls).parameters.items()}
+    assert {name: shown[name] for name in DEFAULTS[cls]} == DEFAULTS[cls]
+    assert shown["precondition"] == ("momentum" if cls is KFACSGD else "gradient")
+    implicit = cls(make_model(), lr=0.1)
+    written = {name: shown[name] for name in DEFAULTS[cls]}
+    explicit = cls(make_model(), lr=0.1, precondition=shown["precondition"], **written)
+    assert implicit.precondition == explicit.precondition
+    for name in DEFAULTS[cls]:
+        assert getattr(implicit.curvature, name) == getattr(explicit.curvature, name), name
+
+
+def test_any_other_base_class_has_the_papers_defaults() -> None:
+    class KFACRMSprop(KFACMixin, torch.optim.RMSprop):
+        pass
+
+    for engine in (KFACRMSprop(make_model(), lr=0.1).curvature, CurvatureEngine(make_model())):
+        found = (engine.damping, engine.scaling, engine.inv_update_steps)
+        assert found == (0.03, KLClip(1e-3), 100)

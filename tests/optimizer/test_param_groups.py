@@ -1,0 +1,399 @@
+"""Parameters in any grouping, from any source: what is trained, by which rule, at which learning rate."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KLClip
+from tests.helpers.training import (
+    CLASSES,
+    FLOAT64,
+    OFTEN,
+    SETTINGS,
+    assert_close,
+    assert_trained,
+    backward,
+    make_model,
+    train,
+    values,
+)
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+STEPS = 7
+TOL = 1e-12  # the same arithmetic on both sides, up to the order of multi-tensor kernels
+EVERY_STEP: dict[str, Any] = {**FLOAT64, **OFTEN, "factor_update_steps": 1, "inv_update_steps": 1}
+
+
+def decay_groups(model: nn.Module, **of_the_rest: Any) -> list[dict[str, Any]]:
+    """Weights with decay, biases and norms without: the split of transformers' Trainer."""
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() == 1]
+    return [{"params": weights, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, **of_the_rest}]
+
+
+def changes(model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 0) -> dict[str, Tensor]:
+    """What one step changes, by parameter name."""
+    before = values(model)
+    train(model, optimizer, [step])
+    return {n: p.detach() - old for (n, p), old in zip(model.named_parameters(), before, strict=True)}
+
+
+# Groups --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_equal_groups_are_no_groups(kfac: Any) -> None:
+    """The split itself changes nothing: weight and bias stay one Kronecker block."""
+    keywords = {**CLASSES[kfac], "weight_decay": 0.0, **SETTINGS}
+    split, whole = make_model(), make_model()
+    before = values(split)
+    groups = [{"params": group["params"]} for group in decay_groups(split)]
+    train(split, kfac(groups, **keywords, model=split), range(STEPS))
+    train(whole, kfac(whole, **keywords), range(STEPS))
+    assert_trained(split, before)
+    assert_close(split, whole, TOL)
+
+
+def test_each_group_has_its_own_lr_and_weight_decay() -> None:
+    """Weight change = -lr (direction + decay * weight) with lr and decay of its own group, direction the joint one."""
+    model, twin = make_model(), make_model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = KFACSGD(decay_groups(model, lr=0.5), lr=0.2, model=model, scaling=None, **EVERY_STEP)
+    found = changes(model, optimizer)
+    directions = changes(twin, KFACSGD(twin, lr=1.0, scaling=None, **EVERY_STEP))
+    for name, old in before.items():
+        lr, decay = (0.2, 0.1) if old.dim() > 1 else (0.5, 0.0)
+        torch.testing.assert_close(found[name], lr * (directions[name] - decay * old), rtol=TOL, atol=TOL)
+
+
+def test_kl_clip_reads_the_current_lr_of_each_group() -> None:
+    kappa, lr_weight, lr_bias = 1e-4, 0.3, 0.7
+    twin = make_model()
+    directions = changes(twin, KFACSGD(twin, lr=1.0, scaling=None, **EVERY_STEP))
+    gradients = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+
+    model = make_model()
+    groups = [{**group, "weight_decay": 0.0} for group in decay_groups(model)]
+    optimizer = KFACSGD(groups, lr=1.0, model=model, scaling=KLClip(kappa), **EVERY_STEP)
+    for group, lr in zip(optimizer.param_groups, (lr_weight, lr_bias), strict=True):
+        group["lr"] = lr  # as a scheduler does, after construction
+    found = changes(model, optimizer)
+
+    rates = {name: lr_weight if p.dim() > 1 else lr_bias for name, p in model.named_parameters()}
+    per_layer: dict[str, Tensor] = {}
+    for layer in optimizer.curvature.layers:
+        names = [name for name, p in model.named_parameters() if any(p is q for q in layer.parameters)]
+        products = [rates[n] ** 2 * (directions[n] * gradients[n]).sum() for n in names]
+        per_layer[layer.name] = torch.stack(products).sum().abs()
+    nu = min(1.0, float((kappa / torch.stack(list(per_layer.values())).sum()).sqrt()))
+    assert nu < 0.5, "the bound must be active"
+    for name, p in model.named_parameters():
+        scale = 1.0 if name == "1.weight" else nu  # the PReLU takes the base rule
+        torch.testing.assert_close(found[name], rates[name] * scale * directions[name], rtol=TOL, atol=TOL, msg=str(p))
+
+
+def test_momentum_mode_keeps_the_groups_as_schedulers_see_them() -> None:
+    model = make_model()
+    optimizer = KFACSGD(
+        decay_groups(model, momentum=0.5, nesterov=True),
+        lr=0.1,
+        momentum=0.9,
+        model=model,
+        precondition="momentum",
+        **SETTINGS,
+    )
+    groups, members = optimizer.param_groups, [list(map(id, g["params"])) for g in optimizer.param_groups]
+    identities = list(map(id, groups))
+    train(model, optimizer, range(4))
+    assert optimizer.param_groups is groups
+    assert list(map(id, groups)) == identities
+    assert [list(map(id, g["params"])) for g in groups] == members
+    assert [(g["momentum"], g["nesterov"]) for g in groups] == [(0.9, False), (0.5, True)]
+
+
+# Later groups, frozen parameters -------------------------------------------------------------------------------------
+
+
+def test_a_group_added_before_training_is_as_one_from_the_start() -> None:
+    late, whole = make_model(), make_model()
+    optimizer = KFACSGD(late[0].parameters(), lr=0.1, momentum=0.9, model=late, **SETTINGS)
+    assert [layer.name for layer in optimizer.curvature.layers] == ["0"]
+    optimizer.add_param_group({"params": [p for m in late[1:] for p in m.parameters()]})
+    train(late, optimizer, range(STEPS))
+    train(whole, KFACSGD(whole, lr=0.1, momentum=0.9, **SETTINGS), range(STEPS))
+    assert_close(late, whole, TOL)
+
+
+def test_a_group_added_during_training_joins_and_leaves_the_others_their_statistics() -> None:
+    model = make_model()
+    optimizer = KFACSGD(model[0].parameters(), lr=0.1, model=model, scaling=None, **EVERY_STEP)
+    rest = [p for m in model[1:] for p in m.parameters()]
+    before = values(model[1:])
+    train(model, optimizer, range(3))
+    assert all(torch.equal(p, old) for p, old in zip(rest, before, strict=True)), "not trained yet"
+    factors = [factor.clone() for factor in optimizer.curvature.factors("0")]
+    optimizer.add_param_group({"params": rest, "lr": 0.05})
+    for kept, factor in zip(optimizer.curvature.factors("0"), factors, strict=True):
+        assert torch.equal(kept, factor)
+
+    twin = make_model()  # the same weights under an optimizer that starts now: its directions for the new layers
+    twin.load_state_dict(model.state_dict())
+    directions = changes(twin, KFACSGD(twin, lr=1.0, scaling=None, **EVERY_STEP), step=3)
+    found = changes(model, optimizer, step=3)
+    for name, p in model.named_parameters():
+        if any(p is q for q in rest):
+            torch.testing.assert_close(found[name], 0.05 * directions[name], rtol=TOL, atol=TOL)
+    assert [layer.name for layer in optimizer.curvature.layers] == ["0", "2", "3"]
+
+
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_frozen_parameters_stay_and_the_rest_trains_as_without_them(kfac: Any) -> None:
+    model, twin = make_model(), make_model()
+    for made in (model, twin):
+        made[0].requires_grad_(False)
+    before = values(model)
+    train(model, kfac(model, **CLASSES[kfac], **SETTINGS), range(STEPS))
+    trained = [p for p in twin.parameters() if p.requires_grad]
+    train(twin, kfac(trained, **CLASSES[kfac], **SETTINGS, model=twin), range(STEPS))
+    assert all(torch.equal(p, old) for p, old in zip(model[0].parameters(), before, strict=False))
+    assert_trained(model[1:], before[2:])
+    assert_close(model, twin, TOL)
+
+
+def test_unfrozen_parameters_start_training_with_curvature() -> None:
+    model = make_model()
+    model[0].requires_grad_(False)
+    optimizer = KFACSGD(model, lr=0.1, scaling=None, **EVERY_STEP)
+    train(model, optimizer, range(3))
+    model[0].requires_grad_(True)
+
+    twin = make_model()
+    twin.load_state_dict(model.state_dict())
+    directions = changes(twin, KFACSGD(twin, lr=1.0, scaling=None, **EVERY_STEP), step=3)
+    found = changes(model, optimizer, step=3)
+    for name in ("0.weight", "0.bias"):
+        torch.testing.assert_close(found[name], 0.1 * directions[name], rtol=TOL, atol=TOL)
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_layers_that_join_late_do_not_wait_for_the_next_refresh(added: bool) -> None:
+    """Gradual unfreezing: with an interval that grows with the steps they would train on raw gradients for long."""
+    model = make_model()
+    options = {"lr": 0.1, "factor_update_steps": 20, "inv_update_steps": 100, "spread": 10}
+    first = list(model[0].parameters())
+    rest = [p for p in model.parameters() if all(p is not q for q in first)]
+    if not added:
+        model[0].requires_grad_(False)
+    optimizer = KFACSGD(rest if added else model.parameters(), model=model, **options)
+    train(model, optimizer, range(5))
+    refreshes = optimizer.curvature.refreshes
+    if added:
+        optimizer.add_param_group({"params": first})
+    model[0].requires_grad_(True)
+    train(model, optimizer, range(5, 7))
+    assert optimizer.curvature.refreshes == refreshes + 1
+    assert "0" in optimizer.curvature.report()["layers"]
+    train(model, optimizer, range(7, 12))
+    assert optimizer.curvature.refreshes == refreshes + 1
+    assert optimizer.curvature.last_refresh == 6
+
+
+def test_a_frozen_bias_leaves_the_weight_its_own_block() -> None:
+    """The block of the weight alone, not the joint solve with its bias entry thrown away."""
+    model, twin = nn.Sequential(nn.Linear(4, 3)), nn.Sequential(nn.Linear(4, 3, bias=False))
+    twin[0].weight.data.copy_(model[0].weight)
+    model[0].bias.data.zero_()
+    model[0].bias.requires_grad_(False)
+    train(model, KFACSGD(model, lr=0.1, **SETTINGS), range(STEPS))
+    train(twin, KFACSGD(twin, lr=0.1, **SETTINGS), range(STEPS))
+    torch.testing.assert_close(model[0].weight, twin[0].weight, rtol=TOL, atol=TOL)
+
+
+def test_a_bias_under_another_optimizer_leaves_the_weight_its_own_block() -> None:
+    model, twin = nn.Sequential(nn.Linear(4, 3)), nn.Sequential(nn.Linear(4, 3, bias=False))
+    twin[0].weight.data.copy_(model[0].weight)
+    model[0].bias.data.zero_()
+    train(model, KFACSGD([model[0].weight], lr=0.1, **SETTINGS), range(STEPS))
+    train(twin, KFACSGD(twin, lr=0.1, **SETTINGS), range(STEPS))
+    torch.testing.assert_close(model[0].weight, twin[0].weight, rtol=TOL, atol=TOL)
+    assert torch.equal(model[0].bias, torch.zeros(3))
+
+
+def test_a_bias_frozen_during_training_leaves_the_weight_preconditioned() -> None:
+    """As if the bias had a gradient of zero; it stays where it is."""
+    model, twin = make_model(), make_model()
+    optimizer, other = (KFACSGD(m, lr=0.1, **SETTINGS) for m in (model, twin))
+    train(model, optimizer, range(3))
+    train(twin, other, range(3))
+    biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
+    kept = [bias.clone() for bias in biases]
+    for bias in biases:
+        bias.requires_grad_(False)
+    for m, o in ((model, optimizer), (twin, other)):
+        o.zero_grad()
+        backward(m, 3)
+        for name, parameter in m.named_parameters():
+            if name.endswith("bias") and parameter.grad is not None:
+                parameter.grad.zero_()
+        gradients = {p: p.grad for p in m.parameters() if p.grad is not None}
+        found = o.curvature.directions(gradients, dict.fromkeys(gradients, 0.1))
+        directions = {name: found[p] for name, p in m.named_parameters() if p in found}
+        if m is model:
+            first = directions
+    assert first and set(first) == {name for name in directions if not name.endswith("bias")}
+    for name, direction in first.items():
+        assert not torch.equal(direction, dict(model.named_parameters())[name].grad)
+        torch.testing.assert_close(direction, directions[name], rtol=TOL, atol=TOL)
+    optimizer.step()
+    assert all(torch.equal(bias, before) for bias, before in zip(biases, kept, strict=True))
+
+
+def test_hidden_weights_beside_adamw_over_the_rest() -> None:
+    """Each optimizer moves its own parameters as it would alone, given the other one's."""
+    model = make_model()
+    hidden = [model[0].weight]
+    rest = [p for p in model.parameters() if p is not model[0].weight]
+    first = KFACSGD(hidden, lr=0.05, momentum=0.9, precondition="momentum", scaling="unit", **EVERY_STEP)
+    second = torch.optim.AdamW(rest, lr=0.01)
+    assert [layer.name for layer in first.curvature.layers] == ["0"]
+    assert first.curvature.layers[0].bias is None
+
+    twin = make_model()
+    lone = KFACSGD([twin[0].weight], lr=0.05, momentum=0.9, precondition="momentum", scaling="unit", **EVERY_STEP)
+    for step in range(STEPS):
+        for p, q in zip(twin.parameters(), model.parameters(), strict=True):
+            if p is not twin[0].weight:
+                p.data.copy_(q)
+        train(twin, lone, [step])
+        backward(model, step)
+        first.step()
+        second.step()
+        torch.testing.assert_close(twin[0].weight, model[0].weight, rtol=TOL, atol=TOL)
+    assert set(first.state) == set(hidden)
+
+
+# Where the parameters come from --------------------------------------------------------------------------------------
+
+
+class DistributedDataParallel(nn.Module):
+    """Looks as torch's does to whoever unwraps it, and names its parameters ``module.…`` too."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args)
+
+
+SOURCES: dict[str, Any] = {
+    "parameters": lambda model: (model.parameters(), None),
+    "list": lambda model: (list(model.parameters()), None),
+    "named_parameters": lambda model: (model.named_parameters(), None),
+    "groups": lambda model: ([{"params": model[0].parameters()}, {"params": list(model[1:].parameters())}], None),
+    "named groups": lambda model: ([{"params": list(model.named_parameters())}], None),
+    "one tensor per group": lambda model: ([{"params": p} for p in model.parameters()], None),
+    "module": lambda model: (model, None),
+    "parameters and model": lambda model: (model.parameters(), model),
+    "wrapped": lambda model: (DistributedDataParallel(model), None),
+    "parameters and wrapped": lambda model: (model.parameters(), DistributedDataParallel(model)),
+    "compiled": lambda model: (torch.compile(model, backend="eager"), None),
+    "wrapped, compiled": lambda model: (torch.compile(DistributedDataParallel(model), backend="eager"), None),
+    "parameters of wrapped": lambda model: (DistributedDataParallel(model).parameters(), None),
+}
+
+
+@pytest.mark.parametrize("kfac", [KFACSGD, KFACAdam, KFACLAMB])
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_source_of_parameters_gives_the_same_training(source: str, kfac: Any) -> None:
+    gc.collect()
+    model, twin = make_model(), make_model()
+    params, owner = SOURCES[source](model)
+    optimizer = kfac(params, **CLASSES[kfac], **SETTINGS, model=owner)
+    names = [layer.name for layer in optimizer.curvature.layers]
+    assert names == ["0", "2", "3"], "names are those of the user's own module"
+    train(model, optimizer, range(STEPS))
+    train(twin, kfac(twin, **CLASSES[kfac], **SETTINGS), range(STEPS))
+    assert_close(model, twin, TOL)
+
+
+@pytest.mark.parametrize("wrap", ["wrapped", "wrapped, compiled", "compiled"])
+def test_the_forward_may_go_through_the_wrapper(wrap: str) -> None:
+    model, twin = make_model(), make_model()
+    wrapper, _ = SOURCES[wrap](model)
+    optimizer = KFACSGD(wrapper, lr=0.1, **SETTINGS)
+    train(wrapper, optimizer, range(3))
+    train(twin, KFACSGD(twin, lr=0.1, **SETTINGS), range(3))
+    torch._dynamo.reset()
+    assert_close(model, twin, TOL)
+
+
+def test_parameters_of_two_models() -> None:
+    """One optimizer over two networks: each of them is found, and is trained as both of them are in one module."""
+    first, second, both = make_model(), make_model(), nn.ModuleList([make_model(), make_model()])
+    apart = KFACSGD([*first.parameters(), *second.parameters()], lr=0.1, **SETTINGS)
+    together = KFACSGD(both, lr=0.1, **SETTINGS)
+    for step in range(STEPS):
+        for optimizer, pair in ((apart, (first, second)), (together, both)):
+            optimizer.zero_grad()
+            for i, model in enumerate(pair):
+                inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + i))
+                model(inputs).square().mean().backward()
+            optimizer.step()
+    assert_close(nn.ModuleList([first, second]), both, TOL)
+
+
+def test_layers_of_two_models_have_names_of_their_own() -> None:
+    models = make_model(), make_model()
+    engine = CurvatureEngine([p for model in models for p in model.parameters()], **(SETTINGS | {"scaling": None}))
+    names = [layer.name for layer in engine.layers]
+    assert len(set(names)) == len(names) == 2 * len(CurvatureEngine(make_model(), scaling=None).layers)
+    assert all(f"1.{name}" in names for name in names[: len(names) // 2])
+    for model in models:
+        backward(model, 0)
+    engine.precondition_(0.1)
+    saved = engine.state_dict()
+    assert set(engine.report()["layers"]) == set(saved["layers"]) == set(names)
+    engine.load_state_dict(saved)
+
+
+def test_a_second_optimizer_over_the_same_parameters_has_its_own_curvature() -> None:
+    """Also without any argument; only classes derived from the first one's take its engine over, as Horovod needs."""
+    model = make_model()
+    first = KFACSGD(model.parameters(), lr=0.1, damping=5.0)
+    train(model, first, range(2))
+    for cls in (KFACAdam, KFACSGD):
+        second = cls(model.parameters())
+        assert second.curvature is not first.curvature
+        assert second.curvature.step_count == 0
+        assert second.curvature.damping == cls(make_model().parameters()).curvature.damping
+    del second
+    gc.collect()
+    derived = type("Distributed", (KFACSGD,), {})(model.parameters())
+    assert derived.curvature is first.curvature
+
+
+def test_parameters_that_no_module_owns_need_the_model() -> None:
+    with pytest.raises(ValueError, match="model="):
+        KFACSGD([nn.Parameter(torch.randn(3))], lr=0.1)
+
+
+def test_an_empty_list_is_refused_as_by_torch() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        KFACSGD([], lr=0.1)
+
+
+def test_parameters_outside_the_model_train_by_the_base_rule_and_are_listed() -> None:
+    model, extra = make_model(), nn.Parameter(torch.ones(2))
+    optimizer = KFACSGD([*model.parameters(), extra], lr=0.1, model=model, scaling=None, **EVERY_STEP)
+    optimizer.zero_grad()
+    (model(torch.randn(8, 4)).square().mean() + extra.sum()).backward()
+    optimizer.step()
+    torch.testing.assert_close(extra.detach(), torch.full((2,), 0.9), rtol=TOL, atol=TOL)
+    assert "no module of the model owns it" in str(optimizer.curvature)

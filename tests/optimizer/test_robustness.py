@@ -1,0 +1,476 @@
+"""Bad batches, failing decompositions, oversized factors, dead layers: training goes on, and says what happened."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
+from kfac_optim.distributed import largest_entry
+from kfac_optim.optimizers import KFACMixin
+from tests.helpers import training
+from tests.helpers.compare import OPTIONS, SAME, assert_same_factors, assert_same_weights, factors_of
+from tests.helpers.reference import (
+    SOLVERS,
+    Oracle,
+    assert_applied,
+    assert_near,
+    averaged,
+    log_cosh,
+    snapshot,
+    squared_error,
+    take_step,
+)
+from tests.helpers.training import damping_of
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+SINGLE = 1e-4  # a decomposition in float32 in place of one in float64, at a condition number of some hundreds
+JITTER = 1e-4  # 1e-6 of the largest entry of a factor on its diagonal, against a damping of 0.1
+CLASSES = [KFACSGD, KFACAdam, KFACLAMB]
+loss = averaged(log_cosh, "batch")
+train = partial(training.train, loss=loss)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def twins(cls: type[KFACMixin] = KFACSGD, **keywords: object) -> tuple[nn.Module, KFACMixin, nn.Module, KFACMixin]:
+    model = network()
+    other = copy.deepcopy(model)
+    options = {k: v for k, v in OPTIONS.items() if cls is KFACSGD or k not in ("momentum", "precondition")} | keywords
+    return model, cls(model, **options), other, cls(other, **options)
+
+
+def data(n: int = 6) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 3), torch.randn(n, 2)
+
+
+# Non-finite values ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("first_one", [True, False])
+def test_a_bad_micro_batch_has_weight_zero(bad: float, first_one: bool) -> None:
+    """The user drops the bad micro-batch's gradient; its moments drop out too, the others' stay exact."""
+    model, first, plain, second = twins()
+    x, y = data()
+    poisoned = x.clone()
+    poisoned[0, 0] = bad
+    for turn in ("bad", "good") if first_one else ("good", "bad"):
+        kept = [p.grad.clone() if p.grad is not None else None for p in model.parameters()]
+        loss(model(poisoned if turn == "bad" else x), y).backward()
+        if turn == "bad":
+            for p, grad in zip(model.parameters(), kept, strict=True):
+                p.grad = grad
+    first.step()
+    for _ in range(2):
+        (loss(plain(x), y) / 2).backward()
+    second.step()
+    assert first.curvature.report()["skipped_batches"] == 1
+    assert first.curvature.report()["skipped_steps"] == 0
+    found, wanted = factors_of(first), factors_of(second)
+    for name, factor in wanted.items():
+        # Undivided: the loss of the step is twice the mean loss.
+        assert_near(found[name], factor * (4 if name.endswith("G") else 1), name, SAME, scale=0.0)
+    weight = first.state[model[0].weight]["kfac"]["A"]["weight"]
+    assert float(weight) == 6.0
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("when", [0, 2])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_steps_after_a_bad_batch_equal_a_run_without_it(
+    cls: type[KFACMixin], bad: float, when: int, parts: int
+) -> None:
+    keywords = {"lr": 0.01} | ({"momentum": 0.9} if cls is KFACSGD else {})
+    model, first, plain, second = twins(cls, **keywords)
+    batches = [data() for _ in range(5)]
+    good = [(x.clone(), y) for i, (x, y) in enumerate(batches) if i != when]
+    batches[when][0][-1, 1] = bad
+    train(model, first, batches, parts=parts)
+    train(plain, second, good, parts=parts)
+    assert_same_factors(first, second)
+    assert_same_weights(model, plain)
+    report = first.curvature.report()
+    assert report["skipped_steps"] == 1
+    assert report["step"] == 4
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_final_gradient_changes_nothing(cls: type[KFACMixin], bad: float) -> None:
+    """As after an all-reduce with a rank that overflowed: the own moments are finite, the gradient is not."""
+    model, first, plain, second = twins(cls, lr=0.01)
+    batches = [data() for _ in range(4)]
+    for step, (x, y) in enumerate(batches):
+        first.zero_grad()
+        loss(model(x), y).backward()
+        if step == 1:
+            before, states = snapshot(model), copy.deepcopy(first.state_dict()["state"])
+            model[2].bias.grad[0] = bad
+            first.step()
+            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+            torch.testing.assert_close(first.state_dict()["state"], states, rtol=0, atol=0)
+            continue
+        first.step()
+    train(plain, second, [b for i, b in enumerate(batches) if i != 1])
+    assert_same_factors(first, second)
+    assert_same_weights(model, plain)
+    assert first.curvature.report()["skipped_steps"] == 1
+
+
+@pytest.mark.parametrize(("cls", "base"), [(KFACSGD, torch.optim.SGD), (KFACAdam, torch.optim.Adam)])
+def test_skip_nonfinite_false_behaves_as_the_base_class(
+    cls: type[KFACMixin], base: type[torch.optim.Optimizer]
+) -> None:
+    """The step is taken, and the weights that the bad gradient concerns are lost; the statistics are not."""
+    model = network()
+    other = copy.deepcopy(model)
+    first = cls(model, lr=0.1, skip_nonfinite=False, skip_layers=("",))
+    second = base(other.parameters(), lr=0.1)
+    x, y = data()
+    for m, optimizer in ((model, first), (other, second)):
+        loss(m(x), y).backward()
+        m[0].bias.grad[1] = math.nan
+        optimizer.step()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.isnan(), q.isnan())
+        torch.testing.assert_close(p, q, equal_nan=True)
+    assert first.curvature.report()["skipped_steps"] == 0
+
+
+def test_skip_nonfinite_false_with_layers_takes_the_step_and_keeps_the_statistics_clean() -> None:
+    model = network()
+    optimizer = KFACSGD(model, skip_nonfinite=False, **OPTIONS)
+    train(model, optimizer, [data()])
+    x, y = data()
+    x[0] = math.nan
+    train(model, optimizer, [(x, y)])
+    assert bool(model[0].weight.isnan().any())
+    assert all(bool(factor.isfinite().all()) for factor in factors_of(optimizer).values())
+    report = optimizer.curvature.report()
+    assert (report["skipped_batches"], report["skipped_steps"], report["step"]) == (1, 0, 2)
+
+
+# Decompositions that fail --------------------------------------------------------------------------------------------
+
+
+class FailingEigh:
+    """Stands in for ``torch.linalg.eigh``: raises or returns NaN for the calls that ``fails`` picks, and counts."""
+
+    def __init__(self, how: str, fails: Callable[[Tensor, int], bool]) -> None:
+        self.how, self.fails, self.real = how, fails, torch.linalg.eigh
+        self.dtypes: list[torch.dtype] = []
+
+    def __call__(self, x: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        self.dtypes.append(x.dtype)
+        if not self.fails(x, len(self.dtypes)):
+            return self.real(x, *args, **kwargs)
+        if self.how == "raise":
+            raise torch.linalg.LinAlgError("linalg.eigh: The algorithm failed to converge")
+        values, vectors = self.real(x, *args, **kwargs)
+        return values, vectors * math.nan
+
+
+@pytest.fixture(params=["raise", "nan"])
+def how(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, how: str, fails: Callable[[Tensor, int], bool]) -> FailingEigh:
+    eigh = FailingEigh(how, fails)
+    monkeypatch.setattr(torch.linalg, "eigh", eigh)
+    return eigh
+
+
+def test_a_failure_in_float32_is_retried_in_float64(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    single = {"factor_dtype": torch.float32, "inv_dtype": torch.float32}
+    model, first, plain, second = twins(**single)
+    batches = [data() for _ in range(3)]
+    train(plain, second, batches)
+    eigh = install(monkeypatch, how, lambda x, call: x.dtype is torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a retry that succeeds is no news
+        train(model, first, batches)
+    assert eigh.dtypes[0] is torch.float32 and eigh.dtypes[-1] is torch.float64
+    assert_same_weights(model, plain, SINGLE)
+    assert first.curvature.report()["failed_decompositions"] == 0
+
+
+def test_the_last_retry_adds_jitter_on_the_cpu(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """The third attempt at each factor succeeds."""
+    model, first, plain, second = twins()
+    batches = [data() for _ in range(3)]
+    train(plain, second, batches)
+    eigh = install(monkeypatch, how, lambda x, call: call % 3 != 0)
+    train(model, first, batches)
+    assert len(eigh.dtypes) == 3 * 3 * 6  # attempts, steps, factors
+    assert_same_weights(model, plain, JITTER)
+    assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    assert first.curvature.report()["failed_decompositions"] == 0
+
+
+def test_without_any_decomposition_the_raw_gradient_trains(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    model, first, plain, _ = twins(momentum=0.9)
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    install(monkeypatch, how, lambda x, call: True)
+    batches = [data() for _ in range(3)]
+    with pytest.warns(UserWarning, match="raw gradient") as warned:
+        train(model, first, batches)
+    assert sorted(str(w.message).split("'")[1] for w in warned) == ["0", "2", "4"]  # one for each layer, not each step
+    for x, y in batches:
+        sgd.zero_grad()
+        loss(plain(x), y).backward()
+        sgd.step()
+    assert_same_weights(model, plain)
+    assert first.curvature.report()["failed_decompositions"] == 9
+
+
+def test_after_a_failure_the_last_good_decomposition_serves(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """As if no refresh had been due; later refreshes succeed again."""
+    model, first, plain, second = twins()
+    batches = [data() for _ in range(5)]
+    train(model, first, batches[:2])
+    train(plain, second, batches[:2])
+    second.curvature.inv_update_steps = 1000
+    train(plain, second, batches[2:4])
+    second.curvature.inv_update_steps = 1
+    train(plain, second, batches[4:])
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="last good decomposition") as warned:
+        install(patch, how, lambda x, call: True)
+        train(model, first, batches[2:4])
+    assert len(warned) == 3
+    train(model, first, batches[4:])
+    assert_same_factors(first, second)
+    assert_same_weights(model, plain)
+    assert first.curvature.report()["failed_decompositions"] == 6
+
+
+def test_one_layer_that_fails_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """The middle layer's A is the only factor of size 6."""
+    model, first, plain, _ = twins()
+    second = KFACSGD(plain, **(OPTIONS | {"skip_layers": ("^2$",)}))
+    batches = [data() for _ in range(3)]
+    train(plain, second, batches)
+    install(monkeypatch, how, lambda x, call: x.shape[-1] == 6)
+    with pytest.warns(UserWarning, match="'2'") as warned:
+        train(model, first, batches)
+    assert len(warned) == 1
+    assert_same_weights(model, plain)
+    report = first.curvature.report()
+    assert report["failed_decompositions"] == 3
+    assert sorted(report["layers"]) == ["0", "4"]
+
+
+def test_a_failing_cholesky(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(x: Tensor) -> Tensor:
+        raise torch.linalg.LinAlgError("linalg.cholesky: the input is not positive-definite")
+
+    model, first, plain, _ = twins(solver="inverse")
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    monkeypatch.setattr(torch.linalg, "cholesky", fail)
+    batches = [data() for _ in range(2)]
+    with pytest.warns(UserWarning, match="raw gradient"):
+        train(model, first, batches)
+    for x, y in batches:
+        sgd.zero_grad()
+        loss(plain(x), y).backward()
+        sgd.step()
+    assert_same_weights(model, plain)
+
+
+# Factors that are too large ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [3, 4, 5])
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_factors_over_the_limit_are_diagonal(limit: int, solver: str) -> None:
+    model, twin = network(), network()
+    optimizer = KFACSGD(model, max_factor_dim=limit, **(OPTIONS | {"lr": 1.0, "solver": SOLVERS[solver]}))
+    oracle = Oracle(twin, diagonal_above=limit)
+    for _ in range(2):
+        passes = [((torch.randn(6, 3),), torch.randn(6, 2))]
+        step = oracle.observe(passes, loss, snapshot(model))
+        oracle.refresh(step)
+        changes = take_step(model, optimizer, passes, loss)
+        assert_applied(oracle, changes, oracle.directions(step.gradients, 0.1, solver=solver), step.gradients)
+    rows = {line.split()[0]: line for line in str(optimizer.curvature).splitlines() if line.split()}
+    for layer in optimizer.curvature.layers:
+        for side, dim in (("A", layer.d_in), ("G", layer.d_out)):
+            assert (f"{side} diagonal: {dim} > max_factor_dim={limit}" in rows[layer.name]) == (dim > limit)
+
+
+# Nothing to learn from -----------------------------------------------------------------------------------------------
+
+
+def dead() -> nn.Module:
+    """The first layer's ReLU is never active: zero gradients for it, a zero input for the second."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    nn.init.constant_(model[0].bias, -100.0)
+    return model
+
+
+def zero_head() -> nn.Module:
+    """The first layer has zero gradients until the head has moved."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    return zero(model, 2)
+
+
+def zero_first() -> nn.Module:
+    """Without biases the second layer has a zero input, and so a zero gradient."""
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False))
+    return zero(model, 0)
+
+
+def zero_everything() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2, bias=False))
+    return zero(zero(model, 0), 3)
+
+
+def dead_convolution() -> nn.Module:
+    layers = [nn.Unflatten(1, (3, 1)), nn.Conv1d(3, 6, 1, groups=3), nn.BatchNorm1d(6), nn.ReLU(), nn.Flatten()]
+    model = nn.Sequential(*layers, nn.Linear(6, 2))
+    nn.init.constant_(model[2].bias[:2], -100.0)  # one group of three
+    return model
+
+
+def zero(model: nn.Module, i: int) -> nn.Module:
+    for p in model[i].parameters():
+        nn.init.zeros_(p)
+    return model
+
+
+@pytest.mark.parametrize("factory", [dead, zero_head, zero_first, zero_everything, dead_convolution])
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("scaling", ["kl_clip", "unit", "graft", None])
+@pytest.mark.parametrize("relative", [False, True])
+def test_dead_and_zero_layers(
+    factory: Callable[[], nn.Module], solver: str, scaling: str | None, relative: bool
+) -> None:
+    """No NaN anywhere, and a parameter without a gradient does not move."""
+    model = factory()
+    options = OPTIONS | {
+        "solver": solver,
+        "scaling": scaling,
+        "damping": damping_of(OPTIONS["damping"], relative),
+        "lr": 0.01,
+    }
+    optimizer = KFACSGD(model, **options)
+    moved = False
+    for _ in range(4):
+        x, y = data()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+        gradients = {id(p): p.grad for p in model.parameters()}
+        for layer in optimizer.curvature.layers:
+            still = all(not gradients[id(p)].any() for p in layer.parameters)
+            for p in layer.parameters:
+                name = next(n for n, q in model.named_parameters() if q is p)
+                assert bool(p.isfinite().all()), name
+                if still:
+                    assert torch.equal(p, before[name]), name
+                moved |= not torch.equal(p, before[name])
+        cosines = [row["cosine"] for row in optimizer.curvature.report()["layers"].values()]
+        assert all(math.isfinite(c) for c in cosines)
+    assert optimizer.curvature.report()["failed_decompositions"] == 0
+    assert moved or factory is zero_everything
+
+
+@pytest.mark.parametrize("precondition", ["gradient", "momentum"])
+@pytest.mark.parametrize("scaling", ["kl_clip", "unit", "graft", None])
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_a_zero_loss_changes_nothing(precondition: str, scaling: str | None, solver: str) -> None:
+    model = network()
+    before = snapshot(model)
+    keywords = {"precondition": precondition, "scaling": scaling, "solver": solver, "momentum": 0.9}
+    optimizer = KFACSGD(model, **(OPTIONS | keywords))
+    for _ in range(3):
+        optimizer.zero_grad()
+        (0 * loss(model(data()[0]), data()[1])).backward()
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("n", [1, 6])
+def test_constant_inputs_and_batches_of_one(cls: type[KFACMixin], solver: str, n: int) -> None:
+    """A of rank one: every direction that the data never showed is left to the damping."""
+    options = {k: v for k, v in OPTIONS.items() if cls is KFACSGD or k not in ("momentum", "precondition")}
+    model = network()
+    optimizer = cls(model, **(options | {"solver": solver, "lr": 0.01, "damping": 1e-4}))
+    x, y = torch.ones(n, 3), torch.zeros(n, 2)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        value = averaged(squared_error, "batch")(model(x), y)
+        value.backward()
+        optimizer.step()
+        losses.append(float(value.detach()))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("scaling", ["kl_clip", "unit", "graft", None])
+@pytest.mark.parametrize("cls", CLASSES)
+def test_lr_zero_moves_nothing_and_learns_the_curvature(cls: type[KFACMixin], scaling: str | None) -> None:
+    """A warm-up that starts at lr 0."""
+    model, first, _, _ = twins(cls, scaling=scaling)
+    for group in first.param_groups:
+        group["lr"] = 0.0  # torch_optimizer.Lamb takes no 0 at construction
+    before = snapshot(model)
+    x, y = data()
+    train(model, first, [(x, y), (x, y)])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    hidden = torch.cat([x, torch.ones(6, 1)], 1)
+    assert_near(factors_of(first)["0.A"][0], hidden.T @ hidden / 6, "0.A")
+    for group in first.param_groups:
+        group["lr"] = 0.01
+    train(model, first, [(x, y)])
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+# The check for what is not finite ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("entries", "largest"),
+    [
+        ([[1.0, -3.0], [2.0]], 3.0),
+        ([[1.0, 4.0], [-2.0]], 4.0),
+        ([[1.0, -math.inf], [2.0]], math.inf),
+        ([[1.0, math.inf], [2.0]], math.inf),
+        ([[1.0, math.nan], [-math.inf]], math.nan),
+        ([[], [-2.0]], 2.0),
+        ([[]], 0.0),
+        ([], 0.0),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_the_largest_entry_of_all_gradients(entries: list[list[float]], largest: float, dtype: torch.dtype) -> None:
+    """By hand; the tensors need not be of one dtype, and may be empty."""
+    dtypes = [dtype, torch.float32]
+    tensors = [torch.tensor(values, dtype=dtypes[i]) for i, values in enumerate(entries)]
+    assert float(largest_entry(tensors)) == pytest.approx(largest, nan_ok=True)
+
+
+def test_a_parameter_without_entries_is_in_nobodys_way() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    model.register_parameter("empty", nn.Parameter(torch.zeros(0)))
+    optimizer = KFACSGD(model, lr=0.1)
+    before = model[0].weight.detach().clone()
+    (model(torch.randn(4, 3)).square().mean() + model.empty.sum()).backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)

@@ -1,0 +1,360 @@
+"""What ``torch.optim`` promises of ``step()`` and ``zero_grad()``: closures, hooks, gradients that are not there."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from kfac_optim import KFACSGD, KFACMixin
+from tests.helpers.training import (
+    BASES,
+    CLASSES,
+    SETTINGS,
+    assert_close,
+    assert_identical,
+    assert_trained,
+    backward,
+    loss_of,
+    make_model,
+    train,
+    values,
+)
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+STEPS = 7
+TOL = 1e-12  # a scale of 2^k is exact; dividing a loss by it again is too, up to the order of sums
+
+
+def build(kfac: Any, seed: int = 0, **options: Any) -> tuple[nn.Sequential, Any]:
+    model = make_model(seed)
+    return model, kfac(model, **CLASSES[kfac], **{**SETTINGS, **options})
+
+
+# Closures ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_closure_is_evaluated_first_with_gradients_enabled_and_its_loss_returned(kfac: Any) -> None:
+    (model, optimizer), (twin, plain) = build(kfac), build(kfac)
+    before = values(model)
+    losses = []
+    for step in range(STEPS):
+
+        def closure(step: int = step) -> Tensor:
+            """As Lightning runs a training step: forward, zero_grad and backward all in here."""
+            assert torch.is_grad_enabled()
+            loss = loss_of(model, step)
+            optimizer.zero_grad()
+            loss.backward()
+            losses.append(loss)
+            return loss
+
+        with torch.set_grad_enabled(step % 2 == 0):
+            returned = optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)
+        assert returned is losses[-1]
+    train(twin, plain, range(STEPS))
+    assert len(losses) == STEPS, "once per step"
+    assert_trained(model, before)
+    assert_identical(model, twin)
+
+
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_without_a_closure_step_returns_none(kfac: Any) -> None:
+    model, optimizer = build(kfac)
+    backward(model, 0)
+    assert optimizer.step() is None
+    assert optimizer.step(None) is None
+
+
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_an_error_in_the_closure_leaves_everything_as_it_was(kfac: Any) -> None:
+    (model, optimizer), (twin, plain) = build(kfac), build(kfac)
+
+    def closure() -> Tensor:
+        raise ZeroDivisionError
+
+    train(model, optimizer, range(3))
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(closure)
+    train(model, optimizer, range(3, STEPS))
+    train(twin, plain, range(STEPS))
+    assert_identical(model, twin)
+
+
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_grad_scaler_passes_its_closure_positionally(kfac: Any) -> None:
+    """``scaler.step(optimizer, None)``, as Accelerate calls it; a scale that is a power of two drops out exactly."""
+    (model, _), (twin, plain) = build(kfac), build(kfac)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=1000)
+    optimizer = kfac(model, **CLASSES[kfac], **SETTINGS, grad_scaler=scaler)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        scaler.step(optimizer, None)
+        scaler.update()
+    train(twin, plain, range(STEPS))
+    assert_close(model, twin, TOL)
+
+
+# Step hooks ----------------------------------------------------------------------------------------------------------
+
+
+class Inheriting(KFACSGD):
+    """A user's subclass."""
+
+
+class Mixed(KFACMixin, torch.optim.Adagrad):
+    """A user's own combination."""
+
+
+@pytest.mark.parametrize("base_first", [False, True])
+@pytest.mark.parametrize("kfac", [*CLASSES, Inheriting, Mixed])
+def test_step_hooks_fire_exactly_once(kfac: Any, base_first: bool) -> None:
+    """Also where torch has wrapped the base class's ``step`` because an instance of it was made before."""
+    bases = [*BASES.values(), torch.optim.Adagrad]
+    if base_first:
+        for base in bases:
+            base(make_model().parameters(), lr=0.1).step()
+    model = make_model()
+    optimizer = kfac(model, lr=0.1, **SETTINGS)
+    if not base_first:
+        for base in bases:
+            base(make_model().parameters(), lr=0.1).step()
+    events: list[str] = []
+    optimizer.register_step_pre_hook(lambda *args: events.append("pre"))
+    optimizer.register_step_post_hook(lambda *args: events.append("post"))
+    handles = [
+        register_optimizer_step_pre_hook(lambda *args: events.append("global pre")),
+        register_optimizer_step_post_hook(lambda *args: events.append("global post")),
+    ]
+    try:
+        for step in range(4):
+            backward(model, step)
+            optimizer.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert sorted(events) == sorted(["pre", "post", "global pre", "global post"] * 4)
+    assert events.index("pre") < events.index("post")
+
+
+def test_hooks_see_raw_gradients_and_weights_before_and_after() -> None:
+    model, optimizer = build(KFACSGD)
+    train(model, optimizer, range(3))
+    backward(model, 3)
+    raw, seen = [p.grad.clone() for p in model.parameters() if p.grad is not None], []
+
+    def look(*args: Any) -> None:
+        seen.append((values(model), [p.grad.clone() for p in model.parameters() if p.grad is not None]))
+
+    before = values(model)
+    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(look)
+    optimizer.step()
+    for (weights, gradients), expected in zip(seen, (before, values(model)), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(weights, expected, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(gradients, raw, strict=True))
+
+
+def test_a_pre_hook_may_clip_the_gradients() -> None:
+    (model, optimizer), (twin, plain) = build(KFACSGD), build(KFACSGD)
+
+    def clip(*args: Any) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    optimizer.register_step_pre_hook(clip)
+    train(model, optimizer, range(STEPS))
+    for step in range(STEPS):
+        backward(twin, step)
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        plain.step()
+    assert_identical(model, twin)
+
+
+# Gradients that are not there ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_parameters_without_gradient_are_left_alone(kfac: Any) -> None:
+    """As in torch: no gradient, no update, no state of the base class, and ``.grad`` stays None."""
+    model, optimizer = build(kfac)
+    last = model[3]
+    before = values(last)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        last.weight.grad = last.bias.grad = None
+        optimizer.step()
+        assert last.weight.grad is None
+    assert all(torch.equal(p, old) for p, old in zip(last.parameters(), before, strict=True))
+    assert set(optimizer.state[last.weight]) <= {"kfac"}
+
+
+def test_a_layer_whose_bias_has_no_gradient_trains_its_weight() -> None:
+    model, optimizer = build(KFACSGD)
+    before = values(model)
+    backward(model, 0)
+    model[0].bias.grad = None
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before[0])
+    assert torch.equal(model[0].bias, before[1])
+
+
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_step_without_any_gradient_does_nothing(kfac: Any) -> None:
+    model, optimizer = build(kfac)
+    before = values(model)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+# zero_grad -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kfac", CLASSES)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_backward_pass_whose_step_is_not_taken_is_forgotten(kfac: Any, set_to_none: bool) -> None:
+    (model, optimizer), (twin, plain) = build(kfac), build(kfac)
+    for step in range(STEPS):
+        for abandoned in (100 + step, 200 + step):
+            (1e3 * loss_of(model, abandoned)).backward()
+        optimizer.zero_grad(set_to_none)
+        loss_of(model, step).backward()
+        optimizer.step()
+    train(twin, plain, range(STEPS))
+    assert_identical(model, twin)
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "categorical"])
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_a_forward_that_awaits_its_backward_survives_zero_grad(kfac: Any, fisher: str) -> None:
+    (model, optimizer), (twin, plain) = build(kfac, fisher=fisher), build(kfac, fisher=fisher)
+    for step in range(STEPS):
+        loss = loss_of(model, step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    train(twin, plain, range(STEPS))
+    assert_identical(model, twin)
+
+
+def test_model_zero_grad_serves_as_well() -> None:
+    """Statistics are taken up by ``step()``, so between two steps nothing is left that would have to be forgotten."""
+    (model, optimizer), (twin, plain) = build(KFACSGD), build(KFACSGD)
+    for step in range(STEPS):
+        model.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    train(twin, plain, range(STEPS))
+    assert_identical(model, twin)
+
+
+def test_evaluation_between_steps_leaves_no_trace() -> None:
+    (model, optimizer), (twin, plain) = build(KFACSGD), build(KFACSGD)
+    for step in range(STEPS):
+        backward(model, step)
+        with torch.no_grad():
+            loss_of(model, 50 + step)
+        with torch.inference_mode():
+            loss_of(model, 60 + step)
+        loss_of(model, 70 + step)  # a forward with gradients enabled that nobody differentiates
+        optimizer.step()
+    train(twin, plain, range(STEPS))
+    assert_identical(model, twin)
+
+
+def test_gradients_of_a_penalty_are_no_statistics() -> None:
+    """A backward pass with ``create_graph=True`` differentiates something else than the loss."""
+    (model, optimizer), (twin, plain) = build(KFACSGD), build(KFACSGD)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        inputs = torch.randn(4, 4, requires_grad=True)
+        torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
+        loss_of(model, step).backward()
+        optimizer.step()
+    train(twin, plain, range(STEPS))
+    assert_identical(model, twin)
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "gaussian"])
+def test_gradients_of_the_inputs_alone_are_no_statistics(fisher: str) -> None:
+    """Adversarial examples and saliency maps: ``torch.autograd.grad(loss, inputs)``."""
+    (model, optimizer), (twin, plain) = build(KFACSGD, fisher=fisher), build(KFACSGD, fisher=fisher)
+    for step in range(STEPS):
+        for trained in (optimizer, plain):
+            trained.zero_grad()
+        for trained, attacked in ((model, True), (twin, False)):
+            inputs = torch.randn(4, 4, requires_grad=True)
+            attack = trained(inputs).square().sum()  # both draw a sample
+            if attacked:
+                torch.autograd.grad(attack, inputs)
+            loss_of(trained, step).backward()
+        optimizer.step()
+        plain.step()
+    assert_identical(model, twin)
+
+
+def test_gradients_of_the_parameters_by_autograd_grad_are_statistics() -> None:
+    (model, optimizer), (twin, plain) = build(KFACSGD), build(KFACSGD)
+    for step in range(STEPS):
+        gradients = torch.autograd.grad(loss_of(model, step), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    train(twin, plain, range(STEPS))
+    assert_identical(model, twin)
+
+
+def test_two_optimizers_of_a_gan_do_not_see_each_other_s_passes() -> None:
+    """The generator's backward pass runs through the discriminator, whose step is not taken."""
+
+    def players() -> tuple[nn.Sequential, nn.Sequential, Any, Any]:
+        torch.manual_seed(0)
+        generator, critic = nn.Sequential(nn.Linear(2, 4)), nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+        first, second = (KFACSGD(player, lr=0.1, **SETTINGS) for player in (generator, critic))
+        return generator, critic, first, second
+
+    def critic_loss(generator: nn.Module, critic: nn.Module, step: int) -> Tensor:
+        noise = torch.randn(8, 2, generator=torch.Generator().manual_seed(step))
+        real = torch.randn(8, 4, generator=torch.Generator().manual_seed(100 + step))
+        return critic(generator(noise).detach()).mean() - critic(real).mean() + critic(real).square().mean()
+
+    generator, critic, first, second = players()
+    lone_generator, lone_critic, _, lone_second = players()
+    for step in range(STEPS):
+        second.zero_grad()
+        critic_loss(generator, critic, step).backward()
+        second.step()
+        first.zero_grad()
+        noise = torch.randn(8, 2, generator=torch.Generator().manual_seed(200 + step))
+        (-critic(generator(noise)).mean()).backward()
+
+        lone_second.zero_grad()
+        critic_loss(lone_generator, lone_critic, step).backward()
+        lone_second.step()
+        assert_identical(critic, lone_critic)
+        first.step()
+        lone_generator.load_state_dict(generator.state_dict())
+
+
+@pytest.mark.parametrize("spread", [0, 2])
+def test_a_closed_engine_leaves_the_base_class(spread: int) -> None:
+    """Also through the steps in which statistics and refreshes would have been due."""
+    model = make_model()
+    optimizer = KFACSGD(model, lr=0.05, momentum=0.9, factor_update_steps=1, inv_update_steps=2, spread=spread)
+    train(model, optimizer, range(3))
+    optimizer.curvature.close()
+    base_model = copy.deepcopy(model)
+    base = torch.optim.SGD(base_model.parameters(), lr=0.05, momentum=0.9)
+    for p, q in zip(model.parameters(), base_model.parameters(), strict=True):
+        base.state[q]["momentum_buffer"] = optimizer.state[p]["momentum_buffer"].clone()
+    train(model, optimizer, range(3, 9))
+    train(base_model, base, range(3, 9))
+    assert_identical(model, base_model)

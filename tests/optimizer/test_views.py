@@ -1,0 +1,429 @@
+"""Read-only views: the coverage table, the report, stage times, and memory as estimated and as held."""
+
+from __future__ import annotations
+
+import gc
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kfac_optim
+from kfac_optim import KAISA, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin
+from kfac_optim.distributed import LocalCommunicator
+from tests.helpers.training import FLOAT64, backward, make_model, train, values
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+TOL = 1e-9  # eigenvalues of well-conditioned float64 matrices by another route
+WITHIN = 0.05  # the issue's promise for memory estimates
+EVERY_STEP: dict[str, Any] = {**FLOAT64, "factor_update_steps": 1, "inv_update_steps": 1}
+
+
+class Zoo(nn.Module):
+    """Three rules, a large factor, a shared weight, an unsupported module and a loose parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 4)
+        self.conv = nn.Conv1d(4, 6, 3, groups=2)
+        self.norm = nn.LayerNorm(6)
+        self.first = nn.Linear(6, 5)
+        self.second = nn.Linear(5, 5, bias=False)
+        self.again = nn.Linear(5, 5, bias=False)
+        self.again.weight = self.second.weight
+        self.bilinear = nn.Bilinear(5, 5, 3)
+        self.temperature = nn.Parameter(torch.ones(1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.conv(self.embedding(tokens).mT).mT
+        hidden = torch.tanh(self.first(self.norm(hidden))).mean(1)
+        hidden = torch.tanh(self.again(torch.tanh(self.second(hidden))))
+        return self.bilinear(hidden, hidden) * self.temperature
+
+
+def step_zoo(model: Zoo, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randint(11, (8, 7))).square().mean().backward()
+        optimizer.step()
+
+
+def rows_of(text: str) -> dict[str, str]:
+    """The lines between the second and the third rule of the table, by layer."""
+    lines = text.splitlines()
+    rules = [i for i, line in enumerate(lines) if set(line) == {"-"}]
+    return {line.split()[0]: line for line in lines[rules[1] + 1 : rules[2]]}
+
+
+# The table -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_row_per_layer_and_per_uncovered_parameter() -> None:
+    model = Zoo()
+    text = str(KFACSGD(model, lr=0.1, max_factor_dim=10, skip_layers=["first"]).curvature)
+    rows = rows_of(text)
+    uncovered = {"bilinear.weight", "bilinear.bias", "temperature", "first.weight", "first.bias"}
+    assert set(rows) == {"embedding", "conv", "norm", "second"} | uncovered
+    assert "4 layers preconditioned, 5 parameters by the base rule" in text.splitlines()[-1]
+    for name in uncovered:
+        assert re.search(r"\bbase\b", rows[name]), rows[name]
+
+
+def test_rules_factor_sizes_and_reasons() -> None:
+    rows = rows_of(str(KFACSGD(Zoo(), lr=0.1, max_factor_dim=10, skip_layers=["first"]).curvature))
+    assert re.search(r"Embedding.*\b11\b.*\b4\b", rows["embedding"])
+    assert re.search(r"Conv, expand.*2 x 7.*2 x 3", rows["conv"]), "two groups; 2 channels x 3 taps + bias = 7"
+    assert re.search(r"LayerNorm", rows["norm"]) and re.search(r"6 x 2", rows["norm"])
+    assert re.search(r"Linear, expand.*\b5\b.*\b5\b", rows["second"]) and "shared by 2 modules" in rows["second"]
+    assert "skip_layers" in rows["first.weight"]
+    assert "Bilinear" in rows["bilinear.weight"]
+    assert rows["temperature"].split()[-1] != "base", "a reason follows the rule"
+
+
+def test_a_large_factor_is_diagonal_and_says_why() -> None:
+    model = nn.Sequential(nn.Linear(20, 3))
+    row = rows_of(str(KFACSGD(model, lr=0.1, max_factor_dim=10).curvature))["0"]
+    assert re.search(r"A diagonal.*21.*max_factor_dim=10", row)
+
+
+def test_the_table_follows_training() -> None:
+    model = make_model()
+    optimizer = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    first = rows_of(str(optimizer.curvature))
+    assert all("raw gradient until" in first[name] for name in ("0", "2", "3"))
+    model[0].requires_grad_(False)
+    train(model, optimizer, range(3))
+    assert "after 3 steps" in str(optimizer.curvature).splitlines()[0]
+    rows = rows_of(str(optimizer.curvature))
+    assert "frozen" in rows["0"]
+    assert not any("raw gradient until" in rows[name] for name in ("2", "3"))
+
+
+def test_memory_of_the_rows_and_of_the_footer() -> None:
+    engine = KFACSGD(make_model(), lr=0.1, spread=0).curvature
+    units = {"B": 1.0, "KiB": 1024.0, "MiB": 1024.0**2}
+    found = {name: re.search(r"([\d.]+) (B|KiB|MiB)\b", row) for name, row in rows_of(str(engine)).items()}
+    sizes = [float(m[1]) * units[m[2]] for name, m in found.items() if m is not None and name in ("0", "2", "3")]
+    assert sum(sizes) == pytest.approx(engine.memory_estimate()["total"], rel=0.02)  # rows are rounded to 0.1 KiB
+    # Layer 0: A is 5 x 5, G is 6 x 6: packed 15 + 21 numbers twice, eigenvectors and eigenvalues 30 + 42, 4 bytes each.
+    assert sizes[0] == pytest.approx(4 * (2 * (15 + 21) + 30 + 42), rel=0.01)
+
+
+# The report ----------------------------------------------------------------------------------------------------------
+
+
+def test_report_before_the_first_step() -> None:
+    report = KFACSGD(make_model(), lr=0.1).curvature.report()
+    assert report == {
+        "step": 0,
+        "skipped_steps": 0,
+        "skipped_batches": 0,
+        "failed_decompositions": 0,
+        "staleness": None,
+        "traffic": {},
+        "layers": {},
+    }
+
+
+def test_staleness_is_the_age_of_the_factors_in_use() -> None:
+    """Counted from the step at which the factors were frozen, also while a refresh is worked off."""
+    model = make_model()
+    optimizer = KFACSGD(model, lr=0.1, factor_update_steps=1, inv_update_steps=4)
+    found = []
+    for step in range(10):
+        train(model, optimizer, [step])
+        found.append(optimizer.curvature.report()["staleness"])
+    assert found == [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
+
+    optimizer = KFACSGD(model, lr=0.1, factor_update_steps=1, inv_update_steps=4, spread=2)
+    found = []
+    for step in range(10):
+        train(model, optimizer, [step])
+        found.append(optimizer.curvature.report()["staleness"])
+    # Frozen at 0, 4, 8; those of 4 are in use from step 6 on, so up to then the ones in use are those of step 0.
+    assert found == [1, 2, 3, 4, 5, 6, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_spectra_are_those_of_the_factors_in_use(solver: str) -> None:
+    model = make_model()
+    optimizer = KFACSGD(model, lr=0.1, **{**EVERY_STEP, "inv_update_steps": 3}, solver=solver)
+    train(model, optimizer, range(4))
+    in_use = {
+        layer.name: [f.clone() for f in optimizer.curvature.factors(layer)] for layer in optimizer.curvature.layers
+    }
+    train(model, optimizer, range(4, 6))  # the running averages go on, the decompositions stay
+    for name, factors in in_use.items():
+        for side, factor in zip(("A", "G"), factors, strict=True):
+            now = dict(zip(("A", "G"), optimizer.curvature.factors(name), strict=True))[side]
+            assert name == "2" and side == "A" or not torch.equal(factor, now)
+            eigenvalues = torch.linalg.eigvalsh(factor).flatten()
+            low, mean, high = (float(x) for x in (eigenvalues.min(), eigenvalues.mean(), eigenvalues.max()))
+            found = optimizer.curvature.report()["layers"][name][side]
+            assert set(found) == {"min", "mean", "max", "condition"}
+            assert found["max"] == pytest.approx(high, rel=TOL)
+            assert found["mean"] == pytest.approx(mean, rel=TOL)
+            assert found["min"] == pytest.approx(max(low, 0.0), abs=TOL * high)
+            if low > 1e-6 * high:
+                assert found["condition"] == pytest.approx(high / low, rel=1e-3)
+
+
+@pytest.mark.parametrize("scaling", [None, "unit"])
+def test_cosine_is_that_of_gradient_and_direction(scaling: str | None) -> None:
+    """At the last refresh, of weight and bias together; a scale does not change it."""
+    model = make_model()
+    optimizer = KFACSGD(model, lr=0.1, **{**EVERY_STEP, "inv_update_steps": 5}, scaling=scaling, damping=0.01)
+    before = values(model)
+    train(model, optimizer, [0])
+    changes = {n: p.detach() - old for (n, p), old in zip(model.named_parameters(), before, strict=True)}
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    report = optimizer.curvature.report()["layers"]
+    for name in ("0", "2", "3"):
+        x, y = (torch.cat([t[f"{name}.weight"].flatten(), t[f"{name}.bias"]]) for t in (gradients, changes))
+        cosine = -float(x @ y / (x.norm() * y.norm()))
+        assert 0 < cosine < 0.999
+        assert report[name]["cosine"] == pytest.approx(cosine, rel=TOL)
+    train(model, optimizer, range(1, 4))
+    assert {n: layer["cosine"] for n, layer in optimizer.curvature.report()["layers"].items()} == {
+        n: layer["cosine"] for n, layer in report.items()
+    }
+
+
+def test_skipped_steps_and_batches_are_counted() -> None:
+    model = make_model()
+    optimizer = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    train(model, optimizer, [0])
+    backward(model, 1)
+    weight = model[0].weight
+    assert weight.grad is not None
+    weight.grad[0, 0] = float("inf")
+    optimizer.step()
+    assert optimizer.curvature.report()["skipped_steps"] == 1
+    assert optimizer.curvature.report()["step"] == 1
+
+    optimizer.zero_grad()
+    (model(torch.full((2, 4), float("nan"))).sum()).backward()
+    model.zero_grad(set_to_none=True)  # its gradients are gone, its statistics are not
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    assert optimizer.curvature.report()["skipped_batches"] == 1
+
+
+def test_reports_are_plain_numbers() -> None:
+    model = make_model()
+    optimizer = KFACAdam(model, lr=0.1, **EVERY_STEP)
+    train(model, optimizer, range(2))
+
+    def check(value: Any) -> None:
+        if isinstance(value, dict):
+            for item in value.values():
+                check(item)
+        else:
+            assert value is None or type(value) in (int, float), value
+
+    check(optimizer.curvature.report())
+    check(optimizer.curvature.profile())
+    check(optimizer.curvature.memory_estimate())
+
+
+# Stage times ---------------------------------------------------------------------------------------------------------
+
+
+def test_profile_counts_calls_and_adds_up() -> None:
+    model = make_model()
+    optimizer = KFACSGD(model, lr=0.1, factor_update_steps=2, inv_update_steps=3)
+    assert optimizer.curvature.profile() == {}
+    computed = []
+    for step in range(6):
+        train(model, optimizer, [step])
+        computed.append(optimizer.curvature.profile()["factor computation"]["calls"])
+    statistics_steps = [step for step in range(6) if computed[step] > ([0, *computed])[step]]
+    assert statistics_steps == [0, 2, 4], "on other steps nothing is captured"
+    profile = optimizer.curvature.profile()
+    assert set(profile) == {"factor computation", "factor update", "decomposition", "preconditioning", "scaling"}
+    calls = {"factor update": 6, "decomposition": 2, "preconditioning": 6, "scaling": 6}
+    assert {stage: profile[stage]["calls"] for stage in calls} == calls
+    for row in profile.values():
+        assert row["ms"] > 0
+        assert row["ms_per_call"] == pytest.approx(row["ms"] / row["calls"])
+
+
+def test_profile_knows_the_sampled_backward() -> None:
+    model = make_model()
+    optimizer = KFACSGD(model, lr=0.1, fisher="categorical", factor_update_steps=2)
+    train(model, optimizer, range(4))
+    assert optimizer.curvature.profile()["sampled backward"]["calls"] == 2
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def reachable_bytes(engine: CurvatureEngine) -> int:
+    """Bytes of all tensors of the engine's factors and decompositions, each storage once, the model's own left out."""
+    seen: dict[int, int] = {}
+    known = {p.data_ptr() for p in (engine.model.parameters() if engine.model is not None else [])}
+    stack: list[Any] = [vars(engine)]
+    visited: set[int] = set()
+    while stack:
+        thing = stack.pop()
+        if id(thing) in visited:
+            continue
+        visited.add(id(thing))
+        if isinstance(thing, Tensor):
+            if not isinstance(thing, nn.Parameter) and thing.data_ptr() not in known:
+                seen[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+        elif isinstance(thing, dict):
+            stack += [*thing.values()]
+        elif isinstance(thing, (list, tuple, set)):
+            stack += list(thing)
+        elif hasattr(thing, "__dict__") and type(thing).__module__.startswith("kfac_optim"):
+            stack.append(vars(thing))
+    return sum(seen.values())
+
+
+class Wide(nn.Module):
+    """Large enough that factors, and not bookkeeping, decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 24, 3, padding=1, groups=3)
+        self.bn = nn.BatchNorm2d(24)
+        self.hidden = nn.Linear(24, 70)
+        self.head = nn.Linear(70, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.hidden(self.bn(self.conv(x)).mean((2, 3)))))
+
+
+MEMORY_OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "inverse": {"solver": "inverse"},
+    "float64 factors": {"factor_dtype": torch.float64},
+    "half": {"factor_dtype": torch.bfloat16, "inv_dtype": torch.bfloat16},
+    "spread": {"spread": 2},
+    "default interval": {"inv_update_steps": 10},
+    "diagonal": {"max_factor_dim": 60},
+    "skipped": {"skip_layers": ["hidden"]},
+    "layer-wise": {"assignment": "layer-wise"},
+}
+
+
+@pytest.mark.parametrize("options", MEMORY_OPTIONS)
+def test_estimated_memory_is_what_is_then_held(options: str) -> None:
+    """Both estimates, before training, against the tensors found in the engine and in the state after it."""
+    chosen, model = {"inv_update_steps": 6, "factor_update_steps": 1, **MEMORY_OPTIONS[options]}, Wide().float()
+    ahead = kfac_optim.memory_estimate(model, **chosen)
+    gc.collect()
+    assert not any(module._forward_hooks for module in model.modules()), "asking leaves the model as it was"
+    optimizer = KFACSGD(model, lr=0.1, **chosen)
+    assert optimizer.curvature.memory_estimate() == ahead
+    # To the midst of a refresh, if it is spread: all decompositions are made, none is in use.
+    for _ in range(chosen["inv_update_steps"] + chosen.get("spread", 1)):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, 5, 5, dtype=torch.float32)).square().mean().backward()
+        optimizer.step()
+    assert reachable_bytes(optimizer.curvature) == pytest.approx(ahead["total"], rel=WITHIN)
+    assert ahead["total"] == ahead["factors"] + ahead["snapshots"] + ahead["decompositions"] + ahead["refresh"]
+    assert bool(ahead["refresh"]) == (options in ("spread", "default interval"))
+
+    in_state = sum(
+        t.nbytes
+        for state in optimizer.state.values()
+        for average in state.get("kfac", {}).values()
+        for t in (average.values() if isinstance(average, dict) else [average])
+    )
+    pending = ahead["factors"] if ahead["refresh"] else 0  # its snapshot; the decompositions are no state
+    assert in_state == pytest.approx(ahead["factors"] + ahead["snapshots"] + pending, rel=WITHIN)
+
+
+def test_estimate_by_hand_for_several_ranks() -> None:
+    """Four Linear(8, 8) without bias: packed 36 numbers per factor, 72 per decomposition, 8 of each kind."""
+    model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(4)]).float()
+    factors, decompositions = 4 * 8 * 36, 4 * 8 * 72
+
+    def estimate(ranks: int, assignment: Any) -> dict[str, int]:
+        return kfac_optim.memory_estimate(model, world_size=ranks, assignment=assignment)
+
+    for ranks in (1, 2, 4):
+        for assignment, fraction in (
+            ("factor-wise", 1.0),
+            ("layer-wise", 1 / ranks),
+            (KAISA(grad_worker_fraction=1.0), 1.0),
+            (KAISA(grad_worker_fraction=1 / ranks), 1 / ranks),
+        ):
+            found = estimate(ranks, assignment)
+            assert (found["factors"], found["snapshots"]) == (factors, factors), "every rank stores all factors"
+            assert found["decompositions"] == decompositions * fraction
+    assert estimate(4, KAISA(grad_worker_fraction=0.5))["decompositions"] == decompositions / 2
+    assert estimate(4, KAISA(memory_budget=decompositions // 2))["decompositions"] == decompositions / 2
+    # Three ranks, four equal layers: one rank has two of them, and the estimate is that of the fullest rank.
+    assert estimate(3, "layer-wise")["decompositions"] == decompositions / 2
+
+
+def test_estimates_need_no_gradients_and_train_nothing() -> None:
+    model = make_model()
+    before = values(model)
+    kfac_optim.memory_estimate(model, world_size=8, assignment=KAISA(grad_worker_fraction=0.25))
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+# Nothing captured ----------------------------------------------------------------------------------------------------
+
+
+class KFACRMSprop(KFACMixin, torch.optim.RMSprop):
+    pass
+
+
+@pytest.mark.parametrize("kfac", [KFACSGD, KFACAdam, KFACRMSprop])
+def test_training_without_statistics_is_an_error_with_its_remedy(kfac: Any) -> None:
+    """Gradients are there, but the modules were never called: here their ``forward`` was, past the hooks."""
+    model = nn.Sequential(nn.Linear(4, 3))
+    optimizer = kfac(model, lr=0.1)
+    before = values(model)
+    model[0].forward(torch.randn(8, 4)).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"before the first call of a compiled model.*torch\._dynamo\.reset"):
+        optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_a_layer_that_is_not_used_is_no_error() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(4, 3), "unused": nn.Linear(4, 3)})
+    optimizer = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    before = values(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model["used"](torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    changed = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+    assert changed == [True, True, False, False]
+    assert set(optimizer.curvature.report()["layers"]) == {"used"}
+
+
+def test_table_of_several_ranks() -> None:
+    model = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 30), nn.PReLU())
+    engine = CurvatureEngine(model, communicator=LocalCommunicator(1, 4), assignment=KAISA(grad_worker_fraction=0.5))
+    lines = repr(engine).splitlines()
+    rows = {line.split()[0]: line for line in lines if line[:2] in ("0 ", "1 ")}
+    for i, workers in enumerate(engine.work.layers):
+        assert "A {}, G {}".format(*workers.inverse_workers) in rows[str(i)]
+        assert "{}, {}".format(*workers.gradient_workers) in rows[str(i)]
+    costs = [11.0**3, 20.0**3, 21.0**3, 30.0**3]  # the second layer is dearer: one row of the grid each
+    expected = max(costs) / (sum(costs) / 4)
+    assert lines[-1] == f"rank 1 of 4, load of the decompositions: largest / mean = {expected:.2f}"
+
+
+def test_memory_of_a_rank_that_does_not_precondition() -> None:
+    model = nn.Linear(9, 5)
+    per_rank = [
+        CurvatureEngine(model, communicator=LocalCommunicator(rank, 2), assignment="layer-wise").memory_estimate()
+        for rank in range(2)
+    ]
+    packed = 4 * (10 * 11 // 2 + 5 * 6 // 2)
+    for kinds in per_rank:
+        assert kinds["factors"] == kinds["snapshots"] == kinds["local sums"] == packed
+    assert [kinds["decompositions"] for kinds in per_rank] == [4 * (10 * 10 + 10 + 5 * 5 + 5), 0]

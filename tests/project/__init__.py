@@ -1,0 +1,1 @@
+"""The repository itself: README's code and the architecture of the package."""

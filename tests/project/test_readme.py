@@ -1,0 +1,218 @@
+"""README's Python: the examples of its section "Extending" compute what the package's own do; the other blocks run.
+
+The code is taken from README.rst as ``.ci/run`` takes it: the code blocks after a comment ".. ci: NAME".
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from kfac_optim import KFACSGD, register_layer
+from kfac_optim.layers import LinearLayer
+from tests.helpers.compare import assert_same_factors, assert_same_weights
+from tests.helpers.ranks import run_ranks
+from tests.helpers.reference import EXACT, Oracle, apply, assert_applied, assert_near, averaged, backward, squared_error
+from tests.helpers.training import FLOAT64, OFTEN, damping_of, make_model, train, values
+
+README = Path(__file__).parents[2] / "README.rst"
+EXAMPLES = ("extend-layer", "extend-solver", "extend-strategy")
+MAX_LINES = 30
+Outcome = tuple[list[Tensor], list[tuple[int, ...]], float]
+LOSS = averaged(squared_error, "batch")
+
+
+def code(name: str) -> str:
+    """The code blocks after a comment ".. ci: NAME", without their indent."""
+    lines, state = [], ""
+    for line in README.read_text(encoding="utf-8").splitlines():
+        if line == f".. ci: {name}":
+            state = "marked"
+        elif state == "marked" and line.startswith(".. code-block"):
+            state = "block"
+        elif state == "block" and re.match("[^ ]", line):
+            state = ""
+        elif state == "block":
+            lines.append(line.removeprefix("    "))
+    assert lines, f"README.rst has no code block marked {name!r}"
+    return "\n".join(lines)
+
+
+def run(name: str) -> dict[str, Any]:
+    """The names that the blocks define."""
+    namespace: dict[str, Any] = {"__name__": f"readme_{name.replace('-', '_')}"}
+    exec(compile(code(name), f"README.rst, {name}", "exec", dont_inherit=True), namespace)
+    return namespace
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """float64 by default, for one test: others compare with ranks, or run what a reader would."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_extension_is_short(name: str) -> None:
+    assert len([line for line in code(name).splitlines() if line]) < MAX_LINES
+
+
+def test_the_other_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # one of them writes a checkpoint
+    namespace = run("python")
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint.pt"}
+    assert all(bool(p.isfinite().all()) for p in namespace["model"].parameters())
+
+
+# A layer type --------------------------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """A net around three blocks that are either README's layer or a grouped convolution of one tap."""
+
+    def __init__(self, make_blocks: Any) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(5, 12), nn.Linear(6, 3)
+        self.blocks = make_blocks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From ``[n, t, 5]`` to ``[n, 3]``."""
+        h = torch.tanh(self.stem(x))
+        grouped = isinstance(self.blocks, nn.Conv1d)
+        h = self.blocks(h.mT).mT if grouped else self.blocks(h)
+        return self.head(torch.tanh(h).mean(1))
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "frozen bias"])
+@pytest.mark.parametrize("weight_sharing", ["expand", "reduce"])
+def test_the_layer_equals_a_grouped_convolution(weight_sharing: str, bias: bool) -> None:
+    block_linear = run("extend-layer")["BlockLinear"]
+    new, old = Blocks(lambda: block_linear(3, 4, 2)), Blocks(lambda: nn.Conv1d(12, 6, 1, groups=3))
+    state = {name: value.reshape(old.state_dict()[name].shape) for name, value in new.state_dict().items()}
+    old.load_state_dict(state)
+    for model in (new, old):
+        model.blocks.bias.requires_grad_(bias)
+    options: dict[str, Any] = {**EXACT, "lr": 0.1, "damping": 0.1, "weight_sharing": weight_sharing}
+    optimizers = [KFACSGD(model, **options) for model in (new, old)]
+    assert "BlockLinear, " + weight_sharing in str(optimizers[0].curvature)
+    start = values(new)
+    for _ in range(4):
+        inputs, classes = torch.randn(7, 3, 5), torch.randint(3, (7,))
+        for model, optimizer in zip((new, old), optimizers, strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), classes).backward()
+            optimizer.step()
+    assert_same_factors(*optimizers)
+    for p, q, before in zip(new.parameters(), old.parameters(), start, strict=True):
+        assert_near(p.detach(), q.detach().reshape(p.shape), rel=1e-10)
+        assert torch.equal(p, before) != p.requires_grad
+
+
+class ScaledLinear(nn.Linear):
+    """A Linear whose weight is scaled when it is used."""
+
+    scale = 0.3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * self.scale, self.bias)
+
+
+@register_layer(ScaledLinear)
+class ScaledLinearLayer(LinearLayer):
+    """As README says: only the input differs from a Linear."""
+
+    def input_rows(self, module: Any, a: Tensor, output: Tensor) -> Any:
+        return super().input_rows(module, a * module.scale, output)
+
+
+class Scale(nn.Module):
+    """In front of a plain Linear the same function, without a layer type of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * ScaledLinear.scale
+
+
+@pytest.mark.usefixtures("double")
+def test_a_linear_whose_input_differs() -> None:
+    new, old = nn.Sequential(ScaledLinear(4, 3)), nn.Sequential(Scale(), nn.Linear(4, 3))
+    old[1].load_state_dict(new[0].state_dict())
+    optimizers = [KFACSGD(model, **EXACT | {"lr": 0.1, "damping": 0.1}) for model in (new, old)]
+    for _ in range(3):
+        inputs, classes = torch.randn(7, 4), torch.randint(3, (7,))
+        for model, optimizer in zip((new, old), optimizers, strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), classes).backward()
+            optimizer.step()
+    for name, factor, wanted in zip(
+        "AG", *(o.curvature.factors(o.curvature.layers[0]) for o in optimizers), strict=True
+    ):
+        assert_near(factor, wanted, name)
+    assert_same_weights(new[0], old[1])
+
+
+# A solver ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("relative", [False, True], ids=["absolute", "relative"])
+@pytest.mark.parametrize("damping", [1e-4, 1e-2, 1.0])
+def test_the_solver_equals_explicit_inverses(damping: float, relative: bool) -> None:
+    """Dense and diagonal factors, and the blocks of a norm layer."""
+    model = nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    oracle = Oracle(copy.deepcopy(model))
+    passes = [((torch.randint(5, (6, 3)),), torch.randn(6, 2))]
+    oracle.refresh(oracle.observe(passes, LOSS))
+    options = EXACT | {"damping": damping_of(damping, relative), "solver": run("extend-solver")["solver"]}
+    optimizer = KFACSGD(model, **options)
+    backward(model, passes, LOSS)
+    gradients = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        p.grad = gradients[name].clone()
+    assert len(oracle.layers) == 4
+    directions = oracle.directions(gradients, damping, relative, "inverse")
+    assert_applied(oracle, apply(model, optimizer), directions, gradients)
+
+
+# A strategy ----------------------------------------------------------------------------------------------------------
+
+
+def with_strategy(rank: int, world_size: int, ranks_per_node: int | None) -> Outcome:
+    """Parameters after some steps; who preconditions each layer; bytes of directions per step."""
+    strategy = {} if ranks_per_node is None else {"assignment": run("extend-strategy")["NodeWise"](ranks_per_node)}
+    model = make_model().double()
+    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, **OFTEN, **FLOAT64, **strategy)
+    wrapped = DistributedDataParallel(model) if world_size > 1 else model
+    train(wrapped, optimizer, range(6), rank=rank, world_size=world_size)
+    curvature = optimizer.curvature
+    traffic = curvature.report()["traffic"].get("directions", {"sent": 0.0})["sent"]
+    return values(model), [layer.gradient_workers for layer in curvature.work.layers], traffic
+
+
+def with_strategies(rank: int, world_size: int) -> list[Outcome]:
+    return [with_strategy(rank, world_size, ranks_per_node) for ranks_per_node in (1, 2)]
+
+
+def test_the_strategy_trains_as_one_process() -> None:
+    # A script for four runs on one, too.
+    expected, workers, _ = with_strategy(0, 1, ranks_per_node=4)
+    assert set(workers) == {(0,)}
+    for p, q in zip(expected, with_strategy(0, 1, None)[0], strict=True):
+        assert torch.equal(p, q)
+    ranks = run_ranks(2, with_strategies)
+    for one_each, both in ranks:
+        for found, *_ in (one_each, both):
+            for p, q in zip(found, expected, strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
+        assert set(one_each[1]) == {(0,), (1,)} and set(both[1]) == {(0, 1)}
+        assert one_each[2] > 0 and both[2] == 0  # only between nodes do preconditioned gradients travel

@@ -1,0 +1,1 @@
+"""Checkpoints, copies, and what is left after an interruption."""

@@ -1,0 +1,677 @@
+"""Saving and loading: everything is in the one ``state_dict()``, and a resumed run is the uninterrupted one."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.utils._pytree import tree_map_only
+
+from kfac_optim import KFACSGD, CurvatureEngine, KFACAdam, KLClip, OfMean, constant_then_scaled, growing
+from tests.helpers.training import (
+    BASES,
+    CLASSES,
+    FLOAT64,
+    OFTEN,
+    assert_identical,
+    assert_trained,
+    backward,
+    make_model,
+    train,
+    values,
+)
+
+K = 7  # steps before the interruption: not a multiple of an interval, and in the midst of a spread refresh
+SETTINGS: dict[str, Any] = {**OFTEN, "scaling": KLClip(1e-2)}
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "float64": FLOAT64,
+    "spread": {"spread": 2},
+    "spread inverse": {"spread": 2, "solver": "inverse"},
+    "inverse": {"solver": "inverse"},
+    "sampled": {"fisher": "categorical"},
+    "growing": {"inv_update_steps": growing(0.3, 2), "factor_update_steps": None},
+    "unit": {"scaling": "unit", "damping": OfMean(0.1)},
+    "half": {"factor_dtype": torch.float16, "inv_dtype": torch.bfloat16},
+    "diagonal": {"max_factor_dim": 4},
+    "skipped": {"skip_layers": ["0"]},
+}
+ONLY_SGD: dict[str, dict[str, Any]] = {
+    "momentum mode": {"precondition": "momentum"},
+    "momentum mode, nesterov, spread": {"precondition": "momentum", "nesterov": True, "spread": 2},
+}
+CASES = [(kfac, name) for kfac in CLASSES for name in OPTIONS] + [(KFACSGD, name) for name in ONLY_SGD]
+
+
+def build(kfac: Any, options: str | dict[str, Any] = "paper", seed: int = 0) -> tuple[nn.Sequential, Any]:
+    model = make_model(seed)
+    chosen = {**OPTIONS, **ONLY_SGD}[options] if isinstance(options, str) else options
+    return model, kfac(model, **CLASSES[kfac], **{**SETTINGS, **chosen})
+
+
+def saved(state: Any) -> Any:
+    """Through a file, with nothing but tensors and plain numbers allowed in it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf of nested dicts and lists, with where it stands."""
+    items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield path, value
+    else:
+        for key, item in items:
+            yield from leaves(item, f"{path}.{key}")
+
+
+def assert_same_state(state: Any, other: Any) -> None:
+    """The same keys, dtypes and values, bit for bit."""
+    found, expected = dict(leaves(state)), dict(leaves(other))
+    assert found.keys() == expected.keys()
+    for path, value in found.items():
+        if isinstance(value, Tensor):
+            assert value.dtype == expected[path].dtype, path
+            assert torch.equal(value, expected[path]), path
+        else:
+            assert value == expected[path] or value != value, path
+
+
+# Resuming ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kfac", "options"), CASES)
+def test_a_resumed_run_is_the_uninterrupted_one(kfac: Any, options: str) -> None:
+    model, optimizer = build(kfac, options)
+    before = values(model)
+    train(model, optimizer, range(K))
+    checkpoint = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    train(model, optimizer, range(K, 2 * K))
+
+    resumed, again = build(kfac, options, seed=1)
+    resumed.load_state_dict(checkpoint["model"])
+    again.load_state_dict(checkpoint["optimizer"])
+    assert_same_state(again.state_dict(), checkpoint["optimizer"])
+    train(resumed, again, range(K, 2 * K))
+    assert_trained(model, before)
+    assert_identical(resumed, model)
+    assert_same_state(again.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("interrupted_after", range(1, 9))
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_at_whatever_step_a_spread_refresh_is_interrupted(interrupted_after: int, solver: str) -> None:
+    options = {"spread": 3, "inv_update_steps": 5, "factor_update_steps": 1, "solver": solver}
+    model, optimizer = build(KFACSGD, options)
+    train(model, optimizer, range(interrupted_after))
+    checkpoint = saved([model.state_dict(), optimizer.state_dict()])
+    resumed, again = build(KFACSGD, options, seed=1)
+    resumed.load_state_dict(checkpoint[0])
+    again.load_state_dict(checkpoint[1])
+    train(resumed, again, range(interrupted_after, 14))
+    train(model, optimizer, range(interrupted_after, 14))
+    assert_identical(resumed, model)
+
+
+def test_rolling_back_an_optimizer_in_use() -> None:
+    """Loading an earlier state into the same optimizer: nothing of the later one is left."""
+    model, optimizer = build(KFACSGD, "spread")
+    train(model, optimizer, range(K))
+    checkpoint = saved([model.state_dict(), optimizer.state_dict()])
+    train(model, optimizer, range(K, 2 * K))
+    expected = values(model)
+    train(model, optimizer, range(30, 35))
+    backward(model, 99)
+    model.load_state_dict(checkpoint[0])
+    optimizer.load_state_dict(checkpoint[1])
+    train(model, optimizer, range(K, 2 * K))
+    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), expected, strict=True))
+
+
+def test_the_loaded_factors_are_copied() -> None:
+    """One loaded dict serves several optimizers."""
+    model, optimizer = build(KFACAdam)
+    train(model, optimizer, range(K))
+    checkpoint = saved(optimizer.state_dict())
+    kept = copy.deepcopy(checkpoint)
+    resumed, again = build(KFACAdam)
+    again.load_state_dict(checkpoint)
+    train(resumed, again, range(3))
+    for index, state in checkpoint["state"].items():
+        assert_same_state(state.get("kfac", {}), kept["state"][index].get("kfac", {}))
+
+
+def test_an_engine_that_stands_alone_resumes() -> None:
+    def run(model: nn.Module, engine: CurvatureEngine, steps: range) -> None:
+        for step in steps:
+            backward(model, step)
+            engine.precondition_(lr=0.1)
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    model, resumed = make_model(), make_model(1)
+    engine, again = (CurvatureEngine(m, **SETTINGS, spread=2) for m in (model, resumed))
+    run(model, engine, range(K))
+    resumed.load_state_dict(model.state_dict())
+    again.load_state_dict(saved(engine.state_dict()))
+    run(model, engine, range(K, 2 * K))
+    run(resumed, again, range(K, 2 * K))
+    assert_identical(model, resumed)
+
+
+# What is in a state --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_state_exists_from_the_first_step_on(kfac: Any) -> None:
+    model, optimizer = build(kfac)
+    assert not optimizer.state
+    assert optimizer.state_dict()["state"] == {}
+    backward(model, 0)
+    assert not optimizer.state
+    optimizer.step()
+    first = {path: value.shape for path, value in leaves(optimizer.state_dict()["state"]) if isinstance(value, Tensor)}
+    train(model, optimizer, range(1, K))
+    last = {path: value.shape for path, value in leaves(optimizer.state_dict()["state"]) if isinstance(value, Tensor)}
+    assert first == last
+    assert len(optimizer.state) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize(("kfac", "options"), CASES)
+def test_a_state_is_tensors_and_plain_numbers(kfac: Any, options: str) -> None:
+    model, optimizer = build(kfac, options)
+    train(model, optimizer, range(K))
+    for path, value in leaves(optimizer.state_dict()["state"]):
+        assert isinstance(value, (Tensor, int, float)), f"{path} is a {type(value).__name__}"
+    for group in optimizer.state_dict()["param_groups"]:
+        for key, value in group.items():
+            if key.startswith("kfac"):
+                assert isinstance(value, (int, float)), f"{key} is a {type(value).__name__}"
+
+
+def test_state_dict_does_not_depend_on_the_assignment() -> None:
+    states = []
+    for assignment in ("layer-wise", "factor-wise", "kaisa"):
+        model, optimizer = build(KFACSGD, {"assignment": assignment})
+        train(model, optimizer, range(K))
+        states.append(optimizer.state_dict())
+    assert_same_state(states[0], states[1])
+    assert_same_state(states[0], states[2])
+
+
+# Adam and LAMB have no float16: their eps is zero in it.
+@pytest.mark.parametrize(("kfac", "dtype"), [*[(kfac, torch.bfloat16) for kfac in CLASSES], (KFACSGD, torch.float16)])
+def test_float32_factors_stay_float32_on_a_half_precision_model(kfac: Any, dtype: torch.dtype) -> None:
+    """Torch casts loaded state to the parameter's dtype."""
+    model, optimizer = build(kfac)
+    model.to(dtype)
+    train(model, optimizer, range(K))
+    resumed, again = build(kfac, seed=1)
+    resumed.to(dtype)
+    resumed.load_state_dict(model.state_dict())
+    again.load_state_dict(saved(optimizer.state_dict()))
+    for name in ("0", "2", "3"):
+        for ours, theirs in zip(again.curvature.factors(name), optimizer.curvature.factors(name), strict=True):
+            assert ours.dtype is torch.float32
+            assert torch.equal(ours, theirs)
+    curvature = [v for path, v in leaves(again.state_dict()["state"]) if path.endswith("value")]
+    assert curvature
+    assert {value.dtype for value in curvature} == {torch.float32}
+    train(model, optimizer, range(K, 2 * K))
+    train(resumed, again, range(K, 2 * K))
+    assert_identical(resumed, model)
+
+
+# Hyperparameters in a state ------------------------------------------------------------------------------------------
+
+
+def test_numbers_are_saved_and_loaded() -> None:
+    """As ``lr`` is: what was changed during training is what goes on, not what the script says at the top."""
+    model, optimizer = build(KFACSGD)
+    engine = optimizer.curvature
+    engine.damping, engine.factor_decay, engine.inv_update_steps = 0.7, 0.5, 4
+    train(model, optimizer, range(K))
+    resumed, again = build(KFACSGD, seed=1)
+    resumed.load_state_dict(model.state_dict())
+    again.load_state_dict(saved(optimizer.state_dict()))
+    for name in ("damping", "factor_decay", "inv_update_steps"):
+        ours, theirs = getattr(again.curvature, name), getattr(engine, name)
+        assert ours == theirs and type(ours) is type(theirs), name
+    train(model, optimizer, range(K, 2 * K))
+    train(resumed, again, range(K, 2 * K))
+    assert_identical(resumed, model)
+
+
+@pytest.mark.parametrize(
+    ("name", "fresh", "saved_value"),
+    [
+        ("damping", 1, 0.5),
+        ("factor_decay", 0, 0.5),
+        ("factor_update_steps", None, 3),
+        ("inv_update_steps", 100, 2),
+        ("spread", 0, 2),
+    ],
+)
+def test_a_saved_number_is_loaded_as_it_is(name: str, fresh: Any, saved_value: Any) -> None:
+    """Whatever type of number the new optimizer was given: 1 for a damping, None for an interval."""
+    model, optimizer = build(KFACSGD, {name: saved_value})
+    train(model, optimizer, range(K))
+    _, again = build(KFACSGD, {name: fresh})
+    again.load_state_dict(saved(optimizer.state_dict()))
+    assert getattr(again.curvature, name) == saved_value
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "number"),
+    [
+        ("damping", constant_then_scaled(0.3, (3,), 0.5), 0.9),
+        ("factor_decay", lambda step: 0.5, 0.9),
+        ("factor_update_steps", constant_then_scaled(2, (3,), 2), 5),
+        ("inv_update_steps", growing(0.5, 2), 5),
+        ("spread", lambda step: 0, 0),
+    ],
+)
+def test_callables_are_not_saved_and_not_overridden(name: str, schedule: Callable[[int], Any], number: Any) -> None:
+    model, optimizer = build(KFACSGD, {name: schedule})
+    train(model, optimizer, range(K))
+    state = saved(optimizer.state_dict())
+    assert not any(callable(value) for _, value in leaves(state) if not isinstance(value, Tensor))
+
+    _, with_number = build(KFACSGD, {name: number})
+    with_number.load_state_dict(state)
+    assert getattr(with_number.curvature, name) == number, "the state has no number for it"
+
+    model, optimizer = build(KFACSGD, {name: number})
+    train(model, optimizer, range(K))
+    _, with_schedule = build(KFACSGD, {name: schedule})
+    with_schedule.load_state_dict(saved(optimizer.state_dict()))
+    assert getattr(with_schedule.curvature, name) is schedule
+
+
+def test_the_schedule_s_clock_goes_on() -> None:
+    model, optimizer = build(KFACSGD)
+    train(model, optimizer, range(K))
+    seen: list[int] = []
+
+    def damping(step: int) -> float:
+        seen.append(step)
+        return 0.1
+
+    resumed, again = build(KFACSGD, {"damping": damping})
+    again.load_state_dict(saved(optimizer.state_dict()))
+    seen.clear()
+    train(resumed, again, range(2))
+    assert sorted(set(seen)) == [K, K + 1]
+
+
+# Loading what is not a state of this optimizer -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_the_base_class_s_state_starts_the_curvature_anew(kfac: Any) -> None:
+    """Moments are those of the base run, statistics start as in a new optimizer; also in one that has trained."""
+    model = make_model()
+    base = BASES[kfac](model.parameters(), **CLASSES[kfac])
+    train(model, base, range(K))
+    state = saved(base.state_dict())
+
+    runs = []
+    for trained in (0, 5):
+        resumed, optimizer = build(kfac, seed=1)
+        train(resumed, optimizer, range(50, 50 + trained))
+        resumed.load_state_dict(model.state_dict())
+        optimizer.load_state_dict(copy.deepcopy(state))  # torch's own moments go on living in the dict that is loaded
+        report = optimizer.curvature.report()
+        assert (report["step"], report["staleness"], report["layers"]) == (0, None, {})
+        for p, q in zip(resumed.parameters(), model.parameters(), strict=True):
+            for key, value in base.state[q].items():
+                if isinstance(value, Tensor):
+                    assert torch.equal(optimizer.state[p][key], value), key
+        train(resumed, optimizer, range(K, 2 * K))
+        runs.append(resumed)
+    assert_identical(*runs)
+
+
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_the_base_class_loads_our_state(kfac: Any) -> None:
+    """Going back to the base optimizer is possible too: it ignores what it does not know."""
+    model, optimizer = build(kfac)
+    train(model, optimizer, range(K))
+    before = values(model)
+    base = BASES[kfac](model.parameters(), **CLASSES[kfac])
+    base.load_state_dict(saved(optimizer.state_dict()))
+    train(model, base, range(K, K + 3))
+    assert_trained(model, before)
+
+
+def weight_state(state: dict[str, Any], index: int = 0) -> dict[str, Any]:
+    return state["state"][index]["kfac"]
+
+
+def without_factors(state: dict[str, Any]) -> None:
+    del state["state"][0]["kfac"]
+
+
+def without_a(state: dict[str, Any]) -> None:
+    del weight_state(state)["current"]["A"]
+
+
+def without_snapshot(state: dict[str, Any]) -> None:
+    del weight_state(state)["in_use"]["G"]
+
+
+def without_pending_snapshot(state: dict[str, Any]) -> None:
+    del weight_state(state)["pending"]["A"]
+
+
+def without_weight(state: dict[str, Any]) -> None:
+    del weight_state(state)["current"]["A"]["weight"]
+
+
+def without_damping(state: dict[str, Any]) -> None:
+    del weight_state(state)["in_use"]["gamma"]
+
+
+def without_counters(state: dict[str, Any]) -> None:
+    for group in state["param_groups"]:
+        for key in [key for key in group if key.startswith("kfac")]:
+            del group[key]
+
+
+def of_wrong_shape(state: dict[str, Any]) -> None:
+    average = weight_state(state)["current"]["A"]
+    average["value"] = average["value"][:, :-1]
+
+
+def of_wrong_shape_pending(state: dict[str, Any]) -> None:
+    average = weight_state(state)["pending"]["A"]
+    average["value"] = average["value"][:, :-1]
+
+
+def with_a_vector_for_a_number(state: dict[str, Any]) -> None:
+    weight_state(state)["current"]["A"]["weight"] = torch.ones(3)
+
+
+def with_nan(state: dict[str, Any]) -> None:
+    weight_state(state, 5)["current"]["G"]["value"][0, 0] = math.nan
+
+
+def with_nan_in_the_snapshot(state: dict[str, Any]) -> None:
+    weight_state(state, 5)["in_use"]["A"]["value"][0, 0] = math.inf
+
+
+def with_nan_in_the_pending_snapshot(state: dict[str, Any]) -> None:
+    weight_state(state, 5)["pending"]["A"]["value"][0, 0] = math.nan
+
+
+def with_a_negative_weight(state: dict[str, Any]) -> None:
+    weight_state(state)["current"]["A"]["weight"].fill_(-1.0)
+
+
+def with_a_negative_damping(state: dict[str, Any]) -> None:
+    weight_state(state)["in_use"]["gamma"].fill_(-1.0)
+
+
+def with_text_for_a_tensor(state: dict[str, Any]) -> None:
+    weight_state(state)["current"]["A"]["value"] = "lost"
+
+
+def with_a_bad_hyperparameter(state: dict[str, Any]) -> None:
+    for group in state["param_groups"]:
+        group["kfac_damping"] = -1.0
+
+
+def with_a_bad_interval(state: dict[str, Any]) -> None:
+    for group in state["param_groups"]:
+        group["kfac_inv_update_steps"] = 0
+
+
+def with_a_nan_counter(state: dict[str, Any]) -> None:
+    for group in state["param_groups"]:
+        group["kfac_step"] = math.nan
+
+
+def with_a_wrong_momentum(state: dict[str, Any]) -> None:
+    state["state"][0]["momentum_buffer"] = torch.zeros(2, 2)
+
+
+def with_a_parameter_too_many(state: dict[str, Any]) -> None:
+    state["param_groups"][0]["params"].append(99)
+
+
+def with_a_group_too_many(state: dict[str, Any]) -> None:
+    state["param_groups"].append(dict(state["param_groups"][0], params=[99]))
+
+
+def with_factors_for_a_parameter_without(state: dict[str, Any]) -> None:
+    state["state"][2]["kfac"] = copy.deepcopy(weight_state(state))
+
+
+DAMAGES: list[Callable[[dict[str, Any]], None]] = [
+    without_factors,
+    without_a,
+    without_snapshot,
+    without_pending_snapshot,
+    without_weight,
+    without_damping,
+    without_counters,
+    of_wrong_shape,
+    of_wrong_shape_pending,
+    with_a_vector_for_a_number,
+    with_nan,
+    with_nan_in_the_snapshot,
+    with_nan_in_the_pending_snapshot,
+    with_a_negative_weight,
+    with_a_negative_damping,
+    with_text_for_a_tensor,
+    with_a_bad_hyperparameter,
+    with_a_bad_interval,
+    with_a_nan_counter,
+    with_a_wrong_momentum,
+    with_a_parameter_too_many,
+    with_a_group_too_many,
+    with_factors_for_a_parameter_without,
+]
+
+
+def assert_refused(model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
+    """ValueError, and afterwards the state, the weights and the further training are what they would have been."""
+    before, weights = copy.deepcopy(optimizer.state_dict()), values(model)
+    twin, other = copy.deepcopy((model, optimizer))
+    hyperparameters = {name: getattr(optimizer.curvature, name) for name in ("damping", "inv_update_steps", "spread")}
+    with pytest.raises(ValueError):
+        optimizer.load_state_dict(state)
+    assert_same_state(optimizer.state_dict(), before)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), weights, strict=True))
+    assert hyperparameters == {name: getattr(optimizer.curvature, name) for name in hyperparameters}
+    train(model, optimizer, range(20, 26))
+    train(twin, other, range(20, 26))
+    assert_identical(model, twin)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_state_is_refused_and_nothing_is_changed(damage: Callable[[dict[str, Any]], None]) -> None:
+    options = {"spread": 2}
+    model, optimizer = build(KFACSGD, options)
+    train(model, optimizer, range(K))
+    state = saved(optimizer.state_dict())
+    assert "pending" in weight_state(state)
+    damage(state)
+    resumed, again = build(KFACSGD, options, seed=1)
+    train(resumed, again, range(40, 44))
+    assert_refused(resumed, again, state)
+
+
+def other_models() -> dict[str, nn.Module]:
+    instance_norm = nn.InstanceNorm1d(6, affine=True)
+    return {
+        "wider": nn.Sequential(nn.Linear(4, 7), nn.PReLU(), nn.LayerNorm(7), nn.Linear(7, 3)),
+        "fewer": nn.Sequential(nn.Linear(4, 3)),
+        "another layer type": nn.Sequential(nn.Linear(4, 6), nn.PReLU(), nn.LayerNorm(6), nn.Bilinear(6, 1, 3)),
+        "norm without blocks": nn.Sequential(nn.Linear(4, 6), nn.PReLU(), instance_norm, nn.Linear(6, 3)),
+    }
+
+
+@pytest.mark.parametrize("name", other_models())
+def test_a_state_of_another_model_is_refused(name: str) -> None:
+    other = other_models()[name]
+    optimizer = KFACSGD(other, **CLASSES[KFACSGD], **SETTINGS)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for p in other.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()  # the dry step creates all state
+    model, again = build(KFACSGD)
+    train(model, again, range(3))
+    assert_refused(model, again, saved(optimizer.state_dict()))
+
+
+def test_a_state_with_other_skipped_layers_is_refused() -> None:
+    model, optimizer = build(KFACSGD, {"skip_layers": ["^0$"]})
+    train(model, optimizer, range(K))
+    resumed, again = build(KFACSGD)
+    train(resumed, again, range(3))
+    assert_refused(resumed, again, saved(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("key", ["state", "param_groups"])
+def test_a_dict_that_is_no_optimizer_state_is_refused(key: str) -> None:
+    model, optimizer = build(KFACSGD)
+    train(model, optimizer, range(K))
+    state = saved(optimizer.state_dict())
+    del state[key]
+    assert_refused(model, optimizer, state)
+
+
+def test_the_engine_refuses_too() -> None:
+    model = make_model()
+    engine = CurvatureEngine(model, **SETTINGS)
+    backward(model, 0)
+    engine.precondition_(lr=0.1)
+    state = saved(engine.state_dict())
+    damages: list[Callable[[dict[str, Any]], Any]] = [
+        lambda layers: layers.update(x={}),
+        lambda layers: layers.pop("0"),
+        lambda layers: layers["0"].pop("G"),
+    ]
+    for damage in damages:
+        damaged, before = copy.deepcopy(state), copy.deepcopy(engine.state_dict())
+        damage(damaged["layers"])
+        with pytest.raises(ValueError):
+            engine.load_state_dict(damaged)
+        assert_same_state(engine.state_dict(), before)
+
+
+# torch.distributed.checkpoint, Accelerate, Lightning -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", ["paper", "spread", "half", "growing"])
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_the_dry_step_creates_all_state_and_changes_nothing(kfac: Any, options: str) -> None:
+    """torch.distributed.checkpoint's: zero gradients, lr 0, no forward."""
+    without_decay = {**CLASSES[kfac], "weight_decay": 0.0}  # SGD's first momentum buffer is weight_decay * weight
+    model, again = make_model(), make_model()
+    optimizer, fresh = (kfac(m, **without_decay, **{**SETTINGS, **OPTIONS[options]}) for m in (model, again))
+    weights, counters = values(model), {k: v for k, v in optimizer.param_groups[0].items() if k.startswith("kfac")}
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.0) if kfac is KFACSGD else 0.0
+    optimizer.step(closure=None)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), weights, strict=True))
+    assert {k: v for k, v in optimizer.param_groups[0].items() if k.startswith("kfac")} == counters
+
+    real, trained = build(kfac, options)
+    train(real, trained, range(1))
+    dry, wet = (
+        {path: (v.shape, v.dtype) if isinstance(v, Tensor) else type(v) for path, v in leaves(o.state_dict()["state"])}
+        for o in (optimizer, trained)
+    )
+    assert dry == wet
+
+    optimizer.param_groups[0]["lr"] = CLASSES[kfac]["lr"]
+    if kfac is KFACSGD:  # Adam and LAMB count the dry step in their own bias corrections, as they do in torch
+        train(model, optimizer, range(K))
+        train(again, fresh, range(K))
+        assert_identical(model, again)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize(("kfac", "options"), CASES)
+def test_distributed_checkpoint_round_trip(kfac: Any, options: str, flatten: bool) -> None:
+    how = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model, optimizer = build(kfac, options)
+    train(model, optimizer, range(K))
+    weights, state = saved(model.state_dict()), saved(get_optimizer_state_dict(model, optimizer, options=how))
+    train(model, optimizer, range(K, 2 * K))
+
+    resumed, again = build(kfac, options, seed=1)
+    resumed.load_state_dict(weights)
+    set_optimizer_state_dict(resumed, again, state, options=how)
+    train(resumed, again, range(K, 2 * K))
+    assert_identical(resumed, model)
+
+
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_asking_for_the_state_of_a_fresh_optimizer_changes_no_training(kfac: Any) -> None:
+    model, optimizer = build(kfac)
+    weights = values(model)
+    get_optimizer_state_dict(model, optimizer)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), weights, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    assert optimizer.curvature.report()["step"] == 0
+
+
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_accelerate_loads_the_state_of_the_fresh_optimizer_into_itself(kfac: Any) -> None:
+    (model, optimizer), (twin, plain) = build(kfac), build(kfac)
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, range(K))
+    optimizer.load_state_dict(tree_map_only(Tensor, Tensor.clone, optimizer.state_dict()))
+    train(model, optimizer, range(K, 2 * K))
+    train(twin, plain, range(2 * K))
+    assert_identical(model, twin)
+
+
+@pytest.mark.parametrize("options", ["paper", "spread", "half", "momentum mode"])
+def test_moved_state_tensors_are_what_training_goes_on_with(options: str) -> None:
+    """Lightning walks ``optimizer.state`` and puts new dicts of moved tensors in the place of the old."""
+    (model, optimizer), (twin, plain) = build(KFACSGD, options), build(KFACSGD, options)
+    train(model, optimizer, range(K))
+    for parameter, state in list(optimizer.state.items()):
+        optimizer.state[parameter] = tree_map_only(Tensor, Tensor.clone, state)
+    first = {path: value for path, value in leaves(dict(optimizer.state_dict()["state"])) if path.endswith("value")}
+    train(model, optimizer, range(K, 2 * K))
+    moved = dict(leaves(dict(optimizer.state_dict()["state"])))
+    assert first, "there are factors"
+    assert all(moved[path] is tensor for path, tensor in first.items()), "the new tensors are the ones in use"
+    train(twin, plain, range(2 * K))
+    assert_identical(model, twin)
+
+
+def test_lists_of_parameter_names_survive() -> None:
+    """Named parameters: torch keeps the names in the groups, and so do we."""
+    model = make_model()
+    optimizer = KFACSGD(model.named_parameters(), lr=0.1, **SETTINGS)
+    train(model, optimizer, range(K))
+    state = saved(optimizer.state_dict())
+    assert state["param_groups"][0]["param_names"] == [name for name, _ in model.named_parameters()]
+    resumed = make_model(1)
+    again = KFACSGD(resumed.named_parameters(), lr=0.1, **SETTINGS)
+    resumed.load_state_dict(model.state_dict())
+    again.load_state_dict(state)
+    train(model, optimizer, range(K, 2 * K))
+    train(resumed, again, range(K, 2 * K))
+    assert_identical(resumed, model)

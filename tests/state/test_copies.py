@@ -1,0 +1,386 @@
+"""Copies of optimizers and of hooked models, pickles, removal of the hooks, and what must not stay in memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from kfac_optim import KFACSGD, CurvatureEngine, KFACAdam, exponential_decay, growing
+from tests.helpers.training import (
+    CLASSES,
+    SETTINGS,
+    assert_identical,
+    assert_trained,
+    backward,
+    loss_of,
+    make_model,
+    train,
+    values,
+)
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def build(kfac: Any, **options: Any) -> tuple[nn.Sequential, Any]:
+    model = make_model()
+    return model, kfac(model, **CLASSES[kfac], **{**SETTINGS, **options})
+
+
+# Copies of optimizers ------------------------------------------------------------------------------------------------
+
+
+def by_deepcopy(pair: Any) -> Any:
+    return copy.deepcopy(pair)
+
+
+def by_pickle(pair: Any) -> Any:
+    return pickle.loads(pickle.dumps(pair))
+
+
+def by_torch_save(pair: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(pair, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: list[Callable[[Any], Any]] = [by_deepcopy, by_pickle, by_torch_save]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "spread": {"spread": 2},
+    "sampled": {"fisher": "categorical"},
+    "callables": {"inv_update_steps": growing(0.5, 2), "damping": exponential_decay(0.5, 0.5, 4)},
+}
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_a_copy_of_model_and_optimizer_goes_on_alike_and_alone(
+    kfac: Any, options: str, copied: Callable[[Any], Any]
+) -> None:
+    model, optimizer = build(kfac, **OPTIONS[options])
+    train(model, optimizer, range(5))
+    model2, optimizer2 = copied((model, optimizer))
+    assert type(optimizer2) is kfac
+    before, at_copy = values(model), values(model2)
+    train(model2, optimizer2, range(5, 10))
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)), "the original moved"
+    assert_trained(model2, at_copy)
+    train(model, optimizer, range(5, 10))
+    assert_identical(model, model2)
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_a_copy_of_the_optimizer_alone_has_its_own_model(kfac: Any, copied: Callable[[Any], Any]) -> None:
+    model, optimizer = build(kfac)
+    train(model, optimizer, range(5))
+    optimizer2 = copied(optimizer)
+    model2 = optimizer2.curvature.model
+    assert [id(p) for g in optimizer2.param_groups for p in g["params"]] == list(map(id, model2.parameters()))
+    assert not set(model.parameters()) & set(model2.parameters())
+    train(model2, optimizer2, range(5, 10))
+    train(model, optimizer, range(5, 10))
+    assert_identical(model, model2)
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_before_the_first_step(copied: Callable[[Any], Any]) -> None:
+    model, optimizer = build(KFACSGD)
+    model2, optimizer2 = copied((model, optimizer))
+    train(model2, optimizer2, range(4))
+    train(model, optimizer, range(4))
+    assert_identical(model, model2)
+
+
+def test_a_copy_of_an_optimizer_over_parameters() -> None:
+    """No model was given, so the engine holds none: the copy of the pair still knows where its layers are."""
+    model = make_model()
+    optimizer = KFACAdam(model.parameters(), lr=0.01, **SETTINGS)
+    train(model, optimizer, range(4))
+    model2, optimizer2 = copy.deepcopy((model, optimizer))
+    train(model2, optimizer2, range(4, 8))
+    train(model, optimizer, range(4, 8))
+    assert_identical(model, model2)
+
+
+def test_the_copy_of_a_closed_optimizer_stays_closed() -> None:
+    model, optimizer = build(KFACSGD)
+    train(model, optimizer, range(3))
+    optimizer.curvature.close()
+    model2, optimizer2 = copy.deepcopy((model, optimizer))
+    train(model2, optimizer2, range(3, 6))
+    train(model, optimizer, range(3, 6))
+    assert_identical(model, model2)
+
+
+def test_an_engine_that_stands_alone_can_be_copied() -> None:
+    model = make_model()
+    engine = CurvatureEngine(model, **SETTINGS)
+    pairs = [(model, engine)]
+    for step in range(6):
+        if step == 3:
+            pairs.append(copy.deepcopy(pairs[0]))
+        for trained, preconditioner in pairs:
+            backward(trained, step)
+            preconditioner.precondition_(lr=0.1)
+            torch.optim.SGD(trained.parameters(), lr=0.1).step()
+    assert_identical(*(trained for trained, _ in pairs))
+
+
+# Copies of models ----------------------------------------------------------------------------------------------------
+
+MODEL_COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": by_pickle,
+    "torch.save": by_torch_save,
+    "AveragedModel": AveragedModel,
+}
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "categorical"])
+@pytest.mark.parametrize("kind", MODEL_COPIES)
+def test_passes_through_a_copied_model_leave_no_trace(kind: str, fisher: str) -> None:
+    (model, optimizer), (twin, plain) = build(KFACSGD, fisher=fisher), build(KFACSGD, fisher=fisher)
+    train(model, optimizer, range(2))
+    shadow = MODEL_COPIES[kind](model)
+    for step in range(2, 8):
+        optimizer.zero_grad()
+        loss_of(shadow, 100 + step).backward()
+        loss_of(model, step).backward()
+        loss_of(shadow, 200 + step).backward()
+        optimizer.step()
+        if isinstance(shadow, AveragedModel):
+            shadow.update_parameters(model)
+    train(twin, plain, range(8))
+    assert_identical(model, twin)
+
+
+@pytest.mark.parametrize("kind", MODEL_COPIES)
+def test_a_copied_model_trains_by_itself(kind: str) -> None:
+    """Its inert hooks are no burden: a second optimizer over the copy is as one over a model never touched."""
+    model, optimizer = build(KFACSGD)
+    shadow = MODEL_COPIES[kind](model)
+    second = KFACSGD(shadow, **CLASSES[KFACSGD], **SETTINGS)
+    train(shadow, second, range(5))
+    train(model, optimizer, range(5))
+    assert_identical(model, shadow.module if isinstance(shadow, AveragedModel) else shadow)
+
+
+def test_a_copied_model_outlives_the_optimizer() -> None:
+    model, optimizer = build(KFACSGD)
+    train(model, optimizer, range(2))
+    shadow, expected = copy.deepcopy(model), make_model()
+    expected.load_state_dict(model.state_dict())
+    del model, optimizer
+    gc.collect()
+    for made in (shadow, expected):
+        train(made, torch.optim.SGD(made.parameters(), lr=0.1), range(3))
+    assert_identical(shadow, expected)
+
+
+# Hooks ---------------------------------------------------------------------------------------------------------------
+
+
+def hooks_of(model: nn.Module) -> list[dict[str, dict[Any, Any]]]:
+    """Every hook dictionary of every module, and the hooks on parameters."""
+    found = []
+    for module in model.modules():
+        found.append({key: dict(value) for key, value in vars(module).items() if "_hooks" in key and value is not None})
+    found.append({str(i): dict(p._backward_hooks or {}) for i, p in enumerate(model.parameters())})
+    return found
+
+
+def hooked_model() -> nn.Module:
+    """A model on which its user has put hooks before."""
+    model = nn.Sequential(make_model(), nn.TransformerEncoderLayer(3, 1, 5, batch_first=True))
+    model[0][0].register_forward_hook(lambda *args: None)
+    model[0].register_forward_pre_hook(lambda *args: None)
+    model[1].register_full_backward_hook(lambda *args: None)
+    return model
+
+
+def by_close(optimizer: Any) -> None:
+    optimizer.curvature.close()
+
+
+def twice(optimizer: Any) -> None:
+    optimizer.curvature.close()
+    optimizer.curvature.close()
+
+
+def by_nothing(optimizer: Any) -> None:
+    """Only the last reference goes."""
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("fisher", ["empirical", "categorical"])
+@pytest.mark.parametrize("end", [by_close, twice, by_nothing])
+def test_the_model_is_left_as_it_was_found(end: Callable[[Any], None], fisher: str, trained: bool) -> None:
+    model = hooked_model()
+    before, attributes = hooks_of(model), [set(vars(module)) for module in model.modules()]
+    linear = torch.nn.functional.linear
+    optimizer = KFACSGD(model, lr=0.1, fisher=fisher)
+    assert hooks_of(model) != before
+    if trained:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    end(optimizer)
+    del optimizer
+    gc.collect()
+    assert hooks_of(model) == before
+    assert [set(vars(module)) for module in model.modules()] == attributes
+    assert torch.nn.functional.linear is linear
+
+
+def test_an_engine_that_failed_to_build_leaves_no_hooks() -> None:
+    model = make_model()
+    before = hooks_of(model)
+    with pytest.raises(ValueError, match="damping"):
+        KFACSGD(model, lr=0.1, damping=-1.0)
+    with pytest.raises(ValueError, match="capturable"):
+        KFACAdam(model, capturable=True)
+    gc.collect()
+    assert hooks_of(model) == before
+
+
+def test_a_new_optimizer_over_the_same_model_starts_anew() -> None:
+    """The old one is gone; nothing of it is left to count moments twice."""
+    model, optimizer = build(KFACSGD)
+    backward(model, 0)
+    del optimizer
+    gc.collect()
+    second = KFACSGD(model, **CLASSES[KFACSGD], **SETTINGS)
+    twin, plain = build(KFACSGD)
+    train(model, second, range(4))
+    train(twin, plain, range(4))
+    assert_identical(model, twin)
+
+
+def test_deleting_the_optimizer_frees_model_and_engine() -> None:
+    model, optimizer = build(KFACSGD)
+    train(model, optimizer, range(4))
+    watched = [weakref.ref(thing) for thing in (model, optimizer, optimizer.curvature, model[0].weight)]
+    del model, optimizer
+    gc.collect()
+    assert [thing() is None for thing in watched] == [True] * 4
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+FISHERS = ["empirical", "categorical"]
+
+
+def held() -> tuple[int, int, int]:
+    """Live tensors, their bytes, and live objects of the package and callbacks that could hold some."""
+    gc.collect()
+    objects = gc.get_objects()
+    tensors = [found for found in objects if type(found) in (Tensor, nn.Parameter)]
+    others = [found for found in objects if str(type(found).__module__).startswith(("kfac_optim", "functools"))]
+    return len(tensors), sum(t.untyped_storage().nbytes() for t in tensors), len(others)
+
+
+@pytest.mark.parametrize("options", ["plain", "spread", "sampled"])
+def test_memory_does_not_grow_over_200_steps(options: str) -> None:
+    """Every third step with forwards around it that nobody differentiates."""
+    model, optimizer = build(KFACSGD, **{**OPTIONS[options], "factor_update_steps": 1})
+    found: list[tuple[int, int, int]] = []
+    for numbers in (range(24), range(24, 228)):  # both ends at the same phase of statistics, refresh and spread
+        for step in numbers:
+            if step % 3 == 0:
+                loss_of(model, 1000 + step)
+            train(model, optimizer, [step])
+            if step % 3 == 0:
+                loss_of(model, 2000 + step)
+        found.append(held())
+    # Less may be left of tests before this one.
+    assert all(later <= earlier for earlier, later in zip(*found, strict=True)), found
+
+
+@pytest.mark.parametrize("fisher", FISHERS)
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_no_tensor_of_the_graph_is_held_after_the_step(kfac: Any, fisher: str) -> None:
+    """Without the help of the garbage collector: a cycle would keep activations until it runs."""
+    model, optimizer = build(kfac, fisher=fisher, factor_update_steps=1)
+    train(model, optimizer, range(2))
+    gc.collect()
+    gc.disable()
+    try:
+        watched = graph_of_a_step(model, optimizer, backwards=True)
+        assert [name for name, reference in watched.items() if reference() is not None] == []
+        watched = graph_of_a_step(model, optimizer, backwards=False)
+        assert [name for name, reference in watched.items() if reference() is not None] == []
+    finally:
+        gc.enable()
+
+
+class Marker(torch.autograd.Function):
+    """The identity; its node in the graph carries an object by which one can tell whether the graph is alive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mark: nn.Module) -> Tensor:
+        ctx.mark = mark
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g, None
+
+
+def graph_of_a_step(model: nn.Sequential, optimizer: Any, backwards: bool) -> dict[str, weakref.ref[Any]]:
+    """One step, with its backward pass or on the gradients of the last one; weak references into its graph."""
+    mark, inputs = nn.Identity(), torch.randn(8, 4, requires_grad=True)
+    activations: dict[str, Tensor] = {"inputs": inputs}
+    handles = [
+        module.register_forward_hook(lambda m, a, output, name=name: activations.__setitem__(name, output))
+        for name, module in model.named_children()
+    ]
+    output = model(Marker.apply(inputs, mark))
+    for handle in handles:
+        handle.remove()
+    loss = torch.nn.functional.cross_entropy(output, torch.zeros(8, dtype=torch.long))
+    if backwards:
+        optimizer.zero_grad()
+        loss.backward()
+    optimizer.step()
+    return {name: weakref.ref(thing) for name, thing in {**activations, "loss": loss, "graph": mark}.items()}
+
+
+@pytest.mark.parametrize("fisher", FISHERS)
+def test_a_model_that_returns_its_loss_is_not_held(fisher: str) -> None:
+    """Such a model has no distribution to sample from; what was gathered for that must go with the graph."""
+
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x).square().mean()
+
+    model = WithLoss()
+    optimizer = KFACSGD(model, lr=0.1, fisher=fisher)
+    gc.collect()
+    gc.disable()
+    try:
+        mark = nn.Identity()
+        loss = model(Marker.apply(torch.randn(8, 4, requires_grad=True), mark))
+        watched = weakref.ref(mark)
+        del loss, mark
+        assert watched() is None
+    finally:
+        gc.enable()
+    del optimizer

@@ -1,0 +1,92 @@
+"""Ctrl-C in a notebook, or memory that runs out: what is left must be able to go on, and to be saved."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+
+from kfac_optim import KFACSGD, CurvatureEngine
+from tests.helpers.compare import factors_of
+from tests.helpers.training import CLASSES, SETTINGS, assert_identical, loss_of, make_model, train
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def attention() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4))
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "gaussian"])
+@pytest.mark.parametrize("make", [linear, attention])
+def test_a_forward_that_is_interrupted_leaves_no_trace(
+    make: Callable[[], nn.Module], fisher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward hooks do not run after a KeyboardInterrupt, not even those that always do."""
+
+    def run(interrupted: bool) -> tuple[nn.Module, dict[str, Tensor]]:
+        model = make()
+        optimizer = KFACSGD(model, lr=0.1, fisher=fisher, factor_update_steps=1, inv_update_steps=1)
+        for step in range(4):
+            x = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(step))
+            if interrupted and step % 2:
+                with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                    patch.setattr(torch, "tanh", interrupt)
+                    patch.setattr(F, "scaled_dot_product_attention", interrupt)
+                    patch.setattr(nn.Tanh, "forward", interrupt)
+                    model(x)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return model, factors_of(optimizer)
+
+    linear_before = F.linear
+    (model, factors), (twin, expected) = run(True), run(False)
+    assert F.linear is linear_before
+    assert not _get_current_function_mode_stack()
+    assert_identical(model, twin)
+    assert factors.keys() == expected.keys()
+    assert all(torch.equal(factors[name], expected[name]) for name in factors)
+
+
+@pytest.mark.parametrize("where", ["update", "directions", "_refresh_at_once"])
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_the_state_is_whole_after_a_step_that_was_interrupted(
+    kfac: Any, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, twin = make_model(0), make_model(0)
+    optimizer, other = (kfac(m, **CLASSES[kfac], **SETTINGS, spread=0) for m in (model, twin))
+    train(model, optimizer, range(3))
+    optimizer.zero_grad()
+    loss_of(model, 3).backward()
+    due = optimizer.curvature.inv_update_steps
+    optimizer.curvature.inv_update_steps = 1
+    refreshed = optimizer.curvature.last_refresh
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(CurvatureEngine, where, interrupt)
+        optimizer.step()
+    optimizer.curvature.inv_update_steps = due
+    if where != "directions":
+        assert optimizer.curvature.last_refresh == refreshed
+    saved = io.BytesIO()
+    torch.save(optimizer.state_dict(), saved)
+    saved.seek(0)
+    other.load_state_dict(torch.load(saved, weights_only=True))
+    expected = factors_of(optimizer)
+    assert expected and all(torch.equal(factors_of(other)[name], factor) for name, factor in expected.items())
