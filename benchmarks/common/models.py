@@ -1,6 +1,7 @@
 """The networks of the tasks, and those whose cost is measured or predicted.
 
-Residual network, deep autoencoder, causal transformer, U-Net, a detector with two heads; those whose cost is measured or predicted: ResNet-18, -50, -101 and -152, ViT-S, GPT-small, BERT-Base and -Large.
+Residual network, deep autoencoder, causal transformer, U-Net, a detector with two heads; and ResNet-18 to -152, ViT-S,
+GPT-small, BERT-Base and -Large.
 
 All of them use plain ``nn`` modules (Linear, Conv2d, Embedding, BatchNorm2d, LayerNorm), so that an optimizer that
 looks at modules sees every weight.

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.common.tasks import Task
 
+KFAC = {"KFACSGD": "SGD", "KFACAdam": "Adam", "KFACLAMB": "Lamb"}  # and the class that each is built on
 SCHEDULES = ("constant", "cosine", "linear", "step")
 
 COMMON: dict[str, Any] = {"weight_decay": 0.0, "seed": 0, "threads": 1, "device": "cpu", "warmup": 0, "rest_lr": 0.003}
@@ -26,58 +27,29 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9},
     "KFACSGD": {"momentum": 0.9},
     "Muon": {"momentum": 0.95, "rest": "AdamW"},
-    "RMSprop": {"momentum": 0.0},
     "Shampoo": {"momentum": 0.9},  # with rarer roots than its default, one per step, it diverges in ten steps
     "KFACPyTorch": {"momentum": 0.9, "options": {"damping": 0.001, "inv_update_steps": 10}},
     "KFACJax": {"options": {"initial_damping": 1.0}},
 }
 
+_RATES = {
+    "SGD": 0.1,
+    "Adam": 0.003,
+    "AdamW": 0.003,
+    "Muon": 0.02,
+    "Lamb": 0.01,
+    "SOAP": 0.003,
+    "Shampoo": 0.1,
+    "KFACPyTorch": 0.1,
+    "KFACJax": 1.0,  # not used
+    "KFACSGD": 0.1,
+    "KFACAdam": 0.003,
+    "KFACLAMB": 0.01,
+}
 LEARNING_RATES: dict[str, dict[str, float]] = {
-    "digits": {
-        "SGD": 0.1,
-        "Adam": 0.003,
-        "AdamW": 0.003,
-        "Muon": 0.02,
-        "Lamb": 0.01,
-        "RMSprop": 0.001,
-        "SOAP": 0.003,
-        "Shampoo": 0.1,
-        "KFACPyTorch": 0.1,
-        "KFACJax": 1.0,  # not used
-        "KFACSGD": 0.1,
-        "KFACAdam": 0.003,
-        "KFACLAMB": 0.01,
-    },
-    "curves": {
-        "SGD": 0.01,
-        "Adam": 0.003,
-        "AdamW": 0.003,
-        "Muon": 0.02,
-        "Lamb": 0.01,
-        "RMSprop": 0.001,
-        "SOAP": 0.003,
-        "Shampoo": 0.1,
-        "KFACPyTorch": 0.1,
-        "KFACJax": 1.0,  # not used
-        "KFACSGD": 0.1,
-        "KFACAdam": 0.003,
-        "KFACLAMB": 0.01,
-    },
-    "text": {
-        "SGD": 0.3,
-        "Adam": 0.005,
-        "AdamW": 0.005,
-        "Muon": 0.02,
-        "Lamb": 0.01,
-        "RMSprop": 0.001,
-        "SOAP": 0.003,
-        "Shampoo": 0.1,
-        "KFACPyTorch": 0.1,
-        "KFACJax": 1.0,  # not used
-        "KFACSGD": 0.3,
-        "KFACAdam": 0.003,
-        "KFACLAMB": 0.01,
-    },
+    "digits": _RATES,
+    "curves": {**_RATES, "SGD": 0.01},
+    "text": {**_RATES, "SGD": 0.3, "Adam": 0.005, "AdamW": 0.005, "KFACSGD": 0.3},
 }
 
 
@@ -116,7 +88,7 @@ RECIPES: dict[str, Recipe] = {
         kfac={
             "precondition": "gradient",
             "scaling": "kl_clip",
-            "relative_damping": False,
+            "damping": 0.03,
             "factor_update_steps": 10,
             "inv_update_steps": 100,
         },
@@ -127,7 +99,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "swap": Recipe(
         about="for K-FAC by the class name alone, at the learning rate of the class it is built on",
-        kfac={"relative_damping": True, "damping": 1.0, "inv_update_steps": "growing:0.3:3"},
+        kfac={"damping_of": "mean", "damping": 1.0, "inv_update_steps": "growing:0.3:3"},
         by_optimizer={
             "KFACSGD": {"kfac": {"precondition": "momentum", "scaling": "graft", "damping": 0.3}},
             "KFACAdam": {"kfac": {"scaling": "unit"}},
@@ -141,7 +113,7 @@ RECIPES: dict[str, Recipe] = {
         kfac={
             "precondition": "momentum",
             "scaling": "unit",
-            "relative_damping": True,
+            "damping_of": "mean",
             "damping": 0.03,
             "inv_update_steps": "growing:0.3:3",
             "fisher": "sampled",
@@ -188,7 +160,9 @@ class Settings:
         rest: Optimizer of everything but the hidden matrices, or None: one optimizer for all parameters.
         rest_lr: Its learning rate.
         options: Further keywords of the optimizer's base rule.
-        kfac: K-FAC keywords; ``growing(...)`` is written "growing:fraction:minimum:maximum".
+        kfac: K-FAC keywords as plain values, which ``benchmarks.common.optimizers`` builds the objects from:
+            ``growing(...)`` is written "growing:fraction:minimum:maximum", ``KLClip(k)`` "kl_clip:k", and "damping_of"
+            says what the damping is relative to.
     """
 
     task: str
@@ -227,24 +201,6 @@ class Settings:
         nearest("schedule", self.schedule, SCHEDULES)
 
 
-def differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a line for each entry that differs between the settings of a log and the current ones."""
-    there, now = flat(there), flat(now)
-    names = [name for name in {**there, **now} if there.get(name) != now.get(name)]
-    return [f"{name}: {there.get(name)!r} there, {now.get(name)!r} now" for name in names]
-
-
-def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``settings`` with the entries of inner dictionaries as ``outer.inner``; tuples as lists, as in JSON."""
-    rows: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            rows |= {f"{name}.{key}": inner for key, inner in flat(value).items()}
-        else:
-            rows[name] = list(value) if isinstance(value, tuple) else value
-    return rows
-
-
 def nearest(kind: str, name: str, known: Iterable[str]) -> str:
     """Return ``name`` if it is known.
 
@@ -271,7 +227,7 @@ def combine(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def resolve(
-    task: Task, optimizer: str, *, is_kfac: bool, recipe: str | None = None, given: Mapping[str, Any] | None = None
+    task: Task, optimizer: str, *, recipe: str | None = None, given: Mapping[str, Any] | None = None
 ) -> Settings:
     """Return the settings of ``optimizer`` on ``task``: defaults, then the recipe, then what is ``given``.
 
@@ -280,7 +236,7 @@ def resolve(
     Raises:
         ValueError: If a name is unknown or a value is out of range.
     """
-    name = task.name
+    name, is_kfac = task.name, optimizer in KFAC
     layers: list[Mapping[str, Any]] = [COMMON, {"momentum": None}, OPTIMIZER_DEFAULTS.get(optimizer, {})]
     if name in TASK_DEFAULTS:  # others are given everything
         layers += [TASK_DEFAULTS[name], {"lr": LEARNING_RATES[name][optimizer]}]
@@ -293,7 +249,7 @@ def resolve(
         merged["steps"] = merged.pop("epochs") * per_epoch
     if merged["eval_every"] is None:
         merged["eval_every"] = per_epoch
-    kfac = {"loss_average": task.loss_average, "seed": merged["seed"], **merged["kfac"]} if is_kfac else {}
+    kfac = {"loss_average": task.loss_average, **merged["kfac"]} if is_kfac else {}
     if kfac.get("fisher") == "sampled":
         kfac["fisher"] = task.fisher
     return Settings(task=name, optimizer=optimizer, **{**merged, "kfac": kfac})

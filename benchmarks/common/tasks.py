@@ -129,6 +129,11 @@ class Task:
         """Name of the evaluation figure that ``target`` is about."""
         return f"test_{next(iter(self.scores), 'loss')}"
 
+    @property
+    def goal(self) -> str:
+        """What the way to the target is about, in words."""
+        return f"target: held-out {self.metric.removeprefix('test_')} {'>=' if self.scores else '<='} {self.target:g}"
+
     def reached(self, value: float) -> bool:
         """Say whether ``value`` of the metric is as good as the target."""
         return value >= self.target if self.scores else value <= self.target

@@ -1,4 +1,4 @@
-"""What steps are timed on: models by name, on noise of the right shape."""
+"""What steps are timed on: models by name, on noise of the right shape; and how often K-FAC does what."""
 
 from __future__ import annotations
 
@@ -13,6 +13,33 @@ from torch import Tensor, nn
 from benchmarks.common.models import BottleneckResNet, Encoder, ResNet, StagedResNet, Transformer, VisionTransformer
 
 Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How often.
+
+    Attributes:
+        statistics: Steps between statistics, ``factor_update_steps``.
+        decompositions: Steps between refreshes, ``inv_update_steps``.
+        micro_batches: Per step (gradient accumulation); each takes part in the statistics of its step.
+    """
+
+    statistics: int = 10
+    decompositions: int = 100
+    micro_batches: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Read "a/b": statistics every a, decompositions every b steps."""
+        statistics, _, decompositions = text.partition("/")
+        parsed = cls(int(statistics), int(decompositions))
+        if min(parsed.statistics, parsed.decompositions) < 1:
+            raise ValueError(text)
+        return parsed
+
+    def __str__(self) -> str:
+        return f"{self.statistics}/{self.decompositions}"
 
 
 @dataclass(frozen=True)

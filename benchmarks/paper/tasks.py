@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -223,9 +222,9 @@ def small_encoder() -> nn.Module:
     return model
 
 
-def masked_text(text: Callable[[], tuple[Tensor, Tensor]], context: int) -> Task:
+def masked_text(text: tuple[Tensor, Tensor], context: int) -> Task:
     """Masked bytes of a text (training and held-out bytes) in windows of ``context`` by a small BERT."""
-    train, test = text()
+    train, test = text
     held_out = MaskedWindows(Windows(test, context))
     starts = torch.linspace(0, len(test) - context - 1, 256).long()
     return Task(
