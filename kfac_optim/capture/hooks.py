@@ -172,7 +172,7 @@ class Capture:
         call = self._calls.leave(module, output)
         if call is None:
             return
-        call.terms = self._loss_terms.count(args, kwargs, output)
+        call.finish(self._loss_terms.count(args, kwargs, output))
         if torch.compiler.is_compiling():
             self._compiled.trace_model_call_end(call)
             return
