@@ -193,7 +193,7 @@ class CurvatureEngine(ViewedEngine):
             self._trained = dict.fromkeys(parameters)
             self.uncovered = {new[p]: reason for p, reason in self.uncovered.items()}
             for layer in self.layers:
-                layer.rebind(new)
+                layer.replace_parameters(new)
         check_parameters(self._trained, self._roots, self._blocks, parameters)
 
     @property

@@ -80,7 +80,11 @@ class ProjectionTap(TorchFunctionMode):
         its code runs instead, which looks ``linear`` up elsewhere.
         """
         if not torch.compiler.is_compiling():
-            return _attention_with(self._linear)(*args, **kwargs)
+            functions = _functions_with(self._linear)
+            try:
+                return functions["multi_head_attention_forward"](*args, **kwargs)
+            finally:
+                functions.clear()  # which its own functions hold
         # dynamo takes no functions that are made while it traces: one that is there already, and where to find the tap.
         _TRACED_TAPS.append(self)
         try:
@@ -104,14 +108,17 @@ def remove_taps() -> None:
         _push_mode(mode)
 
 
-def _attention_with(linear: Callable[..., Tensor]) -> Any:
-    """A copy of torch's attention function that applies its projections by ``linear``."""
+def _functions_with(linear: Callable[..., Tensor]) -> dict[str, Any]:
+    """``torch.nn.functional`` as it is now, with another ``linear``, which a copy of the attention function calls."""
     functions: dict[str, Any] = {**vars(F), "linear": linear}
-    for name in ("_in_projection", "_in_projection_packed", "multi_head_attention_forward"):
-        original = getattr(F, name)
+    for name, original in _ORIGINALS.items():
         functions[name] = FunctionType(original.__code__, functions, name, original.__defaults__)
-    return functions["multi_head_attention_forward"]
+    return functions
 
 
+# torch's own, whatever somebody puts in their place: a wrapper has run by the time that the mode is asked.
+_ORIGINALS = {
+    name: getattr(F, name) for name in ("_in_projection", "_in_projection_packed", "multi_head_attention_forward")
+}
 _TRACED_TAPS: list[ProjectionTap] = []  # while dynamo traces, which sees a list of its own
-_TRACEABLE_ATTENTION = _attention_with(lambda *args: _TRACED_TAPS[-1]._linear(*args))
+_TRACEABLE_ATTENTION = _functions_with(lambda *args: _TRACED_TAPS[-1]._linear(*args))["multi_head_attention_forward"]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD
+from kfac_optim.capture import LossTerms
 from tests.helpers.compare import OPTIONS, SAME, assert_same_factors, assert_same_weights, factors_of
 from tests.helpers.reference import (
     SOLVERS,
@@ -43,6 +44,16 @@ class Tagger(nn.Module):
 
 def build(model: nn.Module, **keywords: object) -> KFACSGD:
     return KFACSGD(model, **(OPTIONS | {"lr": 1.0, "damping": DAMPING} | keywords))
+
+
+def test_what_the_loss_is_averaged_over_is_one_value() -> None:
+    """A name, None for a sum, the number of terms itself, or a function of the model's inputs and output."""
+    inputs, output = (torch.randn(4, 3, 2),), torch.randn(4, 3, 5)
+    counts: dict[Any, int] = {"batch": 4, "batch+sequence": 12, "elements": 60, None: 1, 7: 7}
+    for average, count in counts.items():
+        assert LossTerms(average).count(inputs, {}, output) == count
+    assert LossTerms(lambda inputs, output: inputs[0].shape[1] * len(output)).count(inputs, {}, output) == 12
+    assert LossTerms(lambda inputs, output: len(inputs["x"])).count((), {"x": inputs[0]}, output) == 4
 
 
 # Against the dense definition ----------------------------------------------------------------------------------------

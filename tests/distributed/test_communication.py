@@ -31,7 +31,8 @@ from kfac_optim import (
     LayerWise,
 )
 from kfac_optim.distributed import Broadcast, Communicator, LayerAssignment, LocalCommunicator, TorchCommunicator
-from kfac_optim.factors import FactorSpec, LocalSums, fold_, read
+from kfac_optim.averages import LocalSums, fold_
+from kfac_optim.factors import FactorSpec, read
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import FLOAT64, OFTEN, assert_all_near, data_of, share, train, values
 

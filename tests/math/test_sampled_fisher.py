@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KFACSGD, Categorical, Gaussian
+from kfac_optim import KFACSGD, Bernoulli, Categorical, Fisher, Gaussian
 from tests.helpers.compare import twins
 from tests.helpers.reference import (
     EXACT,
@@ -330,6 +330,59 @@ def test_seeds_reproduce(fisher: str) -> None:
     for name, value in results[0].items():
         assert torch.equal(results[1][name], value)
         assert not torch.equal(results[2][name], value)
+
+
+OBJECTS: dict[str, type[Fisher]] = {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
+
+
+@pytest.mark.parametrize("fisher", KINDS)
+def test_the_seed_is_a_field_of_the_distribution(fisher: str) -> None:
+    first, again, other, default = same_start(perceptron, 4)
+    passes = [small_passes() for _ in range(3)]
+    seven, same = (run(model, passes, fisher=OBJECTS[fisher](seed=7)) for model in (first, again))
+    eight, zero = (run(m, passes, fisher=f) for m, f in ((other, OBJECTS[fisher](seed=8)), (default, fisher)))
+    for name, value in seven.items():
+        assert torch.equal(same[name], value)
+        assert not torch.equal(eight[name], value)
+        assert not torch.equal(zero[name], value)
+
+
+class Laplace(Fisher):
+    """A distribution of the user's, with an attribute of its own."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(seed=3, output_fn=lambda output: output["scores"])
+        self.scale = scale
+
+    def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        signs = 2 * torch.bernoulli(torch.full_like(output, 0.5), generator=generator) - 1
+        return signs / self.scale
+
+
+def test_a_distribution_of_the_users_finds_its_output_in_the_models() -> None:
+    torch.manual_seed(0)
+    model = Wrapped("dict")
+    optimizer = KFACSGD(model, **EXACT | {"damping": 0.1, "fisher": Laplace(0.5)})
+    model(torch.randn(6, 3))["scores"].square().mean().backward()
+    optimizer.step()
+    last = optimizer.curvature.layers[-1]
+    squares = optimizer.curvature.factors(last)[1][0].diagonal()
+    assert torch.equal(squares, torch.full((3,), 4.0)), "(1 / 0.5)^2, whatever the signs"
+
+
+def test_fields_of_the_distributions() -> None:
+    assert (Categorical(1).dim, Gaussian(0.5).variance) == (1, 0.5)
+    for fisher in (Categorical(1), Bernoulli(), Gaussian(0.5)):
+        assert (fisher.output_fn, fisher.seed) == (None, 0)
+    assert Categorical(seed=2) == Categorical(-1, seed=2) != Categorical()
+    with pytest.raises(TypeError, match="positional"):
+        Bernoulli(lambda output: output)  # type: ignore[misc]
+    with pytest.raises(TypeError, match="output_fn='logits'.*callable"):
+        Gaussian(output_fn="logits")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="seed=0.5: must be an int"):
+        Gaussian(seed=0.5)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError):
+        Gaussian().seed = 1  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("fisher", KINDS)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 from kfac_optim import KFACSGD, CurvatureEngine
 from tests.helpers.compare import factors_of
@@ -58,6 +59,7 @@ def test_a_forward_that_is_interrupted_leaves_no_trace(
     linear_before = F.linear
     (model, factors), (twin, expected) = run(True), run(False)
     assert F.linear is linear_before
+    assert not _get_current_function_mode_stack()
     assert_identical(model, twin)
     assert factors.keys() == expected.keys()
     assert all(torch.equal(factors[name], expected[name]) for name in factors)
