@@ -25,7 +25,7 @@ from .schedules import growing
 
 __all__ = ["KFACLAMB", "KFACAdam", "KFACMixin", "KFACSGD"]
 
-# Defaults of the three classes, chosen by benchmarks/convergence.py (benchmarks/results/convergence-*): with the
+# Defaults of the three classes, chosen by benchmarks.convergence (benchmarks/results/convergence): with the
 # base optimizer's tuned settings unchanged each ends at a lower training loss than its base class, on three tasks with
 # three seeds. None of them depends on the scale of the loss. Any other base class has the engine's: the paper's.
 _REFRESHES = growing(fraction=0.3, minimum=3)
