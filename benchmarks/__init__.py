@@ -1,14 +1,14 @@
-r"""Training jobs and measurements on real and generated data; no part of the installed package.
+"""Training jobs and measurements on real and generated data; no part of the installed package.
 
-``python -m benchmarks.train TASK --optimizer NAME`` trains one of three tasks with any optimizer. The others answer a
-question each, and write a table, JSON and a plot: ``convergence`` (every optimizer, tuned alike), ``step_time`` (what a
-step costs), ``gpu`` (on a GPU), ``paper`` (its tables and figures at the scale of one machine), ``scaling`` (on many
-ranks). All run from the root of the repository.
+``python -m benchmarks.train TASK --optimizer NAME`` trains one of three tasks with any optimizer. Each other package
+answers a question by a command of its own (from the root of the repository), and writes tables, pictures and JSON to
+its folder of ``benchmarks/results/``:
 
-    models -> tasks, paper_tasks, data -+
-                                        +--> runs -> train, convergence; study -> paper_parts -> paper
-    settings -> optimizers -------------+        \\-> plots, summary
-     muon, peers --^        \\--> timing -> step_time, gpu
-    models -> works -------------/
-    models -> cluster -> scaling
+    convergence         steps and seconds to a target, every optimizer tuned alike; ``.width``: the best rate by width
+    step_time           what a step costs, and what it holds in memory
+    gpu                 the same for large models on a GPU, and decompositions by size
+    paper               the paper's tables and figures at the scale of one machine
+    scaling             stages and bytes on real ranks, and the model that predicts them
+
+``common`` is what they share (``runs`` trains, ``reports`` writes), ``peers`` the optimizers of other projects.
 """

@@ -1,6 +1,7 @@
-"""Sphinx's settings: README.rst and the docstrings as HTML. The command is in README.rst, "Contributing"."""
+"""Sphinx's settings. The command that builds the pages is in contributing.rst."""
 
 import pathlib
+import re
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # the sources beside this file, whatever is installed
@@ -10,11 +11,14 @@ import kfac_optim
 project, author, copyright = "kfac_optim", "The kfac_optim authors", "The kfac_optim authors"
 version = release = kfac_optim.__version__
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme_options = {"page_width": "1240px", "body_max_width": "none", "fixed_sidebar": True}
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 nitpicky = True  # a reference to a name that is not documented is an error, but for names of others
-nitpick_ignore_regex = [("py:.*", r"(torch|nn|dist|collections)\..*|Tensor|AbstractContextManager|.*\._\w+")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|nn|dist|collections)\..*|Tensor|Source|Record|AbstractContextManager|.*\._\w+")
+]
 
 
 def skip_public(app, what, name, obj, skip, options):
@@ -22,5 +26,11 @@ def skip_public(app, what, name, obj, skip, options):
     return True if app.env.docname == "modules" and name in kfac_optim.__all__ else None
 
 
+def link_pages(app, path, parent, content):
+    """README.rst is the front page: there its links to docs/NAME.rst lead to NAME.html."""
+    content[0] = re.sub(r"<docs/(\w+)\.rst>`__", r"<\1.html>`__", content[0])
+
+
 def setup(app):
     app.connect("autodoc-skip-member", skip_public)
+    app.connect("include-read", link_pages)

@@ -1,33 +1,42 @@
-"""From captured moments to the running averages A and G, of all ranks (eqs. 14-15).
+"""From captured moments to the running averages A and G of all ranks (eqs. 14-15).
 
-    A = sum a a^T / rows,   G = M sum g g^T       over the statistics steps, the past weighted by factor_decay
+Each running average is a sum S of moments and a sum w of their counts, both of which forget at the rate xi
+(``factor_decay``, the weight of the past; the paper prints xi on the new term)::
 
-Each rank adds up what it sees; the ranks add up their sums when a refresh is due. One process does so at every step.
+    S <- xi S + sum of the new moments,    w <- xi w + their count,    factor = S / w
+
+For A the moments are ``sum a a^T`` and their count is the number of rows. For G they are ``M^2 sum g g^T`` and their
+count is M, the number of averaged terms of the loss, so that of one batch ``G = M sum g g^T``. There is no identity to
+start from, and so no bias to correct; batches of different sizes are weighted exactly.
+
+Each rank adds up what it sees (:class:`LocalSums`), and the ranks add up their sums when a refresh is due. A single
+process does so in every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .blocks import SIDES, Block
 from .capture import StepStatistics
 from .diagnostics import StageTimes, communicating
 from .distributed import Communicator
-from .factors import LocalSums, fold_
+from .factors import read, write_
 
-__all__ = ["Averaging", "terms_of_rank"]
+__all__ = ["Averaging", "LocalSums", "fold_", "terms_of_rank"]
 
 
 class Averaging:
-    """What this rank has seen since the ranks last pooled their sums.
+    """Collects what this rank sees, and pools it with the other ranks' into the running averages.
 
     Args:
-        dtype: Storage of the factors.
+        dtype: Storage of the factors; sums are kept in float32 at least.
         summed: Whether the loss is a sum; see :func:`terms_of_rank`.
-        sampled: Whether the gradients are those of sampled targets.
+        sampled: Whether the gradients are those of sampled targets; see :func:`terms_of_rank`.
 
     Attributes:
         skipped_batches: How many micro-batches of all ranks were left out because a moment was not finite.
@@ -42,7 +51,7 @@ class Averaging:
     def clear(self) -> None:
         """Forgets what has not been pooled."""
         self._sums = LocalSums()
-        self._skips = 0  # non-finite micro-batches
+        self._skips = 0  # micro-batches that were not finite
 
     def fold(
         self,
@@ -52,18 +61,29 @@ class Averaging:
         decay: float,
         comm: Communicator,
     ) -> None:
-        """Adds what was captured of the blocks' layers; ``flags`` are the values of its flags, ``decay`` is xi."""
+        """Adds what this rank has captured in one step.
+
+        Args:
+            blocks: All blocks, in the order of the statistics' layer indices.
+            statistics: The packed raw sums of the step's micro-batches.
+            flags: The values of ``statistics.flags``, read from the device.
+            decay: xi at this step.
+            comm: The ranks.
+        """
+        # Of the step's micro-batches: those that belong to it, and of these the finite ones, which make up the sums.
         taken, finite = statistics.counted(flags)
         self._skips += sum(taken) - sum(finite)
         all_terms = sum(terms for terms, use in zip(statistics.terms, taken, strict=True) if use)
         terms = sum(terms for terms, use in zip(statistics.terms, finite, strict=True) if use)
-        per_term, m = terms_of_rank(all_terms, comm, summed=self.summed, sampled=self.sampled)
+        # The gradients carry the 1 / M of all micro-batches; only the finite ones count in the weight.
+        scale, m = terms_of_rank(all_terms, comm, summed=self.summed, sampled=self.sampled)
         m *= terms / max(1, all_terms)
         self._sums.begin(decay, m)
         for index, sums in statistics.sums.items():
+            # A layer that the last micro-batches did not use has fewer counts than there are micro-batches.
             rows = sum(count for count, use in zip(sums.counts, finite, strict=False) if use)
             if rows:
-                self._sums.add(blocks[index], (sums.a, sums.g.mul_(per_term)), (rows, m))
+                self._sums.add(blocks[index], (sums.a, sums.g.mul_(scale)), (rows, m))
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Goes on from saved counters."""
@@ -71,7 +91,13 @@ class Averaging:
         self.skipped_batches = int(counters.get("skipped_batches", 0))
 
     def pool(self, blocks: Sequence[Block], comm: Communicator, stages: StageTimes) -> None:
-        """Adds up what the ranks saw since the last time, into the running averages of all of them (a collective)."""
+        """Adds up what the ranks have seen since the last time, into the running averages of all (a collective).
+
+        Args:
+            blocks: All blocks; their averages are updated in place.
+            comm: The ranks.
+            stages: Where the time is noted.
+        """
         local, self._sums = self._sums, LocalSums()
         if not local.decays:
             return
@@ -80,29 +106,142 @@ class Averaging:
             weights, skips = comm.sum([local.weights(blocks), skips], "counts")
             self._skips = 0
             decays, totals = local.pool(blocks, weights)
-            jobs, sums = [], []
-            for block, decay, weight in zip(blocks, decays, totals, strict=True):
-                if weight[0]:
+            updates, sums = [], []
+            for block, decay, counts in zip(blocks, decays, totals, strict=True):
+                if counts[0]:  # some rank has used the layer; one that has not adds zeros
                     device = block.layer.weight.device
-                    own = local.sums(block) or [spec.zeros(self.dtype, device) for spec in block.specs]
+                    sums += local.sums(block) or [spec.zeros(self.dtype, device) for spec in block.specs]
                     current = block.state["current"]
-                    jobs += [(current[side], w, decay) for side, w in zip(SIDES, weight, strict=True)]
-                    sums += own
+                    updates += [(current[side], count, decay) for side, count in zip(SIDES, counts, strict=True)]
             pooled = comm.sum(sums, "factors", compressed=True)
-            for (average, count, decay), total in zip(jobs, pooled, strict=True):
+            for (average, count, decay), total in zip(updates, pooled, strict=True):
                 fold_(average, total, count, decay)
         self.skipped_batches += int(skips)
 
 
 def terms_of_rank(terms: int, comm: Communicator, *, summed: bool, sampled: bool) -> tuple[float, float]:
-    """This rank's part in ``G = M sum g g^T``: the factor of its ``sum g g^T``, and its part of M.
+    """This rank's part in the moment ``M^2 sum g g^T`` and in its count M.
 
-    A local g counts as g / R where the ranks' gradients are averaged. Of a mean over M = R ``terms`` terms that
-    gives ``terms^2`` (g carries the 1 / terms of the mean; ``sampled`` gradients are those of the sum). A sum has
-    M = 1, in however many backward passes and on however many ranks it was taken.
+    If the loss is a mean, M is R ``terms`` on R ranks with equal batches. Where the ranks' gradients are averaged, a
+    local g counts as g / R, so that its part in the moment is ``terms^2 g g^T``; where they are added up, it is
+    ``(R terms)^2 g g^T``. A loss that is a sum has M = 1, in however many backward passes and on however many ranks it
+    was taken.
+
+    Args:
+        terms: The number of averaged terms of the loss on this rank.
+        comm: The ranks.
+        summed: Whether the loss is a sum.
+        sampled: Whether g belongs to sampled targets; such a g is that of the sum of the terms, not of their
+            mean.
+
+    Returns:
+        What to multiply the rank's own ``sum g g^T`` by, and the rank's part of M.
     """
     ranks = comm.world_size
     share = 1 / ranks if comm.average_gradients else 1.0
     if summed:
         return share**2, 1 / ranks
     return (share * ranks) ** 2 * (1 if sampled else terms**2), terms
+
+
+def fold_(average: dict[str, Tensor], moment: Tensor, count: float, decay: float) -> None:
+    """Updates a running average in place: ``S <- xi S + moment``, ``w <- xi w + count``.
+
+    What is stored is S / w and w (:meth:`~kfac_optim.factors.FactorSpec.empty`), which keeps half precision from
+    overflowing.
+
+    Args:
+        average: The running average.
+        moment: The packed sum of the new moments, ``[p, packed]``.
+        count: How many rows or loss terms are in the sum; 0 leaves the average as it is.
+        decay: xi, the weight of the past.
+    """
+    if count == 0:
+        return
+    past = decay * float(average["weight"])
+    weight = past + count
+    value = average["value"]
+    if value.dtype in (torch.float16, torch.bfloat16):
+        write_(average, read(average).mul_(past / weight).add_(moment, alpha=1 / weight))
+    else:
+        value.mul_(past / weight).add_(moment, alpha=1 / weight)
+    average["weight"] = torch.tensor(weight, dtype=torch.float64)
+
+
+class LocalSums:
+    """What this rank has seen of every layer since the ranks last pooled their sums.
+
+    Running sums are linear: k updates ``S <- xi S + sum over ranks m_r`` are one update ``S <- xi^k S + sum over ranks
+    s_r`` with local sums ``s_r <- xi s_r + m_r``. So ranks need to communicate only when a refresh is due.
+
+    A rank alone cannot know whether any rank used a layer in an update; if none did, the layer does not decay. Local
+    sums are therefore kept in *runs* of consecutive updates with data, within which every decay is certain, and the
+    runs are put together once the ranks have added up their :meth:`weights`. A layer that is always used has one run.
+
+    The weight of G is M, which belongs to the loss: it counts the terms of all ranks, also of those that did not use
+    the layer (their gradient of it is zero).
+
+    Attributes:
+        decays: xi of each update so far.
+    """
+
+    def __init__(self) -> None:
+        self.decays: list[float] = []
+        self._terms: list[float] = []  # by update, this rank's part of M
+        self._weights: list[dict[Hashable, tuple[float, float]]] = []  # by update and layer
+        self._runs: dict[Hashable, list[tuple[int, list[Tensor]]]] = {}  # last update of a run, and its sums of A and G
+
+    def begin(self, decay: float, terms: float = 0.0) -> None:
+        """Begins an update, on all ranks, with or without data; ``terms`` is this rank's part of M."""
+        self.decays.append(decay)
+        self._terms.append(terms)
+        self._weights.append({})
+
+    def add(self, layer: Hashable, sums: Sequence[Tensor], weights: tuple[float, float]) -> None:
+        """Adds this rank's packed sums of A and G in the current update, and their weights; keeps the tensors."""
+        update, runs = len(self.decays) - 1, self._runs.setdefault(layer, [])
+        self._weights[update][layer] = weights
+        if runs and runs[-1][0] == update - 1:
+            for total, new in zip(runs[-1][1], sums, strict=True):
+                total.mul_(self.decays[update]).add_(new)
+            runs[-1] = (update, runs[-1][1])
+        else:
+            runs.append((update, list(sums)))
+
+    def weights(self, layers: Sequence[Hashable]) -> Tensor:
+        """The weights of A and G, ``[updates, layers, 2]``, float64, which the ranks then add up."""
+        updates = zip(self._weights, self._terms, strict=True)
+        rows = [[update.get(layer, (0.0, terms)) for layer in layers] for update, terms in updates]
+        return torch.tensor(rows, dtype=torch.float64).view(len(self.decays), len(layers), 2)
+
+    def pool(self, layers: Sequence[Hashable], weights: Tensor) -> tuple[list[float], list[list[float]]]:
+        """Puts the runs of every layer together into one.
+
+        Args:
+            layers: As given to :meth:`weights`.
+            weights: The sum of :meth:`weights` over the ranks.
+
+        Returns:
+            For each layer the factor by which its past decays, and the pooled weights of A and G (0 if no rank has used
+            the layer).
+        """
+        used = weights[:, :, :1] > 0
+        weights = torch.where(used, weights, 0.0)
+        decays = torch.tensor(self.decays, dtype=torch.float64)[:, None]
+        since = torch.where(used[:, :, 0], decays, 1.0).flip(0).cumprod(0).flip(0)  # decay from before each update on
+        after = torch.cat([since[1:], torch.ones_like(since[:1])])  # decay from after each update on
+        for i, layer in enumerate(layers):
+            runs = self._runs.get(layer, [])
+            for update, sums in runs:
+                factor = float(after[update, i])
+                for total in sums if factor != 1 else ():
+                    total.mul_(factor)
+            if len(runs) > 1:
+                pooled = [torch.stack(parts).sum(0) for parts in zip(*(sums for _, sums in runs), strict=True)]
+                self._runs[layer] = [(runs[-1][0], pooled)]
+        return since[0].tolist(), (weights * after[:, :, None]).sum(0).tolist()
+
+    def sums(self, layer: Hashable) -> list[Tensor] | None:
+        """This rank's packed sums of A and G, after :meth:`pool`; None if it did not use the layer."""
+        runs = self._runs.get(layer)
+        return runs[0][1] if runs else None

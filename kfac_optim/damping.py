@@ -48,7 +48,7 @@ class Damping(Protocol):
 
     @property
     def value(self) -> Schedule[float]:
-        """The multiple of the unit, > 0: a number, or a function of the step."""
+        """The multiple of the unit, a number > 0 or a function of the step."""
         ...
 
     def unit(self, spectra: Spectra) -> Tensor:

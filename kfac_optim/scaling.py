@@ -1,7 +1,8 @@
-"""Direction -> scaled direction: kl_clip (eq. 16), unit, graft.
+"""The length of a step: eq. 16 (``KLClip``), unit norm (``Unit``), or the base optimizer's own length (``Graft``).
 
 A scaling sees all preconditioned layers of a step at once, those of one shape stacked, and returns one multiplier per
-stack: a scalar, or ``[p]`` for its ``p`` Kronecker pairs. Everything stays on the device; nothing is read on the host.
+stack: a scalar, or ``[p]`` for the ``p`` Kronecker pairs in the stack. Everything stays on the device; nothing is read
+on the host.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -24,11 +25,12 @@ class Direction:
     """What a scaling knows of a stack of layers of one shape.
 
     Attributes:
-        direction: ``[p, d_out, d_in]``, the preconditioned matrices (bias as the last column).
-        gradient: The matrices that were preconditioned, the same shape.
-        lr: Learning rates, a number or a tensor that broadcasts: weights and biases may be in different groups.
-        units: For norm layers, whose pairs are one unit: the number of the unit that each pair belongs to, ``[p]``.
-            None where every pair is one of its own.
+        direction: The preconditioned matrices, ``[p, d_out, d_in]`` (bias as the last column).
+        gradient: The matrices that were preconditioned (gradients or momentum), of the same shape.
+        lr: The learning rate: a number, or a tensor that broadcasts to that shape where weights and biases have
+            different ones.
+        units: For norm layers, whose pairs (channels) are scaled together: the number of the layer that each pair
+            belongs to, ``[p]``. None where every pair is scaled on its own.
     """
 
     direction: Tensor
@@ -37,16 +39,17 @@ class Direction:
     units: Tensor | None = None
 
     def norm(self, matrix: Tensor) -> Tensor:
-        """Frobenius norm of the unit that each pair belongs to, ``[p]``."""
+        """For each pair the Frobenius norm of ``matrix [p, d_out, d_in]`` over all pairs of its unit, ``[p]``."""
         norms = torch.linalg.matrix_norm(matrix)
         return norms if self.units is None else self._over_units(norms.square()).sqrt()
 
     @property
     def pairs(self) -> Tensor | int:
-        """How many pairs make up the unit that each pair belongs to, ``[p]`` or 1."""
+        """For each pair the number of pairs in its unit, ``[p]``; 1 where every pair is its own unit."""
         return 1 if self.units is None else self._over_units(torch.ones_like(self.direction[:, 0, 0]))
 
     def _over_units(self, values: Tensor) -> Tensor:
+        """Replaces each pair's value by the sum over its unit; ``[p]`` to ``[p]``."""
         assert self.units is not None
         return torch.zeros_like(values).index_add(0, self.units, values)[self.units]
 
@@ -55,8 +58,61 @@ class Scaling(Protocol):
     """Anything with this method can be passed as ``scaling=``."""
 
     def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
-        """One multiplier per stack, 0-dim or ``[p]``; finite for zero gradients and zero learning rates."""
+        """What to multiply the directions by.
+
+        Args:
+            directions: The stacks of this step.
+            step: The number of steps taken so far.
+
+        Returns:
+            One multiplier per stack, 0-dim or ``[p]``; finite for zero gradients and zero learning rates.
+        """
         ...
+
+
+@dataclass(frozen=True)
+class KLClip:
+    """Bounds the KL divergence of a step (eq. 16): one multiplier nu for all layers, at most 1.
+
+    With the learning rate, direction and gradient of each layer::
+
+        nu = min(1, sqrt(kappa / sum_layers lr^2 |<direction, gradient>|))
+
+    Args:
+        kappa: Bound on the second-order estimate of the KL divergence, > 0; a number or a function of the step. Default
+            1e-3, as in the paper.
+
+    Raises:
+        TypeError: If ``kappa`` is neither a number nor callable.
+        ValueError: If it is not positive and finite; if a function returns such a value, in that step.
+    """
+
+    kappa: Schedule[float] = 1e-3
+    needs_lr: ClassVar[bool] = True  # of the step, which precondition_() has to be given
+
+    def __post_init__(self) -> None:
+        if not callable(self.kappa):
+            _check_kappa(self.kappa)
+
+    def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
+        """See :class:`Scaling`."""
+        kappa = _check_kappa(value_at(self.kappa, step), step if callable(self.kappa) else None)
+        if not directions:
+            return []
+        products = [(d.direction * d.gradient * (d.lr * d.lr)).sum().abs() for d in directions]
+        total = torch.stack([product.to(products[0]) for product in products]).sum()
+        nu = torch.where(total > 0, kappa / total, 1.0).sqrt().clamp(max=1.0)
+        return [nu.to(d.direction) for d in directions]
+
+
+def _check_kappa(kappa: Any, step: int | None = None) -> float:
+    """Returns a valid kappa; ``step``: the one at which a function returned it."""
+    what = f"KLClip(kappa={kappa!r})" if step is None else f"KLClip(kappa=...) at step {step}: {kappa!r}"
+    if isinstance(kappa, bool) or not isinstance(kappa, (int, float)):
+        raise TypeError(f"{what}: must be a number > 0, or a function of the step, not {type(kappa).__name__}")
+    if not 0 < kappa < math.inf:
+        raise ValueError(f"{what}: must be > 0 and finite, or a function of the step")
+    return kappa
 
 
 def _ratio(numerator: Tensor | float, denominator: Tensor) -> Tensor:
@@ -65,50 +121,12 @@ def _ratio(numerator: Tensor | float, denominator: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class KLClip:
-    """Eq. 16: one scalar ``nu = min(1, sqrt(kappa / sum_layers lr^2 |<v, grad>|))`` for all layers.
-
-    Args:
-        kappa: Bound on the (second-order estimate of the) KL divergence of a step, > 0; a number or a function of the
-            step. Default 1e-3, as the paper.
-
-    Raises:
-        TypeError: If kappa is neither a number nor callable.
-        ValueError: If it is not positive and finite.
-    """
-
-    kappa: Schedule[float] = 1e-3
-    needs_lr: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if not callable(self.kappa):
-            self._check(self.kappa)
-
-    @staticmethod
-    def _check(kappa: object) -> None:
-        if isinstance(kappa, bool) or not isinstance(kappa, (int, float)):
-            raise TypeError(f"KLClip(kappa={kappa!r}): must be a number > 0 or a callable(step)")
-        if not 0 < kappa < math.inf:
-            raise ValueError(f"KLClip(kappa={kappa!r}): must be > 0, or a callable(step)")
-
-    def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
-        """See :class:`Scaling`."""
-        if not directions:
-            return []
-        kappa = value_at(self.kappa, step)
-        self._check(kappa)
-        products = [(d.direction * d.gradient * (d.lr * d.lr)).sum().abs() for d in directions]
-        total = torch.stack([product.to(products[0]) for product in products]).sum()
-        nu = torch.where(total > 0, kappa / total, 1.0).sqrt().clamp(max=1.0)
-        return [nu.to(d.direction) for d in directions]
-
-
-@dataclass(frozen=True)
 class Unit:
-    """Each pair's direction gets the norm of a semi-orthogonal update, ``sqrt(min(d_out, d_in) max(1, d_out / d_in))``.
+    """Gives each pair's direction the Frobenius norm of a semi-orthogonal update.
 
-    ``lr`` then has the units of Muon's (0.01 to 0.05) and one value serves all layers; every global scale of the loss
-    or of G drops out. The pairs of a norm layer together get ``sqrt(C)``.
+    That norm is ``sqrt(min(d_out, d_in) max(1, d_out / d_in))``.
+    ``lr`` then has the units of Muon's (0.01 to 0.05), and one value suits all layers; a global scale of the loss or of
+    G has no effect. All C channels of a norm layer together get the norm ``sqrt(C)``.
     """
 
     def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
@@ -125,7 +143,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Graft:
-    """Each pair's direction gets the norm of the matrix that was preconditioned: the base optimizer's step length."""
+    """Gives each pair's direction the norm of the matrix that was preconditioned: the base optimizer's step length."""
 
     def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
         """See :class:`Scaling`."""

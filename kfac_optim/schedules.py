@@ -1,10 +1,10 @@
-"""Hyperparameters that are a number or a callable of the step.
+"""Hyperparameters that are a number or a function of the step.
 
-A schedule is any ``callable(step) -> number``; a plain number is a constant schedule. The functions below are the
-schedules of the papers; each returns a small picklable callable, so an optimizer that uses them can be pickled too.
+A schedule is a plain number or any ``callable(step) -> number``, where ``step`` counts optimizer steps from 0. The
+classes below make the schedules of the papers; they can be pickled, and so can an optimizer that uses them.
 
-The intervals follow one rule everywhere: work is due at step ``t`` when ``t - last >= interval(t)``, where ``last`` is
-the step at which it was done before (work never done is due at once).
+All intervals follow one rule: work is due at step ``t`` if ``t - last >= interval(t)``, where ``last`` is the step at
+which it was last done. Work that was never done is due at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Schedule = Union[Number, Callable[[int], Number]]  # noqa: UP007  (mypy takes no
 
 
 def value_at(schedule: Schedule[Number], step: int) -> Number:
-    """The value of a number-or-callable at ``step`` (a count of optimizer steps from 0)."""
+    """The value of a schedule at ``step``."""
     return schedule(step) if callable(schedule) else schedule
 
 
@@ -31,10 +31,9 @@ def due(interval: Schedule[int], step: int, last: int | None) -> bool:
 
 @dataclass(frozen=True)
 class growing:
-    """An interval that grows with the step: curvature moves fast at first and slowly later.
+    """An interval that grows with the step, because curvature changes fast at first and slowly later.
 
-    The interval at step ``t`` is ``max(minimum, fraction * t)``, at most ``maximum``; the amortised cost of refreshing
-    is then a constant share of the training, while early training sees curvature as fresh as ``minimum`` steps.
+    The interval at step ``t`` is ``max(minimum, fraction * t)`` steps, rounded down, and at most ``maximum``.
 
     Args:
         fraction: Interval per step of training, >= 0. Default 0.1: at step 1000 every 100 steps.
@@ -64,9 +63,16 @@ class growing:
 
 @dataclass(frozen=True)
 class exponential_decay:
-    """``initial * rate ** (step / steps)``, never below ``final``: for instance a damping that decays.
+    """A value that decays exponentially: ``initial * rate ** (step / steps)``, but never below ``final``.
 
-    "larger damping values early account for rapid changes in the FIM at the start of training" (paper, section 5.3).
+    For instance damping: "larger damping values early account for rapid changes in the FIM at the start of training"
+    (paper, section 5.3).
+
+    Args:
+        initial: The value at step 0.
+        rate: What the value is multiplied by in every ``steps`` steps, usually in (0, 1).
+        steps: The number of steps that ``rate`` refers to, > 0.
+        final: The smallest value. Default 0: no limit.
     """
 
     initial: float
@@ -80,10 +86,14 @@ class exponential_decay:
 
 @dataclass(frozen=True)
 class constant_then_scaled:
-    """A number that is multiplied by ``factor`` at each of ``milestones`` (steps), rounded to an int where it was one.
+    """A value that is multiplied by ``factor`` at each milestone, "at fixed iterations" (paper, section 5.3).
 
-    The paper's decay of damping (``factor < 1``) and of the update frequency (``factor > 1`` on the interval), "at
-    fixed iterations" (section 5.3).
+    The paper decays damping (``factor < 1``) and the update frequency (``factor > 1`` on the interval) in this way.
+
+    Args:
+        initial: The value before the first milestone. If it is an int, all values are rounded to ints >= 1.
+        milestones: The steps at which it changes.
+        factor: What it is multiplied by at each of them.
     """
 
     initial: float

@@ -60,12 +60,12 @@ class StatefulEngine(Config):
 
     @property
     def last_refresh(self) -> int | None:
-        """The step at which a refresh began last; None: never."""
+        """The step at which a refresh began last, or None before the first."""
         return self._refresher.last_refresh
 
     @property
     def frozen_at(self) -> int | None:
-        """The step whose factors are in use; None: none are."""
+        """The step whose factors are in use, or None where none are."""
         return self._refresher.frozen_at
 
     @property

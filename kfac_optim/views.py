@@ -80,7 +80,7 @@ class ViewedEngine(StatefulEngine):
                 for kind, (sent, received) in self.comm.traffic.items()
             },
             "layers": {
-                block.layer.name: report_of(block, value * block.damping_unit(damping), eigenvalues=eigenvalues)
+                block.layer.name: report_of(block, value * block.damping_unit(damping), full=eigenvalues)
                 for block in self._blocks
                 if block.has_direction
             },

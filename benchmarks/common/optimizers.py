@@ -1,4 +1,4 @@
-"""Optimizers by name, built from a run's settings; ``kfac_optim`` is imported only for one of its classes."""
+"""Optimizers by name, built from a run's settings."""
 
 from __future__ import annotations
 
@@ -15,25 +15,18 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.common.settings import Settings, nearest
 from benchmarks.common.tasks import Task
+from kfac_optim import Bernoulli, Categorical, Fisher, Gaussian, InverseSolver, KLClip, OfLargest, OfMean, growing
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where an optimizer class is found and what it takes.
+    """Where an optimizer class is found and what it takes."""
 
-    Attributes:
-        module: Module that holds the class.
-        keywords: Settings passed on, beside the learning rate.
-        base: Name of the class that a K-FAC optimizer puts its directions into; None: not a K-FAC optimizer.
-        matrices_only: It refuses parameters that are not 2-dimensional.
-        takes_model: The class wants the module too, as ``model``.
-    """
-
-    module: str
+    module: str  # Module that holds the class
+    # Settings passed on, beside the learning rate.
     keywords: tuple[str, ...] = ("weight_decay",)
-    base: str | None = None
-    matrices_only: bool = False
-    takes_model: bool = False
+    matrices_only: bool = False  # It refuses parameters that are not 2-dimensional
+    takes_model: bool = False  # The class wants the module too, as ``model``
 
 
 OPTIMIZERS: dict[str, Entry] = {
@@ -42,21 +35,15 @@ OPTIMIZERS: dict[str, Entry] = {
     "AdamW": Entry("torch.optim"),
     "Muon": Entry("benchmarks.peers.muon", ("momentum", "weight_decay"), matrices_only=True),
     "Lamb": Entry("torch_optimizer"),
-    "RMSprop": Entry("torch.optim", ("momentum", "weight_decay")),
     "SOAP": Entry("pytorch_optimizer"),
     "Shampoo": Entry("pytorch_optimizer", ("momentum", "weight_decay")),
     "KFACPyTorch": Entry("benchmarks.peers.kfac_pytorch", ("momentum", "weight_decay"), takes_model=True),
     "KFACJax": Entry("benchmarks.peers.kfac_jax", (), takes_model=True),
-    "KFACSGD": Entry("kfac_optim", ("momentum", "weight_decay"), base="SGD", takes_model=True),
-    "KFACAdam": Entry("kfac_optim", base="Adam", takes_model=True),
-    "KFACLAMB": Entry("kfac_optim", base="Lamb", takes_model=True),
+    "KFACSGD": Entry("kfac_optim", ("momentum", "weight_decay"), takes_model=True),
+    "KFACAdam": Entry("kfac_optim", takes_model=True),
+    "KFACLAMB": Entry("kfac_optim", takes_model=True),
 }
 REST = tuple(name for name, entry in OPTIMIZERS.items() if not (entry.takes_model or entry.matrices_only))
-
-
-def is_kfac(name: str) -> bool:
-    """Say whether ``name`` is one of ``kfac_optim``'s optimizers."""
-    return OPTIMIZERS[name].base is not None
 
 
 def find(name: str) -> Callable[..., Optimizer]:
@@ -73,32 +60,47 @@ def find(name: str) -> Callable[..., Optimizer]:
     return found
 
 
-def interval(value: Any) -> Any:
-    """Return a number of steps as it is, and ``"growing[:fraction[:minimum[:maximum]]]"`` as the schedule it names.
+def interval(text: str) -> growing:
+    """Return the schedule that ``"growing[:fraction[:minimum[:maximum]]]"`` names.
 
     Raises:
-        ValueError: If the text is neither.
+        ValueError: If the text names none.
     """
-    if not isinstance(value, str):
-        return value
-    word, *numbers = value.split(":")
+    word, *numbers = text.split(":")
     if word != "growing" or len(numbers) > 3:
-        raise ValueError(f"{value!r} is neither a number of steps nor growing[:fraction[:minimum[:maximum]]]")
+        raise ValueError(f"{text!r} is neither a number of steps nor growing[:fraction[:minimum[:maximum]]]")
     kinds = {"fraction": float, "minimum": int, "maximum": int}
-    growing = importlib.import_module("kfac_optim").growing
     return growing(**{name: kind(number) for (name, kind), number in zip(kinds.items(), numbers, strict=False)})
 
 
+DAMPINGS: dict[str, Callable[[float], Any]] = {"absolute": float, "mean": OfMean, "largest": OfLargest}
+FISHERS: dict[str, type[Fisher]] = {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
+
+
 def kfac_keywords(settings: Settings) -> dict[str, Any]:
-    """Return the K-FAC keywords of ``settings`` with written-out intervals turned into schedules.
+    """Return the K-FAC keywords of ``settings``, with the objects that its plain values stand for.
 
     The solver "inverse-plain" is the explicit inverse of eqs. 9-10 of the paper to the letter, without pi.
+
+    Raises:
+        ValueError: If a value stands for nothing.
     """
-    intervals = ("factor_update_steps", "inv_update_steps")
-    keywords = {name: interval(value) if name in intervals else value for name, value in settings.kfac.items()}
-    if keywords.get("solver") == "inverse-plain":
-        keywords["solver"] = importlib.import_module("kfac_optim").InverseSolver(pi=False)
-    return keywords
+    given = dict(settings.kfac)
+    for name in ("factor_update_steps", "inv_update_steps"):
+        if isinstance(given.get(name), str):
+            given[name] = interval(given[name])
+    if relative := given.pop("damping_of", None):
+        if "damping" not in given:
+            raise ValueError("--damping-of: says what --damping is relative to; give --damping too")
+        given["damping"] = DAMPINGS[nearest("unit of damping", relative, DAMPINGS)](given["damping"])
+    word, _, kappa = str(given.get("scaling")).partition(":")
+    if word == "kl_clip" and kappa:
+        given["scaling"] = KLClip(float(kappa))
+    if given.get("fisher") in FISHERS:
+        given["fisher"] = FISHERS[given["fisher"]](seed=settings.seed)
+    if given.get("solver") == "inverse-plain":
+        given["solver"] = InverseSolver(pi=False)
+    return given
 
 
 def build(settings: Settings, task: Task, model: nn.Module) -> list[Optimizer]:

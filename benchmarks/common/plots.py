@@ -1,121 +1,82 @@
-"""Draws the logs of runs on one task: loss and accuracy, over steps and over seconds."""
+"""Pictures of runs on one task: loss and accuracy, over steps and over seconds."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.common.runs import Line, Record, seconds_key
+from benchmarks.common.reports import grid
+from benchmarks.common.runs import Record, column, smoothed
 from benchmarks.common.tasks import Task
 
-MEMORY = 0.9  # of the running average of the training loss
 
-
-def draw(task: Task, records: Mapping[str, Record], path: Path) -> None:
-    """Write the plot of all runs to ``path``."""
-    figure_of(task, records).savefig(path, dpi=110)
-
-
-def figure_of(task: Task, records: Mapping[str, Record]) -> Figure:
-    """Return the plot of all runs.
+def of_runs(task: Task, records: Mapping[str, Record]) -> Figure:
+    """Return the plot of single runs.
 
     The upper row shows the training loss (faint: each step; full: running average) and the held-out loss (dashed, with
     dots); the lower row the held-out accuracy, or the held-out loss alone for a task without accuracy.
     """
-    settings = next(iter(records.values())).header["settings"]
-    seconds = seconds_key(next(iter(records.values())))
-    columns = {"step": "steps", seconds: f"{seconds.replace('_', ' ')} of training, without evaluation"}
-    figure = Figure(figsize=(12, 8), layout="constrained")
-    FigureCanvasAgg(figure)  # a canvas of its own: works without a display and leaves pyplot's state alone
-    grid = figure.subplots(2, 2, sharex="col", sharey="row")
-    for (upper, lower), (key, title) in zip(grid.T, columns.items(), strict=True):
+    first = next(iter(records.values()))
+    settings = first.header["settings"]
+    title = f"{task.name}: seed {settings['seed']}, batch size {settings['batch_size']}"
+    figure, panels = _panels(task, title, first.seconds)
+    for (upper, lower), key in zip(panels.T, ("step", first.seconds), strict=True):
         for index, (label, record) in enumerate(records.items()):
-            style = {"color": f"C{index}", "label": describe(label, record)}
-            draw_losses(upper, record, key, style)
-            lower.plot(*columns_of(record.evaluations, key, task.metric), ".-", **style)
-        lower.axhline(task.target, color="grey", linewidth=1, linestyle=":")
-        lower.set_xlabel(title)
-    name_axes(grid, task)
-    figure.suptitle(f"{task.name}: seed {settings['seed']}, batch size {settings['batch_size']}")
+            style = {"color": f"C{index}", "label": _described(label, record)}
+            steps, losses = column(record.steps, key), column(record.steps, "loss")
+            upper.plot(steps, losses, color=f"C{index}", alpha=0.2, linewidth=0.8)
+            upper.plot(steps, smoothed(losses), **style)
+            places = column(record.evaluations, key)
+            upper.plot(places, column(record.evaluations, "test_loss"), ".--", color=f"C{index}", alpha=0.7)
+            lower.plot(places, column(record.evaluations, task.metric), ".-", **style)
+    panels[0][0].legend(fontsize="small")
     return figure
 
 
-def draw_medians(task: Task, records: Mapping[str, Sequence[Record]], path: Path) -> None:
-    """Write the plot of contenders that ran with several seeds to ``path``.
+def of_medians(task: Task, records: Mapping[str, Sequence[Record]]) -> Figure:
+    """Return the plot of contenders that ran with several seeds.
 
-    Lines are medians of the evaluations, shades reach from the least to the largest; above the averaged training loss
-    (as ``train_loss`` in the evaluations), below the held-out metric. Runs that did not finish are left out.
+    Lines are medians of the evaluations, shades reach from the least to the largest; above the averaged training loss,
+    below the held-out metric. Runs that did not finish are left out.
     """
-    columns = {"step": "steps", seconds_key(next(iter(records.values()))[0]): "seconds of training, median"}
-    figure = Figure(figsize=(13, 9), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(2, 2, sharex="col", sharey="row")
-    for (upper, lower), (key, title) in zip(grid.T, columns.items(), strict=True):
+    first = next(iter(records.values()))
+    title = f"{task.name}: median and range of {len(first)} seeds"
+    figure, panels = _panels(task, title, first[0].seconds)
+    for (upper, lower), key in zip(panels.T, ("step", first[0].seconds), strict=True):
         for index, (label, runs) in enumerate(records.items()):
-            found = [
-                columns_of(run.evaluations[1:], key, "train_loss", task.metric) for run in runs if run.end == "finished"
-            ]
-            style = {"color": f"C{index % 10}", "label": label, "linestyle": ("-", "--")[index // 10]}
-            if found:
-                middle, least, largest = (reduce(found, axis=0) for reduce in (np.median, np.min, np.max))
-                for axes, row in ((upper, 1), (lower, 2)):
-                    axes.plot(middle[0], middle[row], **style)
-                    axes.fill_between(middle[0], least[row], largest[row], color=style["color"], alpha=0.12)
-        lower.axhline(task.target, color="grey", linewidth=1, linestyle=":")
-        lower.set_xlabel(title)
-    name_axes(grid, task)
-    grid[0][0].set_ylabel("training loss")
-    figure.suptitle(f"{task.name}: median and range of {len(next(iter(records.values())))} seeds")
-    figure.savefig(path, dpi=110)
+            ended = [run.evaluations[1:] for run in runs if run.end == "finished"]
+            style: dict[str, Any] = {"color": f"C{index % 10}", "linestyle": ("-", "--")[index // 10]}
+            for axes, name in ((upper, "train_loss"), (lower, task.metric)) if ended else ():
+                places = np.median([column(lines, key) for lines in ended], axis=0)
+                values = np.array([column(lines, name) for lines in ended])
+                axes.plot(places, np.median(values, axis=0), label=label, **style)
+                axes.fill_between(places, values.min(0), values.max(0), color=style["color"], alpha=0.12)
+    panels[0][0].legend(fontsize="small")
+    return figure
 
 
-def name_axes(grid: Sequence[Sequence[Axes]], task: Task) -> None:
-    """Set scales, names and the legend."""
-    upper, lower = grid[0][0], grid[1][0]
-    upper.set_yscale("log")
-    upper.set_ylabel("loss (dashed: held out)")
+def _panels(task: Task, title: str, seconds: str) -> tuple[Figure, Any]:
+    """Return a figure of losses above and the metric below, over steps and over seconds."""
+    figure, panels = grid(2, 2, title, size=(6.5, 4.5), sharex="col", sharey="row")
+    upper, lower = panels[:, 0]
+    upper.set(yscale="log", ylabel="training loss (dashed: held out)")
     lower.set_ylabel(f"held-out {task.metric.removeprefix('test_')} (dotted: target)")
     if task.scores:
         lower.set_ylim(max(0.0, 1 - 5 * (1 - task.target)), 1.005)
     else:
         lower.set_yscale("log")
-    for axes in (axes for row in grid for axes in row):
+    for below, name in zip(panels[1], ("steps", f"{seconds.replace('_', ' ')} of training"), strict=True):
+        below.axhline(task.target, color="grey", linewidth=1, linestyle=":")
+        below.set_xlabel(name)
+    for axes in panels.flat:
         axes.grid(alpha=0.25, which="both")
-    upper.legend(fontsize="small")
+    return figure, panels
 
 
-def draw_losses(axes: Axes, record: Record, key: str, style: Mapping[str, Any]) -> None:
-    """Draw training and held-out loss of one run over ``key``."""
-    position, loss = columns_of(record.steps, key, "loss")
-    axes.plot(position, loss, color=style["color"], alpha=0.2, linewidth=0.8)
-    axes.plot(position, smoothed(loss), **style)
-    axes.plot(*columns_of(record.evaluations, key, "test_loss"), ".--", color=style["color"], alpha=0.7)
-
-
-def columns_of(lines: Sequence[Line], *keys: str) -> tuple[list[float], ...]:
-    """Return the values of each of ``keys`` over all lines; null (not finite) as NaN, which leaves a gap."""
-    return tuple([math.nan if line[key] is None else line[key] for line in lines] for key in keys)
-
-
-def smoothed(values: Sequence[float]) -> list[float]:
-    """Return the running average, without the bias of a start at zero; NaNs are left out of it."""
-    total = weight = 0.0
-    averages = []
-    for value in values:
-        if math.isfinite(value):
-            total, weight = MEMORY * total + value, MEMORY * weight + 1
-        averages.append(total / weight if weight else math.nan)
-    return averages
-
-
-def describe(label: str, record: Record) -> str:
+def _described(label: str, record: Record) -> str:
     """Return the legend's entry: the settings in which runs on one task usually differ."""
     settings = record.header["settings"]
     words = [label.partition(":")[0], f"lr {settings['lr']:g}"]
@@ -123,6 +84,4 @@ def describe(label: str, record: Record) -> str:
         words.append(f"momentum {settings['momentum']:g}")
     kfac = settings["kfac"]
     words += [f"{name} {kfac[name]}" for name in ("damping", "scaling", "fisher") if name in kfac]
-    if settings["rest"]:
-        words.append(f"rest {settings['rest']}")
-    return ", ".join(words)
+    return ", ".join([*words, *([f"rest {settings['rest']}"] if settings["rest"] else [])])

@@ -1,12 +1,12 @@
-"""One run: trains step by step, logs JSON lines, keeps a checkpoint from which it continues exactly.
+"""One run: trains step by step, says in lines what happened, and continues exactly from what it saved.
 
-A log's first line holds the settings, versions and machine; then one line per step and per evaluation, and of K-FAC
-optimizers one on the curvature beside each evaluation and at the end; a last line says how the run ended. JSON has no
-NaN: a loss that is not finite is logged as null.
+The first line holds the settings, versions and machine; then there is one for every step and every evaluation. JSON has
+no NaN: a loss that is not finite is null. Seconds are those of the steps alone, of CPU time and of the wall.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import math
@@ -15,13 +15,13 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from benchmarks.common import optimizers
 from benchmarks.common.settings import Settings
@@ -34,19 +34,9 @@ Line = dict[str, Any]
 
 def facts() -> Line:
     """Return versions and machine, as every result file holds them."""
-    packages = (
-        "torch",
-        "torch_optimizer",
-        "numpy",
-        "scikit-learn",
-        "torchvision",
-        "transformers",
-        "kfac_pytorch",
-        "kfac_jax",
-        "jax",
-    )
+    packages = "torch torch_optimizer numpy scikit-learn transformers kfac_pytorch kfac_jax jax".split()
     versions: Line = {"python": platform.python_version(), **{name: version(name) for name in packages}}
-    versions["kfac_optim"] = getattr(sys.modules.get("kfac_optim"), "__version__", None)
+    versions["kfac_optim"] = importlib.import_module("kfac_optim").__version__
     machine = {"system": platform.platform(), "processor": processor(), "cores": os.cpu_count()}
     if torch.cuda.is_available():
         machine["gpu"] = torch.cuda.get_device_name()
@@ -101,7 +91,7 @@ class Trainer:
 
     Args:
         task: What is trained.
-        settings: How.
+        settings: How it is trained.
 
     Raises:
         ValueError, TypeError: If the settings do not fit the task or the optimizer.
@@ -135,11 +125,6 @@ class Trainer:
         if self.step % self.settings.eval_every == 0 or self.ended:
             lines.append(self.evaluation())
         return lines
-
-    def lines(self) -> Iterator[Line]:
-        """Train to the end, yielding every line."""
-        while not self.ended:
-            yield from self.advance()
 
     def train_step(self) -> Line:
         """Take one step on the batch that belongs to it."""
@@ -207,104 +192,116 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+MEMORY = 0.9  # of the running average of the training loss
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Return the running average, without the bias of a start at zero; NaNs are left out of it."""
+    total = weight = 0.0
+    averages = []
+    for value in values:
+        if math.isfinite(value):
+            total, weight = MEMORY * total + value, MEMORY * weight + 1
+        averages.append(total / weight if weight else math.nan)
+    return averages
+
+
+def column(lines: Iterable[Line], key: str) -> list[float]:
+    """Return the values of ``key`` over all lines; null (not finite) as NaN, which leaves a gap in a plot."""
+    return [math.nan if line[key] is None else line[key] for line in lines]
+
+
 @dataclass
 class Record:
-    """What a log says.
+    """What a run's lines say."""
 
-    Attributes:
-        header: The first line.
-        steps: Lines of the steps.
-        evaluations: Lines of the evaluations.
-        curvature: What the curvature engine reported.
-        end: How the run ended, or None if it did not yet.
-    """
-
-    header: Line
-    steps: list[Line] = field(default_factory=list)
-    evaluations: list[Line] = field(default_factory=list)
-    curvature: list[Line] = field(default_factory=list)
-    end: str | None = None
+    header: Line  # The first line: settings, versions, machine
+    steps: list[Line] = field(default_factory=list)  # Lines of the steps
+    evaluations: list[Line] = field(default_factory=list)  # Lines of the evaluations
+    curvature: list[Line] = field(default_factory=list)  # What the curvature engine reported
+    end: str | None = None  # How the run ended, or None if it did not yet
 
     def add(self, line: Line) -> None:
         """Sort one line in."""
-        if line["kind"] == "step":
-            self.steps.append(line)
-        elif line["kind"] == "evaluation":
-            self.evaluations.append(line)
-        elif line["kind"] == "curvature":
-            self.curvature.append(line)
-        else:
+        if line["kind"] == "end":
             self.end = line["reason"]
-
-
-def seconds_key(record: Record) -> str:
-    """Return which seconds a run is judged by: of CPU time, or the wall's where a GPU does the work."""
-    return "cpu_seconds" if record.header["settings"]["device"] == "cpu" else "wall_seconds"
-
-
-@dataclass(frozen=True)
-class RunFiles:
-    """Log and checkpoint of one run in an output folder."""
-
-    folder: Path
-    label: str
+        else:
+            {"step": self.steps, "evaluation": self.evaluations, "curvature": self.curvature}[line["kind"]].append(line)
 
     @property
-    def log(self) -> Path:
-        """JSON lines."""
-        return self.folder / f"{self.stem}.jsonl"
+    def seconds(self) -> str:
+        """Which seconds a run is judged by: of CPU time, or the wall's where a GPU does the work."""
+        return "cpu_seconds" if self.header["settings"]["device"] == "cpu" else "wall_seconds"
 
     @property
-    def checkpoint(self) -> Path:
-        """The last checkpoint; after the end, the trained model."""
-        return self.folder / f"{self.stem}.pt"
+    def recent_loss(self) -> float | None:
+        """The mean training loss of the last 20 steps, of those that were finite."""
+        losses = [line["loss"] for line in self.steps[-20:] if line["loss"] is not None]
+        return sum(losses) / len(losses) if losses else None
 
-    @property
-    def stem(self) -> str:
-        """The label as a file name."""
-        return self.label.replace(":", "-lr")
+    def first_reached(self, task: Task) -> Line | None:
+        """Return the first evaluation that reached the task's target."""
+        lines = (line for line in self.evaluations if line[task.metric] is not None)
+        return next((line for line in lines if task.reached(line[task.metric])), None)
 
-    def record(self) -> Record | None:
-        """Return the log, or None if there is none (or not a whole first line)."""
+
+def train(task: Task, settings: Settings, label: str, *, quiet: bool = False) -> tuple[Trainer, Record]:
+    """Train to the end.
+
+    Args:
+        task: What is trained.
+        settings: How it is trained.
+        label: Text before the progress bar.
+        quiet: No progress bar.
+
+    Returns:
+        The trainer, and its record, in which every evaluation has the running average of the training loss as well.
+    """
+    trainer = Trainer(task, settings)
+    record = Record(trainer.header())
+    pause = 0.5 if sys.stderr.isatty() else 10.0
+    with tqdm(total=settings.steps, desc=label, unit="step", mininterval=pause, leave=False, disable=quiet) as bar:
         try:
-            text = self.log.read_text()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-        if not lines:
-            return None
-        record = Record(lines[0])
-        for line in lines[1:]:
-            record.add(line)
-        return record
-
-    def remove(self) -> None:
-        """Delete log and checkpoint."""
-        self.log.unlink(missing_ok=True)
-        self.checkpoint.unlink(missing_ok=True)
-
-    def save(self, trainer: Trainer) -> None:
-        """Write the checkpoint of ``trainer``: the old one is replaced only when the new one is complete."""
-        half = self.checkpoint.with_suffix(".pt.tmp")
-        torch.save({"log_bytes": self.log.stat().st_size, "run": trainer.state_dict()}, half)
-        os.replace(half, self.checkpoint)
-
-    def restore(self, trainer: Trainer) -> None:
-        """Continue ``trainer`` from the checkpoint, and cut the log back to where it was written.
-
-        Raises:
-            ValueError: If the checkpoint is damaged, or the log is shorter than it was.
-        """
-        try:
-            saved = torch.load(self.checkpoint, weights_only=True, map_location=trainer.device)
-            trainer.load_state_dict(saved["run"])
-        except (OSError, RuntimeError, KeyError, ValueError, EOFError, UnpicklingError) as error:
-            raise ValueError(f"{self.checkpoint}: not a usable checkpoint: {error}") from error
-        if not self.log.exists() or self.log.stat().st_size < saved["log_bytes"]:
-            raise ValueError(f"{self.log}: missing or shorter than when {self.checkpoint.name} was written")
-        os.truncate(self.log, saved["log_bytes"])
+            while not trainer.ended:
+                for line in trainer.advance():
+                    record.add(line)
+                    if line["kind"] == "evaluation":
+                        line["train_loss"] = finite(smoothed([math.nan, *column(record.steps, "loss")])[-1])
+                bar.update()
+            record.end = trainer.ended
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # as Shampoo ends when it diverges
+            record.end = f"failed: {error}"
+    return trainer, record
 
 
-def comparable(header: Line) -> Line:
-    """Return what must agree for a run to continue: its settings and its data."""
-    return {**header["settings"], "data_checksum": header["data_checksum"]}
+def identity(settings: Settings, task: Task, **more: Any) -> Line:
+    """Return what must agree for a finished run to stand for another: settings, data, and what else is given."""
+    return {**asdict(settings), "data_checksum": task.digest, **more}
+
+
+class Store:
+    """Finished runs, found again by their identity.
+
+    Args:
+        paths: Result files, with runs under ``"runs"``; those that are missing are left out.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self.runs: dict[str, Line] = {}
+        for path in paths:
+            for run in json.loads(path.read_text()).get("runs", ()) if path.exists() else ():
+                self.add(run)
+
+    def add(self, run: Line) -> None:
+        """Keep a run: its identity is the entry ``"run"``, or the entries ``"settings"`` and ``"data_checksum"``."""
+        known = run["run"] if "run" in run else {**run["settings"], "data_checksum": run["data_checksum"]}
+        self.runs[self.key(known)] = run
+
+    def find(self, wanted: Line) -> Line | None:
+        """Return the run with an identity, or None if it is not finished."""
+        return self.runs.get(self.key(wanted))
+
+    @staticmethod
+    def key(known: Line) -> str:
+        """Return an identity as text; the same before and after it went through a file."""
+        return json.dumps(known, sort_keys=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.common.tasks import Task
 
+KFAC = {"KFACSGD": "SGD", "KFACAdam": "Adam", "KFACLAMB": "Lamb"}  # and the class that each is built on
 SCHEDULES = ("constant", "cosine", "linear", "step")
 
 COMMON: dict[str, Any] = {"weight_decay": 0.0, "seed": 0, "threads": 1, "device": "cpu", "warmup": 0, "rest_lr": 0.003}
@@ -26,77 +27,43 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9},
     "KFACSGD": {"momentum": 0.9},
     "Muon": {"momentum": 0.95, "rest": "AdamW"},
-    "RMSprop": {"momentum": 0.0},
     "Shampoo": {"momentum": 0.9},  # with rarer roots than its default, one per step, it diverges in ten steps
     "KFACPyTorch": {"momentum": 0.9, "options": {"damping": 0.001, "inv_update_steps": 10}},
     "KFACJax": {"options": {"initial_damping": 1.0}},
 }
 
+_RATES = {
+    "SGD": 0.1,
+    "Adam": 0.003,
+    "AdamW": 0.003,
+    "Muon": 0.02,
+    "Lamb": 0.01,
+    "SOAP": 0.003,
+    "Shampoo": 0.1,
+    "KFACPyTorch": 0.1,
+    "KFACJax": 1.0,  # not used
+    "KFACSGD": 0.1,
+    "KFACAdam": 0.003,
+    "KFACLAMB": 0.01,
+}
 LEARNING_RATES: dict[str, dict[str, float]] = {
-    "digits": {
-        "SGD": 0.1,
-        "Adam": 0.003,
-        "AdamW": 0.003,
-        "Muon": 0.02,
-        "Lamb": 0.01,
-        "RMSprop": 0.001,
-        "SOAP": 0.003,
-        "Shampoo": 0.1,
-        "KFACPyTorch": 0.1,
-        "KFACJax": 1.0,  # not used
-        "KFACSGD": 0.1,
-        "KFACAdam": 0.003,
-        "KFACLAMB": 0.01,
-    },
-    "curves": {
-        "SGD": 0.01,
-        "Adam": 0.003,
-        "AdamW": 0.003,
-        "Muon": 0.02,
-        "Lamb": 0.01,
-        "RMSprop": 0.001,
-        "SOAP": 0.003,
-        "Shampoo": 0.1,
-        "KFACPyTorch": 0.1,
-        "KFACJax": 1.0,  # not used
-        "KFACSGD": 0.1,
-        "KFACAdam": 0.003,
-        "KFACLAMB": 0.01,
-    },
-    "text": {
-        "SGD": 0.3,
-        "Adam": 0.005,
-        "AdamW": 0.005,
-        "Muon": 0.02,
-        "Lamb": 0.01,
-        "RMSprop": 0.001,
-        "SOAP": 0.003,
-        "Shampoo": 0.1,
-        "KFACPyTorch": 0.1,
-        "KFACJax": 1.0,  # not used
-        "KFACSGD": 0.3,
-        "KFACAdam": 0.003,
-        "KFACLAMB": 0.01,
-    },
+    "digits": _RATES,
+    "curves": {**_RATES, "SGD": 0.01},
+    "text": {**_RATES, "SGD": 0.3, "Adam": 0.005, "AdamW": 0.005, "KFACSGD": 0.3},
 }
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A named set of settings for the K-FAC optimizers.
+    """A named set of settings for the K-FAC optimizers."""
 
-    Attributes:
-        about: One line for ``--help``.
-        kfac: K-FAC options for every optimizer and task.
-        by_task: Settings for one task (with every optimizer).
-        by_optimizer: Settings for one optimizer (on every task).
-        by_both: Settings for one task with one optimizer.
-    """
-
-    about: str
-    kfac: Mapping[str, Any]
+    about: str  # One line for ``--help``
+    kfac: Mapping[str, Any]  # K-FAC options for every optimizer and task
+    # Settings for one task (with every optimizer).
     by_task: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # Settings for one optimizer (on every task).
     by_optimizer: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # Settings for one task with one optimizer.
     by_both: Mapping[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
 
     def settings(self, task: str, optimizer: str) -> list[Mapping[str, Any]]:
@@ -116,7 +83,7 @@ RECIPES: dict[str, Recipe] = {
         kfac={
             "precondition": "gradient",
             "scaling": "kl_clip",
-            "relative_damping": False,
+            "damping": 0.03,
             "factor_update_steps": 10,
             "inv_update_steps": 100,
         },
@@ -127,7 +94,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "swap": Recipe(
         about="for K-FAC by the class name alone, at the learning rate of the class it is built on",
-        kfac={"relative_damping": True, "damping": 1.0, "inv_update_steps": "growing:0.3:3"},
+        kfac={"damping_of": "mean", "damping": 1.0, "inv_update_steps": "growing:0.3:3"},
         by_optimizer={
             "KFACSGD": {"kfac": {"precondition": "momentum", "scaling": "graft", "damping": 0.3}},
             "KFACAdam": {"kfac": {"scaling": "unit"}},
@@ -141,7 +108,7 @@ RECIPES: dict[str, Recipe] = {
         kfac={
             "precondition": "momentum",
             "scaling": "unit",
-            "relative_damping": True,
+            "damping_of": "mean",
             "damping": 0.03,
             "inv_update_steps": "growing:0.3:3",
             "fisher": "sampled",
@@ -169,44 +136,27 @@ RECIPES: dict[str, Recipe] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that determines a run; plain values only, so that it can be logged and compared.
+    """Everything that determines a run; plain values only, so that it can be logged and compared."""
 
-    Attributes:
-        task: Name in ``TASKS``.
-        optimizer: Name in ``OPTIMIZERS``.
-        lr: Learning rate at the top of the schedule.
-        momentum: None for optimizers without one.
-        weight_decay: For every optimizer that takes one.
-        schedule: One of ``SCHEDULES``.
-        warmup: Steps of linear increase before the schedule.
-        steps: Length of the run.
-        batch_size: Examples per step.
-        seed: Of the initialisation, the order of the data and sampled targets.
-        threads: Of torch.
-        device: "cpu" or "cuda".
-        eval_every: Steps between evaluations.
-        rest: Optimizer of everything but the hidden matrices, or None: one optimizer for all parameters.
-        rest_lr: Its learning rate.
-        options: Further keywords of the optimizer's base rule.
-        kfac: K-FAC keywords; ``growing(...)`` is written "growing:fraction:minimum:maximum".
-    """
-
-    task: str
-    optimizer: str
-    lr: float
-    momentum: float | None
-    weight_decay: float
-    schedule: str
-    warmup: int
-    steps: int
-    batch_size: int
-    seed: int
-    threads: int
-    device: str
-    eval_every: int
-    rest: str | None
-    rest_lr: float
-    options: dict[str, Any]
+    task: str  # Name in ``TASKS``
+    optimizer: str  # Name in ``OPTIMIZERS``
+    lr: float  # Learning rate at the top of the schedule
+    momentum: float | None  # None for optimizers without one
+    weight_decay: float  # Left out for optimizers that take none
+    schedule: str  # One of ``SCHEDULES``
+    warmup: int  # Steps of linear increase before the schedule
+    steps: int  # Length of the run
+    batch_size: int  # Examples per step
+    seed: int  # Seed of the initial weights, the order of the data and sampled targets
+    threads: int  # CPU threads that torch uses
+    device: str  # "cpu" or "cuda"
+    eval_every: int  # Steps between evaluations
+    rest: str | None  # Optimizer of everything but the hidden matrices, or None: one optimizer for all parameters
+    rest_lr: float  # Learning rate of ``rest``
+    options: dict[str, Any]  # Further keywords of the optimizer's base rule
+    # K-FAC keywords as plain values, which ``benchmarks.common.optimizers`` builds the objects from:
+    # ``growing(...)`` is written "growing:fraction:minimum:maximum", ``KLClip(k)`` "kl_clip:k", and "damping_of"
+    # says what the damping is relative to.
     kfac: dict[str, Any]
 
     def __post_init__(self) -> None:
@@ -225,24 +175,6 @@ class Settings:
             if not holds:
                 raise ValueError(f"--{name.replace('_', '-')}: {getattr(self, name)} is not allowed, must be {allowed}")
         nearest("schedule", self.schedule, SCHEDULES)
-
-
-def differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a line for each entry that differs between the settings of a log and the current ones."""
-    there, now = flat(there), flat(now)
-    names = [name for name in {**there, **now} if there.get(name) != now.get(name)]
-    return [f"{name}: {there.get(name)!r} there, {now.get(name)!r} now" for name in names]
-
-
-def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``settings`` with the entries of inner dictionaries as ``outer.inner``; tuples as lists, as in JSON."""
-    rows: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            rows |= {f"{name}.{key}": inner for key, inner in flat(value).items()}
-        else:
-            rows[name] = list(value) if isinstance(value, tuple) else value
-    return rows
 
 
 def nearest(kind: str, name: str, known: Iterable[str]) -> str:
@@ -271,7 +203,7 @@ def combine(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def resolve(
-    task: Task, optimizer: str, *, is_kfac: bool, recipe: str | None = None, given: Mapping[str, Any] | None = None
+    task: Task, optimizer: str, *, recipe: str | None = None, given: Mapping[str, Any] | None = None
 ) -> Settings:
     """Return the settings of ``optimizer`` on ``task``: defaults, then the recipe, then what is ``given``.
 
@@ -280,7 +212,7 @@ def resolve(
     Raises:
         ValueError: If a name is unknown or a value is out of range.
     """
-    name = task.name
+    name, is_kfac = task.name, optimizer in KFAC
     layers: list[Mapping[str, Any]] = [COMMON, {"momentum": None}, OPTIMIZER_DEFAULTS.get(optimizer, {})]
     if name in TASK_DEFAULTS:  # others are given everything
         layers += [TASK_DEFAULTS[name], {"lr": LEARNING_RATES[name][optimizer]}]
@@ -293,7 +225,7 @@ def resolve(
         merged["steps"] = merged.pop("epochs") * per_epoch
     if merged["eval_every"] is None:
         merged["eval_every"] = per_epoch
-    kfac = {"loss_average": task.loss_average, "seed": merged["seed"], **merged["kfac"]} if is_kfac else {}
+    kfac = {"loss_average": task.loss_average, **merged["kfac"]} if is_kfac else {}
     if kfac.get("fisher") == "sampled":
         kfac["fisher"] = task.fisher
     return Settings(task=name, optimizer=optimizer, **{**merged, "kfac": kfac})

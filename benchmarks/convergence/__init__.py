@@ -1,1 +1,1 @@
-"""See ``__main__``: ``python -m benchmarks.convergence``."""
+"""``python -m benchmarks.convergence``: see ``__main__``."""

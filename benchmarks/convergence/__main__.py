@@ -1,7 +1,8 @@
 """Steps and seconds to a target: K-FAC against other optimizers, all tuned with the same budget.
 
 ``python -m benchmarks.convergence`` (from the repository root) tunes every optimizer on every task, trains the best
-setting with each seed, prints a table and writes ``convergence-TASK.json`` and ``.png``.
+setting with each seed, prints a table and writes ``TASK.json`` and ``.png`` to
+``benchmarks/results/convergence/``.
 
     tuned rows   ``--draws`` settings for each optimizer: draw 0 is the start (benchmarks.settings, for K-FAC the recipe
                  "practical"), every further one multiplies lr, rest_lr and what ``TUNED`` names by random factors of
@@ -17,30 +18,20 @@ whatever the commit (each run names its own). Optimizers whose package is missin
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import json
 import math
-import os
 import random
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from tqdm import tqdm
-
-from benchmarks.common import plots, summary
-from benchmarks.common.optimizers import OPTIMIZERS, is_kfac
-from benchmarks.common.runs import Line, Record, Trainer, facts, finite, seconds_key
-from benchmarks.common.settings import Settings, differences, nearest, resolve
+from benchmarks.common import plots
+from benchmarks.common.optimizers import OPTIMIZERS
+from benchmarks.common.reports import Command, Output, aligned
+from benchmarks.common.runs import Line, Record, Store, Trainer, identity, train
+from benchmarks.common.settings import KFAC, Settings, nearest, resolve
 from benchmarks.common.tasks import TASKS, Task
-
-RESULTS = Path("benchmarks/results")
-SMOKE = Path("runs/smoke")
 
 LENGTHS: dict[str, dict[str, int]] = {
     "digits": {"epochs": 5, "eval_every": 11},
@@ -65,7 +56,7 @@ TUNED: dict[str, tuple[str, ...]] = {  # beside lr and, where a second optimizer
     "AdamW": ("weight_decay",),
     "KFACPyTorch": ("options.damping",),
     "KFACJax": ("options.initial_damping",),
-    **{name: ("kfac.damping",) for name in ("KFACSGD", "KFACAdam", "KFACLAMB")},
+    **dict.fromkeys(KFAC, ("kfac.damping",)),
 }
 FIXED_STEPS = (0.25, 0.5, 0.75, 1.0)  # of a run's length, where the table lists the losses
 
@@ -75,17 +66,11 @@ FIXED_STEPS = (0.25, 0.5, 0.75, 1.0)  # of a run's length, where the table lists
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: an optimizer that is tuned, or one that takes over the settings tuned for another.
+    """A row of the table: an optimizer that is tuned, or one that takes over the settings tuned for another."""
 
-    Attributes:
-        name: Of the optimizer.
-        recipe: For K-FAC.
-        settings_of: The optimizer whose tuned settings it takes; None: it is tuned itself.
-    """
-
-    name: str
-    recipe: str | None = None
-    settings_of: str | None = None
+    name: str  # Name of the optimizer
+    recipe: str | None = None  # Recipe of the K-FAC options
+    settings_of: str | None = None  # The optimizer whose tuned settings it takes; None: it is tuned itself
 
     @property
     def label(self) -> str:
@@ -95,7 +80,7 @@ class Row:
     def settings(self, task: Task, given: Mapping[str, Any]) -> Settings:
         """Return its settings on ``task``."""
         given = {**STARTS.get((task.name, self.name), {}), **given}
-        return resolve(task, self.name, is_kfac=is_kfac(self.name), recipe=self.recipe, given=given)
+        return resolve(task, self.name, recipe=self.recipe, given=given)
 
 
 def rows_of(word: str) -> list[Row]:
@@ -106,8 +91,8 @@ def rows_of(word: str) -> list[Row]:
     """
     name, colon, kind = word.partition(":")
     rows = {"tuned": Row(nearest("optimizer", name, OPTIMIZERS))}
-    if is_kfac(name):
-        rows = {"swap": Row(name, SWAP, OPTIMIZERS[name].base), "tuned": Row(name, RECIPE)}
+    if name in KFAC:
+        rows = {"swap": Row(name, SWAP, KFAC[name]), "tuned": Row(name, RECIPE)}
     return [rows[nearest("row", kind, rows)]] if colon else list(rows.values())
 
 
@@ -139,67 +124,40 @@ def swapped(base: Settings) -> dict[str, Any]:
 # Runs ----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
 class Results:
-    """The runs of one task, kept in a file.
+    """The runs of one task, kept in a file from which they are found again.
 
-    Attributes:
-        path: Of the file.
+    Args:
+        output: The folder of the file.
         task: What is trained.
-        about: Facts at the head of the file.
-        runs: Finished runs; ``of`` and ``draw`` say what each is for.
     """
 
-    path: Path
-    task: Task
-    about: Line
-    runs: list[Line] = field(default_factory=list)
-
-    def load(self) -> None:
-        """Take over the runs of an earlier start, if there are any."""
-        if self.path.exists():
-            self.runs = json.loads(self.path.read_text())["runs"]
+    def __init__(self, output: Output, task: Task) -> None:
+        self.output, self.task = output, task
+        self.store = Store([output.folder / f"{task.name}.json"])
 
     def write(self, **more: Any) -> None:
-        """Replace the file at once."""
-        half = self.path.with_suffix(".json.tmp")
-        half.write_text(json.dumps({**self.about, **more, "runs": self.runs}, indent=1, allow_nan=False) + "\n")
-        os.replace(half, self.path)
+        """Replace the file."""
+        tuning = {"seed": TUNING_SEED, "steps": TUNING_STEPS, "factor": FACTOR, "more": TUNED}
+        head = {"target": self.task.target, "tuning": tuning, **more}
+        self.output.save_runs(self.task.name, head, self.store.runs.values())
 
     def run(self, label: str, settings: Settings, **purpose: Any) -> Line:
         """Return the run with these settings: the one there is, else train it now.
 
         Args:
-            label: Of the progress bar.
-            settings: Of the run.
-            purpose: Entries that say what the run is for.
+            label: Text before the progress bar.
+            settings: The settings of the run.
+            purpose: Entries that say what the run is for: ``of`` a row, as its ``draw`` (None: a reported run).
         """
-        wanted = {**asdict(settings), "data_checksum": self.task.digest}
-        for run in self.runs:
-            if not differences({**run["settings"], "data_checksum": run["data_checksum"]}, wanted):
-                return run
-        record = trained(self.task, settings, label)
-        ends = {"end": record.end, "evaluations": record.evaluations}
-        run = {**purpose, "settings": asdict(settings), "data_checksum": self.task.digest, **ends}
-        self.runs.append({**run, "commit": self.about["commit"]})
+        if found := self.store.find(identity(settings, self.task)):
+            return found
+        _, record = train(self.task, settings, f"{self.task.name} {label}")
+        own = {"settings": asdict(settings), "data_checksum": self.task.digest}
+        run = {**purpose, **own, "end": record.end, "evaluations": record.evaluations}
+        self.store.add({**run, "commit": self.output.head["commit"]})
         self.write()
-        return self.runs[-1]
-
-
-def trained(task: Task, settings: Settings, label: str) -> Record:
-    """Train to the end; return the record, in which every evaluation has the averaged training loss as well."""
-    trainer = Trainer(task, settings)
-    record = Record(trainer.header())
-    try:
-        for line in tqdm(trainer.lines(), desc=f"{task.name} {label}", unit="line", mininterval=5, leave=False):
-            record.add(line)
-            if line["kind"] == "evaluation":
-                losses = [math.nan if step["loss"] is None else step["loss"] for step in record.steps]
-                line["train_loss"] = finite(plots.smoothed(losses)[-1]) if losses else None
-        record.end = trainer.ended
-    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # as Shampoo ends when it diverges
-        record.end = f"failed: {error}"
-    return record
+        return run
 
 
 def final_loss(run: Line) -> float:
@@ -265,8 +223,8 @@ def at(record: Record, share: float, key: str) -> float | None:
 
 def cells(task: Task, label: str, records: Sequence[Record]) -> list[str]:
     """Return the row of the table for all seeds of one contender."""
-    reached = [summary.first_reached(task, record) for record in records]
-    key = seconds_key(records[0])
+    reached = [record.first_reached(task) for record in records]
+    key = records[0].seconds
     last = [record.evaluations[-1] for record in records]
     return [
         label,
@@ -286,7 +244,7 @@ def table(task: Task, records: Mapping[str, Sequence[Record]]) -> str:
     losses = [f"loss at {place}" for place in places]
     heads = ["optimizer", "ended", "steps", "seconds", *losses, "held out", "accuracy", "s/step"]
     rows = [heads, *(cells(task, label, found) for label, found in records.items())]
-    return "\n".join([*summary.aligned(rows), f"{task.name}, {summary.goal(task)}; loss: training, running average"])
+    return "\n".join([*aligned(rows), f"{task.name}, {task.goal}; loss: training, running average"])
 
 
 # The command ---------------------------------------------------------------------------------------------------------
@@ -309,21 +267,8 @@ def measure(results: Results, rows: Sequence[Row], draws: int, seeds: Sequence[i
     text = table(task, records)
     notes = [f"{label} left out: {reason}" for label, reason in skipped.items()]
     results.write(seeds=list(seeds), draws=draws, chosen=choices, skipped=skipped, table=text.splitlines())
-    plots.draw_medians(task, records, results.path.with_suffix(".png"))
-    print("\n".join([text, *notes, f"written: {results.path} and .png"]), flush=True)
-
-
-def about(words: Sequence[str]) -> Line:
-    """Return the head of a result file: versions, machine, and how the settings were found."""
-    importlib.import_module("kfac_optim")  # its version is one of the facts
-    tuning = {
-        "seed": TUNING_SEED,
-        "steps": TUNING_STEPS,
-        "factor": FACTOR,
-        "settings": ("lr", "rest_lr"),
-        "more": TUNED,
-    }
-    return {"command": " ".join(["python -m benchmarks.convergence", *words]), **facts(), "tuning": tuning}
+    results.output.picture(task.name, plots.of_medians(task, records))
+    print("\n".join([text, *notes, f"written: {results.output.folder / task.name}.json, .png"]), flush=True)
 
 
 def whole(text: str) -> list[int]:
@@ -331,43 +276,25 @@ def whole(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser."""
-    command = argparse.ArgumentParser(
-        prog="python -m benchmarks.convergence",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add: Callable[..., Any] = command.add_argument
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    command = Command("convergence", __doc__)
+    add = command.add_argument
     add("--task", action="append", choices=tuple(TASKS), help="may be repeated (default: all)")
     everything = f"{', '.join(CONTENDERS)}; if installed: {', '.join(EXTRAS)}"
     which = f"which to compare; of a K-FAC optimizer NAME:swap or NAME:tuned is one row alone (default: {everything})"
     add("--optimizer", nargs="+", metavar="NAME", help=which)
     add("--draws", type=int, default=4, metavar="N", help="settings tried for each optimizer (default: 4)")
     add("--seeds", type=whole, default=[0, 1, 2], metavar="N,...", help="of the reported runs (default: 0,1,2)")
-    add("--smoke", action="store_true", help="a handful of steps, to see that everything runs; no result")
-    add("--out", type=Path, metavar="FOLDER", help=f"of the result files (default: {RESULTS}; with --smoke: {SMOKE})")
-    return command
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    command = parser()
-    options = command.parse_args(arguments)
-    folder = options.out or (SMOKE if options.smoke else RESULTS)
+    options, output = command.start(arguments, "a handful of steps")
     try:
         rows = [row for word in options.optimizer or (*CONTENDERS, *EXTRAS) for row in rows_of(word)]
         if options.draws < 1:
             raise ValueError(f"--draws: {options.draws} is not allowed, must be at least 1")
-        folder.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         command.error(str(error))
-    head = about(sys.argv[1:] if arguments is None else list(arguments))
     for name in options.task or TASKS:
-        task = TASKS[name]()
-        results = Results(folder / f"convergence-{name}.json", task, {**head, "target": task.target})
-        results.load()
-        measure(results, rows, options.draws, options.seeds, options.smoke)
+        measure(Results(output, TASKS[name]()), rows, options.draws, options.seeds, options.smoke)
     return 0
 
 

@@ -1,30 +1,25 @@
 """Does the best learning rate depend on the width of the model?
 
-``python -m benchmarks.width`` (from the repository root) trains the task ``text`` with transformers of several widths
-and five learning rates for each optimizer, prints for each width the rate with the lowest training loss and what the
-best rate of the narrowest model costs there, and writes ``width.json``, ``.txt`` and ``.png`` to
-``benchmarks/results/``. One seed; the loss is the running average (weight of the past 0.9) at the last step.
-
-The optimizer of head, embeddings and norms (Muon, and KFACSGD by the recipe "practical") keeps its rate throughout.
+``python -m benchmarks.convergence.width`` (from the repository root) trains the task ``text`` with transformers of
+several widths and five learning rates for each optimizer, and prints for each width the rate with the lowest training
+loss and what the best rate of the narrowest model costs there. It writes ``width.json``, ``.txt`` and ``.png`` to
+``benchmarks/results/convergence/``. One seed; the loss is the running average (weight of the past 0.9) at the last
+step. The optimizer of head, embeddings and norms (Muon, and KFACSGD by the recipe "practical") keeps its rate.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common.models import Transformer
-from benchmarks.common.optimizers import is_kfac
-from benchmarks.common.reports import RESULTS, SMOKE, grid, save, table
-from benchmarks.common.runs import facts
+from benchmarks.common.reports import Command, grid, table
+from benchmarks.common.runs import train
 from benchmarks.common.settings import LEARNING_RATES, resolve
 from benchmarks.common.tasks import text
-from benchmarks.convergence.__main__ import trained
 
 WIDTHS = (32, 64, 128)
 POWERS = (-2, -1, 0, 1, 2)  # of 2, that the middle rate is multiplied by
@@ -49,8 +44,8 @@ def losses(label: str, widths: Sequence[int], steps: int) -> dict[int, dict[floa
         found[width] = {}
         for rate in (middle * 2.0**power for power in POWERS):
             given = {"lr": rate, "steps": steps, "eval_every": steps, "rest_lr": REST_LR}
-            settings = resolve(task, optimizer, is_kfac=is_kfac(optimizer), recipe=recipe, given=given)
-            record = trained(task, settings, f"{label}, width {width}, lr {rate:g}")
+            settings = resolve(task, optimizer, recipe=recipe, given=given)
+            _, record = train(task, settings, f"{label}, width {width}, lr {rate:g}")
             found[width][rate] = record.evaluations[-1]["train_loss"] if record.end == "finished" else None
     return found
 
@@ -74,23 +69,15 @@ def row(label: str, curves: Mapping[int, Mapping[float, float | None]]) -> dict[
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
-    command = argparse.ArgumentParser(
-        prog="python -m benchmarks.width", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    command = Command("convergence.width", __doc__)
     command.add_argument("--optimizer", action="append", choices=CONTENDERS, help="may be repeated (default: all)")
     command.add_argument("--steps", type=int, default=60, metavar="N", help="of a run (default: 60)")
-    command.add_argument("--smoke", action="store_true", help="two steps, to see that everything runs; no result")
-    command.add_argument("--out", type=Path, metavar="FOLDER", help=f"default: {RESULTS}; with --smoke: {SMOKE}")
-    options = command.parse_args(arguments)
-    words = sys.argv[1:] if arguments is None else arguments
-    head = {"command": " ".join(["python -m benchmarks.width", *words]), **facts()}
+    options, output = command.start(arguments, "two steps of two small models")
     steps, widths = (2, (8, 16)) if options.smoke else (options.steps, WIDTHS)
-    folder = options.out or (SMOKE if options.smoke else RESULTS)
-    folder.mkdir(parents=True, exist_ok=True)
     found = {label: losses(label, widths, steps) for label in options.optimizer or CONTENDERS}
     rows = [row(label, curves) for label, curves in found.items()]
     shown = table(f"text, {steps} steps: best learning rate by width of the transformer", rows)
-    save(folder, "width", {**head, "steps": steps, "seed": 0, "rest_lr": REST_LR, "losses": found}, shown)
+    output.save("width", {"steps": steps, "seed": 0, "rest_lr": REST_LR, "losses": found}, shown)
     figure, axes = grid(-(-len(found) // 3), 3, f"text: training loss after {steps} steps, by width of the transformer")
     for panel, (label, curves) in zip(axes.flat, found.items(), strict=False):
         for width, curve in curves.items():
@@ -98,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             panel.plot(list(reached), list(reached.values()), marker="o", label=f"width {width}")
         panel.set(title=label, xscale="log", xlabel="lr", ylabel="training loss")
         panel.legend(fontsize="small")
-    figure.savefig(folder / "width.png", dpi=110)
+    output.picture("width", figure)
     print(shown)
     return 0
 

@@ -1,1 +1,1 @@
-"""See ``__main__``: ``python -m benchmarks.gpu``."""
+"""``python -m benchmarks.gpu``: see ``__main__``."""

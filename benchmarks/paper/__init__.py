@@ -1,1 +1,1 @@
-"""See ``__main__``: ``python -m benchmarks.paper``."""
+"""``python -m benchmarks.paper``: see ``__main__``."""

@@ -6,62 +6,44 @@ mean over the seeds. Finished runs are kept in the result files and found again 
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Drawing
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from benchmarks.common.runs import Line, Trainer, facts
+from benchmarks.common.reports import Output, aligned, grid
+from benchmarks.common.runs import Line, Store, identity, train
+from benchmarks.common.runs import column as values_of
 from benchmarks.common.settings import Settings
 from benchmarks.common.tasks import Task
-
-PATTERN = "paper-*.json"
-LAST = 20  # steps whose training loss is averaged
 
 # Runs ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run.
+    """One training run."""
 
-    Attributes:
-        task: What is trained.
-        settings: How.
-        model: Name of the model, which tells those of one task apart.
-        after: The run whose final weights it starts from.
-    """
-
-    task: Task
-    settings: Settings
-    model: str
-    after: Run | None = None
+    task: Task  # What is trained
+    settings: Settings  # How it is trained
+    model: str  # Name of the model, which tells those of one task apart
+    after: Run | None = None  # The run whose final weights it starts from
 
     @property
     def identity(self) -> Line:
         """What must agree for a finished run to stand for this one: settings, model, data and the run before."""
-        own = {**asdict(self.settings), "model": self.model, "data_checksum": self.task.digest}
-        return own | ({"after": self.after.identity} if self.after else {})
+        before = {"after": self.after.identity} if self.after else {}
+        return identity(self.settings, self.task, model=self.model, **before)
 
     @property
     def key(self) -> str:
         """The identity as text."""
-        return key_of(self.identity)
-
-
-def key_of(identity: Line) -> str:
-    """Return an identity as text; the same before and after it went through a file."""
-    return json.dumps(identity, sort_keys=True)
+        return Store.key(self.identity)
 
 
 def loaded(make: Callable[[], nn.Module], weights: Mapping[str, Tensor]) -> nn.Module:
@@ -75,66 +57,54 @@ class Results:
     """Finished runs: those of the result files in a folder, and new ones.
 
     Args:
-        folder: Of the result files.
+        output: The folder.
         again: Repeat the runs that the files hold.
         quiet: No progress bar.
     """
 
-    def __init__(self, folder: Path, *, again: bool = False, quiet: bool = False) -> None:
-        self.quiet = quiet
-        self.facts = facts()  # before the runs: the code that they use, whatever the checkout becomes meanwhile
-        self._found: dict[str, Line] = {}
+    def __init__(self, output: Output, *, again: bool = False, quiet: bool = False) -> None:
+        self.output, self.again, self.quiet = output, again, quiet
+        self.store = Store(() if again else sorted(output.folder.glob("*.json")))
         self._weights: dict[str, dict[str, Tensor]] = {}
-        for path in () if again else sorted(folder.glob(PATTERN)):
-            for line in json.loads(path.read_text()).get("runs", ()):
-                self._found[key_of(line["run"])] = line
 
     def has(self, run: Run) -> bool:
-        """Say whether a run is finished."""
-        return run.key in self._found
+        """Return whether a run is finished."""
+        return self.store.find(run.identity) is not None
 
     def get(self, run: Run) -> Line:
         """Return the result of a finished run."""
-        return self._found[run.key]
+        found = self.store.find(run.identity)
+        assert found is not None
+        return found
 
     def complete(self, name: str, runs: Iterable[Run], save: Callable[[], object]) -> None:
         """Train those of ``runs`` that are not finished; call ``save`` after each."""
         missing = {run.key: run for run in runs if not self.has(run)}
-        total = sum(run.settings.steps for run in missing.values())
-        with tqdm(total=total, desc=name, unit="step", mininterval=1, disable=self.quiet, dynamic_ncols=True) as bar:
-            for run in missing.values():
-                bar.set_postfix_str(f"{run.settings.optimizer}, {run.model}, seed {run.settings.seed}", refresh=False)
-                self.train(run, bar.update)
-                save()
+        for number, run in enumerate(missing.values(), 1):
+            self.train(run, f"{name} {number}/{len(missing)}")
+            save()
 
-    def train(self, run: Run, advanced: Callable[[], object]) -> Line:
+    def train(self, run: Run, label: str) -> Line:
         """Train to the end and keep the result: its settings, versions and machine, seconds and evaluations."""
-        task = run.task
+        task, settings = run.task, run.settings
         if run.after:
             task = replace(task, model=partial(loaded, task.model, self.weights(run.after)))
-        trainer = Trainer(task, run.settings)
-        evaluations: list[Line] = []
-        losses: list[Line] = []
-        result: Line = {"run": run.identity, **self.facts}
-        while not trainer.ended:
-            for line in trainer.advance():
-                kind = line.pop("kind")
-                (evaluations if kind == "evaluation" else losses).append(line)
-            advanced()
-        recent = [line["loss"] for line in losses[-LAST:] if line["loss"] is not None]
-        result |= {"end": trainer.ended, **trainer.position()}
+        words = f"{label}: {settings.optimizer}, {run.model}, seed {settings.seed}"
+        trainer, record = train(task, settings, words, quiet=self.quiet)
+        facts = {name: self.output.head[name] for name in ("versions", "commit", "machine")}
+        result: Line = {"run": run.identity, **facts, "end": record.end, **trainer.position()}
         if run.after:
             before = self.get(run.after)
             result["before"] = {name: before[name] for name in ("step", "cpu_seconds", "wall_seconds", "loss")}
-        result |= {"loss": sum(recent) / len(recent) if recent else None, "evaluations": evaluations}
-        self._found[run.key] = result
+        result |= {"loss": record.recent_loss, "evaluations": record.evaluations}
+        self.store.add(result)
         self._weights[run.key] = trainer.model.state_dict()
         return result
 
     def weights(self, run: Run) -> dict[str, Tensor]:
         """Return the final weights of a run; they are in no file, so that a run of an earlier command is repeated."""
         if run.key not in self._weights:
-            self.train(run, lambda: None)
+            self.train(run, "the phase before")
         return self._weights[run.key]
 
 
@@ -143,23 +113,14 @@ class Results:
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that a run is judged by.
+    """A number that a run is judged by."""
 
-    Attributes:
-        name: With its unit.
-        read: Finds it in a run's result; None: the run never got there.
-        more: More is better.
-        digits: Behind the decimal point.
-        relative: Rows are compared by their ratio, not their difference.
-        judged: Rows are compared by it at all.
-    """
-
-    name: str
-    read: Callable[[Line], float | None]
-    more: bool = False
-    digits: int = 1
-    relative: bool = False
-    judged: bool = True
+    name: str  # What the number is, with its unit
+    read: Callable[[Line], float | None]  # Finds it in a run's result; None: the run never got there
+    more: bool = False  # Whether more is better
+    digits: int = 1  # Decimals that are printed
+    relative: bool = False  # Whether rows are compared by their ratio, not their difference
+    judged: bool = True  # Whether rows are compared by it
 
 
 def final(metric: str, scale: float = 1.0) -> Callable[[Line], float | None]:
@@ -204,12 +165,12 @@ class Cell:
 
     @property
     def low(self) -> float:
-        """The least of the seeds that got there."""
+        """The smallest value of the seeds that got there."""
         return min(value for value in self.values if value is not None)
 
     @property
     def high(self) -> float:
-        """The most."""
+        """The largest value of the seeds that got there."""
         return max(value for value in self.values if value is not None)
 
     def text(self, digits: int) -> str:
@@ -220,8 +181,6 @@ class Cell:
         return f"{self.mean:.{digits}f}{spread}"
 
 
-NOTHING = Cell(())
-
 # Studies -------------------------------------------------------------------------------------------------------------
 
 Place = tuple[str, str]  # row and column
@@ -230,33 +189,20 @@ Number = float | str | None
 
 @dataclass(frozen=True)
 class Study:
-    """Rows, columns and figures of a table, and the paper's own.
+    """Rows, columns and figures of a table, and the paper's own."""
 
-    Attributes:
-        title: What is asked.
-        rows: The methods; the base optimizer's first.
-        columns: Ours, each with what stands for it in the paper.
-        runs: The runs of a cell; places without an entry stay empty.
-        figures: What is read off the runs.
-        paper: By figure and row, the paper's numbers for each column.
-        claim: What the paper concludes.
-        base: The row that a row is compared with, where it is not the first.
-        known: Figures that are known without a run, by name and place.
-        metrics: Of the drawn curves.
-        conclude: Further lines, from the cells.
-    """
-
-    title: str
-    rows: Sequence[str]
-    columns: Mapping[str, str]
-    runs: Mapping[Place, Sequence[Run]]
-    figures: Sequence[Figure]
-    paper: Mapping[str, Mapping[str, Sequence[Number]]]
-    claim: str
-    base: Callable[[str, str], Place] | None = None
+    title: str  # The question
+    rows: Sequence[str]  # The methods, the base optimizer first
+    columns: Mapping[str, str]  # Our columns, each with the paper's that it stands for
+    runs: Mapping[Place, Sequence[Run]]  # The runs of a cell; places without an entry stay empty
+    figures: Sequence[Figure]  # What is read off the runs
+    paper: Mapping[str, Mapping[str, Sequence[Number]]]  # By figure and row, the paper's numbers for each column
+    claim: str  # What the paper concludes
+    base: Callable[[str, str], Place] | None = None  # The row that a row is compared with, where it is not the first
+    # Figures that are known without a run, by name and place.
     known: Mapping[str, Mapping[Place, float]] = field(default_factory=dict)
-    metrics: Sequence[str] = ("test_accuracy",)
-    conclude: Callable[[Cells], list[str]] = lambda cells: []
+    metrics: Sequence[str] = ("test_accuracy",)  # The held-out metrics whose curves are drawn
+    conclude: Callable[[Cells], list[str]] = lambda cells: []  # Further lines, from the cells
 
     def cells(self, results: Results) -> Cells:
         """Return every figure of every place."""
@@ -297,16 +243,6 @@ def tables(study: Study, cells: Cells) -> str:
     return "\n".join(blocks)
 
 
-def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Return the cells of lines in columns, the first aligned to the left; a rule below the first line."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = [
-        "  ".join(word.rjust(width) if i else word.ljust(width) for i, (word, width) in enumerate(zip(line, widths)))  # noqa: B905
-        for line in lines
-    ]
-    return [texts[0].rstrip(), "-" * len(texts[0]), *map(str.rstrip, texts[1:])]
-
-
 def verdicts(study: Study, cells: Cells) -> list[str]:
     """Return for every row and judged figure where it is ahead of its base, and where it LOSES to it."""
     lines = []
@@ -343,25 +279,14 @@ def verdict(figure: Figure, own: Cell, base: Cell) -> str:
 # Drawing -------------------------------------------------------------------------------------------------------------
 
 
-def draw(study: Study, cells: Cells, results: Results, path: Path) -> None:
-    """Draw the curves of each column, then every figure with the paper's numbers beside it."""
-    shown = [(metric, column) for metric in study.metrics for column in study.columns]
-    shown = [pair for pair in shown if any((row, pair[1]) in study.runs for row in study.rows)][:4]
-    names = [name for name, places in cells.items() if places]
-    width = max(len(shown), len(names) * 2, 2)
-    figure = Drawing(figsize=(4.2 * width, 8))
-    figure.subplots_adjust(left=0.2 / width, right=1 - 0.08 / width, bottom=0.06, top=0.9, wspace=0.25, hspace=0.25)
-    FigureCanvasAgg(figure)  # a canvas of its own: works without a display and leaves pyplot's state alone
-    for index, (metric, column) in enumerate(shown, start=1):
-        curves(figure.add_subplot(2, width, index), study, results, metric, column)
-    for index, name in enumerate(names):
-        ours = {row: [cells[name].get((row, column), NOTHING).mean for column in study.columns] for row in study.rows}
-        points(figure.add_subplot(2, width, width + 2 * index + 1), name, list(study.columns), study.rows, ours)
-        if name in study.paper:
-            axes = figure.add_subplot(2, width, width + 2 * index + 2)
-            points(axes, "the paper", list(study.columns.values()), study.rows, study.paper[name])
-    figure.suptitle(study.title)
-    figure.savefig(path, dpi=90)
+def draw(study: Study, results: Results) -> Drawing:
+    """Draw the curves of each metric (rows) and column."""
+    columns = [column for column in study.columns if any((row, column) in study.runs for row in study.rows)]
+    figure, panels = grid(len(study.metrics), len(columns), study.title, size=(4.5, 4))
+    for metric, line in zip(study.metrics, panels, strict=True):
+        for axes, column in zip(line, columns, strict=True):
+            curves(axes, study, results, metric, column)
+    return figure
 
 
 def curves(axes: Axes, study: Study, results: Results, metric: str, column: str) -> None:
@@ -371,39 +296,18 @@ def curves(axes: Axes, study: Study, results: Results, metric: str, column: str)
     for index, row in enumerate(study.rows):
         for number, run in enumerate(study.runs.get((row, column), ())):
             lines = results.get(run)["evaluations"]
-            values = [math.nan if line[metric] is None else line[metric] for line in lines]
-            label = None if number else row
-            axes.plot([line[key] for line in lines], values, color=f"C{index}", alpha=0.7, linewidth=1, label=label)
-    axes.set_title(column, fontsize="medium")
-    axes.set_xlabel(f"{key}s")
-    axes.set_ylabel(f"held-out {metric.removeprefix('test_')}")
+            style: dict[str, Any] = {
+                "color": f"C{index}",
+                "alpha": 0.7,
+                "linewidth": 1,
+                "label": None if number else row,
+            }
+            axes.plot(values_of(lines, key), values_of(lines, metric), **style)
+    axes.set(title=column, xlabel=f"{key}s", ylabel=f"held-out {metric.removeprefix('test_')}")
     axes.grid(alpha=0.25)
     axes.legend(fontsize="x-small")
-
-
-def points(
-    axes: Axes, title: str, columns: Sequence[str], order: Sequence[str], rows: Mapping[str, Sequence[Number]]
-) -> None:
-    """Draw one number for each row and column; the same ``order`` gives the same colours."""
-    for index, row in enumerate(order):
-        numbers = rows.get(row, ())
-        known = [(i, number) for i, number in enumerate(numbers) if isinstance(number, int | float)]
-        if known:
-            axes.plot(*zip(*known, strict=True), "o-", color=f"C{index}", alpha=0.7, label=row)
-    axes.set_title(title, fontsize="medium")
-    axes.set_xticks(range(len(columns)), columns, fontsize="small")
-    axes.grid(alpha=0.25)
 
 
 def plain(known: Mapping[str, Mapping[Place, float]]) -> Line:
     """Return the known figures with "row, column" as keys, as JSON takes them."""
     return {name: {", ".join(place): value for place, value in places.items()} for name, places in known.items()}
-
-
-def save(path: Path, head: Mapping[str, Any], runs: Iterable[Line]) -> None:
-    """Write a result file: ``head``, and the runs, a line each."""
-    text = json.dumps({**head, "runs": []}, indent=1, allow_nan=False)
-    lines = ",\n".join(json.dumps(run, allow_nan=False) for run in runs)
-    half = path.with_suffix(".tmp")
-    half.write_text(text.removesuffix("[]\n}") + f"[\n{lines}\n]}}\n")
-    half.replace(path)

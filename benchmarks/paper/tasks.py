@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,17 +24,11 @@ TRAIN, TEST = 2000, 400  # scenes
 
 @dataclass(frozen=True)
 class Scenes:
-    """Digits of 8 to 12 pixels, pasted at random places without overlap, among scraps of other digits.
+    """Digits of 8 to 12 pixels, pasted at random places without overlap, among scraps of other digits."""
 
-    Attributes:
-        images: ``[n, 1, side, side]``.
-        masks: ``[n, objects, side, side]``, 1 where the digit has ink.
-        labels: ``[n, objects]``.
-    """
-
-    images: Tensor
-    masks: Tensor
-    labels: Tensor
+    images: Tensor  # ``[n, 1, side, side]``
+    masks: Tensor  # ``[n, objects, side, side]``, 1 where the digit has ink
+    labels: Tensor  # ``[n, objects]``
 
 
 def scenes(digits: np.ndarray, labels: np.ndarray, count: int, side: int, objects: int, scraps: int) -> Scenes:
@@ -223,9 +216,9 @@ def small_encoder() -> nn.Module:
     return model
 
 
-def masked_text(text: Callable[[], tuple[Tensor, Tensor]], context: int) -> Task:
+def masked_text(text: tuple[Tensor, Tensor], context: int) -> Task:
     """Masked bytes of a text (training and held-out bytes) in windows of ``context`` by a small BERT."""
-    train, test = text()
+    train, test = text
     held_out = MaskedWindows(Windows(test, context))
     starts = torch.linspace(0, len(test) - context - 1, 256).long()
     return Task(

@@ -1,1 +1,1 @@
-"""See ``__main__``: ``python -m benchmarks.scaling``."""
+"""``python -m benchmarks.scaling``: see ``__main__``."""

@@ -1,16 +1,14 @@
 """A model of distributed K-FAC: seconds of every stage, bytes sent and held, for a cluster that need not exist.
 
-    shapes of the layers, costs        Workload     (a model on the meta device, looked at by the engine itself)
+    what the layers take, costs        Workload     (``workload.py``)
     who does what                      assign()     (the strategies of kfac_optim.distributed, the very same objects)
     how fast a rank computes           Device       seconds = operations * launch + flops / rate + bytes / bandwidth
     how fast ranks talk                Network      seconds = hops * latency + bytes / bandwidth, node by node
     how often                          Schedule     statistics every a steps, decompositions every b
     what is sent when, in which form   Exchange     ours, or that of kfac-pytorch
 
-:func:`predict` puts them together. Operations, flops and bytes of the statistics, of preconditioning and of scaling are
-not formulas: the package's own code runs on meta tensors while :class:`Counter` counts, so they follow the code. An
-eigendecomposition takes ``a + b n^2 + c n^3`` seconds. Compute stages take as long as their slowest rank; waiting for
-that rank is charged to it, not to the communication that follows.
+:func:`predict` puts them together. An eigendecomposition takes ``a + b n^2 + c n^3`` seconds. Compute stages take as
+long as their slowest rank; waiting for that rank is charged to it, not to the communication that follows.
 
 Bytes follow the convention of ``report()["traffic"]``: an all-reduce of b bytes over R ranks is ``2 (R - 1) / R b``
 sent and received by each, a broadcast b sent by its source and b received by every other member.
@@ -19,24 +17,17 @@ sent and received by each, a broadcast b sent by its source and b received by ev
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
-from kfac_optim import CurvatureEngine
-from kfac_optim.blocks import specs_of
-from kfac_optim.distributed import Assignment, AssignmentStrategy, FactorWise, LayerAssignment, LayerCost
+from benchmarks.common.works import Schedule
+from benchmarks.scaling.workload import FLOAT, Work, Workload, total
+from kfac_optim.distributed import Assignment, AssignmentStrategy, LayerAssignment
 from kfac_optim.factors import FactorSpec
-from kfac_optim.layers import KroneckerLayer
-from kfac_optim.scaling import Direction, KLClip
-from kfac_optim.solvers import EigenSolver
 
 STAGES = (
     "factor computation",
@@ -49,256 +40,8 @@ STAGES = (
     "scaling",
 )
 KINDS = ("counts", "factors", "decompositions", "directions")
-FLOAT = 4  # bytes of the numbers that are sent and stored unless said otherwise
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
-
-
-# Work ----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a piece of code does.
-
-    Attributes:
-        operations: Calls of kernels or operators.
-        flops: Floating-point operations of its products of matrices.
-        bytes: Read and written by everything else; a product's own hide behind its flops.
-    """
-
-    operations: float = 0.0
-    flops: float = 0.0
-    bytes: float = 0.0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(self.operations + other.operations, self.flops + other.flops, self.bytes + other.bytes)
-
-    def __mul__(self, times: float) -> Work:
-        return Work(times * self.operations, times * self.flops, times * self.bytes)
-
-
-def total(works: Iterable[Work]) -> Work:
-    """The sum of several pieces of work."""
-    return sum(works, Work())
-
-
-class Counter(TorchDispatchMode):
-    """Counts the work of everything that runs inside ``with Counter() as counter:``; views are free."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.work = Work()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            count = flop_registry.get(func.overloadpacket)
-            flops = count(*args, **(kwargs or {}), out_val=result) if count else 0
-            moved = sum(_numbers(x) for x in (*args, *(kwargs or {}).values(), result)) if flops == 0 else 0
-            self.work += Work(1, float(flops), float(moved))
-        return result
-
-
-def _numbers(x: Any) -> int:
-    """Bytes of the tensors in an argument."""
-    if isinstance(x, Tensor):
-        return x.numel() * x.element_size()
-    return sum(map(_numbers, x)) if isinstance(x, (list, tuple)) else 0
-
-
-# What is trained -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LayerWork:
-    """One preconditioned layer.
-
-    Attributes:
-        name: Of the module.
-        a: Shape of A.
-        g: Shape of G.
-        cost: What the engine tells the strategies.
-        statistics: Work of A and G for one batch.
-        handling: Work around the decompositions of A and of G: unpacking, damping, checks.
-        preconditioning: Work of one preconditioned gradient, eigen solver.
-        scaling: Work of kl_clip and of writing the direction back.
-        rows: Rows of A and of G for one batch: examples times positions.
-    """
-
-    name: str
-    a: FactorSpec
-    g: FactorSpec
-    cost: LayerCost
-    statistics: Work
-    handling: tuple[Work, Work]
-    preconditioning: Work
-    scaling: Work
-    rows: int
-
-    @property
-    def factors(self) -> tuple[FactorSpec, FactorSpec]:
-        """A and G."""
-        return self.a, self.g
-
-    @property
-    def direction_bytes(self) -> int:
-        """Of the preconditioned gradient."""
-        return FLOAT * self.a.pairs * self.a.dim * self.g.dim
-
-    @property
-    def unfolded(self) -> Work:
-        """Work of the statistics if windows are unfolded first (im2col), as in the paper's implementation."""
-        dims = [spec.dim for spec in self.factors]
-        flops = sum(2.0 * self.rows * spec.pairs * spec.dim**2 for spec in self.factors)
-        return Work(12, flops, FLOAT * (4.0 * self.rows * sum(dims) + 2.0 * sum(dim**2 for dim in dims)))
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model as the cost model sees it.
-
-    Attributes:
-        name: For tables.
-        layers: The preconditioned layers.
-        batch: Examples per rank and micro-batch.
-        parameters: Of the whole model; DDP reduces their gradients.
-        forward: Work of the forward pass of one micro-batch.
-    """
-
-    name: str
-    layers: tuple[LayerWork, ...]
-    batch: int
-    parameters: int
-    forward: Work
-
-    @property
-    def packed_numbers(self) -> int:
-        """Numbers in one triangle of every factor."""
-        return sum(spec.packed_numel for layer in self.layers for spec in layer.factors)
-
-    @property
-    def full_numbers(self) -> int:
-        """Numbers in both triangles of every factor."""
-        return sum(
-            spec.pairs * spec.dim ** (1 if spec.diagonal else 2) for layer in self.layers for spec in layer.factors
-        )
-
-
-class _Costs:
-    """A strategy that keeps what the engine tells strategies."""
-
-    def __init__(self) -> None:
-        self.costs: tuple[LayerCost, ...] = ()
-
-    def assign(self, costs: Sequence[LayerCost], world_size: int) -> Assignment:
-        """See :class:`kfac_optim.distributed.AssignmentStrategy`."""
-        self.costs = tuple(costs)
-        return FactorWise().assign(costs, world_size)
-
-
-def workload(
-    name: str,
-    make: Callable[[], nn.Module],
-    example: Sequence[int],
-    batch: int,
-    *,
-    tokens: bool = False,
-    **options: Any,
-) -> Workload:
-    """Looks at a model on the meta device: nothing is allocated, nothing computed.
-
-    Args:
-        name: For tables.
-        make: Builds the model.
-        example: Shape of one example.
-        batch: Examples per rank and micro-batch.
-        tokens: The examples are token numbers rather than floats.
-        **options: Of :class:`~kfac_optim.CurvatureEngine`, ``skip_layers`` for instance.
-    """
-    with torch.device("meta"):
-        model = make()
-        inputs = torch.zeros(batch, *example, dtype=torch.long if tokens else torch.float32)
-    notes = _Costs()
-    engine = CurvatureEngine(model, assignment=notes, **options)
-    engine.close()
-    calls = _Calls(engine.layers)
-    with torch.no_grad(), Counter() as counter:
-        model(inputs)
-    forward = counter.work
-    with torch.no_grad(), calls:
-        model(inputs)
-    layers = tuple(calls.layer(layer, cost) for layer, cost in zip(engine.layers, notes.costs, strict=True))
-    return Workload(name, layers, batch, sum(p.numel() for p in model.parameters()), forward)
-
-
-class _Calls:
-    """Inputs and outputs of the layers' modules during a forward pass on the meta device."""
-
-    def __init__(self, layers: Sequence[KroneckerLayer]) -> None:
-        self.layers = layers
-        self.seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-        self.handles: list[Any] = []
-
-    def __enter__(self) -> None:
-        for layer in self.layers:
-            self.handles.append(layer.modules[0].register_forward_hook(self._hook))
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def _hook(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        self.seen[module] = args[0], output
-
-    def layer(self, layer: KroneckerLayer, cost: LayerCost) -> LayerWork:
-        """Counts the work of one layer."""
-        module = layer.modules[0]
-        a, output = self.seen[module]
-        specs = specs_of(layer)
-        if layer.diagonal_input:  # counting tokens is not defined on the meta device
-            a, output = (torch.zeros(x.shape, dtype=x.dtype) for x in (a, output))
-        with torch.no_grad():
-            with Counter() as statistics:
-                observation = layer.observe(module, a, output, torch.float32)
-                moment = layer.output_moment(module, torch.empty_like(output), observation)
-                for spec, new in zip(specs, (observation.a, moment), strict=True):
-                    spec.pack(new)
-            preconditioning, direction = _preconditioned(layer, specs)
-            with Counter() as scaling:
-                multiplier = KLClip().multipliers([direction])[0]
-                layer.from_matrix(direction.direction * multiplier)
-        rows = output.numel() // (layer.pairs * layer.d_out)
-        handling = (_handled(specs, 0), _handled(specs, 1))
-        return LayerWork(layer.name, *specs, cost, statistics.work, handling, preconditioning, scaling.work, rows)
-
-
-def _handled(specs: tuple[FactorSpec, FactorSpec], side: int) -> Work:
-    """Does to a factor of the meta device what the engine does to it before and after its decomposition."""
-    averages = [spec.empty(torch.float32, torch.device("meta")) for spec in specs]
-    with torch.no_grad(), Counter() as counter:
-        factor = specs[side].matrix(averages[side])
-        for spec, average in zip(specs, averages, strict=True):
-            spec.mean_eigenvalue(average)
-        factor.isfinite().all()
-    return counter.work
-
-
-def _preconditioned(layer: KroneckerLayer, specs: tuple[FactorSpec, FactorSpec]) -> tuple[Work, Direction]:
-    """Runs the eigen solver on a layer of the meta device."""
-    p, meta = layer.pairs, torch.device("meta")
-    gamma = torch.empty(p, device=meta)
-    a, g = (
-        tuple(torch.empty(p, *shape, device=meta) for shape in ([spec.dim], [spec.dim] * 2)[: 2 - spec.diagonal])
-        for spec in specs
-    )
-    bias = None if layer.bias is None else torch.empty(p * layer.d_out, device=meta)
-    with Counter() as counter:
-        gradient = layer.to_matrix(torch.empty_like(layer.weight), bias)
-        result = EigenSolver().precondition(gradient, a, g, gamma)
-    return counter.work, Direction(result, gradient, 1.0)
 
 
 # What it runs on -----------------------------------------------------------------------------------------------------
@@ -306,36 +49,26 @@ def _preconditioned(layer: KroneckerLayer, specs: tuple[FactorSpec, FactorSpec])
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes with.
+    """What one rank computes with."""
 
-    Attributes:
-        name: For tables.
-        product_flops: Flops per second in products of matrices.
-        training_flops: Flops per second that forward and backward passes sustain.
-        bandwidth: Bytes per second of memory.
-        launch: Seconds per kernel or operator call, whatever its size.
-        eigh: ``(a, b, c)``: an eigendecomposition takes ``a + b n^2 + c n^3`` seconds.
-        layer: Seconds per layer and stage of the engine's own bookkeeping.
-        cores: How many ranks of a node compute at full speed at once; infinity if each has its own device.
-        corrections: Measured over modelled seconds by stage, where something was measured.
-    """
-
-    name: str
-    product_flops: float
-    training_flops: float
-    bandwidth: float
-    launch: float
-    eigh: tuple[float, float, float]
-    layer: float = 0.0
+    name: str  # Name in tables
+    product_flops: float  # Flops per second in products of matrices
+    training_flops: float  # Flops per second that forward and backward passes sustain
+    bandwidth: float  # Bytes per second of memory
+    launch: float  # Seconds per kernel or operator call, whatever its size
+    eigh: tuple[float, float, float]  # ``(a, b, c)``: an eigendecomposition takes ``a + b n^2 + c n^3`` seconds
+    layer: float = 0.0  # Seconds per layer and stage of the engine's own bookkeeping
+    # How many ranks of a node compute at full speed at once; infinity if each has its own device.
     cores: float = math.inf
+    # Measured over modelled seconds by stage, where something was measured.
     corrections: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, work: Work) -> float:
-        """Of some work on a rank that has the device to itself."""
+        """Seconds of some work on a rank that has the device to itself."""
         return work.operations * self.launch + work.flops / self.product_flops + work.bytes / self.bandwidth
 
     def decomposition_seconds(self, spec: FactorSpec) -> float:
-        """Of one factor; a diagonal is its own decomposition."""
+        """Seconds of decomposing one factor; a diagonal is its own decomposition."""
         if spec.diagonal:
             return self.launch
         a, b, c = self.eigh
@@ -344,65 +77,34 @@ class Device:
 
 @dataclass(frozen=True)
 class Network:
-    """What ranks talk over.
+    """What ranks talk over."""
 
-    Attributes:
-        ranks_per_node: Ranks ``0 .. ranks_per_node - 1`` share the first node, and so on.
-        node_bandwidth: Bytes per second into a node, and as many out of it.
-        rank_bandwidth: Bytes per second into a rank within its node, and as many out of it.
-        latency: Seconds per hop of a message.
-        pipelined: A broadcast streams along a ring of its members, ``n - 1`` hops, each byte passing each member once
-            (NCCL). False: whole messages go down a binary tree, ``log2 n`` hops (Gloo).
-    """
-
-    ranks_per_node: int
-    node_bandwidth: float
-    rank_bandwidth: float
-    latency: float
+    ranks_per_node: int  # Ranks ``0 .. ranks_per_node - 1`` share the first node, and so on
+    node_bandwidth: float  # Bytes per second into a node, and as many out of it
+    rank_bandwidth: float  # Bytes per second into a rank within its node, and as many out of it
+    latency: float  # Seconds per hop of a message
+    # A broadcast streams along a ring of its members, ``n - 1`` hops, each byte passing each member once (NCCL).
+    # False: whole messages go down a binary tree, ``log2 n`` hops (Gloo).
     pipelined: bool = True
 
     def hops(self, members: int) -> int:
-        """Of a broadcast among so many ranks."""
+        """Hops of a broadcast among so many ranks."""
         return members - 1 if self.pipelined else math.ceil(math.log2(members))
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """How often.
-
-    Attributes:
-        statistics: Steps between statistics, ``factor_update_steps``.
-        decompositions: Steps between refreshes, ``inv_update_steps``.
-        micro_batches: Per step (gradient accumulation); each takes part in the statistics of its step.
-    """
-
-    statistics: int = 10
-    decompositions: int = 100
-    micro_batches: int = 1
-
-
-@dataclass(frozen=True)
 class Exchange:
-    """What is sent when, and in which form.
+    """What is sent when, and in which form."""
 
-    Attributes:
-        packed: Factors travel as one triangle instead of as full matrices.
-        at_refresh: Factors are summed when a refresh is due, instead of at every statistics step.
-        unfolded: Statistics of convolutions by im2col.
-        eigenvalue_products: The decomposition of G comes with the ``d_out x d_in`` table of eigenvalue products.
-        bucket_bytes: What is summed travels in buckets of this size.
-        broadcast_bytes: What is broadcast from one source to the same ranks travels in buckets of this size; 0: each
-            tensor alone.
-        factor_bytes: Of a factor's number on the wire; 2 with ``comm_dtype=torch.bfloat16``.
-    """
-
-    packed: bool = True
-    at_refresh: bool = True
-    unfolded: bool = False
+    packed: bool = True  # Factors travel as one triangle instead of as full matrices
+    at_refresh: bool = True  # Factors are summed when a refresh is due, instead of at every statistics step
+    unfolded: bool = False  # Statistics of convolutions by im2col
+    # The decomposition of G comes with the ``d_out x d_in`` table of eigenvalue products.
     eigenvalue_products: bool = False
-    bucket_bytes: int = 25 * 2**20
+    bucket_bytes: int = 25 * 2**20  # What is summed travels in buckets of this size
+    # What is broadcast from one source to the same ranks travels in buckets of this size; 0: each tensor alone.
     broadcast_bytes: int = 25 * 2**20
-    factor_bytes: int = FLOAT
+    factor_bytes: int = FLOAT  # Bytes of a factor's number on the wire; 2 with ``comm_dtype=torch.bfloat16``
 
 
 OURS = Exchange()
@@ -412,7 +114,7 @@ KFAC_PYTORCH = Exchange(packed=False, at_refresh=False, unfolded=True, eigenvalu
 PAPER = replace(KFAC_PYTORCH, eigenvalue_products=False, bucket_bytes=64 * 2**20)
 
 
-# Of one packed number, a running average times its decay plus new data: read, write, read, read, write.
+# Per packed number: the running average times its decay (read, write) plus the new data (read, read, write).
 FOLD = Work(0, 0, 5 * FLOAT)
 
 
@@ -502,7 +204,7 @@ def all_reduce_seconds(sizes: Sequence[int], world_size: int, device: Device, ne
 
 
 def sharing(ranks: int, device: Device) -> float:
-    """How much longer work takes if so many ranks of a node do it at once."""
+    """Factor by which work takes longer if so many ranks of a node do it at once."""
     return max(1.0, ranks / device.cores)
 
 
@@ -533,41 +235,18 @@ def intervals(schedule: Schedule, exchange: Exchange = OURS) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a run would take.
+    """What a run would take."""
 
-    Attributes:
-        world_size: Number of ranks.
-        schedule: As given.
-        events: Seconds of a stage each time it happens, on the slowest rank.
-        sent: Bytes per step and rank by kind, mean over the schedule.
-        received: Likewise.
-        memory: Bytes of factors, snapshots and decompositions on each rank.
-        imbalance: Largest decomposition load over the mean.
-    """
-
-    world_size: int
-    schedule: Schedule
-    events: Mapping[str, float]
-    sent: Mapping[str, Floats]
-    received: Mapping[str, Floats]
-    memory: Floats
-    imbalance: float
-    exchange: Exchange = field(default=OURS)
-
-    @property
-    def intervals(self) -> dict[str, int]:
-        """Steps between two events of each stage."""
-        return intervals(self.schedule, self.exchange)
-
-    @property
-    def per_step(self) -> dict[str, float]:
-        """Mean seconds of each stage per step."""
-        return {name: self.events[name] / every for name, every in self.intervals.items()}
+    intervals: Mapping[str, int]  # Steps between two events of each stage
+    events: Mapping[str, float]  # Seconds of a stage each time it happens, on the slowest rank
+    sent: Mapping[str, Floats]  # Bytes per step and rank by kind, mean over the schedule
+    received: Mapping[str, Floats]  # Likewise
+    memory: Floats  # Bytes of factors, snapshots and decompositions on each rank
 
     @property
     def overhead(self) -> float:
         """Mean seconds that K-FAC adds to a step."""
-        return sum(self.per_step.values())
+        return sum(self.events[name] / every for name, every in self.intervals.items())
 
     @property
     def refresh(self) -> float:
@@ -581,7 +260,7 @@ def predict(
     strategy: AssignmentStrategy,
     device: Device,
     network: Network,
-    schedule: Schedule = Schedule(),
+    schedule: Schedule = Schedule(),  # noqa: B008  # frozen
     exchange: Exchange = OURS,
 ) -> Prediction:
     """Seconds, bytes and memory of K-FAC on a cluster.
@@ -607,8 +286,9 @@ def predict(
     }
     ring = 2 * (world_size - 1) / world_size
     updates = schedule.decompositions / schedule.statistics
-    # In float64: the weights of A and of G for every update and layer, skipped batches; which layers were decomposed.
-    counts = ring * 8 * (2 * len(work.layers) * (updates + 1) + 1) if exchange.at_refresh else 0.0
+    # In float64: the weights of A and of G for every update and layer, skipped batches; which factors were decomposed;
+    # four numbers by which the ranks see that they have built the same.
+    counts = ring * 8 * (2 * len(work.layers) * (updates + 1) + 5) if exchange.at_refresh else 0.0
     pooled = ring * sum(sums) * (1 if exchange.at_refresh else updates)
     sent, received = broadcast_bytes(decompositions, world_size)
     every = np.full(world_size, 1.0)
@@ -616,14 +296,11 @@ def predict(
     bytes_ = {kind: [side / schedule.decompositions for side in sides] for kind, sides in refresh.items()}
     bytes_["directions"] = list(broadcast_bytes(directions, world_size))
     return Prediction(
-        world_size,
-        schedule,
+        intervals(schedule, exchange),
         {name: events[name] * device.corrections.get(name, 1.0) for name in STAGES},
         {kind: bytes_[kind][0] for kind in KINDS},
         {kind: bytes_[kind][1] for kind in KINDS},
         memory_per_rank(work, assignment, world_size),
-        assignment.imbalance,
-        exchange,
     )
 
 
@@ -698,13 +375,12 @@ def slowest(loads: Floats, device: Device, network: Network) -> float:
 
 
 def memory_per_rank(work: Workload, assignment: Assignment, world_size: int) -> Floats:
-    """Bytes on each rank: what every rank holds, and the decompositions of the layers that it preconditions."""
-    held = np.full(world_size, float(shared_memory(work, world_size)))
+    """Bytes on each rank.
+
+    Every rank holds the running averages, the snapshot of the last refresh and, beside others, its own sums; and it
+    holds the decompositions of the layers that it preconditions.
+    """
+    held = np.full(world_size, (2.0 + (world_size > 1)) * FLOAT * work.packed_numbers)
     for layer, assigned in zip(work.layers, assignment.layers, strict=True):
         held[list(assigned.gradient_workers)] += layer.cost.memory
     return held
-
-
-def shared_memory(work: Workload, world_size: int) -> int:
-    """Bytes of running averages, of the snapshot of the last refresh and, with several ranks, of a rank's own sums."""
-    return (2 + (world_size > 1)) * FLOAT * work.packed_numbers

@@ -32,7 +32,7 @@ of K-FAC and of the gradients' all-reduce is modelled, not how Fused-LAMB itself
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.models import BottleneckResNet, Encoder, ResNet
-from benchmarks.scaling import cluster
+from benchmarks.common.works import Schedule
 from benchmarks.scaling.cluster import (
     KFAC_PYTORCH,
     OURS,
@@ -49,11 +49,11 @@ from benchmarks.scaling.cluster import (
     Exchange,
     Network,
     Prediction,
-    Schedule,
-    Workload,
+    all_reduce_seconds,
+    buckets,
     predict,
-    workload,
 )
+from benchmarks.scaling.workload import FLOAT, Workload, workload
 from kfac_optim.distributed import KAISA, AssignmentStrategy, FactorWise, LayerWise
 
 # The paper's numbers -------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ BERT_REFRESH = 25.0
 BATCH = 32
 GRID = (16, 32, 64, 128, 256)
 BERT_GRID = (8, 16, 32, 64, 128)
-BEYOND = (16, 64, 256, 1024, 4096)
+Rows = list[dict[str, Any]]
 
 LONGHORN = Network(ranks_per_node=4, node_bandwidth=0.8 * 12.5e9, rank_bandwidth=0.8 * 75e9, latency=6e-6)
 THETA = Network(ranks_per_node=8, node_bandwidth=0.8 * 200e9, rank_bandwidth=0.8 * 300e9, latency=6e-6)
@@ -113,19 +113,12 @@ def cifar_resnet() -> Workload:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Device, network, and what a training step costs without K-FAC.
+    """Device, network, and what a training step costs without K-FAC."""
 
-    Attributes:
-        device: What a rank computes with.
-        network: What ranks talk over.
-        constant: Seconds per step beside the passes, at 64 ranks.
-        growth: Its exponent in the number of ranks.
-    """
-
-    device: Device
-    network: Network
-    constant: float = 0.0
-    growth: float = 0.0
+    device: Device  # What a rank computes with
+    network: Network  # What ranks talk over
+    constant: float = 0.0  # Seconds per step beside the passes, at 64 ranks
+    growth: float = 0.0  # Exponent with which ``constant`` grows with the number of ranks
 
     def step(self, work: Workload, ranks: int, micro_batches: float = 1.0) -> float:
         """Seconds of a step without K-FAC: three forward passes' worth of flops, and the constant."""
@@ -208,23 +201,16 @@ def bisect(increasing: Callable[[float], float], low: float, high: float) -> flo
 
 @dataclass(frozen=True)
 class Compared:
-    """One number of the paper beside the model's.
+    """One number of the paper beside the model's."""
 
-    Attributes:
-        what: In words.
-        paper: As printed; a range as text.
-        model: The model's.
-        fitted: The model was fitted to it: no prediction.
-    """
-
-    what: str
-    paper: str
-    model: str
-    fitted: bool = False
+    what: str  # In words
+    paper: str  # As printed; a range as text
+    model: str  # The model's
+    fitted: bool = False  # The model was fitted to it: no prediction
 
 
-def compare_longhorn(found: Cluster) -> list[Compared]:
-    """Table 5 and section 6.4.1."""
+def compare_longhorn(found: Cluster, hours: Rows) -> list[Compared]:
+    """Table 5 and section 6.4.1, the latter from :func:`time_to_solution`."""
     rows = []
     for model in MINUTES:
         base = found.step(resnet(model), 64)
@@ -236,85 +222,43 @@ def compare_longhorn(found: Cluster) -> list[Compared]:
             rows.append(Compared(what, f"{ratio:.2f}", f"{1 + added / base:.2f}"))
     short, long = (found.kfac(resnet("ResNet-50"), 64, FactorWise(), every(n)).overhead for n in (100, 500))
     printed = table_step("ResNet-50", 100) - table_step("ResNet-50", 500)
-    rows.append(
-        Compared("ResNet-50, 64 V100: step every 10/100 less step every 50/500", ms(printed), ms(short - long), True)
-    )
-    opt, layered = fig7(found)
+    what = "ResNet-50, 64 V100: step every 10/100 less step every 50/500"
+    rows.append(Compared(what, ms(printed), ms(short - long), True))
+    opt, layered = (found.kfac(resnet("ResNet-50"), 64, s, every(500)) for s in (FactorWise(), LayerWise()))
     longer = opt.events["decomposition communication"] / layered.events["gradient communication"]
-    rows.append(
-        Compared("ResNet-50, 64 V100: broadcast of decompositions over broadcast of gradients", "3.4", f"{longer:.1f}")
-    )
+    what = "ResNet-50, 64 V100: broadcast of decompositions over broadcast of gradients"
+    rows.append(Compared(what, "3.4", f"{longer:.1f}"))
     same = ("factor computation", "factor communication", "decomposition", "scaling")
     worst = max(abs(opt.events[name] / layered.events[name] - 1) for name in same)
-    rows.append(Compared("stages without a difference between opt and lw, within", "2 %", f"{100 * worst:.1f} %"))
-    gains = {"opt": fig8(found, FactorWise()), "lw": fig8(found, LayerWise())}
-    for label, paper in {"opt": "17.7 to 25.2 %", "lw": "2.8 to 19.1 %"}.items():
-        values = [1 - seconds["K-FAC"] / seconds["SGD"] for (name, _), seconds in gains[label].items()]
-        model = f"{100 * min(values):.1f} to {100 * max(values):.1f} %"
-        rows.append(
-            Compared(f"ResNets, 16 to 256 V100: time to solution, K-FAC-{label} less than SGD by", paper, model)
-        )
-    for label, paper in {"opt": "18.3 %", "lw": "2.8 %"}.items():
-        seconds = gains[label]["ResNet-50", 256]
-        rows.append(
-            Compared(
-                f"ResNet-50, 256 V100: K-FAC-{label} less than SGD by",
-                paper,
-                percent(1 - seconds["K-FAC"] / seconds["SGD"]),
-            )
-        )
-    for label, paper in {"SGD": "68.6 %", "opt": "71.8 %", "lw": "62.4 %"}.items():
-        key = "SGD" if label == "SGD" else "K-FAC"
-        table = gains["opt" if label == "SGD" else label]
-        rows.append(
-            Compared(
-                f"ResNet-50, scaling efficiency of {label} (read as 128 against 16)",
-                paper,
-                percent(efficiency(table, key, 128)),
-                label == "SGD",
-            )
-        )
-    worst_case = max(efficiency(gains[label], "K-FAC", 256) for label in gains)
-    rows.append(Compared("ResNet-50, scaling efficiency at 256 V100", "below 50 %", percent(worst_case)))
+    rows.append(Compared("stages without a difference between opt and lw, within", "2 %", percent(worst)))
+    fifty = {row["GPUs"]: row for row in hours if row["model"] == "ResNet-50"}
+    for label, (span, most) in {"opt": ("17.7 to 25.2 %", "18.3 %"), "lw": ("2.8 to 19.1 %", "2.8 %")}.items():
+        gains = [1 - row[f"K-FAC-{label}"] / row["SGD"] for row in hours]
+        what = f"ResNets, 16 to 256 V100: time to solution, K-FAC-{label} less than SGD by"
+        rows.append(Compared(what, span, f"{100 * min(gains):.1f} to {percent(max(gains))}"))
+        what = f"ResNet-50, 256 V100: K-FAC-{label} less than SGD by"
+        rows.append(Compared(what, most, percent(1 - fifty[256][f"K-FAC-{label}"] / fifty[256]["SGD"])))
+
+    def efficiency(name: str, ranks: int) -> float:
+        return fifty[16][name] * 16 / (fifty[ranks][name] * ranks)
+
+    for name, paper in {"SGD": "68.6 %", "K-FAC-opt": "71.8 %", "K-FAC-lw": "62.4 %"}.items():
+        what = f"ResNet-50, scaling efficiency of {name} (read as 128 against 16)"
+        rows.append(Compared(what, paper, percent(efficiency(name, 128)), name == "SGD"))
+    worst = max(efficiency(name, 256) for name in ("K-FAC-opt", "K-FAC-lw"))
+    rows.append(Compared("ResNet-50, scaling efficiency at 256 V100", "below 50 %", percent(worst)))
     return rows
 
 
-def fig7(found: Cluster) -> tuple[Prediction, Prediction]:
-    """Stages of ``KFAC.step()`` for ResNet-50 on 64 V100: opt and lw."""
-    opt, layered = (found.kfac(resnet("ResNet-50"), 64, s, every(500)) for s in (FactorWise(), LayerWise()))
-    return opt, layered
-
-
-def fig8(found: Cluster, strategy: AssignmentStrategy) -> dict[tuple[str, int], dict[str, float]]:
-    """Hours to the baseline's accuracy by model and number of GPUs, SGD and K-FAC."""
-    hours = {}
-    for model in BLOCKS:
-        for ranks in GRID:
-            steps = IMAGES / (BATCH * ranks) / 3600
-            base = found.step(resnet(model), ranks)
-            added = found.kfac(resnet(model), ranks, strategy, every(INTERVALS[ranks])).overhead
-            hours[model, ranks] = {"SGD": 90 * steps * base, "K-FAC": 55 * steps * (base + added)}
-    return hours
-
-
-def efficiency(hours: Mapping[tuple[str, int], Mapping[str, float]], key: str, ranks: int) -> float:
-    """Of ResNet-50 on so many GPUs, against 16."""
-    return hours["ResNet-50", 16][key] * 16 / (hours["ResNet-50", ranks][key] * ranks)
-
-
-def bert_seconds(
-    found: Cluster, phase: int, ranks: int, strategy: AssignmentStrategy, exchange: Exchange = PAPER
-) -> dict[str, float]:
-    """Seconds of a step of BERT-Large with a fixed local and global batch, Fused-LAMB and K-FAC, and its overhead."""
+def bert_seconds(found: Cluster, phase: int, ranks: int) -> dict[str, float]:
+    """Seconds of a step of BERT-Large with a fixed local and global batch: Fused-LAMB, and K-FAC-opt on top."""
     positions, batch, total = ((128, 60, 65536), (512, 12, 32768))[phase - 1]
     work = bert("BERT-Large", positions, batch)
     micro_batches = total / ranks / batch
-    sizes = cluster.buckets([cluster.FLOAT * work.parameters], 0)
-    base = found.step(work, ranks, micro_batches) + cluster.all_reduce_seconds(
-        sizes, ranks, found.device, found.network
-    )
+    sizes = buckets([FLOAT * work.parameters], 0)
+    base = found.step(work, ranks, micro_batches) + all_reduce_seconds(sizes, ranks, found.device, found.network)
     schedule = Schedule(50, 50, max(1, round(micro_batches)))
-    added = found.kfac(work, ranks, strategy, schedule, exchange)
+    added = found.kfac(work, ranks, FactorWise(), schedule)
     return {"Fused-LAMB": base, "K-FAC": base + added.overhead}
 
 
@@ -331,7 +275,7 @@ def compare_theta(found: Cluster) -> list[Compared]:
             "the same, interval 100 instead of 50, shorter by", "1.58 %", percent(steps * kfac.refresh * 0.01 / total)
         ),
     ]
-    table = {(phase, ranks): bert_seconds(found, phase, ranks, FactorWise()) for phase in (1, 2) for ranks in BERT_GRID}
+    table = {(phase, ranks): bert_seconds(found, phase, ranks) for phase in (1, 2) for ranks in BERT_GRID}
     for phase, paper in {1: "78.9 %", 2: "78.3 %"}.items():
         value = table[phase, 8]["K-FAC"] * 8 / (table[phase, 128]["K-FAC"] * 128)
         rows.append(
@@ -369,23 +313,10 @@ def percent(share: float) -> str:
 # Results -------------------------------------------------------------------------------------------------------------
 
 BEFORE = "kfac-pytorch's way"
-Rows = list[dict[str, Any]]
-Way = tuple[AssignmentStrategy, Exchange]
-
-
-def stages_table(found: Cluster) -> Rows:
-    """Figure 7: seconds of every stage each time it happens, in the paper's implementation and in ours."""
-    named: dict[str, Way] = {"K-FAC-opt": (FactorWise(), PAPER), "K-FAC-lw": (LayerWise(), PAPER)}
-    named |= {f"ours, {label}": (strategy, OURS) for label, strategy in strategies(64).items()}
-    rows: Rows = []
-    for label, (strategy, exchange) in named.items():
-        made = found.kfac(resnet("ResNet-50"), 64, strategy, every(500), exchange)
-        rows.append({"implementation": label, "seconds": dict(made.events), "per_step": dict(made.per_step)})
-    return rows
 
 
 def time_to_solution(found: Cluster) -> Rows:
-    """Figure 8: hours to the baseline's accuracy."""
+    """Figure 8: hours to the baseline's accuracy, by model and number of GPUs."""
     rows: Rows = []
     for model in BLOCKS:
         for ranks in GRID:
@@ -393,56 +324,15 @@ def time_to_solution(found: Cluster) -> Rows:
             steps = IMAGES / (BATCH * ranks) / 3600
             base = found.step(resnet(model), ranks)
             row["SGD"] = EPOCHS["SGD"] * steps * base
-            named: dict[str, Way] = {"K-FAC-lw": (LayerWise(), PAPER), "K-FAC-opt": (FactorWise(), PAPER)}
+            named: dict[str, tuple[AssignmentStrategy, Exchange]] = {
+                "K-FAC-lw": (LayerWise(), PAPER),
+                "K-FAC-opt": (FactorWise(), PAPER),
+            }
             named |= {f"ours, {label}": (strategy, OURS) for label, strategy in strategies(ranks).items()}
             for label, (strategy, exchange) in named.items():
                 added = found.kfac(resnet(model), ranks, strategy, every(INTERVALS[ranks]), exchange).overhead
                 row[label] = EPOCHS["K-FAC"] * steps * (base + added)
             rows.append(row)
-    return rows
-
-
-def bert_hours(found: Cluster) -> Rows:
-    """Figure 9: hours of the phases of BERT-Large."""
-    rows: Rows = []
-    for phase in (1, 2):
-        for ranks in BERT_GRID:
-            seconds = bert_seconds(found, phase, ranks, FactorWise())
-            counts = {name: steps[phase - 1] / 3600 for name, steps in BERT_STEPS.items()}
-            row = {"phase": phase, "GPUs": ranks, **{name: counts[name] * seconds[name] for name in counts}}
-            for label, strategy in strategies(ranks).items():
-                added = bert_seconds(found, phase, ranks, strategy, OURS)["K-FAC"]
-                row[f"ours, {label}"] = counts["K-FAC"] * added
-            rows.append(row)
-    return rows
-
-
-def beyond(v100: Cluster, a100: Cluster) -> Rows:
-    """Ours on up to thousands of ranks."""
-    works = [(v100, resnet(name), every(500)) for name in BLOCKS]
-    works.append((a100, bert("BERT-Large", 128, 60), Schedule(5, 50)))
-    rows: Rows = []
-    for found, work, schedule in works:
-        for ranks in BEYOND:
-            for label, strategy in strategies(ranks).items():
-                made = found.kfac(work, ranks, strategy, schedule, OURS)
-                rows.append(
-                    {
-                        "model": work.name,
-                        "ranks": ranks,
-                        "strategy": label,
-                        "schedule": f"every {schedule.statistics}/{schedule.decompositions}",
-                        "K-FAC per step, ms": 1e3 * made.overhead,
-                        "share of a step's passes": made.overhead
-                        * found.device.training_flops
-                        / 3
-                        / work.forward.flops,
-                        "refresh, s": made.refresh,
-                        "gradient communication, ms": 1e3 * made.events["gradient communication"],
-                        "memory, GB": float(made.memory.max()) / 1e9,
-                        "max/mean load": made.imbalance,
-                    }
-                )
     return rows
 
 
@@ -467,54 +357,3 @@ def traffic(works: Sequence[Workload], ranks: int = 4) -> Rows:
 def _sent(work: Workload, ranks: int, strategy: AssignmentStrategy, exchange: Exchange) -> dict[str, float]:
     made = predict(work, ranks, strategy, V100, LONGHORN, Schedule(10, 100), exchange)
     return {kind: float(sent.mean()) for kind, sent in made.sent.items()}
-
-
-def memory(ranks: int = 64) -> Rows:
-    """Megabytes per rank by strategy."""
-    rows: Rows = []
-    for work in (*map(resnet, BLOCKS), bert("BERT-Base", 128, 16), bert("BERT-Large", 128, 60)):
-        for label, strategy in strategies(ranks).items():
-            made = predict(work, ranks, strategy, V100, LONGHORN)
-            factors = cluster.shared_memory(work, ranks)
-            held = made.memory - factors
-            rows.append(
-                {
-                    "model": work.name,
-                    "ranks": ranks,
-                    "strategy": label,
-                    "factors, sums, snapshot, MB": factors / 1e6,
-                    "decompositions, mean, MB": float(held.mean()) / 1e6,
-                    "decompositions, max, MB": float(held.max()) / 1e6,
-                    "total, max, MB": float(made.memory.max()) / 1e6,
-                }
-            )
-    return rows
-
-
-def balance() -> Rows:
-    """Largest over mean decomposition load; no assignment can be better than the largest indivisible job."""
-    rows: Rows = []
-    for work in (resnet("ResNet-50"), bert("BERT-Large", 128, 60)):
-        costs = [layer.cost for layer in work.layers]
-        for ranks in (8, 64, 256):
-            mean = sum(sum(cost.factor_costs) for cost in costs) / ranks
-            jobs = {
-                "layer-wise": max(sum(c.factor_costs) for c in costs),
-                "factor-wise": max(max(c.factor_costs) for c in costs),
-            }
-            compared: dict[str, AssignmentStrategy] = {"layer-wise": LayerWise(), "factor-wise": FactorWise()}
-            for label, strategy in compared.items():
-                assignment = strategy.assign(costs, ranks)
-                bound = max(1.0, jobs[label] / mean)
-                busy = sum(load > 0 for load in assignment.loads)
-                rows.append(
-                    {
-                        "model": work.name,
-                        "ranks": ranks,
-                        "strategy": label,
-                        "max/mean": assignment.imbalance,
-                        "best possible is at least": bound,
-                        "ranks with work": busy,
-                    }
-                )
-    return rows

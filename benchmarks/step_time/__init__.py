@@ -1,1 +1,1 @@
-"""See ``__main__``: ``python -m benchmarks.step_time``."""
+"""``python -m benchmarks.step_time``: see ``__main__``."""

@@ -1,1 +1,1 @@
-"""See ``__main__``: ``python -m benchmarks.train``."""
+"""``python -m benchmarks.train``: see ``__main__``."""

@@ -16,13 +16,14 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from benchmarks.common import plots, summary
-from benchmarks.common.optimizers import OPTIMIZERS, is_kfac
-from benchmarks.common.runs import Line, RunFiles, Trainer, comparable
-from benchmarks.common.settings import Settings, differences, nearest, resolve
+from benchmarks.common import plots
+from benchmarks.common.optimizers import OPTIMIZERS
+from benchmarks.common.runs import Line, Trainer
+from benchmarks.common.settings import KFAC, Settings, nearest, resolve
 from benchmarks.common.tasks import TASKS, Task
 from benchmarks.train import page
 from benchmarks.train.options import KFAC_OPTIONS, RUNS, name_or_none, parser
+from benchmarks.train.runfiles import RunFiles, comparable, differences
 
 # Settings that --compare shares only with the class that --optimizer is built on: they mean another thing elsewhere.
 OWN = ("lr", "momentum", "options")
@@ -74,7 +75,7 @@ def check_fit(main: str, others: Sequence[str], given: Mapping[str, Any], recipe
     Raises:
         ValueError: Naming the option and the optimizer.
     """
-    if (given["kfac"] or recipe) and not any(map(is_kfac, (main, *others))):
+    if (given["kfac"] or recipe) and not KFAC.keys() & {main, *others}:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given["kfac"]) or "--recipe"
         raise ValueError(f"{names}: for K-FAC optimizers only, and {main} is none")
     if "momentum" in given and "momentum" not in OPTIMIZERS[main].keywords:
@@ -90,16 +91,16 @@ def all_settings(task: Task, options: Mapping[str, Any]) -> dict[str, Settings]:
     main, recipe, given = options["optimizer"], options.get("recipe"), given_settings(options)
     others = compared(options.get("compare", ""))
     check_fit(main, [name for name, _ in others], given, recipe)
-    runs = {main: resolve(task, main, is_kfac=is_kfac(main), recipe=recipe, given=given)}
+    runs = {main: resolve(task, main, recipe=recipe, given=given)}
     shared = {name: value for name, value in given.items() if name not in OWN}
     for name, lr in others:
-        own = dict(given if name == OPTIMIZERS[main].base else shared)
+        own = dict(given if name == KFAC.get(main) else shared)
         if lr is not None:
             own["lr"] = lr
         label = name if lr is None else f"{name}:{lr:g}"
         if label in runs:
             raise ValueError(f"--compare {label}: is trained already; give it a learning rate of its own, {name}:LR")
-        runs[label] = resolve(task, name, is_kfac=is_kfac(name), recipe=recipe, given=own)
+        runs[label] = resolve(task, name, recipe=recipe, given=own)
     return runs
 
 
@@ -257,9 +258,9 @@ def run(task: Task, plans: Sequence[Plan], options: Mapping[str, Any], command: 
             if signals.received is None and (record is None or record.end is None):
                 train(Trainer(task, plan.settings), plan.files, signals, **how)
     records = {plan.files.label: record for plan in plans if (record := plan.files.record())}
-    plots.draw(task, records, folder / "plot.png")
+    plots.of_runs(task, records).savefig(folder / "plot.png", dpi=100)
     page.write(task, records, command, folder / "summary.html")
-    print(summary.table(task, records))
+    print(page.summary(task, records))
     print(f"logs, checkpoints and plot.png: {folder}")
     print(f"summary with pictures: {folder / 'summary.html'}")
     if signals.received is None:

@@ -18,10 +18,9 @@ KEY_VALUE = "any further keyword of the {}, as a Python value or a word; may be 
 # Options of the command that are K-FAC keywords of the same name.
 KFAC_OPTIONS = (
     "damping",
-    "relative_damping",
+    "damping_of",
     "precondition",
     "scaling",
-    "kl_clip",
     "fisher",
     "solver",
     "factor_update_steps",
@@ -81,7 +80,11 @@ def add_training_options(group: argparse._ArgumentGroup) -> None:
     """Add the options every optimizer shares."""
     add = group.add_argument
     add("--lr", type=float, help="learning rate at the top of the schedule (default: by task and optimizer, below)")
-    add("--momentum", type=float, help="in [0, 1), for SGD, KFACSGD, RMSprop and Muon (default: by optimizer, below)")
+    add(
+        "--momentum",
+        type=float,
+        help="in [0, 1), for SGD, KFACSGD, Muon, Shampoo and KFACPyTorch (default: by optimizer, below)",
+    )
     add("--weight-decay", type=float, metavar="X", help=f"factor (default: {COMMON['weight_decay']:g})")
     add("--option", action="append", type=assignment, metavar="KEY=VALUE", help=KEY_VALUE.format("base rule"))
     add("--schedule", metavar="NAME", help=f"of the learning rate: {', '.join(SCHEDULES)} (default: by task, below)")
@@ -110,10 +113,10 @@ def add_kfac_options(group: argparse._ArgumentGroup) -> None:
     steps = "an int, or growing[:fraction[:minimum[:maximum]]], e.g. growing:0.1:5:100"
     add("--recipe", metavar="NAME", help=f"settings that go together: {', '.join(RECIPES)}; see below (default: none)")
     add("--damping", type=float, metavar="X", help=f"gamma, added to the curvature's eigenvalues, > 0 {package}")
-    add("--relative-damping", action=argparse.BooleanOptionalAction, help=f"gamma counts in mean eigenvalues {package}")
+    unit = "what --damping is a multiple of: absolute, mean or largest (eigenvalue of the layer's curvature)"
+    add("--damping-of", metavar="WHAT", help=f"{unit} (default: absolute)")
     add("--precondition", metavar="WHAT", help=f"gradient or momentum (KFACSGD only) {package}")
-    add("--scaling", type=name_or_none, metavar="NAME", help=f"kl_clip, unit, graft or none {package}")
-    add("--kl-clip", type=float, metavar="X", help=f"kappa of --scaling kl_clip, > 0 {package}")
+    add("--scaling", type=name_or_none, metavar="NAME", help=f"kl_clip[:kappa], unit, graft or none {package}")
     kinds = "empirical, categorical, bernoulli, gaussian, or sampled: the kind of the task's output"
     add("--fisher", metavar="KIND", help=f"{kinds} {package}")
     add("--solver", metavar="NAME", help=f"eigen or inverse {package}")
@@ -157,8 +160,6 @@ def steps_between(text: str) -> int | str:
         interval(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    except ImportError:
-        pass  # reported with the optimizer, which needs the package too
     return text
 
 

@@ -1,4 +1,4 @@
-"""The summary of the runs on one task as a single HTML file that needs nothing beside it."""
+"""The closing table of the runs on one task, as text and in a single HTML file that needs nothing beside it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,54 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.common import plots, summary
-from benchmarks.common.runs import Line, Record, seconds_key
+from benchmarks.common import plots, reports
+from benchmarks.common.runs import Line, Record
 from benchmarks.common.tasks import Task
+from kfac_optim import diagnostics
+
+# The closing table ---------------------------------------------------------------------------------------------------
+
+
+def summary(task: Task, records: Mapping[str, Record]) -> str:
+    """Return the table of final losses, accuracy, seconds per step and the way to the target."""
+    rows = [row(task, label, record) for label, record in records.items()]
+    return "\n".join([*reports.aligned([list(rows[0]), *(list(each.values()) for each in rows)]), note(task, records)])
+
+
+def note(task: Task, records: Mapping[str, Record]) -> str:
+    """Return what the table's target and seconds mean."""
+    kinds = {record.seconds.removesuffix("_seconds") for record in records.values()}
+    return f"{task.goal}; seconds: {' or '.join(sorted(kinds))}, without evaluation"
+
+
+def row(task: Task, label: str, record: Record) -> dict[str, str]:
+    """Return the row of one run; "-" where there is no figure."""
+    last = record.evaluations[-1] if record.evaluations else {}
+    key = record.seconds
+    ends = [0.0, *(line[key] for line in record.steps)]
+    seconds = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+    reached = record.first_reached(task)
+    return {
+        "optimizer": label,
+        "end": record.end or "interrupted",
+        "steps": str(len(record.steps)),
+        "loss": number(record.recent_loss),
+        "held out": number(last.get("test_loss")),
+        "accuracy": number(last.get("test_accuracy")),
+        "s/step": number(sum(seconds) / len(seconds) if seconds else None),
+        "worst": number(max(seconds, default=None)),
+        "to target": f"epoch {reached['epoch']:g}" if reached else "-",
+        "seconds to it": number(reached[key] if reached else None),
+        "seconds in all": number(ends[-1] if seconds else None),
+    }
+
+
+def number(value: float | None) -> str:
+    """Return four digits of ``value``."""
+    return "-" if value is None else f"{value:.4g}"
+
+
+# The page ------------------------------------------------------------------------------------------------------------
 
 STYLE = """
 body { font: 15px/1.5 sans-serif; color: #222; max-width: 1100px; margin: 2em auto; padding: 0 1em }
@@ -46,14 +91,11 @@ def write(task: Task, records: Mapping[str, Record], command: str, path: Path) -
 
 
 def results(task: Task, records: Mapping[str, Record]) -> Iterator[str]:
-    """Yield the closing table, with all seconds of training beside it, and the plot of losses and accuracy."""
-    rows = []
-    for label, record in records.items():
-        seconds = record.steps[-1][seconds_key(record)] if record.steps else None
-        rows.append([*summary.row(task, label, record), summary.number(seconds)])
-    yield table([[*summary.HEADS[:-1], "seconds to it", "seconds in all"], *rows])
-    yield f"<p>{escape(summary.note(task, records))}. <i>loss</i>: training, mean of the last 20 steps.</p>"
-    yield picture(plots.figure_of(task, records), "Loss and held-out figures, over steps and over seconds of training")
+    """Yield the closing table, and the plot of losses and accuracy."""
+    rows = [row(task, label, record) for label, record in records.items()]
+    yield table([list(rows[0]), *(list(each.values()) for each in rows)])
+    yield f"<p>{escape(note(task, records))}. <i>loss</i>: training, mean of the last 20 steps.</p>"
+    yield picture(plots.of_runs(task, records), "Loss and held-out figures, over steps and over seconds of training")
 
 
 def settings(records: Mapping[str, Record]) -> Iterator[str]:
@@ -70,9 +112,6 @@ def settings(records: Mapping[str, Record]) -> Iterator[str]:
 
 def curvature(record: Record) -> Iterator[str]:
     """Yield tables and pictures of a K-FAC optimizer."""
-    # Imported here: a command without K-FAC optimizers does without the package.
-    from kfac_optim import diagnostics
-
     last = record.curvature[-1]
     if last["report"]["layers"]:
         yield picture(

@@ -44,7 +44,7 @@ class Fisher(ABC):
             generator: The source of randomness, on the output's device.
 
         Returns:
-            A tensor of the output's shape: the gradient of the sum over all loss terms, not of their mean.
+            The gradient of the sum over all loss terms, not of their mean; of the output's shape.
         """
 
 

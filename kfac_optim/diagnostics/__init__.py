@@ -1,11 +1,12 @@
-"""Read-only views of the curvature: coverage table, spectra, memory, stage times, pictures.
+"""Read-only views of the curvature. Users reach most of them through ``optimizer.curvature``.
 
 Where to look::
 
-    report.py     the table, spectra, flattened reports
-    memory.py     bytes
-    profile.py    time per stage
-    plots.py      pictures
+    report.py     which layer is treated how (the table of ``print(engine)``), spectra, condition numbers, who works on
+                  what; flatten() for loggers
+    memory.py     how many bytes it takes, by kind
+    profile.py    how long the stages of a step take
+    plots.py      the same as pictures: plot_spectrum, plot_history, plot_profile, plot_assignment
 """
 
 from ..spectra import eigenvalues

@@ -1,4 +1,13 @@
-"""Bytes that the curvature takes on a rank, by kind, from shapes alone."""
+"""How many bytes the curvature takes on a rank, by kind; it follows from shapes alone.
+
+The kinds are::
+
+factors           the running averages
+snapshots         the factors that the decompositions in use were made of
+local sums        what a rank of several has seen since the ranks last pooled their factors
+decompositions    those in use, on the ranks that precondition the layer
+refresh           while one is spread over steps: its snapshot, and the new decompositions that this rank makes
+"""
 
 from __future__ import annotations
 
@@ -12,6 +21,8 @@ from ..solvers import Solver
 
 __all__ = ["memory_of", "total"]
 
+_KINDS = ("factors", "snapshots", "local sums", "decompositions", "refresh")
+
 
 def memory_of(
     block: Block,
@@ -22,7 +33,16 @@ def memory_of(
     *,
     spreads: bool,
 ) -> dict[str, int]:
-    """Bytes of a layer on this rank by kind; ``spreads``: whether refreshes may be spread over steps."""
+    """The bytes that a layer takes on this rank, by kind.
+
+    Args:
+        block: The layer's block.
+        comm: The rank, and the number of ranks.
+        solver: What decomposes.
+        factor_dtype: Storage of the factors.
+        inv_dtype: Storage of the decompositions.
+        spreads: Whether refreshes may be spread over steps.
+    """
     specs, workers = block.specs, block.workers
     numbers = sum(spec.packed_numel for spec in specs)
     stored, exact = factor_dtype.itemsize, torch.promote_types(factor_dtype, torch.float32).itemsize
@@ -39,8 +59,8 @@ def memory_of(
 
 
 def total(layers: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Over all layers by kind, and over all kinds."""
-    sums = {kind: 0 for kind in ("factors", "snapshots", "local sums", "decompositions", "refresh")}
+    """The sums over all layers, by kind, and their ``total``."""
+    sums = dict.fromkeys(_KINDS, 0)
     for layer in layers:
         for kind, count in layer.items():
             sums[kind] += count

@@ -1,7 +1,7 @@
-"""Pictures of reports, made without pyplot.
+"""Pictures of what the engine reports.
 
-They are matplotlib figures that need no display: ``figure.savefig(path)``, a notebook or TensorBoard's ``add_figure``
-show them. matplotlib is imported by the functions that draw, and only there.
+They are matplotlib figures, made without pyplot, that need no display: save one by ``figure.savefig(path)``, or show it
+in a notebook or by TensorBoard's ``add_figure``. matplotlib is imported by the functions that draw, and only there.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_assignment", "plot_history", "plot_profile", "plot_spectrum"]
 
-# Okabe and Ito's colours, which people with a colour vision deficiency tell apart.
+# The palette of Okabe and Ito, which people with a colour vision deficiency can tell apart.
 _BLUE, _ORANGE, _GREEN, _RED, _SKY, _PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
 _COLOURS = (_BLUE, _ORANGE, _GREEN, _RED, _SKY, _PURPLE, "#000000", "#999999")
 _LINES = 8  # more layers than this are drawn as an image, or as median and range
 
 
 def _figure(width: float, height: float) -> Figure:
-    """An empty figure with a canvas of its own; sizes in inches."""
+    """An empty figure with a canvas of its own, of a width and height in inches."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -36,7 +36,7 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _rows(axes: Axes, names: Sequence[str]) -> None:
-    """Names the rows of a picture, from the top; of very many only some."""
+    """Labels the rows of an image, from the top; of very many rows only some."""
     every = math.ceil(len(names) / 120)
     shown = [name or "(model)" for name in names[::every]]
     axes.set_yticks(range(0, len(names), every), shown, fontsize=9 if len(names) <= 30 else 6)
@@ -44,14 +44,18 @@ def _rows(axes: Axes, names: Sequence[str]) -> None:
 
 
 def _height(rows: int) -> float:
-    """Inches for so many rows."""
+    """The height in inches of an image of so many rows."""
     return min(22.0, 0.25 * rows if rows <= 30 else 4.0 + 0.12 * rows)
 
 
 def _share(layer: Mapping[str, Any], side: str) -> float:
-    """The part of a layer's damping that falls to a factor; the shares of A and G multiply to gamma.
+    """The part of a layer's damping that falls to A or G; the shares of both multiply to gamma.
 
-    Split by the ratio of the mean eigenvalues, as :class:`~kfac_optim.solvers.InverseSolver` does.
+    It is split by the ratio of the mean eigenvalues, as :class:`~kfac_optim.solvers.InverseSolver` does.
+
+    Args:
+        layer: The layer's part of a report.
+        side: "A" or "G".
     """
     own, other = layer[side]["mean"], layer["G" if side == "A" else "A"]["mean"]
     return math.sqrt(layer["damping"] * (own / other if own > 0 and other > 0 else 1.0))
@@ -61,8 +65,9 @@ def plot_spectrum(report: Mapping[str, Any]) -> Figure:
     """The eigenvalues of A and G of every layer, largest first, on a log scale, against the damping.
 
     Eigenvalues are divided by the layer's share of the damping, so that one mark holds for all layers: an eigenvalue a
-    of A and one g of G meet a damping that is 1 in units of their product, ``a g / gamma``. Above the mark curvature
-    decides, below it the damping. Up to 8 layers are lines; more are rows of an image, with the mark as a black line.
+    of A and one g of G meet a damping that is 1 in units of their product, ``a g / gamma``. Above the mark the
+    curvature decides, below it the damping. Up to 8 layers are drawn as lines, more as rows of an image, with the mark
+    as a black line.
 
     Args:
         report: ``engine.report(eigenvalues=True)``.
@@ -101,6 +106,7 @@ def plot_spectrum(report: Mapping[str, Any]) -> Figure:
 
 
 def _spectrum_lines(axes: Axes, spectra: Mapping[str, Sequence[float]]) -> None:
+    """Draws a few spectra (by layer name, largest eigenvalue first) as lines."""
     for colour, (name, values) in zip(_COLOURS, spectra.items(), strict=False):
         places = [(i + 0.5) / len(values) for i in range(len(values))]
         marker = "." if len(values) <= 20 else ""
@@ -115,7 +121,7 @@ def _spectrum_lines(axes: Axes, spectra: Mapping[str, Sequence[float]]) -> None:
 
 
 def _spectrum_image(axes: Axes, spectra: Mapping[str, Sequence[float]]) -> Any:
-    """Rows of layers, columns of places in the spectrum, colours of powers of ten."""
+    """Draws many spectra as an image: a row per layer, places in the spectrum as columns, powers of ten as colours."""
     columns = 200
     table = [
         [math.log10(max(values[int((c + 0.5) / columns * len(values))], 1e-12)) for c in range(columns)]
@@ -123,6 +129,7 @@ def _spectrum_image(axes: Axes, spectra: Mapping[str, Sequence[float]]) -> Any:
     ]
     extent = (0.0, 1.0, len(table) - 0.5, -0.5)
     image = axes.imshow(table, cmap="RdBu_r", vmin=-3, vmax=3, extent=extent, aspect="auto", interpolation="nearest")
+    # The line at 1 is a staircase: in each row at the share of the eigenvalues that are above it.
     above = [sum(value > 1 for value in values) / len(values) for values in spectra.values()]
     edges = [edge - 0.5 for row in range(len(above)) for edge in (row, row + 1)]
     axes.plot([share for share in above for _ in range(2)], edges, color="black", linewidth=1.2)
@@ -132,12 +139,13 @@ def _spectrum_image(axes: Axes, spectra: Mapping[str, Sequence[float]]) -> Any:
 def plot_history(history: Sequence[Mapping[str, Any]]) -> Figure:
     """Condition numbers and staleness over training.
 
-    Up to 8 layers are a line each; of more the median, the range over all layers, and the layer that is worst at the
-    end. A singular factor (condition number infinite) is drawn as a triangle, a factor 10 above the largest finite one.
+    Up to 8 layers are drawn as a line each; of more the median, the range over all layers, and the layer that is worst
+    at the end. A singular factor (infinite condition number) is drawn as a triangle, a factor 10 above the largest
+    finite one.
 
     Args:
-        history: ``report()`` of different steps, in order, as often as you like; staleness shows its sawtooth if
-            they come every step. Entries without ``layers`` count for staleness alone.
+        history: What ``engine.report()`` returned at different steps, in order. Staleness shows its sawtooth only if
+            there is one for every step; entries without ``layers`` count for staleness alone.
 
     Raises:
         ValueError: If it is empty.
@@ -166,7 +174,13 @@ def plot_history(history: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def _conditions(axes: Axes, history: Sequence[Mapping[str, Any]], number: Callable[[Any], float | None]) -> None:
-    """Draws one condition number of every layer over the steps."""
+    """Draws one condition number of every layer over the steps.
+
+    Args:
+        axes: Where to draw.
+        history: As for :func:`plot_history`.
+        number: Takes the condition number from a layer's part of a report.
+    """
     curves: dict[str, dict[int, float]] = {}
     for entry in history:
         for name, layer in entry.get("layers", {}).items():
@@ -198,7 +212,7 @@ def _conditions(axes: Axes, history: Sequence[Mapping[str, Any]], number: Callab
 
 
 def plot_profile(profile: Mapping[str, Mapping[str, float]]) -> Figure:
-    """Milliseconds of the engine's stages, the longest on top.
+    """The milliseconds that the engine's stages took, the longest on top.
 
     Args:
         profile: ``engine.profile()``.
@@ -226,7 +240,7 @@ def plot_profile(profile: Mapping[str, Mapping[str, float]]) -> Figure:
     return figure
 
 
-# What a rank does for a layer, as bits: preconditions 1, decomposes A 2, decomposes G 4.
+# What a rank does for a layer, as the sum of 1 (preconditions), 2 (decomposes A) and 4 (decomposes G).
 _DUTIES = {
     1: ("preconditions", "#D9D9D9"),
     2: ("decomposes A", _SKY),
@@ -239,7 +253,7 @@ _DUTIES = {
 
 
 def plot_assignment(workers: Mapping[str, Any]) -> Figure:
-    """Who decomposes and who preconditions: layers by ranks, and above them the decomposition load of each rank.
+    """Which rank decomposes and preconditions which layer, and above that the decomposition load of each rank.
 
     Args:
         workers: ``engine.workers()``.

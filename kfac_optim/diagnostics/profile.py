@@ -1,4 +1,4 @@
-"""Wall time per stage of the engine (the stages of the paper's Fig. 7)."""
+"""How long the stages of a step take: the stages of the paper's Fig. 7."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ class StageTimes:
     """Wall time per stage of the engine, and a ``torch.profiler`` range of the same name.
 
     On an accelerator the times are those of the host, which waits for the device once per step; use the profiler there.
+
+    Attributes:
+        seconds: Total time by stage.
+        calls: Number of timed blocks by stage.
     """
 
     def __init__(self) -> None:
@@ -23,7 +27,7 @@ class StageTimes:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Times a ``with`` block."""
+        """Times a ``with`` block as a part of the named stage."""
         start = time.perf_counter()
         with torch.profiler.record_function(f"kfac: {name}"):
             yield
@@ -39,5 +43,5 @@ class StageTimes:
 
 
 def communicating(what: str, stages: StageTimes, world_size: int) -> AbstractContextManager[None]:
-    """Times a stage of communication, which one process does not have."""
+    """Times a ``with`` block as the stage "<what> communication"; one process has no such stage."""
     return stages.stage(f"{what} communication") if world_size > 1 else nullcontext()

@@ -1,4 +1,12 @@
-"""What there is to say about the curvature, as plain data: the coverage table, spectra, flattened reports."""
+"""What there is to say about the curvature, as plain data and text.
+
+Where to look::
+
+report_of     a layer's spectra, damping, condition and cosine, for ``engine.report()``
+workers_of    who works on a layer, for ``engine.workers()``
+flatten       any of these views as one level of numbers, for loggers
+table         the coverage table that ``print(engine)`` shows, from the rows that row_of makes
+"""
 
 from __future__ import annotations
 
@@ -29,19 +37,104 @@ __all__ = [
 ]
 
 
+# Numbers --------------------------------------------------------------------------------------------------------------
+
+
+def report_of(block: Block, gamma: Tensor, *, full: bool) -> dict[str, Any]:
+    """A layer's part of the engine's ``report()``.
+
+    Args:
+        block: A block that has decompositions.
+        gamma: The damping of its pairs, ``[p]``.
+        full: Whether to list all eigenvalues.
+    """
+    spectra = zip(SIDES, block.spectra(), strict=True)
+    report: dict[str, Any] = {side: spectrum(values, full=full) for side, values in spectra}
+    report["damping"] = float(gamma.mean())
+    report["condition"] = damped_condition(report["A"], report["G"], report["damping"])
+    report["cosine"] = None if block.cosine is None else float(block.cosine)
+    return report
+
+
+def spectrum(values: Tensor, *, full: bool = False) -> dict[str, Any]:
+    """What to report of eigenvalues.
+
+    Args:
+        values: The eigenvalues, largest first.
+        full: Whether to add all of them, as the list ``eigenvalues``.
+
+    Returns:
+        ``min``, ``mean``, ``max`` and the condition number ``condition``, infinite if the smallest is 0.
+    """
+    low, high = float(values[-1]), float(values[0])
+    found = {"min": low, "mean": float(values.mean()), "max": high, "condition": high / low if low else math.inf}
+    return {**found, "eigenvalues": values.tolist()} if full else found
+
+
+def damped_condition(a: Mapping[str, float], g: Mapping[str, float], damping: float) -> float:
+    """The condition number of ``A (x) G + damping I``, the matrix that the solver inverts.
+
+    Near 1 the damping dominates and the layer keeps its gradient's direction. For a layer with several pairs the result
+    is about an upper bound: the extremes of A and of G may belong to different pairs, and ``damping`` is the mean over
+    the pairs.
+
+    Args:
+        a: The :func:`spectrum` of A.
+        g: The spectrum of G.
+        damping: gamma.
+    """
+    return (a["max"] * g["max"] + damping) / (a["min"] * g["min"] + damping)
+
+
+def cosine(x: Tensor, y: Tensor) -> Tensor:
+    """The cosine of the angle between two tensors, 0-dim, on their device; 0 if one of them is zero."""
+    # torch's own function also gives 0 where the product of the norms is below 1e-8.
+    return torch.dot(*(torch.nn.functional.normalize(v.flatten(), dim=0, eps=0.0).nan_to_num() for v in (x, y)))
+
+
+def workers_of(block: Block) -> dict[str, Any]:
+    """A layer's part of :meth:`~kfac_optim.CurvatureEngine.workers`."""
+    inverse = dict(zip(SIDES, block.workers.inverse_workers, strict=True))
+    return {**inverse, "precondition": list(block.workers.gradient_workers)}
+
+
+def flatten(report: Mapping[str, Any], prefix: str = "kfac") -> dict[str, float]:
+    """Nested numbers as one level, for any logger.
+
+    ``{"staleness": 3, "layers": {"conv1": {"A": {"max": 2.0}}}}`` becomes ``{"kfac/staleness": 3.0,
+    "kfac/conv1/A/max": 2.0}``. None and lists (eigenvalues) are left out; characters that TensorBoard does not allow in
+    a tag become "_".
+
+    Args:
+        report: What the engine's ``report()``, ``profile()`` or ``memory_estimate()`` returns.
+        prefix: The first part of every name.
+    """
+    flat: dict[str, float] = {}
+    for key, value in report.items():
+        name = prefix if key == "layers" else f"{prefix}/{re.sub(r'[^-./0-9A-Za-z_]', '_', key or 'model')}"
+        if isinstance(value, Mapping):
+            flat |= flatten(value, name)
+        elif isinstance(value, (int, float)):
+            flat[name] = float(value)
+    return flat
+
+
+# The coverage table ---------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of the coverage table: a layer, or a parameter without a Kronecker block.
 
     Attributes:
-        name: Of the layer or parameter.
-        rule: "Linear, expand", for instance, or "base".
-        a: Shape of A as text.
-        g: Shape of G.
-        memory: Bytes of factors and decompositions on this rank.
-        inverse_workers: Ranks that decompose A and G, as text; empty for one process.
-        gradient_workers: Ranks that precondition.
-        note: State of the layer, or the reason why the base rule applies.
+        name: The name of the layer or parameter.
+        rule: How it is treated, "Linear, expand" for instance; "base" for a parameter that takes the base rule.
+        a: The dimension of A as text, "3 x 10" for three pairs.
+        g: The dimension of G, likewise.
+        memory: Bytes of factors and decompositions on this rank; 0 is not shown.
+        inverse_workers: The ranks that decompose A and G, as text; empty for one process.
+        gradient_workers: The ranks that precondition, as text.
+        note: The state of the layer, or the reason why the base rule applies.
     """
 
     name: str
@@ -54,8 +147,32 @@ class Row:
     note: str = ""
 
 
+def row_of(block: Block, memory: int, comm: Communicator) -> Row:
+    """A layer's row of the table.
+
+    Args:
+        block: The layer's block.
+        memory: The bytes that it takes on this rank.
+        comm: The ranks; for one process no workers are shown.
+    """
+    layer, workers = block.layer, block.workers
+    notes = list(layer.notes)
+    if len(layer.modules) > 1:
+        notes.append(f"shared by {len(layer.modules)} modules")
+    if not layer.weight.requires_grad:
+        notes.append("frozen")
+    elif not block.has_direction:
+        notes.append("raw gradient until its first decomposition")
+    a, g = (f"{spec.pairs} x {spec.dim}" if spec.pairs > 1 else str(spec.dim) for spec in block.specs)
+    inverse, gradient = "", ""
+    if comm.world_size > 1:
+        inverse = "A {}, G {}".format(*workers.inverse_workers)
+        gradient = rank_list(workers.gradient_workers)
+    return Row(layer.name or "(model)", layer.rule_name, a, g, memory, inverse, gradient, "; ".join(notes))
+
+
 def table(rows: Sequence[Row], title: str, footer: str) -> str:
-    """The rows as aligned text; columns that are empty everywhere are left out."""
+    """The rows as aligned text under a title; columns that are empty in all rows are left out."""
     header = ("layer", "rule", "A", "G", "memory", "inverse workers", "gradient workers", "note")
     lines = [
         (r.name, r.rule, r.a, r.g, human_bytes(r.memory) if r.memory else "")
@@ -70,7 +187,7 @@ def table(rows: Sequence[Row], title: str, footer: str) -> str:
 
 
 def human_bytes(count: float) -> str:
-    """``1536`` as ``"1.5 KiB"``."""
+    """A number of bytes as text: ``1536`` as ``"1.5 KiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -79,7 +196,7 @@ def human_bytes(count: float) -> str:
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """``(0, 1, 2, 5)`` as ``"0-2, 5"``."""
+    """Ranks as text: ``(0, 1, 2, 5)`` as ``"0-2, 5"``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][1] == rank - 1:
@@ -87,80 +204,3 @@ def rank_list(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank, rank])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-def cosine(x: Tensor, y: Tensor) -> Tensor:
-    """Cosine of the angle between two tensors, 0-dim, on their device; 0 if one of them is zero."""
-    # From unit vectors: torch's own function takes products of norms below 1e-8 for that.
-    return torch.dot(*(torch.nn.functional.normalize(v.flatten(), dim=0, eps=0.0).nan_to_num() for v in (x, y)))
-
-
-def spectrum(values: Tensor, *, full: bool = False) -> dict[str, Any]:
-    """Smallest, mean and largest of sorted eigenvalues, and condition number; ``full``: the eigenvalues too."""
-    low, high = float(values[-1]), float(values[0])
-    found = {"min": low, "mean": float(values.mean()), "max": high, "condition": high / low if low else math.inf}
-    return {**found, "eigenvalues": values.tolist()} if full else found
-
-
-def damped_condition(a: Mapping[str, float], g: Mapping[str, float], damping: float) -> float:
-    """Condition number of ``A (x) G + damping I``, from the spectra of A and G: what the solver divides by.
-
-    Near 1 the damping decides and the layer keeps its gradient's direction. Of a layer with several pairs it is about
-    an upper bound: the extremes of A and of G may belong to different pairs, and ``damping`` is the mean over them.
-    """
-    return (a["max"] * g["max"] + damping) / (a["min"] * g["min"] + damping)
-
-
-def flatten(report: Mapping[str, Any], prefix: str = "kfac") -> dict[str, float]:
-    """Nested numbers as one level, for any logger.
-
-    ``{"staleness": 3, "layers": {"conv1": {"A": {"max": 2.0}}}}`` becomes ``{"kfac/staleness": 3.0,
-    "kfac/conv1/A/max": 2.0}``. What is None or a list (eigenvalues) is left out; characters that TensorBoard does not
-    allow in a tag become "_".
-
-    Args:
-        report: What the engine's ``report()``, ``profile()`` or ``memory_estimate()`` returns.
-        prefix: First part of every name.
-    """
-    flat: dict[str, float] = {}
-    for key, value in report.items():
-        name = prefix if key == "layers" else f"{prefix}/{re.sub(r'[^-./0-9A-Za-z_]', '_', key or 'model')}"
-        if isinstance(value, Mapping):
-            flat |= flatten(value, name)
-        elif isinstance(value, (int, float)):
-            flat[name] = float(value)
-    return flat
-
-
-def report_of(block: Block, gamma: Tensor, *, eigenvalues: bool) -> dict[str, Any]:
-    """The layer's part of the engine's ``report()``; the layer has decompositions, and ``gamma`` is ``[p]``."""
-    spectra = zip(SIDES, block.spectra(), strict=True)
-    report: dict[str, Any] = {side: spectrum(values, full=eigenvalues) for side, values in spectra}
-    report["damping"] = float(gamma.mean())
-    report["condition"] = damped_condition(report["A"], report["G"], report["damping"])
-    report["cosine"] = None if block.cosine is None else float(block.cosine)
-    return report
-
-
-def workers_of(block: Block) -> dict[str, Any]:
-    """Its part of :meth:`~kfac_optim.CurvatureEngine.workers`."""
-    inverse = dict(zip(SIDES, block.workers.inverse_workers, strict=True))
-    return {**inverse, "precondition": list(block.workers.gradient_workers)}
-
-
-def row_of(block: Block, memory: int, comm: Communicator) -> Row:
-    """Its row of the table; ``memory`` in bytes."""
-    layer, workers = block.layer, block.workers
-    notes = list(layer.notes)
-    if len(layer.modules) > 1:
-        notes.append(f"shared by {len(layer.modules)} modules")
-    if not layer.weight.requires_grad:
-        notes.append("frozen")
-    elif not block.has_direction:
-        notes.append("raw gradient until its first decomposition")
-    a, g = (f"{spec.pairs} x {spec.dim}" * (spec.pairs > 1) or str(spec.dim) for spec in block.specs)
-    inverse, gradient = "", ""
-    if comm.world_size > 1:
-        inverse = "A {}, G {}".format(*workers.inverse_workers)
-        gradient = rank_list(workers.gradient_workers)
-    return Row(layer.name or "(model)", layer.rule_name, a, g, memory, inverse, gradient, "; ".join(notes))

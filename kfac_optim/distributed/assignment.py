@@ -62,7 +62,7 @@ class LayerAssignment:
         columns of its grid.
 
         Returns:
-            For every gradient worker a broadcast: its source (the worker) and its members (the source among them).
+            A broadcast for every gradient worker: its source (the worker) and its members (the source among them).
         """
         workers = sorted(self.gradient_workers)
         receivers = sorted(set(range(world_size)).difference(workers))
@@ -142,7 +142,7 @@ def _spread_factors(costs: Sequence[LayerCost], groups: Sequence[Sequence[int]],
     loads = [0.0] * world_size
     jobs = [cost for layer in costs for cost in layer.factor_costs]
     ranks = longest_first(jobs, [group for group in groups for _ in range(2)], loads)
-    pairs = zip(ranks[::2], ranks[1::2], strict=True)
+    pairs = zip(ranks[::2], ranks[1::2], strict=True)  # A and G of each layer are neighbours among the jobs
     layers = (LayerAssignment(pair, tuple(group)) for pair, group in zip(pairs, groups, strict=True))
     return Assignment(tuple(layers), tuple(loads))
 

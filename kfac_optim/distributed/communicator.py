@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -235,13 +235,12 @@ class Communicator(ABC):
         scales = [piece.to(rows).view_as(rows) for piece, rows in zip(pieces, largest, strict=True)]
         return [torch.where(scale > 0, scale, 1.0) for scale in scales]
 
-    def _start_all_reduce(self, start: Any, flat: Tensor, kind: str) -> Work:
+    def _start_all_reduce(self, start: Callable[[Tensor], Work], flat: Tensor, kind: str) -> Work:
         """Counts and starts an all-reduce; ``start`` is :meth:`_start_sum` or :meth:`_start_max`."""
         share = 2 * (self.world_size - 1) / self.world_size * flat.nbytes
         self._count(kind, share, share)
         with self._failing_as(f"the all-reduce of {kind}"):
-            work: Work = start(flat)
-        return work
+            return start(flat)
 
     def _to_wire(self, flat: Tensor) -> Tensor:
         return flat.to(self.wire_device(flat.device))

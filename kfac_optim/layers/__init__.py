@@ -2,12 +2,13 @@
 
 One canonical shape serves every layer: a call computes::
 
-    s[n, r] = W a[n, r],     n examples, r shared positions (pixels, tokens; 1 for a plain Linear),
+    s[n, r] = W a[n, r],     n examples, r shared positions (pixels, tokens; 1 for a plain Linear)
 
-the bias being the last column of ``W`` with a 1 appended to ``a``; ``g[n, r] = dL/ds[n, r]``. A layer here turns what a
-module saw into *rows* of that form, ``[n, r, p, d]``, and gradients into matrices ``[p, d_out, d_in]`` and back. ``p``
-is the number of Kronecker pairs: 1, the groups of a grouped convolution, q/k/v of attention, the channels of a norm
-layer. From rows the raw second moments follow, the same for every type (Eschenhagen et al. 2023)::
+The bias is the last column of ``W``, with a 1 appended to ``a``; the output gradient is ``g[n, r] = dL/ds[n, r]``. A
+layer turns what a module saw into *rows* of that form, ``[n, r, p, d]``, and gradients into matrices
+``[p, d_out, d_in]`` and back. ``p`` is the number of Kronecker pairs: 1, the groups of a grouped convolution, 3 for the
+packed q/k/v of attention, the channels of a norm layer. The raw second moments follow from the rows in the same way for
+every type (Eschenhagen et al. 2023)::
 
     expand:  sum_{n,r} a a^T  (count n r)                     sum_{n,r} g g^T
     reduce:  a~ = mean_r a, g~ = sum_r g;  sum_n a~ a~^T  (count n)    sum_n g~ g~^T
@@ -15,20 +16,21 @@ layer. From rows the raw second moments follow, the same for every type (Eschenh
 For convolutions expand is KFC (Grosse & Martens 2016). Norm layers have no such product structure: their block is the
 Fisher of scale and shift per channel, which is the pair (1, F_c) with ``W = [scale, shift]^T`` and ``a = 1``.
 
-``register_layer`` adds a module type; a type that cannot be treated exactly as above is declined with its reason
+``register_layer`` adds a module type. A module that cannot be treated exactly is declined with its reason
 (:class:`~kfac_optim.Declined`) and trains by the base rule.
 
 Where to look::
 
-    base.py          a layer: weight, bias, pairs; from rows to moments, from tensors to matrices and back
+    base.py          what a layer is: weight, bias, pairs; from rows to moments, from tensors to matrices and back
     moments.py       second moments of rows, in full precision
-    registry.py      modules -> layers
+    registry.py      from modules to layers; register_layer
     linear.py        Linear, transformers' Conv1D, Embedding
     convolution.py   Conv, ConvTranspose
-    windows.py       the second moment of sliding windows, without unfolding them where that is faster
+    windows.py       how a kernel slides over an image; the second moment of unfolded patches
+    shifts.py        the same moment from products of shifted images, where that is faster
     norm.py          LayerNorm, RMSNorm, GroupNorm, BatchNorm, SyncBatchNorm
     attention.py     the projections of MultiheadAttention
-    ownership.py     parameters -> the user's modules
+    ownership.py     from parameters to the user's modules
 """
 
 from .attention import AttentionInputLayer, AttentionLayer

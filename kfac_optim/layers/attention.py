@@ -18,29 +18,47 @@ __all__ = ["AttentionInputLayer", "AttentionLayer"]
 class AttentionLayer(LinearLayer):
     """A projection of ``nn.MultiheadAttention``, which applies its weights by ``F.linear`` without calling a module.
 
-    Inside attention tensors are sequence first, and flattened at the output projection.
+    Inside attention, inputs are ``[positions, n, d]``; those of the output projection are flattened to
+    ``[positions * n, d]``.
+
+    Args:
+        name: The projection's name.
+        module: The module that owns the weight.
+        options: The engine's options for layers.
+        host: The attention module.
+        weight: The name of the weight in ``module``.
+        bias: The name of the bias in ``module``.
+        bias_part: The slice of the bias that belongs to this weight.
     """
 
     def __init__(
-        self, name: str, module: nn.Module, options: LayerOptions, host: nn.Module, weight: str, bias: str
+        self,
+        name: str,
+        module: nn.Module,
+        options: LayerOptions,
+        *,
+        host: nn.Module,
+        weight: str,
+        bias: str,
+        bias_part: slice = slice(None),
     ) -> None:
-        self.names, self.host = (weight, bias), host
+        self._names, self.host, self.bias_part = (weight, bias), host, bias_part
         super().__init__(name, module, options)
 
     def own_parameters(self, module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
-        weight, bias = self.names
+        weight, bias = self._names
         return own_parameter(module, weight), module._parameters.get(bias)
 
     def subsample(self, module: nn.Module, x: Tensor, fraction: float, *, examples: int = 1) -> Tensor:
-        """As for any layer, of ``examples`` in a batch; with the dimension of the examples where the model has it."""
+        """As for any layer; ``examples`` is the number of examples in ``x``, which may be flattened."""
         x = x.reshape(-1, examples, x.shape[-1]).movedim(1, self.batch_dim)
         return super().subsample(module, x, fraction)
 
 
 class AttentionInputLayer(AttentionLayer):
-    """The packed q, k, v projections: three Kronecker pairs on one weight.
+    """The packed q, k and v projections: three Kronecker pairs on one weight.
 
-    A call of ``F.linear`` may concern all three (self-attention) or some of them (cross-attention).
+    A call of ``F.linear`` uses all three pairs (self-attention) or some of them (cross-attention).
     """
 
     def structure(self, module: nn.Module) -> tuple[int, int, int]:
@@ -50,23 +68,25 @@ class AttentionInputLayer(AttentionLayer):
     def observe(
         self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype, *, pairs: slice = slice(0, 3)
     ) -> Observation:
+        """As for any layer; ``pairs`` are the pairs that this call uses."""
         seen = super().observe(module, a, output, dtype)
-        count = self._in_place_of(pairs, seen.count, 0) if self.by_example else seen.count
-        return Observation(self._in_place_of(pairs, seen.a, self._pair_dim), count, pairs=pairs)
+        count = self._among_zeros(pairs, seen.count, 0) if self.by_example else seen.count
+        return Observation(self._among_zeros(pairs, seen.a, self._pair_dim), count, pairs=pairs)
 
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
         return super().output_rows(module, g, context).squeeze(2).unflatten(-1, (-1, self.d_out))
 
     def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
         assert observation.pairs is not None
-        return self._in_place_of(observation.pairs, super().output_moment(module, g, observation), self._pair_dim)
+        return self._among_zeros(observation.pairs, super().output_moment(module, g, observation), self._pair_dim)
 
     @property
     def _pair_dim(self) -> int:
+        """The dimension of the pairs in an observation's ``a`` and in an output moment."""
         return 1 if self.by_example else 0
 
-    def _in_place_of(self, pairs: slice, part: Tensor, dim: int) -> Tensor:
-        """What some pairs have (or one thing for each of them) among zeros for the others."""
+    def _among_zeros(self, pairs: slice, part: Tensor, dim: int) -> Tensor:
+        """Widens ``dim`` to all pairs: these have ``part`` (broadcast if it has length 1 there), the others zeros."""
         full = part.new_zeros(*part.shape[:dim], self.pairs, *part.shape[dim + 1 :])
         full.narrow(dim, pairs.start, pairs.stop - pairs.start).copy_(part)
         return full
@@ -80,14 +100,14 @@ class AttentionInputLayer(AttentionLayer):
 
 @register_layer(nn.MultiheadAttention)
 def _attention(name: str, module: nn.Module, options: LayerOptions) -> Sequence[KroneckerLayer]:
-    """In and out projections; q, k, v of different widths have weights of their own and each a part of one bias."""
+    """The input and output projections; q, k, v of different widths have three weights that share one bias."""
     assert isinstance(module, nn.MultiheadAttention)
-    out = AttentionLayer(f"{name}.out_proj", module.out_proj, options, module, "weight", "bias")
+    out = AttentionLayer(f"{name}.out_proj", module.out_proj, options, host=module, weight="weight", bias="bias")
+    own: dict[str, Any] = {"host": module, "bias": "in_proj_bias"}
     if module.in_proj_weight is not None:
-        return AttentionInputLayer(f"{name}.in_proj", module, options, module, "in_proj_weight", "in_proj_bias"), out
+        return AttentionInputLayer(f"{name}.in_proj", module, options, weight="in_proj_weight", **own), out
     layers = []
     for i, part in enumerate("qkv"):
-        weight = f"{part}_proj_weight"
-        layers.append(AttentionLayer(f"{name}.{part}_proj", module, options, module, weight, "in_proj_bias"))
-        layers[-1].bias_part = slice(i * module.embed_dim, (i + 1) * module.embed_dim)
+        own |= {"weight": f"{part}_proj_weight", "bias_part": slice(i * module.embed_dim, (i + 1) * module.embed_dim)}
+        layers.append(AttentionLayer(f"{name}.{part}_proj", module, options, **own))
     return *layers, out

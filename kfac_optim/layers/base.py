@@ -1,4 +1,7 @@
-"""What a layer is: one weight, its bias, and the Kronecker pairs of their Fisher block."""
+"""What a layer is: one weight, its bias, and the Kronecker pairs of their Fisher block.
+
+Shapes: n examples, r shared positions, p Kronecker pairs; the package's docstring defines rows and pairs.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,20 @@ Sharing = Literal["expand", "reduce"]
 
 
 class Declined(Exception):
-    """Raised by a layer factory for a module that it can't treat exactly; the message is the reason in the table."""
+    """Raised by a layer factory for a module that it cannot treat exactly; its message is shown as the reason."""
 
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """The options of the engine that shape layers; documented there.
+    """The engine's options that decide what the layers of a model are; :class:`~kfac_optim.CurvatureEngine` has more.
 
-    ``trainable`` holds the parameters that the optimizer updates; None stands for all.
+    Attributes:
+        weight_sharing: "expand" or "reduce" over shared positions, or a function of a module's name and the module that
+            returns one of them.
+        batch_dim: The dimension of the examples in inputs with shared positions: 0, or 1 for sequence-first models.
+        max_factor_dim: Factors of a larger dimension are kept diagonal; None: no limit.
+        skip_layers: Regular expressions; modules whose name contains a match have no layer.
+        trainable: The parameters that the optimizer updates; None: all.
     """
 
     weight_sharing: Sharing | Callable[[str, nn.Module], Sharing] = "expand"
@@ -36,7 +45,7 @@ class LayerOptions:
     trainable: Container[nn.Parameter] | None = None
 
     def sharing(self, name: str, module: nn.Module) -> Sharing:
-        """Expand or reduce, for one module.
+        """Whether one module expands or reduces.
 
         Raises:
             ValueError: If a callable ``weight_sharing`` returns anything else.
@@ -53,15 +62,17 @@ class LayerOptions:
 
 @dataclass
 class Observation:
-    """What one call of a module told about A, and what it keeps until the output gradient arrives.
+    """The part of one module call in A, and what has to be kept until the output gradient arrives.
 
     Attributes:
-        a: Raw sum over rows, ``[p, d_in, d_in]`` (``[p, d_in]`` where A is diagonal); for layers that pool their calls
-            by example the sum over positions of each example, ``[n, p, d_in]``.
-        count: Rows in the sum; for layers that pool by example, positions of each example (tensor ``[p]``).
+        a: The sum of ``a a^T`` over the rows of the call, ``[p, d_in, d_in]`` (``[p, d_in]`` where A is diagonal). For
+            layers with :attr:`~KroneckerLayer.by_example` the sum of a over the positions of each example,
+            ``[n, p, d_in]``.
+        count: The number of rows in the sum. For layers with ``by_example`` the number of positions of each example, a
+            tensor ``[p]``.
         context: What :meth:`~kfac_optim.KroneckerLayer.output_rows` needs of the input; None for most types.
-        pairs: The pairs that the call was about, the others being zero; None for all.
-        subsample: Takes of the output gradient what ``a`` took of the input.
+        pairs: The pairs that the call has used, the sums of the others being zero; None for all.
+        subsample: Selects from the output gradient the examples that ``a`` was made of.
     """
 
     a: Tensor
@@ -74,35 +85,45 @@ class Observation:
 class KroneckerLayer(ABC):
     """One weight, its bias, and the Kronecker pairs of their Fisher block.
 
-    A subclass says how rows and matrices come about for its module type; the moments are the same for all.
+    A subclass turns what its module type sees into rows, and gradients into matrices; what follows from rows is here,
+    the same for all types.
+
+    Args:
+        name: The module's name.
+        module: The module.
+        options: The engine's options for layers.
 
     Attributes:
-        name: Name of the (first) module.
+        name: The name of the (first) module.
         modules: The modules that use the weight.
         weight: The parameter whose block this is.
-        bias: Its bias, or None where there is none or the optimizer does not update it.
+        weight_shape: Its shape.
+        bias: The bias, or None where there is none or the optimizer does not update it.
+        bias_part: Where several weights share one bias, the slice of it that belongs to this weight; else all of it.
         pairs: The number p of Kronecker pairs.
-        d_out: Rows of ``W``.
-        d_in: Columns of ``W``, bias included.
-        diagonal: Whether A and G are kept as diagonals.
-        joint: The pairs share one damping and one norm.
+        d_out: The number of rows of ``W``, so that G is ``[p, d_out, d_out]``.
+        d_in: The number of columns of ``W``, bias included, so that A is ``[p, d_in, d_in]``.
+        diagonal: Whether A is kept as a diagonal ``[p, d_in]``, and whether G is, ``[p, d_out]``.
+        diagonal_input: Whether A is diagonal by nature (embeddings).
+        joint: Whether the pairs share one damping and one norm.
         sharing: "expand" or "reduce".
-        host: The module during whose forward the projection runs by ``F.linear`` on the weight, where the module that
-            owns the weight is never called itself (attention); else None.
-        notes: What a user should know, shown in the table.
+        batch_dim: The dimension of the examples in inputs with shared positions.
+        host: For the projections of attention, which no module call shows, the module during whose forward ``F.linear``
+            is called with the weight; else None.
+        notes: What a user should know about the layer, shown in the table.
     """
 
     rule = "Kronecker"
     joint = False
-    diagonal_input = False  # A is a diagonal by nature
-    bias_part = slice(None)  # of a bias that several weights share, the part that is this weight's
+    diagonal_input = False
+    bias_part = slice(None)
     host: nn.Module | None = None
 
     def __init__(self, name: str, module: nn.Module, options: LayerOptions) -> None:
         self.name = name
         self.modules = [module]
         self.weight, self.bias = self.own_parameters(module)
-        # Kept, because ZeRO 3 leaves an empty tensor in the parameter's place between uses.
+        # Not read from the weight later, because ZeRO 3 leaves an empty tensor in its place between uses.
         self.weight_shape: torch.Size = getattr(self.weight, "ds_shape", self.weight.shape)
         if self.bias is not None and not (
             options.trains(self.bias) and self.bias.requires_grad >= self.weight.requires_grad
@@ -121,47 +142,56 @@ class KroneckerLayer(ABC):
 
     @property
     def rule_name(self) -> str:
-        """What the table calls the rule, such as "Linear, expand"."""
+        """The name of the rule in the table, such as "Linear, expand"."""
         kind = type(self).__name__.strip("_").removesuffix("Layer")
         return f"{kind}, {self.sharing}" if self.rule == "Kronecker" else f"{kind}, {self.rule}"
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Weight and bias, as far as they are preconditioned here."""
+        """The weight, and the bias unless it is None."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
-    def rebind(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Goes on with other parameters, given by the old ones."""
+    def add_modules(self, modules: Iterable[nn.Module]) -> None:
+        """Takes more modules that use the same weight and bias."""
+        self.modules = [*self.modules, *modules]
+
+    def replace_parameters(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Goes on with other parameters in the place of weight and bias, where a framework has replaced them."""
         self.weight = new[self.weight]
         self.bias = None if self.bias is None else new[self.bias]
 
-    # What a module type defines. Those that raise are not abstract: a type that observes and arranges its matrix
-    # in a way of its own, as norm layers do, has no use for them.
+    # What a module type defines -------------------------------------------------------------------------------------
 
     def own_parameters(self, module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Weight and bias of the module."""
+        """The weight and the bias (None: there is none) of the module."""
         return own_parameter(module, "weight"), module._parameters.get("bias")
 
     @abstractmethod
     def structure(self, module: nn.Module) -> tuple[int, int, int]:
-        """``(pairs, d_out, d_in)``.
+        """The values of :attr:`pairs`, :attr:`d_out` and :attr:`d_in` for the module.
 
         Raises:
-            Declined: If the module can't be treated exactly.
+            Declined: If the module cannot be treated exactly.
         """
 
     @abstractmethod
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
-        """The output gradient of a call as rows ``[n, r, p, d_out]``."""
+        """The output gradient ``g`` of a call as rows ``[n, r, p, d_out]``.
 
-    # The next three are not abstract: a layer may define what uses them instead, as norm layers do.
+        Args:
+            module: The module that was called.
+            g: The gradient of its output, of the output's shape.
+            context: That of the call's :class:`Observation`.
+        """
+
+    # The next three are not abstract, because a type may define their callers instead, as norm layers do.
 
     def input_rows(self, module: nn.Module, a: Tensor, output: Tensor) -> Iterable[Tensor]:
-        """The input of a call as rows ``[n, r, p, d]`` without the bias's 1, in chunks over n."""
+        """The input ``a`` of a call as rows ``[n, r, p, d]``, in chunks over n; d is d_in without the bias's column."""
         raise NotImplementedError(f"{type(self).__name__} has to define input_rows, or an observe of its own")
 
     def weight_to_matrix(self, weight: Tensor) -> Tensor:
-        """A tensor of the weight's shape as ``[p, d_out, d]`` without the bias column."""
+        """A tensor of the weight's shape as matrices ``[p, d_out, d]``, without the bias's column."""
         raise NotImplementedError(f"{type(self).__name__} has to define weight_to_matrix, or a to_matrix of its own")
 
     def matrix_to_weight(self, matrix: Tensor) -> Tensor:
@@ -169,23 +199,30 @@ class KroneckerLayer(ABC):
         raise NotImplementedError(f"{type(self).__name__} has to define matrix_to_weight, or a from_matrix of its own")
 
     def batch_dim_of(self, module: nn.Module, x: Tensor) -> int | None:
-        """The dimension of the examples in an input or output of the module; None for a single one without."""
+        """The dimension of the examples in an input or output ``x``; None if ``x`` is a single example without one."""
         return 0 if x.dim() > 1 else None
 
-    # The same for all.
+    # The same for all types -----------------------------------------------------------------------------------------
 
     def subsample(self, module: nn.Module, x: Tensor, fraction: float) -> Tensor:
-        """What statistics see of an input or output: ``fraction`` of the examples."""
+        """Selects the examples of an input or output that the statistics are made of, ``fraction`` of them."""
         dim = self.batch_dim_of(module, x)
         return x if dim is None else spread_examples(x, dim, fraction)
 
     @property
     def by_example(self) -> bool:
-        """Whether all calls in a backward pass make up one row of each example (reduce), or rows of their own."""
+        """Whether all calls in a backward pass together give each example one row (reduce), not rows of their own."""
         return self.sharing == "reduce"
 
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
-        """What one call tells about A, in ``dtype``: see :class:`~kfac_optim.layers.Observation`."""
+        """The part of one call in A.
+
+        Args:
+            module: The module that was called.
+            a: Its input.
+            output: Its output.
+            dtype: The precision to compute in.
+        """
         if self.by_example:
             return self._observe_examples(self.input_rows(module, a.detach().to(dtype), output))
         chunks = []
@@ -199,6 +236,7 @@ class KroneckerLayer(ABC):
         return Observation(moment, count)
 
     def _observe_examples(self, chunks: Iterable[Tensor]) -> Observation:
+        """The sums over positions of each example, of rows ``[n, r, p, d]`` in chunks over n."""
         sums, positions = [], 0
         for rows in chunks:
             positions = rows.shape[1]
@@ -209,15 +247,22 @@ class KroneckerLayer(ABC):
         return Observation(a, torch.full(a.shape[1:2], float(positions), dtype=a.dtype, device=a.device))
 
     def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
-        """Sum of ``g g^T`` over the rows of one call: ``[p, d_out, d_out]``, or ``[p, d_out]`` where G is diagonal.
+        """The sum of ``g g^T`` over the rows of one call, ``[p, d_out, d_out]`` (``[p, d_out]`` where G is diagonal).
 
-        For layers that pool their calls by example the sum over positions, ``[n, p, d_out]``.
+        For layers with :attr:`by_example` the sum of g over the positions of each example, ``[n, p, d_out]``.
         """
         rows = self.output_rows(module, g, observation.context)
         return rows.sum(1) if self.by_example else second_moment(rows, diagonal=self.diagonal[1])
 
     def pool(self, calls: Sequence[tuple[Observation, Tensor]]) -> tuple[Tensor, int, Tensor]:
-        """The moments of the calls of a backward pass on the same examples: A's sum and count, and G's sum."""
+        """Puts the calls of a backward pass on the same examples together, for layers with :attr:`by_example`.
+
+        Args:
+            calls: For each call its observation and its :meth:`output_moment`.
+
+        Returns:
+            The sum of ``a~ a~^T`` over examples, their number, and the sum of ``g~ g~^T``.
+        """
         a = sum((seen.a for seen, _ in calls[1:]), calls[0][0].a)
         positions = sum((seen.count for seen, _ in calls[1:]), calls[0][0].count)
         g = sum((rows for _, rows in calls[1:]), calls[0][1])
@@ -226,7 +271,7 @@ class KroneckerLayer(ABC):
         return next(moments), len(g), next(moments)
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Weight- and bias-shaped tensors as one matrix ``[p, d_out, d_in]``."""
+        """Tensors of the shapes of weight and bias as matrices ``[p, d_out, d_in]``, the bias as the last column."""
         matrix = self.weight_to_matrix(weight)
         return matrix if bias is None else torch.cat((matrix, bias.reshape(self.pairs, self.d_out, 1)), dim=-1)
 
@@ -238,7 +283,7 @@ class KroneckerLayer(ABC):
 
 
 def own_parameter(module: nn.Module, name: str) -> nn.Parameter:
-    """A parameter that the module owns and uses as it is.
+    """A parameter of the module, which it owns and uses as it is.
 
     Raises:
         Declined: If there is none under that name (a parametrization computes it, say), or it is complex.

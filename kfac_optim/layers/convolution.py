@@ -21,7 +21,11 @@ __all__ = ["ConvLayer", "ConvTransposeLayer"]
 
 
 class _ConvNdLayer(KroneckerLayer):
-    """What convolutions and transposed convolutions share: groups are Kronecker pairs, positions are output pixels."""
+    """What convolutions and transposed convolutions share.
+
+    Groups are Kronecker pairs, and the shared positions are the output pixels. A row of the input is the patch that the
+    kernel sees there: both types slide a kernel over an image, the transposed one over its zero-stuffed input.
+    """
 
     def structure(self, module: nn.Module) -> tuple[int, int, int]:
         assert isinstance(module, nn.modules.conv._ConvNd)
@@ -34,13 +38,20 @@ class _ConvNdLayer(KroneckerLayer):
 
     @abstractmethod
     def windows(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
-        """The image over which the kernel slides, and how it slides."""
+        """The image that the kernel slides over, and how it slides.
+
+        Args:
+            module: The convolution.
+            a: Its input, ``[n, c, *spatial]``.
+            output: Its output.
+        """
 
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
         assert isinstance(module, nn.modules.conv._ConvNd)
         image, windows = self._batched(module, a.detach().to(dtype), output)
         if self.by_example or self.diagonal[0]:
             return super().observe(module, a, output, dtype)
+        # As the base class does, but without unfolding the patches where that is faster.
         shifted = shift_pays(image.shape, windows, module.groups, a.device.type)
         moment = (shifted_moment if shifted else unfolded_moment)(image, windows, module.groups)
         count = len(image) * math.prod(windows.positions(image.shape[2:]))
@@ -59,6 +70,7 @@ class _ConvNdLayer(KroneckerLayer):
             yield patches.reshape(*patches.shape[:2], module.groups, -1)
 
     def _batched(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
+        """:meth:`windows` of an input that may be a single example without a batch dimension."""
         unbatched = a.dim() == len(module.kernel_size) + 1
         return self.windows(module, a[None], output[None]) if unbatched else self.windows(module, a, output)
 

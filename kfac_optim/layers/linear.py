@@ -1,4 +1,4 @@
-"""Linear layers, and what is one: transformers' ``Conv1D``, and embeddings."""
+"""Linear layers, and the types that are Linear in disguise: transformers' ``Conv1D``, and embeddings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["EmbeddingLayer", "LinearLayer", "TransposedLinearLayer"]
 
 @register_layer(nn.Linear)
 class LinearLayer(KroneckerLayer):
-    """``nn.Linear`` on inputs of any rank, features last."""
+    """``nn.Linear`` on inputs of any rank; the features are the last dimension, all others but the examples' shared."""
 
     def structure(self, module: nn.Module) -> tuple[int, int, int]:
         d_out, d_in = self.weight_to_matrix(torch.empty(self.weight_shape, device="meta")).shape[1:]
@@ -32,6 +32,7 @@ class LinearLayer(KroneckerLayer):
         return self._rows(g)
 
     def _rows(self, x: Tensor) -> Tensor:
+        """An input or output gradient as rows: ``[n, r, 1, d]``, with expand ``[n r, 1, 1, d]``."""
         if x.dim() <= 2 or self.sharing == "expand":
             return x.reshape(-1, 1, 1, x.shape[-1])
         return x.movedim(self.batch_dim, 0).flatten(1, -2)[:, :, None]
@@ -58,7 +59,7 @@ class TransposedLinearLayer(LinearLayer):
 class EmbeddingLayer(LinearLayer):
     """``nn.Embedding``: a Linear on one-hot inputs, so that A is the diagonal of token frequencies.
 
-    Rows at ``padding_idx`` don't reach the weight and count neither in A nor in G. Always expand.
+    Tokens equal to ``padding_idx`` do not train the weight and count neither in A nor in G. Sharing is always expand.
     """
 
     diagonal_input = True
@@ -80,7 +81,7 @@ class EmbeddingLayer(LinearLayer):
         if module.padding_idx is None:
             return Observation(frequency, a.numel())
         frequency[:, module.padding_idx] = 0
-        # The one count that only the data know; waiting for it costs a synchronisation, on statistics steps only.
+        # This count depends on the data; waiting for it costs a synchronisation, on statistics steps only.
         return Observation(frequency, float(frequency.sum()), context=a != module.padding_idx)
 
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Raw second moments of rows, and what they are taken of: full precision, and a part of the examples."""
+"""Raw second moments of rows ``[n, r, p, d]``; the precision they are computed in; a selection of the examples."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 
 __all__ = ["GRAM_DIM", "full_precision", "gram", "second_moment", "spread_examples", "with_ones"]
 
-# From this dimension on strips of a symmetric product save more than smaller products lose. Measured against the whole
-# product, single thread: 1.1 at 257, 0.8 at 288, 0.6 at 1025.
+# From this dimension on it pays to compute only about half of a symmetric product, in strips. The time relative to the
+# whole product, on one thread: 1.1 at dimension 257, 0.8 at 288, 0.6 at 1025.
 GRAM_DIM = 280
 
 
 @contextmanager
 def full_precision(device_type: str) -> Iterator[None]:
-    """Autocast, gradients and TF32 off: second moments need every bit of float32."""
+    """Switches autocast, gradients and TF32 off in a ``with`` block: second moments need every bit of float32."""
     with torch.no_grad(), torch.autocast(device_type, enabled=False):
         if device_type != "cuda":
             yield
@@ -30,7 +30,7 @@ def full_precision(device_type: str) -> Iterator[None]:
         try:
             precision, choose = torch.get_float32_matmul_precision(), torch.set_float32_matmul_precision
             choose("highest")
-        except RuntimeError:  # chosen by the attribute of torch 2.9, beside which the functions refuse to work
+        except RuntimeError:  # the user has set torch 2.9's attribute, and then these functions refuse to work
             precision, choose = matmul.fp32_precision, functools.partial(setattr, matmul, "fp32_precision")
             choose("ieee")
         try:
@@ -40,7 +40,7 @@ def full_precision(device_type: str) -> Iterator[None]:
 
 
 def gram(rows: Tensor) -> Tensor:
-    """``x^T x`` of ``[..., rows, d]``: in strips from the diagonal on, as the rest is symmetric."""
+    """``x^T x`` of ``x [..., rows, d]``; for large d the upper triangle is computed in strips and the rest copied."""
     d = rows.shape[-1]
     if d < GRAM_DIM:
         return rows.mT @ rows
@@ -54,17 +54,25 @@ def gram(rows: Tensor) -> Tensor:
 
 
 def second_moment(rows: Tensor, *, diagonal: bool) -> Tensor:
-    """``sum x x^T`` over rows ``[n, r, p, d]``: ``[p, d, d]``, or its diagonal ``[p, d]``."""
+    """``sum x x^T`` over rows ``[n, r, p, d]``: ``[p, d, d]``, or only its diagonal ``[p, d]``."""
     if diagonal:
         return rows.flatten(0, 1).square().sum(0)
-    if rows.stride(-1) > 1 and rows.shape[-1] <= min(rows.shape[1], GRAM_DIM):  # images, channels first: as they lie
+    if rows.stride(-1) > 1 and rows.shape[-1] <= min(
+        rows.shape[1], GRAM_DIM
+    ):  # views of channels-first images: no copy
         images = rows.permute(0, 2, 3, 1)
         return (images @ images.mT).sum(0)
     return gram(rows.flatten(0, 1).transpose(0, 1))
 
 
 def with_ones(moment: Tensor, total: Tensor, count: float) -> Tensor:
-    """The moment of rows with a 1 appended, from the moment and the sum ``[p, d]`` of the rows without it."""
+    """The moment of rows with a 1 appended, ``[p, d + 1, d + 1]`` or its diagonal ``[p, d + 1]``.
+
+    Args:
+        moment: The moment of the rows without it, ``[p, d, d]`` or ``[p, d]``.
+        total: The sum of those rows, ``[p, d]``.
+        count: Their number.
+    """
     if moment.dim() == 2:
         return F.pad(moment, (0, 1), value=count)
     moment = F.pad(moment, (0, 1, 0, 1), value=count)
@@ -73,9 +81,9 @@ def with_ones(moment: Tensor, total: Tensor, count: float) -> Tensor:
 
 
 def spread_examples(x: Tensor, dim: int, fraction: float) -> Tensor:
-    """``fraction`` of the examples along ``dim``, rounded up and evenly spread.
+    """Selects ``fraction`` of the examples along ``dim``, rounded up.
 
-    Evenly, so that parts of a batch (ranks, micro-batches) give the examples that the whole would give.
+    They are evenly spread, so that the parts of a batch (ranks, micro-batches) give those that the whole would give.
     """
     examples = x.shape[dim]
     kept = math.ceil(fraction * examples)

@@ -1,4 +1,4 @@
-"""Norm layers, whose blocks are those of scale and shift per channel."""
+"""Norm layers: for each channel the Fisher block of its scale and shift."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ __all__ = ["BatchNormLayer", "GroupNormLayer", "LayerNormLayer", "RMSNormLayer",
 
 
 class _NormLayer(KroneckerLayer):
-    """Scale and shift of a norm layer: per channel the 2x2 Fisher ``F_c = M sum_n`` of per-example gradients.
+    """Scale and shift of a norm layer, whose block for channel c is ``F_c = M sum_n v v^T``, 2x2.
 
-    As a pair: ``W = [scale, shift]^T`` is ``[2, 1]``, A is the constant 1, G is ``F_c`` of the rows
-    ``(sum_r g x_hat, sum_r g)``.
+    v is the gradient of one example with respect to scale and shift, ``(sum_r g x_hat, sum_r g)`` for the normalised
+    input x_hat. Each channel is a Kronecker pair in form: ``W = [scale, shift]^T`` is ``[2, 1]``, A is the constant 1,
+    and G is F_c, made of the rows v.
     """
 
     rule = "unit-wise"
@@ -33,21 +34,21 @@ class _NormLayer(KroneckerLayer):
         return self.weight_shape.numel(), len(self.parameters), 1
 
     def batch_dim_of(self, module: nn.Module, x: Tensor) -> int | None:
-        return None  # always all: cheap, and normalised by the whole batch
+        return None  # never subsampled: it is cheap, and batch norm normalises by the whole batch
 
     @abstractmethod
     def sums(self, module: Any, x: Tensor, g: Tensor, training: Any) -> tuple[Tensor, Tensor]:
-        """``(sum_r g x_hat, sum_r g)`` over the positions of each example, ``[n, channels]`` both.
+        """``sum_r g x_hat`` and ``sum_r g`` over the positions of each example, both ``[n, channels]``.
 
         Args:
-            module: The layer.
+            module: The norm module.
             x: Its input.
             g: The gradient of its output, of the same shape.
-            training: What :meth:`observe` kept of the mode: ``module.training`` at the call.
+            training: ``module.training`` at the call, which :meth:`observe` has kept.
         """
 
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
-        # A reference to what autograd saves for its own backward anyway; normalised again when the gradient is there.
+        # Keeps a reference to what autograd saves anyway; it is normalised again once the gradient has arrived.
         one = torch.ones((), dtype=dtype, device=a.device)
         return Observation(one, one, context=(a.detach(), module.training))
 
@@ -67,6 +68,8 @@ class _NormLayer(KroneckerLayer):
 
 
 class _ChannelsLastNorm(_NormLayer):
+    """Norms over the last dimensions, whose entries are the channels."""
+
     @abstractmethod
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         """The input after normalisation, before scale and shift."""
@@ -75,20 +78,27 @@ class _ChannelsLastNorm(_NormLayer):
         return self._by_channel(g * self.normalized(module, x)), self._by_channel(g)
 
     def _by_channel(self, x: Tensor) -> Tensor:
+        """The sums of ``x`` over the positions of each example, ``[n, channels]``."""
         x = x.flatten(-len(self.weight_shape))
         return x.reshape(-1, x.shape[-1]) if x.dim() <= 2 else x.movedim(self.batch_dim, 0).flatten(1, -2).sum(1)
 
 
 class _ChannelsFirstNorm(_NormLayer):
-    """Normalises whole channels of an example by one mean and deviation.
+    """Norms of ``[n, channels, *positions]`` that use one mean and deviation for all positions of a channel.
 
-    Then ``sum g x_hat = (sum g x - mean sum g) / deviation``, and no copy of the activations is written, which would
-    take longer than everything else.
+    Then ``sum g x_hat = (sum g x - mean sum g) / deviation``, which needs no normalised copy of the activations;
+    writing one would take longer than everything else.
     """
 
     @abstractmethod
     def statistics(self, module: Any, x: Tensor, training: Any) -> tuple[Tensor, Tensor]:
-        """Mean and inverse deviation of ``x [n, channels, positions]``; they broadcast to ``[n, channels]``."""
+        """Mean and inverse deviation of ``x [n, channels, positions]``; they broadcast to ``[n, channels]``.
+
+        Args:
+            module: The norm module.
+            x: Its input.
+            training: As for :meth:`sums`.
+        """
 
     def sums(self, module: Any, x: Tensor, g: Tensor, training: Any) -> tuple[Tensor, Tensor]:
         x, g = (part.reshape(*part.shape[:2], -1) for part in (x, g))
@@ -98,17 +108,17 @@ class _ChannelsFirstNorm(_NormLayer):
 
 
 def _mean_and_inverse(x: Tensor, eps: float, shape: Sequence[int], dim: int) -> tuple[Tensor, Tensor]:
-    """Mean and inverse deviation of ``x [n, channels, positions]``.
+    """Mean and inverse deviation of ``x [n, channels, positions]`` over its positions and one more dimension.
 
     Args:
-        x: An image.
-        eps: Of the layer.
-        shape: In which to see the sums of x over its positions.
-        dim: Of that shape, over which to average further; it stays, with length 1.
+        x: The input.
+        eps: The module's.
+        shape: The shape that the means over positions, ``[n, channels]``, are viewed in.
+        dim: The dimension of that shape to average over; it is kept, with length 1.
     """
     sums = (x.sum(2), torch.linalg.vector_norm(x, dim=2).square())
     mean, square = ((part / x.shape[2]).reshape(shape).mean(dim, keepdim=True) for part in sums)
-    # Below a thousandth of the mean a deviation is lost in the rounding of the squares.
+    # A deviation below a thousandth of the mean is lost in the rounding of the squares.
     variance = (square - mean.square()).clamp_(min=1e-6 * square)
     return mean, (variance + eps).rsqrt()
 
@@ -123,7 +133,7 @@ class LayerNormLayer(_ChannelsLastNorm):
 
 @register_layer(nn.RMSNorm)
 class RMSNormLayer(_ChannelsLastNorm):
-    """``nn.RMSNorm``: a scale and no shift, so 1x1 blocks."""
+    """``nn.RMSNorm``: it has a scale and no shift, so that its blocks are 1x1."""
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         return F.rms_norm(x, module.normalized_shape, eps=module.eps)
@@ -131,7 +141,7 @@ class RMSNormLayer(_ChannelsLastNorm):
 
 @register_layer(nn.GroupNorm)
 class GroupNormLayer(_ChannelsFirstNorm):
-    """``nn.GroupNorm``."""
+    """``nn.GroupNorm``, with the statistics of each group of channels."""
 
     def statistics(self, module: Any, x: Tensor, training: Any) -> tuple[Tensor, Tensor]:
         n, channels = x.shape[:2]
@@ -142,7 +152,7 @@ class GroupNormLayer(_ChannelsFirstNorm):
 
 @register_layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class BatchNormLayer(_ChannelsFirstNorm):
-    """``nn.BatchNorm1d/2d/3d`` in train mode (batch statistics taken as given) and eval mode (running statistics)."""
+    """``nn.BatchNorm1d/2d/3d``: batch statistics, taken as constants, in train mode; running ones in eval mode."""
 
     def statistics(self, module: Any, x: Tensor, training: Any) -> tuple[Tensor, Tensor]:
         if training or module.running_mean is None:
@@ -154,16 +164,18 @@ class BatchNormLayer(_ChannelsFirstNorm):
 class SyncBatchNormLayer(BatchNormLayer):
     """``nn.SyncBatchNorm``: in train mode the mean and variance are those of all ranks' batches together.
 
-    They are read off the layer's output, which is linear in its input, so that nothing has to be sent.
+    They are read off the layer's output, which is linear in its input, so that nothing has to be sent. They take the
+    place of ``training`` in the observation's context.
     """
 
     def observe(self, module: Any, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
         seen = super().observe(module, a, output, dtype)
-        if module.training or module.running_mean is None:
-            seen.context = (a.detach(), self._global(module, a.detach().to(dtype), output.detach().to(dtype)))
-        return seen
+        if not (module.training or module.running_mean is None):
+            return seen
+        statistics = self._global_statistics(module, a.detach().to(dtype), output.detach().to(dtype))
+        return Observation(seen.a, seen.count, context=(a.detach(), statistics))
 
-    def _global(self, module: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def _global_statistics(self, module: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and inverse standard deviation per channel, from ``y = weight * inv * (x - mean) + bias``."""
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
@@ -172,7 +184,7 @@ class SyncBatchNormLayer(BatchNormLayer):
         variance = (x - mean_x).square().mean(dims, keepdim=True)
         slope = ((x - mean_x) * (y - mean_y)).mean(dims, keepdim=True) / variance
         known = (variance > 0) & (weight != 0) & (slope != 0)
-        # A channel whose weight is zero (a zero-initialised residual branch) tells nothing: its own batch has to do.
+        # The output of a channel whose weight is zero tells nothing; the statistics of this rank's batch have to do.
         mean = torch.where(known, mean_x - (mean_y - bias) / slope, mean_x)
         return mean.flatten(), torch.where(known, slope / weight, (variance + module.eps).rsqrt()).flatten()
 

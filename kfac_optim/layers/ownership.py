@@ -1,4 +1,4 @@
-"""Who owns a parameter: the modules of the user."""
+"""From parameters to the user's modules that own them, and from wrapped modules to the user's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["owners_of", "unwrap"]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's module inside DistributedDataParallel (torch's or Apex's), DataParallel and torch.compile."""
+    """The user's module inside DistributedDataParallel (torch's or Apex's), DataParallel and torch.compile wrappers."""
     while True:
         if type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
             model = model.module  # type: ignore[assignment]
@@ -22,7 +22,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def owners_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
-    """The outermost live modules that contain the modules that own some parameters, found by identity.
+    """The outermost live modules of the process that contain some parameters, found by identity.
 
     Raises:
         ValueError: If no live module owns any of them.
@@ -52,7 +52,7 @@ def owners_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
     order = {id(parameter): i for i, parameter in enumerate(parameters)}
 
     def rank(top: nn.Module) -> tuple[int, int]:
-        """By what it owns, so that every process finds the modules in the same order."""
+        """Sorts by what a module owns, the most first, so that every process finds the modules in the same order."""
         owned = [order[id(p)] for p in top.parameters() if id(p) in order]
         return -len(owned), min(owned)
 

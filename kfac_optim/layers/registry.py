@@ -1,4 +1,4 @@
-"""Modules -> layers: the registry of module types, and the layers of a model."""
+"""From modules to layers: the registry of module types, and the search for a model's layers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ _FACTORIES: dict[type[nn.Module] | str, LayerFactory] = {}
 
 
 def register_layer(*module_types: type[nn.Module] | str) -> Callable[[Any], Any]:
-    """Registers how modules of a type (and of its subclasses that keep its ``forward``) become Kronecker layers.
+    """A decorator that registers how modules of some types become Kronecker layers.
 
-    Decorates a :class:`KroneckerLayer` subclass, or any ``factory(name, module, options)`` that returns one layer or
-    several. A type of a package that is not to be imported is given by its qualified name,
-    ``"transformers.pytorch_utils.Conv1D"``.
+    It decorates a :class:`KroneckerLayer` subclass, or any ``factory(name, module, options)`` that returns one layer or
+    several. It holds for subclasses of the types, too, unless they override ``forward``.
+
+    Args:
+        *module_types: Module classes; those of a package that is not to be imported by their qualified names, such as
+            ``"transformers.pytorch_utils.Conv1D"``.
     """
 
     def register(factory: LayerFactory) -> LayerFactory:
@@ -47,19 +50,29 @@ def _factory_for(module: nn.Module) -> tuple[LayerFactory | None, str]:
 
 @dataclass
 class Coverage:
-    """What :func:`find_layers` found: the layers, and for every parameter without one its name and the reason."""
+    """What :func:`find_layers` found.
+
+    Attributes:
+        layers: The layers whose weight the optimizer updates.
+        uncovered: For every other parameter that it updates, the parameter's name and the reason why it has no layer.
+    """
 
     layers: list[KroneckerLayer]
     uncovered: dict[nn.Parameter, tuple[str, str]]
 
 
 def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
-    """The Kronecker layers of some modules.
+    """Finds the Kronecker layers of some modules.
 
-    Weights used by several modules under the same rule and with the same bias are one layer; under different rules, or
-    where one of them has none, the weight is declined, because its Fisher block is no Kronecker product. Names are
-    those of ``root.named_modules()``, behind the root's number where an earlier root has the same.
+    A weight that several modules use under the same rule and with the same bias is one layer. If the rules differ, or
+    one of the modules has none, the weight is declined, because its Fisher block is no Kronecker product. Names are
+    those of ``root.named_modules()``, with the root's number in front if an earlier root has the same names.
+
+    Args:
+        roots: The user's modules.
+        options: The engine's options for layers.
     """
+    # For every parameter its name, and the reason why it is declined ("": it is not, so far).
     layers: dict[nn.Parameter, KroneckerLayer] = {}
     reasons: dict[nn.Parameter, tuple[str, str]] = {}
     visited: set[nn.Module] = set()
@@ -77,12 +90,11 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
             visited.update(parts)
             found, reason = _layers_of(name, module, options)
             for layer in found:
-                _join(layer, layers, reasons)
-            own = module.named_parameters(name, recurse=len(parts) > 1)
-            for parameter_name, parameter in own:
-                known = reasons.setdefault(parameter, (parameter_name, reason))
-                if reason and not known[1]:
-                    _withdraw(parameter, layers.values(), reasons, f"shared with {parameter_name}: {reason}")
+                _add(layer, layers, reasons)
+            for parameter_name, parameter in module.named_parameters(name, recurse=len(parts) > 1):
+                _, declined = reasons.setdefault(parameter, (parameter_name, reason))
+                if reason and not declined:
+                    _decline_layers_of(parameter, layers.values(), reasons, f"shared with {parameter_name}: {reason}")
     kept = [layer for layer in layers.values() if not reasons[layer.weight][1] and options.trains(layer.weight)]
     covered = {parameter for layer in kept for parameter in layer.parameters}
     uncovered = {
@@ -94,7 +106,7 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
 
 
 def _layers_of(name: str, module: nn.Module, options: LayerOptions) -> tuple[Sequence[KroneckerLayer], str]:
-    """The layers of one module, or none and the reason."""
+    """The layers of one module, and an empty text; or no layers, and the reason."""
     for pattern in options.skip_layers:
         if re.search(pattern, name):
             return (), f"skip_layers matches {pattern!r}"
@@ -108,15 +120,15 @@ def _layers_of(name: str, module: nn.Module, options: LayerOptions) -> tuple[Seq
     return (made,) if isinstance(made, KroneckerLayer) else tuple(made), ""
 
 
-def _join(
+def _add(
     layer: KroneckerLayer, layers: dict[nn.Parameter, KroneckerLayer], reasons: dict[nn.Parameter, tuple[str, str]]
 ) -> None:
-    """Adds a layer, or its module to the layer that has the same weight already."""
+    """Adds a layer, or its modules to the layer that has the same weight already, or declines both."""
     first = layers.setdefault(layer.weight, layer)
     if first is layer:
         return
     if type(first) is type(layer) and first.bias is layer.bias and first.sharing == layer.sharing:
-        first.modules += layer.modules
+        first.add_modules(layer.modules)
         return
     reason = f"weight shared by {first.name} ({first.rule_name}) and {layer.name} ({layer.rule_name})"
     for parameter in (*first.parameters, *layer.parameters):
@@ -124,13 +136,13 @@ def _join(
         reasons[parameter] = (name, reason)
 
 
-def _withdraw(
+def _decline_layers_of(
     parameter: nn.Parameter,
     layers: Iterable[KroneckerLayer],
     reasons: dict[nn.Parameter, tuple[str, str]],
     reason: str,
 ) -> None:
-    """Declines the layers of a parameter that turns out to have another use."""
+    """Declines all parameters of the layers that use a parameter, because a module without a rule uses it, too."""
     for layer in layers:
         if any(own is parameter for own in layer.parameters):
             for own in layer.parameters:

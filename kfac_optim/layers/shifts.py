@@ -20,7 +20,15 @@ __all__ = ["shift_pays", "shifted_moment"]
 
 @dataclass(frozen=True)
 class _Axis:
-    """The taps of a kernel along one spatial dimension: how many, how far apart, and what they slide over."""
+    """The taps of a kernel along one spatial dimension, and what they slide over.
+
+    Attributes:
+        count: The number of taps.
+        dilation: How far they are apart.
+        padding: Zeros before the image.
+        outputs: The number of windows.
+        length: The length of the image, without padding.
+    """
 
     count: int
     dilation: int
@@ -29,14 +37,18 @@ class _Axis:
     length: int
 
     def strips(self, distance: int) -> tuple[int, list[tuple[int, int]], dict[int, list[int]]]:
-        """How to multiply the image with itself for all pairs of taps at some distance.
+        """How to multiply the image with itself for all pairs of taps at one distance.
 
-        A pair meets the positions that its first tap reaches and whose partners are inside the image. Pairs of one
-        distance differ in that only at the border: the positions fall into strips that a pair has as a whole or not.
+        The block of a pair of taps is a sum over the positions that the first tap reaches and whose partners, under the
+        second tap, are inside the image. For different pairs of one distance these positions differ only at the border.
+        They are therefore cut into strips, each of which belongs to the sum of a pair as a whole or not at all.
+
+        Args:
+            distance: The number of the second tap minus that of the first.
 
         Returns:
-            The distance in positions; the strips, first and last + 1 of the positions under the first tap; and by first
-            tap the numbers of the strips it meets.
+            The distance in positions. The strips: first position and last + 1, under the first tap. And by the number
+            of the first tap the indices of the strips in the pair's sum.
         """
         shift = distance * self.dilation
         reaches = {}
@@ -51,13 +63,15 @@ class _Axis:
 
 @dataclass(frozen=True)
 class _Product:
-    """Part of an image times the part at some distance from it: a sum over positions for each line by itself.
+    """A part of an image times the part at some distance from it, summed over the positions of each line.
+
+    A line is all that shares its positions in the spatial dimensions but the last.
 
     Attributes:
-        parts: Per spatial dimension first and last + 1 of the left part's positions, and how far to the right of it the
-            right part lies.
-        strips: Which lines (positions in all spatial dimensions but the last) belong together, ``[strips, lines]``.
-        first: The number of the first strip's sum, among those of the whole plan.
+        parts: For each spatial dimension the left part's first position and last + 1, and how far to the right of it
+            the right part lies.
+        strips: Which lines are summed up together, as ones and zeros, ``[strips, lines]``.
+        first: The number of the first strip's sum among the sums of the whole plan.
     """
 
     parts: tuple[tuple[int, int, int], ...]
@@ -67,14 +81,14 @@ class _Product:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Products of parts of an image with parts of itself, and which of their sums make up the block of two taps.
+    """Which products of an image with itself to take, and which of their sums make up the block of two taps.
 
     Attributes:
-        products: What is multiplied.
-        sums: How many sums that gives.
-        taps: The pairs of taps, the second not before the first; the blocks of the others are transposes.
-        members: The numbers of the sums of each pair, one pair after the other.
-        offsets: Where in ``members`` each pair begins, and its end, ``[pairs + 1]``.
+        products: The products.
+        sums: The number of sums that they give.
+        taps: The pairs of taps, the second not before the first; the blocks of all other pairs are transposes.
+        members: The numbers of the sums that make up each pair's block, one pair after the other.
+        offsets: Where in ``members`` each pair begins, and the length of ``members``: ``[pairs + 1]``.
     """
 
     products: list[_Product]
@@ -85,7 +99,7 @@ class _Plan:
 
     @classmethod
     def of(cls, axes: Sequence[_Axis]) -> _Plan:
-        """The products over some spatial dimensions."""
+        """The plan for some spatial dimensions."""
         counts = [axis.count for axis in axes]
         number_of = {tap: number for number, tap in enumerate(itertools.product(*map(range, counts)))}
         zero = (0,) * len(axes)
@@ -115,7 +129,7 @@ class _Plan:
 
     @property
     def positions(self) -> int:
-        """Positions of all products together."""
+        """The number of positions in all products together."""
         return sum(math.prod(stop - start for start, stop, _ in product.parts) for product in self.products)
 
 
@@ -126,7 +140,7 @@ def _membership(strips: Sequence[tuple[int, int]], span: tuple[int, int]) -> Ten
 
 @functools.lru_cache(maxsize=1024)
 def _plan(windows: Windows, lengths: tuple[int, ...]) -> _Plan:
-    """The plan for windows that slide by 1 over an image of some lengths."""
+    """The plan for windows of stride 1 over an image whose spatial dimensions have some lengths."""
     before = [zeros for zeros, _ in windows.padding]
     config = zip(windows.size, windows.dilation, before, windows.positions(lengths), lengths, strict=True)
     return _Plan.of([_Axis(*axis) for axis in config])
@@ -136,7 +150,7 @@ def _plan(windows: Windows, lengths: tuple[int, ...]) -> _Plan:
 def _tensors(
     windows: Windows, lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Taps, members, offsets and strips of a plan on a device, which keeps them from being sent there in every step."""
+    """The ``taps``, ``members``, ``offsets`` and ``strips`` of a plan as tensors, kept on the device between steps."""
     plan = _plan(windows, lengths)
     taps, members, offsets = (torch.tensor(part, device=device) for part in (plan.taps, plan.members, plan.offsets))
     return taps.T, members, offsets, [product.strips.to(device, dtype) for product in plan.products]
@@ -174,7 +188,14 @@ def shifted_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
 
 
 def _sums(x: Tensor, plan: _Plan, strips: Sequence[Tensor], groups: int) -> Tensor:
-    """The sums of a plan's products, ``[sums, p * c * c]``; ``strips`` are those of the products, in their order."""
+    """The sums of a plan's products, ``[sums, p * c * c]``.
+
+    Args:
+        x: ``[n, c, *spatial]``.
+        plan: The plan.
+        strips: The strips of its products, on the device of ``x``.
+        groups: p.
+    """
     lengths, c = x.shape[2:], x.shape[1] // groups
     sums = x.new_zeros(plan.sums, groups * c * c)
     for chunk in x.split(max(1, CHUNK_NUMEL // x[:1].numel())):
@@ -188,7 +209,12 @@ def _sums(x: Tensor, plan: _Plan, strips: Sequence[Tensor], groups: int) -> Tens
 
 
 def _product(rows: Tensor, parts: tuple[tuple[int, int, int], ...]) -> Tensor:
-    """Line by line (left part)^T (right part), ``[*lines, p, c, c]``, of ``[*lines, p, last, n, c]``."""
+    """Multiplies two parts of an image line by line, ``left^T right``: ``[*lines, p, c, c]``.
+
+    Args:
+        rows: The image as ``[*lines, p, last, n, c]``; ``last`` are the positions in the last spatial dimension.
+        parts: See :class:`_Product`.
+    """
     left = right = rows
     for dim, (start, stop, shift) in zip((*range(len(parts) - 1), -3), parts, strict=True):
         left, right = left.narrow(dim, start, stop - start), right.narrow(dim, start + shift, stop - start)
@@ -200,15 +226,15 @@ def _product(rows: Tensor, parts: tuple[tuple[int, int, int], ...]) -> Tensor:
 
 @dataclass(frozen=True)
 class _Rates:
-    """Seconds per unit of work of the two ways to the moment of a convolution.
+    """Seconds per unit of work of the two ways to compute the moment of a convolution.
 
-    What depends on the size of the moment only is left out: both ways put its entries in order.
+    What depends only on the size of the moment is left out, because both ways have to write its entries.
 
     Attributes:
-        flop: Of the products of shifted images.
+        flop: For each operation in products of shifted images.
         product: For each of these products.
         element: For each number of an image that a product reads.
-        patch_flop: Of the product of unfolded patches.
+        patch_flop: For each operation in the product of unfolded patches.
         patch: For each number of a patch that is written.
     """
 
@@ -219,8 +245,9 @@ class _Rates:
     patch: float
 
 
-# Fitted to both ways at 36 shapes, one thread of a CPU; where the faster way is not chosen, it is so by less than a
-# factor of 1.6. On an accelerator guessed from data sheets: what matters there is that many small products are slow.
+# The rates of the CPU are fitted to the times of both ways at 36 shapes on one thread; where the slower way is chosen,
+# it takes less than 1.6 times as long. Those of accelerators are guessed from data sheets; many small products are slow
+# there.
 _CPU = _Rates(7.4e-12, 6e-5, 1.5e-9, 1.1e-11, 4.4e-9)
 _ACCELERATOR = _Rates(3e-14, 3e-5, 1e-12, 3e-14, 8e-12)
 
@@ -229,14 +256,14 @@ _ACCELERATOR = _Rates(3e-14, 3e-5, 1e-12, 3e-14, 8e-12)
 def shift_pays(shape: torch.Size, windows: Windows, groups: int, device_type: str) -> bool:
     """Whether :func:`shifted_moment` is expected to be faster than a product of unfolded patches.
 
-    It is not where the image is small beside the kernel, so that most of it is border, nor for few channels. It needs
-    stride 1, and a kernel of one tap has nothing to shift: its patches are the image as it lies.
+    It is slower for images that are small beside the kernel, so that most of them is border, and for few channels. It
+    is impossible for a stride above 1, and pointless for kernels of one tap, whose patches are the image itself.
 
     Args:
-        shape: Of the image.
+        shape: The shape of the image, ``[n, c, *spatial]``.
         windows: How the kernel slides.
         groups: p.
-        device_type: Where.
+        device_type: The type of the image's device.
     """
     if max(windows.stride) > 1 or max(windows.size) == 1:
         return False

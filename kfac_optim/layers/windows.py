@@ -1,4 +1,4 @@
-"""Windows that slide over an image, and the second moment of what they see, from patches."""
+"""Windows that slide over an image, and the second moment of what they see, computed from unfolded patches."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from .moments import second_moment
 
 __all__ = ["CHUNK_NUMEL", "Windows", "unfolded_moment"]
 
-# Patches of a convolution are unfolded for a few examples at a time: this many numbers at once (16 MiB in float32)
-# instead of a copy of the activations as many times larger as the kernel has taps.
+# Patches are unfolded for a few examples at a time, up to this many numbers (16 MiB in float32): patches of the whole
+# batch would take as many times the memory of the activations as the kernel has taps.
 CHUNK_NUMEL = 2**22
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of ``size`` taps, ``dilation`` apart, that slide by ``stride`` over spatial dimensions.
+    """How a window slides over an image; each attribute has an entry per spatial dimension.
 
-    ``padding`` are the zeros that are yet to be added before and after each dimension.
+    Attributes:
+        size: The number of taps.
+        stride: How far the window moves.
+        dilation: How far its taps are apart.
+        padding: The zeros to add before and after the image.
     """
 
     size: tuple[int, ...]
@@ -39,12 +43,12 @@ class Windows:
         return x
 
     def positions(self, lengths: Sequence[int]) -> list[int]:
-        """Number of windows along each dimension of an image of some lengths."""
+        """The number of windows along each spatial dimension of an image of these lengths."""
         config = zip(lengths, self.size, self.stride, self.dilation, self.padding, strict=True)
         return [(length + sum(padding) - (k - 1) * d - 1) // s + 1 for length, k, s, d, padding in config]
 
     def examples_at_once(self, x: Tensor) -> int:
-        """How many examples to unfold together, so that the copy stays small and the products large."""
+        """How many examples of ``x [n, c, *spatial]`` to unfold at once: a small copy, but large products."""
         taps = math.prod(self.size)
         d = x.shape[1] * taps
         return max(1, max(CHUNK_NUMEL, d * d // taps) // max(1, math.prod(self.positions(x.shape[2:])) * d))
@@ -62,8 +66,9 @@ def unfolded_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
     dims = len(windows.size)
     moment = x.new_zeros(groups, taps * c, taps * c)
     for chunk in x.split(windows.examples_at_once(x)):
-        # Channels last: a patch is then runs of adjacent numbers, and put together several times faster.
+        # Channels last: a patch then consists of runs of adjacent numbers and is copied several times faster.
         chunk = chunk.flatten(2).mT.contiguous().mT.view(chunk.shape) if taps > 1 else chunk
         patches = windows.unfold(chunk).unflatten(1, (groups, c)).movedim((1, 2), (dims + 1, -1))
         moment += second_moment(patches.flatten(1, dims).flatten(3), diagonal=False)
+    # Patches list the channels of each tap; the weight lists the taps of each channel.
     return moment.view(groups, taps, c, taps, c).permute(0, 2, 1, 4, 3).reshape(moment.shape)

@@ -35,12 +35,12 @@ def smoke(folder, *more):
     """Run the command on a few steps of the cheapest task."""
     shared = ["--smoke", "--task", "digits", "--draws", "2", "--seeds", "0,1", "--out", str(folder)]
     assert convergence.main([*shared, *more]) == 0
-    return json.loads((folder / "convergence-digits.json").read_text())
+    return json.loads((folder / "digits.json").read_text())
 
 
 def test_the_command_writes_table_json_and_plot(tmp_path, capsys):
     result = smoke(tmp_path, "--optimizer", "SGD", "KFACSGD")
-    assert (tmp_path / "convergence-digits.png").stat().st_size > 0
+    assert (tmp_path / "digits.png").stat().st_size > 0
     assert {"versions", "commit", "machine", "seeds", "draws", "tuning", "command"} <= result.keys()
     counts = {row: sum(run["of"] == row for run in result["runs"]) for row in result["chosen"]}
     assert counts == {"SGD": 4, "KFACSGD for SGD": 2, "KFACSGD": 4}  # two draws and two seeds; the swap is not tuned

@@ -8,18 +8,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import data
+from benchmarks.common import runs
 from benchmarks.common.models import ResNet
+from benchmarks.common.reports import Output
+from benchmarks.common.runs import facts
 from benchmarks.paper import __main__ as paper
-from benchmarks.paper import parts as paper_parts
-from benchmarks.paper import study
+from benchmarks.paper import applications, bench, memory, study
 from benchmarks.paper import tasks as paper_tasks
-from benchmarks.paper.parts import STUDIES, Bench
+from benchmarks.paper.__main__ import STUDIES
+from benchmarks.paper.bench import Bench
 from benchmarks.paper.study import Cell, Figure, Results, until
 
 Values = tuple[float | None, ...]
@@ -30,11 +31,11 @@ ONE_SEED = Bench(seeds=(0,), smoke=True)
 def a_folder_with_all_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Do every part once, with narrow ResNets: their decompositions are what takes time."""
     folder = tmp_path_factory.mktemp("results")
-    paper_parts.digits_by.cache_clear()
+    bench.digits_by.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paper_parts, "ResNet", partial(ResNet, width=4))
+        patch.setattr(bench, "ResNet", partial(ResNet, width=4))
         assert paper.main(["--smoke", "--seeds", "0", "--quiet", "--out", str(folder)]) == 0
-    paper_parts.digits_by.cache_clear()
+    bench.digits_by.cache_clear()
     return folder
 
 
@@ -47,15 +48,15 @@ def threads() -> Iterator[None]:
 
 
 def content(folder: Path, part: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / f"paper-{part}.json").read_text())
+    found: dict[str, Any] = json.loads((folder / f"{part}.json").read_text())
     return found
 
 
-@pytest.mark.parametrize("part", paper.ANSWERS)
+@pytest.mark.parametrize("part", STUDIES)
 def test_every_part_writes_its_result_with_facts_and_a_plot(folder: Path, part: str) -> None:
     result = content(folder, part)
     assert {"versions", "machine", "commit", "command", "tables"} <= result.keys()
-    assert (folder / f"paper-{part}.png").stat().st_size > 5000
+    assert (folder / f"{part}.png").stat().st_size > 5000
     for run in result.get("runs", ()):
         assert run["run"]["seed"] == 0 and run["end"] == "finished"
         assert run["versions"]["torch"] == torch.__version__
@@ -63,14 +64,13 @@ def test_every_part_writes_its_result_with_facts_and_a_plot(folder: Path, part: 
 
 
 def test_no_run_is_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    parts = ("table3", "figure5a", "figure7")
+    parts = ("table3", "figure5a")
     before = {part: content(folder, part) for part in parts}
 
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("repeated")
 
     monkeypatch.setattr(Results, "train", fail)
-    monkeypatch.setattr(paper, "measure", fail)
     words = ["--smoke", "--seeds", "0", "--quiet", "--out", str(folder)]
     assert paper.main([*words, *(word for part in parts for word in ("--part", part))]) == 0
     for part, old in before.items():
@@ -85,11 +85,11 @@ def test_an_interrupted_command_keeps_what_is_finished(tmp_path: Path, monkeypat
     trained: list[str] = []
     train = Results.train
 
-    def once(self: Results, run: study.Run, advanced: Any) -> Any:
+    def once(self: Results, run: study.Run, label: str) -> Any:
         if trained:
             raise KeyboardInterrupt
         trained.append(run.settings.optimizer)
-        return train(self, run, advanced)
+        return train(self, run, label)
 
     monkeypatch.setattr(Results, "train", once)
     with pytest.raises(KeyboardInterrupt):
@@ -118,7 +118,7 @@ def test_every_table_and_figure_has_a_part(capsys: pytest.CaptureFixture[str]) -
     assert paper.main(["--list"]) == 0
     text = capsys.readouterr().out
     tables = [f"Table {number}" for number in range(1, 7)]
-    for name in (*tables, "Figure 4", "Figure 5a", "Figure 5b", "Figure 5c", "Figure 6", "Figure 7"):
+    for name in (*tables, "Figure 4", "Figure 5a", "Figure 5b", "Figure 5c", "Figure 6"):
         assert name in text
         assert name.lower().replace(" ", "") in paper.NAMES
 
@@ -128,7 +128,6 @@ def test_every_table_and_figure_has_a_part(capsys: pytest.CaptureFixture[str]) -
     [
         (["--part", "tabel1"], "did you mean 'table1'"),
         (["--seeds", "x"], "invalid literal"),
-        (["--data", "nowhere"], "is no folder"),
     ],
 )
 def test_wrong_words_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,30 +135,6 @@ def test_wrong_words_are_refused(words: list[str], message: str, capsys: pytest.
         paper.main(words)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_the_users_text_takes_the_place_of_pythons_sources(tmp_path: Path) -> None:
-    for name in ("train", "test"):
-        (tmp_path / f"wiki.{name}.txt").write_text("the quick brown fox " * 40)
-    out = tmp_path / "out"
-    words = ["--smoke", "--seeds", "0", "--quiet", "--part", "table3", "--data", str(tmp_path), "--out", str(out)]
-    assert paper.main(words) == 0
-    own = {run["run"]["data_checksum"] for run in content(out, "table3")["runs"]}
-    assert not own & {run.task.digest for runs in STUDIES["table3"][1](ONE_SEED).runs.values() for run in runs}
-
-
-def test_the_users_cifar10_takes_the_place_of_digits(tmp_path: Path) -> None:
-    random = np.random.default_rng(0)
-    for name in (*data.CIFAR10_FILES["train"], *data.CIFAR10_FILES["test"]):
-        rows = random.integers(0, 256, (40, 3073), dtype=np.uint8)
-        rows[:, 0] %= 10
-        (tmp_path / f"{name}.bin").write_bytes(rows.tobytes())
-    out = tmp_path / "out"
-    words = ["--smoke", "--seeds", "0", "--quiet", "--part", "figure5a", "--data", str(tmp_path), "--out", str(out)]
-    assert paper.main(words) == 0
-    runs = content(out, "figure5a")["runs"]
-    assert [run["run"]["task"] for run in runs] == ["cifar10"] * 2
-    assert [run["run"]["model"] for run in runs] == ["ResNet-32"] * 2
 
 
 # Judgement -----------------------------------------------------------------------------------------------------------
@@ -203,32 +178,32 @@ def test_goals_are_all_reached_at_once() -> None:
 
 
 def test_phase_two_starts_from_the_weights_of_phase_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    first = paper_parts.bert_run(ONE_SEED, "Lamb", 0, 0, 2)
-    second = paper_parts.bert_run(ONE_SEED, "KFACLAMB", 0, 1, 2, after=first)
-    results = Results(tmp_path, quiet=True)
+    first = applications.bert_run(ONE_SEED, "Lamb", 0, 0, 2)
+    second = applications.bert_run(ONE_SEED, "KFACLAMB", 0, 1, 2, after=first)
+    results = Results(Output(tmp_path, facts()), quiet=True)
     starts: list[Tensor] = []
-    make = study.Trainer
+    make = runs.Trainer
 
     def noting(task: Any, settings: Any) -> Any:
         trainer = make(task, settings)
         starts.append(trainer.model.symbol.weight.detach().clone())
         return trainer
 
-    monkeypatch.setattr(study, "Trainer", noting)
-    results.train(second, lambda: None)
+    monkeypatch.setattr(runs, "Trainer", noting)
+    results.train(second, "")
     assert len(starts) == 2 and results.has(first)
     assert torch.equal(starts[1], results.weights(first)["symbol.weight"])
     assert results.get(second)["before"]["step"] == 2
-    assert second.key != paper_parts.bert_run(ONE_SEED, "KFACLAMB", 0, 1, 2).key
+    assert second.key != applications.bert_run(ONE_SEED, "KFACLAMB", 0, 1, 2).key
 
 
 def test_masked_windows_mask_the_same_number_and_nothing_else() -> None:
-    task = paper_parts.encoder_task(ONE_SEED.text, 32)
+    task = applications.encoder_task(32)
     inputs, targets = task.source.batch(0, 5, 4)
     hidden = inputs == paper_tasks.MASK
     assert hidden.sum(dim=1).tolist() == [8] * 4
     assert torch.equal(hidden, targets >= 0) and (targets[hidden] < 256).all()
-    assert paper_parts.bert_run(Bench(), "KFACLAMB", 0, 0, 10).settings.kfac["loss_terms"] == 32 * 8
+    assert applications.bert_run(Bench(), "KFACLAMB", 0, 0, 10).settings.kfac["loss_average"] == 32 * 8
 
 
 def test_a_box_is_the_frame_of_its_mask() -> None:
@@ -251,11 +226,11 @@ def test_scenes_hold_their_digits_and_are_the_same_every_time() -> None:
 
 
 def test_dice_and_found_of_perfect_answers() -> None:
-    task = paper_parts.unet_task()
+    task = applications.unet_task()
     target = task.held_out["test"][1]
     top, bottom = paper_tasks.dice(2 * target - 1, target)
     assert top == bottom > 0
-    target = paper_parts.detector().held_out["test"][1]
+    target = applications.detector().held_out["test"][1]
     classes = nn.functional.one_hot(target[:, 0].long(), paper_tasks.CLASSES)
     output = torch.cat([classes, target[:, 1:5], 2 * target[:, 5:] - 1], dim=1)
     for part in ("box", "mask"):
@@ -275,9 +250,9 @@ def test_equal_memory_is_equal() -> None:
 
 
 def test_activations_are_counted_once_and_without_the_weights() -> None:
-    images = paper_parts.digits_by(1)
+    images = bench.digits_by("ResNet-8")
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     kept = 4 * 64 + 4 * 10 + 8  # of the image for the weight's gradient, of the log-probabilities, of the label (int64)
-    assert paper_parts.bytes_per_example(images, model) == kept
+    assert memory.bytes_per_example(images, model) == kept
     twice = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
-    assert paper_parts.bytes_per_example(images, twice) == kept + 4 * 64  # the tanh and the layer above share it
+    assert memory.bytes_per_example(images, twice) == kept + 4 * 64  # the tanh and the layer above share it

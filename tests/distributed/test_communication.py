@@ -30,8 +30,9 @@ from kfac_optim import (
     LayerCost,
     LayerWise,
 )
+from kfac_optim.averages import LocalSums, fold_
 from kfac_optim.distributed import Broadcast, Communicator, LayerAssignment, LocalCommunicator, TorchCommunicator
-from kfac_optim.factors import FactorSpec, LocalSums, fold_, read
+from kfac_optim.factors import FactorSpec, read
 from tests.helpers.compare import assert_all_near, assert_equal_on_ranks, values
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, OFTEN

@@ -221,8 +221,8 @@ def test_logits_inside_an_output(way: str) -> None:
 
     oracle = Oracle(twin)
     directions, gamma = expected_directions(oracle, x, target, loss, categorical_roots)
-    fisher = Categorical(output_fn=logits if way == "output_fn" else None)
-    optimizer = KFACSGD(model, **EXACT | {"damping": gamma, "fisher": fisher})
+    output_fn = logits if way == "output_fn" else None
+    optimizer = KFACSGD(model, **EXACT | {"damping": gamma, "fisher": Categorical(output_fn=output_fn)})
     passes = [((copied(x),), copied(target))]
     changes = take_step(model, optimizer, passes, lambda output, y: loss(logits(output), y))
     assert_close_to(oracle, {name.removeprefix("body."): c for name, c in changes.items()}, directions)
@@ -322,17 +322,18 @@ OBJECTS: dict[str, type[Fisher]] = {"categorical": Categorical, "bernoulli": Ber
 
 @pytest.mark.parametrize("fisher", KINDS)
 def test_seeds_reproduce(fisher: str) -> None:
+    """The seed is a field of the distribution; a short name has seed 0."""
     first, again, other, default = same_start(perceptron, 4)
-    passes, seeded = [small_passes() for _ in range(3)], OBJECTS[fisher]
+    passes = [small_passes() for _ in range(3)]
     results = []
-    for model, choice in ((first, seeded(seed=7)), (again, seeded(seed=7)), (other, seeded(seed=8)), (default, fisher)):
+    kinds = [OBJECTS[fisher](seed=7), OBJECTS[fisher](seed=7), OBJECTS[fisher](seed=8), fisher]
+    for model, kind in zip((first, again, other, default), kinds, strict=True):
         torch.manual_seed(len(results))  # the global generator has no say
-        results.append(run(model, passes, fisher=choice))
-    seven, same, eight, zero = results
-    for name, value in seven.items():
-        assert torch.equal(same[name], value)
-        assert not torch.equal(eight[name], value)
-        assert not torch.equal(zero[name], value)
+        results.append(run(model, passes, fisher=kind))
+    for name, value in results[0].items():
+        assert torch.equal(results[1][name], value)
+        assert not torch.equal(results[2][name], value)
+        assert not torch.equal(results[3][name], value)
 
 
 class Laplace(Fisher):

@@ -530,13 +530,11 @@ def test_the_log_holds_what_the_engine_reports(command: Any, tmp_path: Path, mon
 def test_an_interrupted_run_has_a_page_and_a_resumed_one_shows_all_of_it(
     command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from benchmarks.common import plots
     from benchmarks.common.runs import Trainer
     from benchmarks.train import page as pages
 
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     step, picture = Trainer.train_step, pages.picture
-    monkeypatch.setattr(plots, "draw", lambda *_: None)
     monkeypatch.setattr(pages, "picture", lambda figure, caption: f"<figcaption>{caption}</figcaption>")  # takes long
     assert command(whole) == 0
 

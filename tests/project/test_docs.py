@@ -1,18 +1,24 @@
-"""README's Python: the examples of its section "Extending" compute what the package's own do; the other blocks run.
+"""The code of README.rst and docs/*.rst: all of it runs; the examples of "Extending" compute what the package's own do.
 
-The code is taken from README.rst as ``.ci/run`` takes it: the code blocks after a comment ".. ci: NAME".
+Blocks of a page run in order, in one namespace that starts with the names of README's complete script. A comment before
+a block changes that: ``.. ci: ranks`` runs it on two processes, ``.. ci: skip REASON`` not at all.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
+import os
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -27,39 +33,103 @@ from tests.helpers.compare import (
     assert_same_weights,
     values,
 )
+from tests.helpers.pages import ROOT, blocks
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import Oracle, apply, averaged, backward, squared_error
 from tests.helpers.settings import EXACT, FLOAT64, OFTEN, damping_of
 from tests.helpers.training import make_model, train
 
-README = Path(__file__).parents[2] / "README.rst"
-EXAMPLES = ("extend-layer", "extend-solver", "extend-strategy")
+PAGES = [ROOT / "README.rst", *sorted((ROOT / "docs").glob("*.rst"))]
+EXTENDING = ROOT / "docs" / "extending.rst"
+SHELL = {"main", "tests", "install", "checks"}  # what .ci/run takes from the pages
 MAX_LINES = 30
+README_LIMITS = (250, 1600)  # lines, words
 Outcome = tuple[list[Tensor], list[tuple[int, ...]], float]
 LOSS = averaged(squared_error, "batch")
 
 
-def code(name: str) -> str:
-    """The code blocks after a comment ".. ci: NAME", without their indent."""
-    lines, state = [], ""
-    for line in README.read_text(encoding="utf-8").splitlines():
-        if line == f".. ci: {name}":
-            state = "marked"
-        elif state == "marked" and line.startswith(".. code-block"):
-            state = "block"
-        elif state == "block" and re.match("[^ ]", line):
-            state = ""
-        elif state == "block":
-            lines.append(line.removeprefix("    "))
-    assert lines, f"README.rst has no code block marked {name!r}"
-    return "\n".join(lines)
-
-
-def run(name: str) -> dict[str, Any]:
-    """The names that the blocks define."""
-    namespace: dict[str, Any] = {"__name__": f"readme_{name.replace('-', '_')}"}
-    exec(compile(code(name), f"README.rst, {name}", "exec", dont_inherit=True), namespace)
+def run(page: Path, names: dict[str, Any]) -> dict[str, Any]:
+    """Executes the Python blocks of a page that have no mark, in a copy of ``names``."""
+    namespace = {**names, "__name__": page.stem}
+    for block in blocks(page):
+        if block.language == "python" and not block.mark:
+            code = "\n" * (block.line - 1) + block.code  # so that a traceback has the page's line numbers
+            exec(compile(code, str(page), "exec", dont_inherit=True), namespace)
     return namespace
+
+
+def complete_script() -> dict[str, Any]:
+    """The names that README's complete script leaves behind."""
+    script = next(block for block in blocks(ROOT / "README.rst") if block.language == "python" and not block.mark)
+    namespace: dict[str, Any] = {"__name__": "script"}
+    exec(compile(script.code, "README.rst", "exec", dont_inherit=True), namespace)
+    return namespace
+
+
+@functools.cache
+def extending() -> dict[str, Any]:
+    """The names that the examples of docs/extending.rst define."""
+    return run(EXTENDING, {})
+
+
+def with_code(mark: str) -> list[Any]:
+    """The pages that have a Python block with a mark, as parameters of a test."""
+    return [
+        pytest.param(page, id=page.stem)
+        for page in PAGES
+        if any(block.language == "python" and block.mark == mark for block in blocks(page))
+    ]
+
+
+def test_every_mark_is_known() -> None:
+    for page in PAGES:
+        for block in blocks(page):
+            known = block.mark in {"", "ranks"} or re.match("skip .", block.mark)
+            assert known if block.language == "python" else block.mark in {"", *SHELL}, f"{page}:{block.line}"
+
+
+def test_readme_can_be_finished() -> None:
+    text = (ROOT / "README.rst").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= README_LIMITS[0] and len(text.split()) <= README_LIMITS[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("fresh_accelerate")
+@pytest.mark.parametrize("page", with_code(""))
+def test_the_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
+    namespace = run(page, {} if page.stem == "README" else complete_script())
+    if "model" in namespace:
+        assert all(bool(p.isfinite().all()) for p in namespace["model"].parameters())
+
+
+def run_as_a_script(rank: int, world_size: int, code: str, port: int) -> None:
+    """Executes what ``torchrun`` would start, with the environment that it would set."""
+    dist.destroy_process_group()  # the code makes its own
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    exec(compile(code, "train.py", "exec", dont_inherit=True), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("page", with_code("ranks"))
+def test_the_blocks_for_several_processes_run_on_two(page: Path, tmp_path: Path) -> None:
+    for block in blocks(page):
+        if block.mark == "ranks":
+            with socket.socket() as free:
+                free.bind(("localhost", 0))
+                port = free.getsockname()[1]
+            folder = f"import os; os.chdir({str(tmp_path)!r})"  # some write files
+            run_ranks(2, run_as_a_script, "\n" * (block.line - 2) + f"{folder}\n{block.code}", port)
+
+
+def test_every_place_that_the_method_page_names_exists() -> None:
+    """``file``, ``name``, ``name``: a file of the repository, and names in that module."""
+    text = (ROOT / "docs" / "method.rst").read_text(encoding="utf-8")
+    places = re.findall(r"``((?:kfac_optim|tests)/[\w/]+\.py)``((?:,\s+``[\w.]+``)*)", text)
+    assert len(places) > 20
+    for path, names in places:
+        assert (ROOT / path).is_file(), path
+        for name in re.findall(r"``([\w.]+)``", names):
+            functools.reduce(getattr, name.split("."), importlib.import_module(path[:-3].replace("/", ".")))
 
 
 @pytest.fixture
@@ -70,23 +140,16 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_extension_is_short(name: str) -> None:
-    assert len([line for line in code(name).splitlines() if line]) < MAX_LINES
-
-
-def test_the_other_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # one of them writes a checkpoint
-    namespace = run("python")
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint.pt"}
-    assert all(bool(p.isfinite().all()) for p in namespace["model"].parameters())
+def test_an_extension_is_short() -> None:
+    for block in blocks(EXTENDING):
+        assert len([line for line in block.code.splitlines() if line]) < MAX_LINES, block.line
 
 
 # A layer type --------------------------------------------------------------------------------------------------------
 
 
 class Blocks(nn.Module):
-    """A net around three blocks that are either README's layer or a grouped convolution of one tap."""
+    """A net around three blocks that are either the page's layer or a grouped convolution of one tap."""
 
     def __init__(self, make_blocks: Any) -> None:
         super().__init__()
@@ -105,7 +168,7 @@ class Blocks(nn.Module):
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "frozen bias"])
 @pytest.mark.parametrize("weight_sharing", ["expand", "reduce"])
 def test_the_layer_equals_a_grouped_convolution(weight_sharing: str, bias: bool) -> None:
-    block_linear = run("extend-layer")["BlockLinear"]
+    block_linear = extending()["BlockLinear"]
     new, old = Blocks(lambda: block_linear(3, 4, 2)), Blocks(lambda: nn.Conv1d(12, 6, 1, groups=3))
     state = {name: value.reshape(old.state_dict()[name].shape) for name, value in new.state_dict().items()}
     old.load_state_dict(state)
@@ -138,7 +201,7 @@ class ScaledLinear(nn.Linear):
 
 @register_layer(ScaledLinear)
 class ScaledLinearLayer(LinearLayer):
-    """As README says: only the input differs from a Linear."""
+    """As the page says: only the input differs from a Linear."""
 
     def input_rows(self, module: Any, a: Tensor, output: Tensor) -> Any:
         return super().input_rows(module, a * module.scale, output)
@@ -181,7 +244,7 @@ def test_the_solver_equals_explicit_inverses(damping: float, relative: bool) -> 
     oracle = Oracle(copy.deepcopy(model))
     passes = [((torch.randint(5, (6, 3)),), torch.randn(6, 2))]
     oracle.refresh(oracle.observe(passes, LOSS))
-    options = EXACT | {"damping": damping_of(damping, relative), "solver": run("extend-solver")["solver"]}
+    options = EXACT | {"damping": damping_of(damping, relative), "solver": extending()["solver"]}
     optimizer = KFACSGD(model, **options)
     backward(model, passes, LOSS)
     gradients = {name: torch.randn_like(p) for name, p in model.named_parameters()}
@@ -197,7 +260,7 @@ def test_the_solver_equals_explicit_inverses(damping: float, relative: bool) -> 
 
 def with_strategy(rank: int, world_size: int, ranks_per_node: int | None) -> Outcome:
     """Parameters after some steps; who preconditions each layer; bytes of directions per step."""
-    strategy = {} if ranks_per_node is None else {"assignment": run("extend-strategy")["NodeWise"](ranks_per_node)}
+    strategy = {} if ranks_per_node is None else {"assignment": extending()["NodeWise"](ranks_per_node)}
     model = make_model().double()
     optimizer = KFACSGD(model, lr=0.1, momentum=0.9, **OFTEN, **FLOAT64, **strategy)
     wrapped = DistributedDataParallel(model) if world_size > 1 else model
@@ -222,3 +285,21 @@ def test_the_strategy_trains_as_one_process() -> None:
         assert_all_near([one_each[0], both[0]], expected)
         assert set(one_each[1]) == {(0,), (1,)} and set(both[1]) == {(0, 1)}
         assert one_each[2] > 0 and both[2] == 0  # only between nodes do preconditioned gradients travel
+
+
+# A scaling, a sampled Fisher -----------------------------------------------------------------------------------------
+
+
+def test_the_scaling_bounds_steps_and_the_fisher_samples() -> None:
+    model = make_model()
+    fisher = extending()["fisher"]
+    options = {"scaling": extending()["scaling"], "fisher": fisher, "precondition": "gradient"}
+    optimizer = KFACSGD(model, lr=0.1, **OFTEN, **options)
+    before = dict(zip(model.parameters(), values(model), strict=True))
+    train(model, optimizer, range(1))
+    for layer in optimizer.curvature.layers:
+        moved = sum(float((p.detach() - before[p]).square().sum()) for p in layer.parameters)
+        gradient = sum(float(p.grad.square().sum()) for p in layer.parameters)
+        assert 0 < moved <= (0.1 * 0.5) ** 2 * gradient * (1 + 1e-4)
+    output = torch.zeros(1000, 2)
+    assert set(fisher.sample_gradient(output, torch.Generator().manual_seed(0)).unique().tolist()) == {-1.0, 1.0}

@@ -1,0 +1,78 @@
+"""The optimizers whose steps are compared: a base optimizer, K-FAC on it, and kfac-pytorch before it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from benchmarks.common.optimizers import find
+from benchmarks.common.settings import KFAC, OPTIMIZER_DEFAULTS, RECIPES
+from benchmarks.common.works import Work
+from kfac_optim import EigenSolver
+
+LARGEST = 8192  # factor that ours does not keep diagonal, ``max_factor_dim``
+LR = 1e-4  # no time depends on it
+PEER = "KFACPyTorch"
+SOLVERS: dict[str, Any] = {"eigen": "eigen", "inverse": "inverse", "eigen-exact": EigenSolver(negligible=0)}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An optimizer with its settings."""
+
+    label: str  # Name in tables
+    optimizer: str  # Name in ``OPTIMIZERS``
+    options: Mapping[str, Any] = field(default_factory=dict)  # K-FAC keywords
+    own_schedule: bool = False  # Whether it is measured only under its own schedule
+
+    def build(self, model: nn.Module, work: Work) -> tuple[Any, Any]:
+        """Return the optimizer, and what keeps its curvature: the engine, kfac-pytorch's preconditioner, or None."""
+        keywords: dict[str, Any] = {"lr": LR, **OPTIMIZER_DEFAULTS.get(self.optimizer, {}), **self.options}
+        if self.optimizer in KFAC:
+            keywords = {"model": model, "loss_average": work.loss_average, **work.kfac, **keywords}
+            keywords["solver"] = SOLVERS[keywords.get("solver", "eigen")]
+        elif self.optimizer == PEER:
+            keywords = {"model": model, "weight_decay": 0.0, **keywords.pop("options"), **keywords}
+        optimizer: Any = find(self.optimizer)(model.parameters(), **keywords)
+        return optimizer, getattr(optimizer, "curvature", getattr(optimizer, "preconditioner", None))
+
+
+def contenders(
+    work: Work,
+    optimizer: str,
+    solvers: Sequence[str],
+    *,
+    spread: int | None = 0,
+    fractions: Sequence[float] = (1.0,),
+    default: bool = False,
+) -> list[Contender]:
+    """Return the base of a K-FAC optimizer, then that in the paper's mode with each solver, and kfac-pytorch likewise.
+
+    Args:
+        work: What they are to train.
+        optimizer: Name of the K-FAC optimizer; kfac-pytorch takes part beside ``KFACSGD``.
+        solvers: Names in ``SOLVERS``.
+        spread: Steps of a refresh, in the paper's mode; None: a tenth of the interval, the package's default.
+        fractions: Shares of a batch's examples that statistics see, in the paper's mode; each is a row.
+        default: One more: what the package does by itself.
+    """
+    base = KFAC[optimizer]
+    paper = {name: value for name, value in RECIPES["paper"].kfac.items() if not name.endswith("_steps")}
+    found = [Contender(base, base)]
+    for solver, fraction in itertools.product(solvers, fractions):
+        options = {**paper, "solver": solver, "spread": spread, "factor_batch_fraction": fraction}
+        share = "" if fraction == 1 else f", {fraction:g} of the batch"
+        found.append(Contender(f"{optimizer} {solver}{share}", optimizer, options))
+    if default:
+        found.append(Contender(f"{optimizer} defaults", optimizer, own_schedule=True))
+    # A large vocabulary's factor, which ours keeps diagonal, kfac-pytorch could not decompose.
+    skipped = [*work.kfac.get("skip_layers", ()), *(("head", "decoder") if work.symbols > LARGEST else ())]
+    for solver in ("eigen", "inverse"):
+        if solver in solvers and base == "SGD":
+            options = {"compute_method": solver, "skip_layers": skipped}
+            found.append(Contender(f"kfac-pytorch {solver} + {base}", PEER, options))
+    return found

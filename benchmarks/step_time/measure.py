@@ -1,0 +1,173 @@
+"""Contenders take turns on a work; what their steps cost by schedule, as a table and as a picture."""
+
+from __future__ import annotations
+
+import operator
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.common.reports import grid, table
+from benchmarks.common.works import Schedule, Work
+from benchmarks.step_time.contenders import LR, PEER, Contender
+from benchmarks.step_time.timing import ORDINARY, Place, Run, Seconds, begin, compose, take_period, take_turns
+
+HEADROOM = 1.2  # of the bound on memory: on the base optimizer's peak
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a step under a schedule: their mean, and the worst step's."""
+
+    mean: float
+    worst: float
+
+    @classmethod
+    def observed(cls, seconds: Sequence[float]) -> Cost:
+        """Return the cost of steps that were all timed."""
+        return cls(statistics.fmean(seconds), max(seconds))
+
+
+def around(seconds: Sequence[float]) -> list[float]:
+    """For each step the median of up to eleven around it: a machine's speed drifts in the minutes of a period."""
+    return [statistics.median(seconds[max(0, i - 5) : i + 6]) for i in range(len(seconds))]
+
+
+def begin_all(work: Work, chosen: Sequence[Contender], place: Place) -> tuple[dict[str, Run], dict[str, int]]:
+    """Start all runs that can be started.
+
+    Returns:
+        The runs, and their peaks, by label. kfac-pytorch is left out, with a word, where it is not installed or cannot
+        train the model.
+    """
+    runs, peaks = {}, {}
+    for contender in chosen:
+        try:
+            runs[contender.label], peaks[contender.label] = begin(work, contender, place)
+        except (RuntimeError, ValueError) as error:  # memory, or backward hooks that bear no in-place activations
+            if contender.optimizer != PEER:
+                raise
+            print(f"{contender.label} on {work.title}: left out, {str(error).splitlines()[0]}")
+    return runs, peaks
+
+
+# By contender and schedule: its cost, and that of the base optimizer beside it.
+Costs = dict[tuple[str, Schedule], tuple[Cost, Cost]]
+
+
+def by_rounds(
+    runs: Mapping[str, Run], base: str, wanted: Mapping[str, Sequence[Schedule]], budget: float
+) -> tuple[Costs, dict[str, Seconds]]:
+    """Time rounds for ``budget`` seconds; return the composed costs, and every step's seconds."""
+    measured = take_turns(runs, budget)
+    plain = Cost.observed(measured[base][ORDINARY])
+    costs: Costs = {}
+    for label, own in wanted.items():
+        means = {kind: statistics.fmean(each) for kind, each in measured[label].items()}
+        for schedule in own:
+            costs[label, schedule] = Cost(*compose(schedule, runs[label].spread, means)), plain
+    return costs, measured
+
+
+def by_periods(
+    runs: Mapping[str, Run], base: str, wanted: Mapping[str, Sequence[Schedule]]
+) -> tuple[Costs, dict[str, dict[str, list[float]]]]:
+    """Time one period of each schedule; return the costs, and every step's seconds."""
+    costs: Costs = {}
+    measured = {}
+    for schedule in dict.fromkeys(schedule for own in wanted.values() for schedule in own):
+        members = [label for label, own in wanted.items() if schedule in own]
+        seconds = take_period({label: runs[label] for label in (base, *members)}, schedule)
+        plain = Cost.observed(seconds[base])
+        for label in members:
+            slowest = max(map(operator.truediv, seconds[label], around(seconds[base])))
+            costs[label, schedule] = replace(Cost.observed(seconds[label]), worst=slowest * plain.mean), plain
+        measured[str(schedule)] = seconds
+    return costs, measured
+
+
+def measure(
+    work: Work, chosen: Sequence[Contender], schedules: Sequence[Schedule], place: Place, budget: float | None
+) -> dict[str, Any]:
+    """Measure the contenders, the base optimizer first, on one work.
+
+    Args:
+        work: Model and batch.
+        chosen: The contenders, the base optimizer first.
+        schedules: The schedules; each is a row.
+        place: Device, precision, threads, seed.
+        budget: Seconds for the rounds; None: run one period of each schedule, instead of composing it.
+
+    Returns:
+        ``base``: seconds and peak memory of the base optimizer; ``rows``: for each other contender and schedule the
+        ratios to them; ``measured``: the seconds of all steps.
+    """
+    base = chosen[0].label
+    runs, peaks = begin_all(work, chosen, place)
+    own = {contender.label for contender in chosen if contender.own_schedule}
+    wanted = {label: [run.schedule] if label in own else schedules for label, run in runs.items() if label != base}
+    costs: Costs
+    measured: Mapping[str, Any]
+    costs, measured = by_periods(runs, base, wanted) if budget is None else by_rounds(runs, base, wanted, budget)
+    rows = []
+    for (label, schedule), (cost, plain) in costs.items():
+        run = runs[label]
+        run.check()
+        row = {"contender": label, "every": str(schedule), "spread": run.spread_under(schedule)}
+        row |= {"mean": cost.mean / plain.mean, "worst": cost.worst / plain.mean, "seconds": cost.mean}
+        sizes = {"peak_bytes": peaks[label], "curvature_bytes": run.curvature_bytes}
+        sizes["bound_bytes"] = int(HEADROOM * peaks[base] + run.curvature_bytes)
+        rows.append({**row, "base": asdict(plain), **sizes})
+    return {
+        "work": work.title,
+        "place": asdict(place),
+        "exact": budget is None,
+        "options": {c.label: {"lr": LR, **work.kfac, **c.options} for c in chosen},
+        "base": {"contender": base, "peak_bytes": peaks[base]},
+        "rows": rows,
+        "measured": measured,
+    }
+
+
+def summary(result: Mapping[str, Any]) -> str:
+    """Return the table of what :func:`measure` returned."""
+    base, place = result["base"], result["place"]
+    rows = []
+    for row in result["rows"]:
+        line = {"contender": row["contender"], "every": row["every"], "spread": row["spread"] or None}
+        line |= {key: f"{row[key]:.2f}" for key in ("mean", "worst")}
+        peak, bound = row["peak_bytes"], row["bound_bytes"]
+        sizes = {"peak MiB": peak, "bound MiB": bound, "curvature MiB": row["curvature_bytes"]}
+        rows.append({**line, **{key: value / 2**20 for key, value in sizes.items()}, "within": peak <= bound})
+    seconds = dict.fromkeys(tuple(row["base"].values()) for row in result["rows"])
+    listed = "; ".join(", ".join(f"{each:.4g}" for each in times) for times in seconds)
+    peak = base["peak_bytes"] / 2**20
+    note = f"{base['contender']} = 1.00: mean and worst step {listed} s, peak {peak:.4g} MiB"
+    how = "one period" if result["exact"] else "composed"
+    return table(f"{result['work']}: {place['dtype']} on {place['device']}, {how}", rows, note)
+
+
+def draw(results: Sequence[Mapping[str, Any]]) -> Figure:
+    """Return the picture: for each work the ratios of mean and worst step, and the peaks beside their bounds."""
+    figure, axes = grid(len(results), 2, "Steps with K-FAC over those of the base optimizer")
+    for (left, right), result in zip(axes, results, strict=True):
+        rows = result["rows"]
+        places = range(len(rows))
+        left.barh(places, [row["mean"] for row in rows], label="mean")
+        left.plot([row["worst"] for row in rows], places, "k|", markersize=12, label="worst step")
+        left.axvline(1, color="grey", linewidth=1, linestyle=":")
+        left.set(xlabel=f"seconds over {result['base']['contender']}'s mean")
+        left.set_title(f"{result['work']}, {result['place']['dtype']}", fontsize="medium")
+        right.barh(places, [row["peak_bytes"] / 2**20 for row in rows], label="peak")
+        right.plot([row["bound_bytes"] / 2**20 for row in rows], places, "k|", markersize=12, label="bound")
+        right.axvline(result["base"]["peak_bytes"] / 2**20, color="grey", linewidth=1, linestyle=":")
+        right.set(xlabel=f"MiB (dotted: {result['base']['contender']})")
+        left.set_yticks(places, [f"{row['contender']} {row['every']}" for row in rows], fontsize="small")
+        right.set_yticks(places, ["" for _ in rows])
+        for panel in (left, right):
+            panel.invert_yaxis()
+            panel.legend(fontsize="small")
+    return figure
