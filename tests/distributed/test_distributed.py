@@ -81,6 +81,7 @@ def train_all(rank: int, world_size: int) -> dict[str, list[Tensor]]:
     }
 
 
+@pytest.mark.fast("2")
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_equal_one_process(world_size: int) -> None:
     outcomes = run_ranks(world_size, train_all)

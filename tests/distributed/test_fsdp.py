@@ -64,6 +64,7 @@ def train_all(rank: int, world_size: int) -> dict[str, list[Tensor]]:
     return found
 
 
+@pytest.mark.fast("2")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_shards_equal_one_process(world_size: int) -> None:
     outcomes = run_ranks(world_size, train_all)
@@ -94,6 +95,7 @@ def train_bf16(rank: int, world_size: int) -> list[Tensor]:
     return whole(model)
 
 
+@pytest.mark.slow
 def test_mixed_precision() -> None:
     assert_equal_on_ranks(run_ranks(2, train_bf16))
 
@@ -148,6 +150,7 @@ def build_before(rank: int, world_size: int, swap: bool) -> str:
     return "trained"
 
 
+@pytest.mark.slow
 def test_sharding_after_the_optimizer_is_refused_or_followed() -> None:
     for story in run_ranks(2, build_before, False):
         assert "fully_shard" in story and "replaced" in story

@@ -29,7 +29,7 @@ from kfac_optim.optimizers import KFACMixin
 from tests.helpers import reference
 from tests.helpers.compare import assert_near
 from tests.helpers.reference import Curvature, Pair, gradient, is_norm, matrix, watched
-from tests.helpers.settings import BASES, FLOAT64
+from tests.helpers.settings import BASES, EXACT, FLOAT64, SOLVERS
 from tests.helpers.zoo import FAMILIES, GAN, TRANSFORMERS, Batch, Experts, Family, discriminate, generate
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # models come from configurations
@@ -89,6 +89,7 @@ class PlainRule:
 # Training ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("^KFACSGD-(ResNet|LSTM|GPT$|UNet)|^KFAC(Adam|LAMB)-(BERT|Mixture)")
 @pytest.mark.parametrize("family", ZOO, indirect=True)
 @pytest.mark.parametrize("cls", CLASSES)
 def test_trains_like_the_base_optimizer_or_better(family: Family, cls: type[KFACMixin]) -> None:
@@ -122,6 +123,7 @@ def assert_everything_was_seen(optimizer: KFACMixin) -> None:
         assert 0 < row["cosine"] < 1 + 1e-5, f"{name}: {row['cosine']}"
 
 
+@pytest.mark.fast("^KFACSGD")
 @pytest.mark.parametrize("cls", CLASSES)
 def test_a_gan_of_two_optimizers_trains_and_the_players_leave_each_other_alone(cls: type[KFACMixin]) -> None:
     """Each player's steps lower its own loss, and are those it would take against opponents that nobody watches."""
@@ -227,7 +229,7 @@ def test_linear_and_convolution_weights_are_covered_except_for_listed_reasons(fa
 
 DAMPING = 0.1  # relative: neither hides the curvature nor leaves it alone, whatever a layer's scale
 VALUES: dict[str, object] = FLOAT64 | {
-    "solver": reference.SOLVERS["eigen"],
+    "solver": SOLVERS["eigen"],
     "damping": DAMPING,
     "relative_damping": True,
     "scaling": None,
@@ -418,7 +420,7 @@ def test_the_curvature_of_an_expert_is_that_of_its_own_tokens(call_all: bool, av
     moe = Experts([nn.Linear(4, 4) for _ in range(3)], 4, chosen=1, call_all=call_all)
     model = nn.Sequential(moe, nn.Linear(4, 2)).double()
     moe.router.weight.data.copy_(5 * torch.eye(4)[:3])
-    options = reference.EXACT | {"lr": 0.01, "damping": DAMPING, "factor_decay": 0.5, "loss_average": average}
+    options = EXACT | {"lr": 0.01, "damping": DAMPING, "factor_decay": 0.5, "loss_average": average}
     optimizer = KFACSGD(model, **options)
     averages = [(reference.RunningAverage(0.5), reference.RunningAverage(0.5)) for _ in range(3)]
     for experts in ([0, 1, 2], [0, 1, 1], [2, 1, 2], [1, 1, 1], [0, 1, 2]):

@@ -85,6 +85,7 @@ def assert_same_state(state: Any, other: Any) -> None:
 # Resuming ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("^KFACSGD|paper")
 @pytest.mark.parametrize(("kfac", "options"), CASES)
 def test_a_resumed_run_is_the_uninterrupted_one(kfac: Any, options: str) -> None:
     model, optimizer = build(kfac, options)
@@ -103,6 +104,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(kfac: Any, options: str) -> None
     assert_same_state(again.state_dict(), optimizer.state_dict())
 
 
+@pytest.mark.fast("eigen-[1357]|inverse-[24]|[1357]-eigen|[24]-inverse")
 @pytest.mark.parametrize("interrupted_after", range(1, 9))
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 def test_at_whatever_step_a_spread_refresh_is_interrupted(interrupted_after: int, solver: str) -> None:
@@ -118,6 +120,7 @@ def test_at_whatever_step_a_spread_refresh_is_interrupted(interrupted_after: int
     assert_identical(resumed, model)
 
 
+@pytest.mark.slow
 def test_rolling_back_an_optimizer_in_use() -> None:
     """Loading an earlier state into the same optimizer: nothing of the later one is left."""
     model, optimizer = build(KFACSGD, "spread")
@@ -181,6 +184,7 @@ def test_state_exists_from_the_first_step_on(kfac: Any) -> None:
     assert len(optimizer.state) == len(list(model.parameters()))
 
 
+@pytest.mark.fast("^KFACSGD|paper")
 @pytest.mark.parametrize(("kfac", "options"), CASES)
 def test_a_state_is_tensors_and_plain_numbers(kfac: Any, options: str) -> None:
     model, optimizer = build(kfac, options)
@@ -266,6 +270,7 @@ def test_a_saved_number_is_loaded_as_it_is(name: str, fresh: Any, saved_value: A
     assert getattr(again.curvature, name) == saved_value
 
 
+@pytest.mark.fast("^(damping|inv)")
 @pytest.mark.parametrize(
     ("name", "schedule", "number"),
     [
@@ -495,6 +500,7 @@ def assert_refused(model: nn.Module, optimizer: Any, state: dict[str, Any]) -> N
     assert_identical(model, twin)
 
 
+@pytest.mark.fast("^(without_(a|factors|counters|pending)|of_wrong_shape|with_(nan|a_bad|a_negative))")
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_damaged_state_is_refused_and_nothing_is_changed(damage: Callable[[dict[str, Any]], None]) -> None:
     options = {"spread": 2}
@@ -601,6 +607,7 @@ def test_the_dry_step_creates_all_state_and_changes_nothing(kfac: Any, options: 
         assert_identical(model, again)
 
 
+@pytest.mark.fast("^KFACSGD-(paper|spread|momentum).*|^KFAC(Adam|LAMB)-half-True")
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize(("kfac", "options"), CASES)
 def test_distributed_checkpoint_round_trip(kfac: Any, options: str, flatten: bool) -> None:
