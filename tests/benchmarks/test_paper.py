@@ -145,6 +145,7 @@ def test_the_users_text_takes_the_place_of_pythons_sources(tmp_path: Path) -> No
     assert not own & {run.task.digest for runs in STUDIES["table3"][1](ONE_SEED).runs.values() for run in runs}
 
 
+@pytest.mark.slow
 def test_the_users_cifar10_takes_the_place_of_digits(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     for name in (*data.CIFAR10_FILES["train"], *data.CIFAR10_FILES["test"]):

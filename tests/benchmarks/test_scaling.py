@@ -98,7 +98,7 @@ def test_embeddings_count() -> None:
     assert DEVICE.decomposition_seconds(layer.a) < DEVICE.decomposition_seconds(layer.g)
 
 
-@pytest.mark.fast("^ResNet-50")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "example", "tokens", "parameters", "layers"),
     [

@@ -239,7 +239,7 @@ def test_every_class_trains_as_in_eager_mode(kind: str) -> None:
     assert graphs() == 2, "one graph for steps with statistics, one for steps without"
 
 
-@pytest.mark.fast("^before")
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after", "in place", "by layer"])
 def test_whenever_and_whatever_is_compiled(when: str) -> None:
     model, plain = convolutions(), convolutions()
@@ -283,7 +283,7 @@ ODD: dict[str, tuple[Callable[[], nn.Module], Call, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.fast("^(accumulation|one backward|several calls$)")
+@pytest.mark.fast("^(one backward|several calls$)")
 @pytest.mark.parametrize("case", ODD)
 def test_the_rules_of_capture_hold(case: str) -> None:
     make, one, options = ODD[case]
@@ -433,6 +433,7 @@ def test_a_checkpoint_goes_from_eager_to_compiled_training_and_back(to_compiled:
     assert_same_weights(models[1], uninterrupted, SAME)
 
 
+@pytest.mark.slow
 def test_after_close_the_base_class_remains() -> None:
     model, plain = mlp(), mlp()
     optimizer = KFACSGD(model, **OPTIONS)

@@ -272,7 +272,7 @@ def states_of_all_strategies(rank: int, world_size: int, at: tuple[int, ...]) ->
     return found
 
 
-@pytest.mark.fast("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_keys_and_shapes_do_not_depend_on_ranks_or_strategy(world_size: int) -> None:
     """Nor do the counters' values; there is nothing before the first step."""
@@ -354,6 +354,7 @@ def two_ranks(folder: Path) -> list[dict[Any, Any]]:
     return run_ranks(2, round_trips, str(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("case", CASES)
 def test_distributed_checkpoint_round_trip(two_ranks: list[dict[Any, Any]], case: str, how: str) -> None:

@@ -348,6 +348,7 @@ def copy_and_go_on(rank: int, world_size: int) -> tuple[list[Tensor], list[Tenso
     return values(model), values(other), pickled
 
 
+@pytest.mark.slow
 def test_copies_and_pickles_of_a_rank() -> None:
     outcomes = run_ranks(2, copy_and_go_on)
     for original, copied, pickled in outcomes:
@@ -458,6 +459,7 @@ def join_channels_last(rank: int, world_size: int, assignment: str) -> list[Tens
     return values(model)
 
 
+@pytest.mark.slow
 def test_join_with_channels_last_and_no_gradients_left() -> None:
     layer_wise, factor_wise = (run_ranks(2, join_channels_last, name) for name in ("layer-wise", "factor-wise"))
     assert_equal_on_ranks(layer_wise)

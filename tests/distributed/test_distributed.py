@@ -99,6 +99,7 @@ def workers_of(rank: int, world_size: int) -> set[int]:
     return {len(workers.gradient_workers) for workers in engine.work.layers}
 
 
+@pytest.mark.slow
 def test_the_memory_budget_of_these_tests_bites() -> None:
     assert run_ranks(4, workers_of) == [{2}] * 4
 

@@ -38,7 +38,7 @@ def step_until_death(rank: int, world_size: int, assignment: str, when: int, how
     return time.monotonic()
 
 
-@pytest.mark.fast("^killed")
+@pytest.mark.fast("^killed-factor-wise-2")
 @pytest.mark.parametrize(
     ("assignment", "when", "collective"),
     [
@@ -80,5 +80,6 @@ def step_in_a_subgroup(rank: int, world_size: int) -> float:
     return options._timeout.total_seconds() if options is not None else 0.0
 
 
+@pytest.mark.slow
 def test_groups_made_for_a_strategy_have_the_time_out_of_their_parent() -> None:
     assert run_ranks(3, step_in_a_subgroup, group_timeout=timedelta(seconds=45)) == [45.0, 45.0, 0.0]

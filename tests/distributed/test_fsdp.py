@@ -122,6 +122,7 @@ def resume(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
     return whole(model), whole(other)
 
 
+@pytest.mark.slow
 def test_state_through_distributed_checkpoint() -> None:
     for uninterrupted, resumed in run_ranks(2, resume):
         assert_all_near([uninterrupted], resumed)
@@ -176,6 +177,7 @@ def flatten(rank: int, world_size: int) -> dict[tuple[bool, str], str]:
     return stories
 
 
+@pytest.mark.slow
 def test_the_first_fsdp_is_refused_with_the_remedy() -> None:
     """Its flattened pieces are no matrices; all of it would train by the base rule, or fail somewhere deep inside."""
     for stories in run_ranks(2, flatten):
@@ -200,6 +202,7 @@ def tensor_parallel(rank: int, world_size: int) -> tuple[list[str], bool]:
     return [note for _, note in optimizer.curvature.uncovered.values()], bool(optimizer.curvature.layers)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_layers_are_declined() -> None:
     for notes, any_layers in run_ranks(2, tensor_parallel):
         assert not any_layers

@@ -252,7 +252,7 @@ def test_bfloat16(kind: str, tmp_path: Path) -> None:
 # Checkpoints and processes -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast("^sgd")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "how"), [*((kind, "optimizers") for kind in KINDS), ("lamb", "groups"), ("lamb", "model")]
 )

@@ -199,6 +199,7 @@ def test_every_refresh_starts_from_the_one_before_and_some_anew(spread: int) -> 
             assert not torch.equal(factors[i], factors[i - 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("steps", [3, 5, 6, 9, 13])
 def test_a_resumed_run_continues_bit_for_bit(spread: int, steps: int) -> None:
@@ -319,6 +320,7 @@ def on_ranks(rank: int, world_size: int, assignment: Any) -> list[Tensor]:
     return values(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "assignment", ["factor-wise", KAISA(grad_worker_fraction=1.0)], ids=["factor-wise", "KAISA(1)"]
 )

@@ -55,7 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.fast("^KFACSGD|plain-by_deepcopy")
+@pytest.mark.fast("^KFACSGD-.*(deepcopy|pickle)")
 @pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kfac", CLASSES)
