@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -25,6 +26,23 @@ settings.register_profile(
 settings.register_profile("ci", parent=settings.get_profile("default"), max_examples=100)
 settings.register_profile("thorough", parent=settings.get_profile("ci"), max_examples=1000, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The cases that ``fast`` does not name are slow."""
+    fast: dict[str, bool] = {}  # by test: whether any case is
+    for item in items:
+        mark = item.get_closest_marker("fast")
+        if mark is not None:
+            named = re.search(mark.args[0], item.nodeid.partition("[")[2].removesuffix("]")) is not None
+            test = item.nodeid.partition("[")[0]
+            fast[test] = fast.get(test, False) or named
+            if not named:
+                item.add_marker("slow")
+    never = [test for test, found in fast.items() if not found]
+    if never and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"'fast' names no case of {', '.join(never)}")
 
 
 @pytest.fixture(autouse=True)

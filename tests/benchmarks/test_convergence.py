@@ -165,6 +165,7 @@ def test_width_reads_rates_and_losses_off_the_curves():
     assert (found["loss at 64"], found["with the lr of 32"]) == (2.4, 2.6)
 
 
+@pytest.mark.slow
 def test_width_trains_every_width_and_rate(tmp_path):
     assert width.main(["--smoke", "--optimizer", "SGD", "--out", str(tmp_path)]) == 0
     losses = json.loads((tmp_path / "width.json").read_text())["losses"]["SGD"]

@@ -97,6 +97,7 @@ def test_embeddings_count() -> None:
     assert DEVICE.decomposition_seconds(layer.a) < DEVICE.decomposition_seconds(layer.g)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "example", "tokens", "parameters", "layers"),
     [
@@ -387,6 +388,7 @@ def test_paper_prints_these_overheads() -> None:
 # The command ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_smoke(tmp_path: Path) -> None:
     """Measured on one and two real ranks; what is predicted of them differs in no byte."""
     out = ["--smoke", "--out", str(tmp_path)]

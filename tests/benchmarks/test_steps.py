@@ -118,6 +118,7 @@ def test_peak_counts_the_graph_and_buffers_inside_operators() -> None:
 # The commands --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("^exact")
 @pytest.mark.parametrize(
     ("way", "stem"),
     [
@@ -169,6 +170,7 @@ def test_step_time_refuses_a_refresh_longer_than_its_interval(capsys: pytest.Cap
     assert "--spread 3" in capsys.readouterr().err
 
 
+@pytest.mark.fast("^decompositions")
 @pytest.mark.parametrize("part", ["resnet50", "bert-phase1", "decompositions"])
 def test_gpu(tmp_path: Path, part: str) -> None:
     assert gpu.main(["--part", part, "--smoke", "--out", str(tmp_path)]) == 0

@@ -211,6 +211,7 @@ def test_backward_twice_through_one_graph() -> None:
     assert_same_weights(model, doubled)
 
 
+@pytest.mark.fast("empirical")
 @pytest.mark.parametrize("fisher", ["empirical", "gaussian"])
 def test_a_loss_that_is_kept_keeps_nothing_that_was_observed(fisher: str) -> None:
     """A loop's variable holds the last loss until the next forward pass has ended: images and moments must not wait."""

@@ -226,6 +226,7 @@ def assert_same(
 # Values --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("^sgd")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_class_trains_as_in_eager_mode(kind: str) -> None:
     kfac, options = KINDS[kind]
@@ -238,6 +239,7 @@ def test_every_class_trains_as_in_eager_mode(kind: str) -> None:
     assert graphs() == 2, "one graph for steps with statistics, one for steps without"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after", "in place", "by layer"])
 def test_whenever_and_whatever_is_compiled(when: str) -> None:
     model, plain = convolutions(), convolutions()
@@ -257,6 +259,7 @@ def test_whenever_and_whatever_is_compiled(when: str) -> None:
     assert graphs() >= 2, "nothing was compiled"
 
 
+@pytest.mark.slow
 def test_attention() -> None:
     """Every projection of every kind of attention, and the table says nothing else."""
     first, second, model, plain = both(attention, on_tokens)
@@ -280,12 +283,14 @@ ODD: dict[str, tuple[Callable[[], nn.Module], Call, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.fast("^(one backward|several calls$)")
 @pytest.mark.parametrize("case", ODD)
 def test_the_rules_of_capture_hold(case: str) -> None:
     make, one, options = ODD[case]
     assert_same(make, one, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_compiled_block_in_an_eager_checkpoint(reentrant: bool) -> None:
     """The graph runs again during the backward pass."""
@@ -297,6 +302,7 @@ def test_a_compiled_block_in_an_eager_checkpoint(reentrant: bool) -> None:
     assert_same(lambda: Checkpointed(reentrant), on_vectors, block)
 
 
+@pytest.mark.slow
 def test_a_break_of_the_users() -> None:
     """Between two layers; what is before it, is seen while the code of the outermost call has not taken effect."""
 
@@ -337,6 +343,7 @@ def test_autocast() -> None:
 # Inductor ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "one"), [(mlp, on_vectors), (convolutions, on_images)])
 def test_inductor(make: Callable[[], nn.Module], one: Call) -> None:
     assert_same(make, one, lambda model: compiled(model, "inductor"))
@@ -346,6 +353,7 @@ def test_inductor(make: Callable[[], nn.Module], one: Call) -> None:
 # Graph breaks, recompilations, warnings ------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("^(mlp|convolutions)")
 @pytest.mark.parametrize(("make", "shape"), [(mlp, (8, 4)), (convolutions, (8, 1, 7, 7)), (attention, None)])
 def test_the_hooks_break_no_graph(make: Callable[[], nn.Module], shape: tuple[int, ...] | None) -> None:
     """The number that the README gives, as torch counts it."""
@@ -358,6 +366,7 @@ def test_the_hooks_break_no_graph(make: Callable[[], nn.Module], shape: tuple[in
     )
 
 
+@pytest.mark.slow
 def test_compilation_warns_of_nothing() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -368,6 +377,7 @@ def test_compilation_warns_of_nothing() -> None:
 # Errors --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("^True")
 @pytest.mark.parametrize("in_place", [False, True])
 def test_called_before_the_optimizer_was_built(in_place: bool) -> None:
     """The first step says what to do; after ``torch._dynamo.reset()`` training goes on as in eager mode."""
@@ -423,6 +433,7 @@ def test_a_checkpoint_goes_from_eager_to_compiled_training_and_back(to_compiled:
     assert_same_weights(models[1], uninterrupted, SAME)
 
 
+@pytest.mark.slow
 def test_after_close_the_base_class_remains() -> None:
     model, plain = mlp(), mlp()
     optimizer = KFACSGD(model, **OPTIONS)
@@ -467,6 +478,7 @@ def train_wrapped(rank: int, world_size: int) -> list[list[Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     plain = mlp()
     run(plain, KFACSGD(plain, **OPTIONS), on_vectors)

@@ -135,6 +135,7 @@ def resumed(request: pytest.FixtureRequest, checkpoints: dict[Any, bytes]) -> li
     return [{(*key, "factor-wise"): resume(file, key[1], FactorWise(), 0, 1) for key, file in checkpoints.items()}]
 
 
+@pytest.mark.fast("^2")
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_goes_on_on_any_ranks_with_any_strategy(
     four_ranks: list[dict[Any, Any]], resumed: list[dict[Any, Any]], case: str
@@ -270,6 +271,7 @@ def states_of_all_strategies(rank: int, world_size: int, at: tuple[int, ...]) ->
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_keys_and_shapes_do_not_depend_on_ranks_or_strategy(world_size: int) -> None:
     """Nor do the counters' values; there is nothing before the first step."""
@@ -351,6 +353,7 @@ def two_ranks(folder: Path) -> list[dict[Any, Any]]:
     return run_ranks(2, round_trips, str(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("case", CASES)
 def test_distributed_checkpoint_round_trip(two_ranks: list[dict[Any, Any]], case: str, how: str) -> None:
@@ -396,6 +399,7 @@ def keys_and_values(optimizer: Any) -> dict[str, Any]:
     return {key: value for key, value in optimizer.param_groups[0].items() if key.startswith("kfac")}
 
 
+@pytest.mark.slow
 def test_asking_for_the_state_of_a_fresh_optimizer_changes_nothing() -> None:
     """DCP takes a step on zero gradients to fill it; both ranks go on as if it had not been."""
     for found in run_ranks(2, ask_for_the_state_of_a_fresh_optimizer):

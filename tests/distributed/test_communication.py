@@ -224,7 +224,7 @@ def use_the_verbs(rank: int, world_size: int) -> dict[Any, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def verbs(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
     """What every rank found."""
     return run_ranks(request.param, use_the_verbs)
@@ -430,7 +430,7 @@ def train_and_count(rank: int, world_size: int) -> dict[Any, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def counted(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
     return run_ranks(request.param, train_and_count)
 
@@ -549,6 +549,7 @@ def train_all_growing(rank: int, world_size: int, joins_at: int) -> dict[str, li
     return {name: train_growing(rank, world_size, joins_at, {"assignment": name, "spread": 3}) for name in strategies}
 
 
+@pytest.mark.fast("5")
 @pytest.mark.parametrize("joins_at", [1, 5])
 def test_layers_that_join_later_as_in_one_process(joins_at: int) -> None:
     """Also in the middle of a refresh (here from 4 to 7), which then is others' work than before."""

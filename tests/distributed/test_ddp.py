@@ -154,6 +154,7 @@ def uneven(rank: int, world_size: int) -> dict[str, list[Tensor]]:
     }
 
 
+@pytest.mark.fast("2")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_uneven_ranks_keep_the_same_parameters(world_size: int) -> None:
     outcomes = run_ranks(world_size, uneven)
@@ -213,6 +214,7 @@ def joined(rank: int, world_size: int) -> list[tuple[list[Tensor], list[Tensor]]
     return [train_joined(rank, world_size, chosen) for chosen in options]
 
 
+@pytest.mark.fast("2")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_that_end_early_under_join(world_size: int) -> None:
     outcomes = run_ranks(world_size, joined)
@@ -346,6 +348,7 @@ def copy_and_go_on(rank: int, world_size: int) -> tuple[list[Tensor], list[Tenso
     return values(model), values(other), pickled
 
 
+@pytest.mark.slow
 def test_copies_and_pickles_of_a_rank() -> None:
     outcomes = run_ranks(2, copy_and_go_on)
     for original, copied, pickled in outcomes:
@@ -430,10 +433,12 @@ def train_dense(rank: int, world_size: int) -> list[Tensor]:
     return values(model)
 
 
+@pytest.mark.slow
 def test_dense_ranks_stay_bit_for_bit_equal() -> None:
     assert_equal_on_ranks(run_ranks(2, train_dense))
 
 
+@pytest.mark.slow
 def test_ranks_stay_bit_for_bit_equal_in_float32() -> None:
     outcomes = run_ranks(2, train_all_images)
     for name in IMAGES:
@@ -454,6 +459,7 @@ def join_channels_last(rank: int, world_size: int, assignment: str) -> list[Tens
     return values(model)
 
 
+@pytest.mark.slow
 def test_join_with_channels_last_and_no_gradients_left() -> None:
     layer_wise, factor_wise = (run_ranks(2, join_channels_last, name) for name in ("layer-wise", "factor-wise"))
     assert_equal_on_ranks(layer_wise)

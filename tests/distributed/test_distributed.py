@@ -81,6 +81,7 @@ def train_all(rank: int, world_size: int) -> dict[str, list[Tensor]]:
     }
 
 
+@pytest.mark.fast("2")
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_equal_one_process(world_size: int) -> None:
     outcomes = run_ranks(world_size, train_all)
@@ -98,6 +99,7 @@ def workers_of(rank: int, world_size: int) -> set[int]:
     return {len(workers.gradient_workers) for workers in engine.work.layers}
 
 
+@pytest.mark.slow
 def test_the_memory_budget_of_these_tests_bites() -> None:
     assert run_ranks(4, workers_of) == [{2}] * 4
 

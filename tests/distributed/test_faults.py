@@ -38,6 +38,7 @@ def step_until_death(rank: int, world_size: int, assignment: str, when: int, how
     return time.monotonic()
 
 
+@pytest.mark.fast("^killed-factor-wise-2")
 @pytest.mark.parametrize(
     ("assignment", "when", "collective"),
     [
@@ -59,6 +60,7 @@ def test_the_others_raise_and_name_the_collective(assignment: str, when: int, co
         assert "another rank has died" in story
 
 
+@pytest.mark.slow
 def test_a_stuck_rank_ends_in_the_time_out_of_the_group() -> None:
     outcomes = run_ranks(
         2, step_until_death, "factor-wise", 2, "stuck", group_timeout=TIMEOUT, limit=60.0, may_fail=True
@@ -78,5 +80,6 @@ def step_in_a_subgroup(rank: int, world_size: int) -> float:
     return options._timeout.total_seconds() if options is not None else 0.0
 
 
+@pytest.mark.slow
 def test_groups_made_for_a_strategy_have_the_time_out_of_their_parent() -> None:
     assert run_ranks(3, step_in_a_subgroup, group_timeout=timedelta(seconds=45)) == [45.0, 45.0, 0.0]

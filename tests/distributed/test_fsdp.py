@@ -64,6 +64,7 @@ def train_all(rank: int, world_size: int) -> dict[str, list[Tensor]]:
     return found
 
 
+@pytest.mark.fast("2")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_shards_equal_one_process(world_size: int) -> None:
     outcomes = run_ranks(world_size, train_all)
@@ -94,6 +95,7 @@ def train_bf16(rank: int, world_size: int) -> list[Tensor]:
     return whole(model)
 
 
+@pytest.mark.slow
 def test_mixed_precision() -> None:
     assert_equal_on_ranks(run_ranks(2, train_bf16))
 
@@ -120,6 +122,7 @@ def resume(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
     return whole(model), whole(other)
 
 
+@pytest.mark.slow
 def test_state_through_distributed_checkpoint() -> None:
     for uninterrupted, resumed in run_ranks(2, resume):
         assert_all_near([uninterrupted], resumed)
@@ -148,6 +151,7 @@ def build_before(rank: int, world_size: int, swap: bool) -> str:
     return "trained"
 
 
+@pytest.mark.slow
 def test_sharding_after_the_optimizer_is_refused_or_followed() -> None:
     for story in run_ranks(2, build_before, False):
         assert "fully_shard" in story and "replaced" in story
@@ -173,6 +177,7 @@ def flatten(rank: int, world_size: int) -> dict[tuple[bool, str], str]:
     return stories
 
 
+@pytest.mark.slow
 def test_the_first_fsdp_is_refused_with_the_remedy() -> None:
     """Its flattened pieces are no matrices; all of it would train by the base rule, or fail somewhere deep inside."""
     for stories in run_ranks(2, flatten):
@@ -197,6 +202,7 @@ def tensor_parallel(rank: int, world_size: int) -> tuple[list[str], bool]:
     return [note for _, note in optimizer.curvature.uncovered.values()], bool(optimizer.curvature.layers)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_layers_are_declined() -> None:
     for notes, any_layers in run_ranks(2, tensor_parallel):
         assert not any_layers

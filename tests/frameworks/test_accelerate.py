@@ -101,6 +101,7 @@ def plain(
     return model, optimizer
 
 
+@pytest.mark.fast("-0.2$")
 @pytest.mark.parametrize("clip", [None, 0.2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_is_the_plain_loop_s(kind: str, clip: float | None) -> None:
@@ -108,6 +109,7 @@ def test_training_is_the_plain_loop_s(kind: str, clip: float | None) -> None:
     assert_identical(prepared_and_trained(builder(kind), clip=clip), plain(builder(kind), clip)[0])
 
 
+@pytest.mark.fast("-0.2$")
 @pytest.mark.parametrize("clip", [None, 0.2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_accumulation_is_the_large_batch(kind: str, clip: float | None) -> None:
@@ -131,6 +133,7 @@ def float16(scaler: torch.amp.GradScaler) -> Accelerator:
     return accelerator
 
 
+@pytest.mark.fast("-0.2$")
 @pytest.mark.parametrize("clip", [None, 0.2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_float16_with_a_scaler(kind: str, clip: float | None) -> None:
@@ -228,6 +231,7 @@ def interrupted(
     return found[0], found[1]
 
 
+@pytest.mark.fast("^(sgd|lamb)")
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_from_load_state_is_the_uninterrupted_one(kind: str, scaled: bool, tmp_path: Path) -> None:
@@ -260,6 +264,7 @@ def all_cases(rank: int, ranks: int, folder: str) -> dict[str, list[Tensor]]:
     return {name: values(model) for name, model in found.items()}
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_on_the_whole_batch(tmp_path: Path) -> None:
     found = run_ranks(2, all_cases, str(tmp_path), limit=LIMIT)
     for name, (kind, clip, _) in CASES.items():

@@ -156,6 +156,7 @@ def test_training_is_the_plain_loop_s(kind: str, module: type[Module]) -> None:
         assert trained.norms == plain.norms, "what is logged is the norm of the raw gradient"
 
 
+@pytest.mark.fast("^(sgd|lamb)")
 @pytest.mark.parametrize("module", [Module, Manual])
 @pytest.mark.parametrize("kind", KINDS)
 def test_accumulation_is_the_large_batch(kind: str, module: type[Module]) -> None:
@@ -276,6 +277,7 @@ def test_float16_mixed_with_a_scaler(kind: str, clip: float) -> None:
 # Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("^(sgd|lamb)")
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumed_training_is_the_uninterrupted_one(kind: str, precision: str, tmp_path: Path) -> None:
@@ -382,6 +384,7 @@ def all_cases(rank: int, ranks: int, folder: str) -> dict[str, list[Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_on_the_whole_batch(tmp_path: Path) -> None:
     found = run_ranks(2, all_cases, str(tmp_path), limit=LIMIT)
     expected = {name: in_lightning(0, 1, name) for name in CASES}

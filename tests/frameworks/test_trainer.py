@@ -159,6 +159,7 @@ def split_groups(model: nn.Module) -> list[dict[str, Any]]:
 # Ways to hand over the optimizer -------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("^sgd-1")
 @pytest.mark.parametrize("clip", [1.0, 0.05])
 @pytest.mark.parametrize("kind", KINDS)
 def test_optimizers(kind: str, clip: float, tmp_path: Path) -> None:
@@ -170,6 +171,7 @@ def test_optimizers(kind: str, clip: float, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.fast("^sgd")
 @pytest.mark.parametrize("kind", KINDS)
 def test_class_and_keywords_with_the_trainer_s_groups(kind: str, tmp_path: Path) -> None:
     """Without a model among the keywords the class gets two groups, with and without decay."""
@@ -182,6 +184,7 @@ def test_class_and_keywords_with_the_trainer_s_groups(kind: str, tmp_path: Path)
     assert len(trained.optimizer.optimizer.curvature.layers) == 13, "the layers were found by identity"
 
 
+@pytest.mark.fast("^sgd")
 @pytest.mark.parametrize("kind", ["sgd", "lamb"])
 def test_class_and_keywords_with_the_model(kind: str, tmp_path: Path) -> None:
     """The Trainer takes ``model`` for the first argument: one group, and the weight decay is the keywords'."""
@@ -197,6 +200,7 @@ def test_class_and_keywords_with_the_model(kind: str, tmp_path: Path) -> None:
 # Losses --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("^sgd-masked")
 @pytest.mark.parametrize("name", TERMS)
 @pytest.mark.parametrize("kind", ["sgd", "lamb"])
 def test_accumulation_is_the_large_batch(kind: str, name: str, tmp_path: Path) -> None:
@@ -223,6 +227,7 @@ def test_label_smoothing(tmp_path: Path) -> None:
     assert_close(model, plain(twin, kfac(twin, **options), data, loss=smoothed), 1e-6)  # part of their sum is float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", ["sgd", "lamb"])
 def test_activation_checkpointing(kind: str, reentrant: bool, tmp_path: Path) -> None:
@@ -235,6 +240,7 @@ def test_activation_checkpointing(kind: str, reentrant: bool, tmp_path: Path) ->
     assert_identical(model, plain(twin, kfac(twin, **options), data))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16(kind: str, tmp_path: Path) -> None:
     kfac, options = KINDS[kind][0], keywords(kind, "masked")
@@ -246,6 +252,7 @@ def test_bfloat16(kind: str, tmp_path: Path) -> None:
 # Checkpoints and processes -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "how"), [*((kind, "optimizers") for kind in KINDS), ("lamb", "groups"), ("lamb", "model")]
 )
@@ -301,6 +308,7 @@ def all_cases(rank: int, ranks: int, folder: str) -> dict[str, list[Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_on_the_whole_batch(tmp_path: Path) -> None:
     found = run_ranks(2, all_cases, str(tmp_path), limit=LIMIT)
     for name, (kind, _, _) in CASES.items():

@@ -206,6 +206,7 @@ def small() -> nn.Module:
 COMPILED = {"small": Case(small, classify, "batch", 3), "attention": Case(GPT, predict_next, "batch+sequence", 10)}
 
 
+@pytest.mark.fast("small")
 @pytest.mark.parametrize(("backend", "name"), [("eager", "small"), ("aot_eager", "small"), ("aot_eager", "attention")])
 def test_compiled_after_the_optimizer_was_built(backend: str, name: str) -> None:
     torch._dynamo.reset()
@@ -242,6 +243,7 @@ def test_a_compiled_model_as_the_argument() -> None:
     assert_same_weights(model, plain, COMPILED_TOL)
 
 
+@pytest.mark.fast("^eager")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_model_that_was_compiled_and_called_before_raises_at_the_first_step(backend: str) -> None:
     torch._dynamo.reset()

@@ -233,6 +233,7 @@ class Classifier(nn.Module):
         return self.head(self.embed(tokens).sum(1).tanh())
 
 
+@pytest.mark.fast("^(None-eigen-relative|None-inverse-absolute|4-eigen-absolute|0-inverse-relative)")
 @pytest.mark.parametrize("relative", [False, True], ids=["absolute", "relative"])
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 @pytest.mark.parametrize("padding_idx", [None, 0, 4])

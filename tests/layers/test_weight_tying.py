@@ -290,6 +290,7 @@ class Routed(nn.Module):
         return y + said
 
 
+@pytest.mark.fast("expand")
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("case", NO_EXAMPLES.values(), ids=NO_EXAMPLES)
 def test_a_call_on_no_examples_is_no_call(case: tuple[Callable[[], nn.Module], tuple[int, ...]], sharing: str) -> None:

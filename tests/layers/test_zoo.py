@@ -89,6 +89,7 @@ class PlainRule:
 # Training ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("^KFACSGD-(LSTM|GPT$|UNet)|^KFAC(Adam|LAMB)-Mixture")
 @pytest.mark.parametrize("family", ZOO, indirect=True)
 @pytest.mark.parametrize("cls", CLASSES)
 def test_trains_like_the_base_optimizer_or_better(family: Family, cls: type[KFACMixin]) -> None:
@@ -122,6 +123,7 @@ def assert_everything_was_seen(optimizer: KFACMixin) -> None:
         assert 0 < row["cosine"] < 1 + 1e-5, f"{name}: {row['cosine']}"
 
 
+@pytest.mark.fast("^KFACSGD")
 @pytest.mark.parametrize("cls", CLASSES)
 def test_a_gan_of_two_optimizers_trains_and_the_players_leave_each_other_alone(cls: type[KFACMixin]) -> None:
     """Each player's steps lower its own loss, and are those it would take against opponents that nobody watches."""
@@ -384,6 +386,7 @@ def check_values(family: Family, *, together: bool) -> None:
                     raw)  # fmt: skip
 
 
+@pytest.mark.fast("^(DenseNet|MobileNet|ConvNeXt|UNet|LSTM|GPT$|BERT$|T5$|Mixture|GAN, generator|GPT2)")
 @pytest.mark.parametrize("family", ZOO, indirect=True)
 def test_factors_and_directions_are_those_of_single_examples(family: Family) -> None:
     check_values(family, together=False)

@@ -280,6 +280,7 @@ TF32 = {
 }
 
 
+@pytest.mark.fast("^(flag|attribute of all)")
 @pytest.mark.parametrize("how", TF32)
 def test_tf32_is_off_for_factors_and_back_afterwards(how: str) -> None:
     """A property of the process, so it can be looked at without a GPU."""

@@ -300,6 +300,7 @@ SOURCES: dict[str, Any] = {
 }
 
 
+@pytest.mark.fast("KFACSGD")
 @pytest.mark.parametrize("kfac", [KFACSGD, KFACAdam, KFACLAMB])
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_source_of_parameters_gives_the_same_training(source: str, kfac: Any) -> None:

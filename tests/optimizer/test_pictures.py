@@ -475,6 +475,7 @@ def lines(folder: Path, kind: str, label: str = "KFACSGD") -> list[dict[str, Any
     return [line for line in found if line["kind"] == kind]
 
 
+@pytest.mark.slow
 def test_a_run_leaves_one_page_with_its_figures(
     command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -381,6 +381,7 @@ def test_a_zero_loss_changes_nothing(precondition: str, scaling: str | None, sol
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.fast("KFACSGD|1-inverse")
 @pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 @pytest.mark.parametrize("n", [1, 6])

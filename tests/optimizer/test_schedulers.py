@@ -74,6 +74,7 @@ def test_all_of_torch_s_schedulers_are_here() -> None:
 # Learning rates ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("KFACSGD")
 @pytest.mark.parametrize("kfac", CLASSES)
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_scheduled_training_is_the_base_optimizer_s_on_preconditioned_gradients(name: str, kfac: Any) -> None:
@@ -290,6 +291,7 @@ def test_all_schedulable_hyperparameters_are_here() -> None:
     assert set(OVER_TIME) == found
 
 
+@pytest.mark.fast("KFACSGD")
 @pytest.mark.parametrize("name", OVER_TIME)
 @pytest.mark.parametrize("kfac", CLASSES)
 def test_resumed_in_the_midst_of_a_schedule(kfac: Any, name: str) -> None:

@@ -314,6 +314,7 @@ MEMORY_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.fast("^(default$|half)")
 @pytest.mark.parametrize("options", MEMORY_OPTIONS)
 def test_estimated_memory_is_what_is_then_held(options: str) -> None:
     """Both estimates, before training, against the tensors found in the engine and in the state after it."""

@@ -274,6 +274,7 @@ def with_strategies(rank: int, world_size: int) -> list[Outcome]:
     return [with_strategy(rank, world_size, ranks_per_node) for ranks_per_node in (1, 2)]
 
 
+@pytest.mark.slow
 def test_the_strategy_trains_as_one_process() -> None:
     # A script for four runs on one, too.
     expected, workers, _ = with_strategy(0, 1, ranks_per_node=4)

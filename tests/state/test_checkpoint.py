@@ -85,6 +85,7 @@ def assert_same_state(state: Any, other: Any) -> None:
 # Resuming ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("^KFACSGD-(paper|spread$|inverse|sampled|growing|half|momentum)|^KFACLAMB-paper")
 @pytest.mark.parametrize(("kfac", "options"), CASES)
 def test_a_resumed_run_is_the_uninterrupted_one(kfac: Any, options: str) -> None:
     model, optimizer = build(kfac, options)
@@ -103,6 +104,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(kfac: Any, options: str) -> None
     assert_same_state(again.state_dict(), optimizer.state_dict())
 
 
+@pytest.mark.fast("eigen-[135]|[135]-eigen")
 @pytest.mark.parametrize("interrupted_after", range(1, 9))
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 def test_at_whatever_step_a_spread_refresh_is_interrupted(interrupted_after: int, solver: str) -> None:
@@ -118,6 +120,7 @@ def test_at_whatever_step_a_spread_refresh_is_interrupted(interrupted_after: int
     assert_identical(resumed, model)
 
 
+@pytest.mark.slow
 def test_rolling_back_an_optimizer_in_use() -> None:
     """Loading an earlier state into the same optimizer: nothing of the later one is left."""
     model, optimizer = build(KFACSGD, "spread")
@@ -181,6 +184,7 @@ def test_state_exists_from_the_first_step_on(kfac: Any) -> None:
     assert len(optimizer.state) == len(list(model.parameters()))
 
 
+@pytest.mark.fast("^KFACSGD-(paper|spread|half|growing|sampled)")
 @pytest.mark.parametrize(("kfac", "options"), CASES)
 def test_a_state_is_tensors_and_plain_numbers(kfac: Any, options: str) -> None:
     model, optimizer = build(kfac, options)
@@ -265,6 +269,7 @@ def test_a_saved_number_is_loaded_as_it_is(name: str, fresh: Any, saved_value: A
     assert getattr(again.curvature, name) == saved_value
 
 
+@pytest.mark.fast("^(damping|inv)")
 @pytest.mark.parametrize(
     ("name", "schedule", "number"),
     [
@@ -311,6 +316,7 @@ def test_the_schedule_s_clock_goes_on() -> None:
 # Loading what is not a state of this optimizer -----------------------------------------------------------------------
 
 
+@pytest.mark.fast("KFACSGD")
 @pytest.mark.parametrize("kfac", CLASSES)
 def test_the_base_class_s_state_starts_the_curvature_anew(kfac: Any) -> None:
     """Moments are those of the base run, statistics start as in a new optimizer; also in one that has trained."""
@@ -493,6 +499,7 @@ def assert_refused(model: nn.Module, optimizer: Any, state: dict[str, Any]) -> N
     assert_identical(model, twin)
 
 
+@pytest.mark.fast("^(without_(a|counters|pending)|with_(nan|a_bad))")
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_damaged_state_is_refused_and_nothing_is_changed(damage: Callable[[dict[str, Any]], None]) -> None:
     options = {"spread": 2}
@@ -516,6 +523,7 @@ def other_models() -> dict[str, nn.Module]:
     }
 
 
+@pytest.mark.fast("wider|fewer")
 @pytest.mark.parametrize("name", other_models())
 def test_a_state_of_another_model_is_refused(name: str) -> None:
     other = other_models()[name]
@@ -569,6 +577,7 @@ def test_the_engine_refuses_too() -> None:
 # torch.distributed.checkpoint, Accelerate, Lightning -----------------------------------------------------------------
 
 
+@pytest.mark.fast("spread|growing")
 @pytest.mark.parametrize("options", ["paper", "spread", "half", "growing"])
 @pytest.mark.parametrize("kfac", CLASSES)
 def test_the_dry_step_creates_all_state_and_changes_nothing(kfac: Any, options: str) -> None:
@@ -599,6 +608,7 @@ def test_the_dry_step_creates_all_state_and_changes_nothing(kfac: Any, options: 
         assert_identical(model, again)
 
 
+@pytest.mark.fast("^KFACSGD-(paper|spread-)|^KFACLAMB-half-True")
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize(("kfac", "options"), CASES)
 def test_distributed_checkpoint_round_trip(kfac: Any, options: str, flatten: bool) -> None:
@@ -625,6 +635,7 @@ def test_asking_for_the_state_of_a_fresh_optimizer_changes_no_training(kfac: Any
     assert optimizer.curvature.report()["step"] == 0
 
 
+@pytest.mark.fast("KFACLAMB")
 @pytest.mark.parametrize("kfac", CLASSES)
 def test_accelerate_loads_the_state_of_the_fresh_optimizer_into_itself(kfac: Any) -> None:
     (model, optimizer), (twin, plain) = build(kfac), build(kfac)
@@ -636,6 +647,7 @@ def test_accelerate_loads_the_state_of_the_fresh_optimizer_into_itself(kfac: Any
     assert_identical(model, twin)
 
 
+@pytest.mark.fast("momentum")
 @pytest.mark.parametrize("options", ["paper", "spread", "half", "momentum mode"])
 def test_moved_state_tensors_are_what_training_goes_on_with(options: str) -> None:
     """Lightning walks ``optimizer.state`` and puts new dicts of moved tensors in the place of the old."""

@@ -57,6 +57,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.fast("^KFACSGD-.*(deepcopy|pickle)")
 @pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kfac", CLASSES)
@@ -75,6 +76,7 @@ def test_a_copy_of_model_and_optimizer_goes_on_alike_and_alone(
     assert_identical(model, model2)
 
 
+@pytest.mark.fast("KFACSGD")
 @pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("kfac", CLASSES)
 def test_a_copy_of_the_optimizer_alone_has_its_own_model(kfac: Any, copied: Callable[[Any], Any]) -> None:
@@ -143,6 +145,7 @@ MODEL_COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+@pytest.mark.fast("empirical")
 @pytest.mark.parametrize("fisher", ["empirical", "categorical"])
 @pytest.mark.parametrize("kind", MODEL_COPIES)
 def test_passes_through_a_copied_model_leave_no_trace(kind: str, fisher: str) -> None:
@@ -218,6 +221,7 @@ def by_nothing(optimizer: Any) -> None:
     """Only the last reference goes."""
 
 
+@pytest.mark.fast("^(by_close|by_nothing)")
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("fisher", ["empirical", "categorical"])
 @pytest.mark.parametrize("end", [by_close, twice, by_nothing])
@@ -422,6 +426,7 @@ def held() -> tuple[int, int, int]:
     return len(tensors), sum(t.untyped_storage().nbytes() for t in tensors), len(others)
 
 
+@pytest.mark.fast("spread")
 @pytest.mark.parametrize("options", ["plain", "spread", "sampled"])
 def test_memory_does_not_grow_over_200_steps(options: str) -> None:
     """Every third step with forwards around it that nobody differentiates."""
