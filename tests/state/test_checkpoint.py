@@ -630,7 +630,7 @@ def test_the_engine_refuses_too() -> None:
     damages: list[Callable[[dict[str, Any]], Any]] = [
         lambda layers: layers.update(x={}),
         lambda layers: layers.pop("0"),
-        lambda layers: layers["0"].pop("G"),
+        lambda layers: layers["0"]["current"].pop("G"),
     ]
     for damage in damages:
         damaged, before = copy.deepcopy(state), copy.deepcopy(engine.state_dict())
