@@ -19,9 +19,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from .capture import Bernoulli, Categorical, Fisher, Gaussian
+from .capture import Bernoulli, Categorical, Fisher, Gaussian, LossAverage
 from .damping import Damping, OfLargest, OfMean, check_damping
 from .distributed import KAISA, AssignmentStrategy, Communicator, FactorWise, LayerWise
+from .layers import Sharing
 from .scaling import Graft, KLClip, Scaling, Unit
 from .schedules import Schedule, growing, value_at
 from .solvers import EigenSolver, InverseSolver, Solver
@@ -136,8 +137,10 @@ _ASSIGNMENTS = {"layer-wise": LayerWise(), "factor-wise": FactorWise(), "kaisa":
 # Options -------------------------------------------------------------------------------------------------------------
 
 
-def _option(default: Any, check: Check, doc: str, *, fixed: bool = False) -> Any:
-    return dataclasses.field(default=default, metadata={"check": check, "doc": " ".join(doc.split()), "fixed": fixed})
+def _option(default: Any, check: Check, doc: str, *, fixed: bool = False, accepts: str = "") -> Any:
+    """Declares an option; ``accepts``: what may be given, where the check turns it into what the attribute is."""
+    metadata = {"check": check, "doc": " ".join(doc.split()), "fixed": fixed, "accepts": accepts}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -181,11 +184,12 @@ class Config:
         """Steps between decompositions ("kfac-update-freq" of the paper), >= 1; an int or a function of the step, such
         as :class:`~kfac_optim.growing`.""",
     )
-    scaling: Scaling | str | None = _option(
+    scaling: Scaling | None = _option(
         "kl_clip",
         _instance("scaling", _SCALINGS, "multipliers"),
         """"kl_clip" (eq. 16 with kappa = 1e-3; ``KLClip(kappa)`` for another), "unit", "graft", None, or an object with
         ``multipliers(directions, step)``.""",
+        accepts="Scaling | str | None",
     )
     spread: Schedule[int] | None = _option(
         None,
@@ -199,12 +203,13 @@ class Config:
         _optional("grad_scaler", torch.amp.GradScaler, "a torch.amp.GradScaler"),
         """The ``torch.amp.GradScaler`` of fp16 autocast training; may be set later.""",
     )
-    solver: Solver | str = _option(
+    solver: Solver = _option(
         "eigen",
         _instance("solver", _SOLVERS, "precondition"),
         """"eigen" (eqs. 11-13), "inverse" (eqs. 8-10), or an object with the methods of
         :class:`~kfac_optim.Solver`.""",
         fixed=True,
+        accepts="Solver | str",
     )
     fisher: Fisher | str = _option(
         "empirical",
@@ -214,7 +219,7 @@ class Config:
         or a :class:`~kfac_optim.Fisher`.""",
         fixed=True,
     )
-    loss_average: str | int | Callable[[Any, Any], int] | None = _option(
+    loss_average: LossAverage | int | Callable[[Any, Any], int] | None = _option(
         "batch",
         _loss_average,
         """Over what the loss takes its mean: "batch", "batch+sequence" (token-mean language models), "elements"
@@ -230,28 +235,30 @@ class Config:
         models.""",
         fixed=True,
     )
-    weight_sharing: str | Callable[[str, nn.Module], str] = _option(
+    weight_sharing: Sharing | Callable[[str, nn.Module], Sharing] = _option(
         "expand",
         _one_of("weight_sharing", ("expand", "reduce"), or_callable=True),
         """"expand" or "reduce" over shared positions (Eschenhagen et al. 2023), or callable(name, module) that returns
         one of them.""",
         fixed=True,
     )
-    skip_layers: Sequence[str] = _option(
+    skip_layers: tuple[str, ...] = _option(
         (),
         _patterns,
         """Regular expressions; layers whose name contains a match train by the base rule.""",
         fixed=True,
+        accepts="Sequence[str]",
     )
     max_factor_dim: int | None = _option(
         8192, _count("max_factor_dim"), """Larger factors are kept diagonal; None for no limit.""", fixed=True
     )
-    assignment: AssignmentStrategy | str = _option(
+    assignment: AssignmentStrategy = _option(
         "factor-wise",
         _instance("assignment", _ASSIGNMENTS, "assign"),
         """Who decomposes and preconditions what: "layer-wise", "factor-wise", "kaisa", or an object with
         ``assign(costs, world_size)``.""",
         fixed=True,
+        accepts="AssignmentStrategy | str",
     )
     communicator: Communicator | None = _option(
         None,
@@ -324,7 +331,7 @@ def options() -> dict[str, inspect.Parameter]:
     """The options as keyword-only parameters, for signatures."""
     kind = inspect.Parameter.KEYWORD_ONLY
     return {
-        name: inspect.Parameter(name, kind, default=field.default, annotation=field.type)
+        name: inspect.Parameter(name, kind, default=field.default, annotation=field.metadata["accepts"] or field.type)
         for name, field in _FIELDS.items()
     }
 

@@ -133,7 +133,7 @@ class CurvatureEngine(BuiltEngine):
             lr,
             self.comm,
             damping=as_damping(self.damping),
-            scaling=self.scaling,  # type: ignore[arg-type]
+            scaling=self.scaling,
             step=self.step_count,
         )
 
