@@ -16,7 +16,9 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 nitpicky = True  # a reference to a name that is not documented is an error, but for names of others
-nitpick_ignore_regex = [("py:.*", r"(torch|nn|dist|collections)\..*|Tensor|Source|Record|AbstractContextManager|.*\._\w+")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|nn|dist|collections)\..*|Tensor|Source|Record|AbstractContextManager|.*\._\w+")
+]
 
 
 def skip_public(app, what, name, obj, skip, options):
