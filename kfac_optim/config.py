@@ -330,8 +330,9 @@ def options() -> dict[str, inspect.Parameter]:
 
 
 def signature(function: Callable[..., Any]) -> inspect.Signature:
-    """The signature of a function with its ``**options`` spelt out."""
-    own = [p for p in inspect.signature(function).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    """The signature of a constructor with its ``**options`` spelt out."""
+    given = inspect.signature(function).parameters.values()
+    own = [p for p in given if p.name != "self" and p.kind is not inspect.Parameter.VAR_KEYWORD]
     return inspect.Signature([*own, *options().values()])
 
 

@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from .build import owning_engine
 from .config import options as engine_options
 from .config import refuse_unknown
 from .damping import OfMean
 from .distributed import join_hook, notify_join_context, register_joinable, share_gradients
-from .engine import CurvatureEngine, owning_engine
+from .engine import CurvatureEngine
 from .lamb import MultiTensorLamb
 from .schedules import growing
 
 __all__ = ["KFACLAMB", "KFACAdam", "KFACMixin", "KFACSGD"]
 
-# Defaults of the three classes, chosen by benchmarks/convergence.py (benchmarks/results/convergence-*): with the
+# Defaults of the three classes, chosen by benchmarks.convergence (benchmarks/results/convergence): with the
 # base optimizer's tuned settings unchanged each ends at a lower training loss than its base class, on three tasks with
 # three seeds. None of them depends on the scale of the loss. Any other base class has the engine's: the paper's.
 _REFRESHES = growing(fraction=0.3, minimum=3)
@@ -98,16 +99,11 @@ class KFACMixin(_Optimizer):
         self.precondition = precondition
         trained = [p for group in self.param_groups for p in group["params"]]
         engine = owning_engine(trained) if plain else None
-        if engine is not None:
-            owner = type(engine.owner)
-            if isinstance(self, owner) and type(self) is not owner:  # Horovod derives a class from the optimizer's
-                self.__dict__.update(engine.owner._settings())
-            else:
-                engine = None
-        if engine is None:
-            engine = CurvatureEngine(
-                trained if model is None else model, trained, **{**self._curvature_defaults, **curvature}
-            )
+        if engine is not None and isinstance(self, type(engine.owner)) and type(self) is not type(engine.owner):
+            self.__dict__.update(engine.owner._settings())  # Horovod derives a class from the optimizer's
+        else:
+            given = {**self._curvature_defaults, **curvature}
+            engine = CurvatureEngine(trained if model is None else model, trained, **given)
         engine.belong_to(self)
         self.curvature = engine
         self._show_counters()

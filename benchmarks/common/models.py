@@ -40,9 +40,9 @@ class ResNet(nn.Module):
     """The CIFAR form of the residual network: three stages of ``blocks`` blocks, ``6 blocks + 2`` weight layers.
 
     Args:
-        channels: Of the input image.
+        channels: Channels of the input image.
         blocks: Per stage; 2 gives ResNet-14, 5 gives ResNet-32.
-        classes: Of the output.
+        classes: Number of classes.
         width: Channels of the first stage; the second and third have two and four times as many.
     """
 
@@ -70,7 +70,7 @@ def autoencoder(widths: Sequence[int] = (784, 400, 200, 100, 50, 25, 6), incomin
     Hidden units are tanh, the code (the narrowest layer) is linear, the output is the logits of the pixels.
 
     Args:
-        widths: From the image to the code; the decoder mirrors them.
+        widths: Units of each layer from the image to the code; the decoder mirrors them.
         incoming: Weights per unit drawn from N(0, 0.3^2); all others, and the biases, start at 0.
     """
     sizes = [*widths, *reversed(widths[:-1])]
@@ -214,7 +214,7 @@ class StagedResNet(nn.Module):
 
     Args:
         blocks: Per stage; the default gives ResNet-18.
-        classes: Of the output.
+        classes: Number of classes.
         width: Channels inside the blocks of the first stage.
         block: ``BasicBlock``, or ``Bottleneck`` with the stride in its 3x3 convolution.
         small_images: A 3x3 stem without stride and pooling, as usual on CIFAR.
@@ -328,7 +328,7 @@ class UNet(nn.Module):
     """The U-Net (Ronneberger et al., 2015): down and up again, with a bridge between the halves at each size.
 
     Args:
-        channels: Of the input image.
+        channels: Channels of the input image.
         widths: Channels at each size, each half of the one before.
     """
 
@@ -358,7 +358,7 @@ class Detector(nn.Module):
 
     Args:
         side: Pixels of the square image, a multiple of 4.
-        classes: Of the objects.
+        classes: Number of classes of objects.
         width: Channels of the first convolution.
     """
 

@@ -20,19 +20,13 @@ from kfac_optim import Bernoulli, Categorical, Fisher, Gaussian, InverseSolver, 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where an optimizer class is found and what it takes.
+    """Where an optimizer class is found and what it takes."""
 
-    Attributes:
-        module: Module that holds the class.
-        keywords: Settings passed on, beside the learning rate.
-            matrices_only: It refuses parameters that are not 2-dimensional.
-        takes_model: The class wants the module too, as ``model``.
-    """
-
-    module: str
+    module: str  # Module that holds the class
+    # Settings passed on, beside the learning rate.
     keywords: tuple[str, ...] = ("weight_decay",)
-    matrices_only: bool = False
-    takes_model: bool = False
+    matrices_only: bool = False  # It refuses parameters that are not 2-dimensional
+    takes_model: bool = False  # The class wants the module too, as ``model``
 
 
 OPTIMIZERS: dict[str, Entry] = {

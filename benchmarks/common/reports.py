@@ -26,15 +26,11 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Output:
-    """Where a study's results go.
+    """Where a study's results go."""
 
-    Attributes:
-        folder: Of the result files.
-        head: First entries of each file: command, versions, commit and machine. They are taken before the first run:
-            the code that the runs use, whatever the checkout becomes meanwhile.
-    """
-
-    folder: Path
+    folder: Path  # The folder of the result files
+    # First entries of each file: command, versions, commit and machine. They are taken before the first run: the
+    # code that the runs use, whatever the checkout becomes meanwhile.
     head: Line
 
     def save(self, stem: str, result: Mapping[str, Any], tables: str) -> None:

@@ -91,7 +91,7 @@ class Trainer:
 
     Args:
         task: What is trained.
-        settings: How.
+        settings: How it is trained.
 
     Raises:
         ValueError, TypeError: If the settings do not fit the task or the optimizer.
@@ -213,21 +213,13 @@ def column(lines: Iterable[Line], key: str) -> list[float]:
 
 @dataclass
 class Record:
-    """What a run's lines say.
+    """What a run's lines say."""
 
-    Attributes:
-        header: The first line.
-        steps: Lines of the steps.
-        evaluations: Lines of the evaluations.
-        curvature: What the curvature engine reported.
-        end: How the run ended, or None if it did not yet.
-    """
-
-    header: Line
-    steps: list[Line] = field(default_factory=list)
-    evaluations: list[Line] = field(default_factory=list)
-    curvature: list[Line] = field(default_factory=list)
-    end: str | None = None
+    header: Line  # The first line: settings, versions, machine
+    steps: list[Line] = field(default_factory=list)  # Lines of the steps
+    evaluations: list[Line] = field(default_factory=list)  # Lines of the evaluations
+    curvature: list[Line] = field(default_factory=list)  # What the curvature engine reported
+    end: str | None = None  # How the run ended, or None if it did not yet
 
     def add(self, line: Line) -> None:
         """Sort one line in."""
@@ -258,8 +250,8 @@ def train(task: Task, settings: Settings, label: str, *, quiet: bool = False) ->
 
     Args:
         task: What is trained.
-        settings: How.
-        label: Of the progress bar.
+        settings: How it is trained.
+        label: Text before the progress bar.
         quiet: No progress bar.
 
     Returns:

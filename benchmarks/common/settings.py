@@ -55,20 +55,15 @@ LEARNING_RATES: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """A named set of settings for the K-FAC optimizers.
+    """A named set of settings for the K-FAC optimizers."""
 
-    Attributes:
-        about: One line for ``--help``.
-        kfac: K-FAC options for every optimizer and task.
-        by_task: Settings for one task (with every optimizer).
-        by_optimizer: Settings for one optimizer (on every task).
-        by_both: Settings for one task with one optimizer.
-    """
-
-    about: str
-    kfac: Mapping[str, Any]
+    about: str  # One line for ``--help``
+    kfac: Mapping[str, Any]  # K-FAC options for every optimizer and task
+    # Settings for one task (with every optimizer).
     by_task: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # Settings for one optimizer (on every task).
     by_optimizer: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # Settings for one task with one optimizer.
     by_both: Mapping[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
 
     def settings(self, task: str, optimizer: str) -> list[Mapping[str, Any]]:
@@ -141,46 +136,27 @@ RECIPES: dict[str, Recipe] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that determines a run; plain values only, so that it can be logged and compared.
+    """Everything that determines a run; plain values only, so that it can be logged and compared."""
 
-    Attributes:
-        task: Name in ``TASKS``.
-        optimizer: Name in ``OPTIMIZERS``.
-        lr: Learning rate at the top of the schedule.
-        momentum: None for optimizers without one.
-        weight_decay: For every optimizer that takes one.
-        schedule: One of ``SCHEDULES``.
-        warmup: Steps of linear increase before the schedule.
-        steps: Length of the run.
-        batch_size: Examples per step.
-        seed: Of the initialisation, the order of the data and sampled targets.
-        threads: Of torch.
-        device: "cpu" or "cuda".
-        eval_every: Steps between evaluations.
-        rest: Optimizer of everything but the hidden matrices, or None: one optimizer for all parameters.
-        rest_lr: Its learning rate.
-        options: Further keywords of the optimizer's base rule.
-        kfac: K-FAC keywords as plain values, which ``benchmarks.common.optimizers`` builds the objects from:
-            ``growing(...)`` is written "growing:fraction:minimum:maximum", ``KLClip(k)`` "kl_clip:k", and "damping_of"
-            says what the damping is relative to.
-    """
-
-    task: str
-    optimizer: str
-    lr: float
-    momentum: float | None
-    weight_decay: float
-    schedule: str
-    warmup: int
-    steps: int
-    batch_size: int
-    seed: int
-    threads: int
-    device: str
-    eval_every: int
-    rest: str | None
-    rest_lr: float
-    options: dict[str, Any]
+    task: str  # Name in ``TASKS``
+    optimizer: str  # Name in ``OPTIMIZERS``
+    lr: float  # Learning rate at the top of the schedule
+    momentum: float | None  # None for optimizers without one
+    weight_decay: float  # Left out for optimizers that take none
+    schedule: str  # One of ``SCHEDULES``
+    warmup: int  # Steps of linear increase before the schedule
+    steps: int  # Length of the run
+    batch_size: int  # Examples per step
+    seed: int  # Seed of the initial weights, the order of the data and sampled targets
+    threads: int  # CPU threads that torch uses
+    device: str  # "cpu" or "cuda"
+    eval_every: int  # Steps between evaluations
+    rest: str | None  # Optimizer of everything but the hidden matrices, or None: one optimizer for all parameters
+    rest_lr: float  # Learning rate of ``rest``
+    options: dict[str, Any]  # Further keywords of the optimizer's base rule
+    # K-FAC keywords as plain values, which ``benchmarks.common.optimizers`` builds the objects from:
+    # ``growing(...)`` is written "growing:fraction:minimum:maximum", ``KLClip(k)`` "kl_clip:k", and "damping_of"
+    # says what the damping is relative to.
     kfac: dict[str, Any]
 
     def __post_init__(self) -> None:

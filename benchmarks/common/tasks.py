@@ -98,30 +98,18 @@ def matches(output: Tensor, targets: Tensor) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its loss and its data.
+    """A model, its loss and its data."""
 
-    Attributes:
-        name: Of the command line.
-        model: Builds the freshly initialised model; the caller seeds torch before.
-        loss: ``(output, target) -> scalar``, the mean over ``loss_average``.
-        source: The training data.
-        held_out: Inputs and targets of each evaluated split; ``"test"`` always exists.
-        fisher: Kind of the model's output distribution, which the sampled Fisher draws targets from.
-        loss_average: What ``loss`` is the mean over, in the optimizers' own words.
-        outer: Names of the modules whose weights are not hidden ones: the output layers.
-        target: Held-out score (or loss, for tasks without scores) that the summary reports the time to.
-        scores: What is evaluated beside the loss, by name, the one that ``target`` is about first; more is better.
-    """
-
-    name: str
-    model: Callable[[], nn.Module]
-    loss: Callable[[Tensor, Tensor], Tensor]
-    source: Source
-    held_out: Mapping[str, Batch]
-    fisher: str
-    loss_average: str
-    outer: tuple[str, ...]
-    target: float
+    name: str  # Name on the command line
+    model: Callable[[], nn.Module]  # Builds the freshly initialised model; the caller seeds torch before
+    loss: Callable[[Tensor, Tensor], Tensor]  # ``(output, target) -> scalar``, the mean over ``loss_average``
+    source: Source  # The training data
+    held_out: Mapping[str, Batch]  # Inputs and targets of each evaluated split; ``"test"`` always exists
+    fisher: str  # Kind of the model's output distribution, which the sampled Fisher draws targets from
+    loss_average: str  # What ``loss`` is the mean over, in the optimizers' own words
+    outer: tuple[str, ...]  # Names of the modules whose weights are not hidden ones: the output layers
+    target: float  # Held-out score (or loss, for tasks without scores) that the summary reports the time to
+    # What is evaluated beside the loss, by name, the one that ``target`` is about first; more is better.
     scores: Mapping[str, Score] = field(default_factory=lambda: {"accuracy": matches})
 
     @property

@@ -17,17 +17,11 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Schedule:
-    """How often.
+    """How often K-FAC collects statistics and decomposes."""
 
-    Attributes:
-        statistics: Steps between statistics, ``factor_update_steps``.
-        decompositions: Steps between refreshes, ``inv_update_steps``.
-        micro_batches: Per step (gradient accumulation); each takes part in the statistics of its step.
-    """
-
-    statistics: int = 10
-    decompositions: int = 100
-    micro_batches: int = 1
+    statistics: int = 10  # Steps between statistics, ``factor_update_steps``
+    decompositions: int = 100  # Steps between refreshes, ``inv_update_steps``
+    micro_batches: int = 1  # Per step (gradient accumulation); each takes part in the statistics of its step
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
@@ -44,25 +38,15 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Work:
-    """A model on noise: the time of a step does not depend on the pixels.
+    """A model on noise: the time of a step does not depend on the pixels."""
 
-    Attributes:
-        make: Builds the model.
-        example: Shape of one example.
-        batch: Examples per process.
-        classes: Of the output; 0: the input is to be reproduced.
-        symbols: The examples are token numbers below this; 0: they are floats.
-        label: Of the tables.
-        kfac: K-FAC keywords that the model calls for.
-    """
-
-    make: Callable[[], nn.Module]
-    example: tuple[int, ...]
-    batch: int
-    classes: int
-    symbols: int = 0
-    label: str = ""
-    kfac: Mapping[str, Any] = field(default_factory=dict)
+    make: Callable[[], nn.Module]  # Builds the model
+    example: tuple[int, ...]  # Shape of one example
+    batch: int  # Examples per process
+    classes: int  # Number of classes; 0: the model reproduces its input
+    symbols: int = 0  # The examples are token numbers below this; 0: they are floats
+    label: str = ""  # Name of the model in tables
+    kfac: Mapping[str, Any] = field(default_factory=dict)  # K-FAC keywords that the model calls for
 
     @property
     def title(self) -> str:

@@ -66,17 +66,11 @@ FIXED_STEPS = (0.25, 0.5, 0.75, 1.0)  # of a run's length, where the table lists
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: an optimizer that is tuned, or one that takes over the settings tuned for another.
+    """A row of the table: an optimizer that is tuned, or one that takes over the settings tuned for another."""
 
-    Attributes:
-        name: Of the optimizer.
-        recipe: For K-FAC.
-        settings_of: The optimizer whose tuned settings it takes; None: it is tuned itself.
-    """
-
-    name: str
-    recipe: str | None = None
-    settings_of: str | None = None
+    name: str  # Name of the optimizer
+    recipe: str | None = None  # Recipe of the K-FAC options
+    settings_of: str | None = None  # The optimizer whose tuned settings it takes; None: it is tuned itself
 
     @property
     def label(self) -> str:
@@ -152,8 +146,8 @@ class Results:
         """Return the run with these settings: the one there is, else train it now.
 
         Args:
-            label: Of the progress bar.
-            settings: Of the run.
+            label: Text before the progress bar.
+            settings: The settings of the run.
             purpose: Entries that say what the run is for: ``of`` a row, as its ``draw`` (None: a reported run).
         """
         if found := self.store.find(identity(settings, self.task)):

@@ -39,17 +39,11 @@ SMALL_BERT = tokens("small BERT", partial(Encoder, 1, 16, 2, 64, 16), 2, 16, 64)
 
 @dataclass(frozen=True)
 class Steps:
-    """A part that measures the steps of one model.
+    """A part that measures the steps of one model."""
 
-    Attributes:
-        work: What is trained.
-        small: Takes its place under ``--smoke``.
-        optimizer: Of kfac_optim.
-    """
-
-    work: Work
-    small: Work
-    optimizer: str
+    work: Work  # What is trained
+    small: Work  # Takes its place under ``--smoke``
+    optimizer: str  # Name of the K-FAC optimizer
 
 
 def resnet(depth: int) -> Steps:

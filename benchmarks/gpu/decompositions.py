@@ -24,20 +24,14 @@ DAMPING = 0.01  # in mean eigenvalues
 
 @dataclass(frozen=True)
 class Method:
-    """A way to decompose factors.
+    """A way to decompose factors."""
 
-    Attributes:
-        name: Of the table.
-        solver: That applies the result.
-        decompose: From factors ``[p, n, n]``, what the solver adds to their diagonals ``[p]``, and the eigenbases of
-            the factors as they were at the last refresh ``[p, n, n]``, in ascending order.
-        products: The method multiplies matrices, so that the precision of products matters to it.
-    """
-
-    name: str
-    solver: Solver
+    name: str  # Name in the table
+    solver: Solver  # Applies the result
+    # Takes factors ``[p, n, n]``, what the solver adds to their diagonals ``[p]``, and the eigenbases of the
+    # factors as they were at the last refresh ``[p, n, n]``, in ascending order.
     decompose: Callable[[Tensor, Tensor, Tensor], Decomposition]
-    products: bool = False
+    products: bool = False  # Whether it multiplies matrices, so that the precision of products matters
 
 
 def one_by_one(factors: Tensor, shift: Tensor, basis: Tensor) -> Decomposition:

@@ -47,7 +47,7 @@ def learn(name: str, bench: Bench, results: study.Results) -> str:
     cells = asked.cells(results)
     text = study.tables(asked, cells)
     save(text)
-    results.output.picture(name, study.draw(asked, cells, results))
+    results.output.picture(name, study.draw(asked, results))
     return text
 
 

@@ -44,17 +44,11 @@ def digits_by(model: str) -> Task:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all parts share.
+    """What all parts share."""
 
-    Attributes:
-        seeds: One run of every cell for each.
-        smoke: Two steps of every run, on small batches.
-        device: "cpu" or "cuda".
-    """
-
-    seeds: Sequence[int] = SEEDS
-    smoke: bool = False
-    device: str = "cpu"
+    seeds: Sequence[int] = SEEDS  # One run of every cell for each
+    smoke: bool = False  # Two steps of every run, on small batches
+    device: str = "cpu"  # "cpu" or "cuda"
 
     @property
     def seconds(self) -> str:

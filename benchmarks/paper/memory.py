@@ -41,17 +41,11 @@ def saved_bytes(task: Task, model: nn.Module, examples: int) -> int:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that a training takes.
+    """Bytes that a training takes."""
 
-    Attributes:
-        fixed: Weights, gradients, the base optimizer's state.
-        curvature: K-FAC's state at its highest, when a statistics step holds the factors once more.
-        example: Activations of one example.
-    """
-
-    fixed: int
-    curvature: int
-    example: float
+    fixed: int  # Weights, gradients, the base optimizer's state
+    curvature: int  # K-FAC's state at its highest, when a statistics step holds the factors once more
+    example: float  # Activations of one example
 
     def total(self, batch: int) -> float:
         """Return the bytes at a batch size."""
@@ -80,21 +74,13 @@ def footprint(run: Run) -> Footprint:
 
 @dataclass(frozen=True)
 class Contest:
-    """A base optimizer and K-FAC on it, of which the first may have a larger batch.
+    """A base optimizer and K-FAC on it, of which the first may have a larger batch."""
 
-    Attributes:
-        base: Batch size and seed -> run of the base optimizer over as many examples as K-FAC's.
-        kfac: Seed -> run of K-FAC.
-        goals: Of the metrics.
-        batch: K-FAC's.
-        most: Largest batch that is tried.
-    """
-
-    base: Callable[[int, int], Run]
-    kfac: Callable[[int], Run]
-    goals: Mapping[str, float]
-    batch: int
-    most: int
+    base: Callable[[int, int], Run]  # Batch size and seed -> run of the base optimizer over as many examples as K-FAC's
+    kfac: Callable[[int], Run]  # Seed -> run of K-FAC
+    goals: Mapping[str, float]  # The value of each metric that must be reached
+    batch: int  # The batch size of K-FAC
+    most: int  # Largest batch that is tried
 
 
 def contests(bench: Bench) -> dict[str, Contest]:

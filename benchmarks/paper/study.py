@@ -27,19 +27,12 @@ from benchmarks.common.tasks import Task
 
 @dataclass(frozen=True)
 class Run:
-    """One training run.
+    """One training run."""
 
-    Attributes:
-        task: What is trained.
-        settings: How.
-        model: Name of the model, which tells those of one task apart.
-        after: The run whose final weights it starts from.
-    """
-
-    task: Task
-    settings: Settings
-    model: str
-    after: Run | None = None
+    task: Task  # What is trained
+    settings: Settings  # How it is trained
+    model: str  # Name of the model, which tells those of one task apart
+    after: Run | None = None  # The run whose final weights it starts from
 
     @property
     def identity(self) -> Line:
@@ -75,7 +68,7 @@ class Results:
         self._weights: dict[str, dict[str, Tensor]] = {}
 
     def has(self, run: Run) -> bool:
-        """Say whether a run is finished."""
+        """Return whether a run is finished."""
         return self.store.find(run.identity) is not None
 
     def get(self, run: Run) -> Line:
@@ -120,23 +113,14 @@ class Results:
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that a run is judged by.
+    """A number that a run is judged by."""
 
-    Attributes:
-        name: With its unit.
-        read: Finds it in a run's result; None: the run never got there.
-        more: More is better.
-        digits: Behind the decimal point.
-        relative: Rows are compared by their ratio, not their difference.
-        judged: Rows are compared by it at all.
-    """
-
-    name: str
-    read: Callable[[Line], float | None]
-    more: bool = False
-    digits: int = 1
-    relative: bool = False
-    judged: bool = True
+    name: str  # What the number is, with its unit
+    read: Callable[[Line], float | None]  # Finds it in a run's result; None: the run never got there
+    more: bool = False  # Whether more is better
+    digits: int = 1  # Decimals that are printed
+    relative: bool = False  # Whether rows are compared by their ratio, not their difference
+    judged: bool = True  # Whether rows are compared by it
 
 
 def final(metric: str, scale: float = 1.0) -> Callable[[Line], float | None]:
@@ -181,12 +165,12 @@ class Cell:
 
     @property
     def low(self) -> float:
-        """The least of the seeds that got there."""
+        """The smallest value of the seeds that got there."""
         return min(value for value in self.values if value is not None)
 
     @property
     def high(self) -> float:
-        """The most."""
+        """The largest value of the seeds that got there."""
         return max(value for value in self.values if value is not None)
 
     def text(self, digits: int) -> str:
@@ -197,8 +181,6 @@ class Cell:
         return f"{self.mean:.{digits}f}{spread}"
 
 
-NOTHING = Cell(())
-
 # Studies -------------------------------------------------------------------------------------------------------------
 
 Place = tuple[str, str]  # row and column
@@ -207,33 +189,20 @@ Number = float | str | None
 
 @dataclass(frozen=True)
 class Study:
-    """Rows, columns and figures of a table, and the paper's own.
+    """Rows, columns and figures of a table, and the paper's own."""
 
-    Attributes:
-        title: What is asked.
-        rows: The methods; the base optimizer's first.
-        columns: Ours, each with what stands for it in the paper.
-        runs: The runs of a cell; places without an entry stay empty.
-        figures: What is read off the runs.
-        paper: By figure and row, the paper's numbers for each column.
-        claim: What the paper concludes.
-        base: The row that a row is compared with, where it is not the first.
-        known: Figures that are known without a run, by name and place.
-        metrics: Of the drawn curves.
-        conclude: Further lines, from the cells.
-    """
-
-    title: str
-    rows: Sequence[str]
-    columns: Mapping[str, str]
-    runs: Mapping[Place, Sequence[Run]]
-    figures: Sequence[Figure]
-    paper: Mapping[str, Mapping[str, Sequence[Number]]]
-    claim: str
-    base: Callable[[str, str], Place] | None = None
+    title: str  # The question
+    rows: Sequence[str]  # The methods, the base optimizer first
+    columns: Mapping[str, str]  # Our columns, each with the paper's that it stands for
+    runs: Mapping[Place, Sequence[Run]]  # The runs of a cell; places without an entry stay empty
+    figures: Sequence[Figure]  # What is read off the runs
+    paper: Mapping[str, Mapping[str, Sequence[Number]]]  # By figure and row, the paper's numbers for each column
+    claim: str  # What the paper concludes
+    base: Callable[[str, str], Place] | None = None  # The row that a row is compared with, where it is not the first
+    # Figures that are known without a run, by name and place.
     known: Mapping[str, Mapping[Place, float]] = field(default_factory=dict)
-    metrics: Sequence[str] = ("test_accuracy",)
-    conclude: Callable[[Cells], list[str]] = lambda cells: []
+    metrics: Sequence[str] = ("test_accuracy",)  # The held-out metrics whose curves are drawn
+    conclude: Callable[[Cells], list[str]] = lambda cells: []  # Further lines, from the cells
 
     def cells(self, results: Results) -> Cells:
         """Return every figure of every place."""
@@ -310,26 +279,13 @@ def verdict(figure: Figure, own: Cell, base: Cell) -> str:
 # Drawing -------------------------------------------------------------------------------------------------------------
 
 
-def draw(study: Study, cells: Cells, results: Results) -> Drawing:
-    """Draw the curves of each column, then every figure with the paper's numbers beside it."""
-    shown = [(metric, column) for metric in study.metrics for column in study.columns]
-    shown = [pair for pair in shown if any((row, pair[1]) in study.runs for row in study.rows)][:4]
-    names = [name for name, places in cells.items() if places]
-    figure, panels = grid(2, max(len(shown), len(names) * 2, 2), study.title, size=(4.2, 4))
-    for axes, (metric, column) in zip(panels[0], shown, strict=False):
-        curves(axes, study, results, metric, column)
-    for index, name in enumerate(names):
-        ours = {row: [cells[name].get((row, column), NOTHING).mean for column in study.columns] for row in study.rows}
-        sides = {name: (list(study.columns), ours), "the paper": (list(study.columns.values()), study.paper.get(name))}
-        for axes, (title, (columns, rows)) in zip(panels[1][2 * index :], sides.items(), strict=False):
-            for position, row in enumerate(study.rows if rows else ()):
-                numbers = (rows or {}).get(row, ())
-                known = [(i, number) for i, number in enumerate(numbers) if isinstance(number, int | float)]
-                if known:
-                    axes.plot(*zip(*known, strict=True), "o-", color=f"C{position}", alpha=0.7)
-            axes.set_title(title, fontsize="medium")
-            axes.set_xticks(range(len(columns)), columns, fontsize="small")
-            axes.grid(alpha=0.25)
+def draw(study: Study, results: Results) -> Drawing:
+    """Draw the curves of each metric (rows) and column."""
+    columns = [column for column in study.columns if any((row, column) in study.runs for row in study.rows)]
+    figure, panels = grid(len(study.metrics), len(columns), study.title, size=(4.5, 4))
+    for metric, line in zip(study.metrics, panels, strict=True):
+        for axes, column in zip(line, columns, strict=True):
+            curves(axes, study, results, metric, column)
     return figure
 
 

@@ -24,17 +24,11 @@ TRAIN, TEST = 2000, 400  # scenes
 
 @dataclass(frozen=True)
 class Scenes:
-    """Digits of 8 to 12 pixels, pasted at random places without overlap, among scraps of other digits.
+    """Digits of 8 to 12 pixels, pasted at random places without overlap, among scraps of other digits."""
 
-    Attributes:
-        images: ``[n, 1, side, side]``.
-        masks: ``[n, objects, side, side]``, 1 where the digit has ink.
-        labels: ``[n, objects]``.
-    """
-
-    images: Tensor
-    masks: Tensor
-    labels: Tensor
+    images: Tensor  # ``[n, 1, side, side]``
+    masks: Tensor  # ``[n, objects, side, side]``, 1 where the digit has ink
+    labels: Tensor  # ``[n, objects]``
 
 
 def scenes(digits: np.ndarray, labels: np.ndarray, count: int, side: int, objects: int, scraps: int) -> Scenes:

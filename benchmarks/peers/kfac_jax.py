@@ -73,7 +73,7 @@ class KFACJax(torch.optim.Optimizer):
         for _ in range(6):  # among them one of every kind, which are compiled apart
             self._advance(jnp.full((compile_for, self.linears[0].in_features), 0.5, jnp.float32))
         self.start()
-        model.register_forward_pre_hook(self._see)
+        model.register_forward_pre_hook(self._record_input)
 
     def start(self) -> None:
         """Begin with the weights of the torch model."""
@@ -86,7 +86,7 @@ class KFACJax(torch.optim.Optimizer):
         copies = [(layer.weight.detach().numpy().T, layer.bias.detach().numpy()) for layer in self.linears]
         return [(jnp.array(weight), jnp.array(bias)) for weight, bias in copies]
 
-    def _see(self, module: nn.Module, inputs: tuple[Tensor]) -> None:
+    def _record_input(self, module: nn.Module, inputs: tuple[Tensor]) -> None:
         if module.training and torch.is_grad_enabled():
             self.batch = jnp.asarray(inputs[0].numpy())
 

@@ -21,8 +21,8 @@ class KFACPyTorch(torch.optim.SGD):
         params: What is trained.
         model: The module that they belong to.
         lr: Learning rate; the preconditioner's kl_clip follows it when it is scheduled.
-        momentum: Of SGD, after preconditioning.
-        weight_decay: Of SGD.
+        momentum: The momentum of SGD, applied after preconditioning.
+        weight_decay: The weight decay of SGD.
         options: Further keywords of ``KFACPreconditioner``.
     """
 

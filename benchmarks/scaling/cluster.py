@@ -49,36 +49,26 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes with.
+    """What one rank computes with."""
 
-    Attributes:
-        name: For tables.
-        product_flops: Flops per second in products of matrices.
-        training_flops: Flops per second that forward and backward passes sustain.
-        bandwidth: Bytes per second of memory.
-        launch: Seconds per kernel or operator call, whatever its size.
-        eigh: ``(a, b, c)``: an eigendecomposition takes ``a + b n^2 + c n^3`` seconds.
-        layer: Seconds per layer and stage of the engine's own bookkeeping.
-        cores: How many ranks of a node compute at full speed at once; infinity if each has its own device.
-        corrections: Measured over modelled seconds by stage, where something was measured.
-    """
-
-    name: str
-    product_flops: float
-    training_flops: float
-    bandwidth: float
-    launch: float
-    eigh: tuple[float, float, float]
-    layer: float = 0.0
+    name: str  # Name in tables
+    product_flops: float  # Flops per second in products of matrices
+    training_flops: float  # Flops per second that forward and backward passes sustain
+    bandwidth: float  # Bytes per second of memory
+    launch: float  # Seconds per kernel or operator call, whatever its size
+    eigh: tuple[float, float, float]  # ``(a, b, c)``: an eigendecomposition takes ``a + b n^2 + c n^3`` seconds
+    layer: float = 0.0  # Seconds per layer and stage of the engine's own bookkeeping
+    # How many ranks of a node compute at full speed at once; infinity if each has its own device.
     cores: float = math.inf
+    # Measured over modelled seconds by stage, where something was measured.
     corrections: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, work: Work) -> float:
-        """Of some work on a rank that has the device to itself."""
+        """Seconds of some work on a rank that has the device to itself."""
         return work.operations * self.launch + work.flops / self.product_flops + work.bytes / self.bandwidth
 
     def decomposition_seconds(self, spec: FactorSpec) -> float:
-        """Of one factor; a diagonal is its own decomposition."""
+        """Seconds of decomposing one factor; a diagonal is its own decomposition."""
         if spec.diagonal:
             return self.launch
         a, b, c = self.eigh
@@ -87,50 +77,34 @@ class Device:
 
 @dataclass(frozen=True)
 class Network:
-    """What ranks talk over.
+    """What ranks talk over."""
 
-    Attributes:
-        ranks_per_node: Ranks ``0 .. ranks_per_node - 1`` share the first node, and so on.
-        node_bandwidth: Bytes per second into a node, and as many out of it.
-        rank_bandwidth: Bytes per second into a rank within its node, and as many out of it.
-        latency: Seconds per hop of a message.
-        pipelined: A broadcast streams along a ring of its members, ``n - 1`` hops, each byte passing each member once
-            (NCCL). False: whole messages go down a binary tree, ``log2 n`` hops (Gloo).
-    """
-
-    ranks_per_node: int
-    node_bandwidth: float
-    rank_bandwidth: float
-    latency: float
+    ranks_per_node: int  # Ranks ``0 .. ranks_per_node - 1`` share the first node, and so on
+    node_bandwidth: float  # Bytes per second into a node, and as many out of it
+    rank_bandwidth: float  # Bytes per second into a rank within its node, and as many out of it
+    latency: float  # Seconds per hop of a message
+    # A broadcast streams along a ring of its members, ``n - 1`` hops, each byte passing each member once (NCCL).
+    # False: whole messages go down a binary tree, ``log2 n`` hops (Gloo).
     pipelined: bool = True
 
     def hops(self, members: int) -> int:
-        """Of a broadcast among so many ranks."""
+        """Hops of a broadcast among so many ranks."""
         return members - 1 if self.pipelined else math.ceil(math.log2(members))
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What is sent when, and in which form.
+    """What is sent when, and in which form."""
 
-    Attributes:
-        packed: Factors travel as one triangle instead of as full matrices.
-        at_refresh: Factors are summed when a refresh is due, instead of at every statistics step.
-        unfolded: Statistics of convolutions by im2col.
-        eigenvalue_products: The decomposition of G comes with the ``d_out x d_in`` table of eigenvalue products.
-        bucket_bytes: What is summed travels in buckets of this size.
-        broadcast_bytes: What is broadcast from one source to the same ranks travels in buckets of this size; 0: each
-            tensor alone.
-        factor_bytes: Of a factor's number on the wire; 2 with ``comm_dtype=torch.bfloat16``.
-    """
-
-    packed: bool = True
-    at_refresh: bool = True
-    unfolded: bool = False
+    packed: bool = True  # Factors travel as one triangle instead of as full matrices
+    at_refresh: bool = True  # Factors are summed when a refresh is due, instead of at every statistics step
+    unfolded: bool = False  # Statistics of convolutions by im2col
+    # The decomposition of G comes with the ``d_out x d_in`` table of eigenvalue products.
     eigenvalue_products: bool = False
-    bucket_bytes: int = 25 * 2**20
+    bucket_bytes: int = 25 * 2**20  # What is summed travels in buckets of this size
+    # What is broadcast from one source to the same ranks travels in buckets of this size; 0: each tensor alone.
     broadcast_bytes: int = 25 * 2**20
-    factor_bytes: int = FLOAT
+    factor_bytes: int = FLOAT  # Bytes of a factor's number on the wire; 2 with ``comm_dtype=torch.bfloat16``
 
 
 OURS = Exchange()
@@ -140,7 +114,7 @@ KFAC_PYTORCH = Exchange(packed=False, at_refresh=False, unfolded=True, eigenvalu
 PAPER = replace(KFAC_PYTORCH, eigenvalue_products=False, bucket_bytes=64 * 2**20)
 
 
-# Of one packed number, a running average times its decay plus new data: read, write, read, read, write.
+# Per packed number: the running average times its decay (read, write) plus the new data (read, read, write).
 FOLD = Work(0, 0, 5 * FLOAT)
 
 
@@ -230,7 +204,7 @@ def all_reduce_seconds(sizes: Sequence[int], world_size: int, device: Device, ne
 
 
 def sharing(ranks: int, device: Device) -> float:
-    """How much longer work takes if so many ranks of a node do it at once."""
+    """Factor by which work takes longer if so many ranks of a node do it at once."""
     return max(1.0, ranks / device.cores)
 
 
@@ -261,41 +235,18 @@ def intervals(schedule: Schedule, exchange: Exchange = OURS) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a run would take.
+    """What a run would take."""
 
-    Attributes:
-        world_size: Number of ranks.
-        schedule: As given.
-        events: Seconds of a stage each time it happens, on the slowest rank.
-        sent: Bytes per step and rank by kind, mean over the schedule.
-        received: Likewise.
-        memory: Bytes of factors, snapshots and decompositions on each rank.
-        imbalance: Largest decomposition load over the mean.
-    """
-
-    world_size: int
-    schedule: Schedule
-    events: Mapping[str, float]
-    sent: Mapping[str, Floats]
-    received: Mapping[str, Floats]
-    memory: Floats
-    imbalance: float
-    exchange: Exchange = field(default=OURS)
-
-    @property
-    def intervals(self) -> dict[str, int]:
-        """Steps between two events of each stage."""
-        return intervals(self.schedule, self.exchange)
-
-    @property
-    def per_step(self) -> dict[str, float]:
-        """Mean seconds of each stage per step."""
-        return {name: self.events[name] / every for name, every in self.intervals.items()}
+    intervals: Mapping[str, int]  # Steps between two events of each stage
+    events: Mapping[str, float]  # Seconds of a stage each time it happens, on the slowest rank
+    sent: Mapping[str, Floats]  # Bytes per step and rank by kind, mean over the schedule
+    received: Mapping[str, Floats]  # Likewise
+    memory: Floats  # Bytes of factors, snapshots and decompositions on each rank
 
     @property
     def overhead(self) -> float:
         """Mean seconds that K-FAC adds to a step."""
-        return sum(self.per_step.values())
+        return sum(self.events[name] / every for name, every in self.intervals.items())
 
     @property
     def refresh(self) -> float:
@@ -345,14 +296,11 @@ def predict(
     bytes_ = {kind: [side / schedule.decompositions for side in sides] for kind, sides in refresh.items()}
     bytes_["directions"] = list(broadcast_bytes(directions, world_size))
     return Prediction(
-        world_size,
-        schedule,
+        intervals(schedule, exchange),
         {name: events[name] * device.corrections.get(name, 1.0) for name in STAGES},
         {kind: bytes_[kind][0] for kind in KINDS},
         {kind: bytes_[kind][1] for kind in KINDS},
         memory_per_rank(work, assignment, world_size),
-        assignment.imbalance,
-        exchange,
     )
 
 
@@ -427,13 +375,12 @@ def slowest(loads: Floats, device: Device, network: Network) -> float:
 
 
 def memory_per_rank(work: Workload, assignment: Assignment, world_size: int) -> Floats:
-    """Bytes on each rank: what every rank holds, and the decompositions of the layers that it preconditions."""
-    held = np.full(world_size, float(shared_memory(work, world_size)))
+    """Bytes on each rank.
+
+    Every rank holds the running averages, the snapshot of the last refresh and, beside others, its own sums; and it
+    holds the decompositions of the layers that it preconditions.
+    """
+    held = np.full(world_size, (2.0 + (world_size > 1)) * FLOAT * work.packed_numbers)
     for layer, assigned in zip(work.layers, assignment.layers, strict=True):
         held[list(assigned.gradient_workers)] += layer.cost.memory
     return held
-
-
-def shared_memory(work: Workload, world_size: int) -> int:
-    """Bytes of running averages, of the snapshot of the last refresh and, with several ranks, of a rank's own sums."""
-    return (2 + (world_size > 1)) * FLOAT * work.packed_numbers

@@ -45,13 +45,9 @@ NO_NORMS = ("norm",)
 
 @dataclass(frozen=True)
 class Subject(Noise):
-    """A model on noise.
+    """A model on noise."""
 
-    Attributes:
-        fitted: The model of the costs is fitted to its runs.
-    """
-
-    fitted: bool = False
+    fitted: bool = False  # The model of the costs is fitted to its runs
 
     def workload(self, name: str) -> Workload:
         """The model as the cost model sees it."""

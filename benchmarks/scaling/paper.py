@@ -113,19 +113,12 @@ def cifar_resnet() -> Workload:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Device, network, and what a training step costs without K-FAC.
+    """Device, network, and what a training step costs without K-FAC."""
 
-    Attributes:
-        device: What a rank computes with.
-        network: What ranks talk over.
-        constant: Seconds per step beside the passes, at 64 ranks.
-        growth: Its exponent in the number of ranks.
-    """
-
-    device: Device
-    network: Network
-    constant: float = 0.0
-    growth: float = 0.0
+    device: Device  # What a rank computes with
+    network: Network  # What ranks talk over
+    constant: float = 0.0  # Seconds per step beside the passes, at 64 ranks
+    growth: float = 0.0  # Exponent with which ``constant`` grows with the number of ranks
 
     def step(self, work: Workload, ranks: int, micro_batches: float = 1.0) -> float:
         """Seconds of a step without K-FAC: three forward passes' worth of flops, and the constant."""
@@ -208,19 +201,12 @@ def bisect(increasing: Callable[[float], float], low: float, high: float) -> flo
 
 @dataclass(frozen=True)
 class Compared:
-    """One number of the paper beside the model's.
+    """One number of the paper beside the model's."""
 
-    Attributes:
-        what: In words.
-        paper: As printed; a range as text.
-        model: The model's.
-        fitted: The model was fitted to it: no prediction.
-    """
-
-    what: str
-    paper: str
-    model: str
-    fitted: bool = False
+    what: str  # In words
+    paper: str  # As printed; a range as text
+    model: str  # The model's
+    fitted: bool = False  # The model was fitted to it: no prediction
 
 
 def compare_longhorn(found: Cluster, hours: Rows) -> list[Compared]:

@@ -30,17 +30,11 @@ FLOAT = 4  # bytes of the numbers that are sent and stored unless said otherwise
 
 @dataclass(frozen=True)
 class Work:
-    """What a piece of code does.
+    """What a piece of code does."""
 
-    Attributes:
-        operations: Calls of kernels or operators.
-        flops: Floating-point operations of its products of matrices.
-        bytes: Read and written by everything else; a product's own hide behind its flops.
-    """
-
-    operations: float = 0.0
-    flops: float = 0.0
-    bytes: float = 0.0
+    operations: float = 0.0  # Calls of kernels or operators
+    flops: float = 0.0  # Floating-point operations of its products of matrices
+    bytes: float = 0.0  # Read and written by everything else; a product's own hide behind its flops
 
     def __add__(self, other: Work) -> Work:
         return Work(self.operations + other.operations, self.flops + other.flops, self.bytes + other.bytes)
@@ -85,29 +79,17 @@ def _numbers(x: Any) -> int:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """One preconditioned layer.
+    """One preconditioned layer."""
 
-    Attributes:
-        name: Of the module.
-        a: Shape of A.
-        g: Shape of G.
-        cost: What the engine tells the strategies.
-        statistics: Work of A and G for one batch.
-        handling: Work around the decompositions of A and of G: unpacking, damping, checks.
-        preconditioning: Work of one preconditioned gradient, eigen solver.
-        scaling: Work of kl_clip and of writing the direction back.
-        rows: Rows of A and of G for one batch: examples times positions.
-    """
-
-    name: str
-    a: FactorSpec
-    g: FactorSpec
-    cost: LayerCost
-    statistics: Work
-    handling: tuple[Work, Work]
-    preconditioning: Work
-    scaling: Work
-    rows: int
+    name: str  # Name of the module
+    a: FactorSpec  # Shape of A
+    g: FactorSpec  # Shape of G
+    cost: LayerCost  # What the engine tells the strategies
+    statistics: Work  # Work of A and G for one batch
+    handling: tuple[Work, Work]  # Work around the decompositions of A and of G: unpacking, damping, checks
+    preconditioning: Work  # Work of one preconditioned gradient, eigen solver
+    scaling: Work  # Work of kl_clip and of writing the direction back
+    rows: int  # Rows of A and of G for one batch: examples times positions
 
     @property
     def factors(self) -> tuple[FactorSpec, FactorSpec]:
@@ -116,7 +98,7 @@ class LayerWork:
 
     @property
     def direction_bytes(self) -> int:
-        """Of the preconditioned gradient."""
+        """Bytes of the preconditioned gradient."""
         return FLOAT * self.a.pairs * self.a.dim * self.g.dim
 
     @property
@@ -129,21 +111,13 @@ class LayerWork:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model as the cost model sees it.
+    """A model as the cost model sees it."""
 
-    Attributes:
-        name: For tables.
-        layers: The preconditioned layers.
-        batch: Examples per rank and micro-batch.
-        parameters: Of the whole model; DDP reduces their gradients.
-        forward: Work of the forward pass of one micro-batch.
-    """
-
-    name: str
-    layers: tuple[LayerWork, ...]
-    batch: int
-    parameters: int
-    forward: Work
+    name: str  # Name in tables
+    layers: tuple[LayerWork, ...]  # The preconditioned layers
+    batch: int  # Examples per rank and micro-batch
+    parameters: int  # Number of the whole model's parameters; DDP reduces their gradients
+    forward: Work  # Work of the forward pass of one micro-batch
 
     @property
     def packed_numbers(self) -> int:
@@ -182,7 +156,7 @@ def workload(
     """Looks at a model on the meta device: nothing is allocated, nothing computed.
 
     Args:
-        name: For tables.
+        name: Name in tables.
         make: Builds the model.
         example: Shape of one example.
         batch: Examples per rank and micro-batch.

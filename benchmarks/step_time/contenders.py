@@ -22,19 +22,12 @@ SOLVERS: dict[str, Any] = {"eigen": "eigen", "inverse": "inverse", "eigen-exact"
 
 @dataclass(frozen=True)
 class Contender:
-    """An optimizer with its settings.
+    """An optimizer with its settings."""
 
-    Attributes:
-        label: Of the tables.
-        optimizer: Name in ``OPTIMIZERS``.
-        options: K-FAC keywords.
-        own_schedule: Only the schedule that the optimizer has by itself is of interest.
-    """
-
-    label: str
-    optimizer: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    own_schedule: bool = False
+    label: str  # Name in tables
+    optimizer: str  # Name in ``OPTIMIZERS``
+    options: Mapping[str, Any] = field(default_factory=dict)  # K-FAC keywords
+    own_schedule: bool = False  # Whether it is measured only under its own schedule
 
     def build(self, model: nn.Module, work: Work) -> tuple[Any, Any]:
         """Return the optimizer, and what keeps its curvature: the engine, kfac-pytorch's preconditioner, or None."""
@@ -64,7 +57,7 @@ def contenders(
         optimizer: Name of the K-FAC optimizer; kfac-pytorch takes part beside ``KFACSGD``.
         solvers: Names in ``SOLVERS``.
         spread: Steps of a refresh, in the paper's mode; None: a tenth of the interval, the package's default.
-        fractions: Of a batch's examples, those that statistics see, in the paper's mode; each is a row.
+        fractions: Shares of a batch's examples that statistics see, in the paper's mode; each is a row.
         default: One more: what the package does by itself.
     """
     base = KFAC[optimizer]

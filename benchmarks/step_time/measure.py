@@ -27,7 +27,7 @@ class Cost:
 
     @classmethod
     def observed(cls, seconds: Sequence[float]) -> Cost:
-        """From the seconds of every step."""
+        """Return the cost of steps that were all timed."""
         return cls(statistics.fmean(seconds), max(seconds))
 
 
@@ -96,8 +96,8 @@ def measure(
 
     Args:
         work: Model and batch.
-        chosen: The contenders.
-        schedules: Of the rows.
+        chosen: The contenders, the base optimizer first.
+        schedules: The schedules; each is a row.
         place: Device, precision, threads, seed.
         budget: Seconds for the rounds; None: run one period of each schedule, instead of composing it.
 

@@ -73,7 +73,7 @@ def compose(schedule: Schedule, spread: int, seconds: Mapping[str, float]) -> tu
     Args:
         schedule: The intervals.
         spread: Steps over which a refresh is worked off, smaller than its interval.
-        seconds: Of one step of each of :func:`kinds`.
+        seconds: Seconds of one step of each of :func:`kinds`.
     """
     ordinary = seconds[ORDINARY]
     statistics_ = seconds["statistics"] - ordinary
@@ -101,17 +101,12 @@ def schedule_of(engine: CurvatureEngine) -> tuple[Schedule, int]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where and in which precision steps run.
+    """Where and in which precision steps run."""
 
-    Attributes:
-        device: "cpu" or "cuda".
-        dtype: "float32", with torch's own choice of TF32 (on GPUs in convolutions), or "bf16": autocast to bfloat16.
-        seed: Of weights and data.
-    """
-
-    device: str = "cpu"
+    device: str = "cpu"  # "cpu" or "cuda"
+    # "float32", with torch's own choice of TF32 (on GPUs in convolutions), or "bf16": autocast to bfloat16.
     dtype: str = "float32"
-    seed: int = 0
+    seed: int = 0  # Seed of weights and data
 
     def now(self) -> float:
         """Return the seconds of the clock: of this process's CPU time, or of the wall's once the GPU has finished."""

@@ -25,6 +25,7 @@ Where to look::
     fisher.py       the distributions that the sampled Fisher draws from
     loss_terms.py   input and output of a model -> M
     attention.py    projections that are applied without calling a module
+    copies.py       copies and pickles of a watched model, without the hooks
 """
 
 from .fisher import Bernoulli, Categorical, Fisher, Gaussian

@@ -41,6 +41,24 @@ class ModelCall:
     terms: int = 0
     awaited: list[tuple[Any, Any]] = field(default_factory=list)
 
+    def enter(self) -> None:
+        """The module is called; it may call itself."""
+        self.depth += 1
+
+    def leave(self) -> bool:
+        """The module is left. Returns whether that was the outermost of its calls."""
+        self.depth -= 1
+        return self.depth <= 0
+
+    def finish(self, terms: int) -> None:
+        """M is known."""
+        self.terms = terms
+
+    def take_awaited(self) -> list[tuple[Any, Any]]:
+        """What the layers did, which the call holds no longer."""
+        awaited, self.awaited = self.awaited, []
+        return awaited
+
     @property
     def is_training_loop(self) -> bool:
         """Whether the call runs another method of its module under the name of ``forward``, which has its own again.
@@ -74,16 +92,13 @@ class ModelCalls:
                 return False
             self.current = ModelCall(module, forward)
         if self.current.module is module:
-            self.current.depth += 1
+            self.current.enter()
         return opens
 
     def leave(self, module: nn.Module, output: Any) -> ModelCall | None:
         """A watched module's call is over, also by an exception. Returns the model call if that has returned by it."""
         call = self.current
-        if call is None or (in_backward() and self.last is not None) or call.module is not module:
-            return None
-        call.depth -= 1
-        if call.depth > 0:
+        if call is None or (in_backward() and self.last is not None) or call.module is not module or not call.leave():
             return None
         self.current = None
         return call if output is not None and torch.is_grad_enabled() else None

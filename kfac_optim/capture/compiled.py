@@ -107,7 +107,7 @@ class CompiledCalls:
     def settle(self) -> None:
         """A call whose graph has run is over: its stand-in gets M, which its Python code has told."""
         if self._running is not None and self._traced is not None:
-            self._running.terms = self._traced.terms
+            self._running.finish(self._traced.terms)
             self.calls.returned(self._running)
         self._running = self._traced = None
 

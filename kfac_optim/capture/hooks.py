@@ -33,6 +33,7 @@ from ..layers import KroneckerLayer
 from .attention import ProjectionTap, remove_taps
 from .calls import ModelCall, ModelCalls, in_backward
 from .compiled import CompiledCalls
+from .copies import leave_hooks_behind
 from .fisher import Fisher
 from .loss_terms import LossTerms, main_tensor
 from .microbatch import BackwardPasses, Recorder, StepStatistics
@@ -142,6 +143,9 @@ class Capture:
                 if any(child in watched for child in module.modules()):
                     containers[module] = None
         for module in containers:
+            state = leave_hooks_behind(module, _Hook)
+            if state is not None:
+                self._handles.append(state)
             self._before(module, _Hook(self, "_on_model_call_start"), prepend=True)
             if module in hosts:
                 self._before(module, _Hook(self, "_on_attention_start"))
@@ -168,7 +172,7 @@ class Capture:
         call = self._calls.leave(module, output)
         if call is None:
             return
-        call.terms = self._loss_terms.count(args, kwargs, output)
+        call.finish(self._loss_terms.count(args, kwargs, output))
         if torch.compiler.is_compiling():
             self._compiled.trace_model_call_end(call)
             return
@@ -235,7 +239,7 @@ class Capture:
 
 
 class _Hook:
-    """A method of a capture, held weakly: copies and pickles of a hooked model carry hooks that do nothing."""
+    """A method of a capture, held weakly. Where a copy or a pickle carries it, it does nothing."""
 
     def __init__(self, capture: Capture | None, method: str = "", *args: Any) -> None:
         self.capture = weakref.ref(capture) if capture is not None else None
@@ -249,6 +253,18 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (None,)
+
+    @property
+    def __name__(self) -> str:
+        """Asked for by ``torch.jit.script``, which compiles hooks.
+
+        Raises:
+            AttributeError: Always, with what to do instead.
+        """
+        raise AttributeError(
+            "torch.jit.script can't compile the hooks that kfac_optim has put on this model: script a copy, "
+            "torch.jit.script(copy.deepcopy(model)), or call optimizer.curvature.close() first"
+        )
 
 
 def _remove(handles: list[Any]) -> None:

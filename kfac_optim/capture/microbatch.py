@@ -96,12 +96,12 @@ class Recorder:
         with self.stage("factor computation"), full_precision(a.device.type):
             seen = subsample(a)
             observation = layer.observe(module, seen, output, self.dtype, **pairs)
-            observation.subsample = subsample
+            moment, count = observation.a, observation.count
             if not layer.by_example:
-                observation.a = self.packers[index][0](observation.a)
-        if pairs and part[1] > 0 and not layer.by_example:  # keys and values count as many rows as the queries
-            observation.a *= part[3] / observation.count * (seen.numel() / a.numel())
-            observation.count = 0.0
+                moment = self.packers[index][0](moment)
+                if pairs and part[1] > 0:  # keys and values count as many rows as the queries
+                    moment, count = moment * (part[3] / count * (seen.numel() / a.numel())), 0.0
+        observation = dataclasses.replace(observation, a=moment, count=count, subsample=subsample)
         return LayerCall(index, module, observation)
 
     def output_moment(self, call: LayerCall, g: Tensor, *, scaled: bool) -> Tensor:
@@ -131,6 +131,21 @@ class Moments:
     g: Tensor
     counts: list[float] = field(default_factory=list)  # per micro-batch
 
+    def add_call(self, a: Tensor, count: float, g: Tensor) -> None:
+        """Adds another call in the same micro-batch; the tensors may be somebody else's."""
+        self.a, self.g, self.counts = self.a + a, self.g + g, [self.counts[0] + count]
+
+    def add_batch(self, a: Tensor, g: Tensor, counts: list[float]) -> None:
+        """Adds another micro-batch, in place; ``counts`` has an entry for each one of the step."""
+        self.a.add_(a)
+        self.g.add_(g)
+        self.counts += counts[len(self.counts) :]
+
+    def scale_(self, factor: Tensor) -> None:
+        """Multiplies the sums, in place."""
+        self.a.mul_(factor.to(self.a))
+        self.g.mul_(factor.to(self.g))
+
 
 @dataclass
 class MicroBatch:
@@ -149,8 +164,7 @@ class MicroBatch:
     def add(self, layer: int, a: Tensor, count: float, g: Tensor) -> None:
         """Adds one layer call; several calls within a backward pass add rows."""
         if layer in self.sums:
-            entry = self.sums[layer]
-            entry.a, entry.g, entry.counts = entry.a + a, entry.g + g, [entry.counts[0] + count]
+            self.sums[layer].add_call(a, count, g)
         else:
             self.sums[layer] = Moments(a, g, [count])
 
@@ -185,17 +199,13 @@ class StepStatistics:
         if self.scales and drop_overflowed:
             valid = scale >= self.scales[-1].to(scale)
             for entry in self.sums.values():
-                entry.a.mul_(valid.to(entry.a))
-                entry.g.mul_(valid.to(entry.g))
+                entry.scale_(valid)
         for index, new in batch.sums.items():
             # In place: all of them together are as large as the factors.
             a, g = (t.masked_fill_(~kept.to(t.device), 0.0) for t in (new.a, new.g))
             counts = [0.0] * len(self.terms) + new.counts
             if index in self.sums:
-                entry = self.sums[index]
-                entry.a.add_(a)
-                entry.g.add_(g)
-                entry.counts += counts[len(entry.counts) :]
+                self.sums[index].add_batch(a, g, counts)
             else:
                 self.sums[index] = Moments(a, g, counts)
         self.terms.append(max((call.terms for call in batch.calls), default=1))

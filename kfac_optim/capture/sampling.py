@@ -53,7 +53,7 @@ class SampledBackward:
         """Takes the gradients of the layers' outputs for a model call that has just returned ``output``."""
         fisher = self.fisher
         logits = fisher.output_fn(output) if fisher.output_fn is not None else main_tensor(output)
-        awaited, call.awaited = call.awaited, []
+        awaited = call.take_awaited()
         if not (isinstance(logits, Tensor) and logits.requires_grad) or logits.dim() == 0 or not awaited:
             return
         self._require_whole_model(call)

@@ -111,17 +111,9 @@ def _is_group(process_group: Any) -> bool:
     return isinstance(process_group, dist.ProcessGroup)
 
 
-def make_communicator(process_group: Any = None) -> Communicator:
-    """The communicator where the user gives none: torch.distributed's, or none of use if there is one process.
-
-    Args:
-        process_group: None: the default group, if torch.distributed is initialised.
-
-    Raises:
-        TypeError: If ``process_group`` is no group.
-        ValueError: If this process is not in it.
-    """
-    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+def make_communicator() -> Communicator:
+    """The communicator where the user gives none: that of torch.distributed's default group, or of one process."""
+    if not (dist.is_available() and dist.is_initialized()):
         return LocalCommunicator()
-    comm = TorchCommunicator(process_group)
+    comm = TorchCommunicator()
     return comm if comm.world_size > 1 else LocalCommunicator()

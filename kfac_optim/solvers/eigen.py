@@ -21,7 +21,7 @@ class EigenSolver:
             at most this multiple of the damping, in [0, 1). There eq. 13 divides by ``gamma`` instead of up to ``(1 +
             negligible) gamma``, so no component of the direction is off by more than this share; the products of eqs.
             11-13 then need the other eigenvectors alone. Default 0.01, at which the paper's mode adds 0.08 instead of
-            0.35 to a transformer's step (``benchmarks/results/step_time.txt``); 0: exact.
+            0.35 to a transformer's step (``benchmarks/results/step_time/main.txt``); 0: exact.
 
     Raises:
         ValueError: If an argument is out of range.

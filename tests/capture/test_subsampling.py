@@ -70,7 +70,7 @@ def factors_after(
         loss = (output.sin() * torch.linspace(0.5, 2.0, output.shape[-1])).square().mean()
         (loss / len(micro_batches)).backward()
     optimizer.step()
-    found = {block.layer.name: (block.factor(0), block.factor(1)) for block in optimizer.curvature._blocks}
+    found = {layer.name: optimizer.curvature.factors(layer) for layer in optimizer.curvature.layers}
     optimizer.curvature.close()
     optimizer.zero_grad()
     model.load_state_dict(state)

@@ -30,8 +30,8 @@ from kfac_optim import (
     LayerCost,
     LayerWise,
 )
-from kfac_optim.distributed import Broadcast, Communicator, LayerAssignment, LocalCommunicator, TorchCommunicator
 from kfac_optim.averages import LocalSums, fold_
+from kfac_optim.distributed import Broadcast, Communicator, LayerAssignment, LocalCommunicator, TorchCommunicator
 from kfac_optim.factors import FactorSpec, read
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import FLOAT64, OFTEN, assert_all_near, data_of, share, train, values

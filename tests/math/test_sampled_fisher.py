@@ -224,7 +224,7 @@ def test_logits_inside_an_output(way: str) -> None:
     oracle = Oracle(twin)
     directions, gamma = expected_directions(oracle, x, target, loss, categorical_roots)
     output_fn = logits if way == "output_fn" else None
-    optimizer = KFACSGD(model, **EXACT | {"damping": gamma, "fisher": "categorical", "output_fn": output_fn})
+    optimizer = KFACSGD(model, **EXACT | {"damping": gamma, "fisher": Categorical(output_fn=output_fn)})
     passes = [((copied(x),), copied(target))]
     changes = take_step(model, optimizer, passes, lambda output, y: loss(logits(output), y))
     assert_close_to(oracle, {name.removeprefix("body."): c for name, c in changes.items()}, directions)
@@ -319,32 +319,23 @@ def test_a_batch_whose_output_is_not_finite_is_left_out(fisher: str, bad: float)
             torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("fisher", KINDS)
-def test_seeds_reproduce(fisher: str) -> None:
-    first, again, other = same_start(perceptron, 3)
-    passes = [small_passes() for _ in range(3)]
-    results = []
-    for model, seed in ((first, 7), (again, 7), (other, 8)):
-        torch.manual_seed(seed + len(results))  # the global generator has no say
-        results.append(run(model, passes, fisher=fisher, seed=seed))
-    for name, value in results[0].items():
-        assert torch.equal(results[1][name], value)
-        assert not torch.equal(results[2][name], value)
-
-
 OBJECTS: dict[str, type[Fisher]] = {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
 
 
 @pytest.mark.parametrize("fisher", KINDS)
-def test_the_seed_is_a_field_of_the_distribution(fisher: str) -> None:
+def test_seeds_reproduce(fisher: str) -> None:
+    """The seed is a field of the distribution; a short name has seed 0."""
     first, again, other, default = same_start(perceptron, 4)
     passes = [small_passes() for _ in range(3)]
-    seven, same = (run(model, passes, fisher=OBJECTS[fisher](seed=7)) for model in (first, again))
-    eight, zero = (run(m, passes, fisher=f) for m, f in ((other, OBJECTS[fisher](seed=8)), (default, fisher)))
-    for name, value in seven.items():
-        assert torch.equal(same[name], value)
-        assert not torch.equal(eight[name], value)
-        assert not torch.equal(zero[name], value)
+    results = []
+    kinds = [OBJECTS[fisher](seed=7), OBJECTS[fisher](seed=7), OBJECTS[fisher](seed=8), fisher]
+    for model, kind in zip((first, again, other, default), kinds, strict=True):
+        torch.manual_seed(len(results))  # the global generator has no say
+        results.append(run(model, passes, fisher=kind))
+    for name, value in results[0].items():
+        assert torch.equal(results[1][name], value)
+        assert not torch.equal(results[2][name], value)
+        assert not torch.equal(results[3][name], value)
 
 
 class Laplace(Fisher):

@@ -48,11 +48,11 @@ OPTIONAL = {"matplotlib", "horovod", "deepspeed"}
 MAX_METHODS, MAX_LINES, MAX_OPTIMIZER = 30, 400, 35
 
 KNOWN: dict[str, set[str]] = {
-    "module": {"capture.hooks", "engine", "optimizers"},
+    "module": {"engine", "optimizers"},
     "class": {"CurvatureEngine"},
     # Modules that set attributes of other objects.
     "attribute": {
-        "blocks", "capture.attention", "capture.hooks", "capture.statistics", "diagnostics.report", "engine",
+        "blocks", "diagnostics.report", "engine",
         "layers.attention", "layers.norm", "layers.registry", "optimizers", "preconditioning", "refresh",
     },
 }  # fmt: skip

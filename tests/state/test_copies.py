@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from kfac_optim import KFACSGD, CurvatureEngine, KFACAdam, exponential_decay, growing
+from kfac_optim.capture.copies import leave_hooks_behind
 from tests.helpers.training import (
     CLASSES,
     SETTINGS,
@@ -244,6 +246,141 @@ def test_the_model_is_left_as_it_was_found(end: Callable[[Any], None], fisher: s
     assert hooks_of(model) == before
     assert [set(vars(module)) for module in model.modules()] == attributes
     assert torch.nn.functional.linear is linear
+
+
+# Copies and pickles of a model that is trained -----------------------------------------------------------------------
+
+
+def saved(model: nn.Module) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return file
+
+
+def trained_model() -> tuple[nn.Sequential, Any]:
+    model = make_model()
+    optimizer = KFACSGD(model, lr=0.1, factor_update_steps=1, inv_update_steps=1)
+    train(model, optimizer, range(2))
+    return model, optimizer
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, copy.copy, by_pickle, by_torch_save])
+def test_hooks_stay_out_of_copies(make: Callable[[nn.Module], nn.Module]) -> None:
+    """The user's own stay, with how they want to be called; the model that is trained keeps all of them."""
+    model = make_model()
+    model[0].register_forward_hook(hook_of_the_users, with_kwargs=True, always_call=True)
+    model[1].register_forward_pre_hook(pre_hook_of_the_users)
+    plain = [{name: len(hooks) for name, hooks in module.items()} for module in hooks_of(model)]
+    optimizer = KFACSGD(model, lr=0.1, factor_update_steps=1, inv_update_steps=1)
+    watched = hooks_of(model)
+    copied = make(model)
+    if make is copy.copy:  # shares its layers
+        plain[1:-1] = [{name: len(hooks) for name, hooks in module.items()} for module in watched[1:-1]]
+    assert [{name: len(hooks) for name, hooks in module.items()} for module in hooks_of(copied)] == plain
+    assert [set(vars(a)) - {"__getstate__"} for a in model.modules()] == [
+        set(vars(b)) - ({"__getstate__"} if make is copy.copy else set()) for b in copied.modules()
+    ]
+    assert hooks_of(model) == watched
+    optimizer.curvature.close()
+
+
+def hook_of_the_users(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    assert isinstance(kwargs, dict)
+
+
+def pre_hook_of_the_users(module: nn.Module, args: Any) -> None:
+    assert isinstance(args, tuple)
+
+
+def test_a_saved_model_needs_nothing_of_this_package() -> None:
+    model, optimizer = trained_model()
+    assert b"kfac_optim" not in pickle.dumps(model)
+    assert b"kfac_optim" not in saved(model).getvalue()
+    with torch.serialization.safe_globals([type(module) for module in model.modules()]):
+        loaded = torch.load(saved(model), weights_only=True)
+    x = torch.randn(5, 4)
+    assert torch.equal(loaded(x), model(x))
+    assert optimizer.curvature.last_refresh is not None
+
+
+def test_a_loaded_model_is_watched_once() -> None:
+    model, optimizer = trained_model()
+    loaded, twin = by_torch_save(model), make_model()
+    twin.load_state_dict(model.state_dict())
+    first, second = (KFACSGD(m, lr=0.1, factor_update_steps=1, inv_update_steps=1) for m in (loaded, twin))
+    assert [{name: len(hooks) for name, hooks in module.items()} for module in hooks_of(loaded)] == [
+        {name: len(hooks) for name, hooks in module.items()} for module in hooks_of(twin)
+    ]
+    train(loaded, first, range(3))
+    train(twin, second, range(3))
+    assert_identical(loaded, twin)
+    del optimizer
+
+
+def test_two_optimizers_over_one_model_leave_it_one_by_one() -> None:
+    model = make_model()
+    first, second = KFACSGD(model[:2], lr=0.1), KFACSGD(model, lr=0.1)
+    first.curvature.close()
+    assert b"kfac_optim" not in pickle.dumps(model)
+    second.curvature.close()
+    assert all("__getstate__" not in vars(module) for module in model.modules())
+
+
+class Stateful(nn.Linear):
+    """A module with a state of its own."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "saved": True}
+
+
+def test_a_module_that_gives_its_state_itself_still_does() -> None:
+    model = nn.Sequential(Stateful(4, 3))
+    optimizer = KFACSGD(model, lr=0.1)
+    assert b"kfac_optim" not in pickle.dumps(model)
+    assert copy.deepcopy(model)[0].saved
+    del optimizer
+
+
+def test_a_watched_module_is_freed_without_the_garbage_collector() -> None:
+    module = nn.Linear(2, 2)
+    leave_hooks_behind(module, object)
+    gone = weakref.ref(module)
+    gc.disable()
+    try:
+        del module
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_scripting_a_watched_model_says_what_to_do() -> None:
+    model, optimizer = trained_model()
+    x = torch.randn(5, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with pytest.raises(AttributeError, match=r"torch.jit.script\(copy.deepcopy\(model\)\).*curvature.close\(\)"):
+            torch.jit.script(model)
+        assert torch.equal(torch.jit.script(copy.deepcopy(model))(x), model(x))
+        optimizer.curvature.close()
+        assert torch.equal(torch.jit.script(model)(x), model(x))
+
+
+@pytest.mark.parametrize("watched", ["the traced one", "the original"])
+def test_a_traced_graph_module_is_trained_or_a_copy_is_traced(watched: str) -> None:
+    """``torch.fx`` keeps the layers themselves: build the optimizer over its module, or trace a copy."""
+    model, twin = make_model(), make_model()
+    traced = torch.fx.symbolic_trace(model)
+    trained = traced if watched == "the traced one" else model
+    first, second = (KFACSGD(m, lr=0.1, factor_update_steps=1, inv_update_steps=1) for m in (trained, twin))
+    train(trained, first, range(3))
+    train(twin, second, range(3))
+    assert_identical(trained, twin)
+    before, x = values(model), torch.randn(5, 4)
+    untouched = torch.fx.symbolic_trace(copy.deepcopy(model))
+    untouched(x).sum().backward()
+    assert first.curvature._capture.statistics.terms == []
+    assert all(torch.equal(p, q) for p, q in zip(values(model), before, strict=True))
 
 
 def test_an_engine_that_failed_to_build_leaves_no_hooks() -> None:

@@ -1,0 +1,76 @@
+"""Copies and pickles of a watched model, in which the hooks stay behind.
+
+``copy``, ``pickle`` and ``torch.save`` ask a module for its state by ``__getstate__``. A module that is watched has one
+of its own, which leaves the hooks of this package out. So a saved model can be loaded where this package is not
+installed, or with ``weights_only=True``, and a copy is an ordinary model, which another optimizer may watch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["StateWithoutHooks", "leave_hooks_behind"]
+
+_HOOKS = {
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+}
+
+
+class StateWithoutHooks:
+    """Stands in for a module's ``__getstate__``; several captures of one module share it.
+
+    Args:
+        module: The module, held weakly.
+        kind: The type of the hooks that are left out.
+    """
+
+    def __init__(self, module: nn.Module, kind: type) -> None:
+        self._module, self._kind, self._users = weakref.ref(module), kind, 0
+
+    def __call__(self) -> Any:
+        """The module's state as its class gives it, in new dictionaries without the hooks."""
+        module = self._module()
+        assert module is not None
+        own = getattr(type(module), "__getstate__", None)  # before Python 3.11 object has none
+        state = vars(module) if own is None else own(module)
+        if isinstance(state, tuple):  # of a class with slots
+            return self._without_hooks(state[0]), *state[1:]
+        return self._without_hooks(state) if isinstance(state, dict) else state
+
+    def _without_hooks(self, state: dict[str, Any]) -> dict[str, Any]:
+        state = {name: value for name, value in state.items() if value is not self}
+        for name, marks in _HOOKS.items():
+            ours = {number for number, hook in state.get(name, {}).items() if isinstance(hook, self._kind)}
+            for changed in (name, *marks):
+                if ours and changed in state:
+                    entries = state[changed]
+                    state[changed] = type(entries)((n, entry) for n, entry in entries.items() if n not in ours)
+        return state
+
+    def share(self) -> StateWithoutHooks:
+        """Counts one more user."""
+        self._users += 1
+        return self
+
+    def remove(self) -> None:
+        """One user less; with the last one the module's state is that of its class again."""
+        self._users -= 1
+        module = self._module()
+        if self._users == 0 and module is not None and vars(module).get("__getstate__") is self:
+            del vars(module)["__getstate__"]
+
+
+def leave_hooks_behind(module: nn.Module, kind: type) -> StateWithoutHooks | None:
+    """Keeps hooks of a type out of copies and pickles of a module; the result's ``remove()`` ends it.
+
+    Modules that say how they are copied, or whose attributes are not Python's, are left alone.
+    """
+    if hasattr(type(module), "__deepcopy__") or isinstance(module, torch.jit.ScriptModule):
+        return None
+    present = vars(module).setdefault("__getstate__", StateWithoutHooks(module, kind))
+    return present.share() if isinstance(present, StateWithoutHooks) else None
