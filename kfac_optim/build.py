@@ -54,7 +54,7 @@ class BuiltEngine(ViewedEngine):
         self._averaging = Averaging(
             self.factor_dtype, summed=self.loss_average is None, sampled=self._sampled_fisher is not None
         )
-        self._refresher = Refresher(self.solver, self.inv_dtype, self._stages)  # type: ignore[arg-type]
+        self._refresher = Refresher(self.solver, self.inv_dtype, self._stages)
         self._blocks: list[Block] = []
         self._find_layers()
         self._restore()
@@ -65,10 +65,10 @@ class BuiltEngine(ViewedEngine):
         self._roots = [self.model] if self.model is not None else owners_of(self._trained)
         refuse_flattened(self._roots)
         layer_options = LayerOptions(
-            weight_sharing=self.weight_sharing,  # type: ignore[arg-type]
+            weight_sharing=self.weight_sharing,
             batch_dim=self.batch_dim,
             max_factor_dim=self.max_factor_dim,
-            skip_layers=tuple(self.skip_layers),
+            skip_layers=self.skip_layers,
             trainable=self._trained,
         )
         self._blocks, self.uncovered = find_blocks(self._trained, self._roots, layer_options, self._blocks)
@@ -76,7 +76,7 @@ class BuiltEngine(ViewedEngine):
 
     def _assign(self) -> None:
         """Decides who decomposes and who preconditions what."""
-        self.work = assign(self.assignment, self._blocks, self.comm, self.solver, self.inv_dtype)  # type: ignore[arg-type]
+        self.work = assign(self.assignment, self._blocks, self.comm, self.solver, self.inv_dtype)
         self.comm.check_groups(self.work.groups(self.comm.world_size))
         if self._blocks:
             self.comm.use_device(self._blocks[0].layer.weight.device)
@@ -85,12 +85,12 @@ class BuiltEngine(ViewedEngine):
     def _restore(self) -> None:
         """Builds what a copy or a pickle leaves behind, and puts the hooks on."""
         self._owner = None
-        self._preconditioner = Preconditioner(self.solver, self.inv_dtype, self._stages)  # type: ignore[arg-type]
+        self._preconditioner = Preconditioner(self.solver, self.inv_dtype, self._stages)
         fisher = self._sampled_fisher
         self._capture = Capture(
             self.layers,
             self._roots,
-            loss_terms=LossTerms(self.loss_average, self.batch_dim, getattr(fisher, "dim", -1)),  # type: ignore[arg-type]
+            loss_terms=LossTerms(self.loss_average, self.batch_dim, getattr(fisher, "dim", -1)),
             fisher=fisher,
             packers=[tuple(spec.pack for spec in block.specs) for block in self._blocks],
             dtype=torch.promote_types(self.factor_dtype, torch.float32),

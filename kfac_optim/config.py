@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,111 +18,16 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from .capture import Bernoulli, Categorical, Fisher, Gaussian
+from . import checks
+from .capture import Bernoulli, Categorical, Fisher, Gaussian, LossAverage
 from .damping import Damping, OfLargest, OfMean, check_damping
 from .distributed import KAISA, AssignmentStrategy, Communicator, FactorWise, LayerWise
+from .layers import Sharing
 from .scaling import Graft, KLClip, Scaling, Unit
 from .schedules import Schedule, growing, value_at
 from .solvers import EigenSolver, InverseSolver, Solver
 
 __all__ = ["Config", "describe", "loaded_options", "options", "refuse_unknown", "saved_options", "signature"]
-
-# A check takes the value that was given and returns the value to use; it raises TypeError or ValueError naming the
-# argument, the value and what is allowed.
-Check = Callable[[Any], Any]
-
-
-# Checks --------------------------------------------------------------------------------------------------------------
-
-
-def _number(name: str, kind: type, allowed: str, test: Callable[[Any], bool]) -> Check:
-    """A check for a number of ``kind``, or a function of the step."""
-
-    def check(value: Any) -> Any:
-        if callable(value):
-            return value
-        if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
-            expected = f"{'an int' if kind is int else 'a number'} or a callable(step)"
-            raise TypeError(f"{name}={value!r}: must be {expected}, {allowed}, not {type(value).__name__}")
-        if not test(value):
-            raise ValueError(f"{name}={value!r}: must be {allowed}, or a callable(step)")
-        return value
-
-    return check
-
-
-def _count(name: str, *, or_callable: bool = False, least: int = 1) -> Check:
-    """A check for an int >= ``least``, None, or perhaps a function of the step."""
-    allowed = f"an int >= {least}, a callable or None" if or_callable else f"an int >= {least} or None"
-
-    def check(value: Any) -> Any:
-        if value is None or (or_callable and callable(value)):
-            return value
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}={value!r}: must be {allowed}, not {type(value).__name__}")
-        if value < least:
-            raise ValueError(f"{name}={value!r}: must be {allowed}")
-        return value
-
-    return check
-
-
-def _instance(name: str, names: Mapping[Any, Any], method: str) -> Check:
-    """A check for a short name of an instance, or an object that has the protocol's method."""
-
-    def check(value: Any) -> Any:
-        if value is None or isinstance(value, str):
-            if value in names:
-                return names[value]
-            listed = ", ".join(map(repr, names))
-            raise ValueError(f"{name}={value!r}: must be one of {listed}, or an object with a {method}() method")
-        if isinstance(value, type) or not hasattr(value, method):
-            raise TypeError(f"{name}={value!r}: an object given here needs a {method}() method")
-        return value
-
-    return check
-
-
-def _one_of(name: str, choices: Sequence[Any], *, or_callable: bool = False) -> Check:
-    def check(value: Any) -> Any:
-        if (or_callable and callable(value)) or value in choices:
-            return value
-        listed = ", ".join(map(repr, choices)) + " or a callable" * or_callable
-        raise ValueError(f"{name}={value!r}: must be one of {listed}")
-
-    return check
-
-
-def _loss_average(value: Any) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value
-    if value in ("batch", "batch+sequence", "elements", None) or callable(value):
-        return value
-    raise ValueError(
-        f"loss_average={value!r}: must be one of 'batch', 'batch+sequence', 'elements', None, the number of loss terms "
-        "(an int >= 1), or a callable(inputs, output) that returns it"
-    )
-
-
-def _patterns(value: Any) -> tuple[str, ...]:
-    listed = isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(item, str) for item in value)
-    if not listed:
-        raise TypeError(f"skip_layers={value!r}: must be a sequence of regular expressions (str)")
-    for pattern in value:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"skip_layers={value!r}: {pattern!r} is not a regular expression: {error}") from None
-    return tuple(value)
-
-
-def _optional(name: str, kind: type, called: str) -> Check:
-    def check(value: Any) -> Any:
-        if value is not None and not isinstance(value, kind):
-            raise TypeError(f"{name}={value!r}: must be {called} or None")
-        return value
-
-    return check
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -136,8 +40,10 @@ _ASSIGNMENTS = {"layer-wise": LayerWise(), "factor-wise": FactorWise(), "kaisa":
 # Options -------------------------------------------------------------------------------------------------------------
 
 
-def _option(default: Any, check: Check, doc: str, *, fixed: bool = False) -> Any:
-    return dataclasses.field(default=default, metadata={"check": check, "doc": " ".join(doc.split()), "fixed": fixed})
+def _option(default: Any, check: checks.Check, doc: str, *, fixed: bool = False, accepts: str = "") -> Any:
+    """Declares an option; ``accepts``: what may be given, where the check turns it into what the attribute is."""
+    metadata = {"check": check, "doc": " ".join(doc.split()), "fixed": fixed, "accepts": accepts}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -158,65 +64,67 @@ class Config:
     )
     factor_decay: Schedule[float] = _option(
         0.95,
-        _number("factor_decay", float, "in [0, 1)", lambda x: 0 <= x < 1),
+        checks.number("factor_decay", float, "in [0, 1)", lambda x: 0 <= x < 1),
         """xi of eqs. 14-15, the weight of the past in the running averages, in [0, 1); a number or a function of the
         step.""",
     )
     factor_update_steps: Schedule[int] | None = _option(
         None,
-        _count("factor_update_steps", or_callable=True),
+        checks.count("factor_update_steps", or_callable=True),
         """Steps between statistics updates, >= 1; an int or a function of the step. None: 10, or a fifth of the
         interval where ``inv_update_steps`` is :class:`~kfac_optim.growing`.""",
     )
     factor_batch_fraction: Schedule[float] = _option(
         1.0,
-        _number("factor_batch_fraction", float, "in (0, 1]", lambda x: 0 < x <= 1),
+        checks.number("factor_batch_fraction", float, "in (0, 1]", lambda x: 0 < x <= 1),
         """The share of a batch's examples that statistics are collected from, evenly spread over the batch, in (0, 1];
         a number or a function of the step. 1: all, as in eqs. 14-15. Fewer are as unbiased and noisier, and cost less;
         norm layers always see all.""",
     )
     inv_update_steps: Schedule[int] = _option(
         100,
-        _number("inv_update_steps", int, ">= 1", lambda x: x >= 1),
+        checks.number("inv_update_steps", int, ">= 1", lambda x: x >= 1),
         """Steps between decompositions ("kfac-update-freq" of the paper), >= 1; an int or a function of the step, such
         as :class:`~kfac_optim.growing`.""",
     )
-    scaling: Scaling | str | None = _option(
+    scaling: Scaling | None = _option(
         "kl_clip",
-        _instance("scaling", _SCALINGS, "multipliers"),
+        checks.instance("scaling", _SCALINGS, "multipliers"),
         """"kl_clip" (eq. 16 with kappa = 1e-3; ``KLClip(kappa)`` for another), "unit", "graft", None, or an object with
         ``multipliers(directions, step)``.""",
+        accepts="Scaling | str | None",
     )
     spread: Schedule[int] | None = _option(
         None,
-        _count("spread", or_callable=True, least=0),
+        checks.count("spread", or_callable=True, least=0),
         """Steps over which a refresh is worked off, >= 0; an int or a function of the step. 0: at once. None: a tenth
         of the interval of ``inv_update_steps``, at once where that is less than 10. The first refresh is always at
         once.""",
     )
     grad_scaler: torch.amp.GradScaler | None = _option(
         None,
-        _optional("grad_scaler", torch.amp.GradScaler, "a torch.amp.GradScaler"),
+        checks.optional("grad_scaler", torch.amp.GradScaler, "a torch.amp.GradScaler"),
         """The ``torch.amp.GradScaler`` of fp16 autocast training; may be set later.""",
     )
-    solver: Solver | str = _option(
+    solver: Solver = _option(
         "eigen",
-        _instance("solver", _SOLVERS, "precondition"),
+        checks.instance("solver", _SOLVERS, "precondition"),
         """"eigen" (eqs. 11-13), "inverse" (eqs. 8-10), or an object with the methods of
         :class:`~kfac_optim.Solver`.""",
         fixed=True,
+        accepts="Solver | str",
     )
     fisher: Fisher | str = _option(
         "empirical",
-        _instance("fisher", _FISHERS, "sample_gradient"),
+        checks.instance("fisher", _FISHERS, "sample_gradient"),
         """"empirical" (the gradients of the training loss itself), or, with targets sampled from the model's own output
         distribution at the price of one more backward pass on statistics steps, "categorical", "bernoulli", "gaussian"
         or a :class:`~kfac_optim.Fisher`.""",
         fixed=True,
     )
-    loss_average: str | int | Callable[[Any, Any], int] | None = _option(
+    loss_average: LossAverage | int | Callable[[Any, Any], int] | None = _option(
         "batch",
-        _loss_average,
+        checks.loss_average,
         """Over what the loss takes its mean: "batch", "batch+sequence" (token-mean language models), "elements"
         (MSELoss), None (a sum). Where none of these can tell (ignored targets, masked tokens): the number of averaged
         loss terms itself, an int >= 1 or callable(inputs, output) -> int, with ``inputs`` the tuple of the model's
@@ -225,46 +133,48 @@ class Config:
     )
     batch_dim: int = _option(
         0,
-        _one_of("batch_dim", (0, 1)),
+        checks.one_of("batch_dim", (0, 1)),
         """Dimension of the examples in the model's output and in the layers' inputs: 0, or 1 for sequence-first
         models.""",
         fixed=True,
     )
-    weight_sharing: str | Callable[[str, nn.Module], str] = _option(
+    weight_sharing: Sharing | Callable[[str, nn.Module], Sharing] = _option(
         "expand",
-        _one_of("weight_sharing", ("expand", "reduce"), or_callable=True),
+        checks.one_of("weight_sharing", ("expand", "reduce"), or_callable=True),
         """"expand" or "reduce" over shared positions (Eschenhagen et al. 2023), or callable(name, module) that returns
         one of them.""",
         fixed=True,
     )
-    skip_layers: Sequence[str] = _option(
+    skip_layers: tuple[str, ...] = _option(
         (),
-        _patterns,
+        checks.patterns,
         """Regular expressions; layers whose name contains a match train by the base rule.""",
         fixed=True,
+        accepts="Sequence[str]",
     )
     max_factor_dim: int | None = _option(
-        8192, _count("max_factor_dim"), """Larger factors are kept diagonal; None for no limit.""", fixed=True
+        8192, checks.count("max_factor_dim"), """Larger factors are kept diagonal; None for no limit.""", fixed=True
     )
-    assignment: AssignmentStrategy | str = _option(
+    assignment: AssignmentStrategy = _option(
         "factor-wise",
-        _instance("assignment", _ASSIGNMENTS, "assign"),
+        checks.instance("assignment", _ASSIGNMENTS, "assign"),
         """Who decomposes and preconditions what: "layer-wise", "factor-wise", "kaisa", or an object with
         ``assign(costs, world_size)``.""",
         fixed=True,
+        accepts="AssignmentStrategy | str",
     )
     communicator: Communicator | None = _option(
         None,
-        _optional("communicator", Communicator, "a kfac_optim.Communicator"),
+        checks.optional("communicator", Communicator, "a kfac_optim.Communicator"),
         """The processes that train together: ``TorchCommunicator(process_group)``, ``HorovodCommunicator()`` or one of
         your own. None: torch.distributed's default group if it is initialised, else one process.""",
         fixed=True,
     )
     factor_dtype: torch.dtype = _option(
-        torch.float32, _one_of("factor_dtype", _DTYPES), """Storage of the factors.""", fixed=True
+        torch.float32, checks.one_of("factor_dtype", _DTYPES), """Storage of the factors.""", fixed=True
     )
     inv_dtype: torch.dtype = _option(
-        torch.float32, _one_of("inv_dtype", _DTYPES), """Storage of the decompositions.""", fixed=True
+        torch.float32, checks.one_of("inv_dtype", _DTYPES), """Storage of the decompositions.""", fixed=True
     )
 
     # True from the end of the engine's construction on: fixed options refuse to change then, and a public name that
@@ -324,7 +234,7 @@ def options() -> dict[str, inspect.Parameter]:
     """The options as keyword-only parameters, for signatures."""
     kind = inspect.Parameter.KEYWORD_ONLY
     return {
-        name: inspect.Parameter(name, kind, default=field.default, annotation=field.type)
+        name: inspect.Parameter(name, kind, default=field.default, annotation=field.metadata["accepts"] or field.type)
         for name, field in _FIELDS.items()
     }
 

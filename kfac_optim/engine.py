@@ -66,6 +66,8 @@ class CurvatureEngine(BuiltEngine):
         ValueError: If a value is out of range, or no module owns the parameters.
     """
 
+    __signature__ = signature(BuiltEngine.__init__)
+
     def update(self, gradients: Sequence[Tensor], lrs: Iterable[Lr] = (1.0,)) -> bool:
         """The first half of a step: takes up what was captured and refreshes the decompositions if that is due.
 
@@ -133,7 +135,7 @@ class CurvatureEngine(BuiltEngine):
             lr,
             self.comm,
             damping=as_damping(self.damping),
-            scaling=self.scaling,  # type: ignore[arg-type]
+            scaling=self.scaling,
             step=self.step_count,
         )
 
@@ -239,9 +241,6 @@ class CurvatureEngine(BuiltEngine):
             self.last_statistics = None
             self._refresher.restart()
         self._training = training
-
-
-CurvatureEngine.__signature__ = signature(BuiltEngine.__init__)  # type: ignore[attr-defined]
 
 
 # Functions beside the engine -----------------------------------------------------------------------------------------

@@ -90,6 +90,10 @@ class Refresh:
         jobs = [job for job, step in self.steps.items() if step <= elapsed and job not in self.done]
         return sorted(jobs, key=lambda job: -job[0].specs[job[1]].cost)
 
+    def collect(self, jobs: Sequence[Job], results: Sequence[Result]) -> None:
+        """Takes the decompositions that were made."""
+        self.done.update(zip(jobs, results, strict=True))
+
     def gamma(self, block: Block) -> Tensor:
         """The damping of a block's pairs, ``[p]``."""
         return self.gammas[block] if block in self.gammas else block.factors(self.source).gamma
@@ -208,10 +212,10 @@ class Refresher:
             factors, shifts = zip(*(self._input_of(job, refresh) for job in jobs), strict=True)
             with full_precision(factors[0].device.type):
                 found = _decompose(self.solver, self.inv_dtype, factors, shifts)
-            refresh.done |= dict(zip(jobs, found, strict=True))
+            refresh.collect(jobs, found)
         for job in jobs_due:
             if job in refresh.running:
-                refresh.done[job] = refresh.running.pop(job)()
+                refresh.collect([job], [refresh.running.pop(job)()])
 
     def _input_of(self, job: Job, refresh: Refresh) -> tuple[Tensor, Tensor]:
         """The factor of a job, and what the solver adds to its diagonal, ``[p]``."""

@@ -167,7 +167,7 @@ class StatefulEngine(Config):
         return {**state, "comm": LocalCommunicator(self.comm.rank, self.comm.world_size), "communicator": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, grad_scaler=None)
+        self.__dict__.update(state, grad_scaler=None, _prepared_for=None)
         self._restore()
         comm = make_communicator()
         if comm.world_size > 1 and self._communicator_given:

@@ -45,9 +45,8 @@ class ViewedEngine(StatefulEngine):
 
     def _memory_of(self, block: Block, rank: int) -> dict[str, int]:
         """Bytes of a layer on a rank by kind."""
-        solver: Any = self.solver
         ranks = LocalCommunicator(rank, self.comm.world_size)
-        return memory_of(block, ranks, solver, self.factor_dtype, self.inv_dtype, spreads=self.may_spread)
+        return memory_of(block, ranks, self.solver, self.factor_dtype, self.inv_dtype, spreads=self.may_spread)
 
     def report(self, *, eigenvalues: bool = False) -> dict[str, Any]:
         """Numbers for logging, plain floats and ints; :func:`~kfac_optim.diagnostics.flatten` puts them in one level.

@@ -62,7 +62,7 @@ class LayerAssignment:
         columns of its grid.
 
         Returns:
-            A broadcast for every gradient worker: its source (the worker) and its members (the source among them).
+            A broadcast for every gradient worker, as its source (the worker) and its members (the source among them).
         """
         workers = sorted(self.gradient_workers)
         receivers = sorted(set(range(world_size)).difference(workers))

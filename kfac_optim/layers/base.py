@@ -66,7 +66,7 @@ class Observation:
 
     Attributes:
         a: The sum of ``a a^T`` over the rows of the call, ``[p, d_in, d_in]`` (``[p, d_in]`` where A is diagonal). For
-            layers with :attr:`~KroneckerLayer.by_example` the sum of a over the positions of each example,
+            layers with ``KroneckerLayer.by_example`` the sum of a over the positions of each example,
             ``[n, p, d_in]``.
         count: The number of rows in the sum. For layers with ``by_example`` the number of positions of each example, a
             tensor ``[p]``.
@@ -168,7 +168,7 @@ class KroneckerLayer(ABC):
 
     @abstractmethod
     def structure(self, module: nn.Module) -> tuple[int, int, int]:
-        """The values of :attr:`pairs`, :attr:`d_out` and :attr:`d_in` for the module.
+        """The values of ``pairs``, ``d_out`` and ``d_in`` for the module.
 
         Raises:
             Declined: If the module cannot be treated exactly.
@@ -181,7 +181,7 @@ class KroneckerLayer(ABC):
         Args:
             module: The module that was called.
             g: The gradient of its output, of the output's shape.
-            context: That of the call's :class:`Observation`.
+            context: That of the call's ``Observation``.
         """
 
     # The next three are not abstract, because a type may define their callers instead, as norm layers do.
@@ -249,13 +249,13 @@ class KroneckerLayer(ABC):
     def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
         """The sum of ``g g^T`` over the rows of one call, ``[p, d_out, d_out]`` (``[p, d_out]`` where G is diagonal).
 
-        For layers with :attr:`by_example` the sum of g over the positions of each example, ``[n, p, d_out]``.
+        For layers with ``by_example`` the sum of g over the positions of each example, ``[n, p, d_out]``.
         """
         rows = self.output_rows(module, g, observation.context)
         return rows.sum(1) if self.by_example else second_moment(rows, diagonal=self.diagonal[1])
 
     def pool(self, calls: Sequence[tuple[Observation, Tensor]]) -> tuple[Tensor, int, Tensor]:
-        """Puts the calls of a backward pass on the same examples together, for layers with :attr:`by_example`.
+        """Puts the calls of a backward pass on the same examples together, for layers with ``by_example``.
 
         Args:
             calls: For each call its observation and its :meth:`output_moment`.

@@ -97,7 +97,7 @@ class _ChannelsFirstNorm(_NormLayer):
         Args:
             module: The norm module.
             x: Its input.
-            training: As for :meth:`sums`.
+            training: As for ``sums``.
         """
 
     def sums(self, module: Any, x: Tensor, g: Tensor, training: Any) -> tuple[Tensor, Tensor]:

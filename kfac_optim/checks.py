@@ -1,0 +1,105 @@
+"""Checks of the options' values.
+
+Each function makes a check: a function that takes the value that was given and returns the value to use. A check raises
+TypeError or ValueError that names the argument, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["Check", "count", "instance", "loss_average", "number", "one_of", "optional", "patterns"]
+
+Check = Callable[[Any], Any]
+
+
+def number(name: str, kind: type, allowed: str, test: Callable[[Any], bool]) -> Check:
+    """A check for a number of ``kind``, or a function of the step."""
+
+    def check(value: Any) -> Any:
+        if callable(value):
+            return value
+        if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
+            expected = f"{'an int' if kind is int else 'a number'} or a callable(step)"
+            raise TypeError(f"{name}={value!r}: must be {expected}, {allowed}, not {type(value).__name__}")
+        if not test(value):
+            raise ValueError(f"{name}={value!r}: must be {allowed}, or a callable(step)")
+        return value
+
+    return check
+
+
+def count(name: str, *, or_callable: bool = False, least: int = 1) -> Check:
+    """A check for an int >= ``least``, None, or perhaps a function of the step."""
+    allowed = f"an int >= {least}, a callable or None" if or_callable else f"an int >= {least} or None"
+
+    def check(value: Any) -> Any:
+        if value is None or (or_callable and callable(value)):
+            return value
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}={value!r}: must be {allowed}, not {type(value).__name__}")
+        if value < least:
+            raise ValueError(f"{name}={value!r}: must be {allowed}")
+        return value
+
+    return check
+
+
+def instance(name: str, names: Mapping[Any, Any], method: str) -> Check:
+    """A check for a short name of an instance, or an object that has the protocol's method."""
+
+    def check(value: Any) -> Any:
+        if value is None or isinstance(value, str):
+            if value in names:
+                return names[value]
+            listed = ", ".join(map(repr, names))
+            raise ValueError(f"{name}={value!r}: must be one of {listed}, or an object with a {method}() method")
+        if isinstance(value, type) or not hasattr(value, method):
+            raise TypeError(f"{name}={value!r}: an object given here needs a {method}() method")
+        return value
+
+    return check
+
+
+def one_of(name: str, choices: Sequence[Any], *, or_callable: bool = False) -> Check:
+    def check(value: Any) -> Any:
+        if (or_callable and callable(value)) or value in choices:
+            return value
+        listed = ", ".join(map(repr, choices)) + " or a callable" * or_callable
+        raise ValueError(f"{name}={value!r}: must be one of {listed}")
+
+    return check
+
+
+def loss_average(value: Any) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    if value in ("batch", "batch+sequence", "elements", None) or callable(value):
+        return value
+    raise ValueError(
+        f"loss_average={value!r}: must be one of 'batch', 'batch+sequence', 'elements', None, the number of loss terms "
+        "(an int >= 1), or a callable(inputs, output) that returns it"
+    )
+
+
+def patterns(value: Any) -> tuple[str, ...]:
+    listed = isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(item, str) for item in value)
+    if not listed:
+        raise TypeError(f"skip_layers={value!r}: must be a sequence of regular expressions (str)")
+    for pattern in value:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"skip_layers={value!r}: {pattern!r} is not a regular expression: {error}") from None
+    return tuple(value)
+
+
+def optional(name: str, kind: type, called: str) -> Check:
+    def check(value: Any) -> Any:
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name}={value!r}: must be {called} or None")
+        return value
+
+    return check
