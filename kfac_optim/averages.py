@@ -86,12 +86,12 @@ class Averaging:
                 self._sums.add(blocks[index], (sums.a, sums.g.mul_(scale)), (rows, m))
 
     def load(self, counters: Mapping[str, Any]) -> None:
-        """Goes on from saved counters."""
+        """Restores saved counters."""
         self.clear()
         self.skipped_batches = int(counters.get("skipped_batches", 0))
 
     def pool(self, blocks: Sequence[Block], comm: Communicator, stages: StageTimes) -> None:
-        """Adds up what the ranks have seen since the last time, into the running averages of all (a collective).
+        """Adds what all ranks have seen since the last pooling to the running averages (a collective).
 
         Args:
             blocks: All blocks; their averages are updated in place.
@@ -105,7 +105,7 @@ class Averaging:
             skips = torch.tensor(float(self._skips), dtype=torch.float64)
             weights, skips = comm.sum([local.weights(blocks), skips], "counts")
             self._skips = 0
-            decays, totals = local.pool(blocks, weights)
+            decays, totals = local.merge_runs(blocks, weights)
             updates, sums = [], []
             for block, decay, counts in zip(blocks, decays, totals, strict=True):
                 if counts[0]:  # some rank has used the layer; one that has not adds zeros
@@ -138,10 +138,10 @@ def terms_of_rank(terms: int, comm: Communicator, *, summed: bool, sampled: bool
         What to multiply the rank's own ``sum g g^T`` by, and the rank's part of M.
     """
     ranks = comm.world_size
-    share = 1 / ranks if comm.average_gradients else 1.0
+    rank_weight = 1 / ranks if comm.average_gradients else 1.0
     if summed:
-        return share**2, 1 / ranks
-    return (share * ranks) ** 2 * (1 if sampled else terms**2), terms
+        return rank_weight**2, 1 / ranks
+    return (rank_weight * ranks) ** 2 * (1 if sampled else terms**2), terms
 
 
 def fold_(average: dict[str, Tensor], moment: Tensor, count: float, decay: float) -> None:
@@ -198,10 +198,13 @@ class LocalSums:
         self._weights.append({})
 
     def add(self, layer: Hashable, sums: Sequence[Tensor], weights: tuple[float, float]) -> None:
-        """Adds this rank's packed sums of A and G in the current update, and their weights; keeps the tensors."""
+        """Adds this rank's packed sums of A and G in the current update, and their weights.
+
+        Takes ownership of the tensors and later changes them in place.
+        """
         update, runs = len(self.decays) - 1, self._runs.setdefault(layer, [])
         self._weights[update][layer] = weights
-        if runs and runs[-1][0] == update - 1:
+        if runs and runs[-1][0] == update - 1:  # extends the run only if the layer was also used in the previous update
             for total, new in zip(runs[-1][1], sums, strict=True):
                 total.mul_(self.decays[update]).add_(new)
             runs[-1] = (update, runs[-1][1])
@@ -214,8 +217,8 @@ class LocalSums:
         rows = [[update.get(layer, (0.0, terms)) for layer in layers] for update, terms in updates]
         return torch.tensor(rows, dtype=torch.float64).view(len(self.decays), len(layers), 2)
 
-    def pool(self, layers: Sequence[Hashable], weights: Tensor) -> tuple[list[float], list[list[float]]]:
-        """Puts the runs of every layer together into one.
+    def merge_runs(self, layers: Sequence[Hashable], weights: Tensor) -> tuple[list[float], list[list[float]]]:
+        """Merges the runs of every layer into one.
 
         Args:
             layers: As given to :meth:`weights`.
@@ -242,6 +245,6 @@ class LocalSums:
         return since[0].tolist(), (weights * after[:, :, None]).sum(0).tolist()
 
     def sums(self, layer: Hashable) -> list[Tensor] | None:
-        """This rank's packed sums of A and G, after :meth:`pool`; None if it did not use the layer."""
+        """This rank's packed sums of A and G, after :meth:`merge_runs`; None if it did not use the layer."""
         runs = self._runs.get(layer)
         return runs[0][1] if runs else None

@@ -24,7 +24,7 @@ Source = Literal["current", "pending", "in_use"]
 
 
 class Factors:
-    """A and G of one layer at one moment, over the tensors that the optimizer's state holds.
+    """A and G of one layer at one point in time, over the tensors that the optimizer's state holds.
 
     Args:
         layer: The layer.
@@ -70,7 +70,7 @@ class Factors:
 
 @dataclass
 class Snapshots:
-    """The factors of a layer at the three moments that matter.
+    """The factors of a layer at the three stages of their way into use.
 
     Attributes:
         current: The running averages.
@@ -131,17 +131,17 @@ class Block:
                 self.state[source] = tensors
 
     def factors(self, source: Source) -> Factors:
-        """Its factors at one of the three moments."""
+        """Its factors at one of the three stages."""
         return Factors(self.layer, self.specs, self.state[source])
 
     @property
     def snapshots(self) -> Snapshots:
-        """Its factors at all three."""
+        """Its factors at all three stages."""
         pending = self.factors("pending") if "pending" in self.state else None
         return Snapshots(self.factors("current"), self.factors("in_use"), pending)
 
     def adopt(self, state: dict[str, Any]) -> None:
-        """Goes on with a state that somebody moved or replaced."""
+        """Replaces the state."""
         self.state = state
 
     # Decompositions -------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Block:
         self.decomposed = decomposed
 
     def drop(self) -> None:
-        """Has no decompositions any more."""
+        """Discards the decompositions."""
         self.decomposed = self.cosine = self._unit = self._spectra = None
         self.has_direction = False
         self.version += 1
@@ -181,7 +181,7 @@ class Block:
     # Workers --------------------------------------------------------------------------------------------------------
 
     def assign(self, workers: LayerAssignment, route: tuple[int, tuple[int, ...]] | None) -> None:
-        """Takes the ranks that work on it."""
+        """Sets the ranks that work on this block."""
         self.workers, self.route = workers, route
 
 

@@ -32,7 +32,7 @@ def number(name: str, kind: type, allowed: str, test: Callable[[Any], bool]) -> 
 
 
 def count(name: str, *, or_callable: bool = False, least: int = 1) -> Check:
-    """A check for an int >= ``least``, None, or perhaps a function of the step."""
+    """A check for an int >= ``least``, None and, if ``or_callable``, a function of the step."""
     allowed = f"an int >= {least}, a callable or None" if or_callable else f"an int >= {least} or None"
 
     def check(value: Any) -> Any:

@@ -20,7 +20,7 @@ from torch import nn
 
 from . import checks
 from .capture import Bernoulli, Categorical, Fisher, Gaussian, LossAverage
-from .damping import Damping, OfLargest, OfMean, check_damping
+from .damping import Damping, OfLargest, OfMean, damping_check
 from .distributed import KAISA, AssignmentStrategy, Communicator, FactorWise, LayerWise
 from .layers import Sharing
 from .scaling import Graft, KLClip, Scaling, Unit
@@ -41,7 +41,7 @@ _ASSIGNMENTS = {"layer-wise": LayerWise(), "factor-wise": FactorWise(), "kaisa":
 
 
 def _option(default: Any, check: checks.Check, doc: str, *, fixed: bool = False, accepts: str = "") -> Any:
-    """Declares an option; ``accepts``: what may be given, where the check turns it into what the attribute is."""
+    """Declares an option; ``accepts``: the type users may pass, if the check converts it."""
     metadata = {"check": check, "doc": " ".join(doc.split()), "fixed": fixed, "accepts": accepts}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -58,7 +58,7 @@ class Config:
 
     damping: Schedule[float] | Damping = _option(
         0.03,
-        check_damping("damping"),
+        damping_check("damping"),
         """gamma of eqs. 9-13, > 0: a number or a function of the step, or an object that says what it is relative to,
         :class:`~kfac_optim.OfMean` or :class:`~kfac_optim.OfLargest`.""",
     )
@@ -78,8 +78,8 @@ class Config:
         1.0,
         checks.number("factor_batch_fraction", float, "in (0, 1]", lambda x: 0 < x <= 1),
         """The share of a batch's examples that statistics are collected from, evenly spread over the batch, in (0, 1];
-        a number or a function of the step. 1: all, as in eqs. 14-15. Fewer are as unbiased and noisier, and cost less;
-        norm layers always see all.""",
+        a number or a function of the step. 1: all, as in eqs. 14-15. A smaller share costs less; the estimate stays
+        unbiased but is noisier. Norm layers always see all.""",
     )
     inv_update_steps: Schedule[int] = _option(
         100,
@@ -97,9 +97,9 @@ class Config:
     spread: Schedule[int] | None = _option(
         None,
         checks.count("spread", or_callable=True, least=0),
-        """Steps over which a refresh is worked off, >= 0; an int or a function of the step. 0: at once. None: a tenth
-        of the interval of ``inv_update_steps``, at once where that is less than 10. The first refresh is always at
-        once.""",
+        """Number of steps over which the work of a refresh is spread, >= 0; an int or a function of the step. 0: at
+        once. None: a tenth of the interval of ``inv_update_steps``, at once where that is less than 10. The first
+        refresh is always at once.""",
     )
     grad_scaler: torch.amp.GradScaler | None = _option(
         None,
@@ -216,7 +216,7 @@ class Config:
         return max(1, growth(step) // 5) if isinstance(growth, growing) else 10
 
     def spread_at(self, step: int) -> int:
-        """Over how many steps a refresh that starts at ``step`` is worked off."""
+        """The number of steps over which the work of a refresh that starts at ``step`` is spread."""
         spread = self.at("spread", step)
         return int(self.at("inv_update_steps", step) // 10 if spread is None else spread)
 

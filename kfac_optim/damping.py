@@ -25,7 +25,7 @@ __all__ = [
     "OfMean",
     "Spectra",
     "as_damping",
-    "check_damping",
+    "damping_check",
     "split",
     "value_of",
 ]
@@ -44,7 +44,7 @@ class Spectra(Protocol):
 
 
 class Damping(Protocol):
-    """Anything with these two can be passed as ``damping=``, beside a number and a function of the step."""
+    """Anything with ``value`` and ``unit`` can be passed as ``damping=``, like a number or function of the step."""
 
     @property
     def value(self) -> Schedule[float]:
@@ -102,7 +102,7 @@ class OfLargest(_Relative):
     """gamma is a multiple of the largest eigenvalue of the layer's ``A (x) G``: ``damping=OfLargest(0.03)``.
 
     The largest eigenvalue of a factor with more than 64 rows comes from 32 Lanczos steps, which cost 32 products with a
-    vector at each refresh and miss it by less than the damping matters.
+    vector at each refresh; their error is too small to matter for damping.
 
     Args:
         value: The multiple, > 0: a number, or a function of the step.
@@ -123,14 +123,15 @@ def as_damping(given: Schedule[float] | Damping) -> Damping:
     return cast(Damping, given) if hasattr(given, "unit") else _Absolute(given)
 
 
-def check_damping(name: str) -> Callable[[object], object]:
+def damping_check(name: str) -> Callable[[object], object]:
     """A check of the option: returns a valid damping and raises TypeError or ValueError for any other."""
 
     def check(given: object) -> object:
-        if hasattr(given, "unit") and hasattr(given, "value"):
+        is_class = isinstance(given, type)
+        if not is_class and hasattr(given, "unit") and hasattr(given, "value"):
             return given
         number = isinstance(given, (int, float)) and not isinstance(given, bool)
-        if isinstance(given, type) or not (number or callable(given)):
+        if is_class or not (number or callable(given)):
             allowed = "a number > 0, a callable(step), OfMean(...) or OfLargest(...)"
             raise TypeError(f"{name}={given!r}: must be {allowed}, not {type(given).__name__}")
         if isinstance(given, (int, float)) and not 0 < given < math.inf:
@@ -148,7 +149,7 @@ def value_of(damping: Schedule[float] | Damping, step: int) -> float:
         ValueError: If it returns a number that is not positive and finite.
     """
     value = value_at(as_damping(damping).value, step)
-    check_damping("damping")(value)
+    damping_check("damping")(value)
     return value
 
 

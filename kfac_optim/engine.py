@@ -21,6 +21,8 @@ The class is built up in five files: its options (:mod:`~kfac_optim.config`), wh
 alone; whoever owns the gradients (an optimizer of this package, or the caller of
 :meth:`~kfac_optim.CurvatureEngine.precondition_`) applies them.
 
+``inv_`` in names of options follows the paper; it refers to decompositions by any solver.
+
 With several ranks everything that communicates happens in a step, in an order that all ranks share whatever layers they
 used: what is due depends on the step alone, what is sent on the assignment alone.
 """
@@ -92,14 +94,16 @@ class CurvatureEngine(BuiltEngine):
         statistics = self._capture.take()
         largest = largest_entry(gradients)
         flags = [largest, *statistics.flags]
-        norm, *values = torch.stack([flag.to(largest.device, torch.float32) for flag in flags]).tolist()  # the one sync
+        largest_gradient, *values = torch.stack(
+            [flag.to(largest.device, torch.float32) for flag in flags]
+        ).tolist()  # the one sync
         # What only this rank has seen must not decide anything here: the ranks have to go the same way.
         alone = self.comm.world_size == 1
-        trains = norm > 0 and any(float(lr) for lr in lrs)
-        self._is_noop = norm == 0 and not (alone and statistics.terms) and not any(float(lr) for lr in lrs)
+        trains = largest_gradient > 0 and any(float(lr) for lr in lrs)
+        self._is_noop = largest_gradient == 0 and not (alone and statistics.terms) and not any(float(lr) for lr in lrs)
         if self._is_noop:
             return True
-        if not math.isfinite(norm):
+        if not math.isfinite(largest_gradient):
             self.skipped_steps += 1
             return False
         with self._stages.stage("factor update"):
@@ -206,7 +210,7 @@ class CurvatureEngine(BuiltEngine):
         self._plan_statistics()
 
     def _pool(self) -> None:
-        """Adds up what the ranks saw since the last time, into the running averages of all of them (a collective)."""
+        """Adds what all ranks have seen since the last pooling to the running averages (a collective)."""
         self._averaging.pool(self._blocks, self.comm, self._stages)
 
     def _refresh(self, trains: bool) -> None:
@@ -239,7 +243,7 @@ class CurvatureEngine(BuiltEngine):
         training = {layer.weight for layer in self.layers if layer.weight.requires_grad}
         if self._training is not None and training - self._training:
             self.last_statistics = None
-            self._refresher.restart()
+            self._refresher.refresh_next_step()
         self._training = training
 
 

@@ -21,39 +21,49 @@ def pack(matrix: Tensor) -> Tensor:
     """Packs one triangle of symmetric matrices ``[..., n, n]`` into ``[..., n (n + 1) / 2]``.
 
     Rectangular full packed format (Gustavson et al. 2010, LAPACK Working Note 199): the triangle of the trailing half
-    is folded into the empty corner beside the leading half. Packing is then two block copies and needs no index.
+    is folded into the empty corner beside the leading half. Packing is then two block copies and needs no index. The
+    lower triangle of a 4 x 4 matrix becomes::
+
+        a00                      a22 a32
+        a10 a11                  a00 a33
+        a20 a21 a22        ->    a10 a11
+        a30 a31 a32 a33          a20 a21
+                                 a30 a31
     """
     n = matrix.shape[-1]
-    rows, cols, shift = _rectangle(n)
+    rows, cols, first_row = _rectangle(n)
     rectangle = matrix.new_zeros(*matrix.shape[:-2], rows, cols)
-    corner, trailing = rectangle[..., : n - cols, 1 - shift :], matrix[..., cols:, cols:]
+    corner, trailing = rectangle[..., : n - cols, 1 - first_row :], matrix[..., cols:, cols:]
     for row in range(0, n, _STRIP):
         strip = slice(row, row + _STRIP)
-        rectangle[..., row + shift : row + shift + _STRIP, :] = matrix[..., strip, :cols].tril(row)
+        rectangle[..., row + first_row : row + first_row + _STRIP, :] = matrix[..., strip, :cols].tril(row)
         corner[..., strip, :] += trailing[..., strip, :].triu(row)
     return rectangle.flatten(-2)
 
 
 def unpack(packed: Tensor, n: int) -> Tensor:
     """The inverse of :func:`pack`: gives the symmetric matrices ``[..., n, n]``."""
-    rows, cols, shift = _rectangle(n)
+    rows, cols, first_row = _rectangle(n)
     rectangle = packed.unflatten(-1, (rows, cols))
     matrix = packed.new_zeros(*packed.shape[:-1], n, n)
-    matrix[..., :, :cols] = rectangle[..., shift : shift + n, :].tril()
-    matrix[..., cols:, cols:] = rectangle[..., : n - cols, 1 - shift :].triu().mT
+    matrix[..., :, :cols] = rectangle[..., first_row : first_row + n, :].tril()
+    matrix[..., cols:, cols:] = rectangle[..., : n - cols, 1 - first_row :].triu().mT
     return matrix.add_(matrix.tril(-1).mT)
 
 
 def packed_diagonal(packed: Tensor, n: int) -> Tensor:
     """The diagonals ``[..., n]`` of packed matrices ``[..., n (n + 1) / 2]``, without unpacking them."""
-    rows, cols, shift = _rectangle(n)
+    rows, cols, first_row = _rectangle(n)
     rectangle = packed.unflatten(-1, (rows, cols))
-    leading, trailing = rectangle[..., shift:, :], rectangle[..., 1 - shift :]
+    leading, trailing = rectangle[..., first_row:, :], rectangle[..., 1 - first_row :]
     return torch.cat([part.diagonal(dim1=-2, dim2=-1) for part in (leading, trailing)], -1)
 
 
 def _rectangle(n: int) -> tuple[int, int, int]:
-    """The rows and columns of the rectangle that holds a packed triangle, and the row where its leading half starts."""
+    """The rows and columns of the rectangle that holds a packed triangle, and the row where its leading half starts.
+
+    That first row is 1 for even n, so that both triangles fit, and 0 for odd n.
+    """
     even = int(n % 2 == 0)
     return n + even, (n + 1) // 2, even
 
@@ -79,7 +89,7 @@ class FactorSpec:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """``(p, n, n)``, the shape of the unpacked factor, or ``(p, n)`` if diagonal."""
+        """``(p, n, n)``, the shape of the unpacked factor; ``(p, n)`` if diagonal."""
         return (self.pairs, self.dim) if self.diagonal else (self.pairs, self.dim, self.dim)
 
     @property

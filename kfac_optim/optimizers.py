@@ -125,7 +125,7 @@ class KFACMixin(_Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if notify_join_context(self):
-            share_gradients(self.curvature.comm, self._parameters(), joined=False)
+            share_gradients(self.curvature.comm, self._parameters(), exhausted=False)
         self._take_step()
         return loss
 
@@ -185,7 +185,7 @@ class KFACMixin(_Optimizer):
 
     @torch.no_grad()
     def _step_along(self) -> None:
-        share_gradients(self.curvature.comm, self._parameters(), joined=True)
+        share_gradients(self.curvature.comm, self._parameters(), exhausted=True)
         self._take_step()
 
     @property

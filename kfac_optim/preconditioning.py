@@ -16,7 +16,7 @@ from .diagnostics import StageTimes, communicating, cosine
 from .distributed import Broadcast, Communicator, gathered, sharded_like
 from .layers import KroneckerLayer, full_precision
 from .scaling import Direction, Scaling
-from .solvers import Decomposition, Solver, Truncating, batches
+from .solvers import Decomposition, Solver, Truncating, grouped_by_key
 
 __all__ = ["Lr", "Preconditioner", "Stack", "stack_of"]
 
@@ -34,15 +34,15 @@ class Stack:
     Attributes:
         blocks: The layers' blocks.
         decomposed: The decompositions of A and G; None where another rank preconditions.
-        unit: What gamma is a multiple of, for each pair, ``[p]``.
-        units: See :class:`~kfac_optim.scaling.Direction`.
-        relevant: A damping, and what the solver says matters of the decompositions at it; None: not yet decided.
+        damping_unit: What gamma is a multiple of, for each pair, ``[p]``.
+        layer_of_pair: See :class:`~kfac_optim.scaling.Direction`.
+        relevant: A damping, and the parts of the decompositions that matter at it; None: not yet computed.
     """
 
     blocks: list[Block]
     decomposed: tuple[Decomposition, Decomposition] | None
-    unit: Tensor
-    units: Tensor | None
+    damping_unit: Tensor
+    layer_of_pair: Tensor | None
     relevant: tuple[float, tuple[Decomposition, Decomposition]] | None = None
 
     @property
@@ -51,21 +51,21 @@ class Stack:
         return [block.layer for block in self.blocks]
 
     @property
-    def sizes(self) -> list[int]:
+    def pairs_per_layer(self) -> list[int]:
         """The number of pairs of each layer."""
         return [block.layer.pairs for block in self.blocks]
 
     def parts_at(self, value: float, solver: Solver, dtype: torch.dtype) -> tuple[Decomposition, Decomposition]:
-        """What matters of the decompositions at a damping of ``value`` units.
+        """The parts of the decompositions that matter at this damping, ``value`` units.
 
-        Decided at most once per quarter of an octave, for its lower end: a run that is resumed decides alike.
+        Recomputed only when the damping crosses a quarter octave; rounding down makes a resumed run decide alike.
         """
         assert self.decomposed is not None
         if not isinstance(solver, Truncating):
             return self.decomposed
         floor = 2 ** (math.floor(4 * math.log2(value)) / 4)
         if self.relevant is None or self.relevant[0] != floor:
-            self.relevant = floor, solver.relevant(*self.decomposed, (floor * self.unit).to(dtype))
+            self.relevant = floor, solver.relevant(*self.decomposed, (floor * self.damping_unit).to(dtype))
         return self.relevant[1]
 
 
@@ -116,14 +116,14 @@ class Preconditioner:
             found = [self._direction(stack, whole, lr, value) for stack in stacks]
         if any(block.route for block in blocks):
             with communicating("gradient", self.stages, comm.world_size):
-                self._share(known, stacks, found, comm)
+                self._send_directions(known, stacks, found, comm)
         with self.stages.stage("scaling"):
             multipliers = scaling.multipliers(found, step) if scaling is not None else None
             result: dict[nn.Parameter, Tensor] = {}
             for i, (stack, d) in enumerate(zip(stacks, found, strict=True)):
                 _note_cosines(stack, d)
                 scaled = d.direction if multipliers is None else d.direction * multipliers[i].reshape(-1, 1, 1)
-                for layer, matrix in zip(stack.layers, scaled.split(stack.sizes), strict=True):
+                for layer, matrix in zip(stack.layers, scaled.split(stack.pairs_per_layer), strict=True):
                     _unstack(layer, matrix, whole, result)
         return {parameter: sharded_like(direction, vectors[parameter]) for parameter, direction in result.items()}
 
@@ -146,19 +146,19 @@ class Preconditioner:
         if stack.decomposed is not None:
             parts = stack.parts_at(value, self.solver, self.dtype)
             a, g = (tuple(part.to(self.dtype) for part in side) for side in parts)
-            gamma = (value * stack.unit).to(self.dtype)
+            gamma = (value * stack.damping_unit).to(self.dtype)
             with full_precision(gradient.device.type):
                 direction = self.solver.precondition(gradient, a, g, gamma).contiguous()
-        else:  # a gradient worker sends it
+        else:  # buffer for the direction that a gradient worker will send
             direction = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
         moved = [p for layer in stack.layers for p in layer.parameters if p in vectors]
         rate: Lr = lr[moved[0]]
         if any(lr[p] is not rate and (isinstance(lr[p], Tensor) or lr[p] != rate) for p in moved):
             filled = {p: torch.ones_like(vectors[p]) * lr[p] for p in moved}
             rate = _cat([_matrix_of(layer, filled, self.dtype) for layer in stack.layers])
-        return Direction(direction, gradient, rate, stack.units)
+        return Direction(direction, gradient, rate, stack.layer_of_pair)
 
-    def _share(
+    def _send_directions(
         self, blocks: Sequence[Block], stacks: Sequence[Stack], directions: Sequence[Direction], comm: Communicator
     ) -> None:
         """Sends preconditioned gradients from the gradient workers to the other ranks, in place.
@@ -168,7 +168,7 @@ class Preconditioner:
         found = {
             block: part
             for stack, d in zip(stacks, directions, strict=True)
-            for block, part in zip(stack.blocks, d.direction.split(stack.sizes), strict=True)
+            for block, part in zip(stack.blocks, d.direction.split(stack.pairs_per_layer), strict=True)
         }
         broadcasts = []
         for block in blocks:
@@ -202,23 +202,23 @@ def _stacks_of(blocks: Sequence[Block], damping: Damping) -> list[Stack]:
         layer = block.layer
         return layer.pairs * layer.d_out * layer.d_in + sum(math.prod(spec.shape) for spec in block.specs)
 
-    return [stack_of(group, damping) for group in batches(blocks, kind, size, _STACK_NUMEL)]
+    return [stack_of(group, damping) for group in grouped_by_key(blocks, kind, size, _STACK_NUMEL)]
 
 
 def stack_of(blocks: list[Block], damping: Damping) -> Stack:
-    """One stack of blocks that have decompositions."""
+    """Stacks blocks of one shape. Side effect: their decompositions become views of the stack."""
     first = blocks[0].layer
-    sizes = torch.tensor([block.layer.pairs for block in blocks])
-    units = None
+    pairs_per_layer = torch.tensor([block.layer.pairs for block in blocks])
+    layer_of_pair = None
     if first.joint:
-        units = torch.arange(len(blocks)).repeat_interleave(sizes).to(first.weight.device)
-    unit = _cat([block.damping_unit(damping) for block in blocks])
+        layer_of_pair = torch.arange(len(blocks)).repeat_interleave(pairs_per_layer).to(first.weight.device)
+    damping_unit = _cat([block.damping_unit(damping) for block in blocks])
     decomposed = [block.decomposed for block in blocks if block.decomposed is not None]
     if not decomposed:
-        return Stack(blocks, None, unit, units)
+        return Stack(blocks, None, damping_unit, layer_of_pair)
     whole = [tuple(_cat(parts) for parts in zip(*side, strict=True)) for side in zip(*decomposed, strict=True)]
-    stack = Stack(blocks, (whole[0], whole[1]), unit, units)
-    views = [zip(*(part.split(stack.sizes) for part in side), strict=True) for side in whole]
+    stack = Stack(blocks, (whole[0], whole[1]), damping_unit, layer_of_pair)
+    views = [zip(*(part.split(stack.pairs_per_layer) for part in side), strict=True) for side in whole]
     for block, in_a, in_g in zip(blocks, *views, strict=True):
         block.share_storage((in_a, in_g))
     return stack
@@ -233,7 +233,7 @@ def _with_vectors(stack: Stack, vectors: Mapping[nn.Parameter, Tensor], damping:
 def _note_cosines(stack: Stack, d: Direction) -> None:
     if all(block.cosine is not None for block in stack.blocks):
         return
-    parts = zip(d.gradient.split(stack.sizes), d.direction.split(stack.sizes), strict=True)
+    parts = zip(d.gradient.split(stack.pairs_per_layer), d.direction.split(stack.pairs_per_layer), strict=True)
     for block, (gradient, direction) in zip(stack.blocks, parts, strict=True):
         block.note_cosine(cosine(gradient, direction))
 

@@ -26,18 +26,18 @@ from .distributed import Broadcast, Communicator, longest_first
 from .factors import FactorSpec
 from .layers import full_precision
 from .schedules import Schedule, due
-from .solvers import Decomposition, Result, Solver, Worker, batches, decompose_all
+from .solvers import Decomposition, MaybeDecomposition, Solver, Worker, decompose_all, grouped_by_key
 
-__all__ = ["Job", "Refresh", "Refresher"]
+__all__ = ["FactorJob", "RefreshInProgress", "Refresher"]
 
-Job = tuple[Block, int]  # the decomposition of A (0) or G (1) of a block
+FactorJob = tuple[Block, int]  # the decomposition of A (0) or G (1) of a block
 
 # Up to this many numbers factors of one shape are decomposed together (128 MiB in float32), so that the copy that takes
 # stays small beside the factors themselves.
 _BATCH_NUMEL = 2**25
 
 
-class Refresh:
+class RefreshInProgress:
     """A refresh in progress: factors frozen at ``start``, decomposed over ``spread`` steps, used from then on.
 
     Args:
@@ -45,24 +45,25 @@ class Refresh:
         spread: Over how many steps it is worked off; 0: at once.
         source: Which factors are decomposed: "current" at once, "pending" when spread, "in_use" when the decompositions
             in use are only made again.
-        gammas: The damping of each block's pairs, ``[p]``; of blocks that are not in it the snapshot has it.
+        gammas: The damping of each block's pairs, ``[p]``; blocks missing here use the gamma stored in their
+            snapshot.
     """
 
     def __init__(self, start: int, spread: int, source: Source, gammas: Mapping[Block, Tensor] | None = None) -> None:
         self.start, self.spread, self.source, self.gammas = start, spread, source, dict(gammas or {})
         self.blocks: list[Block] = []
-        self.steps: dict[Job, int] = {}  # this rank's share: how long after the start each job is due
-        self.beside: list[Job] = []  # those of them that run beside the training
-        self.running: dict[Job, Callable[[], Result]] = {}
-        self.done: dict[Job, Result] = {}
+        self.steps: dict[FactorJob, int] = {}  # this rank's jobs: how many steps after the start each is due
+        self.background: list[FactorJob] = []  # those of them that run in the background
+        self.running: dict[FactorJob, Callable[[], MaybeDecomposition]] = {}
+        self.done: dict[FactorJob, MaybeDecomposition] = {}
 
     def plan(self, blocks: list[Block], rank: int) -> None:
         """Shares this rank's decompositions out to the steps: evenly by cost, and same shapes together.
 
-        One that exceeds a step's share has all steps: it runs beside the training.
+        A job larger than one step's budget runs in the background and is due at the end.
         """
         self.blocks = blocks
-        share: dict[Job, FactorSpec] = {
+        own_jobs: dict[FactorJob, FactorSpec] = {
             (block, side): block.specs[side]
             for block in blocks
             for side in range(2)
@@ -70,27 +71,27 @@ class Refresh:
         }
         # The step that begins a refresh collects statistics as well, and is spared where there are enough others.
         steps = range(1 if self.spread > 2 else 0, max(1, self.spread))
-        budget = sum(spec.cost for spec in share.values()) / len(steps)
-        aside = [job for job, spec in share.items() if self.spread and spec.cost > budget]
-        self.beside = sorted(aside, key=lambda job: -share[job].cost)
-        rest = [job for job in share if job not in aside]
-        together = batches(rest, lambda job: share[job].shape[1:], lambda job: share[job].cost, budget)
-        costs = [sum(share[job].cost for job in batch) for batch in together]
+        budget = sum(spec.cost for spec in own_jobs.values()) / len(steps)
+        large = [job for job, spec in own_jobs.items() if self.spread and spec.cost > budget]
+        self.background = sorted(large, key=lambda job: -own_jobs[job].cost)
+        rest = [job for job in own_jobs if job not in large]
+        together = grouped_by_key(rest, lambda job: own_jobs[job].shape[1:], lambda job: own_jobs[job].cost, budget)
+        costs = [sum(own_jobs[job].cost for job in batch) for batch in together]
         when = longest_first(costs, [steps] * len(together), [0.0] * steps.stop)
         self.steps = {job: step for step, batch in zip(when, together, strict=True) for job in batch}
-        self.steps |= dict.fromkeys(self.beside, self.spread)
-        self.done = {job: result for job, result in self.done.items() if job in share}
-        self.running = {job: result for job, result in self.running.items() if job in share}
+        self.steps |= dict.fromkeys(self.background, self.spread)
+        self.done = {job: result for job, result in self.done.items() if job in own_jobs}
+        self.running = {job: result for job, result in self.running.items() if job in own_jobs}
 
-    def due(self, elapsed: int) -> list[Job]:
-        """What has to be done by now, and is not.
+    def due(self, elapsed: int) -> list[FactorJob]:
+        """Jobs that are due by now and not finished.
 
-        Largest first: while what a large one needs besides its result is held, few results are.
+        Largest first, so that its scratch memory is needed while few results are held.
         """
         jobs = [job for job, step in self.steps.items() if step <= elapsed and job not in self.done]
         return sorted(jobs, key=lambda job: -job[0].specs[job[1]].cost)
 
-    def collect(self, jobs: Sequence[Job], results: Sequence[Result]) -> None:
+    def collect(self, jobs: Sequence[FactorJob], results: Sequence[MaybeDecomposition]) -> None:
         """Takes the decompositions that were made."""
         self.done.update(zip(jobs, results, strict=True))
 
@@ -111,8 +112,8 @@ class Refresher:
         stages: Where the time is noted.
 
     Attributes:
-        last_refresh: The step at which a refresh began last; None: never.
-        frozen_at: The step whose factors are in use; None: none are.
+        last_refresh: Step at which the latest refresh began; None: none has.
+        frozen_at: Step at which the factors behind the current decompositions were copied; None: there are none.
         refreshes: How many have begun.
         failed_decompositions: How many layers had to keep their last decompositions, over all refreshes.
         in_progress: A refresh that is spread over steps and not finished yet.
@@ -123,7 +124,7 @@ class Refresher:
         self.last_refresh: int | None = None
         self.frozen_at: int | None = None
         self.refreshes = self.failed_decompositions = 0
-        self.in_progress: Refresh | None = None
+        self.in_progress: RefreshInProgress | None = None
         self._stale = False
         self._warned: set[str] = set()
         self._worker = Worker()
@@ -134,8 +135,8 @@ class Refresher:
         """Whether a refresh begins at ``step``."""
         return self.in_progress is None and due(interval, step, self.last_refresh)
 
-    def restart(self) -> None:
-        """The next step refreshes at once, as the first did."""
+    def refresh_next_step(self) -> None:
+        """Makes a full refresh due at the next step."""
         self.last_refresh = None
 
     def start(
@@ -146,15 +147,15 @@ class Refresher:
         Args:
             step: The step.
             blocks: Those whose factors have data.
-            damping: Says what gamma is a multiple of,
-            value: and which.
+            damping: Defines the unit of gamma.
+            value: gamma in that unit.
             spread: Over how many steps to work it off; the first refresh is at once all the same.
             comm: The ranks.
         """
         gammas = {block: value * damping.unit(block.factors("current")) for block in blocks}
         self.refreshes += 1
         if self.last_refresh is None or not spread:
-            refresh = Refresh(step, 0, "current", gammas)
+            refresh = RefreshInProgress(step, 0, "current", gammas)
             refresh.plan(blocks, comm.rank)
             self._work_off(refresh, 0, comm)
             self.last_refresh = step  # not before: an interrupted one is due again
@@ -162,7 +163,7 @@ class Refresher:
         self.last_refresh = step
         for block in blocks:
             block.factors("pending").freeze(block.factors("current"), gammas[block])
-        self.in_progress = Refresh(step, spread, "pending")
+        self.in_progress = RefreshInProgress(step, spread, "pending")
         self.in_progress.plan(blocks, comm.rank)
 
     def work_off(self, step: int, comm: Communicator) -> None:
@@ -171,19 +172,19 @@ class Refresher:
             self._work_off(self.in_progress, step - self.in_progress.start, comm)
 
     def invalidate(self) -> None:
-        """The decompositions have to be made again, of the factors that they were made of."""
+        """Marks the decompositions as stale; :meth:`rebuild` recomputes them from the same factors."""
         self._stale = True
 
     def rebuild(self, step: int, blocks: Sequence[Block], comm: Communicator) -> None:
         """Makes stale decompositions again (then a collective)."""
         if self._stale:
             self._stale = False
-            refresh = Refresh(step, 0, "in_use")
+            refresh = RefreshInProgress(step, 0, "in_use")
             refresh.plan([block for block in blocks if block.factors("in_use").has_data], comm.rank)
             self._work_off(refresh, 0, comm)
 
     def replan(self, rank: int) -> None:
-        """The blocks of a refresh in progress have other workers than before."""
+        """Re-plans a refresh in progress after the blocks' workers have changed."""
         if self.in_progress is not None:
             self.in_progress.plan(self.in_progress.blocks, rank)
 
@@ -193,20 +194,20 @@ class Refresher:
 
     # Work -----------------------------------------------------------------------------------------------------------
 
-    def _work_off(self, refresh: Refresh, elapsed: int, comm: Communicator) -> None:
+    def _work_off(self, refresh: RefreshInProgress, elapsed: int, comm: Communicator) -> None:
         with self.stages.stage("decomposition"):
             self._decompose_due(refresh, elapsed)
         if elapsed >= refresh.spread:
             self._finish(refresh, comm)
 
-    def _decompose_due(self, refresh: Refresh, elapsed: int) -> None:
+    def _decompose_due(self, refresh: RefreshInProgress, elapsed: int) -> None:
         """Decomposes what is due ``elapsed`` steps after the start, same shapes together.
 
-        What runs beside the training is started first, and collected when due.
+        What runs in the background is started first, and collected when due.
         """
-        for job in refresh.beside if elapsed < refresh.spread else ():
+        for job in refresh.background if elapsed < refresh.spread else ():
             if job not in refresh.running and job not in refresh.done:
-                refresh.running[job] = self._decompose_beside(*self._input_of(job, refresh))
+                refresh.running[job] = self._decompose_in_background(*self._input_of(job, refresh))
         jobs_due = refresh.due(elapsed)
         for jobs in _together([job for job in jobs_due if job not in refresh.running]):
             factors, shifts = zip(*(self._input_of(job, refresh) for job in jobs), strict=True)
@@ -217,7 +218,7 @@ class Refresher:
             if job in refresh.running:
                 refresh.collect([job], [refresh.running.pop(job)()])
 
-    def _input_of(self, job: Job, refresh: Refresh) -> tuple[Tensor, Tensor]:
+    def _input_of(self, job: FactorJob, refresh: RefreshInProgress) -> tuple[Tensor, Tensor]:
         """The factor of a job, and what the solver adds to its diagonal, ``[p]``."""
         block, side = job
         factors, gamma = block.factors(refresh.source), refresh.gamma(block)
@@ -228,18 +229,18 @@ class Refresher:
         dtype = torch.promote_types(factor.dtype, torch.promote_types(self.inv_dtype, torch.float32))
         return factor.to(dtype), shifts[side].to(dtype)
 
-    def _decompose_beside(self, factor: Tensor, shift: Tensor) -> Callable[[], Result]:
+    def _decompose_in_background(self, factor: Tensor, shift: Tensor) -> Callable[[], MaybeDecomposition]:
         """Starts a decomposition on the worker; returns what waits for its result."""
         # Nothing here may hold the refresher: the worker's thread would keep it, and all that it refers to, alive.
         stages, solver, inv_dtype = self.stages, self.solver, self.inv_dtype
 
-        def work() -> Result:
-            with stages.stage("decomposition beside training"):
+        def work() -> MaybeDecomposition:
+            with stages.stage("decomposition in the background"):
                 return _decompose(solver, inv_dtype, [factor], [shift])[0]
 
         return self._worker.submit(factor.device, work)
 
-    def _finish(self, refresh: Refresh, comm: Communicator) -> None:
+    def _finish(self, refresh: RefreshInProgress, comm: Communicator) -> None:
         """Sends the decompositions to those who precondition, and takes them into use (a collective)."""
         if refresh is self.in_progress:
             self.in_progress = None
@@ -254,7 +255,7 @@ class Refresher:
             self._keep_last(block)
 
     def _exchange(
-        self, refresh: Refresh, comm: Communicator
+        self, refresh: RefreshInProgress, comm: Communicator
     ) -> tuple[list[Block], list[tuple[Block, Decomposition, Decomposition]]]:
         """Sends the decompositions from their inverse workers to the gradient workers.
 
@@ -274,7 +275,7 @@ class Refresher:
                 for i in range(2):
                     parts, holders = refresh.done.get((block, i)), workers.holders(i)  # only jobs of this rank are done
                     if parts is None:
-                        parts = self._empty(block, i) if comm.rank in holders else ()
+                        parts = self._receive_buffers(block, i) if comm.rank in holders else ()
                     if comm.rank in holders:
                         broadcasts.append(Broadcast(parts, workers.inverse_workers[i], holders))
                     sides.append(parts if comm.rank in workers.gradient_workers else ())
@@ -282,8 +283,8 @@ class Refresher:
             comm.send(broadcasts, "decompositions")
         return failed, found
 
-    def _empty(self, block: Block, side: int) -> Decomposition:
-        """Room for a decomposition that another rank makes."""
+    def _receive_buffers(self, block: Block, side: int) -> Decomposition:
+        """Uninitialised tensors to receive a decomposition from another rank."""
         spec, device = block.specs[side], block.layer.weight.device
         return tuple(
             torch.empty(spec.pairs, *shape, dtype=part_dtype(len(shape), self.inv_dtype), device=device)
@@ -313,7 +314,7 @@ class Refresher:
         }
 
     def load(self, counters: Mapping[str, Any], blocks: Sequence[Block], rank: int) -> None:
-        """Goes on from saved counters, with the blocks' saved states already in place."""
+        """Restores saved counters, with the blocks' saved states already in place."""
         last, frozen, spread = (int(counters.get(key, -1)) for key in ("last_refresh", "frozen_at", "pending_spread"))
         self.last_refresh = None if last < 0 else last
         self.frozen_at = None if frozen < 0 else frozen
@@ -321,7 +322,7 @@ class Refresher:
         self.failed_decompositions = int(counters.get("failed_decompositions", 0))
         self.in_progress = None
         if spread >= 0 and self.last_refresh is not None and any(block.state for block in blocks):
-            self.in_progress = Refresh(self.last_refresh, spread, "pending")
+            self.in_progress = RefreshInProgress(self.last_refresh, spread, "pending")
             self.in_progress.plan([block for block in blocks if block.factors("pending").has_data], rank)
 
     def close(self) -> None:
@@ -336,31 +337,31 @@ class Refresher:
         self.__dict__.update(state, _worker=Worker())
 
 
-def _together(jobs: Sequence[Job]) -> list[list[Job]]:
+def _together(jobs: Sequence[FactorJob]) -> list[list[FactorJob]]:
     """Jobs of one shape on one device in batches."""
 
-    def shape(job: Job) -> tuple[int, ...]:
+    def shape(job: FactorJob) -> tuple[int, ...]:
         return job[0].specs[job[1]].shape
 
-    def device(job: Job) -> torch.device:
+    def device(job: FactorJob) -> torch.device:
         return job[0].layer.weight.device
 
-    def size(job: Job) -> float:
+    def size(job: FactorJob) -> float:
         # On the CPU each on its own: LAPACK takes one matrix after the other anyway, and the last bits of its results
         # depend on the matrix's place in memory. A resumed run has other batches, and is to continue bit for bit.
         return math.inf if device(job).type == "cpu" else math.prod(shape(job))
 
-    return batches(jobs, lambda job: (shape(job)[1:], device(job)), size, _BATCH_NUMEL)
+    return grouped_by_key(jobs, lambda job: (shape(job)[1:], device(job)), size, _BATCH_NUMEL)
 
 
 def _decompose(
     solver: Solver, inv_dtype: torch.dtype, factors: Sequence[Tensor], shifts: Sequence[Tensor]
-) -> list[Result]:
+) -> list[MaybeDecomposition]:
     """Decomposes factors of one shape; the results as they are stored."""
     return [_as_stored(result, inv_dtype) for result in decompose_all(solver, factors, shifts)]
 
 
-def _as_stored(result: Result, inv_dtype: torch.dtype) -> Result:
+def _as_stored(result: MaybeDecomposition, inv_dtype: torch.dtype) -> MaybeDecomposition:
     if result is None:
         return None
     # Contiguous, as they arrive on other ranks: products round differently with the layout, and ranks drift apart.

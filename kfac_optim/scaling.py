@@ -29,29 +29,29 @@ class Direction:
         gradient: The matrices that were preconditioned (gradients or momentum), of the same shape.
         lr: The learning rate: a number, or a tensor that broadcasts to that shape where weights and biases have
             different ones.
-        units: For norm layers, whose pairs (channels) are scaled together: the number of the layer that each pair
-            belongs to, ``[p]``. None where every pair is scaled on its own.
+        layer_of_pair: For norm layers, whose pairs (channels) are scaled together: the number of the layer that each
+            pair belongs to, ``[p]``. None where every pair is scaled on its own.
     """
 
     direction: Tensor
     gradient: Tensor
     lr: Tensor | float
-    units: Tensor | None = None
+    layer_of_pair: Tensor | None = None
 
     def norm(self, matrix: Tensor) -> Tensor:
-        """For each pair the Frobenius norm of ``matrix [p, d_out, d_in]`` over all pairs of its unit, ``[p]``."""
+        """For each pair the Frobenius norm of ``matrix [p, d_out, d_in]`` over all pairs scaled with it, ``[p]``."""
         norms = torch.linalg.matrix_norm(matrix)
-        return norms if self.units is None else self._over_units(norms.square()).sqrt()
+        return norms if self.layer_of_pair is None else self._over_layers(norms.square()).sqrt()
 
     @property
     def pairs(self) -> Tensor | int:
-        """For each pair the number of pairs in its unit, ``[p]``; 1 where every pair is its own unit."""
-        return 1 if self.units is None else self._over_units(torch.ones_like(self.direction[:, 0, 0]))
+        """For each pair the number of pairs scaled together, ``[p]``; 1 where every pair is scaled on its own."""
+        return 1 if self.layer_of_pair is None else self._over_layers(torch.ones_like(self.direction[:, 0, 0]))
 
-    def _over_units(self, values: Tensor) -> Tensor:
-        """Replaces each pair's value by the sum over its unit; ``[p]`` to ``[p]``."""
-        assert self.units is not None
-        return torch.zeros_like(values).index_add(0, self.units, values)[self.units]
+    def _over_layers(self, values: Tensor) -> Tensor:
+        """Replaces each pair's value by the sum over its layer's pairs; ``[p]`` to ``[p]``."""
+        assert self.layer_of_pair is not None
+        return torch.zeros_like(values).index_add(0, self.layer_of_pair, values)[self.layer_of_pair]
 
 
 class Scaling(Protocol):
@@ -125,7 +125,7 @@ class Unit:
     """Gives each pair's direction the Frobenius norm of a semi-orthogonal update.
 
     That norm is ``sqrt(min(d_out, d_in) max(1, d_out / d_in))``.
-    ``lr`` then has the units of Muon's (0.01 to 0.05), and one value suits all layers; a global scale of the loss or of
+    ``lr`` then has the units of Muon's (0.01 to 0.06), and one value suits all layers; a global scale of the loss or of
     G has no effect. All C channels of a norm layer together get the norm ``sqrt(C)``.
     """
 

@@ -28,7 +28,15 @@ class LossTerms:
     class_dim: int = -1
 
     def count(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
-        """M for one call of the model."""
+        """The number of loss terms M in one model call.
+
+        It is derived from the output, or from the inputs if the model returns a scalar loss.
+
+        Args:
+            args: The positional arguments of the call. A callable ``average`` gets them as its ``inputs``.
+            kwargs: The keyword arguments, which it gets instead if there are no positional ones.
+            output: What the model returned.
+        """
         if callable(self.average):
             return int(self.average(args if args else kwargs, output))
         if isinstance(self.average, int):
@@ -40,12 +48,16 @@ class LossTerms:
             tensor = first_tensor((args, kwargs))
             if tensor is None:
                 return 1
-            positions = tensor.numel() if not tensor.is_floating_point() else tensor.numel() // max(1, tensor.shape[-1])
+            classes = tensor.shape[-1] if tensor.is_floating_point() else 1
+            batch_times_positions = tensor.numel() // max(1, classes)
         else:
-            positions = tensor.numel() // max(1, tensor.shape[self.class_dim] if tensor.dim() > 1 else 1)
+            classes = tensor.shape[self.class_dim] if tensor.dim() > 1 else 1
+            batch_times_positions = tensor.numel() // max(1, classes)
         if self.average == "elements":
             return tensor.numel()
-        return tensor.shape[self.batch_dim if tensor.dim() > 1 else 0] if self.average == "batch" else positions
+        if self.average == "batch+sequence":
+            return batch_times_positions
+        return tensor.shape[self.batch_dim if tensor.dim() > 1 else 0]  # "batch"
 
 
 def first_tensor(value: Any) -> Tensor | None:

@@ -119,7 +119,7 @@ class Recorder:
     def pool(self, index: int, calls: Sequence[tuple[Observation, Tensor]]) -> tuple[Tensor, float, Tensor]:
         """A, its rows and G of the calls in one backward pass, for a layer that pools its calls by example."""
         with self.stage("factor computation"), full_precision(calls[0][1].device.type):
-            a, count, g = self.layers[index].pool(calls)
+            a, count, g = self.layers[index].combine_calls(calls)
             return self.packers[index][0](a), count, self.packers[index][1](g)
 
 

@@ -36,7 +36,7 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _rows(axes: Axes, names: Sequence[str]) -> None:
-    """Labels the rows of an image, from the top; of very many rows only some."""
+    """Labels the rows of an image, from the top; if there are very many, only every n-th."""
     every = math.ceil(len(names) / 120)
     shown = [name or "(model)" for name in names[::every]]
     axes.set_yticks(range(0, len(names), every), shown, fontsize=9 if len(names) <= 30 else 6)
@@ -44,11 +44,11 @@ def _rows(axes: Axes, names: Sequence[str]) -> None:
 
 
 def _height(rows: int) -> float:
-    """The height in inches of an image of so many rows."""
+    """Height in inches of an image with this many rows."""
     return min(22.0, 0.25 * rows if rows <= 30 else 4.0 + 0.12 * rows)
 
 
-def _share(layer: Mapping[str, Any], side: str) -> float:
+def _damping_share(layer: Mapping[str, Any], side: str) -> float:
     """The part of a layer's damping that falls to A or G; the shares of both multiply to gamma.
 
     It is split by the ratio of the mean eigenvalues, as :class:`~kfac_optim.solvers.InverseSolver` does.
@@ -84,7 +84,7 @@ def plot_spectrum(report: Mapping[str, Any]) -> Figure:
     panels = figure.subplots(1, 2, sharey=True)
     for axes, side in zip(panels, "AG", strict=True):
         spectra = {
-            name: [value / _share(layer, side) for value in layer[side]["eigenvalues"]]
+            name: [value / _damping_share(layer, side) for value in layer[side]["eigenvalues"]]
             for name, layer in layers.items()
         }
         axes.set_title(f"eigenvalues of {side}")
@@ -115,7 +115,7 @@ def _spectrum_lines(axes: Axes, spectra: Mapping[str, Sequence[float]]) -> None:
     axes.set_yscale("log", nonpositive="clip")
     highest = max(10.0, *(values[0] for values in spectra.values()))
     lowest = min(0.1, *(values[-1] for values in spectra.values()))
-    axes.set_ylim(max(lowest / 2, 1e-6), 2 * highest)  # what is smaller still is as good as zero
+    axes.set_ylim(max(lowest / 2, 1e-6), 2 * highest)  # anything smaller is effectively zero
     axes.set_xlim(0, 1)
     axes.grid(alpha=0.25)
 
@@ -173,18 +173,18 @@ def plot_history(history: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def _conditions(axes: Axes, history: Sequence[Mapping[str, Any]], number: Callable[[Any], float | None]) -> None:
+def _conditions(axes: Axes, history: Sequence[Mapping[str, Any]], condition_of: Callable[[Any], float | None]) -> None:
     """Draws one condition number of every layer over the steps.
 
     Args:
         axes: Where to draw.
         history: As for :func:`plot_history`.
-        number: Takes the condition number from a layer's part of a report.
+        condition_of: Takes the condition number from a layer's part of a report.
     """
     curves: dict[str, dict[int, float]] = {}
     for entry in history:
         for name, layer in entry.get("layers", {}).items():
-            value = number(layer)  # infinite, or None where it has been through JSON
+            value = condition_of(layer)  # infinite, or None where it has been through JSON
             curves.setdefault(name or "(model)", {})[entry["step"]] = math.inf if value is None else value
     finite = [value for curve in curves.values() for value in curve.values() if value < math.inf]
     top = 10 * max(finite, default=1.0)
@@ -196,11 +196,13 @@ def _conditions(axes: Axes, history: Sequence[Mapping[str, Any]], number: Callab
         steps = sorted({step for curve in curves.values() for step in curve})
         columns = [[curve[step] for curve in curves.values() if step in curve] for step in steps]
         least, middle, most = ([reduce(column) for column in columns] for reduce in (min, median, max))
+        # Layers whose curve ends earlier are never the worst.
         worst = max(curves, key=lambda name: list(curves[name].items())[-1])
         axes.fill_between(steps, least, most, color=_SKY, alpha=0.35, label=f"all {len(curves)}")
         style: dict[str, Any] = {"color": _RED, "linestyle": "--", "marker": ".", "markersize": 4}
         axes.plot(list(curves[worst]), list(curves[worst].values()), label=f"{worst} (worst)", **style)
         axes.plot(steps, middle, color=_BLUE, linewidth=2, marker=".", label="median of the layers")
+    # Only infinite values were cut to `top`.
     singular = sorted({step for curve in curves.values() for step, value in curve.items() if value == top})
     if singular:
         count = sum(list(curve.values())[-1] == top for curve in curves.values())

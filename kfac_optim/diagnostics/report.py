@@ -182,8 +182,8 @@ def table(rows: Sequence[Row], title: str, footer: str) -> str:
     used = [i for i in range(len(header)) if i == 0 or any(line[i] for line in lines)]
     widths = {i: max(len(line[i]) for line in (header, *lines)) for i in used}
     text = ["  ".join(line[i].ljust(widths[i]) for i in used).rstrip() for line in (header, *lines)]
-    rule = "-" * max(len(line) for line in text)
-    return "\n".join((title, rule, text[0], rule, *text[1:], rule, footer))
+    line = "-" * max(len(row) for row in text)
+    return "\n".join((title, line, text[0], line, *text[1:], line, footer))
 
 
 def human_bytes(count: float) -> str:

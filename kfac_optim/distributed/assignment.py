@@ -96,7 +96,7 @@ class Assignment:
         return sorted(members for members in groups if len(members) > 1)
 
     def check(self, layers: int, world_size: int) -> None:
-        """Raises ValueError unless there are so many ``layers`` and all their workers are among the ranks."""
+        """Raises ValueError unless there are exactly ``layers`` layers and every worker is a valid rank."""
         if len(self.layers) != layers:
             raise ValueError(f"assignment: has {len(self.layers)} layers instead of {layers}")
         for i, layer in enumerate(self.layers):
@@ -197,14 +197,14 @@ class KAISA:
 
     def __post_init__(self) -> None:
         if (self.grad_worker_fraction is None) == (self.memory_budget is None):
-            raise ValueError("KAISA takes either grad_worker_fraction= or memory_budget=")
+            raise ValueError("KAISA takes exactly one of grad_worker_fraction= and memory_budget=")
         fraction = self.grad_worker_fraction
         if fraction is not None and (isinstance(fraction, bool) or not isinstance(fraction, (int, float))):
             raise TypeError(f"KAISA(grad_worker_fraction={fraction!r}): must be a number in (0, 1]")
         if fraction is not None and not 0 < fraction <= 1:
             raise ValueError(f"KAISA(grad_worker_fraction={self.grad_worker_fraction!r}): must be in (0, 1]")
         if self.memory_budget is not None:
-            parse_bytes(self.memory_budget)
+            parse_bytes(self.memory_budget)  # called only for its errors
 
     def assign(self, costs: Sequence[LayerCost], world_size: int) -> Assignment:
         """See :class:`AssignmentStrategy`."""
@@ -276,7 +276,7 @@ def parse_bytes(text: str | int) -> int:
     unit = str(text).strip()[len(number) :].strip().upper()
     try:
         count = int(float(number) * _UNITS[unit])
-    except (KeyError, ValueError):
+    except (KeyError, OverflowError, ValueError):
         count = -1
     if count < 0:
         raise ValueError(f"memory_budget={text!r}: {allowed}")

@@ -154,7 +154,7 @@ class Communicator(ABC):
                 yield part, flat, self._start_all_reduce(self._start_sum, flat, kind)
 
         for part, flat, work in _ahead(started()):
-            with self._failing_as(what):
+            with self._explaining_errors(what):
                 work.wait()
             pieces = flat.split([tensor.numel() for tensor in tensors[part]])
             sums = [piece.to(tensor).view_as(tensor) for piece, tensor in zip(pieces, tensors[part], strict=True)]
@@ -185,12 +185,12 @@ class Communicator(ABC):
                     # As bytes, so that dtypes share a bucket and nothing is rounded.
                     flat = self._to_wire(_packed(bucket) if sends else _room_for(bucket))
                     self._count(kind, *((flat.nbytes, 0) if sends else (0, flat.nbytes)))
-                    with self._failing_as(what):
+                    with self._explaining_errors(what):
                         work = self._start_broadcast(flat, source, members)
                     yield ([] if sends else bucket), flat, work, what
 
         for received, flat, work, what in _ahead(started()):
-            with self._failing_as(what):
+            with self._explaining_errors(what):
                 work.wait()
             if received:
                 _unpack(flat, received)
@@ -229,7 +229,7 @@ class Communicator(ABC):
         largest = [tensor.abs().amax(-1, keepdim=True) for tensor in tensors]
         flat = self._to_wire(torch.cat([rows.reshape(-1).to(largest[0].device) for rows in largest]))
         work = self._start_all_reduce(self._start_max, flat, kind)
-        with self._failing_as(f"the all-reduce of {kind}"):
+        with self._explaining_errors(f"the all-reduce of {kind}"):
             work.wait()
         pieces = flat.split([rows.numel() for rows in largest])
         scales = [piece.to(rows).view_as(rows) for piece, rows in zip(pieces, largest, strict=True)]
@@ -239,7 +239,7 @@ class Communicator(ABC):
         """Counts and starts an all-reduce; ``start`` is :meth:`_start_sum` or :meth:`_start_max`."""
         share = 2 * (self.world_size - 1) / self.world_size * flat.nbytes
         self._count(kind, share, share)
-        with self._failing_as(f"the all-reduce of {kind}"):
+        with self._explaining_errors(f"the all-reduce of {kind}"):
             return start(flat)
 
     def _to_wire(self, flat: Tensor) -> Tensor:
@@ -252,12 +252,12 @@ class Communicator(ABC):
         total[1] += received
 
     @contextmanager
-    def _failing_as(self, what: str) -> Iterator[None]:
-        """Says in an error of the transport which operation failed, and why it usually does."""
+    def _explaining_errors(self, what: str) -> Iterator[None]:
+        """Re-raises a transport error with the name of the failed operation and its usual cause."""
         try:
             yield
         except RuntimeError as error:
-            # Of the same type, by which elastic launchers know what to do.
+            # Keep the exception type: elastic launchers dispatch on it.
             raise type(error)(
                 f"{what} failed on rank {self.rank} of {self.world_size}: another rank has died, raised, or fallen out "
                 f"of step, or the time-out of the process group has passed ({error})"
@@ -296,7 +296,7 @@ def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 class LocalCommunicator(Communicator):
-    """One process, which has nobody to talk to.
+    """A single process; sends nothing.
 
     With ``world_size`` > 1 it stands for one rank of many where nothing is sent: memory estimates and pictures of an
     assignment.

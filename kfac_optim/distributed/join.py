@@ -50,18 +50,20 @@ def join_hook(step: Callable[[], Any]) -> Any:
     return StepAlong()
 
 
-def share_gradients(comm: Communicator, parameters: Sequence[nn.Parameter], *, joined: bool) -> None:
-    """Gives the ranks that have run out of inputs the gradients of the others (a collective).
+def share_gradients(comm: Communicator, parameters: Sequence[nn.Parameter], *, exhausted: bool) -> None:
+    """Copies the gradients of the first rank that still has inputs to the ranks that have none (a collective).
+
+    DDP has already made them equal on all active ranks.
 
     Args:
         comm: The ranks.
         parameters: The optimizer's parameters, in an order that all ranks share.
-        joined: Whether this rank has run out of inputs; its ``.grad`` are then replaced.
+        exhausted: Whether this rank has run out of inputs; its ``.grad`` are then replaced.
     """
     if comm.world_size == 1:
         return
     active = torch.zeros(comm.world_size, dtype=torch.float64)
-    active[comm.rank] = not joined
+    active[comm.rank] = not exhausted
     (active,) = comm.sum([active], "counts")
     if bool(active.all()):
         return
@@ -72,7 +74,7 @@ def share_gradients(comm: Communicator, parameters: Sequence[nn.Parameter], *, j
     like = torch.contiguous_format
     wires = [torch.empty_like(p, memory_format=like) if p.grad is None else p.grad.contiguous() for p in trained]
     comm.send([Broadcast([wire], source, everyone) for wire in wires], "gradients")
-    if joined:
+    if exhausted:
         received = dict(zip(trained, wires, strict=True))
         for parameter in parameters:
             parameter.grad = received.get(parameter)

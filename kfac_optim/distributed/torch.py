@@ -70,7 +70,7 @@ class TorchCommunicator(Communicator):
     def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Makes a process group for each group of ranks that has none yet.
 
-        torch.distributed demands this of all processes of its default group together; see :meth:`check_groups`.
+        All processes of the default group must make this call; see :meth:`check_groups`.
         """
         for members in [members for members in groups if members not in self._groups]:
             self._groups[members] = dist.new_group(
@@ -81,15 +81,15 @@ class TorchCommunicator(Communicator):
             )
 
     def check_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Raises ValueError if sub-groups are needed and the processes outside ``process_group`` would have to help.
+        """Raises ValueError if sub-groups are needed while ``process_group`` is only part of the default group.
 
-        torch.distributed makes groups by all processes of the default group together.
+        ``dist.new_group`` must be called by every process of the default group.
         """
-        parts = [members for members in groups if 1 < len(members) < self.world_size]
-        if parts and self.world_size < dist.get_world_size():
+        subgroups = [members for members in groups if 1 < len(members) < self.world_size]
+        if subgroups and self.world_size < dist.get_world_size():
             raise ValueError(
-                f"assignment: needs groups of some of the ranks, such as {parts[0]}, but process_group is only a part "
-                "of the default group, which would have to make them as a whole. Use assignment='factor-wise' or "
+                f"assignment: needs groups of some of the ranks, such as {subgroups[0]}, but process_group is only a "
+                "part of the default group, which would have to make them as a whole. Use assignment='factor-wise' or "
                 "'layer-wise' with process_group="
             )
 

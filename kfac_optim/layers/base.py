@@ -62,11 +62,11 @@ class LayerOptions:
 
 @dataclass
 class Observation:
-    """The part of one module call in A, and what has to be kept until the output gradient arrives.
+    """One module call's contribution to A, and what has to be kept until the output gradient arrives.
 
     Attributes:
         a: The sum of ``a a^T`` over the rows of the call, ``[p, d_in, d_in]`` (``[p, d_in]`` where A is diagonal). For
-            layers with ``KroneckerLayer.by_example`` the sum of a over the positions of each example,
+            layers with :attr:`~kfac_optim.KroneckerLayer.by_example` the sum of a over the positions of each example,
             ``[n, p, d_in]``.
         count: The number of rows in the sum. For layers with ``by_example`` the number of positions of each example, a
             tensor ``[p]``.
@@ -181,7 +181,7 @@ class KroneckerLayer(ABC):
         Args:
             module: The module that was called.
             g: The gradient of its output, of the output's shape.
-            context: That of the call's ``Observation``.
+            context: That of the call's :class:`~kfac_optim.layers.Observation`.
         """
 
     # The next three are not abstract, because a type may define their callers instead, as norm layers do.
@@ -195,7 +195,7 @@ class KroneckerLayer(ABC):
         raise NotImplementedError(f"{type(self).__name__} has to define weight_to_matrix, or a to_matrix of its own")
 
     def matrix_to_weight(self, matrix: Tensor) -> Tensor:
-        """The inverse of :meth:`weight_to_matrix`."""
+        """The inverse of :meth:`~kfac_optim.KroneckerLayer.weight_to_matrix`."""
         raise NotImplementedError(f"{type(self).__name__} has to define matrix_to_weight, or a from_matrix of its own")
 
     def batch_dim_of(self, module: nn.Module, x: Tensor) -> int | None:
@@ -215,7 +215,7 @@ class KroneckerLayer(ABC):
         return self.sharing == "reduce"
 
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
-        """The part of one call in A.
+        """One call's contribution to A.
 
         Args:
             module: The module that was called.
@@ -254,11 +254,11 @@ class KroneckerLayer(ABC):
         rows = self.output_rows(module, g, observation.context)
         return rows.sum(1) if self.by_example else second_moment(rows, diagonal=self.diagonal[1])
 
-    def pool(self, calls: Sequence[tuple[Observation, Tensor]]) -> tuple[Tensor, int, Tensor]:
-        """Puts the calls of a backward pass on the same examples together, for layers with ``by_example``.
+    def combine_calls(self, calls: Sequence[tuple[Observation, Tensor]]) -> tuple[Tensor, int, Tensor]:
+        """Combines the calls of a backward pass on the same examples, for layers with ``by_example``.
 
         Args:
-            calls: For each call its observation and its :meth:`output_moment`.
+            calls: For each call its observation and its :meth:`~kfac_optim.KroneckerLayer.output_moment`.
 
         Returns:
             The sum of ``a~ a~^T`` over examples, their number, and the sum of ``g~ g~^T``.
@@ -276,7 +276,7 @@ class KroneckerLayer(ABC):
         return matrix if bias is None else torch.cat((matrix, bias.reshape(self.pairs, self.d_out, 1)), dim=-1)
 
     def from_matrix(self, matrix: Tensor) -> tuple[Tensor, ...]:
-        """The inverse of :meth:`to_matrix`: one tensor per entry of :attr:`parameters`."""
+        """The inverse of :meth:`~kfac_optim.KroneckerLayer.to_matrix`: one tensor per entry of ``parameters``."""
         if self.bias is None:
             return (self.matrix_to_weight(matrix),)
         return self.matrix_to_weight(matrix[..., :-1]), matrix[..., -1].flatten()

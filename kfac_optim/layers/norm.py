@@ -37,14 +37,15 @@ class _NormLayer(KroneckerLayer):
         return None  # never subsampled: it is cheap, and batch norm normalises by the whole batch
 
     @abstractmethod
-    def sums(self, module: Any, x: Tensor, g: Tensor, training: Any) -> tuple[Tensor, Tensor]:
+    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, mode_or_statistics: Any) -> tuple[Tensor, Tensor]:
         """``sum_r g x_hat`` and ``sum_r g`` over the positions of each example, both ``[n, channels]``.
 
         Args:
             module: The norm module.
             x: Its input.
             g: The gradient of its output, of the same shape.
-            training: ``module.training`` at the call, which :meth:`observe` has kept.
+            mode_or_statistics: What ``observe`` has kept: ``module.training`` at the call, a bool, or a tuple of the
+                mean and the inverse deviation of the input.
         """
 
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
@@ -52,13 +53,15 @@ class _NormLayer(KroneckerLayer):
         one = torch.ones((), dtype=dtype, device=a.device)
         return Observation(one, one, context=(a.detach(), module.training))
 
-    def pool(self, calls: Sequence[tuple[Observation, Tensor]]) -> tuple[Tensor, int, Tensor]:
+    def combine_calls(self, calls: Sequence[tuple[Observation, Tensor]]) -> tuple[Tensor, int, Tensor]:
         g = sum((rows for _, rows in calls[1:]), calls[0][1])
         return g.new_ones(self.pairs, 1, 1), 1, second_moment(g[:, None], diagonal=self.diagonal[1])
 
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
-        a, training = context
-        return torch.stack(self.sums(module, a.to(g.dtype), g, training)[: self.d_out], dim=-1)[:, None]
+        a, mode_or_statistics = context
+        return torch.stack(self.gradient_sums(module, a.to(g.dtype), g, mode_or_statistics)[: self.d_out], dim=-1)[
+            :, None
+        ]
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.stack([p.flatten() for p in (weight, bias) if p is not None], dim=-1)[..., None]
@@ -74,7 +77,7 @@ class _ChannelsLastNorm(_NormLayer):
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         """The input after normalisation, before scale and shift."""
 
-    def sums(self, module: Any, x: Tensor, g: Tensor, training: Any) -> tuple[Tensor, Tensor]:
+    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, mode_or_statistics: Any) -> tuple[Tensor, Tensor]:
         return self._by_channel(g * self.normalized(module, x)), self._by_channel(g)
 
     def _by_channel(self, x: Tensor) -> Tensor:
@@ -91,18 +94,18 @@ class _ChannelsFirstNorm(_NormLayer):
     """
 
     @abstractmethod
-    def statistics(self, module: Any, x: Tensor, training: Any) -> tuple[Tensor, Tensor]:
+    def statistics(self, module: Any, x: Tensor, mode_or_statistics: Any) -> tuple[Tensor, Tensor]:
         """Mean and inverse deviation of ``x [n, channels, positions]``; they broadcast to ``[n, channels]``.
 
         Args:
             module: The norm module.
             x: Its input.
-            training: As for ``sums``.
+            mode_or_statistics: As for ``gradient_sums``.
         """
 
-    def sums(self, module: Any, x: Tensor, g: Tensor, training: Any) -> tuple[Tensor, Tensor]:
+    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, mode_or_statistics: Any) -> tuple[Tensor, Tensor]:
         x, g = (part.reshape(*part.shape[:2], -1) for part in (x, g))
-        mean, inverse = self.statistics(module, x, training)
+        mean, inverse = self.statistics(module, x, mode_or_statistics)
         total = g.sum(2)
         return (torch.linalg.vecdot(g, x) - mean * total) * inverse, total
 
@@ -143,7 +146,7 @@ class RMSNormLayer(_ChannelsLastNorm):
 class GroupNormLayer(_ChannelsFirstNorm):
     """``nn.GroupNorm``, with the statistics of each group of channels."""
 
-    def statistics(self, module: Any, x: Tensor, training: Any) -> tuple[Tensor, Tensor]:
+    def statistics(self, module: Any, x: Tensor, mode_or_statistics: Any) -> tuple[Tensor, Tensor]:
         n, channels = x.shape[:2]
         groups = (n, module.num_groups, channels // module.num_groups)
         mean, inverse = _mean_and_inverse(x, module.eps, groups, 2)
@@ -154,8 +157,8 @@ class GroupNormLayer(_ChannelsFirstNorm):
 class BatchNormLayer(_ChannelsFirstNorm):
     """``nn.BatchNorm1d/2d/3d``: batch statistics, taken as constants, in train mode; running ones in eval mode."""
 
-    def statistics(self, module: Any, x: Tensor, training: Any) -> tuple[Tensor, Tensor]:
-        if training or module.running_mean is None:
+    def statistics(self, module: Any, x: Tensor, mode_or_statistics: Any) -> tuple[Tensor, Tensor]:
+        if mode_or_statistics or module.running_mean is None:
             return _mean_and_inverse(x, module.eps, x.shape[:2], 0)
         return module.running_mean.to(x), (module.running_var.to(x) + module.eps).rsqrt()
 
@@ -165,7 +168,7 @@ class SyncBatchNormLayer(BatchNormLayer):
     """``nn.SyncBatchNorm``: in train mode the mean and variance are those of all ranks' batches together.
 
     They are read off the layer's output, which is linear in its input, so that nothing has to be sent. They take the
-    place of ``training`` in the observation's context.
+    place of ``module.training`` in the observation's context.
     """
 
     def observe(self, module: Any, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
@@ -184,9 +187,11 @@ class SyncBatchNormLayer(BatchNormLayer):
         variance = (x - mean_x).square().mean(dims, keepdim=True)
         slope = ((x - mean_x) * (y - mean_y)).mean(dims, keepdim=True) / variance
         known = (variance > 0) & (weight != 0) & (slope != 0)
-        # The output of a channel whose weight is zero tells nothing; the statistics of this rank's batch have to do.
+        # If a channel's weight is zero its output carries no information; fall back to this rank's own batch.
         mean = torch.where(known, mean_x - (mean_y - bias) / slope, mean_x)
         return mean.flatten(), torch.where(known, slope / weight, (variance + module.eps).rsqrt()).flatten()
 
-    def statistics(self, module: Any, x: Tensor, training: Any) -> tuple[Tensor, Tensor]:
-        return super().statistics(module, x, training) if isinstance(training, bool) else training
+    def statistics(self, module: Any, x: Tensor, mode_or_statistics: Any) -> tuple[Tensor, Tensor]:
+        if isinstance(mode_or_statistics, bool):
+            return super().statistics(module, x, mode_or_statistics)
+        return mode_or_statistics

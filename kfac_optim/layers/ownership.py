@@ -13,6 +13,7 @@ __all__ = ["owners_of", "unwrap"]
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's module inside DistributedDataParallel (torch's or Apex's), DataParallel and torch.compile wrappers."""
     while True:
+        # By name, so that Apex matches without being imported.
         if type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
             model = model.module  # type: ignore[assignment]
         elif "_orig_mod" in model._modules:
@@ -51,9 +52,9 @@ def owners_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
         )
     order = {id(parameter): i for i, parameter in enumerate(parameters)}
 
-    def rank(top: nn.Module) -> tuple[int, int]:
+    def sort_key(top: nn.Module) -> tuple[int, int]:
         """Sorts by what a module owns, the most first, so that every process finds the modules in the same order."""
         owned = [order[id(p)] for p in top.parameters() if id(p) in order]
         return -len(owned), min(owned)
 
-    return sorted(tops, key=rank)
+    return sorted(tops, key=sort_key)

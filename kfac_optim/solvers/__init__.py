@@ -19,24 +19,24 @@ Where to look::
     eigen.py        eqs. 11-13
     inverse.py      eqs. 8-10
     decompose.py    batches of one shape, retries
-    worker.py       decompositions beside the training
+    worker.py       decompositions in the background
 """
 
-from .decompose import batches, decompose_all, decompose_safely
+from .decompose import decompose_all, decompose_safely, grouped_by_key
 from .eigen import EigenSolver
 from .inverse import InverseSolver
-from .protocol import Decomposition, Result, Solver, Truncating
+from .protocol import Decomposition, MaybeDecomposition, Solver, Truncating
 from .worker import Worker
 
 __all__ = [
     "Decomposition",
     "EigenSolver",
     "InverseSolver",
-    "Result",
+    "MaybeDecomposition",
     "Solver",
     "Truncating",
     "Worker",
-    "batches",
+    "grouped_by_key",
     "decompose_all",
     "decompose_safely",
 ]

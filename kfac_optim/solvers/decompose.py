@@ -8,14 +8,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .protocol import Result, Solver
+from .protocol import MaybeDecomposition, Solver
 
-__all__ = ["batches", "decompose_all", "decompose_safely"]
+__all__ = ["grouped_by_key", "decompose_all", "decompose_safely"]
 
 Item = TypeVar("Item")
 
 
-def decompose_safely(solver: Solver, factor: Tensor, shift: Tensor) -> Result:
+def decompose_safely(solver: Solver, factor: Tensor, shift: Tensor) -> MaybeDecomposition:
     """Decomposes, and where that fails retries in float64, then on the CPU with jitter on the diagonal.
 
     Args:
@@ -26,20 +26,21 @@ def decompose_safely(solver: Solver, factor: Tensor, shift: Tensor) -> Result:
     Returns:
         The decomposition in the factor's dtype and on its device, or None if every attempt failed.
     """
+    # Cheapest first; the CPU's LAPACK is the most robust.
     attempts: list[Callable[[Tensor], Tensor]] = [
         lambda t: t,
         lambda t: t.double(),
         lambda t: _jittered(t.double().cpu()),
     ]
     for attempt in attempts:
-        input_ = attempt(factor)
-        result = _attempt(solver, input_, shift.to(input_))
+        prepared = attempt(factor)
+        result = _attempt(solver, prepared, shift.to(prepared))
         if result is not None:
             return tuple(part.to(factor) for part in result)
     return None
 
 
-def _attempt(solver: Solver, factor: Tensor, shift: Tensor) -> Result:
+def _attempt(solver: Solver, factor: Tensor, shift: Tensor) -> MaybeDecomposition:
     """The decomposition, or None if it failed or is not finite."""
     try:
         result = solver.decompose(factor, shift)
@@ -48,7 +49,7 @@ def _attempt(solver: Solver, factor: Tensor, shift: Tensor) -> Result:
     return result if all(bool(part.isfinite().all()) for part in result) else None
 
 
-def batches(
+def grouped_by_key(
     items: Iterable[Item], key: Callable[[Item], Hashable], size: Callable[[Item], float], limit: float
 ) -> list[list[Item]]:
     """Items of one key together, in their order, as long as their sizes add up to ``limit`` at most.
@@ -67,7 +68,7 @@ def batches(
     return found
 
 
-def decompose_all(solver: Solver, factors: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[Result]:
+def decompose_all(solver: Solver, factors: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[MaybeDecomposition]:
     """Decomposes factors of one shape as one batch, or one by one if that fails.
 
     Args:

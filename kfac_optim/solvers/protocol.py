@@ -6,10 +6,10 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Decomposition", "Result", "Solver", "Truncating"]
+__all__ = ["Decomposition", "MaybeDecomposition", "Solver", "Truncating"]
 
 Decomposition = tuple[Tensor, ...]
-Result = Decomposition | None
+MaybeDecomposition = Decomposition | None  # None: it could not be computed
 
 
 class Solver(Protocol):
@@ -51,7 +51,7 @@ class Truncating(Solver, Protocol):
     def relevant(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> tuple[Decomposition, Decomposition]:
         """The parts of a stack's decompositions that matter at a damping: what ``precondition`` then gets.
 
-        What a pair contributes must not depend on the others in its stack. May wait for the device: it is called when
-        the decompositions are new, or the damping has become another.
+        A pair's contribution must not depend on other pairs in the stack. May wait for the device: it is called when
+        the decompositions are new, or the damping has changed.
         """
         ...

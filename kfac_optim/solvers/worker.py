@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import torch
 
-from .protocol import Result
+from .protocol import MaybeDecomposition
 
 __all__ = ["Worker"]
 
@@ -29,7 +29,7 @@ class Worker:
         """Ends the thread after what it is doing; so does the collection of the worker, if its jobs do not hold it."""
         self._finalizer()
 
-    def submit(self, device: torch.device, work: Callable[[], Result]) -> Callable[[], Result]:
+    def submit(self, device: torch.device, work: Callable[[], MaybeDecomposition]) -> Callable[[], MaybeDecomposition]:
         """Starts ``work``, which may use what is computed on ``device`` so far.
 
         Returns:
@@ -40,13 +40,13 @@ class Worker:
             stream = self._streams.setdefault(device, torch.cuda.Stream(device))
             stream.wait_stream(torch.cuda.current_stream(device))
 
-        def run() -> Result:
+        def run() -> MaybeDecomposition:
             with torch.no_grad(), torch.cuda.stream(stream) if stream else nullcontext():
                 return work()
 
         future = self._pool.submit(run)
 
-        def result() -> Result:
+        def result() -> MaybeDecomposition:
             found = future.result()
             if stream is not None:
                 current = torch.cuda.current_stream(device)

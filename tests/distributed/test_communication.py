@@ -101,7 +101,7 @@ def test_pooling_now_and_then_is_exchanging_at_every_update(history: History) ->
         if not pools:
             continue
         total = torch.stack([one.weights(range(layers)) for one in local]).sum(0)
-        results = [one.pool(range(layers), total) for one in local]
+        results = [one.merge_runs(range(layers), total) for one in local]
         assert all(result == results[0] for result in results), "decays and weights are the same on all ranks"
         decays, pooled_weights = results[0]
         for layer in range(layers):

@@ -1,4 +1,4 @@
-"""How a refresh is worked off: same shapes as one batch, evenly over the steps, what is large beside the training."""
+"""How a refresh is worked off: same shapes as one batch, evenly over the steps, what is large in the background."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from kfac_optim import KFACSGD, CurvatureEngine, EigenSolver, InverseSolver, gro
 from kfac_optim.factors import FactorSpec
 from kfac_optim.layers import gram
 from kfac_optim.preconditioning import stack_of
-from kfac_optim.refresh import Refresh, Refresher, _decompose, _together
-from kfac_optim.solvers import batches, decompose_all, decompose_safely
+from kfac_optim.refresh import Refresher, RefreshInProgress, _decompose, _together
+from kfac_optim.solvers import decompose_all, decompose_safely, grouped_by_key
 
 specs = st.builds(FactorSpec, st.integers(1, 3), st.sampled_from([3, 4, 10]), st.booleans())
 
@@ -42,10 +42,10 @@ class Block:
         return self.spec, self.spec
 
 
-def planned(shapes: list[FactorSpec], spread: int) -> tuple[Refresh, dict[Any, FactorSpec]]:
+def planned(shapes: list[FactorSpec], spread: int) -> tuple[RefreshInProgress, dict[Any, FactorSpec]]:
     """A refresh of factors of these shapes by one rank, and its jobs."""
     blocks: list[Any] = [Block(spec) for spec in shapes]
-    refresh = Refresh(0, spread, "pending")
+    refresh = RefreshInProgress(0, spread, "pending")
     refresh.plan(blocks, rank=0)
     return refresh, {(block, 0): block.spec for block in blocks}
 
@@ -73,17 +73,17 @@ def test_a_step_has_its_share_and_at_most_one_batch_more(shapes: list[FactorSpec
     refresh, share = planned(shapes, spread)
     working = range(1, spread) if spread > 2 else range(spread)
     mean = sum(spec.cost for spec in shapes) / len(working)
-    beside = set(refresh.beside)
-    assert beside == {job for job, spec in share.items() if spec.cost > mean}
+    background = set(refresh.background)
+    assert background == {job for job, spec in share.items() if spec.cost > mean}
     for step in range(spread):
-        jobs = [job for job, when in refresh.steps.items() if when == step and job not in beside]
+        jobs = [job for job, when in refresh.steps.items() if when == step and job not in background]
         assert sum(share[job].cost for job in jobs) <= (2 * mean * (1 + 1e-9) if step in working else 0)
 
 
 def test_same_shapes_are_due_together_as_far_as_the_share_goes() -> None:
     refresh, share = planned([FactorSpec(1, dim) for dim in (4, 8, 4, 4, 8, 4)], 4)
     steps = {dim: {refresh.steps[job] for job, spec in share.items() if spec.dim == dim} for dim in (4, 8)}
-    assert not refresh.beside or len(steps[4]) == 1, "four of 4 cost less than one of 8"
+    assert not refresh.background or len(steps[4]) == 1, "four of 4 cost less than one of 8"
     assert len(steps[4]) == 1
 
 
@@ -130,7 +130,7 @@ def test_one_call_for_a_batch() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=12), st.integers(0, 20))
 def test_batches_are_of_one_key_and_of_bounded_size(items: list[tuple[int, int]], limit: int) -> None:
-    found = batches(items, lambda item: item[0], lambda item: item[1], limit)
+    found = grouped_by_key(items, lambda item: item[0], lambda item: item[1], limit)
     assert sorted(item for batch in found for item in batch) == sorted(items)
     for batch in found:
         assert len({key for key, _ in batch}) == 1
@@ -233,11 +233,11 @@ def test_what_exceeds_a_steps_share_runs_on_the_worker(threads: list[str]) -> No
     beside = [name for name in threads if name.startswith("kfac-decomposition")]
     assert len(beside) == 1, "the 41 x 41 factor"
     assert len(threads) == 12
-    assert "decomposition beside training" in optimizer.curvature.profile()
+    assert "decomposition in the background" in optimizer.curvature.profile()
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
-def test_work_beside_the_training_changes_no_bit(
+def test_work_in_the_background_changes_no_bit(
     solver: str, threads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     courses = []
@@ -245,14 +245,14 @@ def test_work_beside_the_training_changes_no_bit(
         net = model()
         threads.clear()
         if not beside:
-            monkeypatch.setattr(Refresher, "_decompose_beside", at_once)
+            monkeypatch.setattr(Refresher, "_decompose_in_background", at_once)
         courses.append(steps(net, KFACSGD(net, lr=0.1, solver=solver, **BESIDE), 0, 12))
         assert any(name.startswith("kfac") for name in threads) == beside
     assert all(torch.equal(x, y) for x, y in zip(*courses, strict=True))
 
 
 def at_once(self: Refresher, factor: Tensor, shift: Tensor) -> Any:
-    """In the place of ``Refresher._decompose_beside``: nothing runs beside the training."""
+    """In the place of ``Refresher._decompose_in_background``: nothing runs in the background."""
     (result,) = _decompose(self.solver, self.inv_dtype, [factor], [shift])
     return lambda: result
 
@@ -278,7 +278,7 @@ def test_a_refresh_under_way_survives(way: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
 
 
-def test_a_failure_beside_the_training_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_in_the_background_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     net = model()
     optimizer = KFACSGD(net, lr=0.1, **BESIDE)
     steps(net, optimizer, 0, 4)
@@ -293,7 +293,7 @@ def workers() -> list[threading.Thread]:
 
 
 class Held(EigenSolver):
-    """Waits for a signal where it decomposes beside the training."""
+    """Waits for a signal where it decomposes in the background."""
 
     begun, go_on = threading.Event(), threading.Event()
     made: ClassVar[list[int]] = []
