@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
@@ -14,7 +15,7 @@ from .averages import Averaging
 from .blocks import Block, assign
 from .capture import Capture, LossTerms
 from .config import options, refuse_unknown
-from .coverage import check_parameters, find_blocks, parameters_of, replacements
+from .coverage import check_model, check_parameters, find_blocks, parameters_of, replacements
 from .diagnostics import StageTimes
 from .distributed import Assignment, Communicator, agreement, make_communicator, refuse_flattened
 from .layers import LayerOptions, owners_of, unwrap
@@ -40,6 +41,8 @@ class BuiltEngine(ViewedEngine):
         # Without its wrapper, which may refuse to be copied (DDP in a group of its own).
         self.model = unwrap(model) if isinstance(model, nn.Module) else None
         self._trained = dict.fromkeys(parameters_of(model if params is None else params))
+        if self.model is not None:
+            check_model(self.model, self._trained)
         self.step_count = 0
         self.skipped_steps = 0
         self.last_statistics: int | None = None
@@ -57,6 +60,12 @@ class BuiltEngine(ViewedEngine):
         self._refresher = Refresher(self.solver, self.inv_dtype, self._stages)
         self._blocks: list[Block] = []
         self._find_layers()
+        if self._trained and not self._roots:
+            warnings.warn(
+                "no module was found that owns the optimizer's parameters, so that all of them train by the base rule; "
+                "if they are a model's, pass the model, as first argument or as model=...",
+                stacklevel=3,
+            )
         self._restore()
         self._end_construction()
 

@@ -11,7 +11,7 @@ from .blocks import Block, specs_of
 from .distributed import sharding_problem
 from .layers import LayerOptions, find_layers
 
-__all__ = ["check_parameters", "find_blocks", "parameters_of", "replacements"]
+__all__ = ["check_model", "check_parameters", "find_blocks", "parameters_of", "replacements"]
 
 
 def parameters_of(source: nn.Module | Iterable[Any]) -> list[nn.Parameter]:
@@ -25,6 +25,15 @@ def parameters_of(source: nn.Module | Iterable[Any]) -> list[nn.Parameter]:
         else:
             found.append(item[1] if isinstance(item, tuple) else item)
     return found
+
+
+def check_model(model: nn.Module, trained: Sequence[nn.Parameter] | dict[nn.Parameter, None]) -> None:
+    """Raises ValueError if a model that was given owns none of the trained parameters."""
+    if trained and not any(p in trained for p in model.parameters()):
+        raise ValueError(
+            f"model={type(model).__name__}: it owns none of the {len(trained)} parameters that the optimizer got. Pass "
+            "the model whose parameters these are, or leave model= out: the modules are then found by themselves"
+        )
 
 
 def find_blocks(

@@ -63,7 +63,10 @@ class CurvatureEngine(BuiltEngine):
 
     Raises:
         TypeError: If an argument is unknown or of the wrong kind, or the model is wrapped in torch's first FSDP.
-        ValueError: If a value is out of range, or no module owns the parameters.
+        ValueError: If a value is out of range, or the model owns none of ``params``.
+
+    Warns:
+        UserWarning: If no module owns any of the parameters: all of them then train by the base rule.
     """
 
     def update(self, gradients: Sequence[Tensor], lrs: Iterable[Lr] = (1.0,)) -> bool:
@@ -221,10 +224,10 @@ class CurvatureEngine(BuiltEngine):
         self.last_statistics = None  # every step collects until there is something
         if trains and seen_nothing and any(layer.weight.grad is not None for layer in self.layers):
             raise RuntimeError(
-                "the model has gradients, but none of its layers was seen in a forward and backward pass. Build the "
-                "optimizer before the first call of a compiled model (or call torch._dynamo.reset()), and call the "
-                "model's modules rather than their forward methods; statistics come from the backward passes since the "
-                "last zero_grad()"
+                "the model has gradients, but none of its layers was seen in a forward and backward pass since the "
+                "last zero_grad(). Build the optimizer before the forward pass whose gradients it is to take, and call "
+                "the model's modules rather than their forward methods. If the model is compiled, build the optimizer "
+                "before the first call of a compiled model, or call torch._dynamo.reset()"
             )
 
     def _restart_for_new_layers(self) -> None:

@@ -58,8 +58,8 @@ class KFACMixin(_Optimizer):
 
     Raises:
         TypeError: For an unknown keyword or a value of the wrong kind.
-        ValueError: For a value out of range, parameters no module owns, or base options that can't be honoured
-            (``capturable``, ``differentiable``).
+        ValueError: For a value out of range, a ``model`` that owns none of the parameters, or base options that can't
+            be honoured (``capturable``, ``differentiable``).
     """
 
     curvature: CurvatureEngine
@@ -213,6 +213,9 @@ class KFACMixin(_Optimizer):
         if hasattr(self, "curvature"):
             self.curvature.extend(self.param_groups[-1]["params"])
             self._show_counters()
+
+    def __repr__(self) -> str:
+        return "\n".join(s for s in super().__repr__().splitlines() if not s.lstrip().startswith(_PREFIX))
 
     # State ----------------------------------------------------------------------------------------------------------
     # The averages of a layer stand in state[weight]["kfac"], counters in every group: the two places that survive
