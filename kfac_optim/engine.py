@@ -28,6 +28,7 @@ used: what is due depends on the step alone, what is sent on the assignment alon
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -108,6 +109,8 @@ class CurvatureEngine(BuiltEngine):
                 self.last_statistics = self.step_count
                 decay = self.at("factor_decay", self.step_count)
                 self._averaging.fold(self._blocks, statistics, values, decay, self.comm)
+                for index, block in enumerate(self._blocks):
+                    block.note_statistics(seen=index in statistics.sums)
                 if alone:
                     self._pool()
             del statistics  # as large as the factors: not to lie beside a refresh
@@ -216,6 +219,7 @@ class CurvatureEngine(BuiltEngine):
         self._pool()
         ready = [block for block in self._blocks if block.factors("current").has_data]
         if ready:
+            self._warn_of_unseen_layers()
             damping = as_damping(self.damping)
             value, spread = value_of(damping, self.step_count), self.spread_at(self.step_count)
             self._refresher.start(self.step_count, ready, damping, value, spread, self.comm)
@@ -228,6 +232,18 @@ class CurvatureEngine(BuiltEngine):
                 "last zero_grad(). Build the optimizer before the forward pass whose gradients it is to take, and call "
                 "the model's modules rather than their forward methods. If the model is compiled, build the optimizer "
                 "before the first call of a compiled model, or call torch._dynamo.reset()"
+            )
+
+    def _warn_of_unseen_layers(self) -> None:
+        """Some layers have gradients, but their modules are never called; says so once for each."""
+        names = [repr(block.layer.name) for block in self._blocks if block.tell_unseen()]
+        if names:
+            warnings.warn(
+                f"{', '.join(names)}: the weight has gradients, but the layer was never seen in a forward and backward "
+                "pass, so that it trains by the base rule. Call the module itself: a weight that is used on its own, "
+                "as in F.linear(x, layer.weight), is not seen, nor is one inside a function that was compiled before "
+                "the optimizer was built. If that is intended, name the layer in skip_layers",
+                stacklevel=2,
             )
 
     def _restart_for_new_layers(self) -> None:
