@@ -168,6 +168,7 @@ class CurvatureEngine(BuiltEngine):
             raise RuntimeError("this engine belongs to an optimizer, whose step() preconditions; call that alone")
         if lr is None and getattr(self.scaling, "needs_lr", False):
             raise ValueError("precondition_(lr=None): scaling='kl_clip' needs the learning rate of the step, lr=...")
+        self._require_own()
         gradients = {p: g for p in self._trained if (g := full_gradient(p)) is not None}
         taken = self.update(list(gradients.values()), () if lr is None else (lr,))
         if taken:

@@ -34,8 +34,7 @@ _STATE_KEY = "kfac"
 _PREFIX = "kfac_"
 
 
-# What the mixin relies on of the class beside it.
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what the mixin relies on of the class beside it
     _Optimizer = torch.optim.Optimizer
 else:
     _Optimizer = object
@@ -223,6 +222,8 @@ class KFACMixin(_Optimizer):
 
     def _hand_over_states(self) -> None:
         states: dict[Any, Any] = {p: state.pop(_STATE_KEY) for p, state in self.state.items() if _STATE_KEY in state}
+        for p in [p for p in states if not self.state[p]]:
+            del self.state[p]  # of a parameter that was replaced, perhaps: torch saves no state without its parameter
         self.curvature.adopt_states(states)
 
     def _show_states(self) -> None:
@@ -263,10 +264,9 @@ class KFACMixin(_Optimizer):
             raise ValueError(
                 f"the state has groups of {saved_sizes} parameters, the optimizer of {sizes}: another model?"
             )
-        params = [p for group in groups for p in group["params"]]
         ids = [i for group in saved_groups for i in group["params"]]
         found = {}
-        for parameter, i in zip(params, ids, strict=True):
+        for parameter, i in zip(self._parameters(), ids, strict=True):
             state = state_dict["state"].get(i, {})
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape:
