@@ -21,6 +21,7 @@ __all__ = ["SIDES", "Block", "Factors", "Snapshots", "Source", "assign", "decomp
 
 SIDES = ("A", "G")
 Source = Literal["current", "pending", "in_use"]
+_UNSEEN_STEPS = 3  # statistics steps after which a layer that has gradients and was never seen is called so
 
 
 class Factors:
@@ -100,6 +101,7 @@ class Block:
         has_direction: Whether some rank has decompositions: the layer is preconditioned.
         version: Counts the changes of its decompositions, for whoever keeps something made of them.
         cosine: Of the angle between gradient and direction in the first step that used the decompositions, 0-dim.
+        unseen: The statistics steps in a row in which the weight had a gradient, but this rank has not seen the layer.
     """
 
     layer: KroneckerLayer
@@ -111,6 +113,8 @@ class Block:
     has_direction: bool = False
     version: int = 0
     cosine: Tensor | None = None
+    unseen: int = 0
+    _told: bool = False
     _unit: tuple[type, Tensor] | None = None
     _spectra: tuple[Tensor, ...] | None = None
 
@@ -143,6 +147,26 @@ class Block:
     def adopt(self, state: dict[str, Any]) -> None:
         """Replaces the state."""
         self.state = state
+
+    def note_statistics(self, *, seen: bool) -> None:
+        """A statistics step has ended, in which this rank has seen the layer or not."""
+        gradient = self.layer.weight.grad
+        if seen:
+            self.unseen = 0
+        elif gradient is not None:
+            self.unseen += 1
+            if self.unseen == _UNSEEN_STEPS and not bool(gradient.count_nonzero()):  # zero_grad(set_to_none=False)
+                self.unseen = 0
+
+    @property
+    def never_seen(self) -> bool:
+        """Whether the weight trains, but no rank has ever seen the layer in a forward and backward pass."""
+        return self.unseen >= _UNSEEN_STEPS and not (self.has_direction or self.factors("current").has_data)
+
+    def tell_unseen(self) -> bool:
+        """Whether the user has to be told that the layer was never seen; true once."""
+        told, self._told = self._told, self._told or self.never_seen
+        return self._told and not told
 
     # Decompositions -------------------------------------------------------------------------------------------------
 

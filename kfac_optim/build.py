@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
@@ -14,7 +15,16 @@ from .averages import Averaging
 from .blocks import Block, assign
 from .capture import Capture, LossTerms
 from .config import options, refuse_unknown
-from .coverage import check_parameters, find_blocks, parameters_of, replacements
+from .coverage import (
+    check_model,
+    check_parameters,
+    find_blocks,
+    in_slots,
+    intact,
+    parameters_of,
+    replacements,
+    slots_of,
+)
 from .diagnostics import StageTimes
 from .distributed import Assignment, Communicator, agreement, make_communicator, refuse_flattened
 from .layers import LayerOptions, owners_of, unwrap
@@ -40,6 +50,8 @@ class BuiltEngine(ViewedEngine):
         # Without its wrapper, which may refuse to be copied (DDP in a group of its own).
         self.model = unwrap(model) if isinstance(model, nn.Module) else None
         self._trained = dict.fromkeys(parameters_of(model if params is None else params))
+        if self.model is not None:
+            check_model(self.model, self._trained)
         self.step_count = 0
         self.skipped_steps = 0
         self.last_statistics: int | None = None
@@ -57,6 +69,12 @@ class BuiltEngine(ViewedEngine):
         self._refresher = Refresher(self.solver, self.inv_dtype, self._stages)
         self._blocks: list[Block] = []
         self._find_layers()
+        if self._trained and not self._roots:
+            warnings.warn(
+                "no module was found that owns the optimizer's parameters, so that all of them train by the base rule; "
+                "if they are a model's, pass the model, as first argument or as model=...",
+                stacklevel=3,
+            )
         self._restore()
         self._end_construction()
 
@@ -72,6 +90,7 @@ class BuiltEngine(ViewedEngine):
             trainable=self._trained,
         )
         self._blocks, self.uncovered = find_blocks(self._trained, self._roots, layer_options, self._blocks)
+        self._slots = slots_of(self._blocks)
         self._assign()
 
     def _assign(self) -> None:
@@ -118,6 +137,10 @@ class BuiltEngine(ViewedEngine):
         """Takes more trained parameters (``add_param_group``); their layers start without statistics."""
         self._trained.update(dict.fromkeys(parameters_of(params)))
         self._find_layers()
+        self._watch_anew()
+
+    def _watch_anew(self) -> None:
+        """The layers are others than before: rebuilds what depends on them."""
         if self.comm.world_size > 1:  # other ranks work for the known layers now
             self._refresher.invalidate()
         self._capture.close()
@@ -128,21 +151,63 @@ class BuiltEngine(ViewedEngine):
     def require(self, parameters: Sequence[nn.Parameter]) -> None:
         """Makes sure that the parameters an optimizer steps on are the model's own; see :mod:`~kfac_optim.coverage`.
 
-        Before the first step, layers go on with the parameters that a framework has put in the place of theirs.
+        Layers go on with parameters that have taken the place of theirs in the model and in the optimizer. A layer
+        whose weight is computed from other parameters by now (parametrizations, pruning) is declined, with a warning.
 
         Raises:
-            RuntimeError: If the parameters are no weights of the model, or no matrices any more.
+            RuntimeError: If the parameters are no weights of the model, or no matrices any more, or those of a layer
+                have been replaced in the model alone.
         """
-        known = all(p in self._trained for p in parameters)
-        if self._first_step_seen and known:
+        known, whole = all(p in self._trained for p in parameters), intact(self._slots)
+        if self._first_step_seen and known and whole:
             return
         new = {} if self._first_step_seen else replacements(self._trained, self._roots, parameters)
-        if new:
+        if new:  # by a framework, before the first step
             self._trained = dict.fromkeys(parameters)
             self.uncovered = {new[p]: reason for p, reason in self.uncovered.items()}
             for layer in self.layers:
                 layer.replace_parameters(new)
+            self._slots = slots_of(self._blocks)
+        elif not known and {p for root in self._roots for p in root.parameters()}.issuperset(parameters):
+            self._trained = dict.fromkeys(parameters)
+            now = {p: module._parameters.get(name) for module, name, p in self._slots}
+            taken = {p: q for p, q in now.items() if q in self._trained and q.shape == p.shape}
+            for layer in self.layers:
+                layer.replace_parameters({p: taken.get(p, p) for p in layer.parameters})
+            if self._training is not None:  # these are no latecomers
+                self._training = {taken.get(p, p) for p in self._training}
         check_parameters(self._trained, self._roots, self._blocks, parameters)
+        if not (whole and known) and not new:
+            self._renew_layers()
+
+    def _require_own(self) -> None:
+        """As :meth:`require`, for an engine that stands alone: the parameters are those that the model has now."""
+        if not intact(self._slots):
+            self.require(in_slots(self._trained, self._roots, self._slots))
+
+    def _renew_layers(self) -> None:
+        """Parameters were replaced, or moved inside the model: goes on with the layers that there are now."""
+        before = self._blocks
+        self._find_layers()
+        self._preconditioner.clear()
+        if before == self._blocks:
+            return
+        self._watch_anew()
+        # What this step has captured went with the old hooks.
+        self._capture.plan(step=self.step_count, enabled=False, fraction=1.0, grad_scaler=self.grad_scaler)
+        left = [block for block in before if block not in self._blocks]
+        names = {block.layer.name for block in self._blocks}
+        declined = [block.layer for block in left if block.layer.name not in names]
+        for block in left:
+            block.drop()
+        if declined:
+            reasons = {f"{x.name!r} ({type(x.modules[0]).__name__})" for x in declined}
+            warnings.warn(
+                f"{', '.join(sorted(reasons))}: the parameters were changed after the optimizer was built, by a "
+                "parametrization or pruning for instance; from now on they train by the base rule "
+                "(print(optimizer.curvature) says why)",
+                stacklevel=2,
+            )
 
     @property
     def owner(self) -> Any:

@@ -11,7 +11,19 @@ from .blocks import Block, specs_of
 from .distributed import sharding_problem
 from .layers import LayerOptions, find_layers
 
-__all__ = ["check_parameters", "find_blocks", "parameters_of", "replacements"]
+__all__ = [
+    "Slot",
+    "check_model",
+    "check_parameters",
+    "find_blocks",
+    "in_slots",
+    "intact",
+    "parameters_of",
+    "replacements",
+    "slots_of",
+]
+
+Slot = tuple[nn.Module, str, nn.Parameter]  # a module, the name of a parameter, and the parameter that is to be there
 
 
 def parameters_of(source: nn.Module | Iterable[Any]) -> list[nn.Parameter]:
@@ -25,6 +37,15 @@ def parameters_of(source: nn.Module | Iterable[Any]) -> list[nn.Parameter]:
         else:
             found.append(item[1] if isinstance(item, tuple) else item)
     return found
+
+
+def check_model(model: nn.Module, trained: Sequence[nn.Parameter] | dict[nn.Parameter, None]) -> None:
+    """Raises ValueError if a model that was given owns none of the trained parameters."""
+    if trained and not any(p in trained for p in model.parameters()):
+        raise ValueError(
+            f"model={type(model).__name__}: it owns none of the {len(trained)} parameters that the optimizer got. Pass "
+            "the model whose parameters these are, or leave model= out: the modules are then found by themselves"
+        )
 
 
 def find_blocks(
@@ -49,12 +70,38 @@ def find_blocks(
         if problem:
             uncovered.update(dict.fromkeys(layer.parameters, (layer.name, problem)))
         else:
-            blocks.append(before.get(layer.weight) or Block(layer, specs_of(layer)))
+            old = before.get(layer.weight)
+            same = old is not None and set(old.layer.parameters) <= set(layer.parameters)
+            blocks.append(old if old is not None and same else Block(layer, specs_of(layer)))
     covered = {parameter for block in blocks for parameter in block.layer.parameters}
     for i, parameter in enumerate(trained):
         if parameter not in covered and parameter not in uncovered:
             uncovered[parameter] = (f"parameter {i}", "no module of the model owns it")
     return blocks, uncovered
+
+
+def slots_of(blocks: Iterable[Block]) -> list[Slot]:
+    """Where in their modules the parameters of all layers are; not those that are sharded, which come and go."""
+    return [
+        (module, name, own)
+        for layer in (block.layer for block in blocks)
+        for module in layer.modules
+        for name, own in module._parameters.items()
+        if own is not None and not hasattr(own, "device_mesh") and any(own is p for p in layer.parameters)
+    ]
+
+
+def intact(slots: Iterable[Slot]) -> bool:
+    """Whether all parameters are where they were; some microseconds for a large model."""
+    return all(module._parameters.get(name) is parameter for module, name, parameter in slots)
+
+
+def in_slots(trained: Iterable[nn.Parameter], roots: Sequence[nn.Module], slots: Iterable[Slot]) -> list[nn.Parameter]:
+    """The trained parameters, with those that have taken the place of others in a layer."""
+    own = {p for root in roots for p in root.parameters()}
+    now = {p: module._parameters.get(name) for module, name, p in slots}
+    present = (p if p in own else now.get(p, p) for p in trained)
+    return [p for p in present if p is not None]
 
 
 def replacements(
@@ -71,18 +118,19 @@ def replacements(
         stepped: The parameters that the optimizer steps on.
 
     Returns:
-        New parameters by old ones; empty if none were replaced, or not all by weights of the model.
+        New parameters by old ones; empty if none were replaced, or not all by weights of the model of the same shape.
     """
     trained, known = list(trained), set(trained)
     own = {p for root in roots for p in root.parameters()}
     replaced = any(p not in known for p in stepped) and len(stepped) == len(trained) and own.issuperset(stepped)
-    return dict(zip(trained, stepped, strict=True)) if replaced else {}
+    pairs = dict(zip(trained, stepped, strict=True)) if replaced else {}
+    return pairs if all(old.shape == new.shape for old, new in pairs.items()) else {}
 
 
 def check_parameters(
     trained: Container[nn.Parameter],
     roots: Sequence[nn.Module],
-    blocks: Iterable[Block],
+    blocks: Sequence[Block],
     stepped: Sequence[nn.Parameter],
 ) -> None:
     """Raises unless the parameters that an optimizer steps on are still the model's own.
@@ -95,7 +143,8 @@ def check_parameters(
 
     Raises:
         RuntimeError: If the parameters are no module's any more (DeepSpeed ZeRO 1-3: flat partitions), if the model
-            has other parameters than the optimizer, or if they are no matrices any more (FSDP1).
+            has other parameters than the optimizer, if they are no matrices any more (FSDP1), or if some layer has
+            other parameters than those that the optimizer steps on.
     """
     own = {p for root in roots for p in root.parameters()}
     if any(p not in trained for p in stepped):
@@ -108,10 +157,19 @@ def check_parameters(
     if own and not any(p in trained for p in own):
         raise RuntimeError(
             "the model's parameters have been replaced since the optimizer was built: build it after fully_shard(), "
-            "to_empty() or whatever made new ones"
+            "to_empty(), load_state_dict(assign=True) or whatever made new ones"
         )
     if any(getattr(b.layer.weight, "ds_shape", b.layer.weight.shape) != b.layer.weight_shape for b in blocks):
         raise RuntimeError(
             "the model's weights have changed their shape since the optimizer was built, as under "
             "FullyShardedDataParallel (FSDP1): shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
+    gone = set(stepped) - own
+    lost = [b.layer.name for b in blocks if own and any(p in gone for p in b.layer.parameters)]
+    if lost:
+        raise RuntimeError(
+            f"the optimizer steps on parameters that the model no longer has, of {', '.join(map(repr, lost))}: they "
+            "have been replaced since the optimizer was built, by load_state_dict(assign=True), weight_norm(), .to() "
+            "under torch.__future__.set_overwrite_module_params_on_conversion(True) or an assignment. Build the "
+            "optimizer after that, or put the new parameters in the place of the old ones in optimizer.param_groups"
         )

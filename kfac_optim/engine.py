@@ -30,6 +30,7 @@ used: what is due depends on the step alone, what is sent on the assignment alon
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -65,7 +66,10 @@ class CurvatureEngine(BuiltEngine):
 
     Raises:
         TypeError: If an argument is unknown or of the wrong kind, or the model is wrapped in torch's first FSDP.
-        ValueError: If a value is out of range, or no module owns the parameters.
+        ValueError: If a value is out of range, or the model owns none of ``params``.
+
+    Warns:
+        UserWarning: If no module owns any of the parameters: all of them then train by the base rule.
     """
 
     __signature__ = signature(BuiltEngine.__init__)
@@ -111,6 +115,8 @@ class CurvatureEngine(BuiltEngine):
                 self.last_statistics = self.step_count
                 decay = self.at("factor_decay", self.step_count)
                 self._averaging.fold(self._blocks, statistics, values, decay, self.comm)
+                for index, block in enumerate(self._blocks):
+                    block.note_statistics(seen=index in statistics.sums)
                 if alone:
                     self._pool()
             del statistics  # as large as the factors: not to lie beside a refresh
@@ -168,6 +174,7 @@ class CurvatureEngine(BuiltEngine):
             raise RuntimeError("this engine belongs to an optimizer, whose step() preconditions; call that alone")
         if lr is None and getattr(self.scaling, "needs_lr", False):
             raise ValueError("precondition_(lr=None): scaling='kl_clip' needs the learning rate of the step, lr=...")
+        self._require_own()
         gradients = {p: g for p in self._trained if (g := full_gradient(p)) is not None}
         taken = self.update(list(gradients.values()), () if lr is None else (lr,))
         if taken:
@@ -219,6 +226,7 @@ class CurvatureEngine(BuiltEngine):
         self._pool()
         ready = [block for block in self._blocks if block.factors("current").has_data]
         if ready:
+            self._warn_of_unseen_layers()
             damping = as_damping(self.damping)
             value, spread = value_of(damping, self.step_count), self.spread_at(self.step_count)
             self._refresher.start(self.step_count, ready, damping, value, spread, self.comm)
@@ -227,10 +235,22 @@ class CurvatureEngine(BuiltEngine):
         self.last_statistics = None  # every step collects until there is something
         if trains and seen_nothing and any(layer.weight.grad is not None for layer in self.layers):
             raise RuntimeError(
-                "the model has gradients, but none of its layers was seen in a forward and backward pass. Build the "
-                "optimizer before the first call of a compiled model (or call torch._dynamo.reset()), and call the "
-                "model's modules rather than their forward methods; statistics come from the backward passes since the "
-                "last zero_grad()"
+                "the model has gradients, but none of its layers was seen in a forward and backward pass since the "
+                "last zero_grad(). Build the optimizer before the forward pass whose gradients it is to take, and call "
+                "the model's modules rather than their forward methods. If the model is compiled, build the optimizer "
+                "before the first call of a compiled model, or call torch._dynamo.reset()"
+            )
+
+    def _warn_of_unseen_layers(self) -> None:
+        """Some layers have gradients, but their modules are never called; says so once for each."""
+        names = [repr(block.layer.name) for block in self._blocks if block.tell_unseen()]
+        if names:
+            warnings.warn(
+                f"{', '.join(names)}: the weight has gradients, but the layer was never seen in a forward and backward "
+                "pass, so that it trains by the base rule. Call the module itself: a weight that is used on its own, "
+                "as in F.linear(x, layer.weight), is not seen, nor is one inside a function that was compiled before "
+                "the optimizer was built. If that is intended, name the layer in skip_layers",
+                stacklevel=2,
             )
 
     def _restart_for_new_layers(self) -> None:

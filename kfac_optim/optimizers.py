@@ -34,8 +34,7 @@ _STATE_KEY = "kfac"
 _PREFIX = "kfac_"
 
 
-# What the mixin relies on of the class beside it.
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what the mixin relies on of the class beside it
     _Optimizer = torch.optim.Optimizer
 else:
     _Optimizer = object
@@ -58,8 +57,8 @@ class KFACMixin(_Optimizer):
 
     Raises:
         TypeError: For an unknown keyword or a value of the wrong kind.
-        ValueError: For a value out of range, parameters no module owns, or base options that can't be honoured
-            (``capturable``, ``differentiable``).
+        ValueError: For a value out of range, a ``model`` that owns none of the parameters, or base options that can't
+            be honoured (``capturable``, ``differentiable``).
     """
 
     curvature: CurvatureEngine
@@ -214,12 +213,17 @@ class KFACMixin(_Optimizer):
             self.curvature.extend(self.param_groups[-1]["params"])
             self._show_counters()
 
+    def __repr__(self) -> str:
+        return "\n".join(s for s in super().__repr__().splitlines() if not s.lstrip().startswith(_PREFIX))
+
     # State ----------------------------------------------------------------------------------------------------------
     # The averages of a layer stand in state[weight]["kfac"], counters in every group: the two places that survive
     # torch.distributed.checkpoint. Base classes take a non-empty state for an initialised one, so they never see ours.
 
     def _hand_over_states(self) -> None:
         states: dict[Any, Any] = {p: state.pop(_STATE_KEY) for p, state in self.state.items() if _STATE_KEY in state}
+        for p in [p for p in states if not self.state[p]]:
+            del self.state[p]  # of a parameter that was replaced, perhaps: torch saves no state without its parameter
         self.curvature.adopt_states(states)
 
     def _show_states(self) -> None:
@@ -260,10 +264,9 @@ class KFACMixin(_Optimizer):
             raise ValueError(
                 f"the state has groups of {saved_sizes} parameters, the optimizer of {sizes}: another model?"
             )
-        params = [p for group in groups for p in group["params"]]
         ids = [i for group in saved_groups for i in group["params"]]
         found = {}
-        for parameter, i in zip(params, ids, strict=True):
+        for parameter, i in zip(self._parameters(), ids, strict=True):
             state = state_dict["state"].get(i, {})
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape:

@@ -104,9 +104,10 @@ class ViewedEngine(StatefulEngine):
         ]
         rows += [Row(name, "base", note=reason) for name, reason in self.uncovered.values()]
         memory = human_bytes(self.memory_estimate()["total"])
-        footer = (
-            f"{len(self.layers)} layers preconditioned, {len(self.uncovered)} parameters by the base rule, {memory}"
-        )
+        unseen = [block.layer for block in self._blocks if block.never_seen]
+        base = len(self.uncovered) + sum(len(layer.parameters) for layer in unseen)
+        footer = f"{len(rows) - len(self.uncovered) - len(unseen)} layers preconditioned, "
+        footer += f"{base} parameters by the base rule, {memory}"
         if self.comm.world_size > 1:
             footer += (
                 f"\nrank {self.comm.rank} of {self.comm.world_size}, load of the decompositions: "

@@ -47,6 +47,16 @@ class Fisher(ABC):
             The gradient of the sum over all loss terms, not of their mean; of the output's shape.
         """
 
+    def misfit(self, gradient: Tensor) -> str:
+        """What of the loss's gradient no likelihood of this distribution has; empty if nothing strikes.
+
+        Asked once, in the first backward pass; the user is warned of it.
+
+        Args:
+            gradient: That of the user's own loss with respect to the output, up to a factor.
+        """
+        return ""
+
 
 @dataclass(frozen=True)
 class Categorical(Fisher):
@@ -57,6 +67,12 @@ class Categorical(Fisher):
     """
 
     dim: int = -1
+
+    def misfit(self, gradient: Tensor) -> str:
+        """The gradient of a cross-entropy sums to zero over the classes."""
+        if float(_share_of_sums(gradient, self.dim)) > 0.01:
+            return "does not sum to zero over the classes, as that of every cross-entropy after a softmax does"
+        return ""
 
     def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
         """``softmax(output) - one_hot(sample)``."""
@@ -71,6 +87,10 @@ class Categorical(Fisher):
 @dataclass(frozen=True)
 class Bernoulli(Fisher):
     """Independent sigmoids of logits (binary cross-entropy)."""
+
+    def misfit(self, gradient: Tensor) -> str:
+        """See :func:`_like_softmax`."""
+        return _like_softmax(gradient)
 
     def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
         """``sigmoid(output) - sample``."""
@@ -88,7 +108,25 @@ class Gaussian(Fisher):
 
     variance: float = 1.0
 
+    def misfit(self, gradient: Tensor) -> str:
+        """See :func:`_like_softmax`."""
+        return _like_softmax(gradient)
+
     def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
         """``(output - sample) / variance``."""
         noise = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
         return noise / self.variance**0.5
+
+
+def _share_of_sums(gradient: Tensor, dim: int) -> Tensor:
+    """``(sum g)^2 / sum g^2`` over all rows along ``dim``: about 1 for independent entries, 0 if all rows sum to 0."""
+    g = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32))
+    g = g / g.abs().max()  # squares of a gradient that is scaled for float16 may overflow, those of a mean underflow
+    return g.sum(dim).square().sum() / g.square().sum()
+
+
+def _like_softmax(gradient: Tensor) -> str:
+    """What is strange if every row of a gradient sums to zero, although its entries should be independent."""
+    if gradient.shape[-1] > 1 and float(_share_of_sums(gradient, -1)) < 1e-4:
+        return "sums to zero over the last dimension, as that of a cross-entropy after a softmax does"
+    return ""

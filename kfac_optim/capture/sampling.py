@@ -8,6 +8,7 @@ micro-batch when the user's backward pass reaches the model's output, and lost i
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,7 @@ class SampledBackward:
         self.fisher, self.rank, self.recorder, self.passes = fisher, rank, recorder, passes
         self._step = 0
         self._samples = 0  # drawn in this step
+        self._checked = False  # whether the loss's gradient was looked at
 
     def plan(self, step: int) -> None:
         """Sets the number of the step, from which the samples come."""
@@ -90,9 +92,26 @@ class SampledBackward:
         """The user's backward pass has reached the model's output."""
         if torch.is_grad_enabled():
             return
+        self._check_loss(g)
         for layer_call, moment in pending:
             if adds_to_gradient(self.recorder.layers[layer_call.index]):
                 self.passes.add(layer_call, call, moment)
+
+    def _check_loss(self, g: Tensor) -> None:
+        """Warns, once, if the gradient of the user's loss cannot be that of the distribution's likelihood."""
+        if self._checked or g.dim() == 0:
+            return
+        self._checked = True  # reads from the device: not again
+        problem = self.fisher.misfit(g)
+        if problem:
+            name = type(self.fisher).__name__.lower()
+            warnings.warn(
+                f"fisher={name!r} samples targets of that distribution, but the gradient of the loss with respect to "
+                f"the model's output {problem}: choose the fisher that fits the loss (categorical: cross-entropy, "
+                "bernoulli: binary cross-entropy, gaussian: squared error), or fisher='empirical'. If the output is "
+                "not what the loss is taken of, give the distribution an output_fn",
+                stacklevel=2,
+            )
 
     def _require_whole_model(self, call: ModelCall) -> None:
         assert call.module is not None

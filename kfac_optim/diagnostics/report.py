@@ -161,6 +161,8 @@ def row_of(block: Block, memory: int, comm: Communicator) -> Row:
         notes.append(f"shared by {len(layer.modules)} modules")
     if not layer.weight.requires_grad:
         notes.append("frozen")
+    elif block.never_seen:
+        notes.append("never seen, so raw gradient: call the module instead of using its weight")
     elif not block.has_direction:
         notes.append("raw gradient until its first decomposition")
     a, g = (f"{spec.pairs} x {spec.dim}" if spec.pairs > 1 else str(spec.dim) for spec in block.specs)

@@ -66,7 +66,7 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
 
     A weight that several modules use under the same rule and with the same bias is one layer. If the rules differ, or
     one of the modules has none, the weight is declined, because its Fisher block is no Kronecker product. Names are
-    those of ``root.named_modules()``, with the root's number in front if an earlier root has the same names.
+    those of ``root.named_modules()``, with the root's class in front if several roots have the same names.
 
     Args:
         roots: The user's modules.
@@ -75,13 +75,11 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
     # For every parameter its name, and the reason why it is declined ("": it is not, so far).
     layers: dict[nn.Parameter, KroneckerLayer] = {}
     reasons: dict[nn.Parameter, tuple[str, str]] = {}
+    weightless: set[nn.Parameter] = set()  # parameters beside a weight that is not among the trained ones
     visited: set[nn.Module] = set()
-    names: set[str] = set()
-    for number, root in enumerate(roots):
+    roots = list(roots)
+    for prefix, root in zip(_prefixes(roots), roots, strict=True):
         new = {name: module for name, module in root.named_modules() if module not in visited}
-        owners = {name for name, module in new.items() if module._parameters}
-        prefix = f"{number}." if owners & names else ""
-        names |= {prefix + name for name in owners}
         for name, module in new.items():
             if module in visited:
                 continue
@@ -91,18 +89,41 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
             found, reason = _layers_of(name, module, options)
             for layer in found:
                 _add(layer, layers, reasons)
+                if not options.trains(layer.weight):
+                    weightless.update(module.parameters())
             for parameter_name, parameter in module.named_parameters(name, recurse=len(parts) > 1):
                 _, declined = reasons.setdefault(parameter, (parameter_name, reason))
                 if reason and not declined:
                     _decline_layers_of(parameter, layers.values(), reasons, f"shared with {parameter_name}: {reason}")
     kept = [layer for layer in layers.values() if not reasons[layer.weight][1] and options.trains(layer.weight)]
     covered = {parameter for layer in kept for parameter in layer.parameters}
-    uncovered = {
-        parameter: (name, reason or "frozen when the optimizer was built")
-        for parameter, (name, reason) in reasons.items()
-        if parameter not in covered and options.trains(parameter)
-    }
+    uncovered = {}
+    for parameter, (name, reason) in reasons.items():
+        if parameter not in covered and options.trains(parameter):
+            other = "the weight of its layer is not among the optimizer's parameters"
+            uncovered[parameter] = (
+                name,
+                reason or (other if parameter in weightless else "frozen when the optimizer was built"),
+            )
     return Coverage(kept, uncovered)
+
+
+def _prefixes(roots: Sequence[nn.Module]) -> list[str]:
+    """What stands in front of the names in each root: nothing, or its class where two roots have the same names."""
+    names: set[str] = set()
+    visited: set[nn.Module] = set()
+    for root in roots:
+        new = {name: module for name, module in root.named_modules() if module not in visited}
+        own = {name for name, module in new.items() if module._parameters}
+        if own & names:
+            break
+        names |= own
+        visited.update(new.values())
+    else:
+        return [""] * len(roots)
+    classes = [type(root).__name__ for root in roots]
+    numbers = [f"-{classes[:i].count(c) + 1}" if classes.count(c) > 1 else "" for i, c in enumerate(classes)]
+    return [f"{c}{number}." for c, number in zip(classes, numbers, strict=True)]
 
 
 def _layers_of(name: str, module: nn.Module, options: LayerOptions) -> tuple[Sequence[KroneckerLayer], str]:

@@ -1,0 +1,163 @@
+"""What is told to users whose parameters have no layer, and whose arguments do not belong together."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kfac_optim import KFACSGD, CurvatureEngine, KFACAdam
+
+OFTEN = {"factor_update_steps": 1, "inv_update_steps": 2}
+
+
+def reasons_of(optimizer: KFACSGD | KFACAdam) -> dict[str, str]:
+    """Why parameters have no layer, by their names."""
+    return dict(optimizer.curvature.uncovered.values())
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (4, 0)])
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
+def test_an_empty_weight_is_declined_and_trains_as_before(shape: tuple[int, int], cls: type) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.empty = nn.Linear(*shape)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x).sum() + self.empty(x[:, : shape[0]]).sum()
+
+    model = Model()
+    before = copy.deepcopy(model)
+    optimizer = cls(model, lr=0.1, **OFTEN)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).backward()
+        optimizer.step()
+    assert reasons_of(optimizer)["empty.weight"] == "the weight is empty"
+    assert [layer.name for layer in optimizer.curvature.layers] == ["fc"]
+    assert not torch.equal(model.fc.weight, before.fc.weight)
+    assert shape[1] == 0 or not torch.equal(model.empty.bias, before.empty.bias)
+
+
+def test_parameters_that_no_module_owns_train_by_the_base_rule() -> None:
+    log_alpha, twin = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    with pytest.warns(UserWarning, match=r"no module was found.*base rule.*model=") as warned:
+        first = KFACAdam([log_alpha], lr=0.1)
+    assert len(warned) == 1
+    second = torch.optim.Adam([twin], lr=0.1)
+    for _ in range(4):
+        for p, optimizer in ((log_alpha, first), (twin, second)):
+            optimizer.zero_grad()
+            (p.exp() * 3 + p).sum().backward()
+            optimizer.step()
+    assert torch.equal(log_alpha, twin) and not torch.equal(log_alpha, torch.zeros(1))
+    assert "no module of the model owns it" in repr(first.curvature)
+    state = first.state_dict()
+    first.load_state_dict(state)
+    copy.deepcopy(first)
+
+
+def test_a_model_that_owns_none_of_the_parameters_is_refused_at_construction() -> None:
+    model, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    with pytest.raises(ValueError, match=r"model=Linear.*owns none of the 2 parameters"):
+        KFACSGD(model.parameters(), model=other, lr=0.1)
+    with pytest.raises(ValueError, match=r"model=Linear.*owns none of the 2 parameters"):
+        CurvatureEngine(other, model.parameters())
+
+
+def test_a_bias_whose_weight_another_optimizer_trains_is_not_called_frozen() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.MultiheadAttention(3, 1))
+    model[1].bias.requires_grad_(False)
+    weights = KFACSGD([p for p in model.parameters() if p.dim() > 1], model=model, lr=0.1)
+    biases = KFACSGD([p for p in model.parameters() if p.dim() == 1], model=model, lr=0.1)
+    assert not weights.curvature.uncovered
+    text = "the weight of its layer is not among the optimizer's parameters"
+    assert reasons_of(biases) == {
+        "0.bias": text,
+        "1.bias": "frozen when the optimizer was built",
+        "2.in_proj_bias": text,
+        "2.out_proj.bias": text,
+    }
+
+
+def test_a_forward_pass_before_construction_is_the_first_cause_named() -> None:
+    model = nn.Linear(4, 3)
+    loss = model(torch.randn(8, 4)).square().mean()
+    optimizer = KFACSGD(model, lr=0.1)
+    loss.backward()
+    with pytest.raises(RuntimeError, match=r"(?s)before the forward pass.*before the first call of a compiled model"):
+        optimizer.step()
+
+
+def test_several_roots_have_names_that_tell_them_apart() -> None:
+    first, second, third = nn.Linear(4, 3), nn.Linear(3, 2), nn.Sequential(nn.Linear(2, 2))
+    optimizer = KFACSGD([p for m in (first, second, third) for p in m.parameters()], lr=0.1)
+    assert [layer.name for layer in optimizer.curvature.layers] == ["Linear-1", "Linear-2", "Sequential.0"]
+    assert "(model)" not in repr(optimizer.curvature)
+    alone = KFACSGD([*third.parameters()], lr=0.1)
+    assert [layer.name for layer in alone.curvature.layers] == ["0"]
+
+
+def test_repr_of_an_optimizer_shows_no_counters() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = KFACSGD(model, lr=0.1, momentum=0.9)
+    text = repr(optimizer)
+    assert "kfac_" not in text and "lr: 0.1" in text and "momentum: 0.9" in text
+    assert text.startswith("KFACSGD (") and text.endswith(")")
+
+
+# A loss that does not fit the sampled Fisher's distribution ---------------------------------------------------------
+
+
+LOSSES = {
+    "cross entropy": lambda out, y: F.cross_entropy(out, y),
+    "smoothed": lambda out, y: F.cross_entropy(out, y, label_smoothing=0.1, reduction="sum"),
+    "squared error": lambda out, y: F.mse_loss(out, F.one_hot(y, out.shape[1]).to(out)),
+    "binary": lambda out, y: F.binary_cross_entropy_with_logits(out, F.one_hot(y, out.shape[1]).to(out)),
+}
+FITS = {
+    "categorical": {"cross entropy", "smoothed"},
+    "bernoulli": {"binary", "squared error"},  # that one cannot be told apart
+    "gaussian": {"binary", "squared error"},
+    "empirical": set(LOSSES),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("fisher", FITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_that_does_not_fit_the_distribution_warns_once(fisher: str, loss: str, dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5))
+    optimizer = KFACSGD(model, lr=0.01, fisher=fisher, **OFTEN)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            optimizer.zero_grad()
+            out = model(torch.randn(16, 4)).to(dtype)
+            LOSSES[loss](out, torch.randint(5, (16,))).backward()
+            optimizer.step()
+    texts = [str(w.message) for w in caught]
+    if loss in FITS[fisher]:
+        assert not texts
+    else:
+        assert len(texts) == 1 and f"fisher='{fisher}'" in texts[0], texts
+
+
+def test_the_check_of_the_loss_knows_the_dimension_of_the_classes_and_loss_scales() -> None:
+    from kfac_optim import Categorical
+
+    model = nn.Conv2d(1, 5, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer = KFACSGD(model, lr=0.01, fisher=Categorical(dim=1), grad_scaler=scaler, **OFTEN)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaler.scale(F.cross_entropy(model(torch.randn(4, 1, 3, 3)), torch.randint(5, (4, 3, 3)))).backward()
+        scaler.step(optimizer)

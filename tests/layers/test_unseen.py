@@ -1,0 +1,74 @@
+"""Layers whose weight trains although their module is never called."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kfac_optim import KFACSGD, CurvatureEngine
+
+OFTEN = {"factor_update_steps": 1, "inv_update_steps": 2}
+
+
+class Functional(nn.Module):
+    """The first layer is called, the second one's weight is used by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.used = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.idle = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.called(x)), self.used.weight, self.used.bias)
+
+
+def test_a_layer_that_is_never_called_is_named_in_the_table_and_in_one_warning() -> None:
+    model = Functional()
+    optimizer = KFACSGD(model, lr=0.1, **OFTEN)
+    assert "3 layers preconditioned, 0 parameters by the base rule" in repr(optimizer.curvature)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    texts = [str(w.message) for w in caught]
+    assert len(texts) == 1 and texts[0].startswith("'used': ") and "skip_layers" in texts[0], texts
+    table = repr(optimizer.curvature).splitlines()
+    assert "never seen" in next(line for line in table if line.startswith("used "))
+    assert "raw gradient until its first" in next(line for line in table if line.startswith("idle "))
+    assert table[-1].startswith("2 layers preconditioned, 2 parameters by the base rule")
+
+
+def test_a_layer_that_is_seen_later_is_an_ordinary_one() -> None:
+    model = Functional()
+    engine = CurvatureEngine(model, **OFTEN)
+    foreign = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(14):
+        foreign.zero_grad()
+        hidden = torch.tanh(model.called(torch.randn(8, 4)))
+        (model(torch.randn(8, 4)) if step < 8 else model.used(hidden)).square().mean().backward()
+        with pytest.warns(UserWarning, match="never seen") if step == 2 else warnings.catch_warnings():
+            engine.precondition_(lr=0.1)
+        foreign.step()
+    assert "never seen" not in repr(engine)
+    assert set(engine.report()["layers"]) == {"called", "used"}
+
+
+def test_gradients_that_are_zero_make_no_layer_unseen() -> None:
+    """``zero_grad(set_to_none=False)`` leaves zeros behind for layers that the loss does not use."""
+    model = Functional()
+    optimizer = KFACSGD(model, lr=0.1, **OFTEN)
+    model.idle.weight.grad = torch.zeros(3, 6)
+    model.used.requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(12):
+            optimizer.zero_grad(set_to_none=False)
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    assert "never seen" not in repr(optimizer.curvature)
