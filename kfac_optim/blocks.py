@@ -10,14 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .damping import Damping
+from .damping import Damping, kind_of
 from .distributed import Assignment, AssignmentStrategy, Communicator, LayerAssignment, LayerCost
 from .factors import FactorSpec, snapshot_
-from .layers import KroneckerLayer
+from .layers import KroneckerLayer, full_precision
 from .solvers import Decomposition, Solver
 from .spectra import eigenvalues, largest_eigenvalue
 
-__all__ = ["SIDES", "Block", "Factors", "Snapshots", "Source", "assign", "decomposed_bytes", "part_dtype", "specs_of"]
+__all__ = ["SIDES", "Block", "Factors", "Source", "assign", "decomposed_bytes", "part_dtype", "specs_of"]
 
 SIDES = ("A", "G")
 Source = Literal["current", "pending", "in_use"]
@@ -59,7 +59,8 @@ class Factors:
 
     def largest(self) -> tuple[Tensor, Tensor]:
         """The largest eigenvalues of A and of G, ``[p]`` each; joint pairs share the largest of all of them."""
-        a, g = (largest_eigenvalue(self.matrix(side)) for side in range(2))
+        with full_precision(self.tensors["A"]["value"].device.type):
+            a, g = (largest_eigenvalue(self.matrix(side)) for side in range(2))
         return (a.amax().expand_as(a), g.amax().expand_as(g)) if self.joint else (a, g)
 
     def freeze(self, source: Factors, gamma: Tensor) -> None:
@@ -67,21 +68,6 @@ class Factors:
         for side in SIDES:
             snapshot_(self.tensors[side], source.tensors[side])
         self.gamma.copy_(gamma)
-
-
-@dataclass
-class Snapshots:
-    """The factors of a layer at the three stages of their way into use.
-
-    Attributes:
-        current: The running averages.
-        in_use: What the decompositions in use were made of.
-        pending: What a refresh in progress decomposes; None where refreshes are never spread over steps.
-    """
-
-    current: Factors
-    in_use: Factors
-    pending: Factors | None
 
 
 @dataclass(eq=False, repr=False)
@@ -94,8 +80,9 @@ class Block:
         workers: The ranks that decompose its factors, and those that precondition its gradient.
         route: How its preconditioned gradient comes to this rank, or leaves it: the source and the members of the
             broadcast; None if it does not travel.
-        state: What the optimizer's state holds of the layer: the tensors of its :class:`Snapshots` by their names.
-            Empty before the first step.
+        state: What the optimizer's state holds of the layer: the tensors of its :class:`Factors` "current" (the
+            running averages), "in_use" (what the decompositions in use were made of) and, where refreshes may be spread
+            over steps, "pending" (what a refresh in progress decomposes). Empty before the first step.
         decomposed: The decompositions of A and G in use; None on ranks that do not precondition the layer, and before
             the first refresh.
         has_direction: Whether some rank has decompositions: the layer is preconditioned.
@@ -115,7 +102,7 @@ class Block:
     cosine: Tensor | None = None
     unseen: int = 0
     _told: bool = False
-    _unit: tuple[type, Tensor] | None = None
+    _unit: tuple[Any, Tensor] | None = None
     _spectra: tuple[Tensor, ...] | None = None
 
     # Factors --------------------------------------------------------------------------------------------------------
@@ -137,12 +124,6 @@ class Block:
     def factors(self, source: Source) -> Factors:
         """Its factors at one of the three stages."""
         return Factors(self.layer, self.specs, self.state[source])
-
-    @property
-    def snapshots(self) -> Snapshots:
-        """Its factors at all three stages."""
-        pending = self.factors("pending") if "pending" in self.state else None
-        return Snapshots(self.factors("current"), self.factors("in_use"), pending)
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Replaces the state."""
@@ -192,8 +173,9 @@ class Block:
 
     def damping_unit(self, damping: Damping) -> Tensor:
         """What gamma is a multiple of, for the decompositions in use, ``[p]``."""
-        if self._unit is None or self._unit[0] is not type(damping):
-            self._unit = type(damping), damping.unit(self.factors("in_use"))
+        kind = kind_of(damping)
+        if self._unit is None or self._unit[0] != kind:
+            self._unit = kind, damping.unit(self.factors("in_use"))
         return self._unit[1]
 
     def spectra(self) -> tuple[Tensor, ...]:

@@ -272,6 +272,8 @@ def saved_options(config: Config) -> dict[str, int | float]:
         value = getattr(config, name)
         if isinstance(value, OfMean | OfLargest):
             name, value = "damping_of_mean" if isinstance(value, OfMean) else "damping_of_largest", value.value
+        elif isinstance(value, KLClip):
+            name, value = "kl_clip", value.kappa
         if not field.metadata["fixed"] and isinstance(value, (int, float)) and not isinstance(value, bool):
             found[name] = value
     return found
@@ -288,6 +290,8 @@ def loaded_options(config: Config, saved: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in saved.items():
         if name in _SAVED_DAMPINGS:
             name, value = "damping", _SAVED_DAMPINGS[name](_FIELDS["damping"].metadata["check"](value))
+        elif name == "kl_clip" and isinstance(config.scaling, KLClip) and not callable(config.scaling.kappa):
+            name, value = "scaling", KLClip(value)
         if name not in _FIELDS or _FIELDS[name].metadata["fixed"]:
             continue
         now = getattr(config, name)

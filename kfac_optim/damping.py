@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ __all__ = [
     "Spectra",
     "as_damping",
     "damping_check",
+    "kind_of",
     "split",
     "value_of",
 ]
@@ -139,6 +140,11 @@ def damping_check(name: str) -> Callable[[object], object]:
         return given
 
     return check
+
+
+def kind_of(damping: Damping) -> Any:
+    """Dampings of one kind have the same unit: all of a class of this package, and any other only itself."""
+    return type(damping) if isinstance(damping, (_Absolute, _Relative)) else damping
 
 
 def value_of(damping: Schedule[float] | Damping, step: int) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .blocks import Block
-from .damping import Damping, value_of
+from .damping import Damping, kind_of, value_of
 from .diagnostics import StageTimes, communicating, cosine
 from .distributed import Broadcast, Communicator, gathered, sharded_like
 from .layers import KroneckerLayer, full_precision
@@ -129,7 +129,7 @@ class Preconditioner:
 
     def _current(self, known: Sequence[Block], damping: Damping) -> list[Stack]:
         """The stacks of the blocks that have decompositions, made anew when one of these has changed."""
-        made_of = (type(damping), [(block, block.version) for block in known])
+        made_of = (kind_of(damping), [(block, block.version) for block in known])
         if made_of != self._made_of:
             self._stacks, self._made_of = _stacks_of(known, damping), made_of
         return self._stacks

@@ -744,3 +744,18 @@ def test_lists_of_parameter_names_survive() -> None:
     train(model, optimizer, range(K, 2 * K))
     train(resumed, again, range(K, 2 * K))
     assert_identical(resumed, model)
+
+
+def test_the_number_in_klclip_is_saved_and_loaded_and_does_not_replace_a_function() -> None:
+    model, optimizer = build(KFACSGD, {"scaling": KLClip(1e-4)})
+    train(model, optimizer, range(K))
+    state = saved(optimizer.state_dict())
+    _, number = build(KFACSGD, {"scaling": KLClip(0.5)})
+    number.load_state_dict(state)
+    assert number.curvature.scaling == KLClip(1e-4)
+    function = KLClip(lambda step: 0.5)
+    for scaling in (function, "unit"):
+        _, other = build(KFACSGD, {"scaling": scaling})
+        before = other.curvature.scaling
+        other.load_state_dict(state)
+        assert other.curvature.scaling is before
