@@ -9,6 +9,7 @@ __all__ = ["eigenvalues", "largest_eigenvalue"]
 
 _EXACT_DIM = 64  # up to this dimension the largest eigenvalue is computed with all others
 _LANCZOS_STEPS = 32
+_ROUNDINGS = 100  # a remainder of less than so many roundings ends the iteration
 
 
 def eigenvalues(factor: Tensor) -> Tensor:
@@ -30,15 +31,17 @@ def largest_eigenvalue(factor: Tensor) -> Tensor:
         return torch.linalg.eigvalsh(factor)[..., -1].clamp(min=0)
     start = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(factor)
     q = (start / start.norm()).expand(len(factor), n)
-    basis, diagonal, beside = [q], [], []
+    basis, diagonal, beside, scale = [q], [], [], factor.new_zeros(len(factor))
     for _ in range(_LANCZOS_STEPS):
         image = (factor @ q[..., None])[..., 0]
         diagonal.append((q * image).sum(-1))
+        scale = torch.maximum(scale, image.norm(dim=-1))
         known = torch.stack(basis, -1)
         for _ in range(2):  # once loses orthogonality when the iteration has converged
             image = image - (known @ (known.mT @ image[..., None]))[..., 0]
         length = image.norm(dim=-1)
-        converged = length <= torch.finfo(factor.dtype).eps * diagonal[0].abs()
+        # What is left is then rounding, which normalised would be no longer orthogonal to the basis.
+        converged = length <= _ROUNDINGS * torch.finfo(factor.dtype).eps * scale
         beside.append(torch.where(converged, 0.0, length))
         q = torch.where(converged[:, None], 0.0, image / length.clamp(min=torch.finfo(factor.dtype).tiny)[:, None])
         basis.append(q)

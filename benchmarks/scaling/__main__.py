@@ -31,6 +31,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
+from tqdm import tqdm
 
 from benchmarks.common.reports import Command, Output, table
 from benchmarks.scaling import paper, plots
@@ -57,12 +58,17 @@ def predictions(smoke: bool) -> tuple[dict[str, Any], str]:
     if smoke:
         result: dict[str, Any] = {"traffic": paper.traffic([paper.cifar_resnet()])}
     else:
-        v100, a100 = paper.fit_longhorn(), paper.fit_theta()
-        hours = paper.time_to_solution(v100)
-        compared = [*paper.compare_longhorn(v100, hours), *paper.compare_theta(a100)]
-        result = {"clusters": {"V100": asdict(v100), "A100": asdict(a100)}, "figure 8": hours}
-        result["compared"] = [asdict(each) for each in compared]
-        result["traffic"] = paper.traffic([paper.cifar_resnet(), paper.bert("BERT-Base", 128, 16)])
+        with tqdm(total=4, desc="predicting", unit="table") as bar:
+            v100, a100 = paper.fit_longhorn(), paper.fit_theta()
+            bar.update()
+            hours = paper.time_to_solution(v100)
+            bar.update()
+            compared = [*paper.compare_longhorn(v100, hours), *paper.compare_theta(a100)]
+            bar.update()
+            result = {"clusters": {"V100": asdict(v100), "A100": asdict(a100)}, "figure 8": hours}
+            result["compared"] = [asdict(each) for each in compared]
+            result["traffic"] = paper.traffic([paper.cifar_resnet(), paper.bert("BERT-Base", 128, 16)])
+            bar.update()
     return result, "\n".join(table(title, result[name]) for name, title in TITLES.items() if name in result)
 
 

@@ -66,7 +66,7 @@ class Observation:
 
     Attributes:
         a: The sum of ``a a^T`` over the rows of the call, ``[p, d_in, d_in]`` (``[p, d_in]`` where A is diagonal). For
-            layers with :attr:`~kfac_optim.KroneckerLayer.by_example` the sum of a over the positions of each example,
+            layers with ``by_example`` the sum of a over the positions of each example,
             ``[n, p, d_in]``.
         count: The number of rows in the sum. For layers with ``by_example`` the number of positions of each example, a
             tensor ``[p]``.

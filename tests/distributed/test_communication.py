@@ -397,7 +397,7 @@ def build(world_size: int, options: dict[str, Any], dtype: torch.dtype) -> tuple
     torch.manual_seed(0)
     model = Net().to(dtype)
     exact = FLOAT64 if dtype is torch.float64 else {}
-    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, scaling=KLClip(1e-2), **{**OFTEN, **exact, **options})
+    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, **{**OFTEN, **exact, **options})
     return model, DDP(model) if world_size > 1 else model, optimizer
 
 
@@ -566,7 +566,7 @@ def train_in_half(rank: int, world_size: int) -> dict[Any, list[Tensor]]:
     for dtype in (None, *HALVES):
         for solver in ("eigen", "inverse"):
             comm = TorchCommunicator(comm_dtype=dtype)
-            options = {"communicator": comm, "solver": solver, "precondition": "gradient", "scaling": "kl_clip"}
+            options = {"communicator": comm, "solver": solver, "precondition": "gradient", "scaling": KLClip(1e-2)}
             model, _ = trained(rank, world_size, options, torch.float32)
             found[dtype, solver] = values(model)
     return found
@@ -624,7 +624,7 @@ def train_branching(rank: int, world_size: int, options: dict[str, Any], after: 
     torch.manual_seed(0)
     model = Branching().double()
     wrapped: nn.Module = DDP(model, find_unused_parameters=True) if world_size > 1 else model
-    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, scaling=KLClip(1e-2), **{**OFTEN, **FLOAT64, **options})
+    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, **{**OFTEN, **FLOAT64, **options})
     for step in range(10):
         x, y = share(data_of(step), rank, world_size)
         optimizer.zero_grad()

@@ -90,7 +90,9 @@ def train_bf16(rank: int, world_size: int) -> list[Tensor]:
         losses.append(loss.detach())
     assert losses[-1] < losses[0]
     assert all(
-        state["kfac"]["A"]["value"].dtype is torch.float32 for state in optimizer.state.values() if "kfac" in state
+        state["kfac"]["current"]["A"]["value"].dtype is torch.float32
+        for state in optimizer.state.values()
+        if "kfac" in state
     )
     return whole(model)
 

@@ -234,7 +234,7 @@ def test_models_in_half_precision_keep_float32_factors(dtype: torch.dtype, cls: 
     restored.load_state_dict(first.state_dict())  # torch casts loaded states to the parameter's dtype
     for optimizer in (first, restored):
         for layer in optimizer.curvature.layers:
-            value = optimizer.state[layer.weight]["kfac"]["G"]["value"]
+            value = optimizer.state[layer.weight]["kfac"]["current"]["G"]["value"]
             assert value.dtype is torch.float32
     for name, factor in factors_of(first).items():
         assert torch.equal(factors_of(restored)[name], factor), name

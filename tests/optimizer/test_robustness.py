@@ -79,7 +79,7 @@ def test_a_bad_micro_batch_has_weight_zero(bad: float, first_one: bool) -> None:
     for name, factor in wanted.items():
         # Undivided: the loss of the step is twice the mean loss.
         assert_near(found[name], factor * (4 if name.endswith("G") else 1), name, SAME, scale=0.0)
-    weight = first.state[model[0].weight]["kfac"]["A"]["weight"]
+    weight = first.state[model[0].weight]["kfac"]["current"]["A"]["weight"]
     assert float(weight) == 6.0
 
 

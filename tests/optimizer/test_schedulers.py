@@ -6,6 +6,7 @@ import inspect
 import math
 import pickle
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pytest
@@ -20,10 +21,13 @@ from kfac_optim import (
     CurvatureEngine,
     KFACAdam,
     KLClip,
+    OfLargest,
     OfMean,
     constant_then_scaled,
+    damping,
     exponential_decay,
     growing,
+    scaling,
 )
 from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
 from tests.helpers.settings import BASES, CLASSES, FLOAT64, OFTEN
@@ -283,21 +287,37 @@ OVER_TIME: dict[str, dict[str, Any]] = {
     "inv_update_steps": {"inv_update_steps": growing(fraction=0.3, minimum=2)},
     "spread": {"spread": lambda step: step % 3, "inv_update_steps": 4},
 }
+# Objects that hold a function of the step: by the option and the name of their class.
+HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "damping=OfMean": OfMean,
+    "damping=OfLargest": OfLargest,
+    "scaling=KLClip": KLClip,
+}
 INTERRUPTED = 7
 
 
 def test_all_schedulable_hyperparameters_are_here() -> None:
     found = {name for name, p in inspect.signature(CurvatureEngine).parameters.items() if "Schedule[" in p.annotation}
     assert set(OVER_TIME) == found
+    modules = {"damping": damping, "scaling": scaling}
+    holders = {
+        f"{option}={name}"
+        for option, module in modules.items()
+        for name in module.__all__
+        if is_dataclass(kind := getattr(module, name)) and any("Schedule[" in str(f.type) for f in fields(kind))
+    }
+    assert set(HOLDERS) == holders
 
 
 @pytest.mark.fast("KFACSGD")
-@pytest.mark.parametrize("name", OVER_TIME)
+@pytest.mark.parametrize("name", [*OVER_TIME, *HOLDERS])
 @pytest.mark.parametrize("kfac", CLASSES)
 def test_resumed_in_the_midst_of_a_schedule(kfac: Any, name: str) -> None:
     """Equal to the uninterrupted run, bit for bit; frozen at the interruption, or begun anew, it would not be."""
-    options = {**CLASSES[kfac], **SETTINGS, "precondition": "gradient", **OVER_TIME[name]}
-    schedule = options[name]
+    hold, option = HOLDERS.get(name, lambda schedule: schedule), name.partition("=")[0]
+    varied = OVER_TIME[name] if name in OVER_TIME else {option: exponential_decay(1e-3, 0.5, 4)}
+    schedule = varied[option]
+    options = {**CLASSES[kfac], **SETTINGS, "precondition": "gradient", **varied, option: hold(schedule)}
     whole, stopped = make_model(), make_model()
     train(whole, kfac(whole, **options), range(2 * INTERRUPTED))
     optimizer = kfac(stopped, **options)
@@ -310,7 +330,7 @@ def test_resumed_in_the_midst_of_a_schedule(kfac: Any, name: str) -> None:
     for how, resumed_schedule in given.items():
         model = make_model(seed=1)
         model.load_state_dict(stopped.state_dict())
-        resumed = kfac(model, **{**options, name: resumed_schedule})
+        resumed = kfac(model, **{**options, option: hold(resumed_schedule)})
         resumed.load_state_dict(optimizer.state_dict())
         train(model, resumed, range(INTERRUPTED, 2 * INTERRUPTED))
         if how == "same":

@@ -105,6 +105,7 @@ def test_the_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def run_as_a_script(rank: int, world_size: int, code: str, port: int) -> None:
     """Executes what ``torchrun`` would start, with the environment that it would set."""
+    dist.barrier()  # the other has connected
     dist.destroy_process_group()  # the code makes its own
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="localhost", MASTER_PORT=str(port))
     exec(compile(code, "train.py", "exec", dont_inherit=True), {"__name__": "__main__"})

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._pytree import tree_map_only
 
-from kfac_optim import KFACSGD, CurvatureEngine, KFACAdam, KLClip, OfMean, constant_then_scaled, growing
+from kfac_optim import KFACSGD, CurvatureEngine, KFACAdam, KLClip, OfLargest, OfMean, constant_then_scaled, growing
 from tests.helpers.compare import assert_identical, assert_trained, values
 from tests.helpers.settings import BASES, CLASSES, FLOAT64, OFTEN
 from tests.helpers.training import backward, make_model, train
@@ -35,6 +35,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sampled": {"fisher": "categorical"},
     "growing": {"inv_update_steps": growing(0.3, 2), "factor_update_steps": None},
     "unit": {"scaling": "unit", "damping": OfMean(0.1)},
+    "largest": {"damping": OfLargest(0.1)},
+    "largest, spread inverse": {"damping": OfLargest(0.1), "spread": 2, "solver": "inverse"},
     "half": {"factor_dtype": torch.float16, "inv_dtype": torch.bfloat16},
     "diagonal": {"max_factor_dim": 4},
     "skipped": {"skip_layers": ["0"]},
@@ -85,7 +87,7 @@ def assert_same_state(state: Any, other: Any) -> None:
 # Resuming ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast("^KFACSGD-(paper|spread$|inverse|sampled|growing|half|momentum)|^KFACLAMB-paper")
+@pytest.mark.fast("^KFACSGD-(paper|spread$|inverse|sampled|growing|half|largest|momentum)|^KFACLAMB-paper")
 @pytest.mark.parametrize(("kfac", "options"), CASES)
 def test_a_resumed_run_is_the_uninterrupted_one(kfac: Any, options: str) -> None:
     model, optimizer = build(kfac, options)
@@ -267,6 +269,70 @@ def test_a_saved_number_is_loaded_as_it_is(name: str, fresh: Any, saved_value: A
     _, again = build(KFACSGD, {name: fresh})
     again.load_state_dict(saved(optimizer.state_dict()))
     assert getattr(again.curvature, name) == saved_value
+
+
+NO_SCHEDULE = [0.7, OfMean(0.7), OfLargest(0.7)]
+
+
+@pytest.mark.parametrize("fresh", NO_SCHEDULE, ids=str)
+@pytest.mark.parametrize("kept", NO_SCHEDULE, ids=str)
+def test_the_kind_of_a_damping_is_part_of_the_state(kept: Any, fresh: Any) -> None:
+    """Changed during training, it goes on, whatever the new optimizer was given."""
+    model, optimizer = build(KFACSGD)
+    train(model, optimizer, range(K - 2))
+    optimizer.curvature.damping = kept
+    train(model, optimizer, range(K - 2, K))
+    state = saved(optimizer.state_dict())
+    names = {key for group in state["param_groups"] for key in group if key.startswith("kfac_damping")}
+    kind = {OfMean: "_of_mean", OfLargest: "_of_largest"}.get(type(kept), "")
+    assert names == {f"kfac_damping{kind}"}, "and no other"
+    resumed, again = build(KFACSGD, {"damping": fresh}, seed=1)
+    resumed.load_state_dict(model.state_dict())
+    again.load_state_dict(state)
+    assert again.curvature.damping == kept and type(again.curvature.damping) is type(kept)
+    train(model, optimizer, range(K, 2 * K))
+    train(resumed, again, range(K, 2 * K))
+    assert_identical(resumed, model)
+    alone = CurvatureEngine(make_model(), damping=fresh)
+    alone.load_state_dict(saved(optimizer.curvature.state_dict()))
+    assert alone.damping == kept and type(alone.damping) is type(kept)
+
+
+def scheduled(step: int) -> float:
+    return 0.3 / (1 + step)
+
+
+@pytest.mark.parametrize(
+    "schedule", [scheduled, OfMean(scheduled), OfLargest(scheduled)], ids=["absolute", "mean", "largest"]
+)
+@pytest.mark.parametrize("number", NO_SCHEDULE, ids=str)
+def test_a_saved_number_of_any_kind_does_not_override_a_function(number: Any, schedule: Any) -> None:
+    model, optimizer = build(KFACSGD, {"damping": number})
+    train(model, optimizer, range(K))
+    resumed, again = build(KFACSGD, {"damping": schedule})
+    again.load_state_dict(saved(optimizer.state_dict()))
+    assert again.curvature.damping is schedule
+    train(resumed, again, range(2))
+    assert not any(key.startswith("kfac_damping") for key in again.param_groups[0])
+
+    _, with_number = build(KFACSGD, {"damping": number})
+    with_number.load_state_dict(saved(again.state_dict()))
+    assert with_number.curvature.damping is number, "the state has no number for it"
+
+
+@pytest.mark.parametrize("name", ["damping_of_mean", "damping_of_largest"])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf])
+def test_a_damaged_relative_damping_is_refused(name: str, value: float) -> None:
+    model, optimizer = build(KFACSGD, {"damping": OfMean(0.1)})
+    train(model, optimizer, range(K))
+    state = saved(optimizer.state_dict())
+    for group in state["param_groups"]:
+        del group["kfac_damping_of_mean"]
+        group[f"kfac_{name}"] = value
+    _, again = build(KFACSGD, {"damping": OfMean(0.2)})
+    with pytest.raises(ValueError, match="damping"):
+        again.load_state_dict(state)
+    assert again.curvature.damping == OfMean(0.2) and again.curvature.step_count == 0
 
 
 @pytest.mark.fast("^(damping|inv)")
@@ -564,7 +630,7 @@ def test_the_engine_refuses_too() -> None:
     damages: list[Callable[[dict[str, Any]], Any]] = [
         lambda layers: layers.update(x={}),
         lambda layers: layers.pop("0"),
-        lambda layers: layers["0"].pop("G"),
+        lambda layers: layers["0"]["current"].pop("G"),
     ]
     for damage in damages:
         damaged, before = copy.deepcopy(state), copy.deepcopy(engine.state_dict())
