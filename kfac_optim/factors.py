@@ -89,7 +89,7 @@ class FactorSpec:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """``(p, n, n)``, the shape of the unpacked factor; ``(p, n)`` if diagonal."""
+        """``(p, n, n)``, the shape of the unpacked factor, or ``(p, n)`` if diagonal."""
         return (self.pairs, self.dim) if self.diagonal else (self.pairs, self.dim, self.dim)
 
     @property

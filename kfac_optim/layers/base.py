@@ -66,7 +66,7 @@ class Observation:
 
     Attributes:
         a: The sum of ``a a^T`` over the rows of the call, ``[p, d_in, d_in]`` (``[p, d_in]`` where A is diagonal). For
-            layers with :attr:`~kfac_optim.KroneckerLayer.by_example` the sum of a over the positions of each example,
+            layers with ``by_example`` the sum of a over the positions of each example,
             ``[n, p, d_in]``.
         count: The number of rows in the sum. For layers with ``by_example`` the number of positions of each example, a
             tensor ``[p]``.
@@ -125,8 +125,6 @@ class KroneckerLayer(ABC):
         self.weight, self.bias = self.own_parameters(module)
         # Not read from the weight later, because ZeRO 3 leaves an empty tensor in its place between uses.
         self.weight_shape: torch.Size = getattr(self.weight, "ds_shape", self.weight.shape)
-        if not self.weight_shape.numel():
-            raise Declined("the weight is empty")
         if self.bias is not None and not (
             options.trains(self.bias) and self.bias.requires_grad >= self.weight.requires_grad
         ):

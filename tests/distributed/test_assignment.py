@@ -150,6 +150,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"grad_worker_fraction": 1.5}, r"grad_worker_fraction=1.5.*\(0, 1\]"),
     ({"grad_worker_fraction": float("nan")}, r"grad_worker_fraction=nan.*\(0, 1\]"),
     ({"memory_budget": "2 elephants"}, "memory_budget='2 elephants'.*GiB"),
+    ({"memory_budget": "inf"}, "memory_budget='inf'.*GiB"),
     ({"memory_budget": "GiB"}, "memory_budget='GiB'.*GiB"),
     ({"memory_budget": -1}, "memory_budget=-1"),
     ({"memory_budget": "-2GiB"}, "memory_budget='-2GiB'"),

@@ -9,14 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import kfac_optim
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin, KLClip, OfLargest, OfMean, growing
+from kfac_optim.damping import Spectra
 from tests.helpers.settings import BASES, CLASSES
 from tests.helpers.training import make_model
 
 NAN, INF = float("nan"), float("inf")
+
+
+class ComputedDamping:
+    """A damping whose class has both of the protocol's names; only its instances are dampings."""
+
+    value = property(lambda self: 0.1)
+
+    def unit(self, spectra: Spectra) -> Tensor:
+        """1."""
+        return torch.ones_like(spectra.means()[0])
+
 
 # Keyword -> its bad values, the error of each, and what the message has to say is allowed.
 NUMBER_OR_CALLABLE = r"number.*callable"
@@ -30,6 +42,7 @@ TABLE: list[tuple[str, Any, type[Exception], str]] = [
     ("damping", None, TypeError, NUMBER_OR_CALLABLE),
     ("damping", True, TypeError, NUMBER_OR_CALLABLE),
     ("damping", OfMean, TypeError, r"OfMean\(...\)"),
+    ("damping", ComputedDamping, TypeError, r"OfMean\(...\)"),
     ("factor_decay", 1.0, ValueError, r"\[0, 1\)"),
     ("factor_decay", -0.1, ValueError, r"\[0, 1\)"),
     ("factor_decay", NAN, ValueError, r"\[0, 1\)"),
