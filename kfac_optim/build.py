@@ -22,9 +22,7 @@ from .preconditioning import Preconditioner
 from .refresh import Refresher
 from .views import ViewedEngine
 
-__all__ = ["BuiltEngine", "owning_engine"]
-
-_ENGINES: weakref.WeakSet[BuiltEngine] = weakref.WeakSet()
+__all__ = ["BuiltEngine"]
 
 
 class BuiltEngine(ViewedEngine):
@@ -98,7 +96,6 @@ class BuiltEngine(ViewedEngine):
             rank=self.comm.rank,
         )
         self._plan_statistics()
-        _ENGINES.add(self)
 
     @property
     def _sampled_fisher(self) -> Any:
@@ -166,7 +163,6 @@ class BuiltEngine(ViewedEngine):
             block.drop()
         self._preconditioner.clear()
         self._refresher.close()
-        _ENGINES.discard(self)
 
     def _prepare_ranks(self) -> None:
         """Before anything is sent: torch.distributed may be up by now, and sub-groups have to exist."""
@@ -192,9 +188,3 @@ class BuiltEngine(ViewedEngine):
     def _plan_statistics(self) -> None:
         """Decides what the coming step captures."""
         raise NotImplementedError
-
-
-def owning_engine(params: Iterable[nn.Parameter]) -> Any:
-    """The live engine of an optimizer over exactly these parameters, if there is one."""
-    wanted = set(params)
-    return next((engine for engine in _ENGINES if engine.owner is not None and set(engine._trained) == wanted), None)

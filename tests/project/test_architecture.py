@@ -31,6 +31,7 @@ LAYERS = (
     ("layers", "solvers", "scaling", "distributed"),
     ("capture",),
     ("blocks", "config"),
+    ("checking",),
     ("coverage", "diagnostics", "state"),
     ("averages", "refresh", "preconditioning"),
     ("engine",),
