@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from .averages import Averaging
 from .blocks import Block, assign
 from .capture import Capture, LossTerms
-from .config import options, refuse_unknown
+from .config import compared, compared_options, options, refuse_unknown, saved_options
 from .coverage import check_parameters, find_blocks, parameters_of, replacements
 from .diagnostics import StageTimes
 from .distributed import Assignment, Communicator, agreement, make_communicator, refuse_flattened
@@ -42,6 +41,7 @@ class BuiltEngine(ViewedEngine):
         self.skipped_steps = 0
         self.last_statistics: int | None = None
         self._steps_taken = 0  # by this object, not by the run that it resumes
+        self._unconfirmed_skips = 0  # since the ranks last compared themselves: perhaps this rank's alone
         self._first_step_seen = False
         self._prepared_for: Assignment | None = None  # whose groups of ranks exist
         self._is_noop = False  # the step in progress changes nothing; see update()
@@ -170,20 +170,26 @@ class BuiltEngine(ViewedEngine):
         if first and not self._communicator_given and self.comm.world_size == 1:
             self._join_ranks(make_communicator())
         if self.comm.world_size > 1 and self._prepared_for is not self.work:
-            agreement.check(self.comm, repr(self._built()))
+            self._check_ranks()
             self.comm.prepare(self.work.groups(self.comm.world_size))
             self._prepared_for = self.work
 
-    def _built(self) -> tuple[Any, ...]:
-        """What has to be the same on all ranks."""
-        # Not the repr of an object of the user's, which may have its address in it.
-        settings = [getattr(self.solver, f.name) for f in fields(self.solver)] if is_dataclass(self.solver) else ()
-        return (
-            [(block.layer.name, block.specs, block.workers) for block in self._blocks],
-            (type(self.solver).__qualname__, *settings),
-            (self.factor_dtype, self.inv_dtype, self.comm.comm_dtype),
-            self.counters(),
-        )
+    def _check_ranks(self) -> None:
+        """Raises RuntimeError, on all ranks, unless they have the same engine (a collective)."""
+        agreement.check(self.comm, self._built())
+        self._unconfirmed_skips = 0
+
+    def _built(self) -> dict[str, Any]:
+        """What has to be the same on all ranks, by name."""
+        return {
+            **{name: value for name, value in self.counters().items() if name not in saved_options(self)},
+            **compared_options(self, self.step_count),
+            "layers": [(block.layer.name, block.specs, block.workers) for block in self._blocks],
+            "solver": compared(self.solver, self.step_count),
+            "factor_dtype": self.factor_dtype,
+            "inv_dtype": self.inv_dtype,
+            "comm_dtype": self.comm.comm_dtype,
+        }
 
     def _plan_statistics(self) -> None:
         """Decides what the coming step captures."""

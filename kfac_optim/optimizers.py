@@ -290,8 +290,10 @@ class KFACMixin(_Optimizer):
         except Exception as error:
             self.__dict__.clear()
             self.__dict__.update(before)
-            problem = f"the base class of {type(self).__name__} cannot load the state, which may be of another class"
-            raise ValueError(f"{problem} ({type(error).__name__}: {error})") from error
+            raise ValueError(
+                f"the base class of {type(self).__name__} cannot load the state: is it of another class of optimizers? "
+                f"({type(error).__name__}: {error})"
+            ) from error
         for state in self.state.values():
             state.pop(AVERAGES, None)
         self.curvature.load(saved, counters)
