@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 from .averages import Averaging
 from .blocks import Block, assign
 from .capture import Capture, LossTerms
-from .config import options, refuse_unknown
+from .config import compared, compared_options, options, refuse_unknown, saved_options
 from .coverage import (
     check_model,
     check_parameters,
@@ -32,9 +31,7 @@ from .preconditioning import Preconditioner
 from .refresh import Refresher
 from .views import ViewedEngine
 
-__all__ = ["BuiltEngine", "owning_engine"]
-
-_ENGINES: weakref.WeakSet[BuiltEngine] = weakref.WeakSet()
+__all__ = ["BuiltEngine"]
 
 
 class BuiltEngine(ViewedEngine):
@@ -56,6 +53,7 @@ class BuiltEngine(ViewedEngine):
         self.skipped_steps = 0
         self.last_statistics: int | None = None
         self._steps_taken = 0  # by this object, not by the run that it resumes
+        self._unconfirmed_skips = 0  # since the ranks last compared themselves: perhaps this rank's alone
         self._first_step_seen = False
         self._prepared_for: Assignment | None = None  # whose groups of ranks exist
         self._is_noop = False  # the step in progress changes nothing; see update()
@@ -117,7 +115,6 @@ class BuiltEngine(ViewedEngine):
             rank=self.comm.rank,
         )
         self._plan_statistics()
-        _ENGINES.add(self)
 
     @property
     def _sampled_fisher(self) -> Any:
@@ -231,7 +228,6 @@ class BuiltEngine(ViewedEngine):
             block.drop()
         self._preconditioner.clear()
         self._refresher.close()
-        _ENGINES.discard(self)
 
     def _prepare_ranks(self) -> None:
         """Before anything is sent: torch.distributed may be up by now, and sub-groups have to exist."""
@@ -239,27 +235,27 @@ class BuiltEngine(ViewedEngine):
         if first and not self._communicator_given and self.comm.world_size == 1:
             self._join_ranks(make_communicator())
         if self.comm.world_size > 1 and self._prepared_for is not self.work:
-            agreement.check(self.comm, repr(self._built()))
+            self._check_ranks()
             self.comm.prepare(self.work.groups(self.comm.world_size))
             self._prepared_for = self.work
 
-    def _built(self) -> tuple[Any, ...]:
-        """What has to be the same on all ranks."""
-        # Not the repr of an object of the user's, which may have its address in it.
-        settings = [getattr(self.solver, f.name) for f in fields(self.solver)] if is_dataclass(self.solver) else ()
-        return (
-            [(block.layer.name, block.specs, block.workers) for block in self._blocks],
-            (type(self.solver).__qualname__, *settings),
-            (self.factor_dtype, self.inv_dtype, self.comm.comm_dtype),
-            self.counters(),
-        )
+    def _check_ranks(self) -> None:
+        """Raises RuntimeError, on all ranks, unless they have the same engine (a collective)."""
+        agreement.check(self.comm, self._built())
+        self._unconfirmed_skips = 0
+
+    def _built(self) -> dict[str, Any]:
+        """What has to be the same on all ranks, by name."""
+        return {
+            **{name: value for name, value in self.counters().items() if name not in saved_options(self)},
+            **compared_options(self, self.step_count),
+            "layers": [(block.layer.name, block.specs, block.workers) for block in self._blocks],
+            "solver": compared(self.solver, self.step_count),
+            "factor_dtype": self.factor_dtype,
+            "inv_dtype": self.inv_dtype,
+            "comm_dtype": self.comm.comm_dtype,
+        }
 
     def _plan_statistics(self) -> None:
         """Decides what the coming step captures."""
         raise NotImplementedError
-
-
-def owning_engine(params: Iterable[nn.Parameter]) -> Any:
-    """The live engine of an optimizer over exactly these parameters, if there is one."""
-    wanted = set(params)
-    return next((engine for engine in _ENGINES if engine.owner is not None and set(engine._trained) == wanted), None)

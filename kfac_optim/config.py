@@ -27,7 +27,17 @@ from .scaling import Graft, KLClip, Scaling, Unit
 from .schedules import Schedule, growing, value_at
 from .solvers import EigenSolver, InverseSolver, Solver
 
-__all__ = ["Config", "describe", "loaded_options", "options", "refuse_unknown", "saved_options", "signature"]
+__all__ = [
+    "Config",
+    "compared",
+    "compared_options",
+    "describe",
+    "loaded_options",
+    "options",
+    "refuse_unknown",
+    "saved_options",
+    "signature",
+]
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -277,6 +287,22 @@ def saved_options(config: Config) -> dict[str, int | float]:
         if not field.metadata["fixed"] and isinstance(value, (int, float)) and not isinstance(value, bool):
             found[name] = value
     return found
+
+
+def compared_options(config: Config, step: int) -> dict[str, Any]:
+    """What the hyperparameters are at ``step``, to compare the ranks of a run."""
+    names = [name for name, field in _FIELDS.items() if not field.metadata["fixed"] and name != "grad_scaler"]
+    return {name: compared(getattr(config, name), step) for name in names}
+
+
+def compared(value: Any, step: int) -> Any:
+    """A value of an option, of which the ``repr`` is the same in every process: no addresses, no functions."""
+    if callable(value):
+        value = value(step)
+    if value is None or isinstance(value, int | float):
+        return value
+    parts = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    return (type(value).__qualname__, *(compared(getattr(value, part.name), step) for part in parts))
 
 
 def loaded_options(config: Config, saved: Mapping[str, Any]) -> dict[str, Any]:

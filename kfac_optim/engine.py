@@ -43,7 +43,6 @@ from .damping import as_damping, value_of
 from .distributed import (
     AssignmentStrategy,
     LocalCommunicator,
-    agreement,
     full_gradient,
     largest_entry,
     set_full_gradient_,
@@ -86,8 +85,8 @@ class CurvatureEngine(BuiltEngine):
             Whether the step is to be taken; False if a gradient is not finite.
 
         Raises:
-            RuntimeError: If the model was trained but none of its layers was seen, or the ranks have built different
-                optimizers.
+            RuntimeError: If the model was trained but none of its layers was seen; on all ranks, if they have built
+                different optimizers, their hyperparameters differ, or a gradient was not finite on some of them only.
         """
         self._is_noop = False
         if self._closed:
@@ -107,8 +106,10 @@ class CurvatureEngine(BuiltEngine):
         self._is_noop = largest_gradient == 0 and not (alone and statistics.terms) and not any(float(lr) for lr in lrs)
         if self._is_noop:
             return True
-        if not math.isfinite(largest_gradient):
-            self.skipped_steps += 1
+        finite = math.isfinite(largest_gradient)
+        self._compare_ranks(finite)
+        if not finite:
+            self._skip()
             return False
         with self._stages.stage("factor update"):
             if self._capture.enabled:
@@ -196,9 +197,31 @@ class CurvatureEngine(BuiltEngine):
         nothing to pool.
         """
         self._prepare_ranks()
+        if self.comm.world_size > 1:
+            self._check_ranks()
         self._pool()
 
     # Parts of a step ------------------------------------------------------------------------------------------------
+
+    def _compare_ranks(self, finite: bool) -> None:
+        """Compares the ranks in the steps in which they exchange something (then a collective).
+
+        A rank that has skipped steps that others took is behind them, and would miss their exchange. So this does not
+        count the steps taken, but those that a rank would have taken had it skipped none since the last comparison:
+        that number is the same on all ranks, and those that have parted meet here. Where all have skipped the same
+        steps they compare themselves too early, and again when the exchange is due.
+        """
+        self.skipped_steps += not finite
+        self._unconfirmed_skips += not finite
+        would_be = self.step_count + self._unconfirmed_skips - (not finite)
+        if self.comm.world_size > 1 and self._refresher.communicates(self.inv_update_steps, would_be):
+            self._check_ranks()
+
+    def _skip(self) -> None:
+        """What a step that is not taken does all the same: send what other ranks may be waiting for."""
+        self._restart_for_new_layers()
+        self._preconditioner.send_zeros(self._blocks, self.comm)
+        self._plan_statistics()
 
     def _plan_statistics(self) -> None:
         """Decides whether the coming step collects statistics; its forward has not run yet."""
@@ -222,7 +245,6 @@ class CurvatureEngine(BuiltEngine):
 
     def _refresh(self, trains: bool) -> None:
         """Starts a refresh of the layers that have been seen; ``trains``: whether this step changes weights."""
-        agreement.check(self.comm, repr(self._built()))
         self._pool()
         ready = [block for block in self._blocks if block.factors("current").has_data]
         if ready:

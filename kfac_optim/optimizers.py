@@ -7,20 +7,21 @@ the base class does (momentum, moments, weight decay, trust ratio, foreach and f
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from .build import owning_engine
+from .checking import AVERAGES, PREFIX, checksums, saved_parts
 from .config import options as engine_options
 from .config import refuse_unknown
 from .damping import OfMean
 from .distributed import join_hook, notify_join_context, register_joinable, share_gradients
 from .engine import CurvatureEngine
-from .lamb import MultiTensorLamb
+from .lamb import MultiTensorLamb, momentum_
 from .schedules import growing
 
 __all__ = ["KFACLAMB", "KFACAdam", "KFACMixin", "KFACSGD"]
@@ -30,9 +31,9 @@ __all__ = ["KFACLAMB", "KFACAdam", "KFACMixin", "KFACSGD"]
 # three seeds. None of them depends on the scale of the loss. Any other base class has the engine's: the paper's.
 _REFRESHES = growing(fraction=0.3, minimum=3)
 
-_STATE_KEY = "kfac"
-_PREFIX = "kfac_"
 
+# Of this process, for the one that Horovod derives from another: nothing that it passes on leads back to that one.
+_LIVE: weakref.WeakSet[KFACMixin] = weakref.WeakSet()
 
 if TYPE_CHECKING:  # what the mixin relies on of the class beside it
     _Optimizer = torch.optim.Optimizer
@@ -59,6 +60,9 @@ class KFACMixin(_Optimizer):
         TypeError: For an unknown keyword or a value of the wrong kind.
         ValueError: For a value out of range, a ``model`` that owns none of the parameters, or base options that can't
             be honoured (``capturable``, ``differentiable``).
+
+    A base class whose ``step()`` needs a closure (``torch.optim.LBFGS``) takes several gradients in one step, of which
+    only the first would be preconditioned: TypeError.
     """
 
     curvature: CurvatureEngine
@@ -81,6 +85,13 @@ class KFACMixin(_Optimizer):
         cls.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
 
     def __init__(self, params: Any, *args: Any, model: nn.Module | None = None, **options: Any) -> None:
+        needed = inspect.signature(self._base_function()).parameters.get("closure")
+        if needed is not None and needed.default is inspect.Parameter.empty:
+            raise TypeError(
+                f"{type(self).__name__}: its base class's step() needs a closure, to take several gradients in one "
+                "step; K-FAC preconditions the one that stands in .grad. Take a base class whose step() works without "
+                "a closure, such as torch.optim.SGD or Adam"
+            )
         precondition = options.pop("precondition", self._preconditions[0])
         if precondition not in self._preconditions:
             allowed = ", ".join(map(repr, self._preconditions))
@@ -92,20 +103,34 @@ class KFACMixin(_Optimizer):
         params = params if isinstance(params, Tensor) else list(params)  # the base class refuses a lone tensor
         curvature = {name: options.pop(name) for name in engine_options() if name in options}
         refuse_unknown(type(self).__name__, options, list(inspect.signature(type(self)).parameters))
-        plain = not (args or options or curvature) and model is None
+        derived_from = self._derived_from(params)
         super().__init__(params, *args, **options)
         self._step_supports_amp_scaling = False
         self.precondition = precondition
-        trained = [p for group in self.param_groups for p in group["params"]]
-        engine = owning_engine(trained) if plain else None
-        if engine is not None and isinstance(self, type(engine.owner)) and type(self) is not type(engine.owner):
-            self.__dict__.update(engine.owner._settings())  # Horovod derives a class from the optimizer's
+        if derived_from is not None:
+            self.__dict__.update(derived_from._settings())
+            engine = derived_from.curvature
         else:
+            trained = [p for group in self.param_groups for p in group["params"]]
             given = {**self._curvature_defaults, **curvature}
             engine = CurvatureEngine(trained if model is None else model, trained, **given)
         engine.belong_to(self)
+        _LIVE.add(self)
         self.curvature = engine
         self._show_counters()
+
+    def _derived_from(self, params: Any) -> KFACMixin | None:
+        """The optimizer that Horovod derives this one from, whose engine it goes on with; None for any other.
+
+        ``hvd.DistributedOptimizer`` makes a class of the same name from the optimizer's own, and calls its constructor
+        with the very groups of the optimizer.
+        """
+        cls = type(self)
+        for other in _LIVE:
+            derived = cls.__bases__ == (type(other),) and cls.__name__ == type(other).__name__
+            if derived and list(map(id, params)) == list(map(id, other.param_groups)):
+                return other
+        return None
 
     # The step -------------------------------------------------------------------------------------------------------
 
@@ -155,10 +180,15 @@ class KFACMixin(_Optimizer):
 
     def _base_step(self) -> None:
         """The base class's update, without its step hooks: they fire once, for our own step."""
-        step: Any = super(KFACMixin, type(self)).step
+        self._base_function()(self)
+
+    @classmethod
+    def _base_function(cls) -> Any:
+        """The base class's ``step``, as it was before its step hooks were put around it."""
+        step: Any = super().step
         while getattr(step, "hooked", False):
             step = step.__wrapped__
-        step(self)
+        return step
 
     @contextmanager
     def _gradients_replaced(
@@ -214,73 +244,65 @@ class KFACMixin(_Optimizer):
             self._show_counters()
 
     def __repr__(self) -> str:
-        return "\n".join(s for s in super().__repr__().splitlines() if not s.lstrip().startswith(_PREFIX))
+        return "\n".join(s for s in super().__repr__().splitlines() if not s.lstrip().startswith(PREFIX))
 
     # State ----------------------------------------------------------------------------------------------------------
     # The averages of a layer stand in state[weight]["kfac"], counters in every group: the two places that survive
     # torch.distributed.checkpoint. Base classes take a non-empty state for an initialised one, so they never see ours.
 
     def _hand_over_states(self) -> None:
-        states: dict[Any, Any] = {p: state.pop(_STATE_KEY) for p, state in self.state.items() if _STATE_KEY in state}
+        states: dict[Any, Any] = {p: state.pop(AVERAGES) for p, state in self.state.items() if AVERAGES in state}
         for p in [p for p in states if not self.state[p]]:
             del self.state[p]  # of a parameter that was replaced, perhaps: torch saves no state without its parameter
         self.curvature.adopt_states(states)
 
     def _show_states(self) -> None:
         for weight, state in self.curvature.layer_states().items():
-            self.state[weight][_STATE_KEY] = state
+            self.state[weight][AVERAGES] = state
 
     def _show_counters(self) -> None:
-        counters = {_PREFIX + name: value for name, value in self.curvature.counters().items()}
+        counters = {PREFIX + name: value for name, value in self.curvature.counters().items()}
         for group in self.param_groups:
-            for name in [name for name in group if name.startswith(_PREFIX) and name not in counters]:
+            for name in [name for name in group if name.startswith(PREFIX) and name not in counters]:
                 del group[name]
             group.update(counters)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; with the averages of the layers and, in every group, counters and checksums of the averages."""
+        state_dict: dict[str, Any] = super().state_dict()
+        states, groups = state_dict["state"], state_dict["param_groups"]
+        averages = [states[i][AVERAGES] for group in groups for i in group["params"] if AVERAGES in states.get(i, ())]
+        sums = {PREFIX + name: value for name, value in checksums(averages).items()}
+        return {**state_dict, "param_groups": [{**group, **sums} for group in groups]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this optimizer, or of its plain base class (the curvature then starts anew).
 
         Raises:
-            ValueError: If the state is damaged or of another model; nothing is changed then.
+            ValueError: If the state is damaged, of another model or of another base class; nothing is changed then.
         """
-        saved, counters = self._checked(state_dict)
-        super().load_state_dict(state_dict)
+        saved, counters = saved_parts(self, state_dict, self._base_function())
+        if saved or counters:
+            self.curvature.check(saved, counters)
+        before = dict(self.__dict__)
+        try:
+            super().load_state_dict(state_dict)
+            for own, new in zip(before["param_groups"], self.param_groups, strict=True):
+                missing = [name for name in self.defaults if name in own and name not in new]
+                if missing:
+                    raise KeyError(missing[0])
+        except Exception as error:
+            self.__dict__.clear()
+            self.__dict__.update(before)
+            raise ValueError(
+                f"the base class of {type(self).__name__} cannot load the state: is it of another class of optimizers? "
+                f"({type(error).__name__}: {error})"
+            ) from error
         for state in self.state.values():
-            state.pop(_STATE_KEY, None)
+            state.pop(AVERAGES, None)
         self.curvature.load(saved, counters)
         self._show_states()
         self._show_counters()
-
-    def _checked(
-        self, state_dict: Mapping[str, Any]
-    ) -> tuple[dict[nn.Parameter, dict[str, Any]], dict[str, float | int]]:
-        """The saved averages by weight and the counters, after every check that changes nothing."""
-        for key in ("state", "param_groups"):
-            if key not in state_dict:
-                raise ValueError(f"this is no state of an optimizer: it has no {key!r}")
-        groups, saved_groups = self.param_groups, state_dict["param_groups"]
-        sizes, saved_sizes = ([len(group["params"]) for group in gs] for gs in (groups, saved_groups))
-        if sizes != saved_sizes:
-            raise ValueError(
-                f"the state has groups of {saved_sizes} parameters, the optimizer of {sizes}: another model?"
-            )
-        ids = [i for group in saved_groups for i in group["params"]]
-        found = {}
-        for parameter, i in zip(self._parameters(), ids, strict=True):
-            state = state_dict["state"].get(i, {})
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape:
-                    raise ValueError(
-                        f"the state's {key} of parameter {i} has shape {tuple(value.shape)} instead of "
-                        f"{tuple(parameter.shape)}: another model?"
-                    )
-            if _STATE_KEY in state:
-                found[parameter] = state[_STATE_KEY]
-        first: Mapping[str, Any] = saved_groups[0] if saved_groups else {}
-        counters = {name.removeprefix(_PREFIX): v for name, v in first.items() if name.startswith(_PREFIX)}
-        if found or counters:
-            self.curvature.check(found, counters)
-        return found, counters
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the model and its curvature along, and the options a base class keeps on itself."""
@@ -290,39 +312,12 @@ class KFACMixin(_Optimizer):
         super().__setstate__(state)
         if "curvature" in self.__dict__:
             self.curvature.belong_to(self)
+            _LIVE.add(self)
 
     def _settings(self) -> dict[str, Any]:
         """The options that a class keeps on itself rather than in its groups."""
         shared = ("defaults", "state", "param_groups", "curvature", "step")
         return {key: value for key, value in vars(self).items() if not key.startswith("_") and key not in shared}
-
-
-def momentum_(
-    params: Sequence[nn.Parameter],
-    gradients: list[Tensor],
-    state: Mapping[Any, dict[str, Any]],
-    group: Mapping[str, Any],
-) -> dict[nn.Parameter, Tensor]:
-    """SGD's recurrence on raw gradients, in place: ``buf = mu buf + (1 - dampening) g``, first ``buf = g``.
-
-    Returns:
-        The buffers by parameter; with Nesterov ``g + mu buf``; without momentum the gradients.
-    """
-    mu = group["momentum"]
-    if mu == 0 or not params:
-        return dict(zip(params, gradients, strict=True))
-    pairs = list(zip(params, gradients, strict=True))
-    old = [(state[p]["momentum_buffer"], g) for p, g in pairs if state[p].get("momentum_buffer") is not None]
-    if old:
-        buffers, new = map(list, zip(*old, strict=True))
-        torch._foreach_mul_(buffers, mu)
-        torch._foreach_add_(buffers, new, alpha=1 - group["dampening"])
-    for p, g in pairs:
-        if state[p].get("momentum_buffer") is None:
-            state[p]["momentum_buffer"] = g.clone()
-    buffers = [state[p]["momentum_buffer"] for p in params]
-    directions = torch._foreach_add(gradients, buffers, alpha=mu) if group["nesterov"] else buffers
-    return dict(zip(params, directions, strict=True))
 
 
 class KFACSGD(KFACMixin, torch.optim.SGD):

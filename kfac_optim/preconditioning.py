@@ -127,6 +127,11 @@ class Preconditioner:
                     _unstack(layer, matrix, whole, result)
         return {parameter: sharded_like(direction, vectors[parameter]) for parameter, direction in result.items()}
 
+    def send_zeros(self, blocks: Sequence[Block], comm: Communicator) -> None:
+        """Takes part in the exchange of directions where this rank has none to send (a collective)."""
+        if any(block.route for block in blocks):
+            self._send_directions([block for block in blocks if block.has_direction], [], [], comm)
+
     def _current(self, known: Sequence[Block], damping: Damping) -> list[Stack]:
         """The stacks of the blocks that have decompositions, made anew when one of these has changed."""
         made_of = (kind_of(damping), [(block, block.version) for block in known])

@@ -135,6 +135,12 @@ class Refresher:
         """Whether a refresh begins at ``step``."""
         return self.in_progress is None and due(interval, step, self.last_refresh)
 
+    def communicates(self, interval: Schedule[int], step: int) -> bool:
+        """Whether the ranks exchange something in the step of that number."""
+        pending = self.in_progress
+        ends = pending is not None and step - pending.start >= pending.spread
+        return self._stale or ends or self.is_due(interval, step)
+
     def refresh_next_step(self) -> None:
         """Makes a full refresh due at the next step."""
         self.last_refresh = None

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from .averages import Averaging
-from .blocks import SIDES, Block
+from .blocks import Block
+from .checking import check_counters, check_states, check_sums, checksums
 from .config import Config, loaded_options, saved_options
 from .distributed import Communicator, LocalCommunicator, make_communicator
 from .refresh import Refresher
 
-__all__ = ["StatefulEngine", "check_states", "copy_state"]
+__all__ = ["StatefulEngine", "copy_state"]
 
 Engine = TypeVar("Engine", bound="StatefulEngine")
 
@@ -108,13 +108,13 @@ class StatefulEngine(Config):
                 the counters are missing or one of them is out of range.
             TypeError: If a hyperparameter among the counters is of the wrong kind.
         """
+        known = [name for name in self.counters() if name not in saved_options(self)]
+        check_counters(known, counters)
+        if self._blocks and not states and counters["last_refresh"] >= 0:
+            raise ValueError("the state is damaged: it has counters but no Kronecker factors")
         loaded_options(self, counters)
-        for name, value in counters.items():
-            if not math.isfinite(value):
-                raise ValueError(f"the state is damaged: its counter {name!r} is {value}")
-        if states and any(name not in counters for name in ("step", "last_refresh", "last_statistics")):
-            raise ValueError("the state is damaged: it has Kronecker factors but no counters")
-        check_states(self._blocks, states, pending=counters.get("pending_spread", -1) >= 0)
+        check_states(self._blocks, states, pending=counters["pending_spread"] >= 0)
+        check_sums(self._blocks, states, counters)
 
     def load(self, states: Mapping[nn.Parameter, dict[str, Any]], counters: Mapping[str, Any]) -> None:
         """Loads checked states; copies, keeps the engine's own precision, and rebuilds the decompositions."""
@@ -142,7 +142,7 @@ class StatefulEngine(Config):
         """State of an engine that stands alone: factors by layer name, and counters."""
         return {
             "layers": {block.layer.name: block.state for block in self._blocks if block.state},
-            "counters": self.counters(),
+            "counters": {**self.counters(), **checksums(block.state for block in self._blocks)},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -151,6 +151,9 @@ class StatefulEngine(Config):
         Raises:
             ValueError: If the state is damaged or of another model; nothing is changed then.
         """
+        for key in ("layers", "counters"):
+            if not isinstance(state_dict.get(key), Mapping):
+                raise ValueError(f"this is no state of an engine: it has no {key!r}")
         weights = {block.layer.name: block.layer.weight for block in self._blocks}
         unknown = set(state_dict["layers"]) - set(weights)
         if unknown:
@@ -185,43 +188,6 @@ class StatefulEngine(Config):
         copied.__dict__.update(state, grad_scaler=None, comm=self.comm, communicator=self.communicator)
         copied._restore()
         return copied
-
-
-def check_states(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any], *, pending: bool) -> None:
-    """Raises ValueError unless the factors could be loaded; ``pending``: with those of a refresh in progress."""
-    weights = {block.layer.weight: block for block in blocks}
-    if any(weight not in weights for weight in states):
-        raise ValueError("the state has Kronecker factors for a parameter that has none here: another model?")
-    sources = ("current", "in_use", "pending") if pending else ("current", "in_use")
-    for weight, block in weights.items() if states else ():
-        known = weight in states
-        problem = _problem(block, states[weight], sources) if known else "has no Kronecker factors"
-        if problem:
-            raise ValueError(
-                f"the state of {block.layer.name!r} {problem}: damaged, or of another model or skip_layers?"
-            )
-
-
-def _problem(block: Block, state: Any, sources: Iterable[str]) -> str:
-    """What keeps a layer's state from being loaded; empty if nothing."""
-    for source in sources:
-        tensors = state.get(source)
-        if not isinstance(tensors, dict):
-            return f"has no factors that are {source.replace('_', ' ')}"
-        for side, spec in zip(SIDES, block.specs, strict=True):
-            problem = spec.problem(tensors.get(side))
-            if problem:
-                return f"has a factor {side} ({source.replace('_', ' ')}) that {problem}"
-        gamma = tensors.get("gamma")
-        if source != "current" and not _is_damping(gamma, block.specs[0].pairs):
-            return f"has a damping of {gamma}"
-    return ""
-
-
-def _is_damping(gamma: Any, pairs: int) -> bool:
-    """Whether a loaded object is the damping of so many pairs."""
-    shaped = isinstance(gamma, Tensor) and gamma.shape == (pairs,)
-    return shaped and bool(((gamma >= 0) & gamma.isfinite()).all())
 
 
 def copy_state(target: dict[str, Any], source: Mapping[str, Any]) -> None:

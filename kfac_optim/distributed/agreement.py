@@ -1,8 +1,10 @@
-"""Whether all ranks have built the same engine: otherwise they would wait for each other in different collectives."""
+"""Whether all ranks have the same engine: otherwise they would wait for each other in different collectives."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
+from os.path import commonprefix
 
 import torch
 
@@ -10,24 +12,67 @@ from .communicator import Communicator
 
 __all__ = ["check"]
 
+_SHOWN = 60  # characters of a value that is too long to be shown whole
 
-def check(comm: Communicator, built: str) -> None:
-    """Compares what the ranks have built (a collective).
+
+def check(comm: Communicator, built: Mapping[str, object]) -> None:
+    """Compares what the ranks have built, and where they are in training (a collective).
 
     Args:
         comm: The ranks.
-        built: A text that describes everything that must be the same on every rank.
+        built: By name everything that must be the same on every rank; it is compared by its ``repr``.
 
     Raises:
-        RuntimeError: On every rank, if one of them has another text.
+        RuntimeError: On every rank, if one of them has something else; says what, and on which ranks.
     """
-    checksum = zlib.crc32(built.encode())
+    texts = [f"{name} = {value!r}" for name, value in built.items()]
+    checksum = zlib.crc32("\n".join(texts).encode())
     # Halves, so that float64 holds their sums over any number of ranks; squares, because sums may agree by chance.
     halves = torch.tensor([checksum >> 16, checksum & 0xFFFF], dtype=torch.float64)
     mine = torch.cat([halves, halves.square()])
     (total,) = comm.sum([mine], "counts")
-    if not torch.equal(total, mine * comm.world_size):
-        raise RuntimeError(
-            "the ranks have built different optimizers: layers, solver, dtypes and assignment must be the same on "
-            "every rank of the process group, and so must hyperparameters and loaded state"
+    if torch.equal(total, mine * comm.world_size):
+        return
+    # The halves differ on some rank, hence their mean square and squared mean: every rank comes here.
+    everyone = [text.split("\n") for text in _gathered(comm, "\n".join(texts))]
+    differing = [values for values in zip(*everyone, strict=False) if len(set(values)) > 1]
+    skipped = any(values[0].startswith("skipped_steps ") for values in differing)
+    found = "; ".join(_described(values) for values in differing[:3])
+    raise RuntimeError(
+        (
+            "the ranks have parted: a gradient was not finite on some ranks only, which skipped a step that the others "
+            f"took, so that the weights differ ({found}). Gradients must be the same on all ranks when step() is "
+            "called: find what changes them after they were averaged, and go on from the last checkpoint"
         )
+        if skipped
+        else (
+            f"the ranks have built different optimizers, or have been changed differently since: {found}. Layers, "
+            "solver, dtypes and assignment must be the same on every rank of the process group, and so must "
+            "hyperparameters, whenever they are set, and loaded state"
+        )
+    )
+
+
+def _gathered(comm: Communicator, text: str) -> list[str]:
+    """The texts of all ranks (a collective)."""
+    data = torch.tensor(list(text.encode()), dtype=torch.float64)
+    lengths = torch.zeros(comm.world_size, dtype=torch.float64)
+    lengths[comm.rank] = len(data)
+    (lengths,) = comm.sum([lengths], "counts")
+    table = torch.zeros(comm.world_size, int(lengths.max()), dtype=torch.float64)
+    table[comm.rank, : len(data)] = data
+    (table,) = comm.sum([table], "counts")
+    sizes = [int(length) for length in lengths.tolist()]
+    return [bytes(map(int, row[:size])).decode() for row, size in zip(table.tolist(), sizes, strict=True)]
+
+
+def _described(values: tuple[str, ...]) -> str:
+    """Which ranks have which of some values ``name = value`` that differ; of long ones the part that does."""
+    name = values[0].partition(" = ")[0]
+    start = len(name) + 3
+    if max(map(len, values)) > start + _SHOWN:
+        start = max(start, len(commonprefix(list(values))) - _SHOWN // 2)
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value[start : start + _SHOWN], []).append(rank)
+    return f"{name} is " + ", ".join(f"{shown} on rank {', '.join(map(str, r))}" for shown, r in ranks.items())

@@ -159,7 +159,7 @@ def steps_of_one_rank(model: nn.Module, engine: CurvatureEngine, steps: int) -> 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_traffic_is_the_engines(work: Workload, strategy: AssignmentStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(comm: Communicator, built: str) -> None:
+    def check(comm: Communicator, built: object) -> None:
         """Send what the ranks' comparison sends; a recorder's sums are its own, so the comparison itself would fail."""
         list(comm.sum([torch.zeros(4, dtype=torch.float64)], "counts"))
 

@@ -33,6 +33,7 @@ LAYERS = (
     ("blocks", "config"),
     ("coverage", "diagnostics"),
     ("averages", "refresh", "preconditioning"),
+    ("checking",),
     ("state",),
     ("views",),
     ("build",),

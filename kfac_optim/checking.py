@@ -1,0 +1,265 @@
+"""Whether a saved state is whole, and of this model and this base class: checks that change nothing."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .blocks import SIDES, Block, Source
+
+__all__ = ["AVERAGES", "PREFIX", "check_counters", "check_states", "check_sums", "checksums", "saved_parts"]
+
+AVERAGES = "kfac"  # the averages of a layer stand under this key in the optimizer's state of its weight
+PREFIX = "kfac_"  # of the engine's numbers in every parameter group
+
+_SOURCES: tuple[Source, ...] = ("current", "in_use", "pending")
+
+
+def check_states(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any], *, pending: bool) -> None:
+    """Raises ValueError unless the factors could be loaded; ``pending``: with those of a refresh in progress."""
+    weights = {block.layer.weight: block for block in blocks}
+    if any(weight not in weights for weight in states):
+        raise ValueError("the state has Kronecker factors for a parameter that has none here: another model?")
+    sources = ("current", "in_use", "pending") if pending else ("current", "in_use")
+    for weight, block in weights.items() if states else ():
+        known = weight in states
+        problem = _problem(block, states[weight], sources) if known else "has no Kronecker factors"
+        if problem:
+            raise ValueError(
+                f"the state of {block.layer.name!r} {problem}: damaged, or of another model or skip_layers?"
+            )
+
+
+def _problem(block: Block, state: Any, sources: Iterable[str]) -> str:
+    """What keeps a layer's state from being loaded; empty if nothing."""
+    if not isinstance(state, Mapping):
+        return f"is {state!r}"
+    for source in sources:
+        tensors = state.get(source)
+        if not isinstance(tensors, dict):
+            return f"has no factors that are {source.replace('_', ' ')}"
+        for side, spec in zip(SIDES, block.specs, strict=True):
+            problem = spec.problem(tensors.get(side))
+            if problem:
+                return f"has a factor {side} ({source.replace('_', ' ')}) that {problem}"
+        gamma = tensors.get("gamma")
+        if source != "current" and not _is_damping(gamma, block.specs[0].pairs):
+            return f"has a damping of {gamma}"
+    return ""
+
+
+def _is_damping(gamma: Any, pairs: int) -> bool:
+    """Whether a loaded object is the damping of so many pairs."""
+    shaped = isinstance(gamma, Tensor) and gamma.shape == (pairs,)
+    return shaped and bool(((gamma >= 0) & gamma.isfinite()).all())
+
+
+# Damage --------------------------------------------------------------------------------------------------------------
+
+
+def check_counters(known: Iterable[str], counters: Mapping[str, Any]) -> None:
+    """Raises ValueError unless the saved counters are complete and in range; ``known``: the names of all."""
+    problem = _counter_problem(list(known), counters)
+    if problem:
+        raise ValueError(f"the state is damaged: {problem}")
+
+
+def _counter_problem(known: Iterable[str], counters: Mapping[str, Any]) -> str:
+    """What is wrong with saved counters; empty if nothing."""
+    missing = [name for name in known if name not in counters]
+    if missing:
+        return f"it has no counter {missing[0]!r}"
+    for name, value in counters.items():
+        if value is None and name.startswith("checksum"):
+            continue
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            return f"its counter {name!r} is {value!r}"
+    for name in known:
+        least = -1 if name in ("last_statistics", "last_refresh", "frozen_at", "pending_spread") else 0
+        if counters[name] < least or counters[name] != int(counters[name]):
+            return f"its counter {name!r} is {counters[name]}"
+    for name, limit in (("last_statistics", "step"), ("last_refresh", "step"), ("frozen_at", "step")):
+        if counters[name] > counters[limit]:
+            return f"its counter {name!r} is {counters[name]}, after the last {limit} {counters[limit]}"
+    return ""
+
+
+def checksums(states: Iterable[object]) -> dict[str, int]:
+    """Checksums of the averages of all layers, one for each moment that a state knows; 0 of none.
+
+    The bits of the tensors are added up as integers, each tensor times its place, so that every flipped bit shows. Each
+    device is read once. Below 2^53, for tools that make floats of saved numbers.
+
+    Args:
+        states: What the optimizer's state holds of every layer, in the order of their weights.
+    """
+    states = list(states)
+    found = {}
+    for source in _SOURCES:
+        places: dict[torch.device, list[tuple[int, Tensor]]] = defaultdict(list)
+        averages = [state.get(source) for state in states if isinstance(state, Mapping)]
+        for place, tensor in enumerate(_tensors(averages), 1):
+            places[tensor.device].append((place, _sum_of_bits(tensor)))
+        totals = (zip(torch.stack([s for _, s in sums]).tolist(), sums, strict=True) for sums in places.values())
+        found[f"checksum_{source}"] = sum(place * int(bits) for pairs in totals for bits, (place, _) in pairs) % 2**53
+    return found
+
+
+def check_sums(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any], counters: Mapping[str, Any]) -> None:
+    """Raises ValueError unless checked states have the checksums that were saved; without them, definite factors."""
+    for name, value in checksums(states.values()).items():
+        saved = counters.get(name)
+        if saved is None:
+            check_definite(blocks, states)
+        elif saved != value and any(name.endswith(source) for state in states.values() for source in state):
+            raise ValueError(
+                f"the state is damaged: the {name.replace('_', ' ')} of its Kronecker factors is {value} instead of "
+                f"{saved}. Load another checkpoint; if the factors were changed on purpose, delete {PREFIX + name!r} "
+                "from the state's param_groups"
+            )
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """The tensors in nested lists and dicts, in an order that does not depend on that of the dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for key in sorted(value):
+            yield from _tensors(value[key])
+    elif isinstance(value, list):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's 32-bit (or narrower) words, 0-dim, int64."""
+    words = {1: torch.uint8, 2: torch.int16}.get(tensor.element_size(), torch.int32)
+    bits = tensor.detach().contiguous().view(-1).view(words)
+    # In parts, because on the CPU a sum in another dtype copies what it adds up.
+    return torch.stack([part.sum(dtype=torch.int64) for part in bits.split(2**22)]).sum()
+
+
+def check_definite(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any]) -> None:
+    """Raises ValueError if a factor has an eigenvalue that is negative by more than rounding; costs a Cholesky each."""
+    for block in blocks if states else ():
+        saved = states[block.layer.weight]
+        for source in (source for source in _SOURCES if source in saved):
+            for side, spec in zip(SIDES, block.specs, strict=True):
+                average = saved[source][side]
+                matrix = spec.matrix(average)
+                rounding = 8 * torch.finfo(average["value"].dtype).eps * spec.mean_eigenvalue(average) * spec.dim
+                if spec.diagonal:
+                    indefinite = (matrix < 0).any(-1)
+                else:
+                    ridge = torch.where(rounding > 0, rounding, 1.0)[:, None].expand(spec.pairs, spec.dim)
+                    indefinite = torch.linalg.cholesky_ex(matrix + torch.diag_embed(ridge)).info > 0
+                    indefinite |= (rounding == 0) & (matrix != 0).flatten(1).any(-1)
+                if bool((indefinite | (rounding < 0)).any()):
+                    raise ValueError(
+                        f"the state is damaged: the factor {side} ({source.replace('_', ' ')}) of {block.layer.name!r} "
+                        "has negative eigenvalues"
+                    )
+
+
+# The state of the base class -----------------------------------------------------------------------------------------
+
+
+# The shape of a small parameter: all sizes differ, and some bases treat matrices below 128 x 128 in another way.
+_SMALL = (131, 137, 3, 5, 7, 11)
+
+
+def saved_parts(
+    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], base_step: Callable[[Any], Any]
+) -> tuple[dict[nn.Parameter, dict[str, Any]], dict[str, float | int]]:
+    """The averages by weight and the engine's numbers in a saved state, after checks of all the rest of it.
+
+    Args:
+        optimizer: The optimizer that is to load it; it is not changed.
+        state_dict: The saved state.
+        base_step: The base class's ``step``.
+
+    Raises:
+        ValueError: If the state is no optimizer's, of another model, or damaged.
+    """
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"this is no state of an optimizer: it has no {key!r}")
+    groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
+    sizes, saved_sizes = ([len(group["params"]) for group in gs] for gs in (groups, saved_groups))
+    if sizes != saved_sizes:
+        raise ValueError(f"the state has groups of {saved_sizes} parameters, the optimizer of {sizes}: another model?")
+    averages = {}
+    for group, saved in zip(groups, saved_groups, strict=True):
+        kinds = _kinds(optimizer, {**group, **saved, "params": group["params"]}, base_step)
+        for parameter, i in zip(group["params"], saved["params"], strict=True):
+            state = state_dict["state"].get(i, {})
+            if not isinstance(state, dict):
+                raise ValueError(f"the state is damaged: that of parameter {i} is {state!r}")
+            if AVERAGES in state:
+                averages[parameter] = state[AVERAGES]
+            base = {key: value for key, value in state.items() if key != AVERAGES}
+            problem = _base_problem(parameter, base, optimizer.state.get(parameter, {}), kinds)
+            if problem:
+                raise ValueError(f"the state of parameter {i} {problem}")
+    first: Mapping[str, Any] = saved_groups[0] if saved_groups else {}
+    return averages, {name.removeprefix(PREFIX): v for name, v in first.items() if name.startswith(PREFIX)}
+
+
+@torch.no_grad()
+def _kinds(optimizer: Any, group: dict[str, Any], base_step: Callable[[Any], Any]) -> dict[tuple[int, str], str]:
+    """What the base class keeps of the parameters of a group, found out by a step on small ones.
+
+    Returns:
+        By number of dimensions of a parameter and key of its state: "parameter" if the tensor has its shape, "dims" if
+        it shares dimensions with it (Adafactor, Shampoo). Empty if the step fails.
+    """
+    dims = {p.dim(): p for p in group["params"] if p.dim()}
+    small = [torch.ones(_SMALL[:n], dtype=p.dtype, device=p.device) for n, p in dims.items()]
+    for tensor in small:
+        tensor.requires_grad_().grad = torch.ones_like(tensor)
+    probe = object.__new__(type(optimizer))
+    probe.__dict__.update(optimizer.__dict__, state=defaultdict(dict), param_groups=[{**group, "params": small}])
+    try:
+        base_step(probe)
+    except Exception:  # other options than it knows, or a kernel that does not take such tensors
+        return {}
+    found: dict[tuple[int, str], str] = {}
+    for tensor in small:
+        for key, value in probe.state.get(tensor, {}).items():
+            if isinstance(value, Tensor) and value.dim() and _shares(value.shape, tensor.shape):
+                found[tensor.dim(), key] = "parameter" if value.shape == tensor.shape else "dims"
+    return found
+
+
+def _shares(shape: torch.Size, parameter: torch.Size) -> bool:
+    """Whether a tensor has a dimension, other than 1, of its parameter, or no other dimension than 1."""
+    sizes = {size for size in shape if size > 1}
+    return not sizes or not sizes.isdisjoint(parameter)
+
+
+def _base_problem(
+    parameter: Tensor, saved: Mapping[str, Any], own: Mapping[str, Any], kinds: Mapping[tuple[int, str], str]
+) -> str:
+    """What keeps the base class's state of a parameter from being loaded, as the end of a sentence."""
+    whole = [key for (n, key), kind in kinds.items() if n == parameter.dim() and kind == "parameter"]
+    missing = [key for key in whole if not isinstance(saved.get(key), Tensor)]
+    if missing and any(key in saved for key in whole):
+        return f"is damaged, or of another class of optimizers: it has no {missing[0]!r}"
+    for key, value in saved.items():
+        if isinstance(value, Tensor) and value.dim():
+            mine, kind = own.get(key), kinds.get((parameter.dim(), key))
+            like = mine.shape if isinstance(mine, Tensor) and kind != "parameter" else parameter.shape
+            fits = _shares(value.shape, like) if kind == "dims" and mine is None else value.shape == like
+            if not fits and (kind or mine is not None):
+                return f"has a {key!r} of shape {tuple(value.shape)}, which does not fit {tuple(like)}: another model?"
+        if isinstance(value, Tensor) and bool(value.isnan().any()):
+            return f"is damaged, or was saved after training had failed: {key!r} is not a number"
+        counts = key == "step" and isinstance(value, Tensor | int | float)
+        if value is None and kinds or counts and not 0 <= float(value) < math.inf:
+            return f"is damaged: its {key!r} is {value}"
+    return ""

@@ -1,0 +1,146 @@
+"""Ranks that part without a word: all of them hear of it, at the next refresh at the latest, and of what differs."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from kfac_optim import KFACSGD, KLClip, OfMean, exponential_decay
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import make_model, train, values
+
+STEPS = 24
+OPTIONS: dict[str, dict[str, Any]] = {
+    "factor-wise": {"assignment": "factor-wise"},
+    "layer-wise": {"assignment": "layer-wise"},
+    "kaisa": {"assignment": "kaisa"},
+    "spread": {"assignment": "factor-wise", "spread": 3},
+    "layer-wise, spread": {"assignment": "layer-wise", "spread": 3},
+}
+
+
+def make(rank: int, options: dict[str, Any]) -> tuple[nn.Module, KFACSGD]:
+    model = DDP(make_model())
+    given = {"factor_update_steps": 2, "inv_update_steps": 5, "damping": 0.1, "spread": 0, **options}
+    return model, KFACSGD(model, lr=0.05, momentum=0.9, **given)
+
+
+def change(optimizer: KFACSGD, what: str) -> None:
+    engine = optimizer.curvature
+    if what == "damping":
+        engine.damping = 0.4
+    elif what == "function":
+        engine.damping = exponential_decay(0.2, 0.5, 7)
+    elif what == "kind":
+        engine.damping = OfMean(0.1)
+    elif what == "scaling":
+        engine.scaling = KLClip(0.5)
+    elif what == "decay":
+        engine.factor_decay = 0.5
+
+
+def train_changed(rank: int, world_size: int, name: str, what: str) -> int:
+    """One rank changes a hyperparameter after the step of number 6; returns how many steps were taken."""
+    model, optimizer = make(rank, OPTIONS[name])
+    try:
+        for step in range(STEPS):
+            train(model, optimizer, [step], rank=rank, world_size=world_size)
+            if step == 6 and rank == world_size - 1:
+                change(optimizer, what)
+    except RuntimeError as error:
+        raise RuntimeError(f"at step {step}: {error}") from error
+    return STEPS
+
+
+@pytest.mark.parametrize("name", ["factor-wise", "layer-wise"])
+def test_damping_set_on_one_rank_only(name: str) -> None:
+    for story in run_ranks(2, train_changed, name, "damping", may_fail=True):
+        assert "at step 10: the ranks have built different optimizers" in str(story), story
+        assert "damping is 0.1 on rank 0, 0.4 on rank 1." in str(story), story
+
+
+def test_damping_as_a_function_shows_its_value_at_the_step() -> None:
+    for story in run_ranks(3, train_changed, "factor-wise", "function", may_fail=True):
+        value = exponential_decay(0.2, 0.5, 7)(10)
+        assert f"damping is 0.1 on rank 0, 1, {value!r} on rank 2." in str(story), story
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("kind", "damping is 0.1 on rank 0, ('OfMean', 0.1) on rank 1"),
+        ("scaling", "scaling is ('Graft',) on rank 0, ('KLClip', 0.5) on rank 1"),
+        ("decay", "factor_decay is 0.95 on rank 0, 0.5 on rank 1"),
+    ],
+)
+def test_whatever_is_set_on_one_rank_only(what: str, text: str) -> None:
+    for story in run_ranks(2, train_changed, "factor-wise", what, may_fail=True):
+        assert text in str(story), story
+
+
+def build_differently(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(20)]
+    skip = ["^17$"] if rank else []
+    model = DDP(nn.Sequential(*layers))
+    train(model, KFACSGD(model, lr=0.1, skip_layers=skip), [0], rank=rank, world_size=world_size)
+
+
+def test_layers_that_differ_are_named() -> None:
+    for story in run_ranks(2, build_differently, may_fail=True):
+        assert "layers is" in str(story) and "17" in str(story), story
+
+
+def train_with_nan(rank: int, world_size: int, name: str, when: int, everywhere: bool) -> Any:
+    """A gradient becomes NaN after the all-reduce."""
+    model, optimizer = make(rank, OPTIONS[name])
+    seen: list[int] = []
+
+    def poison() -> None:
+        if len(seen) == when and (everywhere or rank == world_size - 1):
+            weight = model.module[0].weight  # type: ignore[index, union-attr]
+            weight.grad[0, 0] = math.nan
+        seen.append(0)
+
+    try:
+        train(model, optimizer, range(STEPS), rank=rank, world_size=world_size, before_step=poison)
+    except RuntimeError as error:
+        raise RuntimeError(f"at step {len(seen) - 1}: {error}") from error
+    return values(model), optimizer.curvature.counters()
+
+
+@pytest.mark.parametrize(
+    ("name", "when"),
+    [
+        *(("factor-wise", when) for when in (0, 6, 10)),
+        *(("layer-wise", when) for when in (6, 10)),
+        ("kaisa", 6),
+        *(("spread", when) for when in (6, 13)),
+        ("layer-wise, spread", 13),
+    ],
+)
+def test_a_nan_on_one_rank_only(name: str, when: int) -> None:
+    """Before, at and after a refresh, and while one is worked off."""
+    outcomes = run_ranks(2, train_with_nan, name, when, False, may_fail=True, group_timeout=timedelta(seconds=20))
+    for story in outcomes:
+        assert "the ranks have parted: a gradient was not finite on some ranks only" in str(story), story
+        assert "skipped_steps is 0 on rank 0, 1 on rank 1" in str(story), story
+        step = int(str(story).split("RuntimeError: at step ")[1].split(":")[0])
+        assert when <= step <= when + 5 + (when == 0), story
+
+
+def train_with_nans(rank: int, world_size: int) -> list[Any]:
+    return [train_with_nan(rank, world_size, name, when, True) for name in OPTIONS for when in (0, 6, 10, 13)]
+
+
+def test_a_nan_on_all_ranks_is_a_skipped_step_as_ever() -> None:
+    for first, second in zip(*run_ranks(2, train_with_nans), strict=True):
+        assert all(torch.equal(p, q) and bool(p.isfinite().all()) for p, q in zip(first[0], second[0], strict=True))
+        assert first[1] == second[1]
+        assert (first[1]["skipped_steps"], first[1]["step"]) == (1, STEPS - 1)

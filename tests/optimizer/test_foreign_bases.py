@@ -1,0 +1,187 @@
+"""Other base classes and other parameters than those of the tutorials: sparse, half precision, closures, odd states."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch_optimizer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACMixin
+from tests.helpers.training import OFTEN, assert_identical, make_model, train, values
+
+
+class KFACAdafactor(KFACMixin, torch.optim.Adafactor):
+    """Its state of a matrix is a row and a column."""
+
+
+class KFACShampoo(KFACMixin, torch_optimizer.Shampoo):
+    """Its state of a matrix are two square ones."""
+
+
+class KFACSWATS(KFACMixin, torch_optimizer.SWATS):
+    """Its state has vectors with one entry."""
+
+
+# Sparse gradients ----------------------------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    """A sparse embedding below a Linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 6, sparse=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens).mean(1))
+
+
+def tokens_of(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(20, (8, 5), generator=generator), torch.randint(3, (8,), generator=generator)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sparse_embeddings_train_by_the_base_rule(momentum: float) -> None:
+    torch.manual_seed(0)
+    model = Words()
+    twin = copy.deepcopy(model)
+    optimizer = KFACSGD(model, lr=0.1, momentum=momentum, **OFTEN)
+    plain = torch.optim.SGD(twin.embedding.parameters(), lr=0.1, momentum=momentum)
+    assert [layer.name for layer in optimizer.curvature.layers] == ["head"]
+    assert "sparse=True" in repr(optimizer.curvature)
+    for step in range(6):
+        tokens, classes = tokens_of(step)
+        optimizer.zero_grad()
+        plain.zero_grad()
+        F.cross_entropy(model(tokens), classes).backward()
+        twin.head.load_state_dict(model.head.state_dict())
+        F.cross_entropy(twin(tokens), classes).backward()
+        assert model.embedding.weight.grad is not None and model.embedding.weight.grad.is_sparse
+        optimizer.step()
+        plain.step()
+        torch.testing.assert_close(model.embedding.weight, twin.embedding.weight)
+    assert "head" in optimizer.curvature.report()["layers"]
+
+
+def test_a_sparse_gradient_that_is_not_finite_skips_the_step() -> None:
+    model = Words()
+    optimizer = KFACSGD(model, lr=0.1, **OFTEN)
+    before = values(model)
+    tokens, classes = tokens_of(0)
+    F.cross_entropy(model(tokens), classes).backward()
+    assert model.embedding.weight.grad is not None
+    model.embedding.weight.grad._values()[0, 0] = torch.nan
+    optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert optimizer.curvature.report()["skipped_steps"] == 1
+
+
+def test_an_engine_beside_an_optimizer_of_sparse_parameters() -> None:
+    model = Words()
+    engine = CurvatureEngine(model, **OFTEN, scaling=None)
+    optimizers = [torch.optim.SparseAdam(model.embedding.parameters()), torch.optim.SGD(model.head.parameters(), 0.1)]
+    for step in range(3):
+        tokens, classes = tokens_of(step)
+        model.zero_grad()
+        F.cross_entropy(model(tokens), classes).backward()
+        assert engine.precondition_()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+# Half precision ------------------------------------------------------------------------------------------------------
+
+
+def test_lamb_on_float16_weights_is_torch_optimizers() -> None:
+    """1 / eps is infinite in float16."""
+    models = [make_model().half() for _ in range(2)]
+    ours = KFACLAMB(models[0], lr=0.01, weight_decay=1e-3, skip_layers=("",))
+    theirs = torch_optimizer.Lamb(models[1].parameters(), lr=0.01, weight_decay=1e-3)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            p.grad = (torch.randn(p.shape, generator=generator) * (torch.arange(p.numel()).view(p.shape) % 2)).half()
+            q.grad = p.grad.clone()
+        ours.step()
+        theirs.step()
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert bool(p.isfinite().all())
+        torch.testing.assert_close(p, q, rtol=2e-3, atol=2e-3)
+
+
+# Closures ------------------------------------------------------------------------------------------------------------
+
+
+class KFACLBFGS(KFACMixin, torch.optim.LBFGS):
+    """A base class that cannot be."""
+
+
+def test_a_base_class_that_needs_a_closure_is_refused_at_construction() -> None:
+    model = make_model()
+    with pytest.raises(TypeError, match="KFACLBFGS: .*needs a closure.*without a closure"):
+        KFACLBFGS(model, lr=0.1)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+# States of other shapes ----------------------------------------------------------------------------------------------
+
+ODD: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
+    KFACAdafactor: {"lr": 0.01},
+    KFACShampoo: {"lr": 0.01, "momentum": 0.9},
+    KFACSWATS: {"lr": 0.01},
+}
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.fixture(autouse=True)
+def _without_deprecation_warnings() -> Any:
+    """torch_optimizer calls ``addcmul_`` and ``add_`` in their old forms."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("kfac", ODD)
+def test_a_base_class_whose_state_has_other_shapes_resumes(kfac: Any, stepped: bool) -> None:
+    model, resumed = make_model(), make_model(1)
+    optimizer, again = (kfac(m, **ODD[kfac], **OFTEN) for m in (model, resumed))
+    train(model, optimizer, range(4))
+    if stepped:
+        train(resumed, again, range(10, 12))
+    resumed.load_state_dict(model.state_dict())
+    again.load_state_dict(through_a_file(optimizer.state_dict()))
+    train(model, optimizer, range(4, 8))
+    train(resumed, again, range(4, 8))
+    assert_identical(model, resumed)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("kfac", [*ODD, KFACSGD])
+@pytest.mark.parametrize("width", [7, 12])
+def test_and_refuses_the_state_of_another_model(kfac: Any, plain: bool, width: int) -> None:
+    """Also that of the plain base class, where no factor tells."""
+    options = ODD.get(kfac, {"lr": 0.1, "momentum": 0.9})
+    other = nn.Sequential(nn.Linear(4, width), nn.PReLU(), nn.LayerNorm(width), nn.Linear(width, 3))
+    first = kfac.__mro__[2](other.parameters(), **options) if plain else kfac(other, **options, **OFTEN)
+    train(other, first, range(2))
+    optimizer = kfac(make_model(), **options, **OFTEN)
+    with pytest.raises(ValueError, match="another model"):
+        optimizer.load_state_dict(through_a_file(first.state_dict()))
+    assert not optimizer.state

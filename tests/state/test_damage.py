@@ -1,0 +1,266 @@
+"""Damaged states, states of other classes: refused whole, whatever was damaged."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin
+from tests.helpers.training import CLASSES, OFTEN, assert_identical, backward, make_model, train, values
+
+K = 7
+
+
+class KFACRMSprop(KFACMixin, torch.optim.RMSprop):
+    """A fourth optimizer."""
+
+
+def build(kfac: Any = KFACSGD, seed: int = 0, **options: Any) -> tuple[nn.Module, Any]:
+    model = make_model(seed)
+    return model, kfac(model, **CLASSES.get(kfac, {"lr": 0.01}), **{**OFTEN, "spread": 2, **options})
+
+
+def saved(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def trained(kfac: Any = KFACSGD, steps: int = K, **options: Any) -> Any:
+    """A saved state."""
+    model, optimizer = build(kfac, **options)
+    train(model, optimizer, range(steps))
+    return saved(optimizer.state_dict())
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_of(item)
+
+
+def without_checksums(state: dict[str, Any]) -> dict[str, Any]:
+    """As a tool may leave it that knows numbers of its own alone."""
+    for group in state["param_groups"]:
+        for name in [name for name in group if name.startswith("kfac_checksum")]:
+            del group[name]
+    return state
+
+
+def assert_refused(state: dict[str, Any], kfac: Any = KFACSGD, **options: Any) -> str:
+    """Refused by an optimizer in use, which goes on as if nothing had been; returns the message."""
+    model, optimizer = build(kfac, seed=1, **options)
+    train(model, optimizer, range(20, 23))
+    before, weights = copy.deepcopy(optimizer.state_dict()), values(model)
+    twin, other = copy.deepcopy((model, optimizer))
+    with pytest.raises(ValueError) as error:
+        optimizer.load_state_dict(state)
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), weights, strict=True))
+    train(model, optimizer, range(20, 24))
+    train(twin, other, range(20, 24))
+    assert_identical(model, twin)
+    return str(error.value)
+
+
+# Flipped bits --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_a_flipped_bit_is_refused(dtype: torch.dtype) -> None:
+    """Of the averages' tensors, each as likely as the others; 1,000 over the four dtypes."""
+    state = trained(factor_dtype=dtype)
+    _, optimizer = build(factor_dtype=dtype)
+    tensors = [t for s in state["state"].values() for t in tensors_of(s.get("kfac", {}))]
+    chosen = random.Random(0)
+    for _ in range(250):
+        bits = chosen.choice(tensors).view(-1).view(torch.uint8)
+        place, bit = chosen.randrange(bits.numel()), 1 << chosen.randrange(8)
+        bits[place] ^= bit
+        with pytest.raises(ValueError, match="damaged|not finite"):
+            optimizer.load_state_dict(state)
+        bits[place] ^= bit
+    optimizer.load_state_dict(state)
+
+
+def test_swapped_tensors_are_refused() -> None:
+    state = trained()
+    averages = state["state"][0]["kfac"]
+    current, in_use = averages["current"], averages["in_use"]
+    current["A"]["value"], in_use["A"]["value"] = in_use["A"]["value"], current["A"]["value"]
+    assert "checksum" in assert_refused(state)
+
+
+def test_an_engine_that_stands_alone_has_a_checksum_too() -> None:
+    model = make_model()
+    engine = CurvatureEngine(model, **OFTEN)
+    backward(model, 0)
+    engine.precondition_(lr=0.1)
+    state = saved(engine.state_dict())
+    engine.load_state_dict(state)
+    state["layers"]["0"]["current"]["A"]["value"][0, 0] += 1
+    with pytest.raises(ValueError, match="checksum"):
+        engine.load_state_dict(state)
+
+
+def test_factors_in_another_precision_load() -> None:
+    state = trained(factor_dtype=torch.float64)
+    _, optimizer = build(factor_dtype=torch.bfloat16)
+    optimizer.load_state_dict(state)
+    again = saved(optimizer.state_dict())
+    optimizer.load_state_dict(again)
+
+
+def test_a_state_without_its_refresh_in_progress_loads_where_none_is_in_progress() -> None:
+    """torch.distributed.checkpoint loads what the fresh optimizer has room for."""
+    state = trained(steps=6, inv_update_steps=5)
+    if state["param_groups"][0]["kfac_pending_spread"] >= 0:
+        state = trained(steps=9, inv_update_steps=5)
+    for entry in state["state"].values():
+        entry.get("kfac", {}).pop("pending", None)
+    assert state["param_groups"][0]["kfac_pending_spread"] == -1
+    _, optimizer = build(spread=0)
+    optimizer.load_state_dict(state)
+
+
+def test_numbers_that_a_tool_made_floats_of_load() -> None:
+    state = trained()
+    for group in state["param_groups"]:
+        group.update({k: float(v) for k, v in group.items() if k.startswith("kfac_checksum")})
+    build()[1].load_state_dict(state)
+
+
+# Ranges --------------------------------------------------------------------------------------------------------------
+
+
+def set_counter(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def damage(state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            group[f"kfac_{name}"] = value
+
+    damage.__name__ = f"{name} {value}"
+    return damage
+
+
+def drop_counter(name: str) -> Callable[[dict[str, Any]], None]:
+    def damage(state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            del group[f"kfac_{name}"]
+
+    damage.__name__ = f"no {name}"
+    return damage
+
+
+def indefinite(state: dict[str, Any]) -> None:
+    state["state"][0]["kfac"]["in_use"]["A"]["value"].neg_()
+
+
+def slightly_indefinite(state: dict[str, Any]) -> None:
+    """An off-diagonal entry too large for its row."""
+    value = state["state"][0]["kfac"]["current"]["G"]["value"]
+    value[0, value.abs().argmin()] = 3 * value.abs().max()
+
+
+def base(index: int, key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def damage(state: dict[str, Any]) -> None:
+        found = state["state"][index][key]
+        state["state"][index][key] = found.fill_(value) if isinstance(found, Tensor) and value is not None else value
+
+    damage.__name__ = f"{key} {value}"
+    return damage
+
+
+def no_factors(state: dict[str, Any]) -> None:
+    for entry in state["state"].values():
+        entry.pop("kfac", None)
+
+
+def none_for_a_layer(state: dict[str, Any]) -> None:
+    state["state"][0]["kfac"] = None
+
+
+def none_for_a_parameter(state: dict[str, Any]) -> None:
+    state["state"][1] = None
+
+
+def none_for_a_source(state: dict[str, Any]) -> None:
+    state["state"][0]["kfac"]["in_use"] = None
+
+
+def no_moment(state: dict[str, Any]) -> None:
+    del state["state"][0]["exp_avg"]
+
+
+COUNTERS = [
+    *(set_counter(name, 10**6) for name in ("last_refresh", "last_statistics", "frozen_at")),
+    *(set_counter(name, -3) for name in ("step", "skipped_steps", "skipped_batches", "refreshes", "last_refresh")),
+    set_counter("step", 3.5),
+    set_counter("step", None),
+    set_counter("refreshes", "many"),
+    *(drop_counter(name) for name in ("step", "frozen_at", "pending_spread", "skipped_steps", "refreshes")),
+]
+PARTS = [
+    indefinite, slightly_indefinite, no_factors, none_for_a_layer, none_for_a_parameter, none_for_a_source, no_moment,
+    base(0, "exp_avg", float("nan")), base(1, "exp_avg_sq", float("nan")), base(0, "step", -5.0),
+    base(0, "step", float("nan")), base(0, "exp_avg", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", [*COUNTERS, *PARTS], ids=lambda damage: damage.__name__)
+def test_what_no_run_can_have_saved_is_refused(damage: Callable[[dict[str, Any]], None]) -> None:
+    """Without the checksums, so that the ranges alone have to tell."""
+    state = without_checksums(trained(KFACAdam))
+    damage(state)
+    assert_refused(state, KFACAdam)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"max_factor_dim": 4}], ids=["full", "diagonal"])
+def test_a_state_without_checksums_loads(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    state = without_checksums(trained(factor_dtype=dtype, **options))
+    model, optimizer = build(factor_dtype=dtype, **options)
+    optimizer.load_state_dict(state)
+    train(model, optimizer, range(3))
+
+
+def test_state_dict_leaves_the_groups_alone() -> None:
+    """A checksum in a group would be old after the next step."""
+    model, optimizer = build()
+    train(model, optimizer, range(3))
+    state = optimizer.state_dict()
+    assert any("checksum" in name for name in state["param_groups"][0])
+    optimizer.load_state_dict(saved(state))
+    assert not any("checksum" in name for group in optimizer.param_groups for name in group)
+
+
+# Another base class --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kfac", "other"),
+    [
+        (KFACAdam, KFACSGD), (KFACLAMB, KFACSGD), (KFACRMSprop, KFACSGD), (KFACSGD, KFACAdam), (KFACSGD, KFACLAMB),
+        (KFACRMSprop, KFACAdam), (KFACAdam, KFACRMSprop), (KFACSGD, KFACRMSprop), (KFACLAMB, KFACRMSprop),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_state_of_another_base_class_leaves_nothing_half_loaded(kfac: Any, other: Any, plain: bool) -> None:
+    state = trained(other)
+    if plain:
+        for entry in state["state"].values():
+            entry.pop("kfac", None)
+        for group in state["param_groups"]:
+            for name in [name for name in group if name.startswith("kfac")]:
+                del group[name]
+    message = assert_refused(state, kfac)
+    assert "another class of optimizers" in message
