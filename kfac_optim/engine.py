@@ -90,11 +90,13 @@ class CurvatureEngine(BuiltEngine):
         statistics = self._capture.take()
         largest = largest_entry(gradients)
         flags = [largest, *statistics.flags]
-        norm, *values = torch.stack([flag.to(largest.device, torch.float32) for flag in flags]).tolist()  # the one sync
+        norm, *values = torch.cat(
+            [flag.to(largest.device, torch.float32).view(-1) for flag in flags]
+        ).tolist()  # the sync
         # What only this rank has seen must not decide anything here: the ranks have to go the same way.
         alone = self.comm.world_size == 1
         trains = norm > 0 and any(float(lr) for lr in lrs)
-        self._is_noop = norm == 0 and not (alone and statistics.terms) and not any(float(lr) for lr in lrs)
+        self._is_noop = norm == 0 and not (alone and statistics.captured) and not any(float(lr) for lr in lrs)
         if self._is_noop:
             return True
         if not math.isfinite(norm):
@@ -104,7 +106,7 @@ class CurvatureEngine(BuiltEngine):
             if self._capture.enabled:
                 self.last_statistics = self.step_count
                 decay = self.at("factor_decay", self.step_count)
-                self._averaging.fold(self._blocks, statistics, values, decay, self.comm)
+                self._averaging.fold(self._blocks, statistics.settle(values), decay, self.comm)
                 if alone:
                     self._pool()
             del statistics  # as large as the factors: not to lie beside a refresh

@@ -36,8 +36,9 @@ from .compiled import CompiledCalls
 from .copies import leave_hooks_behind
 from .fisher import Fisher
 from .loss_terms import LossTerms, main_tensor
-from .microbatch import BackwardPasses, Recorder, StepStatistics
+from .microbatch import BackwardPasses, Recorder
 from .sampling import PendingGradient, SampledBackward
+from .statistics import StepStatistics, Taken
 
 __all__ = ["Capture"]
 
@@ -123,9 +124,9 @@ class Capture:
         if not in_backward():
             self._calls.drop_current()
 
-    def take(self) -> StepStatistics:
+    def take(self) -> Taken:
         """The statistics of this step, which start anew."""
-        statistics = self._passes.statistics
+        statistics = self._passes.take()
         self.discard()
         self._compiled.settle()
         self._calls.forget_last()

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from .calls import ModelCall
 from .fisher import Fisher
+from .gradients import destination
 from .loss_terms import main_tensor
-from .microbatch import BackwardPasses, LayerCall, Recorder, adds_to_gradient
+from .microbatch import BackwardPasses, LayerCall, Recorder
 
 __all__ = ["PendingGradient", "SampledBackward"]
 
@@ -91,7 +92,7 @@ class SampledBackward:
         if torch.is_grad_enabled():
             return
         for layer_call, moment in pending:
-            if adds_to_gradient(self.recorder.layers[layer_call.index]):
+            if destination(self.recorder.layers[layer_call.index]) is not None:
                 self.passes.add(layer_call, call, moment)
 
     def _require_whole_model(self, call: ModelCall) -> None:
