@@ -40,12 +40,14 @@ class Averaging:
 
     Attributes:
         skipped_batches: How many micro-batches of all ranks were left out because a moment was not finite.
+        seen: Whether any rank had something to pool the last time that they pooled.
     """
 
     def __init__(self, dtype: torch.dtype, *, summed: bool, sampled: bool) -> None:
         self.dtype = torch.promote_types(dtype, torch.float32)
         self.summed, self.sampled = summed, sampled
         self.skipped_batches = 0
+        self.seen = False
         self.clear()
 
     def clear(self) -> None:
@@ -103,6 +105,7 @@ class Averaging:
             skips = torch.tensor(float(self._skips), dtype=torch.float64)
             weights, skips = comm.sum([local.weights(blocks), skips], "counts")
             self._skips = 0
+            self.seen = bool(weights[:, :, 0].any())
             decays, totals = local.pool(blocks, weights)
             updates, sums = [], []
             for block, decay, counts in zip(blocks, decays, totals, strict=True):

@@ -50,6 +50,15 @@ from .schedules import due
 
 __all__ = ["CurvatureEngine", "memory_estimate"]
 
+# After so many statistics steps in a row with gradients of which no backward pass was seen, training stops.
+_UNSEEN_STEPS = 3
+_UNSEEN = (
+    "the model has gradients, but none of its layers was seen in a forward and backward pass. Build the optimizer "
+    "before the first call of a compiled model (or call torch._dynamo.reset()), call the model's modules rather than "
+    "their forward methods, and outside of torch.func.grad and vmap; statistics come from the backward passes since the "
+    "last zero_grad()"
+)
+
 
 class CurvatureEngine(BuiltEngine):
     __doc__ = f"""Everything about curvature for one model; ``optimizer.curvature`` of the optimizers of this package.
@@ -102,14 +111,19 @@ class CurvatureEngine(BuiltEngine):
         if not math.isfinite(norm):
             self.skipped_steps += 1
             return False
+        settled = statistics.settle(values)
+        if self._capture.enabled and trains:
+            unseen = not any(settled.taken) and statistics.has_gradients()
+            self._unseen_steps = unseen * (self._unseen_steps + (_UNSEEN_STEPS if statistics.transformed else 1))
         with self._stages.stage("factor update"):
             if self._capture.enabled:
                 self.last_statistics = self.step_count
                 decay = self.at("factor_decay", self.step_count)
-                self._averaging.fold(self._blocks, statistics.settle(values), decay, self.comm)
+                self._averaging.fold(self._blocks, settled, decay, self.comm)
                 if alone:
                     self._pool()
-            del statistics  # as large as the factors: not to lie beside a refresh
+                    self._require_seen()
+            del statistics, settled  # as large as the factors: not to lie beside a refresh
         self._refresher.rebuild(self.step_count, self._blocks, self.comm)
         if self._refresher.is_due(self.inv_update_steps, self.step_count):
             self._refresh(trains)
@@ -213,6 +227,7 @@ class CurvatureEngine(BuiltEngine):
         """Starts a refresh of the layers that have been seen; ``trains``: whether this step changes weights."""
         agreement.check(self.comm, repr(self._built()))
         self._pool()
+        self._require_seen()
         ready = [block for block in self._blocks if block.factors("current").has_data]
         if ready:
             damping = as_damping(self.damping)
@@ -222,12 +237,12 @@ class CurvatureEngine(BuiltEngine):
         seen_nothing = self.last_statistics == self.step_count and not self.skipped_batches
         self.last_statistics = None  # every step collects until there is something
         if trains and seen_nothing and any(layer.weight.grad is not None for layer in self.layers):
-            raise RuntimeError(
-                "the model has gradients, but none of its layers was seen in a forward and backward pass. Build the "
-                "optimizer before the first call of a compiled model (or call torch._dynamo.reset()), and call the "
-                "model's modules rather than their forward methods; statistics come from the backward passes since the "
-                "last zero_grad()"
-            )
+            raise RuntimeError(_UNSEEN)
+
+    def _require_seen(self) -> None:
+        """Raises if the model was trained in some statistics steps, but no rank saw one of its layers."""
+        if self._unseen_steps >= _UNSEEN_STEPS and not self._averaging.seen:
+            raise RuntimeError(_UNSEEN)
 
     def _restart_for_new_layers(self) -> None:
         """Layers were unfrozen or added: the next step collects statistics and refreshes, as the first step did.

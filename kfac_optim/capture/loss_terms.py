@@ -41,11 +41,22 @@ class LossTerms:
             if tensor is None:
                 return 1
             positions = tensor.numel() if not tensor.is_floating_point() else tensor.numel() // max(1, tensor.shape[-1])
+        elif self.average != "elements" and _is_one_example(first_tensor((args, kwargs)), tensor):
+            return 1
         else:
             positions = tensor.numel() // max(1, tensor.shape[self.class_dim] if tensor.dim() > 1 else 1)
         if self.average == "elements":
             return tensor.numel()
         return tensor.shape[self.batch_dim if tensor.dim() > 1 else 0] if self.average == "batch" else positions
+
+
+def _is_one_example(x: Tensor | None, output: Tensor) -> bool:
+    """Whether an output ``[C]`` is that of one example ``[D]``, and not of a batch of numbers.
+
+    Where C is D it can't be known, and nor can it where the input is no vector of real numbers (token numbers may be
+    those of several texts).
+    """
+    return x is not None and x.dim() == output.dim() == 1 and x.is_floating_point() and x.shape != output.shape
 
 
 def first_tensor(value: Any) -> Tensor | None:

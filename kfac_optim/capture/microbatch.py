@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import KroneckerLayer, Observation, full_precision
-from .calls import ModelCall, in_backward
+from .calls import CONCURRENT, ModelCall, in_backward
 from .gradients import GradientWatch, destination
 from .statistics import MicroBatch, StepStatistics, Taken
 
@@ -134,13 +135,18 @@ class BackwardPasses:
     Attributes:
         statistics: Of the step so far.
         returned: Of the passes that have returned gradients instead of adding them to ``.grad``.
+        hidden: The layers, by index, whose gradients have come through calls inside ``torch.func``.
+        transformed: Whether a layer was called inside ``torch.func``.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.statistics, self.returned = StepStatistics(), StepStatistics()
+        self.hidden: set[int] = set()
+        self.transformed = False
         self._watch = GradientWatch(recorder.layers)
         self._batch: MicroBatch | None = None
+        self._lock = threading.RLock()  # one thread's pass may begin while another's is being added
 
     def record_output_gradient(self, layer_call: LayerCall, call: ModelCall | None, g: Tensor) -> None:
         """The gradient of a layer's output has arrived: the pair (a, g) of its call is complete."""
@@ -159,15 +165,43 @@ class BackwardPasses:
         else:
             batch.add(index, observation.a, observation.count, g)
 
+    def note_transform(self) -> None:
+        """A layer was called inside a transform of ``torch.func``, where its input can't be seen."""
+        self.transformed = True
+
+    def record_hidden_gradient(self, index: int, g: Tensor) -> None:
+        """A backward pass has reached such a call of a layer."""
+        if not torch.is_grad_enabled() and destination(self.recorder.layers[index]) == "gradient":
+            self.hidden.add(index)
+
     def reach(self, call: ModelCall | None) -> MicroBatch:
         """The backward pass in progress has reached a model call: its micro-batch, which is opened if there is none."""
-        if self._batch is None:
-            self._compare_gradients()
-            self._batch = MicroBatch()
-            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
-        if call is not None:
-            self._batch.calls.add(call)
-        return self._batch
+        with self._lock:
+            if self._batch is None:
+                self._compare_gradients()
+                self._batch = MicroBatch(task=torch._C._current_graph_task_id())
+                torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+            return self._joined(self._batch, call)
+
+    def _joined(self, batch: MicroBatch, call: ModelCall | None) -> MicroBatch:
+        """An open micro-batch, whose backward pass has reached a model call.
+
+        Raises:
+            RuntimeError: If it is the micro-batch of another thread.
+        """
+        if call is not None and call not in batch.calls:
+            # The hooks of a pass on a GPU run in a thread of torch's own; the calls know whose pass it is. A backward
+            # pass inside another one (checkpoints) has another number, but the thread is the same.
+            threads = {known.thread for known in batch.calls if known.thread and known.thread.is_alive()}
+            if batch.task != torch._C._current_graph_task_id() and threads - {call.thread} and call.thread:
+                raise RuntimeError(CONCURRENT)
+            batch.calls.add(call)
+        return batch
+
+    def require_alone(self) -> None:
+        """Raises if another thread is in a backward pass."""
+        if self._batch is not None and self._batch.is_elsewhere:
+            raise RuntimeError(CONCURRENT)
 
     def _compare_gradients(self) -> None:
         """A backward pass begins: layers whose gradient was removed or zeroed start their statistics anew."""
@@ -178,15 +212,16 @@ class BackwardPasses:
             statistics.check(changed, watch.largest(changed))
 
     def _on_backward_end(self) -> None:
-        batch, self._batch = self._batch, None
-        if batch is None:
-            return
-        for (index, _), calls in batch.by_example.items():
-            batch.add(index, *self.recorder.pool(index, calls))
-        if batch.sums:
-            scale = self.recorder.loss_scale(next(iter(batch.sums.values())).a.device)
-            statistics = self.returned if batch.returned else self.statistics
-            statistics.add(batch, scale, drop_overflowed=self.recorder.scaled)
+        with self._lock:
+            batch, self._batch = self._batch, None
+            if batch is None:
+                return
+            for (index, _), calls in batch.by_example.items():
+                batch.add(index, *self.recorder.pool(index, calls))
+            if batch.sums:
+                scale = self.recorder.loss_scale(next(iter(batch.sums.values())).a.device)
+                statistics = self.returned if batch.returned else self.statistics
+                statistics.add(batch, scale, drop_overflowed=self.recorder.scaled)
         # Once more, to come after those who finish the gradients in a callback of their own (DDP, FSDP2).
         torch.autograd.Variable._execution_engine.queue_callback(self._remember_gradients)
 
@@ -199,11 +234,12 @@ class BackwardPasses:
 
     def take(self) -> Taken:
         """The statistics of the step, which is being taken."""
-        return Taken(self.statistics, self.returned, self._watch)
+        return Taken(self.statistics, self.returned, self._watch, transformed=self.transformed)
 
     def discard(self) -> None:
         """Forgets the micro-batches of this step; a backward pass that is running goes on."""
         self.statistics, self.returned = StepStatistics(), StepStatistics()
+        self.hidden, self.transformed = set(), False
         self._watch.forget()
         if not in_backward():
             self.abandon()

@@ -51,13 +51,20 @@ class MicroBatch:
         sums: Packed raw sums by layer index.
         by_example: Of layers that pool their calls by example, the calls, by layer index and number of examples.
         calls: The model calls that the backward pass has reached.
+        task: The number of the backward pass.
         returned: Whether it returns the gradients (``torch.autograd.grad``) instead of adding them to ``.grad``.
     """
 
     sums: dict[int, Moments] = field(default_factory=dict)
     by_example: dict[tuple[int, int], list[tuple[Observation, Tensor]]] = field(default_factory=dict)
     calls: set[ModelCall] = field(default_factory=set)
+    task: int = -1
     returned: bool = False
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it is of another thread, which is still running."""
+        return any(call.is_elsewhere for call in self.calls)
 
     def add(self, layer: int, a: Tensor, count: float, g: Tensor) -> None:
         """Adds one layer call; several calls within a backward pass add rows."""
@@ -193,10 +200,16 @@ class Taken:
         passes: Of the passes that have added to ``.grad``.
         returned: Of those that have returned gradients to the caller; they count only if none of the others does.
         watch: The gradients.
+        transformed: Whether a layer was called inside ``torch.func``.
+
+    Attributes:
+        transformed: The same.
     """
 
-    def __init__(self, passes: StepStatistics, returned: StepStatistics, watch: GradientWatch) -> None:
-        self._passes, self._returned = passes, returned
+    def __init__(
+        self, passes: StepStatistics, returned: StepStatistics, watch: GradientWatch, *, transformed: bool
+    ) -> None:
+        self._passes, self._returned, self._watch, self.transformed = passes, returned, watch, transformed
         self._largest: dict[StepKind, Tensor] = {}
         self._dropped: set[StepKind] = set()
         gone = set(watch.removed(passes.sums))
@@ -215,6 +228,11 @@ class Taken:
     def captured(self) -> bool:
         """Whether there are any."""
         return bool(self._passes.terms or self._returned.terms)
+
+    def has_gradients(self) -> bool:
+        """Whether a layer has a gradient that is not zero; waits for the device."""
+        layers = self._watch.comparable(range(len(self._watch.layers)))
+        return bool(layers) and bool((self._watch.largest(layers) != 0).any())
 
     @property
     def flags(self) -> list[Tensor]:
