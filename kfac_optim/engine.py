@@ -55,8 +55,8 @@ _UNSEEN_STEPS = 3
 _UNSEEN = (
     "the model has gradients, but none of its layers was seen in a forward and backward pass. Build the optimizer "
     "before the first call of a compiled model (or call torch._dynamo.reset()), call the model's modules rather than "
-    "their forward methods, and outside of torch.func.grad and vmap; statistics come from the backward passes since the "
-    "last zero_grad()"
+    "their forward methods, and outside of torch.func.grad and vmap; statistics come from the backward passes since "
+    "the last zero_grad()"
 )
 
 

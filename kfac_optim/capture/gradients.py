@@ -71,10 +71,6 @@ class GradientWatch:
         """Nothing has been seen."""
         self._marks = {}
 
-    def has_gradient(self, layer: int) -> bool:
-        """Whether a layer has a gradient now."""
-        return self.layers[layer].weight.grad is not None
-
     def removed(self, layers: Iterable[int]) -> list[int]:
         """Those that had a gradient and have none now."""
         return [i for i in layers if i in self._marks and self.layers[i].weight.grad is None]
@@ -83,6 +79,11 @@ class GradientWatch:
         """Those whose gradient is not as it was: another tensor, or written to in place."""
         pairs = ((i, _local(self.layers[i].weight.grad)) for i in layers if i in self._marks)
         return [i for i, g in pairs if g is not None and _comparable(g) and _mark(g) != self._marks[i]]
+
+    def written(self, layers: Iterable[int]) -> list[int]:
+        """Those with a gradient that they did not have, or not with these values."""
+        pairs = ((i, _local(self.layers[i].weight.grad)) for i in layers)
+        return [i for i, g in pairs if g is not None and _mark(g) != self._marks.get(i)]
 
     def largest(self, layers: Iterable[int]) -> Tensor:
         """The largest absolute entry of each gradient, ``[layers]``: 0 where it was zeroed; stays on the device."""

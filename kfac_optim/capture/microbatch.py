@@ -226,7 +226,7 @@ class BackwardPasses:
         torch.autograd.Variable._execution_engine.queue_callback(self._remember_gradients)
 
     def _remember_gradients(self) -> None:
-        self._watch.remember(self.statistics.sums)
+        self._watch.remember({**self.statistics.sums, **self.returned.sums})
 
     def abandon(self) -> None:
         """Forgets the open micro-batch: its backward pass raised, or nobody wants its moments any more."""

@@ -218,11 +218,11 @@ class Taken:
             self._dropped.add("passes")
         elif watch.changed(rest) == rest:
             self._largest["passes"] = watch.largest(rest)
-        set_by_hand = watch.comparable(returned.sums)
-        if not any(watch.has_gradient(i) for i in returned.sums):
-            self._dropped.add("returned")
-        elif set_by_hand:
+        set_by_hand = watch.comparable(watch.written(returned.sums))
+        if set_by_hand:
             self._largest["returned"] = watch.largest(set_by_hand)
+        else:
+            self._dropped.add("returned")
 
     @property
     def captured(self) -> bool:
