@@ -158,7 +158,8 @@ class BackwardPasses:
         """Adds a layer's call in some model call, with the moment of its output gradient."""
         index, observation = layer_call.index, layer_call.observation
         batch = self.reach(call)
-        batch.returned |= destination(self.recorder.layers[index]) == "caller"
+        if destination(self.recorder.layers[index]) == "caller":
+            batch.note_returned()
         if self.recorder.layers[index].by_example:  # calls on as many examples are taken for calls on the same examples
             observation = dataclasses.replace(observation, context=None)  # has served; of norm layers it is an image
             batch.by_example.setdefault((index, len(g)), []).append((observation, g))

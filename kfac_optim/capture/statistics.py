@@ -66,6 +66,10 @@ class MicroBatch:
         """Whether it is of another thread, which is still running."""
         return any(call.is_elsewhere for call in self.calls)
 
+    def note_returned(self) -> None:
+        """The pass returns the gradients to its caller."""
+        self.returned = True
+
     def add(self, layer: int, a: Tensor, count: float, g: Tensor) -> None:
         """Adds one layer call; several calls within a backward pass add rows."""
         if layer in self.sums:
