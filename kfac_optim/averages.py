@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .blocks import SIDES, Block
-from .capture import StepStatistics
+from .capture import Settled
 from .diagnostics import StageTimes, communicating
 from .distributed import Communicator
 from .factors import read, write_
@@ -40,12 +40,14 @@ class Averaging:
 
     Attributes:
         skipped_batches: How many micro-batches of all ranks were left out because a moment was not finite.
+        seen: Whether any rank had something to pool the last time that they pooled.
     """
 
     def __init__(self, dtype: torch.dtype, *, summed: bool, sampled: bool) -> None:
         self.dtype = torch.promote_types(dtype, torch.float32)
         self.summed, self.sampled = summed, sampled
         self.skipped_batches = 0
+        self.seen = False
         self.clear()
 
     def clear(self) -> None:
@@ -56,8 +58,7 @@ class Averaging:
     def fold(
         self,
         blocks: Sequence[Block],
-        statistics: StepStatistics,
-        flags: Sequence[float],
+        statistics: Settled,
         decay: float,
         comm: Communicator,
     ) -> None:
@@ -66,23 +67,22 @@ class Averaging:
         Args:
             blocks: All blocks, in the order of the statistics' layer indices.
             statistics: The packed raw sums of the step's micro-batches.
-            flags: The values of ``statistics.flags``, read from the device.
             decay: xi at this step.
             comm: The ranks.
         """
-        # Of the step's micro-batches: those that belong to it, and of these the finite ones, which make up the sums.
-        taken, finite = statistics.counted(flags)
-        self._skips += sum(taken) - sum(finite)
-        all_terms = sum(terms for terms, use in zip(statistics.terms, taken, strict=True) if use)
-        terms = sum(terms for terms, use in zip(statistics.terms, finite, strict=True) if use)
-        # The gradients carry the 1 / M of all micro-batches; only the finite ones count in the weight.
-        scale, m = terms_of_rank(all_terms, comm, summed=self.summed, sampled=self.sampled)
-        m *= terms / max(1, all_terms)
-        self._sums.begin(decay, m)
+
+        def weights(layer: int | None) -> tuple[float, float]:
+            # The gradients carry the 1 / M of all micro-batches; only the finite ones count in the weight.
+            all_terms, terms = statistics.loss_terms(layer)
+            scale, m = terms_of_rank(all_terms, comm, summed=self.summed, sampled=self.sampled)
+            return scale, m * terms / max(1, all_terms)
+
+        self._skips += sum(statistics.taken) - sum(statistics.finite)
+        self._sums.begin(decay, weights(None)[1])
         for index, sums in statistics.sums.items():
-            # A layer that the last micro-batches did not use has fewer counts than there are micro-batches.
-            rows = sum(count for count, use in zip(sums.counts, finite, strict=False) if use)
+            rows = statistics.rows(index)
             if rows:
+                scale, m = weights(index)
                 self._sums.add(blocks[index], (sums.a, sums.g.mul_(scale)), (rows, m))
 
     def load(self, counters: Mapping[str, Any]) -> None:
@@ -105,6 +105,7 @@ class Averaging:
             skips = torch.tensor(float(self._skips), dtype=torch.float64)
             weights, skips = comm.sum([local.weights(blocks), skips], "counts")
             self._skips = 0
+            self.seen = bool(weights[:, :, 0].any())
             decays, totals = local.merge_runs(blocks, weights)
             updates, sums = [], []
             for block, decay, counts in zip(blocks, decays, totals, strict=True):

@@ -52,6 +52,7 @@ class BuiltEngine(ViewedEngine):
         self.step_count = 0
         self.skipped_steps = 0
         self.last_statistics: int | None = None
+        self._unseen_steps = 0  # statistics steps in a row with gradients, but no backward pass that was seen
         self._steps_taken = 0  # by this object, not by the run that it resumes
         self._unconfirmed_skips = 0  # since the ranks last compared themselves: perhaps this rank's alone
         self._first_step_seen = False

@@ -52,6 +52,15 @@ from .schedules import due
 
 __all__ = ["CurvatureEngine", "memory_estimate"]
 
+# After so many statistics steps in a row with gradients of which no backward pass was seen, training stops.
+_UNSEEN_STEPS = 3
+_UNSEEN = (
+    "the model has gradients, but none of its layers was seen in a forward and backward pass since the last zero_grad(). "
+    "Build the optimizer before the forward pass whose gradients it is to take, and call the model's modules rather than "
+    "their forward methods, and outside of torch.func.grad and vmap. If the model is compiled, build the optimizer "
+    "before the first call of a compiled model, or call torch._dynamo.reset()"
+)
+
 
 class CurvatureEngine(BuiltEngine):
     __doc__ = f"""Everything about curvature for one model; ``optimizer.curvature`` of the optimizers of this package.
@@ -97,13 +106,15 @@ class CurvatureEngine(BuiltEngine):
         statistics = self._capture.take()
         largest = largest_entry(gradients)
         flags = [largest, *statistics.flags]
-        largest_gradient, *values = torch.stack(
-            [flag.to(largest.device, torch.float32) for flag in flags]
-        ).tolist()  # the one sync
+        largest_gradient, *values = torch.cat(
+            [flag.to(largest.device, torch.float32).view(-1) for flag in flags]
+        ).tolist()  # the sync
         # What only this rank has seen must not decide anything here: the ranks have to go the same way.
         alone = self.comm.world_size == 1
         trains = largest_gradient > 0 and any(float(lr) for lr in lrs)
-        self._is_noop = largest_gradient == 0 and not (alone and statistics.terms) and not any(float(lr) for lr in lrs)
+        self._is_noop = (
+            largest_gradient == 0 and not (alone and statistics.captured) and not any(float(lr) for lr in lrs)
+        )
         if self._is_noop:
             return True
         finite = math.isfinite(largest_gradient)
@@ -111,16 +122,21 @@ class CurvatureEngine(BuiltEngine):
         if not finite:
             self._skip()
             return False
+        settled = statistics.settle(values)
+        if self._capture.enabled and trains:
+            unseen = not any(settled.taken) and statistics.has_gradients()
+            self._unseen_steps = unseen * (self._unseen_steps + (_UNSEEN_STEPS if statistics.transformed else 1))
         with self._stages.stage("factor update"):
             if self._capture.enabled:
                 self.last_statistics = self.step_count
                 decay = self.at("factor_decay", self.step_count)
-                self._averaging.fold(self._blocks, statistics, values, decay, self.comm)
+                self._averaging.fold(self._blocks, settled, decay, self.comm)
                 for index, block in enumerate(self._blocks):
-                    block.note_statistics(seen=index in statistics.sums)
+                    block.note_statistics(seen=index in settled.sums)
                 if alone:
                     self._pool()
-            del statistics  # as large as the factors: not to lie beside a refresh
+                    self._require_seen()
+            del statistics, settled  # as large as the factors: not to lie beside a refresh
         self._refresher.rebuild(self.step_count, self._blocks, self.comm)
         if self._refresher.is_due(self.inv_update_steps, self.step_count):
             self._refresh(trains)
@@ -246,6 +262,7 @@ class CurvatureEngine(BuiltEngine):
     def _refresh(self, trains: bool) -> None:
         """Starts a refresh of the layers that have been seen; ``trains``: whether this step changes weights."""
         self._pool()
+        self._require_seen()
         ready = [block for block in self._blocks if block.factors("current").has_data]
         if ready:
             self._warn_of_unseen_layers()
@@ -256,12 +273,12 @@ class CurvatureEngine(BuiltEngine):
         seen_nothing = self.last_statistics == self.step_count and not self.skipped_batches
         self.last_statistics = None  # every step collects until there is something
         if trains and seen_nothing and any(layer.weight.grad is not None for layer in self.layers):
-            raise RuntimeError(
-                "the model has gradients, but none of its layers was seen in a forward and backward pass since the "
-                "last zero_grad(). Build the optimizer before the forward pass whose gradients it is to take, and call "
-                "the model's modules rather than their forward methods. If the model is compiled, build the optimizer "
-                "before the first call of a compiled model, or call torch._dynamo.reset()"
-            )
+            raise RuntimeError(_UNSEEN)
+
+    def _require_seen(self) -> None:
+        """Raises if the model was trained in some statistics steps, but no rank saw one of its layers."""
+        if self._unseen_steps >= _UNSEEN_STEPS and not self._averaging.seen:
+            raise RuntimeError(_UNSEEN)
 
     def _warn_of_unseen_layers(self) -> None:
         """Some layers have gradients, but their modules are never called; says so once for each."""

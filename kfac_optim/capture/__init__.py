@@ -20,7 +20,9 @@ Where to look::
     hooks.py        eager models: the hooks, from the call of a model to the end of its backward pass
     compiled.py     compiled models: the operators that stand for the hooks, and the order in which graphs tell things
     calls.py        which call of the model is in progress, and which one a layer's call belongs to
-    microbatch.py   layer calls -> moments -> micro-batches -> the statistics of a step; which backward pass counts
+    microbatch.py   layer calls -> moments -> micro-batches
+    statistics.py   micro-batches -> the statistics of a step
+    gradients.py    which backward passes count: what is in ``.grad`` at the step decides
     sampling.py     the sampled Fisher's backward pass, and what waits for the user's
     fisher.py       the distributions that the sampled Fisher draws from
     loss_terms.py   input and output of a model -> M
@@ -31,7 +33,7 @@ Where to look::
 from .fisher import Bernoulli, Categorical, Fisher, Gaussian
 from .hooks import Capture
 from .loss_terms import LossAverage, LossTerms, first_tensor, main_tensor
-from .microbatch import Moments, StepStatistics
+from .statistics import Moments, Settled, StepStatistics
 
 __all__ = [
     "Bernoulli",
@@ -42,6 +44,7 @@ __all__ = [
     "LossAverage",
     "LossTerms",
     "Moments",
+    "Settled",
     "StepStatistics",
     "first_tensor",
     "main_tensor",

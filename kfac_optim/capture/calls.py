@@ -14,13 +14,21 @@ Where the code of a model is traced for a compiled graph, the same states are pa
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-__all__ = ["ModelCall", "ModelCalls", "in_backward"]
+__all__ = ["CONCURRENT", "ModelCall", "ModelCalls", "in_backward"]
+
+CONCURRENT = (
+    "two threads are in forward or backward passes of one model at the same time, and its statistics can't tell them "
+    "apart: let one thread after the other run forward and backward (a lock around both), give each a copy of the "
+    "model (copy.deepcopy) and an optimizer of its own, or use processes (DistributedDataParallel instead of "
+    "DataParallel). If a pass of another thread was interrupted, call zero_grad() of the optimizer first"
+)
 
 
 @dataclass(eq=False)
@@ -30,6 +38,7 @@ class ModelCall:
     Attributes:
         module: The module; None for a call whose compiled graph runs before its Python code takes effect.
         forward: The module's ``forward`` when it was called; None where the call is traced for a compiled graph.
+        thread: The thread that made the call; None where the call is traced.
         depth: How often the module is entered at present: it may call itself.
         terms: M, from the time when the call returns.
         awaited: For the sampled Fisher, what its layers did: a layer call and the graph edge of its output each.
@@ -37,6 +46,7 @@ class ModelCall:
 
     module: nn.Module | None = None
     forward: Any = None
+    thread: threading.Thread | None = None
     depth: int = 0
     terms: int = 0
     awaited: list[tuple[Any, Any]] = field(default_factory=list)
@@ -60,6 +70,12 @@ class ModelCall:
         return awaited
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether another thread made the call, which is still running."""
+        thread = self.thread
+        return thread is not None and thread is not threading.current_thread() and thread.is_alive()
+
+    @property
     def is_training_loop(self) -> bool:
         """Whether the call runs another method of its module under the name of ``forward``, which has its own again.
 
@@ -81,7 +97,15 @@ class ModelCalls:
         self.last: ModelCall | None = None
 
     def enter(self, module: nn.Module, forward: Any) -> bool:
-        """A watched module was called. Returns whether a model call was opened by it."""
+        """A watched module was called. Returns whether a model call was opened by it.
+
+        Raises:
+            RuntimeError: If another thread is in a call of the model.
+        """
+        if forward is not None and self.current is not None and self.current.is_elsewhere:
+            if not torch.is_grad_enabled():  # somebody looks at the model while it trains
+                return False
+            raise RuntimeError(CONCURRENT)
         if in_backward() and self.last is not None:  # part of a checkpoint, in a call that was counted
             return False
         if self.current is not None and self.current.is_training_loop:
@@ -90,7 +114,7 @@ class ModelCalls:
         if self.current is None:
             if not torch.is_grad_enabled():
                 return False
-            self.current = ModelCall(module, forward)
+            self.current = ModelCall(module, forward, None if forward is None else threading.current_thread())
         if self.current.module is module:
             self.current.enter()
         return opens
@@ -98,6 +122,8 @@ class ModelCalls:
     def leave(self, module: nn.Module, output: Any) -> ModelCall | None:
         """A watched module's call is over, also by an exception. Returns the model call if that has returned by it."""
         call = self.current
+        if call is not None and not torch.compiler.is_compiling() and call.is_elsewhere:
+            return None
         if call is None or (in_backward() and self.last is not None) or call.module is not module or not call.leave():
             return None
         self.current = None
@@ -106,6 +132,11 @@ class ModelCalls:
     def returned(self, call: ModelCall) -> None:
         """A call has returned and M is known."""
         self.last = call
+
+    def require_alone(self) -> None:
+        """Raises if another thread is in a call of the model."""
+        if self.current is not None and self.current.is_elsewhere:
+            raise RuntimeError(CONCURRENT)
 
     def drop_current(self) -> None:
         """Drops the open call: it was interrupted, as in a notebook's cell."""

@@ -17,6 +17,7 @@ With a graph break, what was traced before it opens the call; the operators afte
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, cast
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .calls import ModelCall, ModelCalls, in_backward
+from .calls import CONCURRENT, ModelCall, ModelCalls, in_backward
 from .microbatch import BackwardPasses, Recorder
 
 __all__ = ["CompiledCalls"]
@@ -95,8 +96,11 @@ class CompiledCalls:
         if in_backward():  # recomputed
             call = self.calls.last
         elif call is None:
+            self.passes.require_alone()
             self.passes.abandon()  # left behind by a backward pass that raised
-            call = self._running = self._running or ModelCall()
+            if self._running is not None and self._running.is_elsewhere:
+                raise RuntimeError(CONCURRENT)
+            call = self._running = self._running or ModelCall(thread=threading.current_thread())
 
         def take(g: Tensor) -> None:
             self.settle()

@@ -36,8 +36,9 @@ from .compiled import CompiledCalls
 from .copies import leave_hooks_behind
 from .fisher import Fisher
 from .loss_terms import LossTerms, main_tensor
-from .microbatch import BackwardPasses, Recorder, StepStatistics
+from .microbatch import BackwardPasses, Recorder
 from .sampling import PendingGradient, SampledBackward
+from .statistics import StepStatistics, Taken
 
 __all__ = ["Capture"]
 
@@ -123,12 +124,26 @@ class Capture:
         if not in_backward():
             self._calls.drop_current()
 
-    def take(self) -> StepStatistics:
-        """The statistics of this step, which start anew."""
-        statistics = self._passes.statistics
+    def take(self) -> Taken:
+        """The statistics of this step, which start anew.
+
+        Raises:
+            RuntimeError: If gradients have come through calls of layers inside ``torch.func``, or another thread is in
+                a forward or backward pass.
+        """
+        self._calls.require_alone()
+        self._passes.require_alone()
+        statistics, hidden = self._passes.take(), self._passes.hidden
         self.discard()
         self._compiled.settle()
         self._calls.forget_last()
+        if hidden:
+            raise RuntimeError(
+                "the model has gradients, but some of them came through torch.func (vmap, grad, jacrev, hessian), "
+                f"inside which none of its layers was seen ({self.layers[min(hidden)].name!r} is one of them). Take "
+                "derivatives by torch.autograd.grad(..., create_graph=True), call the model outside of torch.func, or "
+                "leave these layers out by skip_layers"
+            )
         return statistics
 
     def _attach(self, roots: Iterable[nn.Module]) -> None:
@@ -166,6 +181,7 @@ class Capture:
         if torch.compiler.is_compiling():
             self._calls.enter(module, None)
         elif self._calls.enter(module, module.forward) and not in_backward():
+            self._passes.require_alone()
             self._passes.abandon()
 
     def _on_model_call_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -210,6 +226,9 @@ class Capture:
             return None
         if torch.compiler.is_compiling():
             return self._compiled.trace_layer_call(index, use, a, output, part)
+        if torch._C._functorch.is_functorch_wrapped_tensor(output):
+            self._await_hidden(index, output)
+            return None
         if output.numel() == 0:  # an expert to which no token was routed: nothing was seen
             return None
         call = self._calls.current
@@ -223,6 +242,14 @@ class Capture:
         take = functools.partial(self._passes.record_output_gradient, layer_call, call or self._calls.last)
         output.register_hook(PendingGradient(take))
         return None
+
+    def _await_hidden(self, index: int, output: Tensor) -> None:
+        """A layer was called inside a transform of ``torch.func``; finds out whether the loss's gradient comes by."""
+        self._passes.note_transform()
+        while torch._C._functorch.is_functorch_wrapped_tensor(output):
+            output = torch._C._functorch.get_unwrapped(output)
+        if output.requires_grad:
+            output.register_hook(functools.partial(self._passes.record_hidden_gradient, index))
 
     # Attention ------------------------------------------------------------------------------------------------------
 

@@ -50,6 +50,8 @@ class LossTerms:
                 return 1
             classes = tensor.shape[-1] if tensor.is_floating_point() else 1
             batch_times_positions = tensor.numel() // max(1, classes)
+        elif self.average != "elements" and _is_one_example(first_tensor((args, kwargs)), tensor):
+            return 1
         else:
             classes = tensor.shape[self.class_dim] if tensor.dim() > 1 else 1
             batch_times_positions = tensor.numel() // max(1, classes)
@@ -58,6 +60,15 @@ class LossTerms:
         if self.average == "batch+sequence":
             return batch_times_positions
         return tensor.shape[self.batch_dim if tensor.dim() > 1 else 0]  # "batch"
+
+
+def _is_one_example(x: Tensor | None, output: Tensor) -> bool:
+    """Whether an output ``[C]`` is that of one example ``[D]``, and not of a batch of numbers.
+
+    Where C is D it can't be known, and nor can it where the input is no vector of real numbers (token numbers may be
+    those of several texts).
+    """
+    return x is not None and x.dim() == output.dim() == 1 and x.is_floating_point() and x.shape != output.shape
 
 
 def first_tensor(value: Any) -> Tensor | None:

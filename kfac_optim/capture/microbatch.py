@@ -1,4 +1,4 @@
-"""Micro-batches: from what layers see to the moments of a backward pass, and to those of the step.
+"""Micro-batches: from what layers see to the moments of a backward pass.
 
 A micro-batch is one backward pass. Its states::
 
@@ -10,25 +10,28 @@ A micro-batch is one backward pass. Its states::
       -> abandoned  the pass raised and the next model call starts; the step's statistics are discarded between two
                     passes; capturing is switched off
 
-A pass counts for a layer if it adds to the gradient of the layer's weight: see :func:`adds_to_gradient`.
+Which of the counted micro-batches are still those of the step when it is taken, ``gradients.py`` says.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..layers import KroneckerLayer, Observation, full_precision
-from .calls import ModelCall, in_backward
+from .calls import CONCURRENT, ModelCall, in_backward
+from .gradients import GradientWatch, destination
+from .statistics import MicroBatch, StepStatistics, Taken
 
-__all__ = ["BackwardPasses", "LayerCall", "MicroBatch", "Moments", "Recorder", "StepStatistics", "adds_to_gradient"]
+__all__ = ["BackwardPasses", "LayerCall", "Recorder"]
 
 
 @dataclass(eq=False)
@@ -123,107 +126,6 @@ class Recorder:
             return self.packers[index][0](a), count, self.packers[index][1](g)
 
 
-@dataclass
-class Moments:
-    """One layer's share of a micro-batch or of a step: packed sums and the rows behind A."""
-
-    a: Tensor
-    g: Tensor
-    counts: list[float] = field(default_factory=list)  # per micro-batch
-
-    def add_call(self, a: Tensor, count: float, g: Tensor) -> None:
-        """Adds another call in the same micro-batch; the tensors may be somebody else's."""
-        self.a, self.g, self.counts = self.a + a, self.g + g, [self.counts[0] + count]
-
-    def add_batch(self, a: Tensor, g: Tensor, counts: list[float]) -> None:
-        """Adds another micro-batch, in place; ``counts`` has an entry for each one of the step."""
-        self.a.add_(a)
-        self.g.add_(g)
-        self.counts += counts[len(self.counts) :]
-
-    def scale_(self, factor: Tensor) -> None:
-        """Multiplies the sums, in place."""
-        self.a.mul_(factor.to(self.a))
-        self.g.mul_(factor.to(self.g))
-
-
-@dataclass
-class MicroBatch:
-    """One backward pass in progress.
-
-    Attributes:
-        sums: Packed raw sums by layer index.
-        by_example: Of layers that pool their calls by example, the calls, by layer index and number of examples.
-        calls: The model calls that the backward pass has reached.
-    """
-
-    sums: dict[int, Moments] = field(default_factory=dict)
-    by_example: dict[tuple[int, int], list[tuple[Observation, Tensor]]] = field(default_factory=dict)
-    calls: set[ModelCall] = field(default_factory=set)
-
-    def add(self, layer: int, a: Tensor, count: float, g: Tensor) -> None:
-        """Adds one layer call; several calls within a backward pass add rows."""
-        if layer in self.sums:
-            self.sums[layer].add_call(a, count, g)
-        else:
-            self.sums[layer] = Moments(a, g, [count])
-
-
-@dataclass
-class StepStatistics:
-    """The micro-batches of a step so far.
-
-    Attributes:
-        sums: Packed raw sums by layer index, over the finite micro-batches.
-        terms: M of each micro-batch.
-        kept: Per micro-batch a 0-dim tensor, 1.0 if all of its moments were finite, else 0.0.
-        scales: Per micro-batch the loss scale, a 0-dim tensor.
-    """
-
-    sums: dict[int, Moments] = field(default_factory=dict)
-    terms: list[int] = field(default_factory=list)
-    kept: list[Tensor] = field(default_factory=list)
-    scales: list[Tensor] = field(default_factory=list)
-
-    def add(self, batch: MicroBatch, scale: Tensor, *, drop_overflowed: bool) -> None:
-        """Adds a backward pass that has ended, with weight 0 if one of its moments is not finite.
-
-        Args:
-            batch: Its moments, which are overwritten.
-            scale: The loss scale of the pass.
-            drop_overflowed: Whether a smaller loss scale than before takes the earlier micro-batches out of the sums:
-                they belong to a step that was not taken.
-        """
-        totals = [tensor.sum() for entry in batch.sums.values() for tensor in (entry.a, entry.g)]
-        kept = torch.stack([total.to(totals[0].device) for total in totals]).isfinite().all()
-        if self.scales and drop_overflowed:
-            valid = scale >= self.scales[-1].to(scale)
-            for entry in self.sums.values():
-                entry.scale_(valid)
-        for index, new in batch.sums.items():
-            # In place: all of them together are as large as the factors.
-            a, g = (t.masked_fill_(~kept.to(t.device), 0.0) for t in (new.a, new.g))
-            counts = [0.0] * len(self.terms) + new.counts
-            if index in self.sums:
-                self.sums[index].add_batch(a, g, counts)
-            else:
-                self.sums[index] = Moments(a, g, counts)
-        self.terms.append(max((call.terms for call in batch.calls), default=1))
-        self.kept.append(kept)
-        self.scales.append(scale.clone())
-
-    @property
-    def flags(self) -> list[Tensor]:
-        """What has to be read from the device to know which micro-batches count."""
-        return [*self.kept, *self.scales]
-
-    def counted(self, flags: Sequence[float]) -> tuple[list[bool], list[bool]]:
-        """From the values of :attr:`flags`: which micro-batches belong to the step, and which of those are finite."""
-        kept, scales = flags[: len(self.kept)], flags[len(self.kept) :]
-        taken = [all(later >= scale for later in scales[i + 1 :]) for i, scale in enumerate(scales)]
-        return taken, [belongs and bool(finite) for belongs, finite in zip(taken, kept, strict=True)]
-
-
 class BackwardPasses:
     """Adds up what the backward passes of a step deliver.
 
@@ -232,69 +134,113 @@ class BackwardPasses:
 
     Attributes:
         statistics: Of the step so far.
+        returned: Of the passes that have returned gradients instead of adding them to ``.grad``.
+        hidden: The layers, by index, whose gradients have come through calls inside ``torch.func``.
+        transformed: Whether a layer was called inside ``torch.func``.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.statistics = StepStatistics()
+        self.statistics, self.returned = StepStatistics(), StepStatistics()
+        self.hidden: set[int] = set()
+        self.transformed = False
+        self._watch = GradientWatch(recorder.layers)
         self._batch: MicroBatch | None = None
+        self._lock = threading.RLock()  # one thread's pass may begin while another's is being added
 
     def record_output_gradient(self, layer_call: LayerCall, call: ModelCall | None, g: Tensor) -> None:
         """The gradient of a layer's output has arrived: the pair (a, g) of its call is complete."""
         # Gradients are enabled by create_graph=True: a gradient penalty or a higher derivative, not the loss.
-        if not torch.is_grad_enabled() and adds_to_gradient(self.recorder.layers[layer_call.index]):
+        if not torch.is_grad_enabled() and destination(self.recorder.layers[layer_call.index]) is not None:
             self.add(layer_call, call, self.recorder.output_moment(layer_call, g, scaled=True))
 
     def add(self, layer_call: LayerCall, call: ModelCall | None, g: Tensor) -> None:
         """Adds a layer's call in some model call, with the moment of its output gradient."""
         index, observation = layer_call.index, layer_call.observation
         batch = self.reach(call)
+        if destination(self.recorder.layers[index]) == "caller":
+            batch.note_returned()
         if self.recorder.layers[index].by_example:  # calls on as many examples are taken for calls on the same examples
             observation = dataclasses.replace(observation, context=None)  # has served; of norm layers it is an image
             batch.by_example.setdefault((index, len(g)), []).append((observation, g))
         else:
             batch.add(index, observation.a, observation.count, g)
 
+    def note_transform(self) -> None:
+        """A layer was called inside a transform of ``torch.func``, where its input can't be seen."""
+        self.transformed = True
+
+    def record_hidden_gradient(self, index: int, g: Tensor) -> None:
+        """A backward pass has reached such a call of a layer."""
+        if not torch.is_grad_enabled() and destination(self.recorder.layers[index]) == "gradient":
+            self.hidden.add(index)
+
     def reach(self, call: ModelCall | None) -> MicroBatch:
         """The backward pass in progress has reached a model call: its micro-batch, which is opened if there is none."""
-        if self._batch is None:
-            self._batch = MicroBatch()
-            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
-        if call is not None:
-            self._batch.calls.add(call)
-        return self._batch
+        with self._lock:
+            if self._batch is None:
+                self._compare_gradients()
+                self._batch = MicroBatch(task=torch._C._current_graph_task_id())
+                torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+            return self._joined(self._batch, call)
+
+    def _joined(self, batch: MicroBatch, call: ModelCall | None) -> MicroBatch:
+        """An open micro-batch, whose backward pass has reached a model call.
+
+        Raises:
+            RuntimeError: If it is the micro-batch of another thread.
+        """
+        if call is not None and call not in batch.calls:
+            # The hooks of a pass on a GPU run in a thread of torch's own; the calls know whose pass it is. A backward
+            # pass inside another one (checkpoints) has another number, but the thread is the same.
+            threads = {known.thread for known in batch.calls if known.thread and known.thread.is_alive()}
+            if batch.task != torch._C._current_graph_task_id() and threads - {call.thread} and call.thread:
+                raise RuntimeError(CONCURRENT)
+            batch.calls.add(call)
+        return batch
+
+    def require_alone(self) -> None:
+        """Raises if another thread is in a backward pass."""
+        if self._batch is not None and self._batch.is_elsewhere:
+            raise RuntimeError(CONCURRENT)
+
+    def _compare_gradients(self) -> None:
+        """A backward pass begins: layers whose gradient was removed or zeroed start their statistics anew."""
+        statistics, watch = self.statistics, self._watch
+        statistics.restart(watch.removed(statistics.sums))
+        changed = watch.changed(statistics.sums)
+        if changed:
+            statistics.check(changed, watch.largest(changed))
 
     def _on_backward_end(self) -> None:
-        batch, self._batch = self._batch, None
-        if batch is None:
-            return
-        for (index, _), calls in batch.by_example.items():
-            batch.add(index, *self.recorder.pool(index, calls))
-        if batch.sums:
-            scale = self.recorder.loss_scale(next(iter(batch.sums.values())).a.device)
-            self.statistics.add(batch, scale, drop_overflowed=self.recorder.scaled)
+        with self._lock:
+            batch, self._batch = self._batch, None
+            if batch is None:
+                return
+            for (index, _), calls in batch.by_example.items():
+                batch.add(index, *self.recorder.pool(index, calls))
+            if batch.sums:
+                scale = self.recorder.loss_scale(next(iter(batch.sums.values())).a.device)
+                statistics = self.returned if batch.returned else self.statistics
+                statistics.add(batch, scale, drop_overflowed=self.recorder.scaled)
+        # Once more, to come after those who finish the gradients in a callback of their own (DDP, FSDP2).
+        torch.autograd.Variable._execution_engine.queue_callback(self._remember_gradients)
+
+    def _remember_gradients(self) -> None:
+        self._watch.remember({**self.statistics.sums, **self.returned.sums})
 
     def abandon(self) -> None:
         """Forgets the open micro-batch: its backward pass raised, or nobody wants its moments any more."""
         self._batch = None
 
+    def take(self) -> Taken:
+        """The statistics of the step, which is being taken."""
+        return Taken(self.statistics, self.returned, self._watch, transformed=self.transformed)
+
     def discard(self) -> None:
         """Forgets the micro-batches of this step; a backward pass that is running goes on."""
-        self.statistics = StepStatistics()
+        self.statistics, self.returned = StepStatistics(), StepStatistics()
+        self.hidden, self.transformed = set(), False
+        self._watch.forget()
         if not in_backward():
             self.abandon()
-
-
-def adds_to_gradient(layer: KroneckerLayer) -> bool:
-    """Whether the backward pass in progress adds to the gradient of a layer's weight.
-
-    ``torch.autograd.grad(loss, inputs)`` does not: adversarial examples and saliency maps are no training.
-    """
-    owned = any(own is layer.weight for module in layer.modules for own in module._parameters.values())
-    if not owned or hasattr(layer.weight, "device_mesh"):  # FSDP2 (DTensors): in its graph another tensor stands for it
-        return True
-    try:
-        node = torch.autograd.graph.get_gradient_edge(layer.weight).node
-        return bool(torch._C._will_engine_execute_node(node))
-    except (RuntimeError, AttributeError):  # autograd.grad() was asked for the weight's own; a compiled graph runs
-        return True

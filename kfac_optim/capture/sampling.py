@@ -17,8 +17,9 @@ from torch import Tensor
 
 from .calls import ModelCall
 from .fisher import Fisher
+from .gradients import destination
 from .loss_terms import main_tensor
-from .microbatch import BackwardPasses, LayerCall, Recorder, adds_to_gradient
+from .microbatch import BackwardPasses, LayerCall, Recorder
 
 __all__ = ["PendingGradient", "SampledBackward"]
 
@@ -94,7 +95,7 @@ class SampledBackward:
             return
         self._check_loss(g)
         for layer_call, moment in pending:
-            if adds_to_gradient(self.recorder.layers[layer_call.index]):
+            if destination(self.recorder.layers[layer_call.index]) is not None:
                 self.passes.add(layer_call, call, moment)
 
     def _check_loss(self, g: Tensor) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad, hessian, vmap
 from torch.nn import functional as F
 
 from kfac_optim import KFACSGD
@@ -77,3 +77,90 @@ def test_transforms_hide_the_layers_and_the_first_step_says_so(
     with pytest.raises(RuntimeError, match="none of its layers was seen"):
         optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("transform", [whole_batch, per_example])
+def test_transforms_after_ordinary_steps(transform: Callable[[nn.Module, Tensor, Tensor], None]) -> None:
+    model = small()
+    optimizer = KFACSGD(model, **OPTIONS)
+    x, y = torch.randn(8, 4), torch.randint(3, (8,))
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    transform(model, x, y)
+    with pytest.raises(RuntimeError, match="none of its layers was seen"):
+        optimizer.step()
+
+
+def test_gradients_out_of_nowhere_after_ordinary_steps() -> None:
+    """A step or two on old gradients may be meant; the third statistics step in a row stops the training."""
+    model = small()
+    optimizer = KFACSGD(model, **(OPTIONS | {"factor_update_steps": 2, "inv_update_steps": 100}))
+    x, y = torch.randn(8, 4), torch.randint(3, (8,))
+    F.cross_entropy(model(x), y).backward()
+    steps = 0
+
+    def train() -> None:
+        nonlocal steps
+        while steps < 20:
+            optimizer.step()
+            steps += 1
+
+    with pytest.raises(RuntimeError, match="none of its layers was seen"):
+        train()
+    assert steps == 6
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def test_steps_that_train_no_layer_are_no_error() -> None:
+    """The layers have no gradient, or one that is zero, and something else is trained."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.PReLU(), nn.Linear(6, 3))
+    optimizer = KFACSGD(model, **OPTIONS)
+    F.cross_entropy(model(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
+    optimizer.step()
+    for set_to_none in (True, False):
+        for _ in range(5):
+            optimizer.zero_grad(set_to_none)
+            model[1].weight.square().sum().backward()
+            optimizer.step()
+
+
+def residual(model: nn.Module, x: Tensor) -> Tensor:
+    """Of Laplace's equation, by ``torch.func``."""
+    return vmap(hessian(lambda point: model(point)[0]))(x).diagonal(dim1=1, dim2=2).sum(1)
+
+
+def test_a_loss_of_derivatives_beside_an_ordinary_pass() -> None:
+    """Only the boundary term is an ordinary pass; its curvature is not that of the loss."""
+    model = small()
+    optimizer = KFACSGD(model, **OPTIONS)
+    before = copy.deepcopy(model.state_dict())
+    x, y = torch.randn(8, 4), torch.randint(3, (8,))
+    (residual(model, x).square().mean() + F.cross_entropy(model(x), y)).backward()
+    with pytest.raises(RuntimeError, match="torch.func.*none of its layers was seen.*create_graph=True"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def test_derivatives_by_transforms_that_the_loss_has_no_part_in() -> None:
+    model = small()
+    plain = copy.deepcopy(model)
+    first, second = KFACSGD(model, **OPTIONS), KFACSGD(plain, **OPTIONS)
+    for _ in range(3):
+        x, y = torch.randn(8, 4), torch.randint(3, (8,))
+        first.zero_grad()
+        second.zero_grad()
+        residual(model, x)
+        torch.autograd.grad(residual(model, x).sum(), list(model.parameters()), allow_unused=True)
+        F.cross_entropy(model(x), y).backward()
+        F.cross_entropy(plain(x), y).backward()
+        first.step()
+        second.step()
+    assert_same_factors(first, second)
+    assert_same_weights(model, plain)

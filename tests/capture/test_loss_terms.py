@@ -348,3 +348,40 @@ def test_a_call_lent_to_the_loop_is_no_call_of_the_model(average: str, fisher: s
         second.step()
     assert_same_factors(first, second)
     assert_same_weights(lent, plain)
+
+
+def test_one_example_without_a_batch_dimension_is_one_term() -> None:
+    vector, output = torch.randn(4), torch.randn(3)
+    for average, count in (("batch", 1), ("batch+sequence", 1), ("elements", 3), (None, 1), (5, 5)):
+        assert LossTerms(average).count((vector,), {}, output) == count
+    assert LossTerms("batch").count((torch.randn(3, 4),), {}, output) == 3  # one number for each example
+    assert LossTerms("batch").count((torch.randn(3),), {}, output) == 3
+    assert LossTerms("batch").count((torch.randint(5, (9,)),), {}, output) == 3  # texts, one behind the other
+
+
+def test_examples_one_by_one_have_the_curvature_of_their_batch() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    whole = copy.deepcopy(model)
+    x, y = torch.randn(6, 4).double(), torch.randint(3, (6,))
+    first, second = (KFACSGD(m, **OPTIONS) for m in (model, whole))
+    for one, target in zip(x, y, strict=True):
+        (F.cross_entropy(model(one), target) / 6).backward()
+    F.cross_entropy(whole(x), y).backward()
+    first.step()
+    second.step()
+    assert_same_factors(first, second)
+
+
+def test_two_halves_of_a_batch_under_one_mean_with_the_number_of_terms_given() -> None:
+    """It can't be told from two losses that are added up; ``loss_average`` says it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    whole = copy.deepcopy(model)
+    x, y = torch.randn(6, 4).double(), torch.randint(3, (6,))
+    first, second = KFACSGD(model, **OPTIONS, loss_average=6), KFACSGD(whole, **OPTIONS)
+    F.cross_entropy(torch.cat([model(x[:3]), model(x[3:])]), y).backward()
+    F.cross_entropy(whole(x), y).backward()
+    first.step()
+    second.step()
+    assert_same_factors(first, second)

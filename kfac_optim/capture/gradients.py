@@ -1,0 +1,112 @@
+"""Which backward passes of a step count: those whose gradient is in ``.grad`` when the step is taken.
+
+The rule, layer by layer; "gradient" means that of the layer's weight:
+
+- A pass counts for a layer if it adds to the layer's gradient (:func:`destination`).
+- A layer whose gradient was removed (None) or zeroed in place since the last pass, by whatever ``zero_grad()``, starts
+  its statistics anew when the next pass begins.
+- At the step everything is dropped if that has happened to all layers that were seen. If it has happened to some of
+  them only, these are held still, and the passes count.
+- ``torch.autograd.grad(loss, weights)`` adds to no gradient. What it shows is kept apart, and counts only if no pass of
+  ``backward()`` does and the loop has set the gradients itself.
+
+Other changes of a gradient (accumulation, clipping, unscaling, a reduction over ranks, a new tensor in its place) leave
+the statistics as they are. Where a framework keeps the gradients elsewhere (ZeRO, FSDP2 without synchronization), they
+were never in ``.grad``, and nothing is taken for removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..layers import KroneckerLayer
+
+__all__ = ["GradientWatch", "destination"]
+
+Mark = tuple[int, int]
+
+
+def destination(layer: KroneckerLayer) -> Literal["gradient", "caller"] | None:
+    """Where the backward pass in progress brings the gradient of a layer's weight.
+
+    Returns:
+        "gradient" for ``.grad``, "caller" where ``torch.autograd.grad()`` returns it, None for a pass that does not
+        compute it: ``torch.autograd.grad(loss, inputs)`` for adversarial examples and saliency maps is no training.
+    """
+    owned = any(own is layer.weight for module in layer.modules for own in module._parameters.values())
+    if not owned or hasattr(layer.weight, "device_mesh"):  # FSDP2 (DTensors): in its graph another tensor stands for it
+        return "gradient"
+    try:
+        node = torch.autograd.graph.get_gradient_edge(layer.weight).node
+        return "gradient" if torch._C._will_engine_execute_node(node) else None
+    except RuntimeError as error:  # raised for leaves whose gradient the pass returns instead of adding it to .grad
+        return "caller" if "autograd.grad()" in str(error) else "gradient"
+    except AttributeError:  # a compiled graph runs
+        return "gradient"
+
+
+class GradientWatch:
+    """Remembers the gradients as the last backward pass has left them, and compares.
+
+    Nothing is read from the device: a gradient that was changed in place is looked at there.
+
+    Args:
+        layers: The layers.
+    """
+
+    def __init__(self, layers: Sequence[KroneckerLayer]) -> None:
+        self.layers = layers
+        self._marks: dict[int, Mark] = {}
+
+    def remember(self, layers: Iterable[int]) -> None:
+        """Notes the gradients of these layers, by index, and forgets the others."""
+        found = ((i, _local(self.layers[i].weight.grad)) for i in layers)
+        self._marks = {i: _mark(gradient) for i, gradient in found if gradient is not None}
+
+    def forget(self) -> None:
+        """Nothing has been seen."""
+        self._marks = {}
+
+    def removed(self, layers: Iterable[int]) -> list[int]:
+        """Those that had a gradient and have none now."""
+        return [i for i in layers if i in self._marks and self.layers[i].weight.grad is None]
+
+    def changed(self, layers: Iterable[int]) -> list[int]:
+        """Those whose gradient is not as it was: another tensor, or written to in place."""
+        pairs = ((i, _local(self.layers[i].weight.grad)) for i in layers if i in self._marks)
+        return [i for i, g in pairs if g is not None and _comparable(g) and _mark(g) != self._marks[i]]
+
+    def written(self, layers: Iterable[int]) -> list[int]:
+        """Those with a gradient that they did not have, or not with these values."""
+        pairs = ((i, _local(self.layers[i].weight.grad)) for i in layers)
+        return [i for i, g in pairs if g is not None and _mark(g) != self._marks.get(i)]
+
+    def largest(self, layers: Iterable[int]) -> Tensor:
+        """The largest absolute entry of each gradient, ``[layers]``: 0 where it was zeroed; stays on the device."""
+        gradients = [g for i in layers if (g := _local(self.layers[i].weight.grad)) is not None]
+        if all(g.device.type == "cpu" for g in gradients):  # where torch takes long for the maximum norm
+            norms = [torch.stack(g.detach().aminmax()).abs().max() for g in gradients]
+        else:
+            norms = list(torch._foreach_norm([g.detach() for g in gradients], float("inf")))
+        return torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms])
+
+    def comparable(self, layers: Iterable[int]) -> list[int]:
+        """Those with a gradient that :meth:`largest` can look at."""
+        return [i for i in layers if (g := _local(self.layers[i].weight.grad)) is not None and _comparable(g)]
+
+
+def _local(gradient: Tensor | None) -> Tensor | None:
+    """This rank's part of a sharded gradient."""
+    return getattr(gradient, "_local_tensor", gradient)
+
+
+def _mark(gradient: Tensor) -> Mark:
+    return id(gradient), -1 if gradient.is_inference() else gradient._version
+
+
+def _comparable(gradient: Tensor) -> bool:
+    return gradient.layout == torch.strided and gradient.numel() > 0 and not gradient.is_complex()

@@ -1,0 +1,335 @@
+"""What is in ``.grad`` at the step decides which backward passes its statistics are of."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfac_optim import KFACSGD, CurvatureEngine
+from tests.helpers.compare import OPTIONS, assert_same_factors
+from tests.helpers.reference import assert_near
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+Run = Callable[[nn.Module, KFACSGD], Any]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 2))
+
+
+def loss_of(model: nn.Module, seed: int, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(6, 3, generator=generator), torch.randint(2, (6,), generator=generator)
+    return scale * F.cross_entropy(model(scale * x), y)
+
+
+def assert_as(run: Run, expected: Run, **keywords: Any) -> None:
+    """Both leave the same factors."""
+    found = []
+    for loop in (run, expected):
+        model = net()
+        optimizer = KFACSGD(model, **(OPTIONS | {"lr": 0.0} | keywords))
+        loop(model, optimizer)
+        optimizer.step()
+        found.append(optimizer)
+    assert_same_factors(*found)
+
+
+def passes(*seeds: int) -> Run:
+    """Accumulates."""
+
+    def run(model: nn.Module, optimizer: KFACSGD) -> None:
+        for seed in seeds:
+            loss_of(model, seed).backward()
+
+    return run
+
+
+CLEARINGS: dict[str, Callable[[nn.Module], None]] = {
+    "removed": lambda model: model.zero_grad(),
+    "zeroed": lambda model: model.zero_grad(set_to_none=False),
+    "zeroed by a foreign optimizer": lambda model: torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False),
+    "removed by a foreign optimizer": lambda model: torch.optim.SGD(model.parameters()).zero_grad(),
+    "replaced by zeros": lambda model: [setattr(p, "grad", torch.zeros_like(p)) for p in model.parameters()] and None,
+}
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "categorical"])
+@pytest.mark.parametrize("clear", CLEARINGS.values(), ids=CLEARINGS)
+def test_an_abandoned_pass_leaves_no_trace(clear: Callable[[nn.Module], None], fisher: str) -> None:
+    def run(model: nn.Module, optimizer: KFACSGD) -> None:
+        loss_of(model, 1, 7.0).backward()
+        loss_of(model, 2, 7.0).backward()
+        clear(model)
+        loss_of(model, 3).backward()
+        loss_of(model, 4).backward()
+
+    if fisher == "empirical":
+        assert_as(run, passes(3, 4))
+        return
+    model = net()
+    optimizer = KFACSGD(model, **OPTIONS, fisher=fisher)
+    run(model, optimizer)
+    taken = optimizer.curvature._capture._passes.take()
+    settled = taken.settle(torch.cat([flag.reshape(-1).double() for flag in taken.flags]).tolist())
+    assert settled.taken == [False, False, True, True]
+
+
+@pytest.mark.parametrize("clear", CLEARINGS.values(), ids=CLEARINGS)
+def test_a_step_on_nothing_has_no_statistics(clear: Callable[[nn.Module], None]) -> None:
+    def run(model: nn.Module, optimizer: KFACSGD) -> None:
+        loss_of(model, 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, 2, 7.0).backward()
+        clear(model)
+
+    def expected(model: nn.Module, optimizer: KFACSGD) -> None:
+        passes(1)(model, optimizer)
+
+    assert_as(run, expected)
+
+
+@pytest.mark.parametrize("clear", CLEARINGS.values(), ids=CLEARINGS)
+def test_one_layer_that_is_cleared_starts_anew_alone(clear: Callable[[nn.Module], None]) -> None:
+    def run(model: nn.Module, optimizer: KFACSGD) -> None:
+        loss_of(model, 1).backward()
+        clear(model[3])
+        loss_of(model, 2).backward()
+
+    model, both, last = net(), net(), net()
+    optimizers = [KFACSGD(m, **(OPTIONS | {"lr": 0.0})) for m in (model, both, last)]
+    run(model, optimizers[0])
+    passes(1, 2)(both, optimizers[1])
+    passes(2)(last, optimizers[2])
+    for optimizer in optimizers:
+        optimizer.step()
+    found, two, one = ({layer: o.curvature.factors(layer) for layer in ("0", "3")} for o in optimizers)
+    for layer, expected, other in (("0", two, one), ("3", one, two)):
+        for mine, right, wrong in zip(found[layer], expected[layer], other[layer], strict=True):
+            assert_near(mine, right, layer)
+            assert not torch.allclose(mine, wrong)
+
+
+def clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def divide(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad.div_(65536.0)  # type: ignore[union-attr]
+
+
+def replace(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = p.grad.clone()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("change", [clip, divide, replace])
+def test_other_changes_of_the_gradients_keep_the_statistics(change: Callable[[nn.Module], None]) -> None:
+    def run(model: nn.Module, optimizer: KFACSGD) -> None:
+        loss_of(model, 1).backward()
+        change(model)
+        loss_of(model, 2).backward()
+        change(model)
+
+    assert_as(run, passes(1, 2))
+
+
+def test_gradients_from_before_the_step_are_no_clearing() -> None:
+    """A loop that never clears: each step has the statistics of its own passes."""
+
+    def run(model: nn.Module, optimizer: KFACSGD) -> None:
+        loss_of(model, 1).backward()
+        optimizer.step()
+        loss_of(model, 2).backward()
+
+    def cleared(model: nn.Module, optimizer: KFACSGD) -> None:
+        loss_of(model, 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, 2).backward()
+
+    assert_as(run, cleared)
+
+
+def test_a_closure_that_clears_through_the_model() -> None:
+    model, twin = net(), net()
+    first, second = (KFACSGD(m, **(OPTIONS | {"lr": 0.0})) for m in (model, twin))
+    loss_of(model, 1, 7.0).backward()
+
+    def closure() -> Tensor:
+        model.zero_grad()
+        loss = loss_of(model, 2)
+        loss.backward()
+        return loss
+
+    first.step(closure)
+    loss_of(twin, 2).backward()
+    second.step()
+    assert_same_factors(first, second)
+
+
+class SAM(torch.optim.Optimizer):
+    """The usual wrapper: it has a ``zero_grad`` of its own."""
+
+    def __init__(self, base: torch.optim.Optimizer, rho: float = 0.05) -> None:
+        super().__init__(base.param_groups, {})
+        self.base, self.rho = base, rho
+        self.moves: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for p in parameters:
+            self.moves[p] = self.rho * p.grad / norm
+            p.add_(self.moves[p])
+        self.zero_grad()
+
+    @torch.no_grad()
+    def descend(self) -> None:
+        for p, move in self.moves.items():
+            p.sub_(move)
+        self.base.step()
+        self.zero_grad()
+
+
+def test_sam_has_the_statistics_of_its_second_pass() -> None:
+    model = net()
+    optimizer = KFACSGD(model, **(OPTIONS | {"lr": 0.0}))
+    sam = SAM(optimizer)
+    loss_of(model, 1).backward()
+    sam.climb()
+    climbed = copy.deepcopy(model)
+    loss_of(model, 1).backward()
+    sam.descend()
+    expected = KFACSGD(climbed, **(OPTIONS | {"lr": 0.0}))
+    loss_of(climbed, 1).backward()
+    expected.step()
+    assert_same_factors(optimizer, expected)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_beside_a_foreign_optimizer(set_to_none: bool) -> None:
+    model, twin = net(), net()
+    options = {name: OPTIONS[name] for name in OPTIONS if name not in ("lr", "momentum", "precondition")}
+    engines = [CurvatureEngine(m, **options) for m in (model, twin)]
+    foreign = torch.optim.SGD(model.parameters(), lr=0.0)
+    for seed in range(3):
+        loss_of(model, 10 + seed, 7.0).backward()
+        foreign.zero_grad(set_to_none)
+        loss_of(model, seed).backward()
+        engines[0].precondition_(lr=0.1)
+        foreign.step()
+        foreign.zero_grad(set_to_none)
+        twin.zero_grad()
+        loss_of(twin, seed).backward()
+        engines[1].precondition_(lr=0.1)
+    for layer in ("0", "3"):
+        for found, expected in zip(engines[0].factors(layer), engines[1].factors(layer), strict=True):
+            assert_near(found, expected, layer)
+
+
+def test_under_a_grad_scaler() -> None:
+    """Unscaling writes to the gradients, an overflow leaves infinite ones; neither is a clearing."""
+
+    def run(model: nn.Module, optimizer: KFACSGD) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        optimizer.curvature.grad_scaler = scaler
+        scaler.scale(loss_of(model, 1, 7.0)).backward()
+        model.zero_grad()
+        scaler.scale(loss_of(model, 1)).backward()
+        scaler.scale(loss_of(model, 2)).backward()
+        scaler.unscale_(optimizer)
+        clip(model)
+
+    assert_as(run, passes(1, 2))
+
+
+# torch.autograd.grad -------------------------------------------------------------------------------------------------
+
+
+def gradient_norm(model: nn.Module, seed: int = 5) -> None:
+    torch.autograd.grad(loss_of(model, seed, 7.0), list(model.parameters()))
+
+
+def hessian_vector_product(model: nn.Module, seed: int = 5) -> None:
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(loss_of(model, seed, 7.0), parameters, create_graph=True)
+    torch.autograd.grad(sum(g.sum() for g in gradients), parameters)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "between"])
+@pytest.mark.parametrize("monitor", [gradient_norm, hessian_vector_product])
+def test_a_monitor_leaves_no_trace(monitor: Callable[[nn.Module], None], when: str) -> None:
+    def run(model: nn.Module, optimizer: KFACSGD) -> None:
+        if when == "before":
+            monitor(model)
+        loss_of(model, 1).backward()
+        if when == "between":
+            monitor(model)
+        loss_of(model, 2).backward()
+        if when == "after":
+            monitor(model)
+
+    assert_as(run, passes(1, 2))
+
+
+def test_a_monitor_on_the_graph_of_the_loss() -> None:
+    def run(model: nn.Module, optimizer: KFACSGD) -> None:
+        loss = loss_of(model, 1)
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        loss.backward()
+
+    assert_as(run, passes(1))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_monitor_after_an_abandoned_pass(set_to_none: bool) -> None:
+    def run(model: nn.Module, optimizer: KFACSGD) -> None:
+        loss_of(model, 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, 2).backward()
+        gradient_norm(model)
+        model.zero_grad(set_to_none)
+
+    assert_as(run, passes(1))
+
+
+@pytest.mark.parametrize("how", ["set", "copied", "added"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_loop_that_sets_the_gradients_itself(how: str, parts: int) -> None:
+    def run(model: nn.Module, optimizer: KFACSGD) -> None:
+        if how == "copied":
+            loss_of(model, 9, 7.0).backward()
+            model.zero_grad(set_to_none=False)
+        for seed in range(parts):
+            gradients = torch.autograd.grad(loss_of(model, seed), list(model.parameters()))
+            for p, g in zip(model.parameters(), gradients, strict=True):
+                if p.grad is not None and (how == "copied" or seed):
+                    p.grad.add_(g)
+                else:
+                    p.grad = g.clone() if how == "added" else g
+
+    assert_as(run, passes(*range(parts)))
+
+
+def test_saliency_maps_and_clearing_between_them() -> None:
+    def run(model: nn.Module, optimizer: KFACSGD) -> None:
+        x = torch.randn(6, 3, requires_grad=True)
+        torch.autograd.grad(model(x).sum(), x)
+        loss_of(model, 1).backward()
+        torch.autograd.grad(model(x).sum(), x)
+        loss_of(model, 2).backward()
+
+    assert_as(run, passes(1, 2))
