@@ -30,6 +30,7 @@ Where to look::
     shifts.py        the same moment from products of shifted images, where that is faster
     norm.py          LayerNorm, RMSNorm, GroupNorm, BatchNorm, SyncBatchNorm
     attention.py     the projections of MultiheadAttention
+    lookalikes.py    modules with a forward of their own that compute what one of these does
     ownership.py     from parameters to the user's modules
 """
 
@@ -37,8 +38,16 @@ from .attention import AttentionInputLayer, AttentionLayer
 from .base import Declined, KroneckerLayer, LayerOptions, Observation, Sharing, own_parameter
 from .convolution import ConvLayer, ConvTransposeLayer
 from .linear import EmbeddingLayer, LinearLayer, TransposedLinearLayer
+from .lookalikes import Reference, lookalike
 from .moments import full_precision, gram, second_moment, spread_examples
-from .norm import BatchNormLayer, GroupNormLayer, LayerNormLayer, RMSNormLayer, SyncBatchNormLayer
+from .norm import (
+    BatchNormLayer,
+    ChannelsFirstLayerNormLayer,
+    GroupNormLayer,
+    LayerNormLayer,
+    RMSNormLayer,
+    SyncBatchNormLayer,
+)
 from .ownership import owners_of, unwrap
 from .registry import Coverage, LayerFactory, find_layers, register_layer
 from .shifts import shift_pays, shifted_moment
@@ -48,6 +57,7 @@ __all__ = [
     "AttentionInputLayer",
     "AttentionLayer",
     "BatchNormLayer",
+    "ChannelsFirstLayerNormLayer",
     "ConvLayer",
     "ConvTransposeLayer",
     "Coverage",
@@ -61,6 +71,7 @@ __all__ = [
     "LinearLayer",
     "Observation",
     "RMSNormLayer",
+    "Reference",
     "Sharing",
     "SyncBatchNormLayer",
     "TransposedLinearLayer",
@@ -68,6 +79,7 @@ __all__ = [
     "find_layers",
     "full_precision",
     "gram",
+    "lookalike",
     "own_parameter",
     "owners_of",
     "register_layer",

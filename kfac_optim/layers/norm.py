@@ -10,11 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import KroneckerLayer, Observation, Sharing
+from .base import KroneckerLayer, LayerOptions, Observation, Sharing
 from .moments import second_moment
 from .registry import register_layer
 
-__all__ = ["BatchNormLayer", "GroupNormLayer", "LayerNormLayer", "RMSNormLayer", "SyncBatchNormLayer"]
+__all__ = [
+    "BatchNormLayer",
+    "ChannelsFirstLayerNormLayer",
+    "GroupNormLayer",
+    "LayerNormLayer",
+    "RMSNormLayer",
+    "SyncBatchNormLayer",
+]
 
 
 class _NormLayer(KroneckerLayer):
@@ -71,7 +78,22 @@ class _NormLayer(KroneckerLayer):
 
 
 class _ChannelsLastNorm(_NormLayer):
-    """Norms over the last dimensions, whose entries are the channels."""
+    """Norms over the last dimensions, whose entries are the channels.
+
+    Args:
+        name: The module's name.
+        module: The module.
+        options: The engine's options for layers.
+        eps: Of modules that do not have it as ``eps``; None: it is the module's.
+    """
+
+    def __init__(self, name: str, module: nn.Module, options: LayerOptions, eps: float | None = None) -> None:
+        self.eps = eps
+        super().__init__(name, module, options)
+
+    def eps_of(self, module: Any) -> Any:
+        """The number that is added to the variance."""
+        return module.eps if self.eps is None else self.eps
 
     @abstractmethod
     def normalized(self, module: Any, x: Tensor) -> Tensor:
@@ -131,7 +153,15 @@ class LayerNormLayer(_ChannelsLastNorm):
     """``nn.LayerNorm``; each entry of ``normalized_shape`` is a channel."""
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
-        return F.layer_norm(x, module.normalized_shape, eps=module.eps)
+        return F.layer_norm(x, self.weight_shape, eps=self.eps_of(module))
+
+
+class ChannelsFirstLayerNormLayer(LayerNormLayer):
+    """A LayerNorm over dimension 1 of ``[n, channels, *positions]``, as ConvNeXt has it."""
+
+    def sums(self, module: Any, x: Tensor, g: Tensor, training: Any) -> tuple[Tensor, Tensor]:
+        self.batch_dim = 0
+        return super().sums(module, x.movedim(1, -1), g.movedim(1, -1), training)
 
 
 @register_layer(nn.RMSNorm)
@@ -139,7 +169,7 @@ class RMSNormLayer(_ChannelsLastNorm):
     """``nn.RMSNorm``: it has a scale and no shift, so that its blocks are 1x1."""
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
-        return F.rms_norm(x, module.normalized_shape, eps=module.eps)
+        return F.rms_norm(x, self.weight_shape, eps=self.eps_of(module))
 
 
 @register_layer(nn.GroupNorm)

@@ -14,7 +14,9 @@ from .base import Declined, KroneckerLayer, LayerOptions
 __all__ = ["Coverage", "LayerFactory", "find_layers", "register_layer"]
 
 LayerFactory = Callable[[str, nn.Module, LayerOptions], KroneckerLayer | Sequence[KroneckerLayer]]
+Lookalikes = Callable[[nn.Module], tuple[LayerFactory, str] | None]
 _FACTORIES: dict[type[nn.Module] | str, LayerFactory] = {}
+_LOOKALIKES: list[Lookalikes] = []
 
 
 def register_layer(*module_types: type[nn.Module] | str) -> Callable[[Any], Any]:
@@ -36,16 +38,36 @@ def register_layer(*module_types: type[nn.Module] | str) -> Callable[[Any], Any]
     return register
 
 
+def register_lookalikes(search: Lookalikes) -> Lookalikes:
+    """A decorator that registers how to find out what a module with a ``forward`` of its own is like."""
+    _LOOKALIKES.append(search)
+    return search
+
+
 def _factory_for(module: nn.Module) -> tuple[LayerFactory | None, str]:
-    """The factory registered for a module's type or the nearest base of it, else the reason why there is none."""
+    """The factory registered for a module's type or the nearest base of it, else the reason why there is none.
+
+    For a module that was found to be like another, the factory comes with a note.
+    """
     for cls in type(module).__mro__:
         factory = _FACTORIES.get(cls) or _FACTORIES.get(f"{cls.__module__}.{cls.__qualname__}")
         if factory is None:
             continue
         if type(module).forward is not getattr(cls, "forward", None):
-            return None, f"{type(module).__name__} overrides {cls.__name__}.forward; see register_layer"
+            problem = f"{_path(type(module))} overrides {cls.__name__}.forward; see register_layer"
+            return _like(module) or (None, problem)
         return factory, ""
-    return None, f"no Kronecker rule for {type(module).__name__}"
+    return _like(module) or (None, f"no Kronecker rule for {_path(type(module))}")
+
+
+def _like(module: nn.Module) -> tuple[LayerFactory, str] | None:
+    """The factory of the layer that a module is like, and a note; None if it is like none."""
+    return next((found for search in _LOOKALIKES if (found := search(module)) is not None), None)
+
+
+def _path(cls: type) -> str:
+    """The name of a class, with its module unless that is torch's."""
+    return cls.__qualname__ if cls.__module__.startswith("torch.nn") else f"{cls.__module__}.{cls.__qualname__}"
 
 
 @dataclass
@@ -131,14 +153,18 @@ def _layers_of(name: str, module: nn.Module, options: LayerOptions) -> tuple[Seq
     for pattern in options.skip_layers:
         if re.search(pattern, name):
             return (), f"skip_layers matches {pattern!r}"
-    factory, reason = _factory_for(module)
+    factory, note = _factory_for(module)
     if factory is None:
-        return (), reason
+        return (), note
     try:
         made = factory(name, module, options)
     except Declined as declined:
         return (), str(declined)
-    return (made,) if isinstance(made, KroneckerLayer) else tuple(made), ""
+    layers = (made,) if isinstance(made, KroneckerLayer) else tuple(made)
+    if note:
+        for layer in layers:
+            layer.notes.append(note)
+    return layers, ""
 
 
 def _add(
@@ -148,7 +174,8 @@ def _add(
     first = layers.setdefault(layer.weight, layer)
     if first is layer:
         return
-    if type(first) is type(layer) and first.bias is layer.bias and first.sharing == layer.sharing:
+    same = getattr(first, "eps", None) == getattr(layer, "eps", None)  # of norm layers that have their own
+    if same and type(first) is type(layer) and first.bias is layer.bias and first.sharing == layer.sharing:
         first.add_modules(layer.modules)
         return
     reason = f"weight shared by {first.name} ({first.rule_name}) and {layer.name} ({layer.rule_name})"

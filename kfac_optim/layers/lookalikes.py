@@ -1,0 +1,253 @@
+"""Modules with a ``forward`` of their own that compute what a known layer does, which is tested, not believed.
+
+Many models bring their own LayerNorm, RMSNorm or Linear. Such a module is covered if on random inputs it returns what a
+reference returns, and sends back the same gradients to input, weight and bias: for inputs of 2, 3 and 4 dimensions, of
+magnitudes from 1e-6 to 1e3, in train and eval mode, in float32 and float64. The comparison runs on a stand-in with
+parameters of its own, on the CPU: the module and its hooks are not touched, and no random numbers of the user's are
+drawn. What depends on anything else (the device, autocast, an attribute that changes later) is not seen.
+
+Only modules are compared whose ``forward`` takes one argument, that have no other parameters than ``weight`` and
+``bias``, no buffers and no submodules, and whose other attributes are plain values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .linear import LinearLayer, TransposedLinearLayer
+from .norm import ChannelsFirstLayerNormLayer, LayerNormLayer, RMSNormLayer
+from .registry import LayerFactory, register_lookalikes
+
+__all__ = ["Reference", "lookalike"]
+
+_TOLERANCE = 1e-4  # of the largest entry, for float32 inside; what is not the same differs by far more somewhere
+_MAGNITUDES = (1.0, 1e3, 1e-2, 1e-3, 1e-4, 1e-6)  # the small ones show what eps is
+_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, torch.finfo(torch.float32).eps)  # tried beside the module's own numbers
+_MAX_NUMEL = 2**22  # of a weight that can't be compared at a smaller size
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
+
+Inputs = Sequence[tuple[int, ...]]
+Apply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of input, weight and bias
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a module may turn out to compute.
+
+    Attributes:
+        name: Its name, for the table.
+        factory: How it becomes a layer.
+        apply: What it computes.
+        shapes: The shapes of the inputs to compare.
+    """
+
+    name: str
+    factory: LayerFactory
+    apply: Apply
+    shapes: Inputs
+
+
+_known: weakref.WeakKeyDictionary[type, dict[Hashable, Reference | None]] = weakref.WeakKeyDictionary()
+
+
+@register_lookalikes
+def lookalike(module: nn.Module) -> tuple[LayerFactory, str] | None:
+    """How a module with a ``forward`` of its own becomes a layer, and what it is like; None if it is like nothing."""
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if weight is None or isinstance(weight, nn.parameter.UninitializedParameter) or not _is_simple(module):
+        return None
+    shape = tuple(getattr(weight, "ds_shape", weight.shape))
+    if bias is not None and tuple(getattr(bias, "ds_shape", bias.shape)) not in {(size,) for size in shape}:
+        return None
+    attributes = {k: v for k, v in vars(module).items() if k not in _ordinary()}
+    key = (type(module).forward, shape, bias is None, repr(sorted(attributes.items())))
+    known = _known.setdefault(type(module), {})
+    if key not in known:
+        known[key] = _find(module, shape, bias is not None, attributes)
+    found = known[key]
+    return None if found is None else (found.factory, f"as {found.name}")
+
+
+@functools.cache
+def _ordinary() -> frozenset[str]:
+    """The attributes that every module has."""
+    return frozenset(vars(nn.Module()))
+
+
+def _is_simple(module: nn.Module) -> bool:
+    """Whether a stand-in can be made of the module: see the top of this file."""
+    cls = type(module)
+    plain_call = cls.__call__ is nn.Module.__call__ and "forward" not in vars(module)
+    parts = set(module._parameters) <= {"weight", "bias"} and not module._buffers and not module._modules
+    if not (plain_call and parts) or any(p is not None and p.is_complex() for p in module._parameters.values()):
+        return False
+    try:
+        arguments = list(inspect.signature(cls.forward).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    own = (value for name, value in vars(module).items() if name not in _ordinary())
+    flat = itertools.chain.from_iterable(v if isinstance(v, (tuple, list)) else (v,) for v in own)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return len(arguments) == 2 and arguments[1].kind in kinds and all(isinstance(v, _PLAIN) for v in flat)
+
+
+def _find(module: nn.Module, shape: tuple[int, ...], bias: bool, attributes: dict[str, Any]) -> Reference | None:
+    """The reference that a module equals, if there is one."""
+    if 0 in shape or len(shape) not in (1, 2):
+        return None
+    sized = {"in_features", "out_features"} <= set(attributes) and isinstance(module, nn.Linear)
+    sizes = [(shape, attributes)]
+    if sized:  # also large ones can then be compared, at a smaller size
+        small = [(3, 5), (6, 4), (4, 4)]
+        sizes = [(s, attributes | {"in_features": s[1], "out_features": s[0]}) for s in small]
+        sizes += [(shape, attributes)] if shape[0] * shape[1] <= _MAX_NUMEL else []
+    elif math.prod(shape) > _MAX_NUMEL:
+        return None
+    for reference in _references(module, shape, attributes):
+        if all(_equal(module, reference, s, bias, own) for s, own in sizes):
+            return reference
+    return None
+
+
+def _references(module: nn.Module, shape: tuple[int, ...], attributes: dict[str, Any]) -> Iterator[Reference]:
+    """What a module with a weight of this shape could be."""
+    if len(shape) == 2:
+        leading = [(7,), (3, 5), (2, 3, 4)]
+        if isinstance(module, nn.Embedding):
+            return  # indices, not features; its options matter, too
+        yield Reference("nn.Linear", LinearLayer, F.linear, leading)
+        if not isinstance(module, nn.Linear):
+            yield Reference("nn.Linear, transposed", TransposedLinearLayer, _transposed, leading)
+        return
+    own = [v for v in attributes.values() if isinstance(v, float) and 0 <= v < 0.1]
+    for eps in dict.fromkeys([*own, *_EPS]):
+        channels = shape[0]
+        last = [(5, channels), (3, 4, channels), (2, 3, 4, channels)]
+        layer = functools.partial(LayerNormLayer, eps=eps)
+        yield Reference("nn.LayerNorm", layer, functools.partial(_layer_norm, eps=eps), last)
+        rms = functools.partial(RMSNormLayer, eps=eps)
+        yield Reference("nn.RMSNorm", rms, functools.partial(_rms_norm, eps=eps), last)
+        first = [(2, channels, 3, 4), (3, channels, 5, 2)]
+        images = functools.partial(ChannelsFirstLayerNormLayer, eps=eps)
+        yield Reference("nn.LayerNorm, channels first", images, functools.partial(_channels_first, eps=eps), first)
+
+
+def _transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight.T, bias)
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Tensor:
+    y = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+    return y if bias is None else y + bias
+
+
+def _channels_first(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Tensor:
+    return _layer_norm(x.movedim(1, -1), weight, bias, eps=eps).movedim(-1, 1)
+
+
+# The comparison ------------------------------------------------------------------------------------------------------
+
+
+def _equal(
+    module: nn.Module, reference: Reference, shape: tuple[int, ...], bias: bool, attributes: dict[str, Any]
+) -> bool:
+    """Whether a stand-in for the module equals the reference in all cases, in float32 at least."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    shapes = reference.shapes
+    if len(shape) == 2:
+        features = shape[0 if reference.apply is _transposed else 1]
+        shapes = [(*leading, features) for leading in shapes]
+    with _quiet():
+        for dtype in (torch.float32, torch.float64):
+            for size, magnitude, training in itertools.product(shapes, _MAGNITUDES, (True, False)):
+                x, *parameters = (
+                    torch.randn(s, generator=generator, dtype=dtype, device="cpu")
+                    for s in ((size, shape, shape[:1]) if bias else (size, shape))
+                )
+                if bias and len(shape) == 2 and reference.apply is _transposed:
+                    parameters[1] = torch.randn(shape[1], generator=generator, dtype=dtype, device="cpu")
+                offset = magnitude if magnitude < 1 else 0.5 * magnitude
+                x = (x + (0.5 if training else 0.0)) * magnitude if len(shape) == 2 else x * magnitude + offset
+                names = ("weight", "bias")
+                own = _stand_in(module, dict(zip(names, parameters, strict=False)), attributes, training=training)
+                try:
+                    found = _outcome(
+                        functools.partial(type(module).forward, own), x, [own._parameters.get(name) for name in names]
+                    )
+                except Exception:
+                    if dtype == torch.float64:
+                        return True  # casts to float32 inside, to which a weight in float64 does not fit
+                    return False
+                leaves = [nn.Parameter(p) for p in parameters]
+                wanted = _outcome(functools.partial(_apply, reference.apply, leaves), x, leaves)
+                if not _near(found, wanted):
+                    return False
+    return True
+
+
+def _apply(apply: Apply, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
+    return apply(x, parameters[0], parameters[1] if len(parameters) > 1 else None)
+
+
+def _stand_in(
+    module: nn.Module, parameters: dict[str, Tensor], attributes: dict[str, Any], *, training: bool
+) -> nn.Module:
+    """A module of the same class with other parameters, no hooks, and copies of the attributes."""
+    own = object.__new__(type(module))
+    nn.Module.__init__(own)
+    own.__dict__.update({k: list(v) if isinstance(v, list) else v for k, v in attributes.items()}, training=training)
+    for name in module._parameters:
+        own._parameters[name] = nn.Parameter(parameters[name].clone()) if name in parameters else None
+    return own
+
+
+def _outcome(forward: Callable[[Tensor], Any], x: Tensor, parameters: Sequence[Tensor | None]) -> list[Any]:
+    """The output, and the gradients of a random product with it."""
+    x = x.clone().requires_grad_()
+    output = forward(x)
+    if not isinstance(output, Tensor):
+        return [output]
+    own = [p for p in parameters if p is not None]
+    product = torch.randn(output.shape, generator=torch.Generator("cpu").manual_seed(1), dtype=output.dtype)
+    return [output, *torch.autograd.grad((output * product).sum(), [x, *own], allow_unused=True)]
+
+
+def _near(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    """Whether two outcomes are the same, up to rounding in float32."""
+    for a, b in zip(found, wanted, strict=False):
+        if not (isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype and a.device == b.device):
+            return False
+        if not bool((a - b).detach().abs().max() <= _TOLERANCE * b.detach().abs().max()):
+            return False
+    return len(found) == len(wanted)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Runs a forward pass without traces: no random numbers, no warnings, no compiler, no autocast."""
+    with (
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        warnings.simplefilter("ignore")
+        yield
