@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam
+from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, OfMean
 from kfac_optim.layers import KroneckerLayer
 from kfac_optim.optimizers import KFACMixin
 from tests.helpers import reference
@@ -230,7 +230,7 @@ def test_linear_and_convolution_weights_are_covered_except_for_listed_reasons(fa
 DAMPING = 0.1  # relative: neither hides the curvature nor leaves it alone, whatever a layer's scale
 VALUES: dict[str, object] = FLOAT64 | {
     "solver": SOLVERS["eigen"],
-    "damping": DAMPING,
+    "damping": OfMean(DAMPING),
     "scaling": None,
     "factor_update_steps": 1,
     "inv_update_steps": 1,
