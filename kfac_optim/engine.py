@@ -55,10 +55,10 @@ __all__ = ["CurvatureEngine", "memory_estimate"]
 # After so many statistics steps in a row with gradients of which no backward pass was seen, training stops.
 _UNSEEN_STEPS = 3
 _UNSEEN = (
-    "the model has gradients, but none of its layers was seen in a forward and backward pass since the last zero_grad(). "
-    "Build the optimizer before the forward pass whose gradients it is to take, and call the model's modules rather than "
-    "their forward methods, and outside of torch.func.grad and vmap. If the model is compiled, build the optimizer "
-    "before the first call of a compiled model, or call torch._dynamo.reset()"
+    "the model has gradients, but none of its layers was seen in a forward and backward pass since the last "
+    "zero_grad(). Build the optimizer before the forward pass whose gradients it is to take, call the model's modules "
+    "rather than their forward methods, and call them outside of torch.func.grad and vmap. If the model is compiled, "
+    "build the optimizer before the first call of a compiled model, or call torch._dynamo.reset()"
 )
 
 

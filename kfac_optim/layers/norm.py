@@ -159,9 +159,9 @@ class LayerNormLayer(_ChannelsLastNorm):
 class ChannelsFirstLayerNormLayer(LayerNormLayer):
     """A LayerNorm over dimension 1 of ``[n, channels, *positions]``, as ConvNeXt has it."""
 
-    def sums(self, module: Any, x: Tensor, g: Tensor, training: Any) -> tuple[Tensor, Tensor]:
+    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, mode_or_statistics: Any) -> tuple[Tensor, Tensor]:
         self.batch_dim = 0
-        return super().sums(module, x.movedim(1, -1), g.movedim(1, -1), training)
+        return super().gradient_sums(module, x.movedim(1, -1), g.movedim(1, -1), mode_or_statistics)
 
 
 @register_layer(nn.RMSNorm)
