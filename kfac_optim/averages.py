@@ -105,8 +105,8 @@ class Averaging:
             skips = torch.tensor(float(self._skips), dtype=torch.float64)
             weights, skips = comm.sum([local.weights(blocks), skips], "counts")
             self._skips = 0
-            self.seen = bool(weights[:, :, 0].any())
             decays, totals = local.merge_runs(blocks, weights)
+            self.seen = any(rows for rows, _ in totals)
             updates, sums = [], []
             for block, decay, counts in zip(blocks, decays, totals, strict=True):
                 if counts[0]:  # some rank has used the layer; one that has not adds zeros

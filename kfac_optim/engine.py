@@ -123,7 +123,7 @@ class CurvatureEngine(BuiltEngine):
             self._skip()
             return False
         settled = statistics.settle(values)
-        if self._capture.enabled and trains:
+        if self._capture.enabled and trains and self._blocks:
             unseen = not any(settled.taken) and statistics.has_gradients()
             self._unseen_steps = unseen * (self._unseen_steps + (_UNSEEN_STEPS if statistics.transformed else 1))
         with self._stages.stage("factor update"):

@@ -125,6 +125,8 @@ class KroneckerLayer(ABC):
         self.weight, self.bias = self.own_parameters(module)
         # Not read from the weight later, because ZeRO 3 leaves an empty tensor in its place between uses.
         self.weight_shape: torch.Size = getattr(self.weight, "ds_shape", self.weight.shape)
+        if not self.weight_shape.numel():
+            raise Declined("the weight is empty")
         if self.bias is not None and not (
             options.trains(self.bias) and self.bias.requires_grad >= self.weight.requires_grad
         ):

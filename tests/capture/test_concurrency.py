@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD
-from tests.helpers.compare import OPTIONS, assert_same_factors
+from tests.helpers.compare import assert_same_factors
+from tests.helpers.settings import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -12,17 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kfac_optim import KFACSGD
-from tests.helpers.compare import OPTIONS, SAME
-from tests.helpers.reference import (
-    RunningAverage,
-    Sums,
-    assert_near,
-    averaged,
-    cross_entropy,
-    find_layers,
-    layer_sums,
-    watched,
-)
+from tests.helpers.compare import SAME, assert_near
+from tests.helpers.reference import RunningAverage, Sums, averaged, cross_entropy, find_layers, layer_sums, watched
+from tests.helpers.settings import OPTIONS
 
 NAMES = ("0", "2")
 DECAY = 0.9

@@ -174,7 +174,8 @@ def test_a_synchronised_state_is_that_of_one_process(four_ranks: list[dict[Any, 
     saved, lost = (dict(leaves(unpacked(four_ranks[0][kind, case])[1])) for kind in ("saved", "lost"))
     assert saved.keys() == lost.keys() == expected.keys()
     # A of the LayerNorm (parameter 3) is the constant 1, whatever it is counted with.
-    varying = [path for path in expected if not (path.startswith(".state.3.kfac") and ".A." in path)]
+    # Checksums tell the last bits, which the order of sums changes.
+    varying = [p for p in expected if not (p.startswith(".state.3.kfac") and ".A." in p) and "checksum" not in p]
     pooled = [path for path in varying if ".current." in path]
     assert len(pooled) == 2 * 4 + 2
     for path in varying:

@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kfac_optim import KFACSGD, KLClip, OfMean, exponential_decay
+from tests.helpers.compare import values
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import make_model, train, values
+from tests.helpers.training import make_model, train
 
 STEPS = 24
 OPTIONS: dict[str, dict[str, Any]] = {

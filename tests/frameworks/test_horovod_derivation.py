@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from kfac_optim import KFACSGD, KFACAdam
-from tests.helpers.training import CLASSES, OFTEN, assert_identical, make_model, train
+from tests.helpers.compare import assert_identical
+from tests.helpers.settings import CLASSES, OFTEN
+from tests.helpers.training import make_model, train
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):

@@ -163,7 +163,7 @@ def test_a_step_without_data_decays_neither_sum() -> None:
     """A decay of both sums would show as soon as new data is weighed against them."""
     model, optimizer = build(factor_decay=0.5)
     step(model, optimizer, [(1.0, 1.0)])
-    for _ in range(3):
+    for _ in range(2):  # at the third, training that nothing is seen of is an error
         model[0].weight.grad = torch.ones(1, 1)
         assert change(model, optimizer) == pytest.approx(-1 / (1.0 + GAMMA), rel=TOL)
     batch = [(2.0, 1.0)]

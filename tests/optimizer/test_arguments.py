@@ -282,7 +282,7 @@ OBJECTS: list[tuple[Any, Any, type[Exception], str]] = [
     (OfLargest, True, TypeError, r"OfLargest\(value=True\): must be a number > 0 or a callable"),
     (KLClip, 0, ValueError, r"KLClip\(kappa=0\): must be > 0"),
     (KLClip, NAN, ValueError, r"KLClip\(kappa=nan\): must be > 0"),
-    (KLClip, None, TypeError, r"KLClip\(kappa=None\): must be a number > 0 or a callable"),
+    (KLClip, None, TypeError, r"KLClip\(kappa=None\): must be a number > 0, or a function of the step"),
 ]
 
 

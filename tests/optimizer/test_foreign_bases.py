@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACMixin
-from tests.helpers.training import OFTEN, assert_identical, make_model, train, values
+from tests.helpers.compare import assert_identical, values
+from tests.helpers.settings import OFTEN
+from tests.helpers.training import make_model, train
 
 
 class KFACAdafactor(KFACMixin, torch.optim.Adafactor):
