@@ -144,7 +144,8 @@ def norm_rows(module: nn.Module, x: Tensor, g: Tensor, batch_dim: int = 0) -> Te
 
 def per_channel(module: nn.Module, values: Tensor, batch_dim: int) -> Tensor:
     """Sum over positions: ``[n, channels]``."""
-    if isinstance(module, (_BatchNorm, nn.GroupNorm)):
+    channels_first = values.dim() > 2 and values.shape[1] == module.weight.numel() != values.shape[-1]
+    if isinstance(module, (_BatchNorm, nn.GroupNorm)) or channels_first:  # a LayerNorm over channels: ConvNeXt's
         return values.reshape(*values.shape[:2], -1).sum(-1)
     values = values.movedim(batch_dim, 0)
     return values.reshape(values.shape[0], -1, module.weight.numel()).sum(1)
