@@ -89,7 +89,7 @@ class Bernoulli(Fisher):
     """Independent sigmoids of logits (binary cross-entropy)."""
 
     def misfit(self, gradient: Tensor) -> str:
-        """See :func:`_like_softmax`."""
+        """See ``_like_softmax``."""
         return _like_softmax(gradient)
 
     def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
@@ -109,7 +109,7 @@ class Gaussian(Fisher):
     variance: float = 1.0
 
     def misfit(self, gradient: Tensor) -> str:
-        """See :func:`_like_softmax`."""
+        """See ``_like_softmax``."""
         return _like_softmax(gradient)
 
     def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
