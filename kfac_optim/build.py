@@ -250,7 +250,8 @@ class BuiltEngine(ViewedEngine):
         return {
             **{name: value for name, value in self.counters().items() if name not in saved_options(self)},
             **compared_options(self, self.step_count),
-            "layers": [(block.layer.name, block.specs, block.workers) for block in self._blocks],
+            "layers": [block.layer.name for block in self._blocks],
+            "factors and workers": [(block.specs, block.workers) for block in self._blocks],
             "solver": compared(self.solver, self.step_count),
             "factor_dtype": self.factor_dtype,
             "inv_dtype": self.inv_dtype,

@@ -876,7 +876,7 @@ def test_ranks_that_built_different_optimizers_are_told(differently: list[dict[s
         for apart in range(len(differently)):
             message = found[f"{name}, {apart} apart"]
             assert "the ranks have built different optimizers" in message
-            named = name if name.endswith("dtype") or name == "solver" else "layers"
+            named = "factors and workers" if name in ("rule", "assignment") else name
             assert f"{named} is " in message, message
 
 

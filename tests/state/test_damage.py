@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin
 from tests.helpers.compare import assert_identical, values
-from tests.helpers.reference import backward
 from tests.helpers.settings import CLASSES, OFTEN
-from tests.helpers.training import make_model, train
+from tests.helpers.training import backward, make_model, train
 
 K = 7
 
