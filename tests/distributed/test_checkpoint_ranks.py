@@ -272,6 +272,11 @@ def states_of_all_strategies(rank: int, world_size: int, at: tuple[int, ...]) ->
     return found
 
 
+def without_checksums(counters: dict[str, Any]) -> dict[str, Any]:
+    """They tell the last bits of the factors, which the order of sums over ranks changes."""
+    return {name: value for name, value in counters.items() if "checksum" not in name}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_keys_and_shapes_do_not_depend_on_ranks_or_strategy(world_size: int) -> None:
@@ -286,10 +291,10 @@ def test_keys_and_shapes_do_not_depend_on_ranks_or_strategy(world_size: int) -> 
                 assert found[name, case, "before"] == expected["factor-wise", case, "before"]
                 for steps in at:
                     assert found[name, case, steps] == expected["factor-wise", case, steps]
-                    assert any(path.endswith(".kfac.A.value") for path in found[name, case, steps])
-                    counters = expected["counters", "factor-wise", case, steps]
+                    assert any(path.endswith(".kfac.current.A.value") for path in found[name, case, steps])
+                    counters = without_checksums(expected["counters", "factor-wise", case, steps])
                     assert counters["kfac_step"] == steps
-                    assert found["counters", name, case, steps] == counters
+                    assert without_checksums(found["counters", name, case, steps]) == counters
 
 
 # torch.distributed.checkpoint ----------------------------------------------------------------------------------------
@@ -387,7 +392,7 @@ def ask_for_the_state_of_a_fresh_optimizer(rank: int, world_size: int) -> dict[A
             state = get_optimizer_state_dict(wrapped, optimizer)
             found["unchanged", name, case] = all(map(torch.equal, values(model), start))
             found["counters", name, case] = (counters, keys_and_values(optimizer))
-            found["state", name, case] = [path for path, _ in leaves(state) if path.endswith("kfac.A.value")]
+            found["state", name, case] = [path for path, _ in leaves(state) if path.endswith("kfac.current.A.value")]
             train(wrapped, optimizer, range(K), rank=rank, world_size=world_size)
             twin, other = build(case, strategy)
             other.param_groups[0].update(plain)

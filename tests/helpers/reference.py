@@ -60,7 +60,8 @@ LINEARS = (nn.Linear, Conv1D, _ConvNd, nn.Embedding)
 
 def is_norm(module: nn.Module) -> bool:
     """Tell whether the module has per-channel blocks instead of a Kronecker pair."""
-    return isinstance(module, NORMS)
+    # Classes of transformers that compute what torch.nn.RMSNorm does have names of their own.
+    return isinstance(module, NORMS) or type(module).__name__.endswith(("RMSNorm", "T5LayerNorm"))
 
 
 def is_conv1d(module: nn.Module) -> bool:
