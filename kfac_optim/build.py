@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -258,6 +259,6 @@ class BuiltEngine(ViewedEngine):
             "comm_dtype": self.comm.comm_dtype,
         }
 
+    @abstractmethod
     def _plan_statistics(self) -> None:
         """Decides what the coming step captures."""
-        raise NotImplementedError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ Engine = TypeVar("Engine", bound="StatefulEngine")
 _LEFT_BEHIND = ("_capture", "_owner", "comm", "grad_scaler", "_preconditioner")
 
 
-class StatefulEngine(Config):
+class StatefulEngine(Config, ABC):
     """The part of the engine that saves, loads and copies.
 
     The factors of a layer stand in the state of its weight, the counters in every parameter group of the optimizer:
@@ -39,17 +40,17 @@ class StatefulEngine(Config):
     _refresher: Refresher
     _communicator_given: bool
 
+    @abstractmethod
     def _restore(self) -> None:
         """Builds what a copy leaves behind, and puts the hooks on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _join_ranks(self, comm: Communicator) -> None:
         """Goes on among other ranks than before."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _state_loaded(self) -> None:
         """Called when counters and factors have been loaded."""
-        raise NotImplementedError
 
     # The counters of the stages.
 
