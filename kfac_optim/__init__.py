@@ -27,7 +27,7 @@ from .distributed import (
 )
 from .engine import CurvatureEngine, memory_estimate
 from .layers import Declined, KroneckerLayer, LayerOptions, register_layer
-from .optimizers import KFACLAMB, KFACSGD, KFACAdam, KFACMixin
+from .optimizers import KFACLAMB, KFACSGD, KFACAdam, KFACAdamW, KFACMixin
 from .scaling import Direction, Graft, KLClip, Scaling, Unit
 from .schedules import constant_then_scaled, exponential_decay, growing
 from .solvers import EigenSolver, InverseSolver, Solver
@@ -38,6 +38,7 @@ __all__ = [
     # optimizers
     "KFACSGD",
     "KFACAdam",
+    "KFACAdamW",
     "KFACLAMB",
     "KFACMixin",
     "CurvatureEngine",

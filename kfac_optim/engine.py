@@ -145,13 +145,18 @@ class CurvatureEngine(BuiltEngine):
         return True
 
     def directions(
-        self, vectors: Mapping[nn.Parameter, Tensor], lr: Mapping[nn.Parameter, Lr]
+        self,
+        vectors: Mapping[nn.Parameter, Tensor],
+        lr: Mapping[nn.Parameter, Lr],
+        updates: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> dict[nn.Parameter, Tensor]:
         """The second half of a step: the preconditioned and scaled vectors.
 
         Args:
-            vectors: What to precondition (gradients or momentum), by parameter.
+            vectors: What to precondition (gradients or first moments), by parameter.
             lr: The current learning rate of each parameter, for the scaling.
+            updates: What the base optimizer itself would do with the vectors, per unit of the learning rate; None: take
+                them as they are.
 
         Returns:
             Directions for the parameters whose layer has a decomposition; the others keep their vector.
@@ -160,6 +165,7 @@ class CurvatureEngine(BuiltEngine):
             self._blocks,
             vectors,
             lr,
+            vectors if updates is None else updates,
             self.comm,
             damping=as_damping(self.damping),
             scaling=self.scaling,

@@ -1,16 +1,16 @@
-"""``torch_optimizer.Lamb``, and SGD's momentum, as multi-tensor operations that never wait for the device."""
+"""``torch_optimizer.Lamb`` as multi-tensor operations that never wait for the device."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch_optimizer
-from torch import Tensor, nn
+from torch import Tensor
 
-__all__ = ["MultiTensorLamb", "momentum_"]
+__all__ = ["MultiTensorLamb"]
 
 
 class MultiTensorLamb(torch_optimizer.Lamb):
@@ -58,31 +58,3 @@ class MultiTensorLamb(torch_optimizer.Lamb):
 
     def _debias(self, t: int, beta1: float, beta2: float) -> float:
         return math.sqrt(1 - beta2**t) / (1 - beta1**t) if self.debias else 1.0
-
-
-def momentum_(
-    params: Sequence[nn.Parameter],
-    gradients: list[Tensor],
-    state: Mapping[Any, dict[str, Any]],
-    group: Mapping[str, Any],
-) -> dict[nn.Parameter, Tensor]:
-    """SGD's recurrence on raw gradients, in place: ``buf = mu buf + (1 - dampening) g``, first ``buf = g``.
-
-    Returns:
-        The buffers by parameter; with Nesterov ``g + mu buf``; without momentum the gradients.
-    """
-    mu = group["momentum"]
-    if mu == 0 or not params:
-        return dict(zip(params, gradients, strict=True))
-    pairs = list(zip(params, gradients, strict=True))
-    old = [(state[p]["momentum_buffer"], g) for p, g in pairs if state[p].get("momentum_buffer") is not None]
-    if old:
-        buffers, new = map(list, zip(*old, strict=True))
-        torch._foreach_mul_(buffers, mu)
-        torch._foreach_add_(buffers, new, alpha=1 - group["dampening"])
-    for p, g in pairs:
-        if state[p].get("momentum_buffer") is None:
-            state[p]["momentum_buffer"] = g.clone()
-    buffers = [state[p]["momentum_buffer"] for p in params]
-    directions = torch._foreach_add(gradients, buffers, alpha=mu) if group["nesterov"] else buffers
-    return dict(zip(params, directions, strict=True))

@@ -88,6 +88,7 @@ class Preconditioner:
         blocks: Sequence[Block],
         vectors: Mapping[nn.Parameter, Tensor],
         lr: Mapping[nn.Parameter, Lr],
+        updates: Mapping[nn.Parameter, Tensor],
         comm: Communicator,
         *,
         damping: Damping,
@@ -100,6 +101,7 @@ class Preconditioner:
             blocks: All there are.
             vectors: What to precondition, by parameter.
             lr: The current learning rate of each parameter, for the scaling.
+            updates: What the base optimizer itself would do with the vectors, per unit of the learning rate.
             comm: The ranks.
             damping: What is added to the eigenvalues.
             scaling: How long the directions are; None: as they are.
@@ -109,11 +111,13 @@ class Preconditioner:
             Directions for the parameters whose layer has a decomposition.
         """
         known = [block for block in blocks if block.has_direction]
-        whole = {p: gathered(vectors[p]) for block in known for p in block.layer.parameters if p in vectors}
+        moving = [p for block in known for p in block.layer.parameters if p in vectors]
+        whole = {p: gathered(vectors[p]) for p in moving}
+        lengths = {p: whole[p] if updates[p] is vectors[p] else gathered(updates[p]) for p in moving}
         value = value_of(damping, step)
         stacks = [part for stack in self._current(known, damping) for part in _with_vectors(stack, whole, damping)]
         with self.stages.stage("preconditioning"):
-            found = [self._direction(stack, whole, lr, value) for stack in stacks]
+            found = [self._direction(stack, whole, lr, lengths, value) for stack in stacks]
         if any(block.route for block in blocks):
             with communicating("gradient", self.stages, comm.world_size):
                 self._send_directions(known, stacks, found, comm)
@@ -124,7 +128,7 @@ class Preconditioner:
                 _note_cosines(stack, d)
                 scaled = d.direction if multipliers is None else d.direction * multipliers[i].reshape(-1, 1, 1)
                 for layer, matrix in zip(stack.layers, scaled.split(stack.pairs_per_layer), strict=True):
-                    _unstack(layer, matrix, whole, result)
+                    _unstack(layer, matrix, lengths, result)
         return {parameter: sharded_like(direction, vectors[parameter]) for parameter, direction in result.items()}
 
     def send_zeros(self, blocks: Sequence[Block], comm: Communicator) -> None:
@@ -144,7 +148,12 @@ class Preconditioner:
         self._stacks, self._made_of = [], None
 
     def _direction(
-        self, stack: Stack, vectors: Mapping[nn.Parameter, Tensor], lr: Mapping[nn.Parameter, Lr], value: float
+        self,
+        stack: Stack,
+        vectors: Mapping[nn.Parameter, Tensor],
+        lr: Mapping[nn.Parameter, Lr],
+        updates: Mapping[nn.Parameter, Tensor],
+        value: float,
     ) -> Direction:
         """The preconditioned gradient of a stack at a damping of ``value`` units (eqs. 8 and 11-13)."""
         gradient = _cat([_matrix_of(layer, vectors, self.dtype) for layer in stack.layers])
@@ -161,7 +170,10 @@ class Preconditioner:
         if any(lr[p] is not rate and (isinstance(lr[p], Tensor) or lr[p] != rate) for p in moved):
             filled = {p: torch.ones_like(vectors[p]) * lr[p] for p in moved}
             rate = _cat([_matrix_of(layer, filled, self.dtype) for layer in stack.layers])
-        return Direction(direction, gradient, rate, stack.layer_of_pair)
+        update = gradient
+        if any(updates[p] is not vectors[p] for p in moved):
+            update = _cat([_matrix_of(layer, updates, self.dtype) for layer in stack.layers])
+        return Direction(direction, gradient, update, rate, stack.layer_of_pair)
 
     def _send_directions(
         self, blocks: Sequence[Block], stacks: Sequence[Stack], directions: Sequence[Direction], comm: Communicator
@@ -266,7 +278,7 @@ def _unstack(
     vectors: Mapping[nn.Parameter, Tensor],
     result: dict[nn.Parameter, Tensor],
 ) -> None:
-    """Writes a layer's matrix into the directions of its parameters."""
+    """Writes a layer's matrix into the directions of its parameters; parts that no layer covers keep their vector."""
     for parameter, direction in zip(layer.parameters, layer.from_matrix(matrix), strict=True):
         if parameter not in vectors:
             continue

@@ -26,7 +26,8 @@ class Direction:
 
     Attributes:
         direction: The preconditioned matrices, ``[p, d_out, d_in]`` (bias as the last column).
-        gradient: The matrices that were preconditioned (gradients or momentum), of the same shape.
+        gradient: The matrices that were preconditioned (gradients or first moments), of the same shape.
+        update: What the base optimizer itself would do with them, per unit of the learning rate, of the same shape.
         lr: The learning rate: a number, or a tensor that broadcasts to that shape where weights and biases have
             different ones.
         layer_of_pair: For norm layers, whose pairs (channels) are scaled together: the number of the layer that each
@@ -35,6 +36,7 @@ class Direction:
 
     direction: Tensor
     gradient: Tensor
+    update: Tensor
     lr: Tensor | float
     layer_of_pair: Tensor | None = None
 
@@ -143,8 +145,11 @@ class Unit:
 
 @dataclass(frozen=True)
 class Graft:
-    """Gives each pair's direction the norm of the matrix that was preconditioned: the base optimizer's step length."""
+    """Gives each pair's direction the norm of the base optimizer's own update ("grafting", Agarwal et al. 2020).
+
+    Where gradients are preconditioned, before the base optimizer's step, that is the norm of the gradient.
+    """
 
     def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
         """See :class:`Scaling`."""
-        return [_ratio(d.norm(d.gradient), d.norm(d.direction)) for d in directions]
+        return [_ratio(d.norm(d.update), d.norm(d.direction)) for d in directions]

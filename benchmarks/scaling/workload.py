@@ -243,4 +243,4 @@ def _preconditioned(layer: KroneckerLayer, specs: tuple[FactorSpec, FactorSpec])
     with Counter() as counter:
         gradient = layer.to_matrix(torch.empty_like(layer.weight), bias)
         result = EigenSolver().precondition(gradient, a, g, gamma)
-    return counter.work, Direction(result, gradient, 1.0)
+    return counter.work, Direction(result, gradient, gradient, 1.0)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch_optimizer
 
-from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, InverseSolver, KFACAdam, KLClip, OfMean
+from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, InverseSolver, KFACAdam, KFACAdamW, KLClip, OfMean
 
 
 def damping_of(value: Any, relative: bool) -> Any:
@@ -23,6 +23,7 @@ SETTINGS: dict[str, Any] = {**FLOAT64, **OFTEN}
 CLASSES: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
     KFACSGD: {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3},
     KFACAdam: {"lr": 0.01},
+    KFACAdamW: {"lr": 0.01, "weight_decay": 0.1},
     KFACLAMB: {"lr": 0.01, "weight_decay": 1e-3},
 }
 
@@ -31,12 +32,14 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (KFACSGD, CLASSES[KFACSGD]),
     "momentum": (KFACSGD, {"lr": 0.02, "momentum": 0.9, "precondition": "momentum", "scaling": "unit"}),
     "adam": (KFACAdam, CLASSES[KFACAdam]),
+    "adamw": (KFACAdamW, CLASSES[KFACAdamW]),
     "lamb": (KFACLAMB, CLASSES[KFACLAMB]),
 }
 
 BASES: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
     KFACSGD: torch.optim.SGD,
     KFACAdam: torch.optim.Adam,
+    KFACAdamW: torch.optim.AdamW,
     KFACLAMB: torch_optimizer.Lamb,
 }
 

@@ -1,18 +1,20 @@
-"""``precondition="momentum"``: SGD's own recurrence on raw gradients, preconditioned afterwards (DESIGN section 3b)."""
+"""``precondition="momentum"``: the base class on raw gradients, its first moment preconditioned, its length kept."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
+from kfac_optim import KFACLAMB, KFACSGD, KFACAdam, KFACAdamW, KFACMixin
 from tests.helpers.compare import SAME, assert_near, assert_same_weights, snapshot
 from tests.helpers.reference import Named, Oracle, averaged, backward, log_cosh
 from tests.helpers.settings import OPTIONS
-from tests.helpers.textbook import TextbookMomentum, grafted, kl_clip_factor, unit_scaled
+from tests.helpers.textbook import TextbookAdam, TextbookMomentum, grafted, kl_clip_factor, unit_scaled
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -46,44 +48,91 @@ def named(model: nn.Module, per_layer: dict[str, Tensor], oracle: Oracle) -> Nam
     return result
 
 
-class Textbook:
-    """The mode written out for one model: momentum, dense solve, scaling, decoupled-from-momentum weight decay."""
+Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
-    def __init__(self, model: Net, scaling: str | None = None, decay: float = 0.0, interval: int = 1, **how: object):
+
+class Sgd:
+    """SGD's part of a step: its moment, its update without decay, and its decay, per unit of the learning rate.
+
+    The weight of all gradients so far in the moment is what the moment's own recurrence makes of ones.
+    """
+
+    def __init__(self, decay: float = 0.0, **how: float) -> None:
+        self.decay, self.moment, self.ones = decay, TextbookMomentum(**how), TextbookMomentum(**how)
+
+    def __call__(self, g: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        decayed = self.decay * w
+        moment, weight = self.moment(g + decayed), self.ones(torch.ones(()))
+        return moment - weight * decayed, moment - weight * decayed, weight * decayed
+
+
+class Adam:
+    """Adam's, with decay in the gradient (Adam) or beside it (AdamW)."""
+
+    def __init__(self, decay: float = 0.0, coupled: bool = True) -> None:
+        self.decay, self.coupled, self.book = decay, coupled, TextbookAdam()
+
+    def __call__(self, g: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        decayed = self.decay * w
+        m, v = self.book.moments(g + self.coupled * decayed)
+        weight1, weight2 = (1 - beta**self.book.t for beta in (self.book.beta1, self.book.beta2))
+        root = (v / weight2).sqrt() + self.book.eps
+        if not self.coupled:
+            return m, m / weight1 / root, decayed
+        return m - weight1 * decayed, (m / weight1 - decayed) / root, decayed / root
+
+
+class Lamb:
+    """LAMB's, whose trust ratio is that of the update with its decay."""
+
+    def __init__(self, decay: float = 0.0) -> None:
+        self.decay, self.book = decay, TextbookAdam(eps=1e-6)
+
+    def __call__(self, g: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        m, v = self.book.moments(g)
+        update = m / (v.sqrt() + self.book.eps)
+        whole = (update + self.decay * w).norm()
+        ratio = min(float(w.norm()), 10.0) / whole if w.norm() > 0 else 1.0
+        return m, ratio * update, ratio * self.decay * w
+
+
+class Textbook:
+    """The mode written out for one model: the base rule, the dense solve of its moment, scaling, and decay apart."""
+
+    def __init__(self, model: Net, rule: Callable[[], Rule], scaling: str | None = None, interval: int = 1) -> None:
         self.model, self.oracle = copy.deepcopy(model), Oracle(copy.deepcopy(model))
-        self.scaling, self.decay, self.interval, self.steps = scaling, decay, interval, 0
-        self.momenta = {name: TextbookMomentum(**how) for name, _ in model.named_parameters()}
+        self.scaling, self.interval, self.steps = scaling, interval, 0
+        self.rules = {name: rule() for name, _ in model.named_parameters()}
 
     def step(self, passes: list[tuple[tuple[Tensor], Tensor]], lr: float = LR) -> None:
-        state = snapshot(self.model)
-        step = self.oracle.observe(passes, loss, state)
+        step = self.oracle.observe(passes, loss, snapshot(self.model))
         self.oracle.update(step)
         if self.steps % self.interval == 0:
             self.oracle.decompose()
         self.steps += 1
-        covered = {name: momentum(step.gradients[name]) for name, momentum in self.momenta.items() if name != "scale"}
+        weights = dict(self.model.named_parameters())
+        parts = {name: rule(step.gradients[name], weights[name].detach()) for name, rule in self.rules.items()}
+        covered = {name: moment for name, (moment, _, _) in parts.items() if name != "scale"}
+        updates = {name: update for name, (_, update, _) in parts.items() if name != "scale"}
         found = self.oracle.directions(covered, DAMPING)
         vectors = {layer.name: layer.of(covered) for layer in self.oracle.layers}
         if self.scaling == "unit":
             found = {layer.name: unit_scaled(layer.module, found[layer.name]) for layer in self.oracle.layers}
         if self.scaling == "graft":
-            found = {name: grafted(d, vectors[name]) for name, d in found.items()}
+            found = {layer.name: grafted(found[layer.name], layer.of(updates)) for layer in self.oracle.layers}
         if self.scaling == "kl_clip":
             nu = kl_clip_factor([(d, vectors[name], lr) for name, d in found.items()], 1e-3)
             assert nu < 1, "nothing was clipped"
             found = {name: nu * d for name, d in found.items()}
         directions = named(self.model, found, self.oracle)
         with torch.no_grad():
-            for name, p in self.model.named_parameters():
-                decayed = self.decay * p
-                if name == "scale":  # the base rule: decay goes through the momentum
-                    p -= lr * self.momenta[name](step.gradients[name] + decayed)
-                else:
-                    p -= lr * (directions[name] + decayed)
+            for name, p in weights.items():  # "scale" moves by the base rule
+                _, update, decay = parts[name]
+                p -= lr * (directions.get(name, update) + decay)
 
 
-def assert_trains_as(textbook: Textbook, model: Net, optimizer: KFACSGD) -> None:
-    for _ in range(4):
+def assert_trains_as(textbook: Textbook, model: Net, optimizer: KFACMixin, steps: int = 4) -> None:
+    for _ in range(steps):
         passes = data()
         textbook.step(passes)
         backward(model, passes, loss)
@@ -97,22 +146,83 @@ def assert_trains_as(textbook: Textbook, model: Net, optimizer: KFACSGD) -> None
     [{"momentum": 0.9}, {"momentum": 0.8, "nesterov": True}, {"momentum": 0.9, "dampening": 0.3}, {"momentum": 0.0}],
 )
 @pytest.mark.parametrize("decay", [0.0, 0.05])
-def test_against_the_textbook(scaling: str | None, how: dict[str, float], decay: float) -> None:
+def test_sgd_against_the_textbook(scaling: str | None, how: dict[str, float], decay: float) -> None:
     model = Net()
-    textbook = Textbook(model, scaling, decay, interval=2, **how)
+    textbook = Textbook(model, lambda: Sgd(decay, **how), scaling, interval=2)
     optimizer = KFACSGD(model, **(MODE | {"scaling": scaling, "weight_decay": decay, "inv_update_steps": 2} | how))
     assert_trains_as(textbook, model, optimizer)
     if how["momentum"]:
         for name, p in model.named_parameters():
-            assert_near(optimizer.state[p]["momentum_buffer"], textbook.momenta[name].buffer, name, SAME)
+            assert_near(optimizer.state[p]["momentum_buffer"], textbook.rules[name].moment.buffer, name, SAME)
+
+
+RULES: list[tuple[Any, Callable[[float], Rule]]] = [
+    (KFACAdam, Adam),
+    (KFACAdamW, lambda decay: Adam(decay, coupled=False)),
+    (KFACLAMB, Lamb),
+]
+
+
+@pytest.mark.parametrize("scaling", [None, "unit", "graft"])
+@pytest.mark.parametrize("decay", [0.0, 0.05])
+@pytest.mark.parametrize(("kfac", "rule"), RULES)
+def test_adam_and_its_kin_against_the_textbook(
+    kfac: Any, rule: Callable[[float], Rule], scaling: str | None, decay: float
+) -> None:
+    model = Net()
+    textbook = Textbook(model, lambda: rule(decay), scaling, interval=2)
+    options = {key: value for key, value in MODE.items() if key not in ("momentum", "lr")}
+    optimizer = kfac(model, lr=LR, **(options | {"scaling": scaling, "weight_decay": decay, "inv_update_steps": 2}))
+    assert_trains_as(textbook, model, optimizer)
+    for name, p in model.named_parameters():
+        assert_near(optimizer.state[p]["exp_avg"], textbook.rules[name].book.m, name, SAME)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"weight_decay": 0.1}, {"nesterov": True, "weight_decay": 0.1}, {"maximize": True}]
+)
+def test_without_curvature_it_is_sgd(how: dict[str, Any]) -> None:
+    """Damping that hides all curvature leaves SGD's own step, decay and all: nothing but the direction is ours."""
+    model = Net()
+    other = copy.deepcopy(model)
+    how = {"lr": LR, "momentum": 0.9, **how}
+    ours = KFACSGD(model, **(MODE | how | {"scaling": "graft", "damping": 1e12}))
+    theirs = torch.optim.SGD(other.parameters(), **how)
+    for _ in range(4):
+        passes = data()
+        for m, optimizer in ((model, ours), (other, theirs)):
+            backward(m, passes, loss)
+            optimizer.step()
+    for (name, p), q in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        assert_near(p.detach(), q[1].detach(), name, 1e-9)
+
+
+def test_a_base_without_moments_has_its_gradients_preconditioned() -> None:
+    """Adagrad keeps no first moment: the direction is that of the gradient, the length Adagrad's."""
+
+    class KFACAdagrad(KFACMixin, torch.optim.Adagrad):
+        pass
+
+    class Rule:
+        def __init__(self) -> None:
+            self.total = torch.zeros(())
+
+        def __call__(self, g: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            self.total = self.total + g * g
+            return g, g / (self.total.sqrt() + 1e-10), torch.zeros_like(w)
+
+    model = Net()
+    options = {key: value for key, value in MODE.items() if key != "momentum"}
+    optimizer = KFACAdagrad(model, **(options | {"scaling": "graft"}))
+    assert_trains_as(Textbook(model, Rule, "graft"), model, optimizer)
 
 
 def test_every_group_has_its_own_momentum() -> None:
     """Weight and bias of one layer in different groups, one of them with Nesterov."""
     model = Net()
-    textbook = Textbook(model, momentum=0.9)
-    textbook.momenta["first.bias"] = TextbookMomentum(0.5, nesterov=True)
-    textbook.momenta["second.weight"] = TextbookMomentum(0.0)
+    textbook = Textbook(model, lambda: Sgd(momentum=0.9))
+    textbook.rules["first.bias"] = Sgd(momentum=0.5, nesterov=True)
+    textbook.rules["second.weight"] = Sgd(momentum=0.0)
     own = dict(model.named_parameters())
     special = ("first.bias", "second.weight")
     groups = [
@@ -167,15 +277,15 @@ def test_a_layer_without_a_decomposition_moves_by_its_buffer() -> None:
 def test_schedulers_that_change_the_momentum() -> None:
     """OneCycleLR cycles lr and momentum of the groups; both are read at every step."""
     model = Net()
-    textbook = Textbook(model, momentum=0.9)
+    textbook = Textbook(model, lambda: Sgd(momentum=0.9))
     optimizer = KFACSGD(model, **(MODE | {"momentum": 0.9}))
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=6)
     seen = set()
     for _ in range(6):
         group = optimizer.param_groups[0]
         seen.add(group["momentum"])
-        for momentum in textbook.momenta.values():
-            momentum.momentum = group["momentum"]
+        for rule in textbook.rules.values():
+            rule.moment.momentum = group["momentum"]
         passes = data()
         textbook.step(passes, group["lr"])
         backward(model, passes, loss)
@@ -224,9 +334,3 @@ def test_the_buffer_of_plain_sgd_goes_on() -> None:
         if name == "scale":
             continue
         assert_near(second.state[q]["momentum_buffer"], 0.9 * first.state[p]["momentum_buffer"] + q.grad, name, SAME)
-
-
-@pytest.mark.parametrize("cls", [KFACAdam, KFACLAMB])
-def test_the_other_classes_refuse(cls: type[KFACAdam] | type[KFACLAMB]) -> None:
-    with pytest.raises(ValueError, match=r"precondition='momentum'.*'gradient'"):
-        cls(Net(), precondition="momentum")

@@ -1,0 +1,152 @@
+"""What the base class's own step did: its first moment, the length of its update, and its weight decay, apart.
+
+By default the base class runs as it is, on raw gradients and with its own state. Then each preconditioned layer's part
+of the update is exchanged for one of the same length in the direction of the preconditioned first moment::
+
+    base:   w <- w - D - u,                             D: weight decay, u: the rest of the update
+    here:   w <- w - D - |u| P m / |P m|                m: the first moment, P: eqs. 8-13; |.|: of a layer (``Graft``)
+
+Weight decay is neither preconditioned nor does it count for the length. Bases that add it to the gradient ("coupled")
+have it in their first moment as well; there it is ``c D'``, with ``D'`` the decay of one gradient and ``c`` the weight
+of all gradients so far in the moment, as if the weights had stood still for as long as the moment remembers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch_optimizer
+from torch import Tensor, nn
+
+__all__ = ["BaseStep", "base_step"]
+
+Scale = float | Tensor
+Tensors = list[Tensor] | tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class BaseStep:
+    """The base class's step, taken apart; by parameter.
+
+    Attributes:
+        moments: The first moments of the raw gradients, in the direction of descent; the gradients themselves where the
+            base class keeps none.
+        updates: What the base class took off the weights because of the gradients, per unit of the learning rate.
+        decayed: The weights after weight decay alone.
+    """
+
+    moments: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    updates: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    decayed: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+
+
+def base_step(
+    optimizer: torch.optim.Optimizer,
+    gradients: Mapping[nn.Parameter, Tensor],
+    before: Mapping[nn.Parameter, Tensor],
+) -> BaseStep:
+    """Takes apart the step that the base class has just taken.
+
+    Args:
+        optimizer: The optimizer, after its step.
+        gradients: The raw gradients.
+        before: The weights before the step, of the parameters of interest.
+    """
+    parts = BaseStep()
+    for group in optimizer.param_groups:
+        present = [p for p in group["params"] if p in before]
+        for kind in {type(p.data): None for p in present}:  # multi-tensor operations take no mixture
+            alike = [p for p in present if type(p.data) is kind]
+            _take_apart(optimizer, group, alike, [gradients[p] for p in alike], [before[p] for p in alike], parts)
+    return parts
+
+
+def _take_apart(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    params: Sequence[nn.Parameter],
+    gradients: list[Tensor],
+    before: list[Tensor],
+    parts: BaseStep,
+) -> None:
+    """Fills in parameters of one group."""
+    states = [optimizer.state[p] for p in params]
+    moments: Tensors = _first_moments(group, states, gradients)
+    decayed: Tensors = before
+    if group.get("weight_decay"):
+        shares = [_decay(optimizer, group, *pair) for pair in zip(states, gradients, strict=True)]
+        in_moment, in_update = (list(share) for share in zip(*shares, strict=True))
+        moments = torch._foreach_sub(moments, _scaled(before, in_moment))
+        decayed = torch._foreach_sub(before, _scaled(before, in_update))
+    if isinstance(optimizer, torch.optim.SGD):
+        updates = moments  # exactly; a difference of weights would be rounded
+    else:
+        lr = group["lr"]
+        updates = torch._foreach_sub(decayed, [p.data for p in params])
+        updates = torch._foreach_div(updates, torch.where(lr == 0, 1.0, lr) if isinstance(lr, Tensor) else lr or 1.0)
+    for p, moment, update, weight in zip(params, moments, updates, decayed, strict=True):
+        parts.moments[p], parts.updates[p], parts.decayed[p] = moment, update, weight
+
+
+def _first_moments(group: dict[str, Any], states: list[dict[str, Any]], gradients: Tensors) -> Tensors:
+    """The first moments, in the direction of descent."""
+    if all("exp_avg" in state for state in states):  # Adam and its kin, LAMB
+        return [state["exp_avg"] for state in states]
+    if group.get("maximize"):
+        gradients = torch._foreach_neg(gradients)
+    if group.get("momentum") and all(state.get("momentum_buffer") is not None for state in states):
+        buffers = [state["momentum_buffer"] for state in states]
+        return torch._foreach_add(gradients, buffers, alpha=group["momentum"]) if group.get("nesterov") else buffers
+    return gradients
+
+
+def _decay(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[str, Any], gradient: Tensor
+) -> tuple[Scale, Scale]:
+    """What of a parameter's first moment and of its update is weight decay, as multiples of the weight.
+
+    Other bases than those known here keep what is coupled in the moment, and lose nothing.
+    """
+    lr, decay = group["lr"], group["weight_decay"]
+    if isinstance(optimizer, torch.optim.SGD):
+        weight = _weight_in_buffer(group, state)
+        if group["nesterov"]:  # of the gradient itself the decay is not yet a part
+            return group["momentum"] * weight * decay, lr * (1 + group["momentum"] * weight) * decay
+        return (weight * decay if group["momentum"] else 0.0), lr * weight * decay
+    if isinstance(optimizer, torch_optimizer.Lamb):
+        ratio = 1.0 if optimizer.adam else state["trust_ratio"]
+        beta1, beta2 = group["betas"]
+        t = state["step"]
+        debias = math.sqrt(1 - beta2**t) / (1 - beta1**t) if optimizer.debias else 1.0
+        return 0.0, lr * debias * ratio * decay
+    if group.get("decoupled_weight_decay") or isinstance(optimizer, torch.optim.AdamW):
+        return 0.0, lr * decay
+    if isinstance(optimizer, torch.optim.Adam):
+        beta1, beta2 = group["betas"]
+        t = float(state["step"])
+        second = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+        denominator = (second / (1 - beta2**t)).sqrt_().add_(group["eps"])
+        return decay * (1 - beta1**t), lr * decay / denominator
+    return 0.0, 0.0
+
+
+def _weight_in_buffer(group: dict[str, Any], state: dict[str, Any]) -> float:
+    """The weight of all gradients so far in SGD's momentum buffer, 1 without momentum; counted in the state.
+
+    ``c = 1`` at first, then ``c <- mu c + 1 - dampening``: the recurrence of the buffer itself.
+    """
+    mu = group["momentum"]
+    if mu == 0:
+        return 1.0
+    known = state.get("gradient_weight")
+    state["gradient_weight"] = 1.0 if known is None else mu * known + 1 - group["dampening"]
+    return float(state["gradient_weight"])
+
+
+def _scaled(tensors: Sequence[Tensor], scales: Sequence[Scale]) -> list[Tensor]:
+    """Each tensor times its scale."""
+    return [tensor * scale for tensor, scale in zip(tensors, scales, strict=True)]
