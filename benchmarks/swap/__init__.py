@@ -1,0 +1,1 @@
+"""``python -m benchmarks.swap``: see ``__main__``."""

@@ -1,0 +1,183 @@
+"""``python -m benchmarks.swap``: every training runs by both classes on the same data; what counts as behind."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import kfac_optim
+from benchmarks.swap import __main__ as swap
+from benchmarks.swap.judging import SHARES, Pair, Verdict, is_behind, summary, thinned, window_before
+from benchmarks.swap.training import BASES, Run, swap_class
+from benchmarks.swap.trainings import CHOOSE, HALVES, JUDGE, TRAININGS
+
+
+def steps(training, count, kfac=None, seed=0):
+    run = Run(training, seed, kfac)
+    for _ in range(count):
+        run.step()
+    return run
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_every_training_runs_by_both_classes_on_the_same_data(name):
+    base, other = steps(TRAININGS[name], 3), steps(TRAININGS[name], 3, {})
+    assert base.losses[0] == other.losses[0]
+    assert all(map(math.isfinite, base.losses + other.losses))
+    for plain, kfac in zip(base.optimizers, other.optimizers, strict=True):
+        assert isinstance(kfac, type(plain)) and isinstance(kfac, kfac_optim.KFACMixin)
+        assert kfac.curvature.layers and not hasattr(plain, "curvature")
+        assert plain.defaults.items() <= {**kfac.defaults, "fused": plain.defaults.get("fused")}.items()
+    parts = zip(base.script.parts, other.script.parts, strict=True)
+    pairs = [pair for a, b in parts for pair in zip(a.model.parameters(), b.model.parameters(), strict=True)]
+    assert any(not torch.equal(a, b) for a, b in pairs)
+
+
+def test_data_does_not_depend_on_what_the_optimizer_draws():
+    training = TRAININGS["conv-dropout"]
+    runs = [Run(replace(training, options={"lr": 0.0}), 0, None) for _ in range(2)]
+    for _ in range(3):
+        for run, draws in zip(runs, (0, 5), strict=True):
+            run.step()
+            torch.rand(draws)
+    assert runs[0].losses == runs[1].losses
+    assert len(set(runs[0].losses)) == 3
+
+
+def test_another_seed_is_another_run():
+    assert steps(TRAININGS["mlp"], 1, seed=1).losses != steps(TRAININGS["mlp"], 1, seed=2).losses
+
+
+def test_the_halves_are_apart_and_alike():
+    assert {t.name for t in CHOOSE}.isdisjoint(t.name for t in JUDGE)
+    assert len(TRAININGS) == len(CHOOSE) + len(JUDGE) >= 24
+    assert {t.half for t in CHOOSE} == {"choose"} and {t.half for t in JUDGE} == {"judge"}
+    for half in (CHOOSE, JUDGE):
+        assert {t.optimizer for t in half} == set(BASES)
+        assert {t.rate for t in half} == {"small", "usual", "edge"}
+        assert {"cosine", "constant"} == {t.schedule for t in half} and any(t.warmup for t in half)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_the_swap_is_a_subclass_with_k_fac(base):
+    cls = swap_class(base)
+    assert issubclass(cls, BASES[base]) and issubclass(cls, kfac_optim.KFACMixin)
+    assert cls.__name__ == ("KFACLAMB" if base == "Lamb" else f"KFAC{base}")
+
+
+def test_the_learning_rate_follows_the_schedule():
+    training = TRAININGS["gpt-adder"]
+    run = Run(training, 0, None)
+    top = training.options["lr"]
+    assert run.optimizers[0].param_groups[0]["lr"] < 0.1 * top
+    assert [rate > 0.9 for rate in map(run._rate, (0, training.warmup, training.steps - 1))] == [False, True, False]
+
+
+# Judging -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("base", "swap", "scale", "expected"),
+    [
+        (1.0, 1.019, 1.0, False),
+        (1.0, 1.021, 1.0, True),
+        (1.0, 0.5, 1.0, False),
+        (-2.0, -1.9, 4.0, True),  # dropped by 4, so the slack is 0.08
+        (-2.0, -1.93, 4.0, False),
+        (-2.0, -2.5, -4.0, False),  # a base that rose by 4
+        (1.0, math.nan, 1.0, True),
+        (1.0, math.inf, 1.0, True),
+        (math.nan, 1.0, 1.0, False),
+        (math.nan, math.nan, 1.0, False),
+    ],
+)
+def test_behind_is_above_by_more_than_the_slack(base, swap, scale, expected):
+    assert is_behind(base, swap, scale) == expected
+
+
+def test_points_are_means_over_the_window_before_them():
+    losses = [float(step) for step in range(1, 401)]
+    assert [window_before(losses, share) for share in SHARES] == [30.5, 90.5, 190.5, 390.5]  # the last 20 steps
+    assert window_before(losses[:60], 0.25) == sum(range(6, 16)) / 10  # at least 10
+    assert window_before(losses[:12], 0.1) == 1.0  # as many as there are
+    assert math.isnan(window_before([*losses[:399], math.inf], 1.0))
+
+
+def test_curves_are_thinned_to_means():
+    assert thinned([1.0, 3.0]) == [(1, 1.0), (2, 3.0)]
+    curve = thinned([float(step) for step in range(400)])
+    assert len(curve) == 100 and curve[0] == (4, 1.5) and curve[-1] == (400, 397.5)
+
+
+def test_where_losses_can_be_negative_the_slack_is_a_share_of_the_drop():
+    below = {"base": [1.0, 0.0, -1.0, -3.0], "swap": [1.05, 0.09, -0.91, -2.93], "first": 1.0}
+    assert Pair(**below, signed=True).behind == [False, True, True, False]  # 2 % of 4
+    assert Pair(**below, signed=True).differences == pytest.approx([0.0125, 0.0225, 0.0225, 0.0175])
+    above = {"base": [4.0, 2.0, 1.0, 1.0], "swap": [4.1, 2.03, 1.01, 0.9], "first": 5.0}
+    assert Pair(**above, signed=False).behind == [True, False, False, False]
+    assert Pair(**above, signed=False).lower_at_the_end
+
+
+def line(points, held_out, seconds):
+    return {"first": 2.0, "points": points, "held_out": held_out, "cpu_seconds": seconds}
+
+
+def test_the_summary_counts_points_and_runs():
+    base = [line([1.0, 1.0, 1.0, 1.0], 1.0, 1.0), line([1.0, 1.0, 1.0, 1.0], 1.0, 1.0)]
+    other = [line([1.1, 0.9, 1.0, 0.4], 1.01, 2.0), line([1.1, 1.05, None, 0.6], 1.1, 4.0)]
+    figures = summary([Verdict("mlp", "choose", False, base, other)])
+    assert figures["behind"] == "2 / 4"  # the first; the third, of which a seed is missing
+    assert figures["behind, single seeds"] == "4 / 8"
+    assert figures["lower at the end"] == "2 / 2"
+    assert figures["held out not worse"] == "1 / 2"
+    assert figures["final loss"] == pytest.approx(0.5)
+    assert figures["time"] == pytest.approx(3.0)
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+def smoke(folder, *more):
+    shared = ["--smoke", "--only", "mlp", "regression-friedman", "--seeds", "0", "1", "--out", str(folder)]
+    assert swap.main([*shared, *more]) == 0
+
+
+def test_the_command_writes_table_json_and_picture(tmp_path, capsys):
+    smoke(tmp_path)
+    result = json.loads((tmp_path / "main.json").read_text())
+    assert (tmp_path / "main.png").stat().st_size > 0
+    assert {"versions", "commit", "machine", "command", "options", "summary", "table"} <= result.keys()
+    assert len(result["runs"]) == 2 * 2 * 2 and set(result["summary"]) == {*HALVES, "both"}
+    text = (tmp_path / "main.txt").read_text()
+    assert text in capsys.readouterr().out and text.splitlines() == result["table"]
+
+
+def test_base_runs_of_an_earlier_file_are_taken_over(tmp_path, monkeypatch):
+    smoke(tmp_path)
+    started = []
+    monkeypatch.setattr(swap, "Run", lambda *given: started.append(given[1:]) or Run(*given))
+    more = ["--option", "damping=OfLargest(0.1)", "--option", 'scaling="graft"', "--label", "other", "--half", "choose"]
+    smoke(tmp_path, *more, "--reuse", str(tmp_path / "main.json"))
+    given = {"damping": kfac_optim.OfLargest(0.1), "scaling": "graft"}
+    assert [seed for seed, _ in started] == [0, 1] and repr(started[0][1]) == repr(given)
+    before, after = (json.loads((tmp_path / name).read_text())["runs"] for name in ("main.json", "other.json"))
+    assert [run for run in after if run["run"]["swap"] is None] == [
+        run for run in before if run["run"]["swap"] is None and run["run"]["training"] == "mlp"
+    ]
+
+
+def test_a_swap_that_fails_is_behind_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(kfac_optim.KFACSGD, "step", lambda self: 1 / 0)
+    smoke(tmp_path)
+    assert "mlp, seed 0, swap: failed at step 0: ZeroDivisionError" in capsys.readouterr().out
+    result = json.loads((tmp_path / "main.json").read_text())
+    assert result["summary"]["both"]["behind"] == "8 / 8"
+
+
+@pytest.mark.parametrize("words", [["--option", "damping"], ["--option", "damping=Off(1)"], ["--only", "mpl"]])
+def test_a_wrong_word_is_refused_before_anything_runs(words, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        swap.main([*words, "--out", str(tmp_path)])
+    assert words[-1] in capsys.readouterr().err
