@@ -75,6 +75,8 @@ def _take_apart(
 ) -> None:
     """Fills in parameters of one group."""
     states = [optimizer.state[p] for p in params]
+    if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
+        _count_gradients(group, states)
     moments: Tensors = _first_moments(group, states, gradients)
     decayed: Tensors = before
     if group.get("weight_decay"):
@@ -113,7 +115,7 @@ def _decay(
     """
     lr, decay = group["lr"], group["weight_decay"]
     if isinstance(optimizer, torch.optim.SGD):
-        weight = _weight_in_buffer(group, state)
+        weight = state["gradient_weight"] if group["momentum"] else 1.0
         if group["nesterov"]:  # of the gradient itself the decay is not yet a part
             return group["momentum"] * weight * decay, lr * (1 + group["momentum"] * weight) * decay
         return (weight * decay if group["momentum"] else 0.0), lr * weight * decay
@@ -134,17 +136,14 @@ def _decay(
     return 0.0, 0.0
 
 
-def _weight_in_buffer(group: dict[str, Any], state: dict[str, Any]) -> float:
-    """The weight of all gradients so far in SGD's momentum buffer, 1 without momentum; counted in the state.
+def _count_gradients(group: dict[str, Any], states: list[dict[str, Any]]) -> None:
+    """Counts in the states the weight of all gradients so far in SGD's momentum buffers.
 
     ``c = 1`` at first, then ``c <- mu c + 1 - dampening``: the recurrence of the buffer itself.
     """
-    mu = group["momentum"]
-    if mu == 0:
-        return 1.0
-    known = state.get("gradient_weight")
-    state["gradient_weight"] = 1.0 if known is None else mu * known + 1 - group["dampening"]
-    return float(state["gradient_weight"])
+    for state in states:
+        known = state.get("gradient_weight")
+        state["gradient_weight"] = 1.0 if known is None else group["momentum"] * known + 1 - group["dampening"]
 
 
 def _scaled(tensors: Sequence[Tensor], scales: Sequence[Scale]) -> list[Tensor]:

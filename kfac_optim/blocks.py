@@ -151,10 +151,15 @@ class Block:
 
     # Decompositions -------------------------------------------------------------------------------------------------
 
-    def install(self, decomposed: tuple[Decomposition, Decomposition] | None) -> None:
-        """Takes decompositions of the factors in use; None where other ranks precondition the layer."""
+    def install(
+        self, decomposed: tuple[Decomposition, Decomposition] | None, unit: tuple[Any, Tensor] | None = None
+    ) -> None:
+        """Takes decompositions of the factors in use; None where other ranks precondition the layer.
+
+        ``unit``: what a kind of damping is a multiple of, for these factors, if that is known.
+        """
         self.drop()
-        self.decomposed, self.has_direction = decomposed, True
+        self.decomposed, self.has_direction, self._unit = decomposed, True, unit
 
     def share_storage(self, decomposed: tuple[Decomposition, Decomposition]) -> None:
         """Replaces the decompositions by equal ones that are views of a larger tensor."""

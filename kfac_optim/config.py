@@ -163,7 +163,11 @@ class Config:
         accepts="Sequence[str]",
     )
     max_factor_dim: int | None = _option(
-        8192, checks.count("max_factor_dim"), """Larger factors are kept diagonal; None for no limit.""", fixed=True
+        8192,
+        checks.count("max_factor_dim"),
+        """Larger factors are kept diagonal, and so are factors of more than 1024 rows that are 16 times as large as the
+        other one of their layer (vocabularies); None: all are whole.""",
+        fixed=True,
     )
     assignment: AssignmentStrategy = _option(
         "factor-wise",

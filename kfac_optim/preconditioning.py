@@ -16,7 +16,7 @@ from .diagnostics import StageTimes, communicating, cosine
 from .distributed import Broadcast, Communicator, gathered, sharded_like
 from .layers import KroneckerLayer, full_precision
 from .scaling import Direction, Scaling
-from .solvers import Decomposition, Solver, Truncating, grouped_by_key
+from .solvers import Decomposition, Solver, grouped_by_key
 
 __all__ = ["Lr", "Preconditioner", "Stack", "stack_of"]
 
@@ -56,12 +56,12 @@ class Stack:
         return [block.layer.pairs for block in self.blocks]
 
     def parts_at(self, value: float, solver: Solver, dtype: torch.dtype) -> tuple[Decomposition, Decomposition]:
-        """The parts of the decompositions that matter at this damping, ``value`` units.
+        """The parts of the decompositions that matter at this damping, ``value`` units, in ``dtype``.
 
         Recomputed only when the damping crosses a quarter octave; rounding down makes a resumed run decide alike.
         """
         assert self.decomposed is not None
-        if not isinstance(solver, Truncating):
+        if not hasattr(solver, "relevant"):
             return self.decomposed
         floor = 2 ** (math.floor(4 * math.log2(value)) / 4)
         if self.relevant is None or self.relevant[0] != floor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .blocks import Block, Source, part_dtype
-from .damping import Damping
+from .damping import Damping, kind_of
 from .diagnostics import StageTimes, communicating
 from .distributed import Broadcast, Communicator, longest_first
 from .factors import FactorSpec
@@ -47,10 +47,19 @@ class RefreshInProgress:
             in use are only made again.
         gammas: The damping of each block's pairs, ``[p]``; blocks missing here use the gamma stored in their
             snapshot.
+        units: What a damping is a multiple of, and the kind of that damping, by block, where they are known.
     """
 
-    def __init__(self, start: int, spread: int, source: Source, gammas: Mapping[Block, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        start: int,
+        spread: int,
+        source: Source,
+        gammas: Mapping[Block, Tensor] | None = None,
+        units: Mapping[Block, tuple[Any, Tensor]] | None = None,
+    ) -> None:
         self.start, self.spread, self.source, self.gammas = start, spread, source, dict(gammas or {})
+        self.units = dict(units or {})
         self.blocks: list[Block] = []
         self.steps: dict[FactorJob, int] = {}  # this rank's jobs: how many steps after the start each is due
         self.background: list[FactorJob] = []  # those of them that run in the background
@@ -158,10 +167,11 @@ class Refresher:
             spread: Over how many steps to work it off; the first refresh is at once all the same.
             comm: The ranks.
         """
-        gammas = {block: value * damping.unit(block.factors("current")) for block in blocks}
+        units = {block: (kind_of(damping), damping.unit(block.factors("current"))) for block in blocks}
+        gammas = {block: value * unit for block, (_, unit) in units.items()}
         self.refreshes += 1
         if self.last_refresh is None or not spread:
-            refresh = RefreshInProgress(step, 0, "current", gammas)
+            refresh = RefreshInProgress(step, 0, "current", gammas, units)
             refresh.plan(blocks, comm.rank)
             self._work_off(refresh, 0, comm)
             self.last_refresh = step  # not before: an interrupted one is due again
@@ -169,7 +179,7 @@ class Refresher:
         self.last_refresh = step
         for block in blocks:
             block.factors("pending").freeze(block.factors("current"), gammas[block])
-        self.in_progress = RefreshInProgress(step, spread, "pending")
+        self.in_progress = RefreshInProgress(step, spread, "pending", units=units)
         self.in_progress.plan(blocks, comm.rank)
 
     def work_off(self, step: int, comm: Communicator) -> None:
@@ -256,7 +266,8 @@ class Refresher:
         for block, a, g in found:
             if refresh.source != "in_use":
                 block.factors("in_use").freeze(block.factors(refresh.source), refresh.gamma(block))
-            block.install((a, g) if comm.rank in block.workers.gradient_workers else None)
+            own = (a, g) if comm.rank in block.workers.gradient_workers else None
+            block.install(own, refresh.units.get(block))
         for block in failed:
             self._keep_last(block)
 

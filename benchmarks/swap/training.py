@@ -28,12 +28,8 @@ BASES: dict[str, type[Optimizer]] = {
 
 
 def swap_class(base: str) -> type[Optimizer]:
-    """Return the K-FAC class that takes the place of ``base``; made here where the package has none for AdamW."""
-    name = f"KFAC{'LAMB' if base == 'Lamb' else base}"
-    found: type[Optimizer] | None = getattr(kfac_optim, name, None)
-    if found is None:
-        defaults = {"_curvature_defaults": kfac_optim.KFACAdam._curvature_defaults}
-        found = type(name, (kfac_optim.KFACMixin, BASES[base]), defaults)
+    """Return the K-FAC class that takes the place of ``base``."""
+    found: type[Optimizer] = getattr(kfac_optim, f"KFAC{'LAMB' if base == 'Lamb' else base}")
     return found
 
 

@@ -33,7 +33,7 @@ class LayerOptions:
         weight_sharing: "expand" or "reduce" over shared positions, or a function of a module's name and the module that
             returns one of them.
         batch_dim: The dimension of the examples in inputs with shared positions: 0, or 1 for sequence-first models.
-        max_factor_dim: Factors of a larger dimension are kept diagonal; None: no limit.
+        max_factor_dim: Factors of a larger dimension, and lopsided ones, are kept diagonal; None: none is.
         skip_layers: Regular expressions; modules whose name contains a match have no layer.
         trainable: The parameters that the optimizer updates; None: all.
     """
@@ -136,11 +136,12 @@ class KroneckerLayer(ABC):
         self.notes: list[str] = []
         self.pairs, self.d_out, self.d_in = self.structure(module)
         limit = options.max_factor_dim
-        too_large = [limit is not None and dim > limit for dim in (self.d_in, self.d_out)]
-        self.diagonal = (self.diagonal_input or too_large[0], too_large[1])
-        for side, dim, large in zip("AG", (self.d_in, self.d_out), too_large, strict=True):
-            if large and not (side == "A" and self.diagonal_input):
-                self.notes.append(f"{side} diagonal: {dim} > max_factor_dim={limit}")
+        sides = ((self.d_in, self.d_out), (self.d_out, self.d_in))
+        reasons = ["" if limit is None else _reason_for_diagonal(dim, other, limit) for dim, other in sides]
+        self.diagonal = (self.diagonal_input or bool(reasons[0]), bool(reasons[1]))
+        for side, reason in zip("AG", reasons, strict=True):
+            if reason and not (side == "A" and self.diagonal_input):
+                self.notes.append(f"{side} diagonal: {reason}")
 
     @property
     def rule_name(self) -> str:
@@ -301,3 +302,17 @@ def own_parameter(module: nn.Module, name: str) -> nn.Parameter:
     if parameter.is_complex():
         raise Declined("complex parameters")
     return parameter
+
+
+# A vocabulary's factor costs as much as all others of a model together, and one entry of it belongs to one row of the
+# weight: next to nothing is lost by its diagonal.
+_LOPSIDED_DIM, _LOPSIDED_RATIO = 1024, 16
+
+
+def _reason_for_diagonal(dim: int, other: int, limit: int) -> str:
+    """Why a factor is kept diagonal, beside one of ``other`` rows; empty if it is not."""
+    if dim > limit:
+        return f"{dim} > max_factor_dim={limit}"
+    if dim > _LOPSIDED_DIM and dim >= _LOPSIDED_RATIO * other:
+        return f"{dim} is {dim // other} times {other} (max_factor_dim=None: whole)"
+    return ""

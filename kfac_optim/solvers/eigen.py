@@ -45,7 +45,7 @@ class EigenSolver:
         """``(eigenvalues [p, n],)`` of a diagonal factor, else ``(eigenvalues [p, n], eigenvectors [p, n, n])``."""
         if factor.dim() == 2:
             return (factor.clamp(min=0),)
-        values, vectors = torch.linalg.eigh(factor)
+        values, vectors = _of_two_rows(factor) if factor.shape[-1] == 2 else torch.linalg.eigh(factor)
         # A factor is positive semi-definite; what rounding pushes below zero would eat up the damping.
         return values.clamp_(min=0), vectors
 
@@ -75,6 +75,16 @@ class EigenSolver:
         for q, left in _in_order(vectors_g, vectors_a, not g_first):
             v = q @ v if left else v @ q.mT
         return v if whole else v.addcdiv_(gradient, gamma)
+
+
+def _of_two_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, smallest first, and eigenvectors of 2 x 2 matrices: norm layers have one for each channel."""
+    (a, b), (_, d) = (row.unbind(-1) for row in matrix.unbind(-2))
+    mean, radius = (a + d) / 2, torch.hypot((a - d) / 2, b)
+    angle = torch.atan2(2 * b, a - d) / 2
+    sine, cosine = angle.sin(), angle.cos()
+    vectors = torch.stack([torch.stack([-sine, cosine], -1), torch.stack([cosine, sine], -1)], -1)
+    return torch.stack([mean - radius, mean + radius], -1), vectors
 
 
 def _above(side: Decomposition, limit: Tensor) -> Decomposition:

@@ -208,12 +208,6 @@ def test_capturable_and_differentiable_are_refused(kfac: Any, flag: str) -> None
     assert flag in refusal(ValueError, lambda: optimizer.add_param_group({"params": model[3].parameters(), flag: True}))
 
 
-@pytest.mark.parametrize("kfac", [KFACAdam, KFACLAMB, type("KFACAdagrad", (KFACMixin, torch.optim.Adagrad), {})])
-def test_momentum_mode_belongs_to_sgd(kfac: Any) -> None:
-    message = refusal(ValueError, lambda: kfac(make_model(), precondition="momentum"))
-    assert "precondition='momentum'" in message and "'gradient'" in message and kfac.__name__ in message
-
-
 @pytest.mark.parametrize("value", ["update", None, 1])
 def test_precondition_lists_its_alternatives(value: Any) -> None:
     message = refusal((TypeError, ValueError), lambda: KFACSGD(make_model(), precondition=value))
@@ -269,7 +263,7 @@ def test_the_signature_shows_base_and_curvature_keywords(kfac: Any) -> None:
     positional = [p.name for p in base if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert list(found)[: len(positional)] == positional, "the base class's positional arguments, in its order"
     for name, parameter in {**{p.name: p for p in base}, **engine}.items():
-        assert found[name].default == DEFAULTS[kfac].get(name, parameter.default), name
+        assert found[name].default == DEFAULTS.get(name, parameter.default), name
     for name in [*engine, "model", "precondition"]:
         assert found[name].kind is inspect.Parameter.KEYWORD_ONLY, name
     assert all(p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in found.values())
@@ -314,32 +308,29 @@ def test_defaults_of_the_design() -> None:
 
 # Defaults ------------------------------------------------------------------------------------------------------------
 
-ADAPTIVE = {"inv_update_steps": growing(0.3, 3), "factor_update_steps": None, "spread": None}
-DEFAULTS: dict[type[Any], dict[str, Any]] = {
-    KFACSGD: {"scaling": "graft", "damping": OfMean(0.3), **ADAPTIVE},
-    KFACAdam: {"scaling": "unit", "damping": OfMean(1.0), **ADAPTIVE},
-    KFACLAMB: {"scaling": "unit", "damping": OfMean(1.0), **ADAPTIVE},
+DEFAULTS: dict[str, Any] = {
+    "damping": OfLargest(0.03),
+    "scaling": "graft",
+    "inv_update_steps": growing(0.3, 3),
+    "factor_update_steps": None,
+    "spread": None,
 }
 
 
-@pytest.mark.parametrize("cls", DEFAULTS)
-def test_defaults_are_those_of_the_signature(cls: type[Any]) -> None:
-    """Each class has its own; what a signature shows is what an optimizer then does."""
+@pytest.mark.parametrize("cls", [*CLASSES, type("KFACRMSprop", (KFACMixin, torch.optim.RMSprop), {})])
+def test_defaults_are_those_of_the_signature(cls: Any) -> None:
+    """One rule for all classes, other bases among them; what a signature shows is what an optimizer then does."""
     shown = {name: p.default for name, p in inspect.signature(cls).parameters.items()}
-    assert {name: shown[name] for name in DEFAULTS[cls]} == DEFAULTS[cls]
-    assert shown["precondition"] == ("momentum" if cls is KFACSGD else "gradient")
+    assert {name: shown[name] for name in DEFAULTS} == DEFAULTS
+    assert shown["precondition"] == "momentum"
     implicit = cls(make_model(), lr=0.1)
-    written = {name: shown[name] for name in DEFAULTS[cls]}
+    written = {name: shown[name] for name in DEFAULTS}
     explicit = cls(make_model(), lr=0.1, precondition=shown["precondition"], **written)
-    assert implicit.precondition == explicit.precondition
-    for name in DEFAULTS[cls]:
+    assert implicit.precondition == explicit.precondition == "momentum"
+    for name in DEFAULTS:
         assert getattr(implicit.curvature, name) == getattr(explicit.curvature, name), name
 
 
-def test_any_other_base_class_has_the_papers_defaults() -> None:
-    class KFACRMSprop(KFACMixin, torch.optim.RMSprop):
-        pass
-
-    for engine in (KFACRMSprop(make_model(), lr=0.1).curvature, CurvatureEngine(make_model())):
-        found = (engine.damping, engine.scaling, engine.inv_update_steps)
-        assert found == (0.03, KLClip(1e-3), 100)
+def test_an_engine_of_its_own_has_the_papers_defaults() -> None:
+    engine = CurvatureEngine(make_model())
+    assert (engine.damping, engine.scaling, engine.inv_update_steps) == (0.03, KLClip(1e-3), 100)
