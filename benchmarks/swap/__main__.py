@@ -7,8 +7,8 @@ trainings are for choosing defaults ("choose"), the others are only looked at in
     losses      training loss of each step, mean over the last 5 % of all steps (at least 10) before 10, 25, 50 and
                 100 % of the run; of the GAN the distance to the data, of the two loops of reinforcement learning minus
                 the exact return of the policy. The base and the swap see the same weights, batches and noise.
-    behind      the swap is above the base by more than 2 % of the base's loss; where losses can be negative (flows,
-                returns) by more than 2 % of what the base drops by in the whole run
+    behind      the swap is above the base by more than 2 % of the base's loss; where that can be negative (flows,
+                returns) or ends in noise (the GAN's distance) by more than 2 % of what the base drops by in the run
     seconds     CPU time of the steps on one thread; base and swap take turns, a run each. With --jobs the processes
                 disturb each other, and with --reuse the base ran at another time: read ratios of either with care.
 
@@ -115,7 +115,7 @@ def measure(output: Output, options: Any, names: Sequence[str]) -> None:
     def runs(training: Training, of: Sequence[str] | None) -> list[Line]:
         return [fresh.runs[Store.key(identity(training, seed, of))] for seed in seeds]
 
-    verdicts = [Verdict(t.name, t.half, t.signed, runs(t, None), runs(t, swap)) for t in trainings]
+    verdicts = [Verdict(t.name, t.half, t.of_drop, runs(t, None), runs(t, swap)) for t in trainings]
     text = report.tables(verdicts)
     head = {"options": swap, "summary": report.summaries(verdicts), "table": text.splitlines()}
     output.save_runs(options.label, head, fresh.runs.values())
