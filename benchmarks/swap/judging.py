@@ -92,8 +92,9 @@ class Pair:
     @property
     def held_out_difference(self) -> float | None:
         """The swap's held-out loss less the base's, as a share of the scale; None where there is none."""
-        scale = abs(self.scale(self.base_held_out))
-        return (self.swap_held_out - self.base_held_out) / scale if scale > 0 else None
+        if not math.isfinite(self.base_held_out):
+            return None
+        return (self.swap_held_out - self.base_held_out) / (abs(self.scale(self.base_held_out)) or math.nan)
 
     @property
     def held_out_not_worse(self) -> bool | None:
