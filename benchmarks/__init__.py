@@ -5,6 +5,7 @@ answers a question by a command of its own (from the root of the repository), an
 its folder of ``benchmarks/results/``:
 
     convergence         steps and seconds to a target, every optimizer tuned alike; ``.width``: the best rate by width
+    swap                small scripts with one line changed: where K-FAC is behind the base optimizer, and its time
     step_time           what a step costs, and what it holds in memory
     gpu                 the same for large models on a GPU, and decompositions by size
     paper               the paper's tables and figures at the scale of one machine

@@ -7,8 +7,8 @@ trainings are for choosing defaults ("choose"), the others are only looked at in
     losses      training loss of each step, mean over the last 5 % of all steps (at least 10) before 10, 25, 50 and
                 100 % of the run; of the GAN the distance to the data, of the two loops of reinforcement learning minus
                 the exact return of the policy. The base and the swap see the same weights, batches and noise.
-    behind      the swap is above the base by more than 2 % of the base's loss; where losses can be negative (flows,
-                returns) by more than 2 % of what the base drops by in the whole run
+    behind      the swap is above the base by more than 2 % of the base's loss; where that can be negative (flows,
+                returns) or ends in noise (the GAN's distance) by more than 2 % of what the base drops by in the run
     seconds     CPU time of the steps on one thread; base and swap take turns, a run each. With --jobs the processes
                 disturb each other, and with --reuse the base ran at another time: read ratios of either with care.
 
@@ -20,78 +20,19 @@ benchmarks/results/swap/main.json`` runs the swap alone, beside the base runs of
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Sequence
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import torch
-from tqdm import tqdm
-
-import kfac_optim
 from benchmarks.common.reports import Command, Output
 from benchmarks.common.runs import Line, Store
 from benchmarks.common.settings import nearest
 from benchmarks.swap import report
+from benchmarks.swap.jobs import every, identity, keywords
 from benchmarks.swap.judging import Verdict
-from benchmarks.swap.training import Run, Training
+from benchmarks.swap.training import Training
 from benchmarks.swap.trainings import HALVES, TRAININGS
-
-Job = tuple[str, int, int | None, tuple[str, ...], bool]  # training, seed, steps if not its own, options, base too
-
-
-def keywords(options: Sequence[str]) -> dict[str, Any]:
-    """Return the keywords that ``NAME=EXPRESSION`` stand for, in terms of kfac_optim's names, torch and math.
-
-    Raises:
-        ValueError: If one has no "=" or its expression cannot be evaluated.
-    """
-    names = {name: getattr(kfac_optim, name) for name in kfac_optim.__all__} | {
-        "torch": torch,
-        "kfac_optim": kfac_optim,
-    }
-    given = {}
-    for option in options:
-        name, equals, expression = option.partition("=")
-        try:
-            given[name] = eval(expression, dict(names))
-        except Exception as error:
-            raise ValueError(f"--option {option}: {error or 'must be NAME=EXPRESSION'}") from error
-    return given
-
-
-def identity(training: Training, seed: int, options: Sequence[str] | None) -> Line:
-    """Return what must agree for a run of a file to stand for one of this command; ``options`` None: the base's."""
-    return {**training.settings(), "seed": seed, "swap": None if options is None else list(options)}
-
-
-def work(job: Job) -> list[Line]:
-    """Run one training with one seed by the base, if asked to, and by the swap; return their lines."""
-    name, seed, steps, options, with_base = job
-    training = TRAININGS[name] if steps is None else replace(TRAININGS[name], steps=steps)
-    lines = []
-    for kfac in (None, options) if with_base else (options,):
-        figures = Run(training, seed, None if kfac is None else keywords(kfac)).finish()
-        lines.append({"run": identity(training, seed, kfac), **figures})
-    return lines
-
-
-def every(jobs: Sequence[Job], processes: int) -> Iterator[list[Line]]:
-    """Yield the lines of each job, as it ends, under a progress bar."""
-    pause = 0.5 if sys.stderr.isatty() else 10.0
-    with tqdm(total=len(jobs), desc="swap", unit="pair", mininterval=pause, leave=False) as bar:
-        if processes == 1:
-            for job in jobs:
-                bar.set_postfix_str(f"{job[0]} seed {job[1]}")
-                yield work(job)
-                bar.update()
-            return
-        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-            for done in as_completed([pool.submit(work, job) for job in jobs]):
-                yield done.result()
-                bar.update()
 
 
 def measure(output: Output, options: Any, names: Sequence[str]) -> None:
@@ -115,7 +56,7 @@ def measure(output: Output, options: Any, names: Sequence[str]) -> None:
     def runs(training: Training, of: Sequence[str] | None) -> list[Line]:
         return [fresh.runs[Store.key(identity(training, seed, of))] for seed in seeds]
 
-    verdicts = [Verdict(t.name, t.half, t.signed, runs(t, None), runs(t, swap)) for t in trainings]
+    verdicts = [Verdict(t.name, t.half, t.of_drop, runs(t, None), runs(t, swap)) for t in trainings]
     text = report.tables(verdicts)
     head = {"options": swap, "summary": report.summaries(verdicts), "table": text.splitlines()}
     output.save_runs(options.label, head, fresh.runs.values())

@@ -150,12 +150,6 @@ def sensors() -> tuple[Tensor, Tensor]:
     return rows[:3200], rows[3200:]
 
 
-def ring(count: int) -> Tensor:
-    """Draw points of eight small clusters on a circle, from torch's generator."""
-    angles = torch.randint(8, (count,)) * math.pi / 4
-    return torch.stack([angles.cos(), angles.sin()], 1) + 0.05 * torch.randn(count, 2)
-
-
 @cache
 def graph(nodes: int = 1200, classes: int = 6, width: int = 100) -> tuple[Tensor, Tensor, Tensor]:
     """Return a citation-like graph: features ``[nodes, width]``, classes, and edges ``[2, count]``, both ways."""

@@ -100,22 +100,28 @@ def distance(x: Tensor, y: Tensor) -> Tensor:
 
 
 def gan() -> Script:
-    """Clusters on a ring by a generator and a discriminator; judged by the distance of 512 points to the data."""
-    maker, critic = mlp(16, 128, 128, 2), mlp(2, 128, 128, 1, activation=lambda: nn.LeakyReLU(0.2))
+    """Points of two moons by a generator and a discriminator with squared errors (LSGAN).
+
+    Judged by the distance of 512 points to the data: the losses of the two say little.
+    """
+    maker, critic = mlp(8, 128, 128, 2), mlp(2, 128, 128, 1, activation=lambda: nn.LeakyReLU(0.2))
+    train, test = data.moons()
+
+    def some(count: int) -> Tensor:
+        return train[torch.randint(len(train), (count,))]
 
     def critical(step: int) -> Tensor:
-        real, fake = critic(data.ring(256)), critic(maker(torch.randn(256, 16)).detach())
-        yes, no = torch.ones_like(real), torch.zeros_like(fake)
-        return F.binary_cross_entropy_with_logits(real, yes) + F.binary_cross_entropy_with_logits(fake, no)
+        real, fake = critic(some(256)), critic(maker(torch.randn(256, 8)).detach())
+        return F.mse_loss(real, torch.ones_like(real)) + F.mse_loss(fake, torch.zeros_like(fake))
 
     def made(step: int) -> Tensor:
-        fake = critic(maker(torch.randn(256, 16)))
-        return F.binary_cross_entropy_with_logits(fake, torch.ones_like(fake))
+        fake = critic(maker(torch.randn(256, 8)))
+        return F.mse_loss(fake, torch.ones_like(fake))
 
     return Script(
         [Part(critic, critical), Part(maker, made)],
-        judged=lambda: distance(maker(torch.randn(512, 16)), data.ring(512)),
-        held_out=lambda: distance(maker(torch.randn(2000, 16)), data.ring(2000)),
+        judged=lambda: distance(maker(torch.randn(512, 8)), some(512)),
+        held_out=lambda: distance(maker(torch.randn(2000, 8)), test),
     )
 
 

@@ -50,7 +50,8 @@ def is_behind(base: float, swap: float, scale: float) -> bool:
     Args:
         base: Mean of the base's window.
         swap: Mean of the swap's.
-        scale: What the slack is a share of: the base's own value, or its whole drop where values can be negative.
+        scale: What the slack is a share of: the base's own value, or its whole drop where values can be negative or end
+            in noise.
     """
     if not math.isfinite(swap):
         return math.isfinite(base)
@@ -64,13 +65,13 @@ class Pair:
     base: list[float]
     swap: list[float]
     first: float  # The base's first window
-    signed: bool  # Whether values can be negative
+    of_drop: bool  # Whether slack is a share of the whole drop, not of the value
     base_held_out: float = math.nan
     swap_held_out: float = math.nan
 
     def scale(self, base: float) -> float:
         """Return what the slack at a point is a share of, where the base has ``base``."""
-        return self.first - self.base[-1] if self.signed else base
+        return self.first - self.base[-1] if self.of_drop else base
 
     @property
     def behind(self) -> list[bool]:
@@ -91,8 +92,9 @@ class Pair:
     @property
     def held_out_difference(self) -> float | None:
         """The swap's held-out loss less the base's, as a share of the scale; None where there is none."""
-        scale = abs(self.scale(self.base_held_out))
-        return (self.swap_held_out - self.base_held_out) / scale if scale > 0 else None
+        if not math.isfinite(self.base_held_out):
+            return None
+        return (self.swap_held_out - self.base_held_out) / (abs(self.scale(self.base_held_out)) or math.nan)
 
     @property
     def held_out_not_worse(self) -> bool | None:
@@ -108,7 +110,7 @@ class Verdict:
 
     name: str
     half: str
-    signed: bool
+    of_drop: bool
     base: list[Line]
     swap: list[Line]
 
@@ -117,7 +119,7 @@ class Verdict:
             [mean(column) for column in zip(*(run["points"] for run in runs), strict=True)] for runs in (base, swap)
         ]
         held_out = [mean(run["held_out"] for run in runs) for runs in (base, swap)]
-        return Pair(points[0], points[1], mean(run["first"] for run in base), self.signed, held_out[0], held_out[1])
+        return Pair(points[0], points[1], mean(run["first"] for run in base), self.of_drop, held_out[0], held_out[1])
 
     @property
     def mean(self) -> Pair:
@@ -144,7 +146,7 @@ def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """Return the figures that stand for all of ``verdicts``."""
     seeds = [pair for verdict in verdicts for pair in verdict.seeds]
     held_out = [pair.held_out_not_worse for pair in seeds if pair.held_out_not_worse is not None]
-    ends = [(pair.base[-1], pair.swap[-1]) for pair in (verdict.mean for verdict in verdicts) if not pair.signed]
+    ends = [(pair.base[-1], pair.swap[-1]) for pair in (verdict.mean for verdict in verdicts) if not pair.of_drop]
     return {
         "behind": share([behind for verdict in verdicts for behind in verdict.mean.behind]),
         "behind, single seeds": share([behind for pair in seeds for behind in pair.behind]),

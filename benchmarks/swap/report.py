@@ -61,8 +61,8 @@ def tables(verdicts: Sequence[Verdict]) -> str:
 
 
 NOTE = """
-10% to 100%: swap less base as a share of the base's loss (of its whole drop where losses can be negative: flows,
-returns), means over seeds and over the last 5 % of all steps before the point, at least 10; *: behind, above by more
+10% to 100%: swap less base as a share of the base's loss (of its whole drop for flows, returns and the GAN's
+distance), means over seeds and over the last 5 % of all steps before the point, at least 10; *: behind, above by more
 than 2 %. seeds: points behind, of each seed alone. held out: the same at the end. s: CPU seconds of a base run; time:
 the swap's over the base's. Summary: points behind of all points; runs lower at the end, and held out not above by more
 than 2 %, of all runs; geometric means over the trainings."""

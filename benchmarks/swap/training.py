@@ -89,7 +89,9 @@ class Training:
     schedule: str = "constant"  # Of the learning rate, after the warm-up: "constant" or "cosine"
     warmup: int = 0  # Steps of linear warm-up
     clip: float | None = None  # Largest norm of the gradient
-    signed: bool = False  # What is judged can be negative: slack is a share of the base's whole drop
+    of_drop: bool = (
+        False  # Slack is a share of the base's whole drop, as what is judged can be negative or ends in noise
+    )
     judged: str = "training loss"  # What is judged, in words
 
     def settings(self) -> Line:

@@ -8,7 +8,7 @@ from benchmarks.swap.training import Training
 CHOOSE = [
     Training("mlp", "choose", supervised.digits_mlp, "SGD", {"lr": 0.01}, "small", 400),
     Training("regression-table", "choose", supervised.teacher, "Adam", {"lr": 1e-4}, "small", 400),
-    Training("vae", "choose", generative.vae, "Adam", {"lr": 1e-3}, "usual", 300),
+    Training("vae", "choose", generative.vae, "Adam", {"lr": 1e-3}, "usual", 200),
     Training(
         "gpt-characters", "choose", supervised.character_gpt, "AdamW", {"lr": 1e-3, "betas": (0.9, 0.95)}, "usual", 250,
         schedule="cosine", warmup=20, clip=1.0,
@@ -23,13 +23,13 @@ CHOOSE = [
         "edge", 300,
     ),
     Training("unet-diffusion", "choose", generative.unet_diffusion, "AdamW", {"lr": 1e-3}, "usual", 200),
-    Training("flow-moons", "choose", generative.flow_of_moons, "Adam", {"lr": 1e-3}, "usual", 250, signed=True),
+    Training("flow-moons", "choose", generative.flow_of_moons, "Adam", {"lr": 1e-3}, "usual", 250, of_drop=True),
     Training(
         "encoder-rows", "choose", supervised.encoder, "Lamb", {"lr": 0.01, "weight_decay": 0.01}, "usual", 300,
         warmup=20,
     ),
     Training(
-        "actor-critic", "choose", control.actor_critic, "Adam", {"lr": 5e-4}, "usual", 300, clip=0.5, signed=True,
+        "actor-critic", "choose", control.actor_critic, "Adam", {"lr": 1e-3}, "usual", 300, clip=0.5, of_drop=True,
         judged="minus the exact return of the policy",
     ),
     Training("graph", "choose", supervised.graph_net, "Adam", {"lr": 0.01, "weight_decay": 5e-4}, "usual", 200),
@@ -39,7 +39,7 @@ CHOOSE = [
     ),
     Training("two-tasks", "choose", supervised.two_tasks, "Adam", {"lr": 1e-3}, "usual", 300),
     Training("recommender", "choose", supervised.recommender, "Adam", {"lr": 2e-3}, "usual", 400),
-    Training("mlp-tanh", "choose", supervised.deep_digits_mlp, "Adam", {"lr": 0.01}, "edge", 300),
+    Training("mlp-tanh", "choose", supervised.deep_digits_mlp, "Adam", {"lr": 0.03}, "edge", 300),
 ]  # fmt: skip
 
 JUDGE = [
@@ -59,10 +59,10 @@ JUDGE = [
     ),
     Training("conv-dropout", "judge", supervised.convolutions_with_dropout, "Adam", {"lr": 1e-4}, "small", 300),
     Training("point-diffusion", "judge", generative.point_diffusion, "AdamW", {"lr": 1e-3}, "usual", 400, clip=1.0),
-    Training("flow-sensors", "judge", generative.flow_of_sensors, "Adam", {"lr": 0.01}, "edge", 250, signed=True),
+    Training("flow-sensors", "judge", generative.flow_of_sensors, "Adam", {"lr": 0.01}, "edge", 250, of_drop=True),
     Training("contrastive", "judge", generative.contrastive, "Lamb", {"lr": 0.01, "weight_decay": 1e-4}, "usual", 250),
     Training(
-        "deep-q", "judge", control.deep_q, "Adam", {"lr": 1e-3}, "usual", 400, signed=True,
+        "deep-q", "judge", control.deep_q, "Adam", {"lr": 1e-3}, "usual", 400, of_drop=True,
         judged="minus the exact return of the policy",
     ),
     Training("heat-equation", "judge", control.heat_equation, "Adam", {"lr": 1e-3}, "usual", 300),
@@ -71,7 +71,7 @@ JUDGE = [
         "siamese", "judge", generative.siamese, "SGD", {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4}, "usual", 300
     ),
     Training(
-        "gan", "judge", generative.gan, "Adam", {"lr": 1e-3, "betas": (0.5, 0.999)}, "usual", 400,
+        "gan", "judge", generative.gan, "Adam", {"lr": 1e-3, "betas": (0.5, 0.999)}, "usual", 400, of_drop=True,
         judged="distance of 512 points to the data",
     ),
     Training("word-bag", "judge", supervised.word_bag, "AdamW", {"lr": 1e-3}, "usual", 400),
