@@ -75,6 +75,13 @@ class BuiltEngine(ViewedEngine):
                 "if they are a model's, pass the model, as first argument or as model=...",
                 stacklevel=3,
             )
+        elif self._trained and not self._blocks and not self.skip_layers:
+            reasons = dict.fromkeys(reason for _, reason in self.uncovered.values())
+            warnings.warn(
+                "K-FAC preconditions none of the optimizer's parameters, so that all of them train by the base rule: "
+                f"{'; '.join([*reasons][:3])}. print(optimizer.curvature) lists them, and register_layer() adds a rule",
+                stacklevel=3,
+            )
         self._restore()
         self._end_construction()
 

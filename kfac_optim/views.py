@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .blocks import Block
 from .damping import as_damping, value_of
-from .diagnostics import Row, StageTimes, human_bytes, memory_of, report_of, row_of, table, total, workers_of
+from .diagnostics import Row, StageTimes, count, human_bytes, memory_of, report_of, row_of, table, total, workers_of
 from .distributed import Assignment, LocalCommunicator
 from .layers import KroneckerLayer
 from .state import StatefulEngine
@@ -106,8 +106,8 @@ class ViewedEngine(StatefulEngine):
         memory = human_bytes(self.memory_estimate()["total"])
         unseen = [block.layer for block in self._blocks if block.never_seen]
         base = len(self.uncovered) + sum(len(layer.parameters) for layer in unseen)
-        footer = f"{len(rows) - len(self.uncovered) - len(unseen)} layers preconditioned, "
-        footer += f"{base} parameters by the base rule, {memory}"
+        layers = len(rows) - len(self.uncovered) - len(unseen)
+        footer = f"{count(layers, 'layer')} preconditioned, {count(base, 'parameter')} by the base rule, {memory}"
         if self.comm.world_size > 1:
             footer += (
                 f"\nrank {self.comm.rank} of {self.comm.world_size}, load of the decompositions: "

@@ -16,6 +16,7 @@ from .profile import StageTimes, communicating
 from .report import (
     Row,
     cosine,
+    count,
     damped_condition,
     flatten,
     human_bytes,
@@ -35,6 +36,7 @@ __all__ = [
     "damped_condition",
     "eigenvalues",
     "flatten",
+    "count",
     "human_bytes",
     "memory_of",
     "plot_assignment",

@@ -25,6 +25,7 @@ from ..distributed import Communicator
 __all__ = [
     "Row",
     "cosine",
+    "count",
     "damped_condition",
     "flatten",
     "human_bytes",
@@ -186,6 +187,11 @@ def table(rows: Sequence[Row], title: str, footer: str) -> str:
     text = ["  ".join(line[i].ljust(widths[i]) for i in used).rstrip() for line in (header, *lines)]
     line = "-" * max(len(row) for row in text)
     return "\n".join((title, line, text[0], line, *text[1:], line, footer))
+
+
+def count(number: int, noun: str) -> str:
+    """``"1 layer"``, ``"2 layers"``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def human_bytes(count: float) -> str:

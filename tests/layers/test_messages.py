@@ -65,6 +65,35 @@ def test_parameters_that_no_module_owns_train_by_the_base_rule() -> None:
     copy.deepcopy(first)
 
 
+class GraphConvolution(nn.Module):
+    """A layer whose parameters are its own, as graph networks have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.kernel
+
+
+def test_a_model_without_any_layer_that_is_preconditioned_is_told_so_once() -> None:
+    model = nn.Sequential(GraphConvolution(), nn.ReLU())
+    with pytest.warns(UserWarning, match=r"none of the optimizer's parameters.*GraphConvolution.*curvature") as warned:
+        optimizer = KFACAdam(model, lr=0.1)
+        model(torch.randn(8, 4)).sum().backward()
+        optimizer.step()
+    assert len(warned) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        KFACAdam(nn.Sequential(GraphConvolution(), nn.Linear(3, 2)), lr=0.1)
+        KFACAdam(nn.Linear(3, 2), lr=0.1, skip_layers=[""])  # on purpose
+
+
+def test_the_table_counts_one_layer_and_one_parameter_in_the_singular() -> None:
+    table = repr(KFACAdam(nn.Sequential(GraphConvolution(), nn.Linear(3, 2)), lr=0.1).curvature)
+    assert table.splitlines()[-1].startswith("1 layer preconditioned, 1 parameter by the base rule, ")
+
+
 def test_a_model_that_owns_none_of_the_parameters_is_refused_at_construction() -> None:
     model, other = nn.Linear(4, 3), nn.Linear(4, 3)
     with pytest.raises(ValueError, match=r"model=Linear.*owns none of the 2 parameters"):
