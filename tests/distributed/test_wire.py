@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kfac_optim import HorovodCommunicator
-from kfac_optim.distributed import Broadcast, Communicator
+from kfac_optim.distributed import Broadcast, Communicator, share_gradients
 
 
 class Done:
@@ -135,3 +135,43 @@ def test_horovod_s_operations_are_waited_for_by_their_handles(horovod: PretendHo
     assert kept.tolist() == [0, 1, 2]
     assert horovod.sets == ["all", "all"]
     assert not horovod.pending
+
+
+class OutOfInputs(Communicator):
+    """Rank 1 of two; rank 0 has inputs left, and broadcasts the given tensors."""
+
+    def __init__(self, *sent: Tensor) -> None:
+        super().__init__(1, 2, bucket_bytes=1)
+        self.sent = list(sent)
+
+    def _start_sum(self, tensor: Tensor) -> Done:
+        tensor += torch.tensor([1.0, 0.0])
+        return Done()
+
+    def _start_max(self, tensor: Tensor) -> Done:
+        raise AssertionError
+
+    def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Done:
+        assert (source, members) == (0, (0, 1))
+        tensor.copy_(self.sent.pop(0).view(-1).view(torch.uint8))
+        return Done()
+
+
+@pytest.mark.parametrize("exhausted", [True, False])
+def test_a_rank_without_inputs_gets_the_gradients_of_the_others(exhausted: bool) -> None:
+    """The first parameter has a gradient of old, the second has none, and neither has the third on the other rank."""
+    parameters = [nn.Parameter(torch.zeros(2, 2)) for _ in range(3)]
+    old = [torch.full((2, 2), 9.0), None, torch.full((2, 2), 9.0)]
+    for p, g in zip(parameters, old, strict=True):
+        p.grad = g
+    new = [torch.arange(4.0).view(2, 2), -torch.arange(4.0).view(2, 2)]
+    comm = OutOfInputs(torch.tensor([1, 1, 0], dtype=torch.uint8), *new)
+    if exhausted:
+        share_gradients(comm, parameters, exhausted=True)
+        assert [None if p.grad is None else p.grad.tolist() for p in parameters] == [*(g.tolist() for g in new), None]
+        assert not comm.sent
+    else:  # both have inputs: nothing to share
+        comm._start_sum = lambda tensor: [tensor.fill_(1.0), Done()][1]  # type: ignore[method-assign]
+        share_gradients(comm, parameters, exhausted=False)
+        assert all(p.grad is g for p, g in zip(parameters, old, strict=True))
+        assert len(comm.sent) == 3
