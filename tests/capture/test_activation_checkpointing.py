@@ -137,3 +137,11 @@ def test_sampled_fisher_refuses_reentry_with_the_remedy(inside: tuple[int, ...])
     optimizer = KFACSGD(model, fisher="categorical", **OPTIONS)
     with pytest.raises(RuntimeError, match=r"use_reentrant=False.*fisher='empirical'"):
         run(model, optimizer)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("average", ["batch+sequence", "elements"])
+def test_a_checkpointed_block_is_no_call_of_the_model(reentrant: bool, average: str) -> None:
+    """The output of a block has more positions and elements than that of the model, of which the loss is a mean."""
+    plain = Net()
+    check(checkpointed(plain, (0, 2), reentrant), plain, loss_average=average)

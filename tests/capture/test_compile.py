@@ -188,10 +188,10 @@ def forwards_first(call: Call, step: int) -> None:
         loss.backward()
 
 
-def one_backward_for_two(call: Call, step: int) -> None:
-    losses = [
-        F.cross_entropy(call(numbers(step + k, size, 4)), classes(step + k, size)) for k, size in ((0, 4), (50, 8))
-    ]
+def one_backward_for_three(call: Call, step: int) -> None:
+    """The largest of them is neither the first nor the last."""
+    sizes = ((0, 4), (50, 8), (90, 6))
+    losses = [F.cross_entropy(call(numbers(step + k, size, 4)), classes(step + k, size)) for k, size in sizes]
     torch.stack(losses).sum().backward()
 
 
@@ -276,7 +276,7 @@ ODD: dict[str, tuple[Callable[[], nn.Module], Call, dict[str, Any]]] = {
     "loss in the output": (WithLoss, with_labels, {}),
     "accumulation and evaluation": (mlp, accumulated, {}),
     "forwards before backwards": (mlp, forwards_first, {}),
-    "one backward of two forwards": (mlp, one_backward_for_two, {}),
+    "one backward of three forwards": (mlp, one_backward_for_three, {}),
     "terms by a function": (mlp, on_vectors, {"loss_average": lambda inputs, y: y.shape[0]}),
     "checkpoint": (lambda: Checkpointed(False), on_vectors, {}),
     "re-entrant checkpoint": (lambda: Checkpointed(True), on_vectors, {}),

@@ -333,3 +333,26 @@ def test_saliency_maps_and_clearing_between_them() -> None:
         loss_of(model, 2).backward()
 
     assert_as(run, passes(1, 2))
+
+
+def test_a_backward_pass_that_raised_leaves_no_trace_if_its_graph_is_used_again() -> None:
+    """No call of the model comes between the two passes."""
+    raised = []
+
+    def out_of_memory(g: Tensor) -> None:
+        if not raised:
+            raised.append(True)
+            raise RuntimeError("out of memory")
+
+    def run(model: nn.Module, optimizer: KFACSGD) -> None:
+        handle = model[1].register_forward_hook(
+            lambda module, args, output: output.register_hook(out_of_memory) and None
+        )
+        loss = loss_of(model, 1)
+        handle.remove()
+        with pytest.raises(RuntimeError, match="out of memory"):
+            loss.backward(retain_graph=True)
+        optimizer.zero_grad()
+        loss.backward()
+
+    assert_as(run, passes(1))

@@ -188,3 +188,13 @@ def test_budgets_in_words(text: str | int, count: int) -> None:
     KAISA(memory_budget=text).assign([LayerCost((1.0, 1.0), count)], 2)
     with pytest.raises(ValueError, match="smallest"):
         KAISA(memory_budget=text).assign([LayerCost((1.0, 1.0), count + 1)], 2)
+
+
+@pytest.mark.parametrize("world_size", [3, 6, 7, 96])
+def test_a_fraction_may_be_written_with_six_digits(world_size: int) -> None:
+    costs = [LayerCost((27.0, 8.0), 100)]
+    for workers in (n for n in range(1, world_size + 1) if world_size % n == 0):
+        rounded = KAISA(round(workers / world_size, 6))
+        assert rounded.assign(costs, world_size) == KAISA(workers / world_size).assign(costs, world_size)
+    with pytest.raises(ValueError, match="valid fractions"):
+        KAISA(round(1 / world_size, 6) + 2e-6).assign(costs, world_size)

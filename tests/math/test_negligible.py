@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from kfac_optim import KFACSGD, EigenSolver
 from kfac_optim.solvers import Decomposition
@@ -158,3 +159,14 @@ def test_what_is_out_of_range_is_refused(value: float) -> None:
     """Naming the argument, the value and the range."""
     with pytest.raises(ValueError, match=r"EigenSolver\(negligible=.*\): must be in \[0, 1\)"):
         EigenSolver(negligible=value)
+
+
+@pytest.mark.parametrize("kept", [(1, 9), (7, 2), (3, 3), (7, 9)])
+def test_the_products_come_in_the_cheaper_order(kept: tuple[int, int]) -> None:
+    """There and back, each by the order that takes the fewer multiply-adds."""
+    (d_out, d_in), (kept_out, kept_in) = (7, 9), kept
+    a, g = ((torch.rand(1, k), torch.randn(1, d, k)) for d, k in ((d_in, kept_in), (d_out, kept_out)))
+    with FlopCounterMode(display=False) as counter:
+        EigenSolver().precondition(torch.randn(1, d_out, d_in), a, g, torch.ones(1))
+    g_first, a_first = kept_out * d_in * (d_out + kept_in), d_out * kept_in * (d_in + kept_out)
+    assert counter.get_total_flops() == 2 * 2 * min(g_first, a_first)

@@ -1,0 +1,56 @@
+"""Which sharded weights are whole matrices to K-FAC, in one process that stands for one rank of eight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from kfac_optim.distributed import sharding_problem
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Two by four ranks, none of which sends anything."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield init_device_mesh("cpu", (2, 4), mesh_dim_names=("outer", "inner"))
+    dist.destroy_process_group()
+
+
+def sharded(mesh: DeviceMesh, *placements: Placement) -> DTensor:
+    return DTensor.from_local(torch.ones(8, 8), mesh, placements, run_check=False)
+
+
+ROWS: tuple[Placement, ...] = (Replicate(), Shard(0))
+OTHERS: list[tuple[Placement, ...]] = [
+    (Replicate(), Shard(1)),
+    (Shard(0), Shard(0)),
+    (Shard(1), Shard(0)),
+    (Shard(0), Replicate()),
+    (Replicate(), Replicate()),
+]
+
+
+def test_rows_split_by_fsdp2_are_no_problem(mesh: DeviceMesh) -> None:
+    model = fully_shard(nn.Linear(8, 8), mesh=mesh)
+    plain = nn.Linear(8, 8)
+    assert sharding_problem(model.weight, [plain, nn.Sequential(model)]) == ""
+    assert sharding_problem(sharded(mesh, *ROWS), [model]) == ""
+    assert sharding_problem(plain.weight, [plain]) == ""
+
+
+def test_without_fsdp2_they_are_split_by_tensor_parallelism(mesh: DeviceMesh) -> None:
+    assert "split by tensor parallelism" in sharding_problem(sharded(mesh, *ROWS), [nn.Linear(8, 8)])
+
+
+@pytest.mark.parametrize("placements", OTHERS, ids=str)
+def test_anything_but_rows_is_a_problem_under_fsdp2_too(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
+    roots = [fully_shard(nn.Linear(8, 8), mesh=mesh)]
+    assert "or not by rows" in sharding_problem(sharded(mesh, *placements), roots)
