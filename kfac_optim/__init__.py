@@ -29,7 +29,7 @@ from .engine import CurvatureEngine, memory_estimate
 from .layers import Declined, KroneckerLayer, LayerOptions, register_layer
 from .optimizers import KFACLAMB, KFACSGD, KFACAdam, KFACAdamW, KFACMixin
 from .scaling import Direction, Graft, KLClip, Scaling, Unit
-from .schedules import constant_then_scaled, exponential_decay, growing
+from .schedules import constant_then_scaled, exponential_decay, growing, inverse_time_decay
 from .solvers import EigenSolver, InverseSolver, Solver
 
 __version__ = "0.1.0"
@@ -51,6 +51,7 @@ __all__ = [
     "constant_then_scaled",
     "exponential_decay",
     "growing",
+    "inverse_time_decay",
     # module types
     "Declined",
     "KroneckerLayer",

@@ -30,6 +30,7 @@ from .distributed import Assignment, Communicator, agreement, make_communicator,
 from .layers import LayerOptions, owners_of, unwrap
 from .preconditioning import Preconditioner
 from .refresh import Refresher
+from .trust import Trust
 from .views import ViewedEngine
 
 __all__ = ["BuiltEngine"]
@@ -67,6 +68,7 @@ class BuiltEngine(ViewedEngine):
             self.factor_dtype, summed=self.loss_average is None, sampled=self._sampled_fisher is not None
         )
         self._refresher = Refresher(self.solver, self.inv_dtype, self._stages)
+        self._trust = Trust()
         self._blocks: list[Block] = []
         self._find_layers()
         if self._trained and not self._roots:

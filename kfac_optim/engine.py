@@ -82,13 +82,15 @@ class CurvatureEngine(BuiltEngine):
 
     __signature__ = signature(BuiltEngine.__init__)
 
-    def update(self, gradients: Sequence[Tensor], lrs: Iterable[Lr] = (1.0,)) -> bool:
+    def update(self, gradients: Sequence[Tensor], lrs: Iterable[Lr] = (1.0,), alignment: Tensor | None = None) -> bool:
         """The first half of a step: takes up what was captured and refreshes the decompositions if that is due.
 
         Args:
             gradients: The gradients of all trained parameters.
             lrs: The learning rates of the step. A step on zero gradients with all of them 0 and nothing captured, as
                 torch.distributed.checkpoint takes it, changes nothing.
+            alignment: Of the gradients with the last step's turn, 0-dim (:func:`kfac_optim.trust.alignment`); None
+                where there was none.
 
         Returns:
             Whether the step is to be taken; False if a gradient is not finite.
@@ -105,7 +107,7 @@ class CurvatureEngine(BuiltEngine):
             block.make_room(self.factor_dtype, spreads=self.may_spread)
         statistics = self._capture.take()
         largest = largest_entry(gradients)
-        flags = [largest, *statistics.flags]
+        flags = [largest, *(() if alignment is None else (alignment,)), *statistics.flags]
         largest_gradient, *values = torch.cat(
             [flag.to(largest.device, torch.float32).view(-1) for flag in flags]
         ).tolist()  # the sync
@@ -122,6 +124,8 @@ class CurvatureEngine(BuiltEngine):
         if not finite:
             self._skip()
             return False
+        if alignment is not None:
+            self._trust.learn(values.pop(0))
         settled = statistics.settle(values)
         if self._capture.enabled and trains and self._blocks:
             unseen = not any(settled.taken) and statistics.has_gradients()

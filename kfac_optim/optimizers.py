@@ -25,18 +25,21 @@ from .distributed import join_hook, notify_join_context, register_joinable, shar
 from .engine import CurvatureEngine
 from .lamb import MultiTensorLamb
 from .preconditioning import Lr
-from .schedules import growing
+from .schedules import growing, inverse_time_decay
+from .trust import alignment, turned
 
 __all__ = ["KFACLAMB", "KFACAdam", "KFACAdamW", "KFACMixin", "KFACSGD"]
 
 # Defaults of the optimizers, chosen on one half of benchmarks.swap and judged on the other (benchmarks/results/swap).
 # None of them depends on the scale of the loss. An engine without an optimizer has the paper's.
 _DEFAULTS: dict[str, Any] = {
-    "damping": OfLargest(0.03),
+    "damping": OfLargest(inverse_time_decay(0.03, steps=10, final=1e-4)),
     "scaling": "graft",
-    "inv_update_steps": growing(fraction=0.3, minimum=3),
+    "inv_update_steps": growing(fraction=1.0, minimum=10),
 }
 _PRECONDITIONS = ("momentum", "gradient")
+
+TURN = "kfac_turn"  # key in the state of a parameter: K-FAC's direction less the base's update, of the last step
 
 # Of this process, for the one that Horovod derives from another: nothing that it passes on leads back to that one.
 _LIVE: weakref.WeakSet[KFACMixin] = weakref.WeakSet()
@@ -169,7 +172,8 @@ class KFACMixin(_Optimizer):
         groups = self.param_groups
         gradients = {p: p.grad for group in groups for p in group["params"] if p.grad is not None}
         try:
-            if engine.update(list(gradients.values()), [group["lr"] for group in groups]):
+            lrs = [group["lr"] for group in groups]
+            if engine.update(list(gradients.values()), lrs, self._alignment(gradients)):
                 lr = {p: group["lr"] for group in groups for p in group["params"]}
                 if self.precondition == "gradient":
                     self._precondition_gradients(gradients, lr)
@@ -182,12 +186,27 @@ class KFACMixin(_Optimizer):
 
     def _precondition_moments(self, gradients: Mapping[nn.Parameter, Tensor], lr: Mapping[nn.Parameter, Lr]) -> None:
         """The base class's step on raw gradients, with the directions of the layers exchanged."""
-        covered = [p for layer in self.curvature.layers for p in layer.parameters if p in gradients]
+        engine = self.curvature
+        covered = [p for layer in engine.layers for p in layer.parameters if p in gradients]
         before = {p: p.detach().clone() for p in covered}
         self._base_step()
         base = base_step(self, gradients, before)
-        for p, direction in self.curvature.directions(base.moments, lr, base.updates).items():
-            p.copy_(base.decayed[p]).sub_(direction * lr[p])
+        directions = engine.directions(base.moments, lr, base.updates)
+        if engine.trust > 0:
+            for p, step in turned(base.updates, directions, engine.trust).items():
+                p.copy_(base.decayed[p]).sub_(step * lr[p])
+        for p in covered if engine.learns_trust else ():
+            turn = directions.get(p, base.updates[p]) - base.updates[p]
+            self.state[p][TURN] = turn
+
+    def _alignment(self, gradients: Mapping[nn.Parameter, Tensor]) -> Tensor | None:
+        """How far the gradients agree with the last step's turn from the base's updates to K-FAC's directions."""
+        known, turns = [], []
+        for group in self.param_groups:
+            present = [p for p in group["params"] if p in gradients and TURN in self.state.get(p, ())]
+            known += [-gradients[p] if group.get("maximize") else gradients[p] for p in present]
+            turns += [self.state[p][TURN] for p in present]
+        return alignment(known, turns) if turns and self.curvature.learns_trust else None
 
     def _precondition_gradients(self, gradients: Mapping[nn.Parameter, Tensor], lr: Mapping[nn.Parameter, Lr]) -> None:
         """The base class's step on directions; afterwards logging and clipping see the true gradients."""

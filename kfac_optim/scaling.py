@@ -147,8 +147,22 @@ class Unit:
 class Graft:
     """Gives each pair's direction the norm of the base optimizer's own update ("grafting", Agarwal et al. 2020).
 
-    Where gradients are preconditioned, before the base optimizer's step, that is the norm of the gradient.
+    Where gradients are preconditioned, before the base optimizer's step, that is the norm of the gradient, and the step
+    goes all the way to K-FAC's direction.
+
+    Args:
+        trust: How far the step turns from the base's own update to K-FAC's direction, in [0, 1]; 1: all the way. None
+            (default): learned while training, from 0 on (:mod:`kfac_optim.trust`).
+
+    Raises:
+        ValueError: If trust is out of range.
     """
+
+    trust: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.trust is not None and not 0 <= self.trust <= 1:
+            raise ValueError(f"Graft(trust={self.trust!r}): must be in [0, 1], or None to learn it")
 
     def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
         """See :class:`Scaling`."""

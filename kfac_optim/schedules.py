@@ -13,7 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar, Union
 
-__all__ = ["Schedule", "constant_then_scaled", "due", "exponential_decay", "growing", "value_at"]
+__all__ = [
+    "Schedule",
+    "constant_then_scaled",
+    "due",
+    "exponential_decay",
+    "growing",
+    "inverse_time_decay",
+    "value_at",
+]
 
 Number = TypeVar("Number", int, float)
 Schedule = Union[Number, Callable[[int], Number]]  # noqa: UP007  (mypy takes no | here)
@@ -82,6 +90,24 @@ class exponential_decay:
 
     def __call__(self, step: int) -> float:
         return max(self.final, self.initial * self.rate ** (step / self.steps))
+
+
+@dataclass(frozen=True)
+class inverse_time_decay:
+    """A value that falls with the inverse of the step: ``initial * steps / (steps + step)``, but never below ``final``.
+
+    Args:
+        initial: The value at step 0.
+        steps: After so many steps it has fallen to a half, > 0.
+        final: The smallest value. Default 0: no limit.
+    """
+
+    initial: float
+    steps: int
+    final: float = 0.0
+
+    def __call__(self, step: int) -> float:
+        return max(self.final, self.initial * self.steps / (self.steps + step))
 
 
 @dataclass(frozen=True)

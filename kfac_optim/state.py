@@ -15,6 +15,7 @@ from .checking import check_counters, check_states, check_sums, checksums
 from .config import Config, loaded_options, saved_options
 from .distributed import Communicator, LocalCommunicator, make_communicator
 from .refresh import Refresher
+from .trust import Trust
 
 __all__ = ["StatefulEngine", "copy_state"]
 
@@ -38,6 +39,7 @@ class StatefulEngine(Config, ABC):
     _blocks: list[Block]
     _averaging: Averaging
     _refresher: Refresher
+    _trust: Trust
     _communicator_given: bool
 
     @abstractmethod
@@ -98,6 +100,7 @@ class StatefulEngine(Config, ABC):
             "skipped_steps": self.skipped_steps,
             "skipped_batches": self._averaging.skipped_batches,
             **self._refresher.counters(),
+            **self._trust.counters(),
             **saved_options(self),
         }
 
@@ -132,6 +135,7 @@ class StatefulEngine(Config, ABC):
                 block.make_room(self.factor_dtype, spreads=self.may_spread)
                 copy_state(block.state, states[block.layer.weight])
         self._averaging.load(counters)
+        self._trust.load(counters)
         self._refresher.load(counters, self._blocks, self.comm.rank)
         if states:
             self._refresher.invalidate()

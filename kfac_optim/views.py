@@ -29,6 +29,18 @@ class ViewedEngine(StatefulEngine):
         """The layers that are preconditioned."""
         return [block.layer for block in self._blocks]
 
+    @property
+    def trust(self) -> float:
+        """How far the coming step turns from the base optimizer's own update to K-FAC's direction, in [0, 1]."""
+        if not self.learns_trust:
+            return getattr(self.scaling, "trust", 1.0)
+        return self._trust.value
+
+    @property
+    def learns_trust(self) -> bool:
+        """Whether trust is learned."""
+        return getattr(self.scaling, "trust", 1.0) is None
+
     def factors(self, layer: KroneckerLayer | str) -> tuple[Tensor, Tensor]:
         """The running averages A ``[p, d_in, d_in]`` and G ``[p, d_out, d_out]`` of a layer (diagonals: ``[p, d]``)."""
         block = next(block for block in self._blocks if layer in (block.layer, block.layer.name))
@@ -58,7 +70,9 @@ class ViewedEngine(StatefulEngine):
             eigenvalues: Adds ``eigenvalues`` to the spectra: a list of floats, largest first, all pairs together.
 
         Returns:
-            ``step``, ``skipped_steps`` (gradients not finite), ``skipped_batches`` (statistics not finite),
+            ``step``, ``trust`` (how far the coming step turns from the base optimizer's own update to K-FAC's
+            direction, 0 to 1; see :mod:`kfac_optim.trust`), ``skipped_steps`` (gradients not finite),
+            ``skipped_batches`` (statistics not finite),
             ``failed_decompositions``, ``staleness`` (steps since the factors in use were frozen, None before the first
             refresh), ``traffic`` (by kind, bytes ``sent`` and ``received`` by this rank per step: "counts", "factors",
             "decompositions", "directions"; see :mod:`kfac_optim.distributed`) and ``layers``: per layer name the
@@ -70,6 +84,7 @@ class ViewedEngine(StatefulEngine):
         value, steps = value_of(damping, self.step_count), max(1, self._steps_taken)
         return {
             "step": self.step_count,
+            "trust": self.trust,
             "skipped_steps": self.skipped_steps,
             "skipped_batches": self.skipped_batches,
             "failed_decompositions": self.failed_decompositions,
@@ -113,4 +128,5 @@ class ViewedEngine(StatefulEngine):
                 f"\nrank {self.comm.rank} of {self.comm.world_size}, load of the decompositions: "
                 f"largest / mean = {self.work.imbalance:.2f}"
             )
-        return table(rows, f"Curvature after {self.step_count} steps", footer)
+        title = f"Curvature after {self.step_count} steps"
+        return table(rows, f"{title}, trust {self.trust:.1f}" if self.learns_trust else title, footer)

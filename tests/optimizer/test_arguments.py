@@ -12,7 +12,18 @@ import torch
 from torch import Tensor, nn
 
 import kfac_optim
-from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin, KLClip, OfLargest, OfMean, growing
+from kfac_optim import (
+    KFACLAMB,
+    KFACSGD,
+    CurvatureEngine,
+    KFACAdam,
+    KFACMixin,
+    KLClip,
+    OfLargest,
+    OfMean,
+    growing,
+    inverse_time_decay,
+)
 from kfac_optim.damping import Spectra
 from tests.helpers.settings import BASES, CLASSES
 from tests.helpers.training import make_model
@@ -309,9 +320,9 @@ def test_defaults_of_the_design() -> None:
 # Defaults ------------------------------------------------------------------------------------------------------------
 
 DEFAULTS: dict[str, Any] = {
-    "damping": OfLargest(0.03),
+    "damping": OfLargest(inverse_time_decay(0.03, steps=10, final=1e-4)),
     "scaling": "graft",
-    "inv_update_steps": growing(0.3, 3),
+    "inv_update_steps": growing(1.0, 10),
     "factor_update_steps": None,
     "spread": None,
 }

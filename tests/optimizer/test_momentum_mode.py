@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KFACLAMB, KFACSGD, KFACAdam, KFACAdamW, KFACMixin
+from kfac_optim import KFACLAMB, KFACSGD, Graft, KFACAdam, KFACAdamW, KFACMixin
 from tests.helpers.compare import SAME, assert_near, assert_same_weights, snapshot
 from tests.helpers.reference import Named, Oracle, averaged, backward, log_cosh
-from tests.helpers.settings import OPTIONS
+from tests.helpers.settings import BASES, CLASSES, OPTIONS
 from tests.helpers.textbook import TextbookAdam, TextbookMomentum, grafted, kl_clip_factor, unit_scaled
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 DAMPING, LR = 0.1, 0.2
+FULL = Graft(trust=1.0)
 MODE = OPTIONS | {"precondition": "momentum", "lr": LR, "damping": DAMPING}
 loss = averaged(log_cosh, "batch")
 
@@ -96,12 +97,20 @@ class Lamb:
         return m, ratio * update, ratio * self.decay * w
 
 
+def turned(u: Tensor, k: Tensor, trust: float) -> Tensor:
+    """Between two updates, as long as they are on average."""
+    step = (1 - trust) * u + trust * k
+    return step * ((1 - trust) * u.norm() + trust * k.norm()) / step.norm()
+
+
 class Textbook:
     """The mode written out for one model: the base rule, the dense solve of its moment, scaling, and decay apart."""
 
-    def __init__(self, model: Net, rule: Callable[[], Rule], scaling: str | None = None, interval: int = 1) -> None:
+    def __init__(self, model: Net, rule: Callable[[], Rule], scaling: Any = None, interval: int = 1) -> None:
         self.model, self.oracle = copy.deepcopy(model), Oracle(copy.deepcopy(model))
         self.scaling, self.interval, self.steps = scaling, interval, 0
+        self.trust: float | None = None  # in tenths, where it is learned
+        self.turns: Named = {}
         self.rules = {name: rule() for name, _ in model.named_parameters()}
 
     def step(self, passes: list[tuple[tuple[Tensor], Tensor]], lr: float = LR) -> None:
@@ -118,13 +127,19 @@ class Textbook:
         vectors = {layer.name: layer.of(covered) for layer in self.oracle.layers}
         if self.scaling == "unit":
             found = {layer.name: unit_scaled(layer.module, found[layer.name]) for layer in self.oracle.layers}
-        if self.scaling == "graft":
+        if isinstance(self.scaling, Graft):
             found = {layer.name: grafted(found[layer.name], layer.of(updates)) for layer in self.oracle.layers}
         if self.scaling == "kl_clip":
             nu = kl_clip_factor([(d, vectors[name], lr) for name, d in found.items()], 1e-3)
             assert nu < 1, "nothing was clipped"
             found = {name: nu * d for name, d in found.items()}
         directions = named(self.model, found, self.oracle)
+        if self.trust is not None:
+            if self.turns:
+                product = sum(float((step.gradients[name] * turn).sum()) for name, turn in self.turns.items())
+                self.trust = min(10, self.trust + 1) if product > 0 else max(0, self.trust - 1)
+            self.turns = {name: direction - updates[name] for name, direction in directions.items()}
+            directions = {name: turned(updates[name], k, self.trust / 10) for name, k in directions.items()}
         with torch.no_grad():
             for name, p in weights.items():  # "scale" moves by the base rule
                 _, update, decay = parts[name]
@@ -140,13 +155,13 @@ def assert_trains_as(textbook: Textbook, model: Net, optimizer: KFACMixin, steps
         assert_same_weights(model, textbook.model)
 
 
-@pytest.mark.parametrize("scaling", [None, "unit", "graft", "kl_clip"])
+@pytest.mark.parametrize("scaling", [None, "unit", FULL, "kl_clip"])
 @pytest.mark.parametrize(
     "how",
     [{"momentum": 0.9}, {"momentum": 0.8, "nesterov": True}, {"momentum": 0.9, "dampening": 0.3}, {"momentum": 0.0}],
 )
 @pytest.mark.parametrize("decay", [0.0, 0.05])
-def test_sgd_against_the_textbook(scaling: str | None, how: dict[str, float], decay: float) -> None:
+def test_sgd_against_the_textbook(scaling: Any, how: dict[str, float], decay: float) -> None:
     model = Net()
     textbook = Textbook(model, lambda: Sgd(decay, **how), scaling, interval=2)
     optimizer = KFACSGD(model, **(MODE | {"scaling": scaling, "weight_decay": decay, "inv_update_steps": 2} | how))
@@ -163,11 +178,11 @@ RULES: list[tuple[Any, Callable[[float], Rule]]] = [
 ]
 
 
-@pytest.mark.parametrize("scaling", [None, "unit", "graft"])
+@pytest.mark.parametrize("scaling", [None, "unit", FULL])
 @pytest.mark.parametrize("decay", [0.0, 0.05])
 @pytest.mark.parametrize(("kfac", "rule"), RULES)
 def test_adam_and_its_kin_against_the_textbook(
-    kfac: Any, rule: Callable[[float], Rule], scaling: str | None, decay: float
+    kfac: Any, rule: Callable[[float], Rule], scaling: Any, decay: float
 ) -> None:
     model = Net()
     textbook = Textbook(model, lambda: rule(decay), scaling, interval=2)
@@ -186,7 +201,7 @@ def test_without_curvature_it_is_sgd(how: dict[str, Any]) -> None:
     model = Net()
     other = copy.deepcopy(model)
     how = {"lr": LR, "momentum": 0.9, **how}
-    ours = KFACSGD(model, **(MODE | how | {"scaling": "graft", "damping": 1e12}))
+    ours = KFACSGD(model, **(MODE | how | {"scaling": FULL, "damping": 1e12}))
     theirs = torch.optim.SGD(other.parameters(), **how)
     for _ in range(4):
         passes = data()
@@ -213,8 +228,8 @@ def test_a_base_without_moments_has_its_gradients_preconditioned() -> None:
 
     model = Net()
     options = {key: value for key, value in MODE.items() if key != "momentum"}
-    optimizer = KFACAdagrad(model, **(options | {"scaling": "graft"}))
-    assert_trains_as(Textbook(model, Rule, "graft"), model, optimizer)
+    optimizer = KFACAdagrad(model, **(options | {"scaling": FULL}))
+    assert_trains_as(Textbook(model, Rule, FULL), model, optimizer)
 
 
 def test_every_group_has_its_own_momentum() -> None:
@@ -334,3 +349,66 @@ def test_the_buffer_of_plain_sgd_goes_on() -> None:
         if name == "scale":
             continue
         assert_near(second.state[q]["momentum_buffer"], 0.9 * first.state[p]["momentum_buffer"] + q.grad, name, SAME)
+
+
+# Trust ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [0.01, 2.0])
+def test_trust_is_learned_from_the_next_gradient(rate: float) -> None:
+    """At a small rate the base's own updates win, at a large one the steps turn; the textbook takes the same ones."""
+    model = Net()
+    textbook = Textbook(model, lambda: Sgd(momentum=0.9), FULL)
+    textbook.trust = 0
+    optimizer = KFACSGD(model, **(MODE | {"momentum": 0.9, "scaling": "graft", "lr": rate}))
+    batch, seen = data(), []
+    for _ in range(12):
+        textbook.step(batch, rate)
+        backward(model, batch, loss)
+        optimizer.step()
+        assert_same_weights(model, textbook.model)
+        seen.append(optimizer.curvature.report()["trust"])
+        assert seen[-1] == textbook.trust / 10
+        for name, p in model.named_parameters():
+            if name != "scale":
+                assert_near(optimizer.state[p]["kfac_turn"], textbook.turns[name], name, 1e-9)
+    assert f"trust {seen[-1]:.1f}" in repr(optimizer.curvature)
+    assert seen[0] == 0 and (max(seen) == 0 if rate < 0.1 else max(seen) >= 0.5)
+
+
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_without_trust_it_is_the_base_class_bit_for_bit(kfac: Any) -> None:
+    model = Net()
+    other = copy.deepcopy(model)
+    ours = kfac(model, **(CLASSES[kfac] | {"scaling": Graft(trust=0.0), "damping": 0.1}))
+    theirs = (BASES | {KFACLAMB: KFACLAMB.__mro__[2]})[kfac](other.parameters(), **CLASSES[kfac])
+    for _ in range(4):
+        passes = data()
+        for m, optimizer in ((model, ours), (other, theirs)):
+            backward(m, passes, loss)
+            optimizer.step()
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_a_maximised_objective_turns_the_other_way() -> None:
+    """Minus the objective, maximised, is trained as the objective is."""
+    model = Net()
+    other = copy.deepcopy(model)
+    options = MODE | {"momentum": 0.9, "scaling": "graft", "lr": 2.0}
+    first, second = KFACSGD(model, **options), KFACSGD(other, **options, maximize=True)
+    batch = data()
+    for _ in range(8):
+        backward(model, batch, loss)
+        backward(other, batch, lambda output, target: -loss(output, target))
+        first.step()
+        second.step()
+        assert first.curvature.trust == second.curvature.trust
+    assert first.curvature.trust > 0
+    assert_same_weights(model, other)
+
+
+@pytest.mark.parametrize("trust", [-0.1, 1.5, float("nan")])
+def test_trust_out_of_range(trust: float) -> None:
+    with pytest.raises(ValueError, match=r"Graft\(trust=.*must be in \[0, 1\], or None"):
+        Graft(trust=trust)
