@@ -41,6 +41,7 @@ OPTIMIZERS: dict[str, Entry] = {
     "KFACJax": Entry("benchmarks.peers.kfac_jax", (), takes_model=True),
     "KFACSGD": Entry("kfac_optim", ("momentum", "weight_decay"), takes_model=True),
     "KFACAdam": Entry("kfac_optim", takes_model=True),
+    "KFACAdamW": Entry("kfac_optim", takes_model=True),
     "KFACLAMB": Entry("kfac_optim", takes_model=True),
 }
 REST = tuple(name for name, entry in OPTIMIZERS.items() if not (entry.takes_model or entry.matrices_only))

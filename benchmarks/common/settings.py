@@ -12,7 +12,12 @@ from typing import Any
 
 from benchmarks.common.tasks import Task
 
-KFAC = {"KFACSGD": "SGD", "KFACAdam": "Adam", "KFACLAMB": "Lamb"}  # and the class that each is built on
+KFAC = {
+    "KFACSGD": "SGD",
+    "KFACAdam": "Adam",
+    "KFACAdamW": "AdamW",
+    "KFACLAMB": "Lamb",
+}  # and the class that each is built on
 SCHEDULES = ("constant", "cosine", "linear", "step")
 
 COMMON: dict[str, Any] = {"weight_decay": 0.0, "seed": 0, "threads": 1, "device": "cpu", "warmup": 0, "rest_lr": 0.003}
@@ -44,6 +49,7 @@ _RATES = {
     "KFACJax": 1.0,  # not used
     "KFACSGD": 0.1,
     "KFACAdam": 0.003,
+    "KFACAdamW": 0.003,
     "KFACLAMB": 0.01,
 }
 LEARNING_RATES: dict[str, dict[str, float]] = {
@@ -94,12 +100,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "swap": Recipe(
         about="for K-FAC by the class name alone, at the learning rate of the class it is built on",
-        kfac={"damping_of": "mean", "damping": 1.0, "inv_update_steps": "growing:0.3:3"},
-        by_optimizer={
-            "KFACSGD": {"kfac": {"precondition": "momentum", "scaling": "graft", "damping": 0.3}},
-            "KFACAdam": {"kfac": {"scaling": "unit"}},
-            "KFACLAMB": {"kfac": {"scaling": "unit"}},
-        },
+        kfac={},
     ),
     "practical": Recipe(
         about="preconditioned Nesterov momentum and (but for text) the sampled Fisher for KFACSGD, unit scaling, "
@@ -113,7 +114,12 @@ RECIPES: dict[str, Recipe] = {
             "inv_update_steps": "growing:0.3:3",
             "fisher": "sampled",
         },
-        by_optimizer={"KFACSGD": {"options": {"nesterov": True}}, "KFACAdam": _DIRECT, "KFACLAMB": _DIRECT},
+        by_optimizer={
+            "KFACSGD": {"options": {"nesterov": True}},
+            "KFACAdam": _DIRECT,
+            "KFACAdamW": _DIRECT,
+            "KFACLAMB": _DIRECT,
+        },
         by_task={
             "curves": {"kfac": {"damping": 0.01, "inv_update_steps": "growing:0.1:5"}},
             "text": {

@@ -26,10 +26,10 @@ TREES = {
 
 # From the bottom up: a module or package imports from the rows above its own alone, not from its own row.
 LAYERS = (
-    ("schedules", "checks", "factors", "lamb", "spectra"),
+    ("schedules", "checks", "factors", "lamb", "bases", "spectra"),
     ("damping",),
     ("layers", "solvers", "scaling", "distributed"),
-    ("capture",),
+    ("capture", "trust"),
     ("blocks", "config"),
     ("coverage", "diagnostics"),
     ("averages", "refresh", "preconditioning"),
@@ -43,7 +43,7 @@ LAYERS = (
 )
 # Beside torch and the standard library. OPTIONAL ones are imported when they are needed, never with the package.
 THIRD_PARTIES = {
-    "torch_optimizer": ("lamb", "optimizers"),
+    "torch_optimizer": ("bases", "lamb", "optimizers"),
     "matplotlib": ("diagnostics.plots",),
     "horovod": ("distributed",),
     "deepspeed": ("distributed",),
