@@ -102,7 +102,7 @@ class OfMean(_Relative):
 class OfLargest(_Relative):
     """gamma is a multiple of the largest eigenvalue of the layer's ``A (x) G``: ``damping=OfLargest(0.03)``.
 
-    The largest eigenvalue of a factor with more than 64 rows comes from 16 Lanczos steps, which cost 16 products with a
+    The largest eigenvalue of a factor with more than 64 rows comes from 32 Lanczos steps, which cost 32 products with a
     vector at each refresh; their error is too small to matter for damping.
 
     Args:

@@ -35,7 +35,7 @@ __all__ = ["KFACLAMB", "KFACAdam", "KFACAdamW", "KFACMixin", "KFACSGD"]
 _DEFAULTS: dict[str, Any] = {
     "damping": OfLargest(inverse_time_decay(0.03, steps=10, final=1e-4)),
     "scaling": "graft",
-    "inv_update_steps": growing(fraction=1.0, minimum=10),
+    "inv_update_steps": growing(fraction=0.5, minimum=10),
 }
 _PRECONDITIONS = ("momentum", "gradient")
 
@@ -61,15 +61,16 @@ class KFACMixin(_Optimizer):
             named parameters, group dicts. Without a module the owning modules are found by identity.
         *args: The base class's positional arguments, in its order.
         model: The module, where ``params`` is not one.
-        precondition: "momentum" (default): the base class steps on the raw gradients; then each layer's update is
-            replaced by one in the direction of its preconditioned first moment (momentum buffer, ``exp_avg``; the
-            gradient where the base class keeps none). With ``scaling="graft"`` it is as long as the base class's own,
-            so that ``lr`` means what it means there. Weight decay is as strong as in the base class and not
-            preconditioned (where a class of other origin adds it to the gradient, it is). "gradient", as in the
-            paper: gradients are preconditioned, and the base class steps on them.
+        precondition: "momentum" (default): the base class steps on the raw gradients; then the update of each layer is
+            turned towards the direction of its preconditioned first moment (momentum buffer, ``exp_avg``; the gradient
+            where the base class keeps none). With ``scaling="graft"`` (default) it stays as long as it was, so that
+            ``lr`` means what it means there, and turns as far as trust goes, which is learned
+            (:mod:`kfac_optim.trust`). Weight decay is as strong as in the base class and not preconditioned (where a
+            class of other origin adds it to the gradient, it is). "gradient", as in the paper: gradients are
+            preconditioned, and the base class steps on them.
         **options: The base class's keywords, and those of :class:`~kfac_optim.CurvatureEngine`, documented there; some
-            have other defaults here, which the signatures show: ``damping=OfLargest(0.03)``, ``scaling="graft"``,
-            ``inv_update_steps=growing(fraction=0.3, minimum=3)``.
+            have other defaults here, which the signatures show: ``damping=OfLargest(inverse_time_decay(0.03, steps=10,
+            final=1e-4))``, ``scaling="graft"``, ``inv_update_steps=growing(fraction=0.5, minimum=10)``.
 
     Raises:
         TypeError: For an unknown keyword or a value of the wrong kind.

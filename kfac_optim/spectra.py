@@ -8,7 +8,7 @@ from torch import Tensor
 __all__ = ["eigenvalues", "largest_eigenvalue"]
 
 _EXACT_DIM = 64  # up to this dimension the largest eigenvalue is computed with all others
-_LANCZOS_STEPS = 16
+_LANCZOS_STEPS = 32
 _ROUNDINGS = 100  # a remainder of less than so many roundings ends the iteration
 
 

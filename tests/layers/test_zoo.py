@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, OfMean
+from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, Graft, KFACAdam, OfMean
 from kfac_optim.layers import KroneckerLayer
 from kfac_optim.optimizers import KFACMixin
 from tests.helpers import reference
@@ -130,7 +130,10 @@ def test_a_gan_of_two_optimizers_trains_and_the_players_leave_each_other_alone(c
     model = GAN()
     apart = copy.deepcopy(model)
     games = [
-        {part: cls(getattr(own, part), **CLASSES[cls]) for part in ("discriminator", "generator")}
+        {
+            part: cls(getattr(own, part), **CLASSES[cls], scaling=Graft(trust=1.0))
+            for part in ("discriminator", "generator")
+        }
         for own in (model, apart)
     ]
     data = batches(FAMILIES["GAN, generator"])

@@ -17,7 +17,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, InverseSolver, KFACAdam
+from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, Graft, InverseSolver, KFACAdam
 from tests.helpers.compare import assert_applied, assert_near, snapshot
 from tests.helpers.reference import (
     LOSSES,
@@ -521,21 +521,21 @@ def test_momentum_after_preconditioning_is_the_papers_order(course: Course, opti
 
 
 @given(course=courses(), options=momenta(), weight_decay=st.sampled_from([0.0, 0.1]))
-def test_momentum_first_preconditions_the_buffer_and_decays_without_momentum(
+def test_momentum_first_preconditions_the_buffer_but_not_the_decay_in_it(
     course: Course, options: dict[str, object], weight_decay: float
 ) -> None:
     model, oracle, gamma, keywords = course_setup(course)
-    lr, rules = 0.01, recurrences(oracle, **options)
+    lr, rules, ones = 0.01, recurrences(oracle, **options), TextbookMomentum(**options)
     own = {"lr": lr, "precondition": "momentum", "weight_decay": weight_decay}
     optimizer = KFACSGD(model, **keywords | own | options)
 
     def compare(changes: Named, _: dict[str, Tensor], gradients: Named, before: Named) -> None:
-        uncovered = oracle.uncovered()
-        decayed = {n: g + weight_decay * before[n] if n in uncovered else g for n, g in gradients.items()}
-        buffers = {name: rules[name](g) for name, g in decayed.items()}
-        directions = oracle.directions(buffers, gamma, solver=course.problem.solver)
+        buffers = {name: rules[name](g + weight_decay * before[name]) for name, g in gradients.items()}
+        share = weight_decay * ones(torch.ones(()))  # of the weight in a buffer, had it stood still
+        pure = {name: buffer - share * before[name] for name, buffer in buffers.items()}
+        directions = oracle.directions(pure, gamma, solver=course.problem.solver)
         for layer in oracle.layers:
-            directions[layer.name] = directions[layer.name] + weight_decay * layer.of(before)
+            directions[layer.name] = directions[layer.name] + share * layer.of(before)
         assert_applied(oracle, changes, directions, buffers, lr)
 
     run_course(course, optimizer, model, oracle, gamma, compare)
@@ -567,7 +567,7 @@ def test_adam_and_lamb_run_their_own_update_on_the_direction(cls: type, course: 
     model, oracle, gamma, keywords = course_setup(course)
     lr, eps = 0.01, 0.1  # a large eps, so that the size of the direction matters and small entries do not explode
     rules = {name: TextbookAdam(eps=eps) for name, _ in model.named_parameters()}
-    settings = {k: v for k, v in keywords.items() if k not in ("momentum", "precondition")}
+    settings = {k: v for k, v in keywords.items() if k != "momentum"}
     optimizer = cls(model, **settings | {"lr": lr, "eps": eps})
 
     def compare(changes: Named, directions: dict[str, Tensor], gradients: Named, before: Named) -> None:
@@ -853,7 +853,7 @@ def test_graft_uses_the_matrix_that_was_preconditioned() -> None:
     twin.load_state_dict(model.state_dict())
     oracle, lr = Oracle(twin, decay=0.5), 0.05
     loss, rules = averaged(squared_error, "batch"), recurrences(oracle, momentum=0.9)
-    order = {"momentum": 0.9, "precondition": "momentum", "scaling": "graft"}
+    order = {"momentum": 0.9, "precondition": "momentum", "scaling": Graft(trust=1.0)}
     optimizer = KFACSGD(model, **EXACT | order | {"damping": 0.1, "lr": lr, "factor_decay": 0.5})
     for _ in range(3):
         passes = [((torch.randn(3, 5, 3),), torch.randn(3, 5, 2))]

@@ -194,7 +194,7 @@ def test_the_last_retry_adds_jitter_on_the_cpu(monkeypatch: pytest.MonkeyPatch, 
     train(plain, second, batches)
     eigh = install(monkeypatch, how, lambda x, call: call % 3 != 0)
     train(model, first, batches)
-    assert len(eigh.dtypes) == 3 * 3 * 6  # attempts, steps, factors
+    assert len(eigh.dtypes) == 3 * 3 * 5  # attempts, steps, factors of more than two rows
     assert_same_weights(model, plain, JITTER)
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
     assert first.curvature.report()["failed_decompositions"] == 0

@@ -123,6 +123,7 @@ def test_report_before_the_first_step() -> None:
     report = KFACSGD(make_model(), lr=0.1).curvature.report()
     assert report == {
         "step": 0,
+        "trust": 0.0,
         "skipped_steps": 0,
         "skipped_batches": 0,
         "failed_decompositions": 0,
