@@ -176,7 +176,7 @@ class KFACMixin(_Optimizer):
             lrs = [group["lr"] for group in groups]
             if engine.update(list(gradients.values()), lrs, self._alignment(gradients)):
                 lr = {p: group["lr"] for group in groups for p in group["params"]}
-                if self.precondition == "gradient":
+                if self.precondition == "gradient" or engine.closed:
                     self._precondition_gradients(gradients, lr)
                 else:
                     self._precondition_moments(gradients, lr)
@@ -202,12 +202,14 @@ class KFACMixin(_Optimizer):
 
     def _alignment(self, gradients: Mapping[nn.Parameter, Tensor]) -> Tensor | None:
         """How far the gradients agree with the last step's turn from the base's updates to K-FAC's directions."""
-        known, turns = [], []
+        if self.curvature.closed or not self.curvature.learns_trust:
+            return None
+        pairs: list[tuple[Tensor, Tensor, Lr]] = []
         for group in self.param_groups:
             present = [p for p in group["params"] if p in gradients and TURN in self.state.get(p, ())]
-            known += [-gradients[p] if group.get("maximize") else gradients[p] for p in present]
-            turns += [self.state[p][TURN] for p in present]
-        return alignment(known, turns) if turns and self.curvature.learns_trust else None
+            lr = -group["lr"] if group.get("maximize") else group["lr"]
+            pairs += [(gradients[p], self.state[p][TURN], lr) for p in present]
+        return alignment(pairs) if pairs else None
 
     def _precondition_gradients(self, gradients: Mapping[nn.Parameter, Tensor], lr: Mapping[nn.Parameter, Lr]) -> None:
         """The base class's step on directions; afterwards logging and clipping see the true gradients."""

@@ -52,9 +52,9 @@ class Trust:
         self.notches = int(counters.get("trust", 0))
 
 
-def alignment(gradients: Sequence[Tensor], turns: Sequence[Tensor]) -> Tensor:
-    """The product of the gradients with ``k - u`` of the last step, summed over all parameters, 0-dim."""
-    products = [gathered((g.float() * t.float()).sum()) for g, t in zip(gradients, turns, strict=True)]
+def alignment(parameters: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> Tensor:
+    """``lr <g', k - u>``, summed over all parameters, 0-dim: of each the gradient, the last turn, and the rate."""
+    products = [gathered((g.float() * turn.float()).sum() * lr) for g, turn, lr in parameters]
     return torch.stack([product.to(products[0].device) for product in products]).sum()
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, Graft, KFACAdam, KFACAdamW, KFACMixin
+from kfac_optim.trust import alignment
 from tests.helpers.compare import SAME, assert_near, assert_same_weights, snapshot
 from tests.helpers.reference import Named, Oracle, averaged, backward, log_cosh
 from tests.helpers.settings import BASES, CLASSES, OPTIONS
@@ -406,6 +407,13 @@ def test_a_maximised_objective_turns_the_other_way() -> None:
         assert first.curvature.trust == second.curvature.trust
     assert first.curvature.trust > 0
     assert_same_weights(model, other)
+
+
+def test_parameters_count_by_their_rates() -> None:
+    g, turn = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    found = alignment([(g[0], turn[0], 0.5), (g[1], turn[1], torch.tensor(2.0))])
+    expected = 0.5 * (g[0] * turn[0]).sum() + 2 * (g[1] * turn[1]).sum()
+    torch.testing.assert_close(found, expected, check_dtype=False)
 
 
 @pytest.mark.parametrize("trust", [-0.1, 1.5, float("nan")])
