@@ -34,6 +34,7 @@ def steps(training, count, kfac=None, seed=0):
     return run
 
 
+@pytest.mark.fast("^(mlp|gpt-characters|encoder-rows|resnet|gan|deep-q)$")
 @pytest.mark.parametrize("name", TRAININGS)
 def test_every_training_runs_by_both_classes_on_the_same_data(name):
     base, other = steps(TRAININGS[name], 3), steps(TRAININGS[name], 3, {"scaling": kfac_optim.Graft(trust=1.0)})
