@@ -1,4 +1,6 @@
-"""How far a step turns from the base optimizer's own update u to the K-FAC direction k, learned while training::
+"""How far a step turns from the base optimizer's own update to the K-FAC direction, learned while training.
+
+With the base's own update u and K-FAC's direction k, of the same length::
 
     step = (1 - trust) u + trust k,    as long as (1 - trust) |u| + trust |k|
     d loss(w - lr step) / d trust  ~  -lr <g', k - u>,    g': the gradient at the next step
