@@ -80,7 +80,7 @@ def _take_apart(
     moments: Tensors = _first_moments(group, states, gradients)
     decayed: Tensors = before
     if group.get("weight_decay"):
-        shares = [_decay(optimizer, group, *pair) for pair in zip(states, gradients, strict=True)]
+        shares = [_decay(optimizer, group, state) for state in states]
         in_moment, in_update = (list(share) for share in zip(*shares, strict=True))
         moments = torch._foreach_sub(moments, _scaled(before, in_moment))
         decayed = torch._foreach_sub(before, _scaled(before, in_update))
@@ -106,9 +106,7 @@ def _first_moments(group: dict[str, Any], states: list[dict[str, Any]], gradient
     return gradients
 
 
-def _decay(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[str, Any], gradient: Tensor
-) -> tuple[Scale, Scale]:
+def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[str, Any]) -> tuple[Scale, Scale]:
     """What of a parameter's first moment and of its update is weight decay, as multiples of the weight.
 
     Other bases than those known here keep what is coupled in the moment, and lose nothing.
