@@ -24,6 +24,9 @@ from torch import Tensor, nn
 
 __all__ = ["BaseStep", "base_step"]
 
+# Classes of torch that shrink the weights by lr * weight_decay beside their update; Muon is not in every version.
+_DECOUPLED = tuple(getattr(torch.optim, name) for name in ("AdamW", "Adafactor", "Muon") if hasattr(torch.optim, name))
+
 Scale = float | Tensor
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
@@ -109,7 +112,8 @@ def _first_moments(group: dict[str, Any], states: list[dict[str, Any]], gradient
 def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[str, Any]) -> tuple[Scale, Scale]:
     """What of a parameter's first moment and of its update is weight decay, as multiples of the weight.
 
-    Other bases than those known here keep what is coupled in the moment, and lose nothing.
+    Bases that are not known here and do not say ``decoupled_weight_decay`` in their groups are taken for coupled ones;
+    in those decay stays a part of the moment.
     """
     lr, decay = group["lr"], group["weight_decay"]
     if isinstance(optimizer, torch.optim.SGD):
@@ -123,7 +127,7 @@ def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[
         t = state["step"]
         debias = math.sqrt(1 - beta2**t) / (1 - beta1**t) if optimizer.debias else 1.0
         return 0.0, lr * debias * ratio * decay
-    if group.get("decoupled_weight_decay") or isinstance(optimizer, torch.optim.AdamW):
+    if group.get("decoupled_weight_decay") or isinstance(optimizer, _DECOUPLED):
         return 0.0, lr * decay
     if isinstance(optimizer, torch.optim.Adam):
         beta1, beta2 = group["betas"]

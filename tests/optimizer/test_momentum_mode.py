@@ -352,6 +352,24 @@ def test_the_buffer_of_plain_sgd_goes_on() -> None:
         assert_near(second.state[q]["momentum_buffer"], 0.9 * first.state[p]["momentum_buffer"] + q.grad, name, SAME)
 
 
+def test_a_base_that_decouples_its_decay_shrinks_the_weights_as_much() -> None:
+    class KFACAdafactor(KFACMixin, torch.optim.Adafactor):
+        pass
+
+    model, batch = Net(), data()
+    start = copy.deepcopy(model)
+    moved = []
+    for decay in (0.0, 0.1):
+        own = copy.deepcopy(model)
+        options = {key: value for key, value in MODE.items() if key != "momentum"}
+        optimizer = KFACAdafactor(own, **(options | {"scaling": FULL, "weight_decay": decay}))
+        backward(own, batch, loss)
+        optimizer.step()
+        moved.append(dict(own.named_parameters()))
+    for name, p in start.named_parameters():
+        assert_near(moved[1][name].detach(), moved[0][name].detach() - LR * 0.1 * p.detach(), name, 1e-9)
+
+
 # Trust ---------------------------------------------------------------------------------------------------------------
 
 
