@@ -52,7 +52,7 @@ def content(folder: Path, part: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.fast("^(?!table1)")
+@pytest.mark.fast("^(?!table)")
 @pytest.mark.parametrize("part", STUDIES)
 def test_every_part_writes_its_result_with_facts_and_a_plot(folder: Path, part: str) -> None:
     result = content(folder, part)

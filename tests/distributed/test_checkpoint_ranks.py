@@ -197,6 +197,7 @@ def train_without_the_last_statistics(case: str) -> list[Tensor]:
     return values(model)
 
 
+@pytest.mark.fast("^1")
 @pytest.mark.parametrize("case", CASES)
 def test_without_synchronising_one_interval_of_statistics_is_lost(
     four_ranks: list[dict[Any, Any]], resumed: list[dict[Any, Any]], case: str
@@ -369,6 +370,7 @@ def test_distributed_checkpoint_round_trip(two_ranks: list[dict[Any, Any]], case
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("case", CASES)
 def test_a_folder_of_two_ranks_is_loaded_on_one(

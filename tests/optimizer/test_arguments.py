@@ -25,7 +25,7 @@ from kfac_optim import (
     inverse_time_decay,
 )
 from kfac_optim.damping import Spectra
-from tests.helpers.settings import BASES, CLASSES
+from tests.helpers.settings import ALL_CLASSES, BASES, CLASSES
 from tests.helpers.training import make_model
 
 NAN, INF = float("nan"), float("inf")
@@ -328,7 +328,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("cls", [*CLASSES, type("KFACRMSprop", (KFACMixin, torch.optim.RMSprop), {})])
+@pytest.mark.parametrize("cls", [*ALL_CLASSES, type("KFACRMSprop", (KFACMixin, torch.optim.RMSprop), {})])
 def test_defaults_are_those_of_the_signature(cls: Any) -> None:
     """One rule for all classes, other bases among them; what a signature shows is what an optimizer then does."""
     shown = {name: p.default for name, p in inspect.signature(cls).parameters.items()}

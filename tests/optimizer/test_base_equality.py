@@ -10,9 +10,9 @@ import torch_optimizer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
+from kfac_optim import KFACLAMB, KFACSGD, KFACAdam, KFACAdamW
 from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
-from tests.helpers.settings import BASES, CLASSES, FLOAT64
+from tests.helpers.settings import ALL_CLASSES, BASES, FLOAT64
 from tests.helpers.training import make_model, train
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -54,6 +54,7 @@ LAMB_KEYWORDS: list[dict[str, Any]] = [
 CASES = [
     *[(KFACSGD, torch.optim.SGD, keywords) for keywords in SGD_KEYWORDS],
     *[(KFACAdam, torch.optim.Adam, keywords) for keywords in ADAM_KEYWORDS],
+    *[(KFACAdamW, torch.optim.AdamW, keywords) for keywords in ({}, {"weight_decay": 0.1}, {"amsgrad": True})],
     *[(KFACLAMB, torch_optimizer.Lamb, keywords) for keywords in LAMB_KEYWORDS],
 ]
 
@@ -122,13 +123,13 @@ def test_momentum_mode_without_covered_layers_is_sgd() -> None:
     assert_identical(ours, theirs)
 
 
-@pytest.mark.parametrize("kfac", CLASSES)
+@pytest.mark.parametrize("kfac", ALL_CLASSES)
 def test_closed_curvature_leaves_the_base_class(kfac: type[torch.optim.Optimizer]) -> None:
     ours, theirs = make_model(), make_model()
-    optimizer = kfac(ours, **CLASSES[kfac], **FLOAT64)
+    optimizer = kfac(ours, **ALL_CLASSES[kfac], **FLOAT64)
     optimizer.curvature.close()
     train(ours, optimizer, range(STEPS))
-    train(theirs, BASES[kfac](theirs.parameters(), **CLASSES[kfac]), range(STEPS))
+    train(theirs, BASES[kfac](theirs.parameters(), **ALL_CLASSES[kfac]), range(STEPS))
     assert_close(ours, theirs, LAMB_TOL)
 
 

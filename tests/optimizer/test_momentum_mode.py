@@ -14,7 +14,7 @@ from kfac_optim import KFACLAMB, KFACSGD, Graft, KFACAdam, KFACAdamW, KFACMixin
 from kfac_optim.trust import alignment
 from tests.helpers.compare import SAME, assert_near, assert_same_weights, snapshot
 from tests.helpers.reference import Named, Oracle, averaged, backward, log_cosh
-from tests.helpers.settings import BASES, CLASSES, OPTIONS
+from tests.helpers.settings import ALL_CLASSES, BASES, OPTIONS
 from tests.helpers.textbook import TextbookAdam, TextbookMomentum, grafted, kl_clip_factor, unit_scaled
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -395,12 +395,12 @@ def test_trust_is_learned_from_the_next_gradient(rate: float) -> None:
     assert seen[0] == 0 and (max(seen) == 0 if rate < 0.1 else max(seen) >= 0.5)
 
 
-@pytest.mark.parametrize("kfac", CLASSES)
+@pytest.mark.parametrize("kfac", ALL_CLASSES)
 def test_without_trust_it_is_the_base_class_bit_for_bit(kfac: Any) -> None:
     model = Net()
     other = copy.deepcopy(model)
-    ours = kfac(model, **(CLASSES[kfac] | {"scaling": Graft(trust=0.0), "damping": 0.1}))
-    theirs = (BASES | {KFACLAMB: KFACLAMB.__mro__[2]})[kfac](other.parameters(), **CLASSES[kfac])
+    ours = kfac(model, **(ALL_CLASSES[kfac] | {"scaling": Graft(trust=0.0), "damping": 0.1}))
+    theirs = (BASES | {KFACLAMB: KFACLAMB.__mro__[2]})[kfac](other.parameters(), **ALL_CLASSES[kfac])
     for _ in range(4):
         passes = data()
         for m, optimizer in ((model, ours), (other, theirs)):

@@ -528,6 +528,7 @@ def test_the_log_holds_what_the_engine_reports(command: Any, tmp_path: Path, mon
     assert len(spectrum["eigenvalues"]) == 9 and spectrum["eigenvalues"][0] == spectrum["max"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_has_a_page_and_a_resumed_one_shows_all_of_it(
     command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,9 +18,19 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._pytree import tree_map_only
 
-from kfac_optim import KFACSGD, CurvatureEngine, KFACAdam, KLClip, OfLargest, OfMean, constant_then_scaled, growing
+from kfac_optim import (
+    KFACSGD,
+    CurvatureEngine,
+    KFACAdam,
+    KFACAdamW,
+    KLClip,
+    OfLargest,
+    OfMean,
+    constant_then_scaled,
+    growing,
+)
 from tests.helpers.compare import assert_identical, assert_trained, values
-from tests.helpers.settings import BASES, CLASSES, FLOAT64, OFTEN
+from tests.helpers.settings import ALL_CLASSES, BASES, CLASSES, FLOAT64, OFTEN
 from tests.helpers.training import backward, make_model, train
 
 K = 7  # steps before the interruption: not a multiple of an interval, and in the midst of a spread refresh
@@ -46,12 +56,13 @@ ONLY_SGD: dict[str, dict[str, Any]] = {
     "momentum mode, nesterov, spread": {"precondition": "momentum", "nesterov": True, "spread": 2},
 }
 CASES = [(kfac, name) for kfac in CLASSES for name in OPTIONS] + [(KFACSGD, name) for name in ONLY_SGD]
+CASES += [(KFACAdamW, "growing")]
 
 
 def build(kfac: Any, options: str | dict[str, Any] = "paper", seed: int = 0) -> tuple[nn.Sequential, Any]:
     model = make_model(seed)
     chosen = {**OPTIONS, **ONLY_SGD}[options] if isinstance(options, str) else options
-    return model, kfac(model, **CLASSES[kfac], **{**SETTINGS, **chosen})
+    return model, kfac(model, **ALL_CLASSES[kfac], **{**SETTINGS, **chosen})
 
 
 def saved(state: Any) -> Any:
@@ -87,7 +98,7 @@ def assert_same_state(state: Any, other: Any) -> None:
 # Resuming ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast("^KFACSGD-(paper|spread$|inverse|sampled|growing|half|largest|momentum)|^KFACLAMB-paper")
+@pytest.mark.fast("^KFACSGD-(paper|spread$|inverse|sampled|growing|half|largest|momentum)|^KFACLAMB-paper|^KFACAdamW")
 @pytest.mark.parametrize(("kfac", "options"), CASES)
 def test_a_resumed_run_is_the_uninterrupted_one(kfac: Any, options: str) -> None:
     model, optimizer = build(kfac, options)
