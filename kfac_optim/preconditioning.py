@@ -56,7 +56,7 @@ class Stack:
         return [block.layer.pairs for block in self.blocks]
 
     def parts_at(self, value: float, solver: Solver, dtype: torch.dtype) -> tuple[Decomposition, Decomposition]:
-        """The parts of the decompositions that matter at this damping, ``value`` units, in ``dtype``.
+        """The parts of the decompositions that matter at this damping, ``value`` units.
 
         Recomputed only when the damping crosses a quarter octave; rounding down makes a resumed run decide alike.
         """

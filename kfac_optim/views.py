@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,14 +33,24 @@ class ViewedEngine(StatefulEngine):
     @property
     def trust(self) -> float:
         """How far the coming step turns from the base optimizer's own update to K-FAC's direction, in [0, 1]."""
-        if not self.learns_trust:
-            return getattr(self.scaling, "trust", 1.0)
-        return self._trust.value
+        if self.learns_trust:
+            return self._trust.value
+        return float(getattr(self.scaling, "trust", 1.0)) if self._turns else 1.0
 
     @property
     def learns_trust(self) -> bool:
         """Whether trust is learned."""
-        return getattr(self.scaling, "trust", 1.0) is None
+        return self._turns and getattr(self.scaling, "trust", 1.0) is None
+
+    @property
+    def _turns(self) -> bool:
+        """Whether the steps of a base optimizer are turned; else gradients are preconditioned, all the way."""
+        return getattr(self.owner, "precondition", "gradient") == "momentum"
+
+    @property
+    @abstractmethod
+    def owner(self) -> Any:
+        """The optimizer of this package that conducts the engine; None for an engine that stands alone."""
 
     def factors(self, layer: KroneckerLayer | str) -> tuple[Tensor, Tensor]:
         """The running averages A ``[p, d_in, d_in]`` and G ``[p, d_out, d_out]`` of a layer (diagonals: ``[p, d]``)."""

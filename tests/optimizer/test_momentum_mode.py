@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KFACLAMB, KFACSGD, Graft, KFACAdam, KFACAdamW, KFACMixin
+from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, Graft, KFACAdam, KFACAdamW, KFACMixin
 from kfac_optim.trust import alignment
 from tests.helpers.compare import SAME, assert_near, assert_same_weights, snapshot
 from tests.helpers.reference import Named, Oracle, averaged, backward, log_cosh
@@ -156,6 +156,15 @@ def assert_trains_as(textbook: Textbook, model: Net, optimizer: KFACMixin, steps
         assert_same_weights(model, textbook.model)
 
 
+def train_alike(*runs: tuple[Net, torch.optim.Optimizer]) -> None:
+    """Four steps of each on the same data."""
+    for _ in range(4):
+        passes = data()
+        for model, optimizer in runs:
+            backward(model, passes, loss)
+            optimizer.step()
+
+
 @pytest.mark.parametrize("scaling", [None, "unit", FULL, "kl_clip"])
 @pytest.mark.parametrize(
     "how",
@@ -204,11 +213,7 @@ def test_without_curvature_it_is_sgd(how: dict[str, Any]) -> None:
     how = {"lr": LR, "momentum": 0.9, **how}
     ours = KFACSGD(model, **(MODE | how | {"scaling": FULL, "damping": 1e12}))
     theirs = torch.optim.SGD(other.parameters(), **how)
-    for _ in range(4):
-        passes = data()
-        for m, optimizer in ((model, ours), (other, theirs)):
-            backward(m, passes, loss)
-            optimizer.step()
+    train_alike((model, ours), (other, theirs))
     for (name, p), q in zip(model.named_parameters(), other.named_parameters(), strict=True):
         assert_near(p.detach(), q[1].detach(), name, 1e-9)
 
@@ -401,11 +406,7 @@ def test_without_trust_it_is_the_base_class_bit_for_bit(kfac: Any) -> None:
     other = copy.deepcopy(model)
     ours = kfac(model, **(ALL_CLASSES[kfac] | {"scaling": Graft(trust=0.0), "damping": 0.1}))
     theirs = (BASES | {KFACLAMB: KFACLAMB.__mro__[2]})[kfac](other.parameters(), **ALL_CLASSES[kfac])
-    for _ in range(4):
-        passes = data()
-        for m, optimizer in ((model, ours), (other, theirs)):
-            backward(m, passes, loss)
-            optimizer.step()
+    train_alike((model, ours), (other, theirs))
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q), name
 
@@ -425,6 +426,15 @@ def test_a_maximised_objective_turns_the_other_way() -> None:
         assert first.curvature.trust == second.curvature.trust
     assert first.curvature.trust > 0
     assert_same_weights(model, other)
+
+
+def test_preconditioned_gradients_are_not_turned() -> None:
+    """In the paper's order, and in an engine of its own, directions are K-FAC's whatever grafting says of trust."""
+    for trust in (None, 0.5):
+        options = {"scaling": Graft(trust=trust), "precondition": "gradient", "lr": 0.1}
+        optimizer = KFACSGD(Net(), **options)
+        assert optimizer.curvature.report()["trust"] == 1 and "trust" not in repr(optimizer.curvature)
+        assert CurvatureEngine(Net(), scaling=Graft(trust=trust)).report()["trust"] == 1
 
 
 def test_parameters_count_by_their_rates() -> None:

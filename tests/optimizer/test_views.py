@@ -120,8 +120,8 @@ def test_memory_of_the_rows_and_of_the_footer() -> None:
 
 
 def test_report_before_the_first_step() -> None:
-    report = KFACSGD(make_model(), lr=0.1).curvature.report()
-    assert report == {
+    optimizer = KFACSGD(make_model(), lr=0.1)
+    assert optimizer.curvature.report() == {
         "step": 0,
         "trust": 0.0,
         "skipped_steps": 0,
