@@ -3,8 +3,8 @@
 By default the base class runs as it is, on raw gradients and with its own state. Then each preconditioned layer's part
 of the update is exchanged for one of the same length in the direction of the preconditioned first moment::
 
-    base:   w <- w - D - u,                             D: weight decay, u: the rest of the update
-    here:   w <- w - D - |u| P m / |P m|                m: the first moment, P: eqs. 8-13; |.|: of a layer (``Graft``)
+    base:   w <- w - D - lr u,                          D: weight decay, u: the rest of the update
+    here:   w <- w - D - lr |u| P m / |P m|             m: the first moment, P: eqs. 8-13; |.|: of a layer (``Graft``)
 
 Weight decay is neither preconditioned nor does it count for the length. Bases that add it to the gradient ("coupled")
 have it in their first moment as well; there it is ``c D'``, with ``D'`` the decay of one gradient and ``c`` the weight
@@ -14,7 +14,7 @@ of all gradients so far in the moment, as if the weights had stood still for as 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,9 @@ import torch
 import torch_optimizer
 from torch import Tensor, nn
 
-__all__ = ["BaseStep", "base_step"]
+from .distributed import is_sharded, may_be_sharded, sharded_like
+
+__all__ = ["BaseStep", "base_step", "count_gradients", "subtract_"]
 
 # Classes of torch that shrink the weights by lr * weight_decay beside their update; Muon is not in every version.
 _DECOUPLED = tuple(getattr(torch.optim, name) for name in ("AdamW", "Adafactor", "Muon") if hasattr(torch.optim, name))
@@ -38,13 +40,12 @@ class BaseStep:
     Attributes:
         moments: The first moments of the raw gradients, in the direction of descent; the gradients themselves where the
             base class keeps none.
-        updates: What the base class took off the weights because of the gradients, per unit of the learning rate.
-        decayed: The weights after weight decay alone.
+        updates: What the base class took off the weights because of the gradients, per unit of the learning rate; the
+            very tensors of ``moments`` where that is the moment itself.
     """
 
     moments: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     updates: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    decayed: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
 
 def base_step(
@@ -52,7 +53,7 @@ def base_step(
     gradients: Mapping[nn.Parameter, Tensor],
     before: Mapping[nn.Parameter, Tensor],
 ) -> BaseStep:
-    """Takes apart the step that the base class has just taken.
+    """Takes apart the step that the base class has just taken, after :func:`count_gradients`.
 
     Args:
         optimizer: The optimizer, after its step.
@@ -78,23 +79,23 @@ def _take_apart(
 ) -> None:
     """Fills in parameters of one group."""
     states = [optimizer.state[p] for p in params]
-    if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
-        _count_gradients(group, states)
     moments: Tensors = _first_moments(group, states, gradients)
     decayed: Tensors = before
     if group.get("weight_decay"):
         shares = [_decay(optimizer, group, state) for state in states]
         in_moment, in_update = (list(share) for share in zip(*shares, strict=True))
-        moments = torch._foreach_sub(moments, _scaled(before, in_moment))
-        decayed = torch._foreach_sub(before, _scaled(before, in_update))
+        if any(isinstance(share, Tensor) or share for share in in_moment):
+            moments = torch._foreach_sub(moments, _scaled(before, in_moment))
+        if not isinstance(optimizer, torch.optim.SGD):
+            decayed = torch._foreach_sub(before, _scaled(before, in_update))
     if isinstance(optimizer, torch.optim.SGD):
         updates = moments  # exactly; a difference of weights would be rounded
     else:
         lr = group["lr"]
         updates = torch._foreach_sub(decayed, [p.data for p in params])
         updates = torch._foreach_div(updates, torch.where(lr == 0, 1.0, lr) if isinstance(lr, Tensor) else lr or 1.0)
-    for p, moment, update, weight in zip(params, moments, updates, decayed, strict=True):
-        parts.moments[p], parts.updates[p], parts.decayed[p] = moment, update, weight
+    parts.moments.update(zip(params, moments, strict=True))
+    parts.updates.update(zip(params, updates, strict=True))
 
 
 def _first_moments(group: dict[str, Any], states: list[dict[str, Any]], gradients: Tensors) -> Tensors:
@@ -138,14 +139,30 @@ def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[
     return 0.0, 0.0
 
 
-def _count_gradients(group: dict[str, Any], states: list[dict[str, Any]]) -> None:
-    """Counts in the states the weight of all gradients so far in SGD's momentum buffers.
+def subtract_(changes: Sequence[tuple[nn.Parameter, Tensor]], lr: Scale) -> None:
+    """Takes ``lr`` times the changes, which may be overwritten, off the parameters."""
+    sharded = [(p, change) for p, change in changes if is_sharded(p)] if may_be_sharded() else []
+    plain = [(p, change) for p, change in changes if not is_sharded(p)] if sharded else changes
+    for p, change in sharded:
+        p.sub_(sharded_like(change, p) * lr)
+    for kind in {type(p.data): None for p, _ in plain}:
+        params, values = zip(*[(p, change) for p, change in plain if type(p.data) is kind], strict=True)
+        torch._foreach_mul_(values, lr)
+        torch._foreach_sub_(params, values)
+
+
+def count_gradients(optimizer: torch.optim.Optimizer, params: Collection[nn.Parameter]) -> None:
+    """Counts, in the state of these parameters, the weight of all gradients so far in SGD's momentum buffers.
 
     ``c = 1`` at first, then ``c <- mu c + 1 - dampening``: the recurrence of the buffer itself.
     """
-    for state in states:
-        known = state.get("gradient_weight")
-        state["gradient_weight"] = 1.0 if known is None else group["momentum"] * known + 1 - group["dampening"]
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        momentum, kept = group["momentum"], 1 - group["dampening"]
+        for state in [optimizer.state[p] for p in group["params"] if p in params] if momentum else ():
+            known = state.get("gradient_weight")
+            state["gradient_weight"] = 1.0 if known is None else momentum * known + kept
 
 
 def _scaled(tensors: Sequence[Tensor], scales: Sequence[Scale]) -> list[Tensor]:

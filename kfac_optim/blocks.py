@@ -31,11 +31,19 @@ class Factors:
         layer: The layer.
         specs: The shapes of A and G.
         tensors: The running averages "A" and "G" (see :meth:`~kfac_optim.factors.FactorSpec.empty`) and, of a snapshot
-            that decompositions are made of, "gamma": the damping of each pair, ``[p]``.
+            that decompositions are made of, "gamma": the damping of each pair with which they were, ``[p]``; 0 where
+            damping comes later.
+        largest: The largest eigenvalues of A and of G, ``[p]`` each, where they are known.
     """
 
-    def __init__(self, layer: KroneckerLayer, specs: tuple[FactorSpec, FactorSpec], tensors: dict[str, Any]) -> None:
-        self.joint, self.specs, self.tensors = layer.joint, specs, tensors
+    def __init__(
+        self,
+        layer: KroneckerLayer,
+        specs: tuple[FactorSpec, FactorSpec],
+        tensors: dict[str, Any],
+        largest: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        self.joint, self.specs, self.tensors, self._largest = layer.joint, specs, tensors, largest
 
     @property
     def has_data(self) -> bool:
@@ -59,15 +67,19 @@ class Factors:
 
     def largest(self) -> tuple[Tensor, Tensor]:
         """The largest eigenvalues of A and of G, ``[p]`` each; joint pairs share the largest of all of them."""
-        with full_precision(self.tensors["A"]["value"].device.type):
-            a, g = (largest_eigenvalue(self.matrix(side)) for side in range(2))
+        if self._largest is not None:
+            a, g = self._largest
+        else:
+            with full_precision(self.tensors["A"]["value"].device.type):
+                a, g = (largest_eigenvalue(self.matrix(side)) for side in range(2))
         return (a.amax().expand_as(a), g.amax().expand_as(g)) if self.joint else (a, g)
 
-    def freeze(self, source: Factors, gamma: Tensor) -> None:
-        """Becomes a copy of ``source``, to be decomposed with the damping ``gamma``, ``[p]``."""
+    def freeze(self, source: Factors, gamma: Tensor | None) -> None:
+        """Becomes a copy of ``source``, to be decomposed with the damping ``gamma``, ``[p]``; None: without."""
         for side in SIDES:
             snapshot_(self.tensors[side], source.tensors[side])
-        self.gamma.copy_(gamma)
+        if gamma is not None:
+            self.gamma.copy_(gamma)
 
 
 @dataclass(eq=False, repr=False)
@@ -103,6 +115,7 @@ class Block:
     unseen: int = 0
     _told: bool = False
     _unit: tuple[Any, Tensor] | None = None
+    _largest: tuple[Tensor, Tensor] | None = None
     _spectra: tuple[Tensor, ...] | None = None
 
     # Factors --------------------------------------------------------------------------------------------------------
@@ -123,7 +136,7 @@ class Block:
 
     def factors(self, source: Source) -> Factors:
         """Its factors at one of the three stages."""
-        return Factors(self.layer, self.specs, self.state[source])
+        return Factors(self.layer, self.specs, self.state[source], self._largest if source == "in_use" else None)
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Replaces the state."""
@@ -152,14 +165,18 @@ class Block:
     # Decompositions -------------------------------------------------------------------------------------------------
 
     def install(
-        self, decomposed: tuple[Decomposition, Decomposition] | None, unit: tuple[Any, Tensor] | None = None
+        self,
+        decomposed: tuple[Decomposition, Decomposition] | None,
+        unit: tuple[Any, Tensor] | None = None,
+        largest: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Takes decompositions of the factors in use; None where other ranks precondition the layer.
 
-        ``unit``: what a kind of damping is a multiple of, for these factors, if that is known.
+        ``unit``: what a kind of damping is a multiple of, for these factors; ``largest``: the largest eigenvalues of A
+        and of G, ``[p]`` each; None: not known.
         """
         self.drop()
-        self.decomposed, self.has_direction, self._unit = decomposed, True, unit
+        self.decomposed, self.has_direction, self._unit, self._largest = decomposed, True, unit, largest
 
     def share_storage(self, decomposed: tuple[Decomposition, Decomposition]) -> None:
         """Replaces the decompositions by equal ones that are views of a larger tensor."""
@@ -167,7 +184,7 @@ class Block:
 
     def drop(self) -> None:
         """Discards the decompositions."""
-        self.decomposed = self.cosine = self._unit = self._spectra = None
+        self.decomposed = self.cosine = self._unit = self._largest = self._spectra = None
         self.has_direction = False
         self.version += 1
 

@@ -47,7 +47,7 @@ from .distributed import (
     largest_entry,
     set_full_gradient_,
 )
-from .preconditioning import Lr
+from .preconditioning import Lr, StackedDirection, by_parameter
 from .schedules import due
 
 __all__ = ["CurvatureEngine", "memory_estimate"]
@@ -145,25 +145,26 @@ class CurvatureEngine(BuiltEngine):
         if self._refresher.is_due(self.inv_update_steps, self.step_count):
             self._refresh(trains)
         self._refresher.work_off(self.step_count, self.comm)
+        self._preconditioner.release(self._blocks, as_damping(self.damping))
         self._restart_for_new_layers()
         return True
 
     def directions(
         self,
         vectors: Mapping[nn.Parameter, Tensor],
-        lr: Mapping[nn.Parameter, Lr],
+        lr: Lr | Mapping[nn.Parameter, Lr],
         updates: Mapping[nn.Parameter, Tensor] | None = None,
-    ) -> dict[nn.Parameter, Tensor]:
+    ) -> list[StackedDirection]:
         """The second half of a step: the preconditioned and scaled vectors.
 
         Args:
             vectors: What to precondition (gradients or first moments), by parameter.
-            lr: The current learning rate of each parameter, for the scaling.
+            lr: The current learning rate, for the scaling; by parameter where there are several.
             updates: What the base optimizer itself would do with the vectors, per unit of the learning rate; None: take
                 them as they are.
 
         Returns:
-            Directions for the parameters whose layer has a decomposition; the others keep their vector.
+            Directions of the layers that have a decomposition and a vector.
         """
         return self._preconditioner.directions(
             self._blocks,
@@ -205,8 +206,8 @@ class CurvatureEngine(BuiltEngine):
         gradients = {p: g for p in self._trained if (g := full_gradient(p)) is not None}
         taken = self.update(list(gradients.values()), () if lr is None else (lr,))
         if taken:
-            rates = dict.fromkeys(gradients, 1.0 if lr is None else lr)
-            for parameter, direction in self.directions(gradients, rates).items():
+            directions = self.directions(gradients, 1.0 if lr is None else lr)
+            for parameter, direction in by_parameter(directions, gradients).items():
                 set_full_gradient_(parameter, direction)
             self.advance()
         return taken

@@ -11,22 +11,22 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from .bases import base_step
+from .bases import base_step, count_gradients, subtract_
 from .checking import AVERAGES, PREFIX, checksums, saved_parts
 from .config import options as engine_options
 from .config import refuse_unknown
 from .damping import OfLargest
-from .distributed import join_hook, notify_join_context, register_joinable, share_gradients
+from .distributed import join_hook, notify_join_context, register_joinable, sharded_like, share_gradients
 from .engine import CurvatureEngine
 from .lamb import MultiTensorLamb
-from .preconditioning import Lr
+from .preconditioning import Lr, assembled, by_parameter
 from .schedules import growing, inverse_time_decay
-from .trust import alignment, turned
+from .trust import alignment, turn, turned
 
 __all__ = ["KFACLAMB", "KFACAdam", "KFACAdamW", "KFACMixin", "KFACSGD"]
 
@@ -175,45 +175,58 @@ class KFACMixin(_Optimizer):
         try:
             lrs = [group["lr"] for group in groups]
             if engine.update(list(gradients.values()), lrs, self._alignment(gradients)):
-                lr = {p: group["lr"] for group in groups for p in group["params"]}
                 if self.precondition == "gradient" or engine.closed:
-                    self._precondition_gradients(gradients, lr)
+                    self._precondition_gradients(gradients)
+                elif engine.is_turned(engine.step_count):
+                    self._turn_step(gradients)
                 else:
-                    self._precondition_moments(gradients, lr)
+                    self._base_step()
+                    count_gradients(self, self._covered(gradients))
                 engine.advance()
         finally:  # also of a step that was interrupted or ran out of memory a state can be saved
             self._show_states()
             self._show_counters()
 
-    def _precondition_moments(self, gradients: Mapping[nn.Parameter, Tensor], lr: Mapping[nn.Parameter, Lr]) -> None:
-        """The base class's step on raw gradients, with the directions of the layers exchanged."""
+    def _turn_step(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """The base class's step on raw gradients; then that of the layers is turned to their directions."""
         engine = self.curvature
-        covered = [p for layer in engine.layers for p in layer.parameters if p in gradients]
+        covered = self._covered(gradients)
         before = {p: p.detach().clone() for p in covered}
         self._base_step()
+        count_gradients(self, covered)
         base = base_step(self, gradients, before)
-        directions = engine.directions(base.moments, lr, base.updates)
+        del before
+        directions = engine.directions(base.moments, self._rates(), base.updates)
+        if engine.learns_trust:
+            for p in covered:
+                self.state[p].pop(TURN, None)
+            for p, change in assembled(directions, turn).items():
+                self.state[p][TURN] = sharded_like(change, p).to(p.dtype, copy=True)
         if engine.trust > 0:
-            for p, step in turned(base.updates, directions, engine.trust).items():
-                p.copy_(base.decayed[p]).sub_(step * lr[p])
-        for p in covered if engine.learns_trust else ():
-            turn = directions.get(p, base.updates[p]) - base.updates[p]
-            self.state[p][TURN] = turn
+            trust = engine.trust
+            changes = assembled(directions, lambda d: turned(d, trust) - d.update)
+            for group in self.param_groups:
+                subtract_([(p, changes[p]) for p in group["params"] if p in changes], group["lr"])
+
+    def _covered(self, gradients: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, None]:
+        """The parameters of layers, of those with gradients."""
+        return {p: None for layer in self.curvature.layers for p in layer.parameters if p in gradients}
 
     def _alignment(self, gradients: Mapping[nn.Parameter, Tensor]) -> Tensor | None:
         """How far the gradients agree with the last step's turn from the base's updates to K-FAC's directions."""
-        if self.curvature.closed or not self.curvature.learns_trust:
+        engine = self.curvature
+        if engine.closed or not (engine.learns_trust and engine.is_turned(engine.step_count - 1)):
             return None
         pairs: list[tuple[Tensor, Tensor, Lr]] = []
         for group in self.param_groups:
-            present = [p for p in group["params"] if p in gradients and TURN in self.state.get(p, ())]
+            turns = [(p, self.state[p].get(TURN)) for p in group["params"] if p in gradients]
             lr = -group["lr"] if group.get("maximize") else group["lr"]
-            pairs += [(gradients[p], self.state[p][TURN], lr) for p in present]
+            pairs += [(gradients[p], last, lr) for p, last in turns if last is not None]
         return alignment(pairs) if pairs else None
 
-    def _precondition_gradients(self, gradients: Mapping[nn.Parameter, Tensor], lr: Mapping[nn.Parameter, Lr]) -> None:
+    def _precondition_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """The base class's step on directions; afterwards logging and clipping see the true gradients."""
-        directions = self.curvature.directions(gradients, lr)
+        directions = by_parameter(self.curvature.directions(gradients, self._rates()), gradients)
         for parameter, direction in directions.items():
             parameter.grad = direction
         try:
@@ -221,6 +234,13 @@ class KFACMixin(_Optimizer):
         finally:
             for parameter in directions:
                 parameter.grad = gradients[parameter]
+
+    def _rates(self) -> Lr | dict[nn.Parameter, Lr]:
+        """The learning rate, by parameter if the groups differ in it."""
+        first, *others = (group["lr"] for group in self.param_groups)
+        if all(lr is first or not isinstance(lr, Tensor) and lr == first for lr in others):
+            return cast(Lr, first)
+        return {p: group["lr"] for group in self.param_groups for p in group["params"]}
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from .blocks import Block
 from .damping import Damping, kind_of, value_of
 from .diagnostics import StageTimes, communicating, cosine
-from .distributed import Broadcast, Communicator, gathered, sharded_like
+from .distributed import Broadcast, Communicator, gathered, is_sharded, may_be_sharded, sharded_like
 from .layers import KroneckerLayer, full_precision
+from .layout import Layout, Part
 from .scaling import Direction, Scaling
 from .solvers import Decomposition, Solver, grouped_by_key
 
-__all__ = ["Lr", "Preconditioner", "Stack", "stack_of"]
+__all__ = ["Lr", "Preconditioner", "Stack", "StackedDirection", "assembled", "by_parameter", "stack_of"]
 
 Lr = float | Tensor
 
@@ -37,6 +38,7 @@ class Stack:
         damping_unit: What gamma is a multiple of, for each pair, ``[p]``.
         layer_of_pair: See :class:`~kfac_optim.scaling.Direction`.
         relevant: A damping, and the parts of the decompositions that matter at it; None: not yet computed.
+        layout: Where the parameters lie in the stack's matrices.
     """
 
     blocks: list[Block]
@@ -44,6 +46,10 @@ class Stack:
     damping_unit: Tensor
     layer_of_pair: Tensor | None
     relevant: tuple[float, tuple[Decomposition, Decomposition]] | None = None
+    layout: Layout = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.layout = Layout(self.layers)
 
     @property
     def layers(self) -> list[KroneckerLayer]:
@@ -69,6 +75,25 @@ class Stack:
         return self.relevant[1]
 
 
+@dataclass(frozen=True)
+class StackedDirection:
+    """The preconditioned and scaled matrices of a stack in a step.
+
+    Attributes:
+        stack: The stack.
+        vectors: What was preconditioned, by parameter; the stack's other parameters take no part in the step.
+        scaled: The direction, scaled, with all that a scaling knows of the stack.
+    """
+
+    stack: Stack
+    vectors: Mapping[nn.Parameter, Tensor]
+    scaled: Direction
+
+    def parts(self, matrices: Tensor) -> list[Part]:
+        """What each parameter has in some matrices of the stack's shape."""
+        return self.stack.layout.read(matrices, self.vectors)
+
+
 class Preconditioner:
     """Preconditions and scales vectors.
 
@@ -87,20 +112,20 @@ class Preconditioner:
         self,
         blocks: Sequence[Block],
         vectors: Mapping[nn.Parameter, Tensor],
-        lr: Mapping[nn.Parameter, Lr],
+        lr: Lr | Mapping[nn.Parameter, Lr],
         updates: Mapping[nn.Parameter, Tensor],
         comm: Communicator,
         *,
         damping: Damping,
         scaling: Scaling | None,
         step: int,
-    ) -> dict[nn.Parameter, Tensor]:
+    ) -> list[StackedDirection]:
         """The preconditioned and scaled vectors (a collective).
 
         Args:
             blocks: All there are.
             vectors: What to precondition, by parameter.
-            lr: The current learning rate of each parameter, for the scaling.
+            lr: The current learning rate, for the scaling; by parameter where there are several.
             updates: What the base optimizer itself would do with the vectors, per unit of the learning rate.
             comm: The ranks.
             damping: What is added to the eigenvalues.
@@ -108,28 +133,28 @@ class Preconditioner:
             step: The step, of which damping and scaling may be functions.
 
         Returns:
-            Directions for the parameters whose layer has a decomposition.
+            Directions of the layers that have a decomposition and a vector.
         """
         known = [block for block in blocks if block.has_direction]
-        moving = [p for block in known for p in block.layer.parameters if p in vectors]
-        whole = {p: gathered(vectors[p]) for p in moving}
-        lengths = {p: whole[p] if updates[p] is vectors[p] else gathered(updates[p]) for p in moving}
         value = value_of(damping, step)
-        stacks = [part for stack in self._current(known, damping) for part in _with_vectors(stack, whole, damping)]
+        if may_be_sharded():
+            moving = [p for block in known for p in block.layer.parameters if p in vectors]
+            whole = {p: gathered(vectors[p]) for p in moving}
+            updates = {p: whole[p] if updates[p] is vectors[p] else gathered(updates[p]) for p in moving}
+            vectors = whole
+        stacks = [part for stack in self._current(known, damping) for part in _with_vectors(stack, vectors, damping)]
         with self.stages.stage("preconditioning"):
-            found = [self._direction(stack, whole, lr, lengths, value) for stack in stacks]
+            found = [self._direction(stack, vectors, lr, updates, value) for stack in stacks]
         if any(block.route for block in blocks):
             with communicating("gradient", self.stages, comm.world_size):
                 self._send_directions(known, stacks, found, comm)
         with self.stages.stage("scaling"):
-            multipliers = scaling.multipliers(found, step) if scaling is not None else None
-            result: dict[nn.Parameter, Tensor] = {}
-            for i, (stack, d) in enumerate(zip(stacks, found, strict=True)):
+            for stack, d in zip(stacks, found, strict=True):
                 _note_cosines(stack, d)
-                scaled = d.direction if multipliers is None else d.direction * multipliers[i].reshape(-1, 1, 1)
-                for layer, matrix in zip(stack.layers, scaled.split(stack.pairs_per_layer), strict=True):
-                    _unstack(layer, matrix, lengths, result)
-        return {parameter: sharded_like(direction, vectors[parameter]) for parameter, direction in result.items()}
+            if scaling is not None:
+                multipliers = scaling.multipliers(found, step)
+                found = [d.times(by) for d, by in zip(found, multipliers, strict=True)]
+            return [StackedDirection(stack, vectors, d) for stack, d in zip(stacks, found, strict=True)]
 
     def send_zeros(self, blocks: Sequence[Block], comm: Communicator) -> None:
         """Takes part in the exchange of directions where this rank has none to send (a collective)."""
@@ -138,10 +163,16 @@ class Preconditioner:
 
     def _current(self, known: Sequence[Block], damping: Damping) -> list[Stack]:
         """The stacks of the blocks that have decompositions, made anew when one of these has changed."""
-        made_of = (kind_of(damping), [(block, block.version) for block in known])
+        made_of = _made_of(known, damping)
         if made_of != self._made_of:
             self._stacks, self._made_of = _stacks_of(known, damping), made_of
         return self._stacks
+
+    def release(self, blocks: Sequence[Block], damping: Damping) -> None:
+        """Lets go of decompositions that are no longer in use."""
+        known = [block for block in blocks if block.has_direction]
+        if self._made_of != _made_of(known, damping):
+            self.clear()
 
     def clear(self) -> None:
         """Lets go of all decompositions."""
@@ -151,12 +182,12 @@ class Preconditioner:
         self,
         stack: Stack,
         vectors: Mapping[nn.Parameter, Tensor],
-        lr: Mapping[nn.Parameter, Lr],
+        lr: Lr | Mapping[nn.Parameter, Lr],
         updates: Mapping[nn.Parameter, Tensor],
         value: float,
     ) -> Direction:
         """The preconditioned gradient of a stack at a damping of ``value`` units (eqs. 8 and 11-13)."""
-        gradient = _cat([_matrix_of(layer, vectors, self.dtype) for layer in stack.layers])
+        gradient = stack.layout.fill(vectors, self.dtype)
         if stack.decomposed is not None:
             parts = stack.parts_at(value, self.solver, self.dtype)
             a, g = (tuple(part.to(self.dtype) for part in side) for side in parts)
@@ -165,14 +196,15 @@ class Preconditioner:
                 direction = self.solver.precondition(gradient, a, g, gamma).contiguous()
         else:  # buffer for the direction that a gradient worker will send
             direction = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+        update = gradient if updates[stack.layers[0].weight] is vectors[stack.layers[0].weight] else None
+        if update is None:
+            update = stack.layout.fill(updates, self.dtype)
+        if not isinstance(lr, Mapping):
+            return Direction(direction, gradient, update, lr, stack.layer_of_pair)
         moved = [p for layer in stack.layers for p in layer.parameters if p in vectors]
-        rate: Lr = lr[moved[0]]
+        rate = lr[moved[0]]
         if any(lr[p] is not rate and (isinstance(lr[p], Tensor) or lr[p] != rate) for p in moved):
-            filled = {p: torch.ones_like(vectors[p]) * lr[p] for p in moved}
-            rate = _cat([_matrix_of(layer, filled, self.dtype) for layer in stack.layers])
-        update = gradient
-        if any(updates[p] is not vectors[p] for p in moved):
-            update = _cat([_matrix_of(layer, updates, self.dtype) for layer in stack.layers])
+            rate = stack.layout.fill({p: torch.ones_like(vectors[p]) * lr[p] for p in moved}, self.dtype)
         return Direction(direction, gradient, update, rate, stack.layer_of_pair)
 
     def _send_directions(
@@ -241,6 +273,11 @@ def stack_of(blocks: list[Block], damping: Damping) -> Stack:
     return stack
 
 
+def _made_of(known: Sequence[Block], damping: Damping) -> Any:
+    """What stacks of these blocks depend on: the kind of damping, and versions of the decompositions."""
+    return kind_of(damping), [(block, block.version) for block in known]
+
+
 def _with_vectors(stack: Stack, vectors: Mapping[nn.Parameter, Tensor], damping: Damping) -> list[Stack]:
     """The stack if all of its layers have a vector in this step, else those that have one, each on its own."""
     present = [block for block in stack.blocks if block.layer.weight in vectors]
@@ -260,32 +297,31 @@ def _cat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
 
 
-# Parameters and matrices ---------------------------------------------------------------------------------------------
+def assembled(directions: Sequence[StackedDirection], of: Callable[[Direction], Tensor]) -> dict[nn.Parameter, Tensor]:
+    """What each parameter has in matrices that are made of the directions; 0 in parts that no layer covers."""
+    result: dict[nn.Parameter, Tensor] = {}
+    for d in directions:
+        for p, index, part in d.parts(of(d.scaled)):
+            if index == slice(None):
+                result[p] = part
+            else:
+                result.setdefault(p, part.new_zeros(p.shape))[index] = part
+    return result
 
 
-def _matrix_of(layer: KroneckerLayer, vectors: Mapping[nn.Parameter, Tensor], dtype: torch.dtype) -> Tensor:
-    """What a layer's weight and bias have in ``vectors``, as ``[p, d_out, d_in]``; a bias without has zeros."""
-    weight = vectors[layer.weight].to(dtype)
-    if layer.bias is None:
-        return layer.to_matrix(weight, None)
-    bias = vectors[layer.bias] if layer.bias in vectors else torch.zeros_like(layer.bias)
-    return layer.to_matrix(weight, bias[layer.bias_part].to(dtype))
-
-
-def _unstack(
-    layer: KroneckerLayer,
-    matrix: Tensor,
-    vectors: Mapping[nn.Parameter, Tensor],
-    result: dict[nn.Parameter, Tensor],
-) -> None:
-    """Writes a layer's matrix into the directions of its parameters; parts that no layer covers keep their vector."""
-    for parameter, direction in zip(layer.parameters, layer.from_matrix(matrix), strict=True):
-        if parameter not in vectors:
-            continue
-        vector = vectors[parameter]
-        if parameter is layer.bias and layer.bias_part != slice(None):
-            result.setdefault(parameter, vector.clone())[layer.bias_part] = direction
-        elif direction.dtype is vector.dtype and direction.stride() == vector.stride():
-            result[parameter] = direction
-        else:  # fused kernels expect the layout of the parameter
-            result[parameter] = torch.empty_like(vector).copy_(direction)
+def by_parameter(
+    directions: Sequence[StackedDirection], vectors: Mapping[nn.Parameter, Tensor]
+) -> dict[nn.Parameter, Tensor]:
+    """The directions of single parameters, laid out as their vectors; parts that no layer covers keep their vector."""
+    result: dict[nn.Parameter, Tensor] = {}
+    for d in directions:
+        for p, index, part in d.parts(d.scaled.direction):
+            if is_sharded(vectors[p]):
+                whole = gathered(vectors[p]).clone()
+                whole[index] = part
+                result[p] = sharded_like(whole, vectors[p])
+            else:  # fused kernels expect the layout of the parameter
+                if p not in result:
+                    result[p] = torch.empty_like(vectors[p]) if index == slice(None) else vectors[p].clone()
+                result[p][index] = part
+    return result

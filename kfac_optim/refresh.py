@@ -26,7 +26,7 @@ from .distributed import Broadcast, Communicator, longest_first
 from .factors import FactorSpec
 from .layers import full_precision
 from .schedules import Schedule, due
-from .solvers import Decomposition, MaybeDecomposition, Solver, Worker, decompose_all, grouped_by_key
+from .solvers import Decomposition, MaybeDecomposition, Solver, Spectral, Worker, decompose_all, grouped_by_key
 
 __all__ = ["FactorJob", "RefreshInProgress", "Refresher"]
 
@@ -46,7 +46,7 @@ class RefreshInProgress:
         source: Which factors are decomposed: "current" at once, "pending" when spread, "in_use" when the decompositions
             in use are only made again.
         gammas: The damping of each block's pairs, ``[p]``; blocks missing here use the gamma stored in their
-            snapshot.
+            snapshot, or none.
         units: What a damping is a multiple of, and the kind of that damping, by block, where they are known.
     """
 
@@ -104,9 +104,9 @@ class RefreshInProgress:
         """Takes the decompositions that were made."""
         self.done.update(zip(jobs, results, strict=True))
 
-    def gamma(self, block: Block) -> Tensor:
-        """The damping of a block's pairs, ``[p]``."""
-        return self.gammas[block] if block in self.gammas else block.factors(self.source).gamma
+    def gamma(self, block: Block) -> Tensor | None:
+        """The damping of a block's pairs, ``[p]``; None where factors are decomposed without."""
+        return self.gammas.get(block, block.state[self.source].get("gamma"))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "running": {}}
@@ -167,7 +167,9 @@ class Refresher:
             spread: Over how many steps to work it off; the first refresh is at once all the same.
             comm: The ranks.
         """
-        units = {block: (kind_of(damping), damping.unit(block.factors("current"))) for block in blocks}
+        units = {}
+        if not isinstance(self.solver, Spectral):  # damping comes first
+            units = {block: (kind_of(damping), damping.unit(block.factors("current"))) for block in blocks}
         gammas = {block: value * unit for block, (_, unit) in units.items()}
         self.refreshes += 1
         if self.last_refresh is None or not spread:
@@ -178,7 +180,7 @@ class Refresher:
             return
         self.last_refresh = step
         for block in blocks:
-            block.factors("pending").freeze(block.factors("current"), gammas[block])
+            block.factors("pending").freeze(block.factors("current"), gammas.get(block))
         self.in_progress = RefreshInProgress(step, spread, "pending", units=units)
         self.in_progress.plan(blocks, comm.rank)
 
@@ -238,11 +240,13 @@ class Refresher:
         """The factor of a job, and what the solver adds to its diagonal, ``[p]``."""
         block, side = job
         factors, gamma = block.factors(refresh.source), refresh.gamma(block)
+        factor = factors.matrix(side)
+        dtype = torch.promote_types(factor.dtype, torch.promote_types(self.inv_dtype, torch.float32))
+        if gamma is None or isinstance(self.solver, Spectral):
+            return factor.to(dtype), factor.new_zeros(len(factor), dtype=dtype)
         # Where A is the constant 1 there is nothing to split the damping between.
         joint = block.layer.joint
         shifts = (torch.zeros_like(gamma), gamma) if joint else self.solver.shifts(gamma, *factors.means())
-        factor = factors.matrix(side)
-        dtype = torch.promote_types(factor.dtype, torch.promote_types(self.inv_dtype, torch.float32))
         return factor.to(dtype), shifts[side].to(dtype)
 
     def _decompose_in_background(self, factor: Tensor, shift: Tensor) -> Callable[[], MaybeDecomposition]:
@@ -263,11 +267,12 @@ class Refresher:
         if refresh.source != "in_use":
             self.frozen_at = refresh.start
         failed, found = self._exchange(refresh, comm)
+        largest = self._largest(refresh, comm) if isinstance(self.solver, Spectral) else {}
         for block, a, g in found:
             if refresh.source != "in_use":
                 block.factors("in_use").freeze(block.factors(refresh.source), refresh.gamma(block))
             own = (a, g) if comm.rank in block.workers.gradient_workers else None
-            block.install(own, refresh.units.get(block))
+            block.install(own, refresh.units.get(block), largest.get(block))
         for block in failed:
             self._keep_last(block)
 
@@ -299,6 +304,19 @@ class Refresher:
                 found.append((block, sides[0], sides[1]))
             comm.send(broadcasts, "decompositions")
         return failed, found
+
+    def _largest(self, refresh: RefreshInProgress, comm: Communicator) -> dict[Block, tuple[Tensor, Tensor]]:
+        """The largest eigenvalues of A and of G of each block, ``[p]`` each, as their inverse workers found them."""
+        assert isinstance(self.solver, Spectral)
+        own = []
+        for block in refresh.blocks:
+            for i, spec in enumerate(block.specs):
+                parts = refresh.done.get((block, i))
+                dtype, device = part_dtype(1, self.inv_dtype), block.layer.weight.device
+                zeros = torch.zeros(spec.pairs, dtype=dtype, device=device)
+                own.append(zeros if parts is None else self.solver.largest(parts))
+        found = iter(comm.sum(own, "counts"))
+        return dict(zip(refresh.blocks, zip(found, found, strict=True), strict=True))
 
     def _receive_buffers(self, block: Block, side: int) -> Decomposition:
         """Uninitialised tensors to receive a decomposition from another rank."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .schedules import Schedule, value_at
 
-__all__ = ["Direction", "Graft", "KLClip", "Scaling", "Unit"]
+__all__ = ["Direction", "Graft", "KLClip", "Scaling", "Unit", "ratio"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,10 @@ class Direction:
     update: Tensor
     lr: Tensor | float
     layer_of_pair: Tensor | None = None
+
+    def times(self, multiplier: Tensor) -> Direction:
+        """The same with the direction multiplied, by a 0-dim tensor or ``[p]``."""
+        return replace(self, direction=self.direction * multiplier.reshape(-1, 1, 1))
 
     def norm(self, matrix: Tensor) -> Tensor:
         """For each pair the Frobenius norm of ``matrix [p, d_out, d_in]`` over all pairs scaled with it, ``[p]``."""
@@ -117,7 +121,7 @@ def _check_kappa(kappa: Any, step: int | None = None) -> float:
     return kappa
 
 
-def _ratio(numerator: Tensor | float, denominator: Tensor) -> Tensor:
+def ratio(numerator: Tensor | float, denominator: Tensor) -> Tensor:
     """``numerator / denominator``, and 0 where the denominator is 0 (a zero direction stays zero)."""
     return torch.where(denominator > 0, numerator / denominator, 0.0)
 
@@ -133,7 +137,7 @@ class Unit:
 
     def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
         """See :class:`Scaling`."""
-        return [_ratio(self.target(d), d.norm(d.direction)) for d in directions]
+        return [ratio(self.target(d), d.norm(d.direction)) for d in directions]
 
     @staticmethod
     def target(d: Direction) -> Tensor | float:
@@ -166,4 +170,4 @@ class Graft:
 
     def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
         """See :class:`Scaling`."""
-        return [_ratio(d.norm(d.update), d.norm(d.direction)) for d in directions]
+        return [ratio(d.norm(d.update), d.norm(d.direction)) for d in directions]

@@ -17,13 +17,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .distributed import gathered
+from .distributed import gathered, is_sharded, may_be_sharded
+from .scaling import Direction, ratio
+from .solvers import grouped_by_key
 
-__all__ = ["Trust", "alignment", "turned"]
+__all__ = ["Trust", "alignment", "turn", "turned"]
 
 _NOTCHES = 10  # trust moves by a tenth per step, which averages over the noise of about ten batches
+_PATIENCE = 4  # while steps do not turn, k is computed in one of so many
+_BATCH_NUMEL = 2**22  # gradients are copied side by side up to this many numbers, for one dot product
 
 
 class Trust:
@@ -41,6 +45,13 @@ class Trust:
         """The trust, in [0, 1]."""
         return self.notches / _NOTCHES
 
+    def is_measured(self, step: int) -> bool:
+        """Whether k is computed at this step: always where steps turn, else in every fourth, to see if they should.
+
+        In between a step is the base optimizer's own and costs no more.
+        """
+        return self.notches > 0 or step % _PATIENCE == 0
+
     def learn(self, alignment: float) -> None:
         """Moves a tenth towards K-FAC's directions if the gradients say so, else a tenth towards the base's updates."""
         self.notches = min(_NOTCHES, self.notches + 1) if alignment > 0 else max(0, self.notches - 1)
@@ -56,20 +67,30 @@ class Trust:
 
 def alignment(parameters: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> Tensor:
     """``lr <g', k - u>``, summed over all parameters, 0-dim: of each the gradient, the last turn, and the rate."""
-    products = [gathered((g.float() * turn.float()).sum() * lr) for g, turn, lr in parameters]
+
+    def kind(parameter: tuple[Tensor, Tensor, float | Tensor]) -> tuple[Any, ...]:
+        g, turn, lr = parameter
+        return g.device, g.dtype, turn.dtype, id(lr) if isinstance(lr, Tensor) else lr
+
+    sharded = [parameter for parameter in parameters if is_sharded(parameter[0])] if may_be_sharded() else []
+    plain = [parameter for parameter in parameters if not is_sharded(parameter[0])] if sharded else parameters
+    products = [gathered((g.float() * turn.float()).sum() * lr) for g, turn, lr in sharded]
+    for batch in grouped_by_key(plain, kind, lambda parameter: parameter[0].numel(), _BATCH_NUMEL):
+        gradients, turns, (lr, *_) = zip(*batch, strict=True)
+        flat_g, flat_turn = (torch.cat([t.reshape(-1) for t in of]).float() for of in (gradients, turns))
+        products.append(torch.dot(flat_g, flat_turn) * lr)
     return torch.stack([product.to(products[0].device) for product in products]).sum()
 
 
-def turned(
-    updates: Mapping[nn.Parameter, Tensor], directions: Mapping[nn.Parameter, Tensor], trust: float
-) -> dict[nn.Parameter, Tensor]:
-    """The steps that turn from the base's updates to the directions as far as trust goes."""
+def turn(d: Direction) -> Tensor:
+    """``k - u`` of a stack of layers, ``[p, d_out, d_in]``."""
+    return d.direction - d.update
+
+
+def turned(d: Direction, trust: float) -> Tensor:
+    """The step of a stack of layers that turns from u to k as far as trust goes, ``[p, d_out, d_in]``."""
     if trust == 1:
-        return dict(directions)
-    steps = {}
-    for p, k in directions.items():
-        u = updates[p]
-        step = u.lerp(k, trust)
-        length = u.norm() * (1 - trust) + k.norm() * trust
-        steps[p] = step * (length / step.norm().clamp(min=torch.finfo(step.dtype).tiny))
-    return steps
+        return d.direction
+    step = d.update.lerp(d.direction, trust)
+    length = d.norm(d.update).lerp(d.norm(d.direction), trust)
+    return step * ratio(length, d.norm(step)).reshape(-1, 1, 1)

@@ -42,6 +42,10 @@ class ViewedEngine(StatefulEngine):
         """Whether trust is learned."""
         return self._turns and getattr(self.scaling, "trust", 1.0) is None
 
+    def is_turned(self, step: int) -> bool:
+        """Whether the direction of K-FAC is computed at this step; else the base optimizer's own step is all."""
+        return self._trust.is_measured(step) if self.learns_trust else self.trust > 0
+
     @property
     def _turns(self) -> bool:
         """Whether the steps of a base optimizer are turned; else gradients are preconditioned, all the way."""

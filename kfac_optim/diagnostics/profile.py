@@ -29,7 +29,9 @@ class StageTimes:
     def stage(self, name: str) -> Iterator[None]:
         """Times a ``with`` block as a part of the named stage."""
         start = time.perf_counter()
-        with torch.profiler.record_function(f"kfac: {name}"):
+        # A range costs as much as a small operation, and is of use to a profiler alone.
+        profiled = torch.autograd.profiler._is_profiler_enabled
+        with torch.profiler.record_function(f"kfac: {name}") if profiled else nullcontext():
             yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self.calls[name] = self.calls.get(name, 0) + 1

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 __all__ = [
     "full_gradient",
     "gathered",
+    "is_sharded",
     "largest_entry",
+    "may_be_sharded",
     "refuse_flattened",
     "set_full_gradient_",
     "sharded_like",
@@ -43,24 +45,27 @@ def set_full_gradient_(parameter: Tensor, gradient: Tensor) -> None:
         deepspeed.utils.safe_set_full_grad(parameter, gradient)
 
 
-def _is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor.
+def may_be_sharded() -> bool:
+    """Whether there can be DTensors: whoever has one has imported their module.
 
-    Whoever has a DTensor has imported its module, which this function does not, because it takes longer than importing
-    this whole package.
+    This function does not, because that takes longer than importing this whole package.
     """
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    return "torch.distributed.tensor" in sys.modules
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    return may_be_sharded() and isinstance(tensor, sys.modules["torch.distributed.tensor"].DTensor)
 
 
 def gathered(tensor: Tensor) -> Tensor:
     """The whole tensor where FSDP2 has sharded it (a collective); any other tensor as it is."""
-    return cast(Any, tensor).full_tensor() if _is_sharded(tensor) else tensor
+    return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
 def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
     """This rank's part of a tensor that every rank holds, laid out as ``like``; nothing is sent."""
-    if not _is_sharded(like):
+    if not is_sharded(like):
         return whole
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -74,7 +79,7 @@ def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module]) -> str:
 
     Tensor parallelism is refused because it shards activations as well, of which the hooks would see only a part.
     """
-    if not _is_sharded(parameter):
+    if not is_sharded(parameter):
         return ""
     from torch.distributed.fsdp import FSDPModule
 

@@ -25,7 +25,7 @@ Where to look::
 from .decompose import decompose_all, decompose_safely, grouped_by_key
 from .eigen import EigenSolver
 from .inverse import InverseSolver
-from .protocol import Decomposition, MaybeDecomposition, Solver, Truncating
+from .protocol import Decomposition, MaybeDecomposition, Solver, Spectral, Truncating
 from .worker import Worker
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "InverseSolver",
     "MaybeDecomposition",
     "Solver",
+    "Spectral",
     "Truncating",
     "Worker",
     "grouped_by_key",

@@ -49,6 +49,10 @@ class EigenSolver:
         # A factor is positive semi-definite; what rounding pushes below zero would eat up the damping.
         return values.clamp_(min=0), vectors
 
+    def largest(self, decomposition: Decomposition) -> Tensor:
+        """The largest eigenvalue of each pair, ``[p]``."""
+        return decomposition[0].amax(-1)
+
     def relevant(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> tuple[Decomposition, Decomposition]:
         """Eigenvalues, negligible ones set to zero, and the eigenvectors of the others."""
         if not self.negligible:

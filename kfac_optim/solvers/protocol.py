@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Decomposition", "MaybeDecomposition", "Solver", "Truncating"]
+__all__ = ["Decomposition", "MaybeDecomposition", "Solver", "Spectral", "Truncating"]
 
 Decomposition = tuple[Tensor, ...]
 MaybeDecomposition = Decomposition | None  # None: it could not be computed
@@ -54,4 +54,13 @@ class Truncating(Solver, Protocol):
         A pair's contribution must not depend on other pairs in the stack. May wait for the device: it is called when
         the decompositions are new, or the damping has changed.
         """
+        ...
+
+
+@runtime_checkable
+class Spectral(Solver, Protocol):
+    """A solver that decomposes factors without damping, so that their eigenvalues are known afterwards."""
+
+    def largest(self, decomposition: Decomposition) -> Tensor:
+        """The largest eigenvalue of each pair of the factor that was decomposed, ``[p]``."""
         ...

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from kfac_optim import KFACSGD, CurvatureEngine, EigenSolver, InverseSolver, growing
 from kfac_optim.factors import FactorSpec
 from kfac_optim.layers import gram
-from kfac_optim.preconditioning import stack_of
+from kfac_optim.preconditioning import by_parameter, stack_of
 from kfac_optim.refresh import Refresher, RefreshInProgress, _decompose, _together
 from kfac_optim.solvers import decompose_all, decompose_safely, grouped_by_key
 
@@ -378,12 +378,12 @@ def test_layers_of_one_shape_together_equal_each_on_its_own(
         if step:
             lr = dict.fromkeys(net.parameters(), 0.1)
             lr[net.layers[2].bias] = 0.3
-            together = engine.directions(vectors, lr)
+            together = by_parameter(engine.directions(vectors, lr), vectors)
             preconditioner = engine._preconditioner
             assert len(preconditioner._stacks) == 2
             with monkeypatch.context() as patch:
                 patch.setattr(preconditioner, "_current", one_by_one)
-                alone = engine.directions(vectors, lr)
+                alone = by_parameter(engine.directions(vectors, lr), vectors)
             assert together.keys() == alone.keys()
             for p, direction in together.items():
                 torch.testing.assert_close(direction, alone[p], rtol=1e-12, atol=1e-14)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, KFACAdam, OfMean
 from kfac_optim.optimizers import KFACMixin
+from kfac_optim.preconditioning import by_parameter
 from tests.helpers.compare import assert_near, assert_same_factors, assert_same_weights, factors_of, twins
 from tests.helpers.training import Batch, clipping, train
 
@@ -248,7 +249,7 @@ def directions(size: float, keywords: dict[str, object]) -> dict[str, Tensor]:
     (size * loss_of(model, batch)).backward()
     gradients = {p: p.grad for p in model.parameters()}
     assert engine.update(list(gradients.values()))
-    found = engine.directions(gradients, dict.fromkeys(gradients, 1.0))
+    found = by_parameter(engine.directions(gradients, 1.0), gradients)
     return {layer.name: torch.cat([found[p].double().flatten() for p in layer.parameters]) for layer in engine.layers}
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KLClip
+from kfac_optim.preconditioning import by_parameter
 from tests.helpers.compare import assert_close, assert_trained, values
 from tests.helpers.settings import CLASSES, FLOAT64, OFTEN, SETTINGS
 from tests.helpers.training import backward, make_model, train
@@ -233,7 +234,7 @@ def test_a_bias_frozen_during_training_leaves_the_weight_preconditioned() -> Non
             if name.endswith("bias") and parameter.grad is not None:
                 parameter.grad.zero_()
         gradients = {p: p.grad for p in m.parameters() if p.grad is not None}
-        found = o.curvature.directions(gradients, dict.fromkeys(gradients, 0.1))
+        found = by_parameter(o.curvature.directions(gradients, 0.1), gradients)
         directions = {name: found[p] for name, p in m.named_parameters() if p in found}
         if m is model:
             first = directions

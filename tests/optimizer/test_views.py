@@ -241,7 +241,7 @@ def test_reports_are_plain_numbers() -> None:
 
 def test_profile_counts_calls_and_adds_up() -> None:
     model = make_model()
-    optimizer = KFACSGD(model, lr=0.1, factor_update_steps=2, inv_update_steps=3)
+    optimizer = KFACSGD(model, lr=0.1, factor_update_steps=2, inv_update_steps=3, scaling="unit")
     assert optimizer.curvature.profile() == {}
     computed = []
     for step in range(6):

@@ -74,9 +74,9 @@ def test_the_state_is_whole_after_a_step_that_was_interrupted(
 ) -> None:
     model, twin = make_model(0), make_model(0)
     optimizer, other = (kfac(m, **CLASSES[kfac], **SETTINGS, spread=0) for m in (model, twin))
-    train(model, optimizer, range(3))
+    train(model, optimizer, range(4))  # in every fourth step directions are asked for, whatever trust is
     optimizer.zero_grad()
-    loss_of(model, 3).backward()
+    loss_of(model, 4).backward()
     due = optimizer.curvature.inv_update_steps
     optimizer.curvature.inv_update_steps = 1
     refreshed = optimizer.curvature.last_refresh
