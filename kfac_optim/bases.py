@@ -140,15 +140,17 @@ def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[
 
 
 def subtract_(changes: Sequence[tuple[nn.Parameter, Tensor]], lr: Scale) -> None:
-    """Takes ``lr`` times the changes, which may be overwritten, off the parameters."""
+    """Takes ``lr`` times the changes off the parameters."""
     sharded = [(p, change) for p, change in changes if is_sharded(p)] if may_be_sharded() else []
     plain = [(p, change) for p, change in changes if not is_sharded(p)] if sharded else changes
     for p, change in sharded:
         p.sub_(sharded_like(change, p) * lr)
     for kind in {type(p.data): None for p, _ in plain}:
-        params, values = zip(*[(p, change) for p, change in plain if type(p.data) is kind], strict=True)
-        torch._foreach_mul_(values, lr)
-        torch._foreach_sub_(params, values)
+        params, values = (list(of) for of in zip(*[c for c in plain if type(c[0].data) is kind], strict=True))
+        if isinstance(lr, Tensor):
+            torch._foreach_sub_(params, torch._foreach_mul(values, lr))
+        else:
+            torch._foreach_sub_(params, values, alpha=lr)
 
 
 def count_gradients(optimizer: torch.optim.Optimizer, params: Collection[nn.Parameter]) -> None:

@@ -81,7 +81,7 @@ class Config:
     factor_update_steps: Schedule[int] | None = _option(
         None,
         checks.count("factor_update_steps", or_callable=True),
-        """Steps between statistics updates, >= 1; an int or a function of the step. None: 10, or a fifth of the
+        """Steps between statistics updates, >= 1; an int or a function of the step. None: 10, or half the
         interval where ``inv_update_steps`` is :class:`~kfac_optim.growing`.""",
     )
     factor_batch_fraction: Schedule[float] = _option(
@@ -227,7 +227,7 @@ class Config:
         if self.factor_update_steps is not None:
             return int(value_at(self.factor_update_steps, step))
         growth = self.inv_update_steps
-        return max(1, growth(step) // 5) if isinstance(growth, growing) else 10
+        return max(1, growth(step) // 2) if isinstance(growth, growing) else 10
 
     def spread_at(self, step: int) -> int:
         """The number of steps over which the work of a refresh that starts at ``step`` is spread."""

@@ -196,17 +196,16 @@ class KFACMixin(_Optimizer):
         count_gradients(self, covered)
         base = base_step(self, gradients, before)
         del before
-        directions = engine.directions(base.moments, self._rates(), base.updates)
+        directions, trust = engine.directions(base.moments, self._rates(), base.updates), engine.trust
+        if trust > 0:
+            changes = assembled(directions, lambda d: turned(d, trust) - d.update)
+            for group in self.param_groups:
+                subtract_([(p, changes[p]) for p in group["params"] if p in changes], group["lr"])
         if engine.learns_trust:
             for p in covered:
                 self.state[p].pop(TURN, None)
             for p, change in assembled(directions, turn).items():
                 self.state[p][TURN] = sharded_like(change, p).to(p.dtype, copy=True)
-        if engine.trust > 0:
-            trust = engine.trust
-            changes = assembled(directions, lambda d: turned(d, trust) - d.update)
-            for group in self.param_groups:
-                subtract_([(p, changes[p]) for p in group["params"] if p in changes], group["lr"])
 
     def _covered(self, gradients: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, None]:
         """The parameters of layers, of those with gradients."""

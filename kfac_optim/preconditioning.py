@@ -143,7 +143,8 @@ class Preconditioner:
             updates = {p: whole[p] if updates[p] is vectors[p] else gathered(updates[p]) for p in moving}
             vectors = whole
         stacks = [part for stack in self._current(known, damping) for part in _with_vectors(stack, vectors, damping)]
-        with self.stages.stage("preconditioning"):
+        device = stacks[0].damping_unit.device.type if stacks else "cpu"
+        with self.stages.stage("preconditioning"), full_precision(device):
             found = [self._direction(stack, vectors, lr, updates, value) for stack in stacks]
         if any(block.route for block in blocks):
             with communicating("gradient", self.stages, comm.world_size):
@@ -192,8 +193,7 @@ class Preconditioner:
             parts = stack.parts_at(value, self.solver, self.dtype)
             a, g = (tuple(part.to(self.dtype) for part in side) for side in parts)
             gamma = (value * stack.damping_unit).to(self.dtype)
-            with full_precision(gradient.device.type):
-                direction = self.solver.precondition(gradient, a, g, gamma).contiguous()
+            direction = self.solver.precondition(gradient, a, g, gamma).contiguous()
         else:  # buffer for the direction that a gradient worker will send
             direction = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
         update = gradient if updates[stack.layers[0].weight] is vectors[stack.layers[0].weight] else None

@@ -123,7 +123,7 @@ def _check_kappa(kappa: Any, step: int | None = None) -> float:
 
 def ratio(numerator: Tensor | float, denominator: Tensor) -> Tensor:
     """``numerator / denominator``, and 0 where the denominator is 0 (a zero direction stays zero)."""
-    return torch.where(denominator > 0, numerator / denominator, 0.0)
+    return (numerator / denominator).nan_to_num_(nan=0.0, posinf=0.0)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 With the base's own update u and K-FAC's direction k, of the same length::
 
-    step = (1 - trust) u + trust k,    as long as (1 - trust) |u| + trust |k|
+    step = (1 - trust) u + trust k,    made as long as u again
     d loss(w - lr step) / d trust  ~  -lr <g', k - u>,    g': the gradient at the next step
 
 This is hypergradient descent (Baydin et al. 2018) on one number for the whole model, with its sign alone: the next
@@ -88,9 +88,11 @@ def turn(d: Direction) -> Tensor:
 
 
 def turned(d: Direction, trust: float) -> Tensor:
-    """The step of a stack of layers that turns from u to k as far as trust goes, ``[p, d_out, d_in]``."""
+    """The step of a stack of layers that turns from u to k, which is as long, as far as trust goes; ``[p, d_out, d_in]``.
+
+    Without its length back a step would be shortest halfway: of 64 points of the suite 3 instead of none were behind.
+    """
     if trust == 1:
         return d.direction
     step = d.update.lerp(d.direction, trust)
-    length = d.norm(d.update).lerp(d.norm(d.direction), trust)
-    return step * ratio(length, d.norm(step)).reshape(-1, 1, 1)
+    return step * ratio(d.norm(d.update), d.norm(step)).reshape(-1, 1, 1)

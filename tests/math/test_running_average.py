@@ -274,9 +274,9 @@ def test_growing_intervals(fraction: float, minimum: int, maximum: int) -> None:
         assert due - 1 < now - last <= due + 1, (last, now, due)
 
 
-def test_growing_sets_the_statistics_interval_to_a_fifth() -> None:
-    """With intervals of at least 20 steps, statistics come every 4: the data of other steps never shows."""
-    interval = growing(fraction=0.1, minimum=20, maximum=1000)
+def test_growing_sets_the_statistics_interval_to_a_half() -> None:
+    """With intervals of at least 8 steps, statistics come every 4: the data of other steps never shows."""
+    interval = growing(fraction=0.1, minimum=8, maximum=1000)
     model, optimizer = build("factor_update_steps", factor_decay=0.0, inv_update_steps=interval)
     seen = set()
     for t in range(42):

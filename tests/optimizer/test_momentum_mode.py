@@ -99,9 +99,9 @@ class Lamb:
 
 
 def turned(u: Tensor, k: Tensor, trust: float) -> Tensor:
-    """Between two updates, as long as they are on average."""
+    """Between two updates of one length, and as long."""
     step = (1 - trust) * u + trust * k
-    return step * ((1 - trust) * u.norm() + trust * k.norm()) / step.norm()
+    return step * u.norm() / step.norm()
 
 
 class Textbook:

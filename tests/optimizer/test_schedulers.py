@@ -249,13 +249,13 @@ def test_inv_update_steps_over_time(name: str) -> None:
         (1, 3, [0, 3, 6, 9, 12]),
         (1, constant_then_scaled(1, (4,), 4), [0, 1, 2, 3, 7, 11]),
         (1, None, [0, 10]),
-        (growing(fraction=0.0, minimum=15), None, [0, 3, 6, 9, 12]),
+        (growing(fraction=0.0, minimum=7), None, [0, 3, 6, 9, 12]),
         (growing(fraction=0.0, minimum=15), 5, [0, 5, 10]),
         (growing(fraction=0.0, minimum=3), None, list(range(14))),
     ],
 )
 def test_factor_update_steps_over_time(interval: Any, statistics: Any, expected: list[int]) -> None:
-    """A statistics step is one after which A has changed. Beside a growing interval a fifth of it, unless given."""
+    """A statistics step is one after which A has changed. Beside a growing interval half of it, unless given."""
     model, optimizer = one_weight(inv_update_steps=interval, factor_update_steps=statistics)
     found, last = [], -1.0
     for step in range(14):
