@@ -88,7 +88,7 @@ def turn(d: Direction) -> Tensor:
 
 
 def turned(d: Direction, trust: float) -> Tensor:
-    """The step of a stack of layers that turns from u to k, which is as long, as far as trust goes; ``[p, d_out, d_in]``.
+    """The step of a stack, ``[p, d_out, d_in]``: turned from u to k, which is as long, as far as trust goes.
 
     Without its length back a step would be shortest halfway: of 64 points of the suite 3 instead of none were behind.
     """
