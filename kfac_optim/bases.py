@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from .distributed import is_sharded, may_be_sharded, sharded_like
 
-__all__ = ["BaseStep", "base_step", "count_gradients", "subtract_"]
+__all__ = ["BaseStep", "base_step", "count_gradients", "subtract_", "weights_before"]
 
 # Classes of torch that shrink the weights by lr * weight_decay beside their update; Muon is not in every version.
 _DECOUPLED = tuple(getattr(torch.optim, name) for name in ("AdamW", "Adafactor", "Muon") if hasattr(torch.optim, name))
@@ -139,6 +139,20 @@ def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[
     return 0.0, 0.0
 
 
+def weights_before(optimizer: torch.optim.Optimizer, params: Collection[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    """Copies of weights before the base class's step; where SGD has no decay the weights themselves: nobody looks."""
+    before: dict[nn.Parameter, Tensor] = {}
+    for group in optimizer.param_groups:
+        present = [p for p in group["params"] if p in params]
+        if isinstance(optimizer, torch.optim.SGD) and not group["weight_decay"]:
+            before.update((p, p.data) for p in present)
+            continue
+        for kind in {type(p.data): None for p in present}:
+            alike = [p for p in present if type(p.data) is kind]
+            before.update(zip(alike, torch._foreach_mul([p.data for p in alike], 1.0), strict=True))
+    return before
+
+
 def subtract_(changes: Sequence[tuple[nn.Parameter, Tensor]], lr: Scale) -> None:
     """Takes ``lr`` times the changes off the parameters."""
     sharded = [(p, change) for p, change in changes if is_sharded(p)] if may_be_sharded() else []
@@ -167,6 +181,9 @@ def count_gradients(optimizer: torch.optim.Optimizer, params: Collection[nn.Para
             state["gradient_weight"] = 1.0 if known is None else momentum * known + kept
 
 
-def _scaled(tensors: Sequence[Tensor], scales: Sequence[Scale]) -> list[Tensor]:
+def _scaled(tensors: Sequence[Tensor], scales: Sequence[Scale]) -> Tensors:
     """Each tensor times its scale."""
+    numbers = [scale for scale in scales if not isinstance(scale, Tensor)]
+    if len(numbers) == len(scales):
+        return torch._foreach_mul(list(tensors), numbers)
     return [tensor * scale for tensor, scale in zip(tensors, scales, strict=True)]

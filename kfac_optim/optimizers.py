@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from .bases import base_step, count_gradients, subtract_
+from .bases import base_step, count_gradients, subtract_, weights_before
 from .checking import AVERAGES, PREFIX, checksums, saved_parts
 from .config import options as engine_options
 from .config import refuse_unknown
@@ -191,7 +191,7 @@ class KFACMixin(_Optimizer):
         """The base class's step on raw gradients; then that of the layers is turned to their directions."""
         engine = self.curvature
         covered = self._covered(gradients)
-        before = {p: p.detach().clone() for p in covered}
+        before = weights_before(self, covered)
         self._base_step()
         count_gradients(self, covered)
         base = base_step(self, gradients, before)
