@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .blocks import Block
 from .damping import Damping, kind_of, value_of
-from .diagnostics import StageTimes, communicating, cosine
+from .diagnostics import StageTimes, communicating, cosines
 from .distributed import Broadcast, Communicator, gathered, is_sharded, may_be_sharded, sharded_like
 from .layers import KroneckerLayer, full_precision
 from .layout import Layout, Part
@@ -287,9 +287,11 @@ def _with_vectors(stack: Stack, vectors: Mapping[nn.Parameter, Tensor], damping:
 def _note_cosines(stack: Stack, d: Direction) -> None:
     if all(block.cosine is not None for block in stack.blocks):
         return
-    parts = zip(d.gradient.split(stack.pairs_per_layer), d.direction.split(stack.pairs_per_layer), strict=True)
-    for block, (gradient, direction) in zip(stack.blocks, parts, strict=True):
-        block.note_cosine(cosine(gradient, direction))
+    pairs, layers = torch.tensor(stack.pairs_per_layer, device=d.direction.device), len(stack.blocks)
+    layer_of_pair = torch.arange(layers, device=pairs.device).repeat_interleave(pairs)
+    found = cosines(d.gradient, d.direction, layer_of_pair, layers)
+    for block, value in zip(stack.blocks, found.unbind(), strict=True):
+        block.note_cosine(value)
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:

@@ -26,7 +26,7 @@ from .solvers import grouped_by_key
 __all__ = ["Trust", "alignment", "turn", "turned"]
 
 _NOTCHES = 10  # trust moves by a tenth per step, which averages over the noise of about ten batches
-_PATIENCE = 4  # while steps do not turn, k is computed in one of so many
+_PATIENCE = 4  # while steps do not turn, k is computed in one of so many or more
 _BATCH_NUMEL = 2**22  # gradients are copied side by side up to this many numbers, for one dot product
 
 
@@ -46,11 +46,12 @@ class Trust:
         return self.notches / _NOTCHES
 
     def is_measured(self, step: int) -> bool:
-        """Whether k is computed at this step: always where steps turn, else in every fourth, to see if they should.
+        """Whether k is computed at this step: always where steps turn, else now and then, to see if they should.
 
-        In between a step is the base optimizer's own and costs no more.
+        That is every fourth step at first, and later every 8th, 16th and so on, between 1/16 and 1/8 of the steps so
+        far apart. In between a step is the base optimizer's own and costs no more.
         """
-        return self.notches > 0 or step % _PATIENCE == 0
+        return self.notches > 0 or step % max(_PATIENCE, 2 ** max(0, step.bit_length() - 5)) == 0
 
     def learn(self, alignment: float) -> None:
         """Moves a tenth towards K-FAC's directions if the gradients say so, else a tenth towards the base's updates."""

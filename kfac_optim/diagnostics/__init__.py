@@ -15,7 +15,7 @@ from .plots import plot_assignment, plot_history, plot_profile, plot_spectrum
 from .profile import StageTimes, communicating
 from .report import (
     Row,
-    cosine,
+    cosines,
     count,
     damped_condition,
     flatten,
@@ -32,7 +32,7 @@ __all__ = [
     "Row",
     "StageTimes",
     "communicating",
-    "cosine",
+    "cosines",
     "damped_condition",
     "eigenvalues",
     "flatten",
