@@ -25,6 +25,7 @@ from .coverage import (
     replacements,
     slots_of,
 )
+from .cuda_graphs import refuse_cuda_graphs
 from .diagnostics import StageTimes
 from .distributed import Assignment, Communicator, agreement, make_communicator, refuse_flattened
 from .layers import LayerOptions, owners_of, unwrap
@@ -106,8 +107,6 @@ class BuiltEngine(ViewedEngine):
         """Decides who decomposes and who preconditions what."""
         self.work = assign(self.assignment, self._blocks, self.comm, self.solver, self.inv_dtype)
         self.comm.check_groups(self.work.groups(self.comm.world_size))
-        if self._blocks:
-            self.comm.use_device(self._blocks[0].layer.weight.device)
         self._refresher.replan(self.comm.rank)
 
     def _restore(self) -> None:
@@ -241,10 +240,14 @@ class BuiltEngine(ViewedEngine):
         self._refresher.close()
 
     def _prepare_ranks(self) -> None:
-        """Before anything is sent: torch.distributed may be up by now, and sub-groups have to exist."""
+        """Before anything is read or sent: torch.distributed may be up by now, and sub-groups have to exist."""
+        refuse_cuda_graphs()
         first, self._first_step_seen = not self._first_step_seen, True
         if first and not self._communicator_given and self.comm.world_size == 1:
             self._join_ranks(make_communicator())
+        for parameter in self._trained:  # the model may have moved since it was built
+            self.comm.use_device(parameter.device)
+            break
         if self.comm.world_size > 1 and self._prepared_for is not self.work:
             self._check_ranks()
             self.comm.prepare(self.work.groups(self.comm.world_size))

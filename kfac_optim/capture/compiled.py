@@ -31,6 +31,10 @@ from .microbatch import BackwardPasses, Recorder
 
 __all__ = ["CompiledCalls"]
 
+# A CUDA graph would replay the operators' kernels without their Python; inductor then leaves them out of it.
+_TAG = getattr(torch.Tag, "cudagraph_unsafe", None)
+_OUTSIDE_CUDA_GRAPHS: dict[str, Any] = {} if _TAG is None else {"tags": (_TAG,)}
+
 _HANDLES = itertools.count()
 _WATCHERS: weakref.WeakValueDictionary[int, CompiledCalls] = weakref.WeakValueDictionary()
 # By a tensor that the graph saves for its backward, so that an observation lives as long as the graph needs it.
@@ -120,6 +124,7 @@ class CompiledCalls:
     "kfac_optim::record_input",
     mutates_args=(),
     schema="(Tensor a, Tensor output, int capture, int index, int use, int[] part) -> (Tensor, Tensor)",
+    **_OUTSIDE_CUDA_GRAPHS,
 )
 def _record_input(
     a: Tensor, output: Tensor, capture: int, index: int, use: int, part: Sequence[int]
@@ -141,7 +146,10 @@ def _(a: Tensor, output: Tensor, capture: int, index: int, use: int, part: Seque
 
 
 @torch.library.custom_op(
-    "kfac_optim::record_output_gradient", mutates_args=(), schema="(Tensor g, Tensor token) -> Tensor"
+    "kfac_optim::record_output_gradient",
+    mutates_args=(),
+    schema="(Tensor g, Tensor token) -> Tensor",
+    **_OUTSIDE_CUDA_GRAPHS,
 )
 def _record_output_gradient(g: Tensor, token: Tensor) -> Tensor:
     """The gradient of a layer's output."""

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..cuda_graphs import refuse_cuda_graphs
 from ..layers import KroneckerLayer
 from .attention import ProjectionTap, remove_taps
 from .calls import ModelCall, ModelCalls, in_backward
@@ -161,7 +162,7 @@ class Capture:
             state = leave_hooks_behind(module, _Hook)
             if state is not None:
                 self._handles.append(state)
-            self._before(module, _Hook(self, "_on_model_call_start"), prepend=True)
+            self._before(module, _FirstHook(self, "_on_model_call_start"), prepend=True)
             if module in hosts:
                 self._before(module, _Hook(self, "_on_attention_start"))
                 self._after(module, _Hook(self, "_on_attention_end"), always_call=True)
@@ -292,6 +293,15 @@ class _Hook:
             "torch.jit.script can't compile the hooks that kfac_optim has put on this model: script a copy, "
             "torch.jit.script(copy.deepcopy(model)), or call optimizer.curvature.close() first"
         )
+
+
+class _FirstHook(_Hook):
+    """Of those of a module; also refuses to be recorded, in all steps."""
+
+    def __call__(self, *args: Any) -> Any:
+        if self.capture is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            refuse_cuda_graphs()
+        return super().__call__(*args)
 
 
 def _remove(handles: list[Any]) -> None:

@@ -38,6 +38,11 @@ def check(comm: Communicator, built: Mapping[str, object]) -> None:
     differing = [values for values in zip(*everyone, strict=False) if len(set(values)) > 1]
     skipped = any(values[0].startswith("skipped_steps ") for values in differing)
     found = "; ".join(_described(values) for values in differing[:3])
+    stages = any(values[0].startswith("layers ") for values in differing)
+    remedy = (
+        ". If each rank has a part of the model (pipeline stages), give each the ranks that have the same part: "
+        "communicator=TorchCommunicator(group), the group of the rank alone if there is no other"
+    )
     raise RuntimeError(
         (
             "the ranks have parted: a gradient was not finite on some ranks only, which skipped a step that the others "
@@ -48,7 +53,7 @@ def check(comm: Communicator, built: Mapping[str, object]) -> None:
         else (
             f"the ranks have built different optimizers, or have been changed differently since: {found}. Layers, "
             "solver, dtypes and assignment must be the same on every rank of the process group, and so must "
-            "hyperparameters, whenever they are set, and loaded state"
+            f"hyperparameters, whenever they are set, and loaded state{remedy if stages else ''}"
         )
     )
 

@@ -18,11 +18,14 @@ Pauloski et al. 2021, KAISA(1/R) is MEM-OPT, KAISA(1) is COMM-OPT, and everythin
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 __all__ = ["KAISA", "Assignment", "AssignmentStrategy", "FactorWise", "LayerAssignment", "LayerCost", "LayerWise"]
+
+_ROUTES = 64  # broadcasts of a layer's preconditioned gradient, at most
 
 
 @dataclass(frozen=True)
@@ -53,22 +56,30 @@ class LayerAssignment:
 
     def holders(self, side: int) -> tuple[int, ...]:
         """The ranks that need the decomposition of A (side 0) or G (side 1), its inverse worker among them."""
-        return tuple(sorted({self.inverse_workers[side], *self.gradient_workers}))
+        worker, members = self.inverse_workers[side], self.gradient_workers
+        return tuple(sorted(members if worker in members else (*members, worker)))
 
     def routes(self, world_size: int) -> list[tuple[int, tuple[int, ...]]]:
         """How the preconditioned gradient gets from the gradient workers to all other ranks.
 
         The other ranks are divided among the gradient workers in equal runs of neighbours; for KAISA these are the
-        columns of its grid.
+        columns of its grid. Where there are many workers, neighbouring runs go together, and the first of their workers
+        sends to all, other workers included: the ranks would otherwise need a process group for every worker.
 
         Returns:
-            A broadcast for every gradient worker, as its source (the worker) and its members (the source among them).
+            Broadcasts, as their source (a worker) and their members (the source among them).
         """
         workers = sorted(self.gradient_workers)
         receivers = sorted(set(range(world_size)).difference(workers))
-        ends = [len(receivers) * i // len(workers) for i in range(len(workers) + 1)]
-        shares = (receivers[start:end] for start, end in zip(ends, ends[1:], strict=False))
-        return [(worker, tuple(sorted((worker, *share)))) for worker, share in zip(workers, shares, strict=True)]
+        if not receivers:
+            return [(worker, (worker,)) for worker in workers]
+        count = min(len(workers), _ROUTES)
+        ends = [len(workers) * i // count for i in range(count + 1)]
+        found = []
+        for start, end in zip(ends, ends[1:], strict=False):
+            share = receivers[len(receivers) * start // len(workers) : len(receivers) * end // len(workers)]
+            found.append((workers[start], tuple(sorted((*workers[start:end], *share)))))
+        return found
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,8 @@ class Assignment:
 
     def groups(self, world_size: int) -> list[tuple[int, ...]]:
         """The groups of at least two ranks in which decompositions and preconditioned gradients travel, sorted."""
-        groups = {members for layer in self.layers for _, members in layer.routes(world_size)}
+        distinct = {layer.gradient_workers: layer for layer in self.layers}.values()
+        groups = {members for layer in distinct for _, members in layer.routes(world_size)}
         groups |= {layer.holders(side) for layer in self.layers for side in range(2)}
         return sorted(members for members in groups if len(members) > 1)
 
@@ -99,7 +111,9 @@ class Assignment:
         """Raises ValueError unless there are exactly ``layers`` layers and every worker is a valid rank."""
         if len(self.layers) != layers:
             raise ValueError(f"assignment: has {len(self.layers)} layers instead of {layers}")
-        for i, layer in enumerate(self.layers):
+        distinct = {(layer.inverse_workers, layer.gradient_workers): i for i, layer in enumerate(self.layers)}
+        for i in distinct.values():
+            layer = self.layers[i]
             ranks = (*layer.inverse_workers, *layer.gradient_workers)
             if len(layer.inverse_workers) != 2 or not layer.gradient_workers:
                 raise ValueError(
@@ -131,20 +145,60 @@ def longest_first(costs: Sequence[float], candidates: Sequence[Sequence[int]], l
         The rank of each job. Ties go to the earlier job and the lower rank, so the result is deterministic.
     """
     ranks = [0] * len(costs)
+    heaps = {id(group): [(loads[rank], rank) for rank in group] for group in candidates}
+    for heap in heaps.values():
+        heapq.heapify(heap)
     for job in sorted(range(len(costs)), key=lambda job: (-costs[job], job)):
-        ranks[job] = min(candidates[job], key=lambda rank: (loads[rank], rank))
+        heap = heaps[id(candidates[job])]
+        while heap[0][0] < loads[heap[0][1]]:  # has got jobs as a candidate of another group
+            heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
+        ranks[job] = heap[0][1]
         loads[ranks[job]] += costs[job]
+        heapq.heapreplace(heap, (loads[ranks[job]], ranks[job]))
     return ranks
 
 
+def _few_ranks(costs: Sequence[float], group: Sequence[int]) -> list[int]:
+    """Distributes jobs to as few ranks of a group as finish in the time of :func:`longest_first`.
+
+    What a rank has decomposed it sends at once, so fewer ranks mean fewer broadcasts. A few matrices are dearer than
+    all others together, and most ranks would wait for those who have them.
+
+    Returns:
+        The rank of each job. They are spread evenly over the group, to share the network of its nodes.
+    """
+    even = [0.0] * len(group)
+    longest_first(costs, [range(len(group))] * len(costs), even)
+    limit = max(even, default=0.0)
+    loads: list[float] = []
+    places = [0] * len(costs)
+    for job in sorted(range(len(costs)), key=lambda job: (-costs[job], job)):
+        place = next((i for i, load in enumerate(loads) if load + costs[job] <= limit), len(loads))
+        if place == len(loads):
+            loads.append(0.0)
+        loads[place] += costs[job]
+        places[job] = place
+    if len(loads) > len(group):
+        return [group[i] for i in longest_first(costs, [range(len(group))] * len(costs), [0.0] * len(group))]
+    return [group[place * len(group) // len(loads)] for place in places]
+
+
 def _spread_factors(costs: Sequence[LayerCost], groups: Sequence[Sequence[int]], world_size: int) -> Assignment:
-    """Every factor is decomposed on its own by a rank of the layer's group, and all of the group precondition."""
+    """Every factor is decomposed on its own by a rank of the layer's group, and all of the group precondition.
+
+    Groups are the same object for several layers, or have no rank in common.
+    """
     loads = [0.0] * world_size
-    jobs = [cost for layer in costs for cost in layer.factor_costs]
-    ranks = longest_first(jobs, [group for group in groups for _ in range(2)], loads)
-    pairs = zip(ranks[::2], ranks[1::2], strict=True)  # A and G of each layer are neighbours among the jobs
-    layers = (LayerAssignment(pair, tuple(group)) for pair, group in zip(pairs, groups, strict=True))
-    return Assignment(tuple(layers), tuple(loads))
+    layers: dict[int, LayerAssignment] = {}
+    for group in {id(group): group for group in groups}.values():
+        own = [i for i, other in enumerate(groups) if other is group]
+        ranks = _few_ranks([cost for i in own for cost in costs[i].factor_costs], group)
+        everyone = tuple(group)
+        for i, pair in zip(own, zip(ranks[::2], ranks[1::2], strict=True), strict=True):  # A and G are neighbours
+            layers[i] = LayerAssignment(pair, everyone)
+            for rank, cost in zip(pair, costs[i].factor_costs, strict=True):
+                loads[rank] += cost
+    return Assignment(tuple(layers[i] for i in range(len(costs))), tuple(loads))
 
 
 def _whole_layers(costs: Sequence[LayerCost], candidates: Sequence[Sequence[int]], world_size: int) -> Assignment:
@@ -252,10 +306,13 @@ class KAISA:
 
 def bytes_per_rank(costs: Sequence[LayerCost], assignment: Assignment) -> list[int]:
     """Bytes of the decompositions that each rank holds as a gradient worker."""
-    held = [0] * len(assignment.loads)
+    groups: dict[tuple[int, ...], int] = {}
     for cost, layer in zip(costs, assignment.layers, strict=True):
-        for rank in layer.gradient_workers:
-            held[rank] += cost.memory
+        groups[layer.gradient_workers] = groups.get(layer.gradient_workers, 0) + cost.memory
+    held = [0] * len(assignment.loads)
+    for ranks, memory in groups.items():
+        for rank in ranks:
+            held[rank] += memory
     return held
 
 

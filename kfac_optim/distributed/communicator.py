@@ -107,7 +107,7 @@ class Communicator(ABC):
         """Starts to copy a flat tensor from ``source`` to ``members``, who all call this."""
 
     def use_device(self, device: torch.device) -> None:
-        """Says where the model's parameters are: the engine calls this once it has found them."""
+        """Says where the model's parameters are now: the engine calls this before it sends anything in a step."""
         self._device = device
 
     def wire_device(self, device: torch.device) -> torch.device:

@@ -62,6 +62,7 @@ def share_gradients(comm: Communicator, parameters: Sequence[nn.Parameter], *, e
     """
     if comm.world_size == 1:
         return
+    comm.use_device(parameters[0].device)
     active = torch.zeros(comm.world_size, dtype=torch.float64)
     active[comm.rank] = not exhausted
     (active,) = comm.sum([active], "counts")

@@ -111,12 +111,34 @@ def largest_entry(tensors: Sequence[Tensor]) -> Tensor:
             tensor = tensor.coalesce().values()
         if tensor.numel():
             kinds.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
-    largest = [gathered(_largest_of_one_kind(alike)) for alike in kinds.values()]
+    largest = [_largest_of_one_kind(alike, mesh) for mesh, alike in kinds.items()]
     return torch.stack([entry.to(largest[0].device) for entry in largest]).max() if largest else torch.zeros(())
 
 
-def _largest_of_one_kind(tensors: Sequence[Tensor]) -> Tensor:
+def _largest_of_one_kind(tensors: Sequence[Tensor], mesh: Any) -> Tensor:
     """The largest absolute entry of tensors that are all plain, or all sharded over one device mesh."""
+    if mesh is None:
+        return _largest_of_plain(tensors)
+    from torch.distributed.tensor import DTensor, Partial
+
+    parts = [whole.to_local() for whole in map(_without_partial_sums, cast("Sequence[DTensor]", tensors))]
+    there = [part for part in parts if part.numel()]  # a rank may have no row of a short tensor
+    largest = _largest_of_plain(there) if there else parts[0].new_zeros(())
+    largest = largest.float().nan_to_num(nan=torch.inf, posinf=torch.inf)  # a maximum over ranks may lose NaNs
+    return DTensor.from_local(largest, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
+
+
+def _without_partial_sums(tensor: Any) -> Any:
+    """The DTensor, added up where its parts are still to be."""
+    if not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    from torch.distributed.tensor import Replicate
+
+    added = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    return tensor.redistribute(placements=added)
+
+
+def _largest_of_plain(tensors: Sequence[Tensor]) -> Tensor:
     if all(type(t) is Tensor and t.device.type == "cpu" and not t.is_complex() for t in tensors):
         # On the CPU torch takes 15 times as long for the maximum norm as for both extremes.
         return torch.stack([extreme for t in tensors for extreme in t.aminmax()]).abs().max()

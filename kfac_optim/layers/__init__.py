@@ -22,7 +22,7 @@ Fisher of scale and shift per channel, which is the pair (1, F_c) with ``W = [sc
 Where to look::
 
     base.py          what a layer is: weight, bias, pairs; from rows to moments, from tensors to matrices and back
-    moments.py       second moments of rows, in full precision
+    moments.py       second moments of rows
     registry.py      from modules to layers; register_layer
     linear.py        Linear, transformers' Conv1D, Embedding
     convolution.py   Conv, ConvTranspose
@@ -34,12 +34,13 @@ Where to look::
     ownership.py     from parameters to the user's modules
 """
 
+from ..precision import full_precision
 from .attention import AttentionInputLayer, AttentionLayer
 from .base import Declined, KroneckerLayer, LayerOptions, Observation, Sharing, own_parameter
 from .convolution import ConvLayer, ConvTransposeLayer
 from .linear import EmbeddingLayer, LinearLayer, TransposedLinearLayer
 from .lookalikes import Reference, lookalike
-from .moments import full_precision, gram, second_moment, spread_examples
+from .moments import gram, second_moment, spread_examples
 from .norm import (
     BatchNormLayer,
     ChannelsFirstLayerNormLayer,

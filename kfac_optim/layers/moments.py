@@ -1,42 +1,18 @@
-"""Raw second moments of rows ``[n, r, p, d]``; the precision they are computed in; a selection of the examples."""
+"""Raw second moments of rows ``[n, r, p, d]``; a selection of the examples."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["GRAM_DIM", "full_precision", "gram", "second_moment", "spread_examples", "with_ones"]
+__all__ = ["GRAM_DIM", "gram", "second_moment", "spread_examples", "with_ones"]
 
 # From this dimension on it pays to compute only about half of a symmetric product, in strips. The time relative to the
 # whole product, on one thread: 1.1 at dimension 257, 0.8 at 288, 0.6 at 1025.
 GRAM_DIM = 280
-
-
-@contextmanager
-def full_precision(device_type: str) -> Iterator[None]:
-    """Switches autocast, gradients and TF32 off in a ``with`` block: second moments need every bit of float32."""
-    with torch.no_grad(), torch.autocast(device_type, enabled=False):
-        if device_type != "cuda":
-            yield
-            return
-        matmul: Any = torch.backends.cuda.matmul
-        try:
-            precision, choose = torch.get_float32_matmul_precision(), torch.set_float32_matmul_precision
-            choose("highest")
-        except RuntimeError:  # the user has set torch 2.9's attribute, and then these functions refuse to work
-            precision, choose = matmul.fp32_precision, functools.partial(setattr, matmul, "fp32_precision")
-            choose("ieee")
-        try:
-            yield
-        finally:
-            choose(precision)
 
 
 def gram(rows: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ Two solvers, both for stacks of ``p`` Kronecker pairs, ``V`` of shape ``[p, d_ou
 with ``pi^2 = mean eigenvalue(A) / mean eigenvalue(G)`` (Martens & Grosse 2015, section 6.3), a factored form of
 the same Tikhonov damping. A diagonal factor is decomposed by its diagonal alone.
 
-A solver may also tell which part of its decompositions matters at the damping at hand (:class:`Truncating`).
+A solver may also tell which part of its decompositions matters at the damping at hand (:class:`Truncating`),
+and whether a decomposition is one (:class:`Verifying`).
 
 A decomposition is a tuple of tensors, so that any solver's results can be sent between ranks. Matrices in it are stored
 in ``inv_dtype``, vectors and scalars (which carry the magnitude) in float32 at least.
@@ -25,7 +26,7 @@ Where to look::
 from .decompose import decompose_all, decompose_safely, grouped_by_key
 from .eigen import EigenSolver
 from .inverse import InverseSolver
-from .protocol import Decomposition, MaybeDecomposition, Solver, Spectral, Truncating
+from .protocol import Decomposition, MaybeDecomposition, Solver, Spectral, Truncating, Verifying
 from .worker import Worker
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Solver",
     "Spectral",
     "Truncating",
+    "Verifying",
     "Worker",
     "grouped_by_key",
     "decompose_all",

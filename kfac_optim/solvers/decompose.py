@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from .protocol import MaybeDecomposition, Solver
+from ..precision import full_precision
+from .protocol import MaybeDecomposition, Solver, Verifying
 
 __all__ = ["grouped_by_key", "decompose_all", "decompose_safely"]
 
@@ -41,12 +43,25 @@ def decompose_safely(solver: Solver, factor: Tensor, shift: Tensor) -> MaybeDeco
 
 
 def _attempt(solver: Solver, factor: Tensor, shift: Tensor) -> MaybeDecomposition:
-    """The decomposition, or None if it failed or is not finite."""
+    """The decomposition, or None if it failed, is not finite, or the solver finds it wrong."""
     try:
-        result = solver.decompose(factor, shift)
+        with _precision_of(solver, factor.device.type):
+            result = solver.decompose(factor, shift)
     except RuntimeError:
         return None
-    return result if all(bool(part.isfinite().all()) for part in result) else None
+    good = [part.isfinite().all() for part in result]
+    if isinstance(solver, Verifying):
+        good.append(solver.is_valid(result))
+    return result if bool(torch.stack(good).all()) else None
+
+
+def _precision_of(solver: Solver, device_type: str) -> AbstractContextManager[None]:
+    """Full precision, but for solvers that call libraries alone: these do not follow TF32's switch.
+
+    The switch is the whole process's. Beside training, in the background, it would slow the model down, and a compiled
+    one would be compiled again.
+    """
+    return nullcontext() if getattr(solver, "calls_libraries_only", False) else full_precision(device_type)
 
 
 def grouped_by_key(

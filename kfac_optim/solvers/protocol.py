@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Decomposition", "MaybeDecomposition", "Solver", "Spectral", "Truncating"]
+__all__ = ["Decomposition", "MaybeDecomposition", "Solver", "Spectral", "Truncating", "Verifying"]
 
 Decomposition = tuple[Tensor, ...]
 MaybeDecomposition = Decomposition | None  # None: it could not be computed
@@ -34,6 +34,10 @@ class Solver(Protocol):
 
     def decompose(self, factor: Tensor, shift: Tensor) -> Decomposition:
         """Decomposes ``factor + shift I``; the factor is ``[p, n, n]``, or ``[p, n]`` where diagonal.
+
+        Runs without autocast and without TF32, perhaps beside training, in another thread. A solver whose results come
+        from torch.linalg's eigendecompositions alone may say ``calls_libraries_only = True``: it then leaves TF32's
+        switch, which is the whole process's, alone.
 
         May raise ``torch.linalg.LinAlgError`` or return non-finite values; the engine then retries and falls back.
         """
@@ -63,4 +67,13 @@ class Spectral(Solver, Protocol):
 
     def largest(self, decomposition: Decomposition) -> Tensor:
         """The largest eigenvalue of each pair of the factor that was decomposed, ``[p]``."""
+        ...
+
+
+@runtime_checkable
+class Verifying(Solver, Protocol):
+    """A solver that can tell whether a decomposition is one; what is not counts as failed."""
+
+    def is_valid(self, decomposition: Decomposition) -> Tensor:
+        """Whether a decomposition of some pairs is what it claims to be, a 0-dim bool; does not wait for the device."""
         ...

@@ -507,3 +507,42 @@ def test_an_exported_model_knows_nothing_of_the_optimizer_that_trains_it() -> No
     model(x).square().mean().backward()
     optimizer.step()
     assert optimizer.curvature.last_statistics == 1
+
+
+# CUDA graphs ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_operators_stay_out_of_cuda_graphs() -> None:
+    """mode="reduce-overhead" records a graph's kernels; the operators' Python code would not be replayed."""
+    for name in ("record_input", "record_output_gradient"):
+        operator = getattr(torch.ops.kfac_optim, name).default
+        assert torch.Tag.cudagraph_unsafe in operator.tags
+
+
+def test_recording_a_step_by_hand_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model().double()
+    optimizer = KFACSGD(model, **OPTIONS)
+    train(model, optimizer, range(2))
+    inputs = torch.randn(2, 4)
+    loss = model(inputs).square().mean()
+    for name in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    with pytest.raises(RuntimeError, match="CUDA graph is being recorded.*reduce-overhead"):
+        model(inputs)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="CUDA graph is being recorded"):
+        optimizer.step()
+    with torch.no_grad():
+        model(inputs)  # evaluation may be recorded
+    optimizer.curvature.close()
+    model(inputs).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.slow
+def test_reduce_overhead_trains_as_eager() -> None:
+    """On a CPU it records nothing; with the operators it has to compile all the same."""
+    eager, compiled = make_model().double(), make_model().double()
+    for model, call in ((eager, eager), (compiled, torch.compile(compiled, mode="reduce-overhead"))):
+        train(call, KFACSGD(model, **OPTIONS), range(6))
+    assert_same_weights(eager, compiled, 1e-9)

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kfac_optim import KAISA, Assignment, AssignmentStrategy, FactorWise, LayerCost, LayerWise
+from benchmarks.common.models import BottleneckResNet
+from benchmarks.common.works import WORKS
+from kfac_optim import (
+    KAISA,
+    KFACSGD,
+    Assignment,
+    AssignmentStrategy,
+    EigenSolver,
+    FactorWise,
+    LayerCost,
+    LayerWise,
+    TorchCommunicator,
+)
+from kfac_optim.blocks import decomposed_bytes, specs_of
+from kfac_optim.distributed import Communicator, agreement, longest_first
 
 ROUNDING = 1e-9  # loads are sums of integers up to 1e10 in floats, in another order
 
@@ -198,3 +217,104 @@ def test_a_fraction_may_be_written_with_six_digits(world_size: int) -> None:
         assert rounded.assign(costs, world_size) == KAISA(workers / world_size).assign(costs, world_size)
     with pytest.raises(ValueError, match="valid fractions"):
         KAISA(round(1 / world_size, 6) + 2e-6).assign(costs, world_size)
+
+
+# Many ranks ----------------------------------------------------------------------------------------------------------
+
+
+@given(costs_of_models, world_sizes)
+def test_as_few_inverse_workers_as_finish_in_the_same_time(costs: list[LayerCost], ranks: int) -> None:
+    jobs = [cost for layer in costs for cost in layer.factor_costs]
+    loads = [0.0] * ranks
+    longest_first(jobs, [range(ranks)] * len(jobs), loads)
+    found = FactorWise().assign(costs, ranks)
+    assert max(found.loads) <= max(loads)
+    mean = sum(jobs) / max(found.loads, default=1.0) if jobs else 0.0
+    used = sum(load > 0 for load in found.loads)
+    assert used <= 2 * mean + 1 or used == ranks, "no two of them could do their work together"
+
+
+def test_one_dear_factor_leaves_most_ranks_without_work() -> None:
+    """8 on one rank, eight times 1 on another, in the middle of the group."""
+    costs = [LayerCost((8.0, 1.0), 10), *[LayerCost((1.0, 1.0), 10)] * 3, LayerCost((1.0, 0.0), 10)]
+    found = FactorWise().assign(costs, 6)
+    assert found.loads == (8.0, 0.0, 0.0, 8.0, 0.0, 0.0)
+    assert found.layers[0].inverse_workers == (0, 3)
+
+
+WORLD = 4096
+
+
+@pytest.fixture(scope="module", params=["resnet50", "bert-large"])
+def large(request: pytest.FixtureRequest) -> list[LayerCost]:
+    """The costs of a model's layers."""
+    with torch.device("meta"):
+        model = WORKS[request.param].make()
+    return [
+        LayerCost((a.cost, g.cost), decomposed_bytes((a, g), EigenSolver(), torch.float32))
+        for a, g in map(specs_of, KFACSGD(model, lr=0.1).curvature.layers)
+    ]
+
+
+@pytest.mark.parametrize("workers", divisors(WORLD))
+def test_at_most_300_groups_on_4096_ranks(large: list[LayerCost], workers: int) -> None:
+    assignment = KAISA(workers / WORLD).assign(large, WORLD)
+    assert len(assignment.groups(WORLD)) <= 300
+    for layer in {layer.gradient_workers: layer for layer in assignment.layers}.values():
+        routes = layer.routes(WORLD)
+        members = [rank for _, some in routes for rank in some]
+        assert len(members) == len(set(members)), "nobody gets a gradient twice"
+        assert set(members).union(layer.gradient_workers) == set(range(WORLD))
+        assert all(source in some and source in layer.gradient_workers for source, some in routes)
+
+
+def test_groups_are_made_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch.distributed, on ranks that it only pretends to have."""
+    made: list[Any] = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append(tuple(ranks)))
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=WORLD)
+    try:
+        comm = TorchCommunicator()
+        assignment = KAISA(0.5).assign([LayerCost((1.0, 2.0), 8)] * 100, WORLD)
+        comm.check_groups(assignment.groups(WORLD))
+        for _ in range(2):
+            comm.prepare(assignment.groups(WORLD))
+    finally:
+        dist.destroy_process_group()
+    assert len(made) == len(set(made)) == 2 + 64, "two rows; the columns, in 64 groups"
+
+
+class Counting(Communicator):
+    """Notes what a rank of many starts; the others have the same."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(0, world_size)
+        self.started: list[str] = []
+
+    def _start_sum(self, tensor: Tensor) -> Any:
+        self.started.append("sum")
+        tensor.mul_(self.world_size)
+        if tensor.dtype is torch.float64:  # counts: somebody has decomposed each factor
+            tensor.clamp_(min=1)
+        return SimpleNamespace(wait=lambda: None)
+
+    _start_max = _start_sum
+
+    def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Any:
+        self.started.append("broadcast")
+        if source != self.rank:
+            tensor.zero_()
+        return SimpleNamespace(wait=lambda: None)
+
+
+@pytest.mark.slow
+def test_collectives_of_a_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ResNet-50 with narrow layers: 214 factors, whose costs stand in the same proportions, on 256 ranks."""
+    monkeypatch.setattr(agreement, "check", lambda comm, built: None)  # the sums of a checksum depend on the others
+    model = BottleneckResNet(width=2, classes=32)
+    comm = Counting(256)
+    optimizer = KFACSGD(model, lr=0.1, communicator=comm, spread=0)
+    model(torch.randn(2, 3, 32, 32)).square().mean().backward()
+    optimizer.curvature.update([p.grad for p in model.parameters() if p.grad is not None])
+    assert len(optimizer.curvature.layers) == 107
+    assert comm.started.count("broadcast") <= 8 and len(comm.started) <= 20, comm.started

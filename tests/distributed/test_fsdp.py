@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from kfac_optim import KFACSGD
+from kfac_optim import KFACSGD, KFACAdamW
 from tests.helpers.compare import assert_all_near, assert_equal_on_ranks
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, KINDS, OFTEN
@@ -27,9 +33,9 @@ OPTIONS: dict[str, Any] = {**OFTEN, **FLOAT64}
 
 def make() -> nn.Sequential:
     torch.manual_seed(0)
-    # 5 and 7 do not divide by the number of ranks: shards of unequal sizes.
+    # 5 and 7 do not divide by the number of ranks: shards of unequal sizes. PReLU's one number is on one rank alone.
     return nn.Sequential(
-        nn.Linear(4, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)
+        nn.Linear(4, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 5), nn.PReLU(), nn.Linear(5, 3)
     ).double()
 
 
@@ -122,6 +128,111 @@ def resume(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
     steps(model, optimizer, range(4, 9))
     steps(other, resumed, range(4, 9))
     return whole(model), whole(other)
+
+
+def with_a_nan(rank: int, world_size: int) -> tuple[int, bool]:
+    """One rank's part of a gradient is NaN: the steps skipped, and whether the weights have stayed."""
+    model = make()
+    shard(model, "per layer")
+    optimizer = KFACSGD(model, lr=0.1, **OPTIONS)
+    before = whole(model)
+
+    def poison() -> None:
+        if rank == world_size - 1:
+            model[0].weight.grad.to_local()[0, 0] = torch.nan
+
+    train(model, optimizer, [0], shape=SHAPE, rank=rank, world_size=world_size, before_step=poison)
+    same = all(torch.equal(p, q) for p, q in zip(whole(model), before, strict=True))
+    return optimizer.curvature.skipped_steps, same
+
+
+@pytest.mark.slow
+def test_a_nan_in_one_shard_is_a_skipped_step_everywhere() -> None:
+    assert run_ranks(2, with_a_nan) == [(1, True)] * 2
+
+
+def train_hybrid(rank: int, world_size: int) -> dict[str, list[Tensor]]:
+    """HSDP: shards over two ranks, replicated over two."""
+    found = {}
+    for assignment in ("factor-wise", "layer-wise"):
+        model = make()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        for part in (model[0], model):
+            fully_shard(part, mesh=mesh)
+        optimizer = KFACSGD(model, lr=0.1, momentum=0.9, assignment=assignment, **OPTIONS)
+        assert len(optimizer.curvature.layers) == 4
+        train(model, optimizer, range(7), shape=SHAPE, rank=rank, world_size=world_size)
+        found[assignment] = whole(model)
+    return found
+
+
+@pytest.mark.slow
+def test_hybrid_shards_equal_one_process() -> None:
+    outcomes = run_ranks(4, train_hybrid)
+    expected = trained(0, 1, "sgd", "", {"weight_decay": 0})
+    for assignment in outcomes[0]:
+        assert_all_near([found[assignment] for found in outcomes], expected)
+
+
+class Container:
+    """Optimizers as torchtitan keeps them: made of parameters, in groups with names; one flat state, for any ranks.
+
+    It has a state from the beginning: torch.distributed.checkpoint takes a step on zero gradients.
+    """
+
+    FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        matrices = [p for p in model.parameters() if p.ndim > 1]
+        rest = [p for p in model.parameters() if p.ndim < 2]
+        groups = [{"params": matrices, "name": "matrices"}, {"params": rest, "name": "rest", "weight_decay": 0.0}]
+        self.model, self.optimizer = model, KFACAdamW(groups, lr=0.01, **options)
+        self.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all parts, by names of parameters."""
+        return get_optimizer_state_dict(self.model, self.optimizer, options=self.FLAT)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes it up."""
+        set_optimizer_state_dict(self.model, self.optimizer, state, options=self.FLAT)
+
+
+def in_a_container(rank: int, world_size: int, folder: str) -> list[list[Tensor]]:
+    """Trained without a stop, and resumed from a folder."""
+
+    def begin() -> Container:
+        model = make()
+        if world_size > 1:
+            shard(model, "per layer")
+        return Container(model, **OPTIONS)
+
+    def steps(container: Container, which: range) -> None:
+        train(container.model, container.optimizer, which, shape=SHAPE, rank=rank, world_size=world_size)
+
+    first = begin()
+    steps(first, range(4))
+    first.optimizer.curvature.synchronize()
+    if world_size > 1:
+        dcp.save({"model": first.model.state_dict(), "optimizer": first.state_dict()}, checkpoint_id=folder)
+    steps(first, range(4, 9))
+    if world_size == 1:
+        return [whole(first.model)]
+    second = begin()
+    state = {"model": second.model.state_dict(), "optimizer": second.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    second.model.load_state_dict(state["model"])
+    second.load_state_dict(state["optimizer"])
+    assert second.optimizer.curvature.step_count == 4
+    steps(second, range(4, 9))
+    return [whole(first.model), whole(second.model)]
+
+
+@pytest.mark.slow
+def test_an_optimizer_container(tmp_path: Path) -> None:
+    (expected,) = in_a_container(0, 1, "")
+    for found in run_ranks(2, in_a_container, str(tmp_path)):
+        assert_all_near(found, expected)
 
 
 @pytest.mark.slow

@@ -96,6 +96,7 @@ def build_differently(rank: int, world_size: int) -> None:
 def test_layers_that_differ_are_named() -> None:
     for story in run_ranks(2, build_differently, may_fail=True):
         assert "layers is" in str(story) and "17" in str(story), story
+        assert "pipeline stages" in str(story) and "communicator=TorchCommunicator(group)" in str(story), story
 
 
 def train_with_nan(rank: int, world_size: int, name: str, when: int, everywhere: bool) -> Any:

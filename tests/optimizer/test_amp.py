@@ -306,3 +306,40 @@ def test_tf32_is_off_for_factors_and_back_afterwards(how: str) -> None:
     before, inside, after = done.stdout.split()
     assert before == after
     assert (before, inside) in [("medium", "highest"), ("True", "False"), ("tf32", "ieee")]
+
+
+@pytest.mark.fast("^flag")
+@pytest.mark.parametrize("how", ["flag", "attribute of matmul"])
+def test_tf32_of_overlapping_threads(how: str) -> None:
+    """One thread enters, another enters, the first leaves: off until the second leaves, too; then as the user chose."""
+    choose, read = TF32[how]
+    script = f"""
+        import threading, torch
+        from kfac_optim.layers import full_precision
+        matmul = torch.backends.cuda.matmul
+        {choose}
+        inside, left = threading.Event(), threading.Event()
+
+        def second():
+            with full_precision("cuda"):
+                inside.set()
+                left.wait()
+                print({read})
+
+        print({read})
+        thread = threading.Thread(target=second)
+        with full_precision("cuda"):
+            thread.start()
+            inside.wait()
+        left.set()
+        thread.join()
+        print({read})
+        with full_precision("cuda"):
+            {choose}  # the user's own choice of that moment stays
+        print({read})
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    before, meanwhile, after, at_last = done.stdout.split()
+    assert before == after == at_last != meanwhile

@@ -159,10 +159,14 @@ class FailingEigh:
         if self.how == "raise":
             raise torch.linalg.LinAlgError("linalg.eigh: The algorithm failed to converge")
         values, vectors = self.real(x, *args, **kwargs)
-        return values, vectors * math.nan
+        if self.how == "nan":
+            return values, vectors * math.nan
+        doubled = vectors.clone()
+        doubled[..., 0] = vectors[..., 1]  # no longer orthogonal, but all of length 1
+        return values, doubled
 
 
-@pytest.fixture(params=["raise", "nan"])
+@pytest.fixture(params=["raise", "nan", "doubled"])
 def how(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -1,0 +1,100 @@
+"""Counts one model's kinds of step; a process of its own, because the device has to be there before torch.
+
+``python -m benchmarks.launches.count '{"work": "resnet50", ...}'`` prints the counts as a line of JSON. The kinds::
+
+    base         a step of the base optimizer
+    first        statistics and a refresh at once, which are always in the first step
+    ordinary     the gradient, or the moment, is preconditioned
+    damping      likewise, and the damping has fallen far enough for other eigenvalues to matter
+    statistics   factors are updated as well
+    refresh      factors are decomposed as well, in this step alone
+
+Trust is between 0 and 1, so that steps are turned in part.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.launches import device
+
+device.load()
+
+import torch  # noqa: E402
+
+import kfac_optim  # noqa: E402
+from benchmarks.common.works import SMOKE_WORKS, WORKS, Work  # noqa: E402
+from benchmarks.launches.simulate import Simulation, simulated  # noqa: E402
+
+DAMPING, NEVER = 0.01, 10**9
+BASE_OPTIONS = {"SGD": {"momentum": 0.9, "weight_decay": 1e-4}}
+Counts = dict[str, dict[str, Any]]  # by "passes" (forward and backward) and "step"
+
+
+def count(name: str, batch: int | None, optimizer: str, *, paper: bool, solver: str, bf16: bool) -> dict[str, Counts]:
+    """Return the counts by kind of step.
+
+    Args:
+        name: The model.
+        batch: Examples; None: as many as the model's work has.
+        optimizer: Name of the K-FAC optimizer.
+        paper: Whether it runs in the paper's mode instead of with its defaults.
+        solver: "eigen" or "inverse".
+        bf16: Whether the passes run under autocast.
+    """
+    work = {**WORKS, **SMOKE_WORKS}[name]
+    work = replace(work, batch=batch or work.batch)
+    cls: Any = getattr(kfac_optim, optimizer)
+    base = cls.__bases__[1]
+    options = {"lr": 1e-3, **BASE_OPTIONS.get(base.__name__, {})}
+    more: dict[str, Any] = {"precondition": "gradient", "scaling": "kl_clip"} if paper else {}
+    unit: Any = float if paper else kfac_optim.OfLargest
+    with simulated() as simulation:
+        with torch.device("cuda"):
+            model = work.make()
+        runner = Runner(simulation, work, model, bf16)
+        plain = base(model.parameters(), **options)
+        runner.step(plain)
+        found = {"base": runner.step(plain)}
+        del plain
+        own = cls(
+            model, loss_average=work.loss_average, damping=unit(DAMPING), solver=solver, spread=0, **options, **more
+        )
+        found["first"] = runner.step(own)
+        engine = own.curvature
+        engine.factor_update_steps = engine.inv_update_steps = NEVER
+        runner.step(own)
+        found["ordinary"] = runner.step(own)
+        engine.damping = unit(DAMPING / 2)
+        found["damping"] = runner.step(own)
+        engine.factor_update_steps = 1
+        found["statistics"] = runner.step(own)
+        engine.factor_update_steps, engine.inv_update_steps = NEVER, 1
+        found["refresh"] = runner.step(own)
+    return found
+
+
+class Runner:
+    """Takes steps of a model on one batch, and counts them."""
+
+    def __init__(self, simulation: Simulation, work: Work, model: torch.nn.Module, bf16: bool) -> None:
+        self.simulation, self.work, self.model, self.bf16 = simulation, work, model, bf16
+        self.inputs, self.targets = (part.cuda() for part in work.data(0))
+
+    def step(self, optimizer: torch.optim.Optimizer) -> Counts:
+        """Take one step."""
+        optimizer.zero_grad()
+        self.simulation.take()
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.bf16):
+            loss = self.work.loss(self.model(self.inputs), self.targets)
+        loss.backward()
+        passes = self.simulation.take()
+        optimizer.step()
+        return {"passes": vars(passes), "step": vars(self.simulation.take())}
+
+
+if __name__ == "__main__":
+    print(json.dumps(count(**json.loads(sys.argv[1]))))

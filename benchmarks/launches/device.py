@@ -1,0 +1,48 @@
+"""Makes a build of torch without CUDA believe in one CUDA device that computes nothing.
+
+:func:`load` has to come before torch is imported, so a process of its own does the counting (:mod:`.count`). The
+library (``device.cpp``) is compiled once for each version of torch, by g++, into ``runs/``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("device.cpp")
+BUILDS = Path("runs", "launches")
+
+
+def library(torch: Path) -> Path:
+    """Return the compiled library, and compile it first where that has not been done.
+
+    Args:
+        torch: The folder of the installed torch.
+    """
+    built = BUILDS / f"device-{importlib.metadata.version('torch')}.so"
+    if not built.exists() or built.stat().st_mtime < SOURCE.stat().st_mtime:
+        BUILDS.mkdir(parents=True, exist_ok=True)
+        headers = [f"-I{torch / 'include' / more}" for more in ("", "torch/csrc/api/include")]
+        half = built.with_suffix(".tmp")
+        subprocess.run(["g++", "-std=c++20", "-O1", "-shared", "-fPIC", SOURCE, "-o", half, *headers], check=True)
+        half.replace(built)
+    return built
+
+
+def load() -> None:
+    """Load the device.
+
+    Raises:
+        RuntimeError: If torch is imported already, and has looked for devices.
+    """
+    if "torch" in sys.modules:
+        raise RuntimeError("the simulated device has to be loaded before torch is imported")
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    torch = Path(spec.origin).parent
+    for each in (torch / "lib" / "libc10.so", torch / "lib" / "libtorch_cpu.so", library(torch)):
+        ctypes.CDLL(str(each.resolve()), ctypes.RTLD_GLOBAL)

@@ -1,0 +1,102 @@
+"""``python -m benchmarks.launches``: what it counts, of programs whose kernels and waits can be counted by hand."""
+
+import json
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from benchmarks.launches import __main__ as launches
+from benchmarks.launches.device import load
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the simulated device is compiled by g++")
+
+
+def counted(program):
+    """Launches, waits, multiplications and peak bytes of a program on the simulated device, run in a new process."""
+    begin = "from benchmarks.launches import device\ndevice.load()\nimport json, torch\n"
+    begin += "from benchmarks.launches.simulate import simulated\n"
+    body = textwrap.indent(textwrap.dedent(program), "    ")
+    code = f"{begin}with simulated() as simulation:\n{body}\n    print(json.dumps(vars(simulation.take())))"
+    found = json.loads(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout)
+    return found["launches"], found["waits"], found["flops"], found["peak"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        # zeros, a product with the transpose for free, relu (the peak), the sum, whose value is read
+        (
+            "x = torch.zeros(4, 8, device='cuda'); y = (x @ x.mT).relu(); float(y.sum())",
+            (4, 1, 2 * 4 * 8 * 4, 128 + 64 + 64),
+        ),
+        # two tensors to the device, of which one waits; back at once; on the host nothing is counted
+        ("x = torch.ones(2); x.cuda(); x.to('cuda', non_blocking=True).tolist(); (x * x).sum()", (2, 2, 0, 8)),
+        # a list of tensors of one shape, and one with a tensor for each number
+        (
+            "x = [torch.zeros(n, device='cuda') for n in (2, 3)]; torch._foreach_mul_(x, 2.0)\n"
+            "torch._foreach_mul_(x, [y.sum() for y in x])",
+            (2 + 1 + 2 + 2, 0, 0, 8 + 12 + 4 + 4),
+        ),
+        # Autograd's own thread is counted, too: two zeros, product, sum, ones, the weight's gradient (the peak)
+        (
+            "w = torch.zeros(4, 4, device='cuda', requires_grad=True); x = torch.zeros(2, 4, device='cuda')\n"
+            "(x @ w).sum().backward()",
+            (2 + 2 + 1 + 1, 0, 2 * 2 * (2 * 4 * 4), 64 + 32 + 4 + 4 + 64),
+        ),
+        # a search for the eigenvalues that matter: the comparison, nonzero's three and its wait, two reads
+        (
+            "v = torch.zeros(8, device='cuda'); k = (v > 0).nonzero(); v = v[int(k[0]) : int(k[-1]) + 1]\n"
+            "assert len(v) == 6",
+            (1 + 1 + 3, 3, 0, 32 + 8 + 48),
+        ),
+    ],
+    ids=["product", "copies", "lists", "backward", "search"],
+)
+def test_counts_of_known_programs(program, expected):
+    assert counted(program) == expected
+
+
+def test_the_device_has_to_come_before_torch():
+    with pytest.raises(RuntimeError, match="before torch"):
+        load()
+
+
+def counts(**launches_and_waits):
+    """What the counting process would give: launches of the passes and of the step, and waits of the step, by kind."""
+    part = {"seconds": 1e-3, "peak": 2**20, "launched_at": {"a": 3, "elsewhere": 9}, "waited_at": {}}
+    return {
+        kind: {
+            "passes": {**part, "launches": passes, "waits": 0},
+            "step": {**part, "launches": step, "waits": waits, "waited_at": {"b": waits}},
+        }
+        for kind, (passes, step, waits) in launches_and_waits.items()
+    }
+
+
+def test_shares_are_of_forward_and_backward():
+    found = counts(base=(100, 10, 0), ordinary=(100, 40, 1), statistics=(250, 60, 1), refresh=(100, 340, 12))
+    rows = {row["step of"]: row for row in launches.rows_of(found)}
+    assert [row["share"] for row in rows.values()] == ["0.10", "0.40", "1.70", "3.00"]
+    assert [row["waits"] for row in rows.values()] == [0, 1, 1, 12]
+    assert launches.places_of(found["refresh"], 10) == [
+        {"place": "a", "launches": 6, "waits": None},
+        {"place": "b", "launches": 0, "waits": 12},
+    ]
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path):
+    assert launches.main(["--smoke", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "main.json").read_text())
+    for result in found["results"]:
+        rows = {row["step of"]: row for row in result["rows"]}
+        assert rows["base"]["passes"] == rows["ordinary"]["passes"] == rows["refresh"]["passes"]
+        assert rows["base"]["step"] < rows["ordinary"]["step"] < rows["refresh"]["step"]
+        assert rows["statistics"]["passes"] > rows["ordinary"]["passes"]
+        places = [place["place"] for place in result["places"]["refresh"]]
+        assert len(places) >= 10 and "elsewhere" not in places
+    assert "share" in (tmp_path / "main.txt").read_text()

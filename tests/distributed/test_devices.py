@@ -1,0 +1,220 @@
+"""The host and the device, under a communicator that sends nothing from the host, as NCCL.
+
+A process of its own has a simulated CUDA device, whose tensors have numbers (:mod:`tests.helpers.accelerator`); all
+cases run in it, and train as they do on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfac_optim import KAISA, KFACSGD, CurvatureEngine, EigenSolver, InverseSolver
+from kfac_optim.distributed import Broadcast, share_gradients
+from tests.helpers.settings import OFTEN
+from tests.helpers.training import train
+
+noted: list[tuple[threading.Thread, str]] = []
+
+
+class Noting(InverseSolver):
+    """Notes in which thread, and with which precision of products, it decomposes on the device."""
+
+    def decompose(self, factor: Tensor, shift: Tensor) -> tuple[Tensor, ...]:
+        if factor.device.type == "cuda":
+            noted.append((threading.current_thread(), torch.get_float32_matmul_precision()))
+        return super().decompose(factor, shift)
+
+
+class NotingEigen(EigenSolver):
+    """Likewise."""
+
+    def decompose(self, factor: Tensor, shift: Tensor) -> tuple[Tensor, ...]:
+        if factor.device.type == "cuda":
+            noted.append((threading.current_thread(), torch.get_float32_matmul_precision()))
+        return super().decompose(factor, shift)
+
+
+STEPS = 7
+SHAPE = (8, 2, 5, 5)
+
+
+def make_net() -> nn.Sequential:
+    """Convolutions, a norm layer and a head."""
+    torch.manual_seed(0)
+    body = [nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten()]
+    return nn.Sequential(*body, nn.Linear(4 * 3 * 3, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def batches(device: str) -> list[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(SHAPE, generator=random).to(device), torch.randint(3, SHAPE[:1], generator=random).to(device))
+        for _ in range(STEPS)
+    ]
+
+
+def trained(device: str, place: Callable[[nn.Module], Any] | None = None, **options: Any) -> list[Tensor]:
+    """The parameters after training under a communicator that refuses the host where there is a device.
+
+    Args:
+        device: Where to train.
+        place: Called with the model after the optimizer has been built; None: the model is there before.
+        **options: Of the optimizer; ``comm`` has those of the communicator.
+    """
+    from tests.helpers.accelerator import Mirrors
+
+    comm = Mirrors("cpu" if device == "cuda" else None, **options.pop("comm", {}))
+    model = make_net()
+    if place is None:
+        model.to(device)
+    optimizer = KFACSGD(model, lr=0.05, momentum=0.9, communicator=comm, **{**OFTEN, **options})
+    if place is not None:
+        place(model)
+    train(model, optimizer, batches(device))
+    optimizer.curvature.synchronize()
+    assert set(comm.calls) >= {"sum"}
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+def compare(place: Callable[[nn.Module], Any] | None = None, **options: Any) -> None:
+    """Training on the device gives what it gives on the CPU."""
+    for found, expected in zip(trained("cuda", place, **options), trained("cpu", **options), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def to_empty(model: nn.Module) -> None:
+    values = {name: value.clone() for name, value in make_net().state_dict().items()}
+    model.to("meta").to_empty(device="cuda")
+    model.load_state_dict(values)
+
+
+def compare_engines() -> None:
+    """An engine in front of a foreign optimizer, of a model that moves before its first step."""
+    from tests.helpers.accelerator import Mirrors
+
+    results = []
+    for device in ("cuda", "cpu"):
+        model = make_net()
+        engine = CurvatureEngine(model, communicator=Mirrors("cpu" if device == "cuda" else None), scaling=None)
+        optimizer = torch.optim.SGD(model.to(device).parameters(), lr=0.01)
+        train(model, optimizer, batches(device), before_step=engine.precondition_)
+        results.append([p.detach().cpu() for p in model.parameters()])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+
+
+def tell_ranks_apart() -> None:
+    """Ranks that have built something else say so instead of failing in a collective."""
+    from tests.helpers.accelerator import Mirrors
+
+    class Other(Mirrors):
+        def _start_sum(self, tensor: Tensor) -> Any:
+            tensor.add_(1)  # whatever the other rank has, it is something else
+            return self._carry(tensor, "sum")
+
+    optimizer = KFACSGD(make_net().to("cuda"), lr=0.1, communicator=Other("cpu"))
+    try:
+        optimizer.curvature.synchronize()
+    except RuntimeError as error:
+        assert "No backend" not in str(error), error
+    else:
+        raise AssertionError("no error")
+
+
+def decompose_in_the_background() -> None:
+    """TF32 is off in the worker's thread, unless the solver doesn't multiply; then the model's products keep it."""
+    for solver, expected in ((Noting(), "highest"), (NotingEigen(), "high")):
+        noted.clear()
+        torch.set_float32_matmul_precision("high")
+        compare(solver=solver, spread=2, inv_update_steps=4)
+        in_background = {found for thread, found in noted if thread is not threading.main_thread()}
+        assert in_background == {expected}, noted
+        assert torch.get_float32_matmul_precision() == "high"
+
+
+def share() -> None:
+    """Uneven inputs, on a model that has moved since the optimizer was built."""
+    from tests.helpers.accelerator import Mirrors
+
+    model, comm = make_net(), Mirrors("cpu")
+    optimizer = KFACSGD(model, lr=0.1, communicator=comm)
+    model.to("cuda")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    share_gradients(comm, optimizer.param_groups[0]["params"], exhausted=True)
+    assert "broadcast" in comm.calls
+
+
+def carry() -> None:
+    """Both verbs, of tensors on the host, on the device, and of several dtypes."""
+    from tests.helpers.accelerator import Mirrors
+
+    for dtype in (None, torch.float16, torch.bfloat16, torch.float64):
+        comm = Mirrors("cpu", comm_dtype=dtype)
+        comm.use_device(torch.device("cuda", 0))
+        for device in ("cpu", "cuda"):
+            given = [torch.full((2, 3), 1.5, device=device), torch.full((), 2.0, dtype=torch.float64, device=device)]
+            sums = list(comm.sum(given, "factors", compressed=True))
+            assert [total.device for total in sums] == [each.device for each in given]
+            assert [total.tolist() for total in sums] == [[[3.0] * 3] * 2, 4.0]
+            for source, expected in ((0, 1.5), (1, 0.0)):
+                comm.send([Broadcast(given[:1], source, (0, 1))], "decompositions")
+                assert given[0].tolist() == [[expected] * 3] * 2
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    "the verbs": carry,
+    "built on the device": compare,
+    "moved after the optimizer was built": lambda: compare(lambda model: model.to("cuda")),
+    "built on meta": lambda: compare(to_empty),
+    "nothing to precondition": lambda: compare(lambda model: model.to("cuda"), skip_layers=[".*"]),
+    "layer-wise": lambda: compare(assignment="layer-wise"),
+    "groups of ranks": lambda: compare(assignment=KAISA(grad_worker_fraction=0.5)),
+    "inverse, float16 on the wire": lambda: compare(solver="inverse", comm={"comm_dtype": torch.float16}),
+    "in the background": decompose_in_the_background,
+    "part of the batch, spread": lambda: compare(spread=2, inv_update_steps=4, factor_batch_fraction=0.5),
+    "an engine alone": compare_engines,
+    "ranks that differ": tell_ranks_apart,
+    "Join": share,
+}
+
+
+def run_all() -> None:
+    """Prints what became of each case: nothing, or a traceback."""
+    from tests.helpers.accelerator import devices
+
+    outcomes = {}
+    for name, case in CASES.items():
+        try:
+            with devices():
+                case()
+            outcomes[name] = ""
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+    print(json.dumps(outcomes))
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    code = "from tests.helpers import accelerator; from tests.distributed import test_devices; test_devices.run_all()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the simulated device is compiled by g++")
+@pytest.mark.parametrize("name", CASES)
+def test_host_and_device(outcomes: dict[str, str], name: str) -> None:
+    assert not outcomes[name], outcomes[name]
