@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from .distributed import Broadcast, Communicator, gathered, is_sharded, may_be_s
 from .layers import KroneckerLayer, full_precision
 from .layout import Layout, Part
 from .scaling import Direction, Scaling
-from .solvers import Decomposition, Solver, grouped_by_key
+from .solvers import Decomposition, Solver, Truncating, grouped_by_key
 
 __all__ = ["Lr", "Preconditioner", "Stack", "StackedDirection", "assembled", "by_parameter", "stack_of"]
 
@@ -61,18 +62,9 @@ class Stack:
         """The number of pairs of each layer."""
         return [block.layer.pairs for block in self.blocks]
 
-    def parts_at(self, value: float, solver: Solver, dtype: torch.dtype) -> tuple[Decomposition, Decomposition]:
-        """The parts of the decompositions that matter at this damping, ``value`` units.
-
-        Recomputed only when the damping crosses a quarter octave; rounding down makes a resumed run decide alike.
-        """
-        assert self.decomposed is not None
-        if not hasattr(solver, "relevant"):
-            return self.decomposed
-        floor = 2 ** (math.floor(4 * math.log2(value)) / 4)
-        if self.relevant is None or self.relevant[0] != floor:
-            self.relevant = floor, solver.relevant(*self.decomposed, (floor * self.damping_unit).to(dtype))
-        return self.relevant[1]
+    def keep(self, value: float, parts: tuple[Decomposition, Decomposition]) -> None:
+        """Notes which parts of the decompositions matter at a damping of ``value`` units."""
+        self.relevant = value, parts
 
 
 @dataclass(frozen=True)
@@ -144,6 +136,7 @@ class Preconditioner:
             vectors = whole
         stacks = [part for stack in self._current(known, damping) for part in _with_vectors(stack, vectors, damping)]
         device = stacks[0].damping_unit.device.type if stacks else "cpu"
+        self._select(stacks, value)
         with self.stages.stage("preconditioning"), full_precision(device):
             found = [self._direction(stack, vectors, lr, updates, value) for stack in stacks]
         if any(block.route for block in blocks):
@@ -156,6 +149,23 @@ class Preconditioner:
                 multipliers = scaling.multipliers(found, step)
                 found = [d.times(by) for d, by in zip(found, multipliers, strict=True)]
             return [StackedDirection(stack, vectors, d) for stack, d in zip(stacks, found, strict=True)]
+
+    def _select(self, stacks: Sequence[Stack], value: float) -> None:
+        """Selects the parts of the decompositions that matter at a damping of ``value`` units.
+
+        Only when the damping has crossed a quarter octave (rounding down makes a resumed run decide alike), or the
+        decompositions are new. What decides is read from the device once for all stacks.
+        """
+        solver = self.solver
+        if not isinstance(solver, Truncating):
+            return
+        floor = 2 ** (math.floor(4 * math.log2(value)) / 4)
+        old = [s for s in stacks if s.decomposed is not None and (s.relevant is None or s.relevant[0] != floor)]
+        given = [(*s.decomposed, (floor * s.damping_unit).to(self.dtype)) for s in old if s.decomposed is not None]
+        counts = [solver.count_relevant(*of_stack) for of_stack in given]
+        found = iter(torch.cat([count.to(counts[0].device) for count in counts]).tolist() if counts else ())
+        for stack, of_stack, count in zip(old, given, counts, strict=True):
+            stack.keep(floor, solver.relevant(*of_stack, list(islice(found, len(count)))))
 
     def send_zeros(self, blocks: Sequence[Block], comm: Communicator) -> None:
         """Takes part in the exchange of directions where this rank has none to send (a collective)."""
@@ -190,7 +200,7 @@ class Preconditioner:
         """The preconditioned gradient of a stack at a damping of ``value`` units (eqs. 8 and 11-13)."""
         gradient = stack.layout.fill(vectors, self.dtype)
         if stack.decomposed is not None:
-            parts = stack.parts_at(value, self.solver, self.dtype)
+            parts = stack.decomposed if stack.relevant is None else stack.relevant[1]
             a, g = (tuple(part.to(self.dtype) for part in side) for side in parts)
             gamma = (value * stack.damping_unit).to(self.dtype)
             direction = self.solver.precondition(gradient, a, g, gamma).contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -70,12 +71,23 @@ class EigenSolver:
             return values.new_ones((), dtype=torch.bool)
         return (torch.linalg.vector_norm(vectors[0], dim=-1).square() - 1).abs().amax() < _ORTHONORMAL
 
-    def relevant(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> tuple[Decomposition, Decomposition]:
+    def count_relevant(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
+        """How many eigenvalues of A and of G are not negligible in some pair, ``[2]``."""
+        return torch.stack([_count_above(*side) for side in self._limits(a, g, gamma)])
+
+    def relevant(
+        self, a: Decomposition, g: Decomposition, gamma: Tensor, counts: Sequence[int]
+    ) -> tuple[Decomposition, Decomposition]:
         """Eigenvalues, negligible ones set to zero, and the eigenvectors of the others."""
         if not self.negligible:
             return a, g
+        of_a, of_g = zip(self._limits(a, g, gamma), counts, strict=True)
+        return _largest(*of_a[0], of_a[1]), _largest(*of_g[0], of_g[1])
+
+    def _limits(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> tuple[tuple[Decomposition, Tensor], ...]:
+        """Both sides, each with what its eigenvalues have to exceed, ``[p]``."""
         limit = self.negligible * gamma
-        return _above(a, limit / g[0].amax(-1)), _above(g, limit / a[0].amax(-1))
+        return (a, limit / g[0].amax(-1)), (g, limit / a[0].amax(-1))
 
     def precondition(self, gradient: Tensor, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
         """Eqs. 11-13.
@@ -108,16 +120,20 @@ def _of_two_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([mean - radius, mean + radius], -1), vectors
 
 
-def _above(side: Decomposition, limit: Tensor) -> Decomposition:
-    """What belongs to the eigenvalues above a limit, ``[p]``, of any pair; eigenvalues below their own become zero."""
+def _count_above(side: Decomposition, limit: Tensor) -> Tensor:
+    """How many eigenvalues exceed a limit, ``[p]``, in some pair; all of a diagonal factor, where none is left out."""
     values, *vectors = side
-    if not vectors:  # of a diagonal factor nothing would be saved
+    return (values > limit[:, None]).any(0).sum() if vectors else values.new_tensor(values.shape[-1], dtype=torch.int64)
+
+
+def _largest(side: Decomposition, limit: Tensor, count: int) -> Decomposition:
+    """The last eigenvalues, which are the largest, and their eigenvectors; those of a pair below its limit are 0."""
+    values, *vectors = side
+    if not vectors or (count == values.shape[-1] and len(values) == 1):
         return side
-    above = values > limit[:, None]
-    kept = above.any(0).nonzero()  # neighbours, as eigenvalues are sorted
-    part = slice(int(kept[0]), int(kept[-1]) + 1) if len(kept) else slice(0)
-    values, above = values[:, part], above[:, part]
-    return values if bool(above.all()) else values * above, *(q[..., part] for q in vectors)
+    part = slice(values.shape[-1] - count, None)
+    values = values[:, part]
+    return values * (values > limit[:, None]), *(q[..., part] for q in vectors)
 
 
 def _in_order(vectors_g: list[Tensor], vectors_a: list[Tensor], g_first: bool) -> list[tuple[Tensor, bool]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -52,11 +53,19 @@ class Solver(Protocol):
 class Truncating(Solver, Protocol):
     """A solver that can precondition by a part of its decompositions."""
 
-    def relevant(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> tuple[Decomposition, Decomposition]:
-        """The parts of a stack's decompositions that matter at a damping: what ``precondition`` then gets.
+    def count_relevant(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
+        """How much of a stack's decompositions matters at a damping: some counts, ``[c]``; waits for nothing.
 
-        A pair's contribution must not depend on other pairs in the stack. May wait for the device: it is called when
-        the decompositions are new, or the damping has changed.
+        Asked for when the decompositions are new, or the damping has fallen.
+        """
+        ...
+
+    def relevant(
+        self, a: Decomposition, g: Decomposition, gamma: Tensor, counts: Sequence[int]
+    ) -> tuple[Decomposition, Decomposition]:
+        """The parts that matter, which ``precondition`` then gets; ``counts``: those of ``count_relevant``.
+
+        A pair's contribution must not depend on other pairs in the stack.
         """
         ...
 
