@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -44,7 +42,9 @@ def stacks(draw: st.DrawFn) -> tuple[Tensor, Decomposition, Decomposition, Tenso
     return torch.randn(pairs, d_out, d_in), a, g, 10 ** draw(st.floats(-6, 2)) * (1 + torch.rand(pairs))
 
 
-def relevant(solver: EigenSolver, a: Decomposition, g: Decomposition, gamma: Tensor) -> Any:
+def relevant(
+    solver: EigenSolver, a: Decomposition, g: Decomposition, gamma: Tensor
+) -> tuple[Decomposition, Decomposition]:
     return solver.relevant(a, g, gamma, solver.count_relevant(a, g, gamma).tolist())
 
 
