@@ -163,27 +163,31 @@ class KFACMixin(_Optimizer):
                 loss = closure()
         if notify_join_context(self):
             share_gradients(self.curvature.comm, self._parameters(), exhausted=False)
-        self._take_step()
+        self._take_step(closure)
         return loss
 
-    def _take_step(self) -> None:
+    def _take_step(self, closure: Callable[[], Any] | None = None) -> None:
         engine = self.curvature
         engine.require(self._parameters())
         self._hand_over_states()
         groups = self.param_groups
         gradients = {p: p.grad for group in groups for p in group["params"] if p.grad is not None}
         try:
-            lrs = [group["lr"] for group in groups]
+            lrs = [group.get("lr", 1.0) for group in groups]
             if engine.update(list(gradients.values()), lrs, self._alignment(gradients)):
-                lr = {p: group["lr"] for group in groups for p in group["params"]}
-                if self.precondition == "gradient" or engine.closed:
-                    self._precondition_gradients(gradients, lr)
-                else:
-                    self._precondition_moments(gradients, lr)
+                self._update_weights(gradients, closure)
                 engine.advance()
         finally:  # also of a step that was interrupted or ran out of memory a state can be saved
             self._show_states()
             self._show_counters()
+
+    def _update_weights(self, gradients: Mapping[nn.Parameter, Tensor], closure: Callable[[], Any] | None) -> None:
+        """The step itself; ``closure``: what evaluates the loss, if the loop has one."""
+        lr = {p: group["lr"] for group in self.param_groups for p in group["params"]}
+        if self.precondition == "gradient" or self.curvature.closed:
+            self._precondition_gradients(gradients, lr)
+        else:
+            self._precondition_moments(gradients, lr)
 
     def _precondition_moments(self, gradients: Mapping[nn.Parameter, Tensor], lr: Mapping[nn.Parameter, Lr]) -> None:
         """The base class's step on raw gradients, with the directions of the layers exchanged."""

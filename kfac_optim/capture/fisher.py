@@ -1,4 +1,4 @@
-"""The predictive distributions from which the sampled Fisher draws its targets."""
+"""The predictive distributions: the sampled Fisher draws targets from them, and KFAC multiplies by their Fisher."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 __all__ = ["Bernoulli", "Categorical", "Fisher", "Gaussian"]
+
+_UNKNOWN = "{0} does not define {1}(), which KFAC needs beside sample_gradient(): see kfac_optim.Fisher"
+_ROUNDING = 0.02  # by which a target may be off, of a half-precision gradient for instance
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,31 @@ class Fisher(ABC):
         Returns:
             The gradient of the sum over all loss terms, not of their mean; of the output's shape.
         """
+
+    # What KFAC needs beside samples; a distribution of your own has to define these three only there.
+
+    def inner(self, output: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        """``u' F v`` with the Fisher matrix F of the distribution over outputs, summed over all loss terms; 0-dim.
+
+        Args:
+            output: The distribution's parameters.
+            u: A change of them, of the same shape.
+            v: Another one.
+        """
+        raise NotImplementedError(_UNKNOWN.format(type(self).__name__, "inner"))
+
+    def divergence(self, output: Tensor, other: Tensor) -> Tensor:
+        """The KL divergence of the distribution at ``other`` from that at ``output``, summed over all terms; 0-dim."""
+        raise NotImplementedError(_UNKNOWN.format(type(self).__name__, "divergence"))
+
+    def target_problem(self, output: Tensor, gradient: Tensor) -> str:
+        """What keeps a gradient from being that of the negative log likelihood; empty if nothing does.
+
+        Args:
+            output: The distribution's parameters.
+            gradient: That of the sum of the loss terms with respect to them.
+        """
+        return ""
 
     def misfit(self, gradient: Tensor) -> str:
         """What of the loss's gradient no likelihood of this distribution has; empty if nothing strikes.
@@ -83,6 +112,24 @@ class Categorical(Fisher):
             flat.scatter_add(1, sample, flat.new_full(sample.shape, -1.0)).view_as(probabilities).movedim(-1, self.dim)
         )
 
+    def inner(self, output: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        """``diag(p) - p p'``, with the softmax p."""
+        p = output.softmax(self.dim)
+        u, v = (x - (p * x).sum(self.dim, keepdim=True) for x in (u, v))
+        return (p * u * v).sum()
+
+    def divergence(self, output: Tensor, other: Tensor) -> Tensor:
+        """``sum p (log p - log q)``."""
+        log_p, log_q = output.log_softmax(self.dim), other.log_softmax(self.dim)
+        return (log_p.exp() * (log_p - log_q)).sum()
+
+    def target_problem(self, output: Tensor, gradient: Tensor) -> str:
+        """The targets, ``p - gradient``, are probabilities."""
+        target = output.softmax(self.dim) - gradient
+        if bool((target.sum(self.dim) - 1).abs().max() > _ROUNDING) or bool(target.min() < -_ROUNDING):
+            return "is no softmax less probabilities of classes, as that of a cross-entropy is"
+        return ""
+
 
 @dataclass(frozen=True)
 class Bernoulli(Fisher):
@@ -96,6 +143,21 @@ class Bernoulli(Fisher):
         """``sigmoid(output) - sample``."""
         probabilities = output.sigmoid()
         return probabilities - torch.bernoulli(probabilities, generator=generator)
+
+    def inner(self, output: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        """``p (1 - p)``, with the sigmoid p."""
+        return (output.sigmoid() * (-output).sigmoid() * u * v).sum()
+
+    def divergence(self, output: Tensor, other: Tensor) -> Tensor:
+        """``softplus(other) - softplus(output) - p (other - output)``."""
+        return (F.softplus(other) - F.softplus(output) - output.sigmoid() * (other - output)).sum()
+
+    def target_problem(self, output: Tensor, gradient: Tensor) -> str:
+        """The targets, ``p - gradient``, are probabilities."""
+        target = output.sigmoid() - gradient
+        if bool(target.min() < -_ROUNDING) or bool(target.max() > 1 + _ROUNDING):
+            return "is no sigmoid less probabilities, as that of a binary cross-entropy is"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -116,6 +178,14 @@ class Gaussian(Fisher):
         """``(output - sample) / variance``."""
         noise = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
         return noise / self.variance**0.5
+
+    def inner(self, output: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        """The identity divided by the variance."""
+        return (u * v).sum() / self.variance
+
+    def divergence(self, output: Tensor, other: Tensor) -> Tensor:
+        """Half the squared difference divided by the variance."""
+        return (other - output).square().sum() / (2 * self.variance)
 
 
 def _share_of_sums(gradient: Tensor, dim: int) -> Tensor:

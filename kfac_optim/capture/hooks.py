@@ -40,7 +40,7 @@ from .microbatch import BackwardPasses, Recorder
 from .sampling import PendingGradient, SampledBackward
 from .statistics import StepStatistics, Taken
 
-__all__ = ["Capture"]
+__all__ = ["Capture", "Hook", "remove_all"]
 
 
 class Capture:
@@ -79,7 +79,7 @@ class Capture:
         self._compiled = CompiledCalls(self._calls, self._recorder, self._passes, sampled=fisher is not None)
         self._handles: list[Any] = []
         self._attach(roots)
-        weakref.finalize(self, _remove, self._handles)
+        weakref.finalize(self, remove_all, self._handles)
 
     @property
     def statistics(self) -> StepStatistics:
@@ -114,7 +114,7 @@ class Capture:
         self._compiled.plan(enabled=False)
         self.discard()
         self._passes.abandon()
-        _remove(self._handles)
+        remove_all(self._handles)
 
     def discard(self) -> None:
         """Forgets the micro-batches of this step; a forward that still awaits its backward is kept."""
@@ -158,21 +158,21 @@ class Capture:
                 if any(child in watched for child in module.modules()):
                     containers[module] = None
         for module in containers:
-            state = leave_hooks_behind(module, _Hook)
+            state = leave_hooks_behind(module, Hook)
             if state is not None:
                 self._handles.append(state)
-            self._before(module, _Hook(self, "_on_model_call_start"), prepend=True)
+            self._before(module, Hook(self, "_on_model_call_start"), prepend=True)
             if module in hosts:
-                self._before(module, _Hook(self, "_on_attention_start"))
-                self._after(module, _Hook(self, "_on_attention_end"), always_call=True)
+                self._before(module, Hook(self, "_on_attention_start"))
+                self._after(module, Hook(self, "_on_attention_end"), always_call=True)
             if module in called:
-                self._after(module, _Hook(self, "_record_input", *called[module]))
-            self._after(module, _Hook(self, "_on_model_call_end"), always_call=True)
+                self._after(module, Hook(self, "_record_input", *called[module]))
+            self._after(module, Hook(self, "_on_model_call_end"), always_call=True)
 
-    def _before(self, module: nn.Module, hook: _Hook, *, prepend: bool = False) -> None:
+    def _before(self, module: nn.Module, hook: Hook, *, prepend: bool = False) -> None:
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend))
 
-    def _after(self, module: nn.Module, hook: _Hook, *, always_call: bool = False) -> None:
+    def _after(self, module: nn.Module, hook: Hook, *, always_call: bool = False) -> None:
         self._handles.append(module.register_forward_hook(hook, with_kwargs=True, always_call=always_call))
 
     # Model calls ----------------------------------------------------------------------------------------------------
@@ -265,10 +265,10 @@ class Capture:
         remove_taps()
 
 
-class _Hook:
-    """A method of a capture, held weakly. Where a copy or a pickle carries it, it does nothing."""
+class Hook:
+    """A method of a capture or a replay, held weakly. Where a copy or a pickle carries it, it does nothing."""
 
-    def __init__(self, capture: Capture | None, method: str = "", *args: Any) -> None:
+    def __init__(self, capture: Any, method: str = "", *args: Any) -> None:
         self.capture = weakref.ref(capture) if capture is not None else None
         self.method, self.args = method, args
 
@@ -279,7 +279,7 @@ class _Hook:
         return getattr(capture, self.method)(*self.args, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (None,)
+        return Hook, (None,)
 
     @property
     def __name__(self) -> str:
@@ -294,7 +294,8 @@ class _Hook:
         )
 
 
-def _remove(handles: list[Any]) -> None:
+def remove_all(handles: list[Any]) -> None:
+    """Removes hooks, by their handles; the list is empty then."""
     while handles:
         handles.pop().remove()
 
