@@ -48,7 +48,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         model: The module whose call gives the output that the loss is taken of; raw, or wrapped by DDP.
         fisher: The distribution of the output: "categorical" (cross-entropy), "bernoulli" (binary cross-entropy with
             logits), "gaussian" (half squared error; ``Gaussian(variance=0.5)`` for ``nn.MSELoss``), or a
-            :class:`~kfac_optim.Fisher` with ``inner`` and ``divergence``.
+            :class:`~kfac_optim.Fisher` with ``root`` and ``divergence``.
         damping: lambda in the first step, > 0. None (default): found there.
         least_damping: lambda falls no further than this, > 0. Default 1e-5.
         model_fraction: The share of the examples on which the model is evaluated again, in (0, 1]; of up to 256

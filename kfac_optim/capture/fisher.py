@@ -51,17 +51,18 @@ class Fisher(ABC):
             The gradient of the sum over all loss terms, not of their mean; of the output's shape.
         """
 
-    # What KFAC needs beside samples; a distribution of your own has to define these three only there.
+    # What KFAC needs beside samples; a distribution of your own defines these three only for it.
 
-    def inner(self, output: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        """``u' F v`` with the Fisher matrix F of the distribution over outputs, summed over all loss terms; 0-dim.
+    def root(self, output: Tensor, u: Tensor) -> Tensor:
+        """``R u`` with ``R' R = F``, the Fisher matrix of the distribution over outputs, of one loss term each.
+
+        Inner products ``u' F v`` over all loss terms are those of ``R u`` and ``R v``.
 
         Args:
             output: The distribution's parameters.
             u: A change of them, of the same shape.
-            v: Another one.
         """
-        raise NotImplementedError(_UNKNOWN.format(type(self).__name__, "inner"))
+        raise NotImplementedError(_UNKNOWN.format(type(self).__name__, "root"))
 
     def divergence(self, output: Tensor, other: Tensor) -> Tensor:
         """The KL divergence of the distribution at ``other`` from that at ``output``, summed over all terms; 0-dim."""
@@ -112,11 +113,10 @@ class Categorical(Fisher):
             flat.scatter_add(1, sample, flat.new_full(sample.shape, -1.0)).view_as(probabilities).movedim(-1, self.dim)
         )
 
-    def inner(self, output: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        """``diag(p) - p p'``, with the softmax p."""
+    def root(self, output: Tensor, u: Tensor) -> Tensor:
+        """Of ``diag(p) - p p'``, with the softmax p: ``sqrt(p) (u - p'u)``."""
         p = output.softmax(self.dim)
-        u, v = (x - (p * x).sum(self.dim, keepdim=True) for x in (u, v))
-        return (p * u * v).sum()
+        return p.sqrt() * (u - (p * u).sum(self.dim, keepdim=True))
 
     def divergence(self, output: Tensor, other: Tensor) -> Tensor:
         """``sum p (log p - log q)``."""
@@ -144,9 +144,9 @@ class Bernoulli(Fisher):
         probabilities = output.sigmoid()
         return probabilities - torch.bernoulli(probabilities, generator=generator)
 
-    def inner(self, output: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        """``p (1 - p)``, with the sigmoid p."""
-        return (output.sigmoid() * (-output).sigmoid() * u * v).sum()
+    def root(self, output: Tensor, u: Tensor) -> Tensor:
+        """Of ``p (1 - p)``, with the sigmoid p."""
+        return (output.sigmoid() * (-output).sigmoid()).sqrt() * u
 
     def divergence(self, output: Tensor, other: Tensor) -> Tensor:
         """``softplus(other) - softplus(output) - p (other - output)``."""
@@ -179,9 +179,9 @@ class Gaussian(Fisher):
         noise = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
         return noise / self.variance**0.5
 
-    def inner(self, output: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        """The identity divided by the variance."""
-        return (u * v).sum() / self.variance
+    def root(self, output: Tensor, u: Tensor) -> Tensor:
+        """Of the identity divided by the variance."""
+        return u / self.variance**0.5
 
     def divergence(self, output: Tensor, other: Tensor) -> Tensor:
         """Half the squared difference divided by the variance."""

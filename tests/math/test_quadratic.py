@@ -76,7 +76,7 @@ def test_the_fisher_of_the_output_is_the_hessian_of_its_loss(kind: str) -> None:
     z, u, v = torch.randn(3, 2, 4, 3)
     target = squash(torch.randn(2, 4, 3))
     hessian = torch.autograd.functional.hessian(lambda x: loss(x, target), z).reshape(z.numel(), z.numel())
-    assert_near(fisher.inner(z, u, v), u.flatten() @ hessian @ v.flatten())
+    assert_near((fisher.root(z, u) * fisher.root(z, v)).sum(), u.flatten() @ hessian @ v.flatten())
 
 
 @pytest.mark.parametrize("kind", ["categorical", "bernoulli"])
@@ -94,8 +94,8 @@ def test_a_distribution_without_products_says_so() -> None:
         def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
             return torch.randn(output.shape, generator=generator)
 
-    with pytest.raises(NotImplementedError, match=r"Noise does not define inner\(\)"):
-        Noise().inner(*torch.zeros(3, 1))
+    with pytest.raises(NotImplementedError, match=r"Noise does not define root\(\)"):
+        Noise().root(*torch.zeros(2, 1))
 
 
 # The coefficients ----------------------------------------------------------------------------------------------------
@@ -126,7 +126,8 @@ def dense_fisher(model: nn.Module, x: Tensor, fisher: Fisher) -> Tensor:
     jacobians = jacrev(lambda ps: functional_call(model, {**ps, **buffers}, (x,)))(parameters)
     jacobian = torch.cat([jacobians[name].reshape(z.numel(), -1) for name in parameters], 1)
     unit = torch.eye(z.numel()).reshape(-1, *z.shape)
-    hessian = torch.stack([torch.stack([fisher.inner(z, u, v) for u in unit]) for v in unit])
+    roots = torch.stack([fisher.root(z, u).flatten() for u in unit])
+    hessian = roots @ roots.T
     return jacobian.T @ hessian @ jacobian
 
 

@@ -216,7 +216,7 @@ def test_micro_batches_are_one_batch() -> None:
     train(parted, again, range(4), parts=4, **BATCH)
     for p, q in zip(model.parameters(), parted.parameters(), strict=True):
         assert_near(q.detach(), p.detach(), rel=1e-6)
-    assert again.param_groups[0]["damping"] == optimizer.param_groups[0]["damping"]
+    assert again.param_groups[0]["damping"] == pytest.approx(optimizer.param_groups[0]["damping"])
 
 
 class FixedTargets(Categorical):
