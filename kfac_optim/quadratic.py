@@ -62,10 +62,8 @@ class LevenbergMarquardt:
         value: lambda; 0 before it was set.
     """
 
-    # In every step; the paper changes it by the fifth power in every fifth step.
-    decay = 0.95
-    # Where the loss rose the model is of no use, and one step of decay would have the next ones fail, too.
-    rejection = 4.0
+    decay = 0.95  # in every step; the paper changes it by the fifth power in every fifth step
+    rejection = 2.0  # where the loss rose, and the step was wasted
 
     def __init__(self, floor: float) -> None:
         self.floor, self.value = floor, 0.0

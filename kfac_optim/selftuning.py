@@ -32,7 +32,7 @@ UPDATE = "last_update"  # key in the state of a parameter
 
 # Engine options that are given here: the damping changes from step to step, which takes the eigen solver.
 _GIVEN = ("damping", "scaling", "solver")
-_TRIALS = 10  # of the search for the first damping, each a tenth of the last
+_TRIALS = 10  # of the search for the first damping
 _CLOSURE_STEPS = 5  # between steps in which a closure is evaluated once more
 
 
@@ -166,8 +166,9 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
     ) -> None:
         """Checks the loss and, unless it was given, finds the first damping.
 
-        That begins at the curvature along the gradient, and falls to a tenth as long as a trial step lowers the loss
-        further.
+        That begins at the curvature along the gradient, and is divided by ten until a trial step lowers the loss by no
+        more than a tenth more than the one before. The last trial counts, unless it brought less than half of that: a
+        damping that is too small rises fast, one that is too large falls slowly.
         """
         along = objective.model([[-g for g in gradients.values()]], None)
         if not along.products > 0:  # nothing to be seen; torch.distributed.checkpoint takes such a step
@@ -176,15 +177,15 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             objective.check()
         if self.rule.value:
             return
-        damping, best = float(along.curvatures / along.products), math.inf
+        damping, best = float(along.curvatures / along.products), 0.0
         for _ in range(_TRIALS):
             self.rule.set(damping)
             c = objective.model(self._directions(gradients), None).minimum(damping)
             objective.place(c)
             found = change(c)
             objective.place(None)
-            if not found < best:
-                self.rule.set(10 * damping)
+            if not found < 1.1 * best:
+                self.rule.set(damping if found < best / 2 else 10 * damping)
                 return
             best, damping = found, damping / 10
 

@@ -202,7 +202,15 @@ def test_directions_that_add_nothing_do_no_harm(second: list[float]) -> None:
 
 @pytest.mark.parametrize(
     ("actual", "factor"),
-    [(-2.0, 0.95), (-0.8, 0.95), (-0.5, 1.0), (-0.2, 1 / 0.95), (0.1, 4.0), (float("nan"), 4.0), (float("inf"), 4.0)],
+    [
+        (-2.0, 0.95),
+        (-0.8, 0.95),
+        (-0.5, 1.0),
+        (-0.2, 1 / 0.95),
+        (0.1, 2.0),
+        (float("nan"), 2.0),
+        (float("inf"), 2.0),
+    ],
 )
 def test_damping_follows_the_reduction_ratio(actual: float, factor: float) -> None:
     rule = LevenbergMarquardt(1e-5)

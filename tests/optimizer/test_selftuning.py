@@ -108,11 +108,11 @@ def test_a_step_that_raises_the_loss_is_undone(monkeypatch: pytest.MonkeyPatch) 
     train(model, optimizer, [2], **BATCH)
     assert all(map(torch.equal, values(model), before))
     assert torch.equal(optimizer.state[model[0].weight]["last_update"], update)
-    assert optimizer.param_groups[0]["damping"] == pytest.approx(4 * damping)
+    assert optimizer.param_groups[0]["damping"] == pytest.approx(2 * damping)
     assert optimizer.param_groups[0]["reduction_ratio"] < 0
 
 
-def test_the_first_damping_is_the_best_of_the_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_damping_is_found_by_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = make()
     tried: list[tuple[float, float]] = []
     real = Objective.change
@@ -127,8 +127,9 @@ def test_the_first_damping_is_the_best_of_the_trials(monkeypatch: pytest.MonkeyP
     *trials, (used, taken) = tried
     assert len(trials) >= 3
     assert all(a / b == pytest.approx(10) for (a, _), (b, _) in zip(trials, trials[1:], strict=False))
-    assert all(b < a for (_, a), (_, b) in zip(trials[:-1], trials[1:-1], strict=False))
-    assert used == pytest.approx(trials[-2][0]) and taken == pytest.approx(trials[-2][1])
+    better = [change < 1.1 * last for (_, last), (_, change) in zip(trials, trials[1:], strict=False)]
+    assert better == [True] * (len(trials) - 2) + [False]
+    assert (used, taken) == pytest.approx(trials[-1] if trials[-1][1] < trials[-2][1] / 2 else trials[-2])
 
 
 def test_a_given_damping_is_where_it_starts_and_may_be_set() -> None:
