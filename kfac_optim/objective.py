@@ -97,7 +97,10 @@ class Objective:
             length = torch.where(products[-1] > 0, products[-1].sqrt() * _STEP, length).clamp(min=_SMALLEST_STEP * size)
         norms = [products[pairs.index((i, i))].sqrt() for i in range(k)]
         steps = [torch.where(norm > 0, length / norm, 1.0) for norm in norms]
-        self._changes = [self._output_changes(v, step) for v, step in zip(vs, steps, strict=True)]
+        try:
+            self._changes = [self._output_changes(v, step) for v, step in zip(vs, steps, strict=True)]
+        finally:
+            self._move(None)
         outputs = [part.output for part in self.parts]
         self._roots = [list(map(self.fisher.root, outputs, changes)) for changes in self._changes]
         same_everywhere = [*(_dot(self.gradients, v) for v in vs), *products]
@@ -168,12 +171,9 @@ class Objective:
             torch._foreach_add_(self.parameters, tuple(offset))
 
     def _output_changes(self, v: Direction, step: Tensor) -> list[Tensor]:
-        """``J v`` of every part, from a step of so many times v; of the rows of its output distribution."""
-        try:
-            self._move(torch._foreach_mul(list(v), step))
-            return [(part.evaluate() - part.output) / step for part in self.parts]
-        finally:
-            self._move(None)
+        """``J v`` of every part, from so many times v; leaves the weights there."""
+        self._move(torch._foreach_mul(list(v), step))
+        return [(part.evaluate() - part.output) / step for part in self.parts]
 
     def _curvature(self, i: int, j: int) -> Tensor:
         """This rank's share of ``v_i' F v_j``."""

@@ -53,8 +53,9 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         least_damping: lambda falls no further than this, > 0. Default 1e-5.
         model_fraction: The share of the examples on which the model is evaluated again, in (0, 1]; of up to 256
             examples all. Default 0.25.
-        **options: Those of :class:`~kfac_optim.CurvatureEngine`, without ``damping``, ``scaling`` and ``solver``; the
-            default of ``inv_update_steps`` is ``growing(0.1, minimum=5)``.
+        **options: Those of :class:`~kfac_optim.CurvatureEngine`, without ``damping``, ``scaling`` and ``solver``. Other
+            defaults: ``inv_update_steps=growing(0.1, minimum=5)``; statistics are collected in the same steps only
+            (``factor_update_steps``), each of a large batch, and forgotten faster (``factor_decay=0.75``).
 
     In ``param_groups[i]``, "damping" is the present lambda, which may be set; "learning_rate" and "momentum" are the
     coefficients of the last step, and "reduction_ratio" is how much of the predicted fall of the loss it brought. Where
@@ -91,7 +92,9 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         refuse_unknown(type(self).__name__, options, [name for name in engine_options() if name not in _GIVEN])
         self.rule, self.model_fraction = LevenbergMarquardt(least_damping), model_fraction
         groups = {"damping": damping or 0.0, "learning_rate": 0.0, "momentum": 0.0, "reduction_ratio": 1.0}
-        options = {"inv_update_steps": growing(0.1, minimum=5), **options, "fisher": fisher, "damping": self.rule}
+        interval = options.get("inv_update_steps", growing(0.1, minimum=5))
+        defaults = {"inv_update_steps": interval, "factor_update_steps": interval, "factor_decay": 0.75}
+        options = {**defaults, **options, "fisher": fisher, "damping": self.rule}
         super().__init__(model, groups, precondition="gradient", scaling=None, **options)
         self._watch_calls()
 

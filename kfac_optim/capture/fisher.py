@@ -145,8 +145,8 @@ class Bernoulli(Fisher):
         return probabilities - torch.bernoulli(probabilities, generator=generator)
 
     def root(self, output: Tensor, u: Tensor) -> Tensor:
-        """Of ``p (1 - p)``, with the sigmoid p."""
-        return (output.sigmoid() * (-output).sigmoid()).sqrt() * u
+        """Of ``p (1 - p)``, with the sigmoid p; the root of that is ``1 / (2 cosh(output / 2))``."""
+        return u / (2 * (output / 2).cosh())
 
     def divergence(self, output: Tensor, other: Tensor) -> Tensor:
         """``softplus(other) - softplus(output) - p (other - output)``."""
