@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from kfac_optim import KFAC, Bernoulli, Categorical, Fisher, Gaussian
 from kfac_optim import objective as objective_module
+from kfac_optim.capture import replay as replay_module
 from kfac_optim.objective import Objective
 from kfac_optim.quadratic import LevenbergMarquardt, QuadraticModel
 from tests.helpers.compare import assert_near
@@ -175,6 +176,30 @@ def test_the_coefficients_are_those_of_the_dense_fisher(case: str, parts: int, m
     assert torch.allclose(flat(parameters), before + c @ rows)
     objective.place(None)
     assert torch.equal(flat(parameters), before)
+
+
+@pytest.mark.parametrize("kind", ["categorical", "bernoulli", "gaussian"])
+def test_a_part_of_the_examples_stands_for_all(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_module, "_LEAST", 1)
+    fisher, loss, squash = KINDS[kind]
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x, t = torch.randn(5, 3).repeat_interleave(4, 0), squash(torch.randn(5, 2)).repeat_interleave(4, 0)
+    optimizer = KFAC(model, fisher=fisher)
+    parameters = list(model.parameters())
+    vs = [[torch.randn_like(p) for p in parameters] for _ in range(2)]
+    found = []
+    for fraction in (1.0, 0.25):
+        optimizer.zero_grad()
+        (loss(model(x), t) / len(x)).backward()
+        parts, terms = optimizer._replay.take(fraction, 1.0)
+        assert len(parts[0].output) == fraction * len(x)
+        objective = Objective(parameters, [p.grad for p in parameters], parts, terms, fisher, optimizer.curvature.comm)
+        curvatures = objective.model(vs, None).curvatures
+        objective.place(c := torch.tensor([0.1, 0.2]))
+        found.append((curvatures, objective.change(c)))
+        objective.place(None)
+    assert_near(found[1][0], found[0][0])
+    assert found[1][1] == pytest.approx(found[0][1])
 
 
 # The minimum and the damping -----------------------------------------------------------------------------------------
