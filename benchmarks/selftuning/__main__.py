@@ -3,7 +3,7 @@
 ``python -m benchmarks.selftuning`` (from the repository root) trains every contender of a study with each seed, prints
 a table of medians with their range, and writes ``STUDY.json`` and ``.png`` to ``benchmarks/results/selftuning/``.
 Nothing is tuned for KFAC: it runs with its defaults. The others have the settings that ``benchmarks.convergence`` has
-chosen (curves), those of ``benchmarks.common.settings``, or the best of four learning rates by the training loss at
+chosen (curves), those of ``benchmarks.common.settings``, or the best of five learning rates by the training loss at
 the end (AdamW, one seed). Runs of one seed are made one after the other, so that their seconds compare.
 
     curves      deep autoencoder, batches of 1000
@@ -38,7 +38,7 @@ from benchmarks.common.settings import resolve
 from benchmarks.common.tasks import SPLIT_SEED, Examples, Task, curves, digits, pixel_cross_entropy, text
 from benchmarks.convergence.__main__ import cells, record_of
 
-RATES = (0.001, 0.003, 0.01, 0.03)  # of AdamW where none was chosen
+RATES = (0.001, 0.003, 0.01, 0.03, 0.1)  # of AdamW where none was chosen
 MUON = {"lr": 0.02, "rest_lr": 0.01}  # on curves, as benchmarks.convergence has chosen
 PRACTICAL = {"lr": 0.05, "kfac": {"damping": 0.01}}  # KFACSGD's, likewise
 WIDTHS = (64, 48, 32, 16, 6)  # of the small autoencoder, from the image to the code

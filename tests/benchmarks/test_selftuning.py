@@ -22,7 +22,7 @@ def test_a_study_writes_table_json_and_plot(study, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert all(line in printed for line in result["table"])
     labels = [run["of"] for run in result["runs"]]
-    assert labels.count("KFAC") == 1 and labels.count("AdamW") == (1 if study == "digits-64" else 4)
+    assert labels.count("KFAC") == 1 and labels.count("AdamW") == (1 if study == "digits-64" else 5)
 
 
 def test_started_again_nothing_is_repeated(tmp_path, monkeypatch):
