@@ -102,8 +102,8 @@ STUDIES: dict[str, Study] = {
     "curves": Study(curves, {"steps": 200, "eval_every": 10}, CURVES),
     "pictures": Study(pictures, {"steps": 150, "eval_every": 10, "batch_size": 479, **PLAIN}, UNKNOWN, RATES),
     "whole": Study(whole, {"steps": 60, "eval_every": 5, "batch_size": 1437, **PLAIN}, UNKNOWN, RATES),
-    **{f"digits-{n}": Study(digits, {"steps": 110, "eval_every": 22, "batch_size": n}, KNOWN) for n in (64, 359)},
-    **{f"text-{n}": Study(text, {"steps": 80, "eval_every": 20, "batch_size": n}, KNOWN) for n in (16, 64)},
+    **{f"digits-{n}": Study(digits, {"steps": 110, "eval_every": 22, "batch_size": n}, KNOWN) for n in (16, 64, 359)},
+    **{f"text-{n}": Study(text, {"steps": 80, "eval_every": 20, "batch_size": n}, KNOWN) for n in (4, 16, 64)},
 }
 
 

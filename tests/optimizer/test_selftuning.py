@@ -156,6 +156,7 @@ def test_dropout_and_batch_norm_are_seen_as_they_were() -> None:
     for look in (True, False):
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), classes).backward()
+        torch.rand(3)
         statistics, random = [b.clone() for b in model.buffers()], torch.get_rng_state()
         if look:
             ((part,), terms) = optimizer._replay.take(1.0, 1.0)
