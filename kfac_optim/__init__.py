@@ -30,12 +30,14 @@ from .layers import Declined, KroneckerLayer, LayerOptions, register_layer
 from .optimizers import KFACLAMB, KFACSGD, KFACAdam, KFACAdamW, KFACMixin
 from .scaling import Direction, Graft, KLClip, Scaling, Unit
 from .schedules import constant_then_scaled, exponential_decay, growing, inverse_time_decay
+from .selftuning import KFAC
 from .solvers import EigenSolver, InverseSolver, Solver
 
 __version__ = "0.1.0"
 
 __all__ = [
     # optimizers
+    "KFAC",
     "KFACSGD",
     "KFACAdam",
     "KFACAdamW",

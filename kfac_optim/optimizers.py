@@ -163,29 +163,34 @@ class KFACMixin(_Optimizer):
                 loss = closure()
         if notify_join_context(self):
             share_gradients(self.curvature.comm, self._parameters(), exhausted=False)
-        self._take_step()
+        self._take_step(closure)
         return loss
 
-    def _take_step(self) -> None:
+    def _take_step(self, closure: Callable[[], Any] | None = None) -> None:
         engine = self.curvature
         engine.require(self._parameters())
         self._hand_over_states()
         groups = self.param_groups
         gradients = {p: p.grad for group in groups for p in group["params"] if p.grad is not None}
         try:
-            lrs = [group["lr"] for group in groups]
+            lrs = [group.get("lr", 1.0) for group in groups]
             if engine.update(list(gradients.values()), lrs, self._alignment(gradients)):
-                if self.precondition == "gradient" or engine.closed:
-                    self._precondition_gradients(gradients)
-                elif engine.is_turned(engine.step_count):
-                    self._turn_step(gradients)
-                else:
-                    self._base_step()
-                    count_gradients(self, self._covered(gradients))
+                self._update_weights(gradients, closure)
                 engine.advance()
         finally:  # also of a step that was interrupted or ran out of memory a state can be saved
             self._show_states()
             self._show_counters()
+
+    def _update_weights(self, gradients: Mapping[nn.Parameter, Tensor], closure: Callable[[], Any] | None) -> None:
+        """The step itself; ``closure``: what evaluates the loss, if the loop has one."""
+        engine = self.curvature
+        if self.precondition == "gradient" or engine.closed:
+            self._precondition_gradients(gradients)
+        elif engine.is_turned(engine.step_count):
+            self._turn_step(gradients)
+        else:
+            self._base_step()
+            count_gradients(self, self._covered(gradients))
 
     def _turn_step(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """The base class's step on raw gradients; then that of the layers is turned to their directions."""
@@ -203,7 +208,7 @@ class KFACMixin(_Optimizer):
                 subtract_([(p, changes[p]) for p in group["params"] if p in changes], group["lr"])
         if engine.learns_trust:
             for p in covered:
-                self.state[p].pop(TURN, None)
+                self.state.get(p, {}).pop(TURN, None)
             for p, change in assembled(directions, turn).items():
                 self.state[p][TURN] = sharded_like(change, p).to(p.dtype, copy=True)
 
@@ -218,7 +223,7 @@ class KFACMixin(_Optimizer):
             return None
         pairs: list[tuple[Tensor, Tensor, Lr]] = []
         for group in self.param_groups:
-            turns = [(p, self.state[p].get(TURN)) for p in group["params"] if p in gradients]
+            turns = [(p, self.state.get(p, {}).get(TURN)) for p in group["params"] if p in gradients]
             lr = -group["lr"] if group.get("maximize") else group["lr"]
             pairs += [(gradients[p], last, lr) for p, last in turns if last is not None]
         return alignment(pairs) if pairs else None

@@ -11,6 +11,7 @@ ranks took over layers), until ``rebuild`` makes them again of the factors they 
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -45,8 +46,7 @@ class RefreshInProgress:
         spread: Over how many steps it is worked off; 0: at once.
         source: Which factors are decomposed: "current" at once, "pending" when spread, "in_use" when the decompositions
             in use are only made again.
-        gammas: The damping of each block's pairs, ``[p]``; blocks missing here use the gamma stored in their
-            snapshot, or none.
+        gammas: The damping of each block's pairs, ``[p]``; that in its snapshot, or none, for the others.
         units: What a damping is a multiple of, and the kind of that damping, by block, where they are known.
     """
 
@@ -167,9 +167,8 @@ class Refresher:
             spread: Over how many steps to work it off; the first refresh is at once all the same.
             comm: The ranks.
         """
-        units = {}
-        if not isinstance(self.solver, Spectral):  # damping comes first
-            units = {block: (kind_of(damping), damping.unit(block.factors("current"))) for block in blocks}
+        damped = [] if isinstance(self.solver, Spectral) else blocks
+        units = {block: (kind_of(damping), damping.unit(block.factors("current"))) for block in damped}
         gammas = {block: value * unit for block, (_, unit) in units.items()}
         self.refreshes += 1
         if self.last_refresh is None or not spread:
@@ -308,13 +307,11 @@ class Refresher:
     def _largest(self, refresh: RefreshInProgress, comm: Communicator) -> dict[Block, tuple[Tensor, Tensor]]:
         """The largest eigenvalues of A and of G of each block, ``[p]`` each, as their inverse workers found them."""
         assert isinstance(self.solver, Spectral)
-        own = []
-        for block in refresh.blocks:
-            for i, spec in enumerate(block.specs):
-                parts = refresh.done.get((block, i))
-                dtype, device = part_dtype(1, self.inv_dtype), block.layer.weight.device
-                zeros = torch.zeros(spec.pairs, dtype=dtype, device=device)
-                own.append(zeros if parts is None else self.solver.largest(parts))
+        own, dtype = [], part_dtype(1, self.inv_dtype)
+        for block, i in itertools.product(refresh.blocks, range(2)):
+            parts, weight = refresh.done.get((block, i)), block.layer.weight
+            unknown = torch.zeros(block.layer.pairs, dtype=dtype, device=weight.device)
+            own.append(unknown if parts is None else self.solver.largest(parts))
         found = iter(comm.sum(own, "counts"))
         return dict(zip(refresh.blocks, zip(found, found, strict=True), strict=True))
 

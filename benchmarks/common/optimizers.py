@@ -27,6 +27,7 @@ class Entry:
     keywords: tuple[str, ...] = ("weight_decay",)
     matrices_only: bool = False  # It refuses parameters that are not 2-dimensional
     takes_model: bool = False  # The class wants the module too, as ``model``
+    has_rate: bool = True  # It takes a learning rate; else the module is all that it takes
 
 
 OPTIMIZERS: dict[str, Entry] = {
@@ -39,12 +40,15 @@ OPTIMIZERS: dict[str, Entry] = {
     "Shampoo": Entry("pytorch_optimizer", ("momentum", "weight_decay")),
     "KFACPyTorch": Entry("benchmarks.peers.kfac_pytorch", ("momentum", "weight_decay"), takes_model=True),
     "KFACJax": Entry("benchmarks.peers.kfac_jax", (), takes_model=True),
+    "KFAC": Entry("kfac_optim", (), has_rate=False),
     "KFACSGD": Entry("kfac_optim", ("momentum", "weight_decay"), takes_model=True),
     "KFACAdam": Entry("kfac_optim", takes_model=True),
     "KFACAdamW": Entry("kfac_optim", takes_model=True),
     "KFACLAMB": Entry("kfac_optim", takes_model=True),
 }
-REST = tuple(name for name, entry in OPTIMIZERS.items() if not (entry.takes_model or entry.matrices_only))
+REST = tuple(
+    name for name, entry in OPTIMIZERS.items() if entry.has_rate and not (entry.takes_model or entry.matrices_only)
+)
 
 
 def find(name: str) -> Callable[..., Optimizer]:
@@ -117,6 +121,8 @@ def build(settings: Settings, task: Task, model: nn.Module) -> list[Optimizer]:
         known = f"{task.name} has others among its hidden weights"
         reason = known if settings.rest else "give the others to --rest NAME"
         raise ValueError(f"{settings.optimizer} takes 2-dimensional weights only: {reason}")
+    if not entry.has_rate:
+        return [find(settings.optimizer)(model, **settings.options, **kfac_keywords(settings))]
     keywords = {"lr": settings.lr, **{name: getattr(settings, name) for name in entry.keywords}, **settings.options}
     keywords |= ({"model": model} if entry.takes_model else {}) | kfac_keywords(settings)
     built = [find(settings.optimizer)(first, **keywords)]
@@ -143,6 +149,6 @@ def rate(schedule: str, warmup: int, steps: int, step: int) -> float:
 
 
 def schedulers(settings: Settings, optimizers: list[Optimizer]) -> list[LambdaLR]:
-    """Return one scheduler for each optimizer, all with the same course."""
+    """Return one scheduler for each optimizer that has a learning rate, all with the same course."""
     course = partial(rate, settings.schedule, settings.warmup, settings.steps)
-    return [LambdaLR(optimizer, course) for optimizer in optimizers]
+    return [LambdaLR(optimizer, course) for optimizer in optimizers if "lr" in optimizer.param_groups[0]]

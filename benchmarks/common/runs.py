@@ -101,6 +101,7 @@ class Trainer:
         if settings.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: this torch sees no CUDA device")
         torch.set_num_threads(settings.threads)
+        torch.set_flush_denormal(True)  # of curves' pixels, with which products take ten times as long on some CPUs
         torch.manual_seed(settings.seed)
         self.task, self.settings = task, settings
         self.device = torch.device(settings.device)
@@ -128,7 +129,7 @@ class Trainer:
 
     def train_step(self) -> Line:
         """Take one step on the batch that belongs to it."""
-        lr = self.optimizers[0].param_groups[0]["lr"]
+        lr = self.optimizers[0].param_groups[0].get("lr")  # KFAC has none
         with self.clock:
             inputs, targets = self.task.source.batch(self.settings.seed, self.step, self.settings.batch_size)
             for optimizer in self.optimizers:

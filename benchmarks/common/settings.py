@@ -35,6 +35,7 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "Shampoo": {"momentum": 0.9},  # with rarer roots than its default, one per step, it diverges in ten steps
     "KFACPyTorch": {"momentum": 0.9, "options": {"damping": 0.001, "inv_update_steps": 10}},
     "KFACJax": {"options": {"initial_damping": 1.0}},
+    "KFAC": {"kfac": {"fisher": "sampled"}},
 }
 
 _RATES = {
@@ -47,6 +48,7 @@ _RATES = {
     "Shampoo": 0.1,
     "KFACPyTorch": 0.1,
     "KFACJax": 1.0,  # not used
+    "KFAC": 0.0,  # has none
     "KFACSGD": 0.1,
     "KFACAdam": 0.003,
     "KFACAdamW": 0.003,
@@ -218,11 +220,11 @@ def resolve(
     Raises:
         ValueError: If a name is unknown or a value is out of range.
     """
-    name, is_kfac = task.name, optimizer in KFAC
+    name, is_kfac = task.name, optimizer in (*KFAC, "KFAC")
     layers: list[Mapping[str, Any]] = [COMMON, {"momentum": None}, OPTIMIZER_DEFAULTS.get(optimizer, {})]
     if name in TASK_DEFAULTS:  # others are given everything
         layers += [TASK_DEFAULTS[name], {"lr": LEARNING_RATES[name][optimizer]}]
-    if recipe is not None and is_kfac:
+    if recipe is not None and optimizer in KFAC:
         layers += RECIPES[nearest("recipe", recipe, RECIPES)].settings(name, optimizer)
     merged = combine([*layers, given or {}])
 

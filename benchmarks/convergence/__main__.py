@@ -98,7 +98,8 @@ def rows_of(word: str) -> list[Row]:
 
 def factors(start: Settings, draw: int) -> dict[str, float]:
     """Return what draw number ``draw`` multiplies each tuned setting of ``start`` by; draw 0 is the start itself."""
-    settings = ("lr", *(("rest_lr",) if start.rest else ()), *TUNED.get(start.optimizer, ()))
+    rates = (*(("lr",) if start.lr else ()), *(("rest_lr",) if start.rest else ()))
+    settings = (*rates, *TUNED.get(start.optimizer, ()))
     if draw == 0:
         return dict.fromkeys(settings, 1.0)
     source = random.Random(f"{start.task} {start.optimizer} {draw}")

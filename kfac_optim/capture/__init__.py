@@ -27,12 +27,14 @@ Where to look::
     fisher.py       the distributions that the sampled Fisher draws from
     loss_terms.py   input and output of a model -> M
     attention.py    projections that are applied without calling a module
+    replay.py       calls of a model, made again at other weights
     copies.py       copies and pickles of a watched model, without the hooks
 """
 
 from .fisher import Bernoulli, Categorical, Fisher, Gaussian
 from .hooks import Capture
 from .loss_terms import LossAverage, LossTerms, first_tensor, main_tensor
+from .replay import Part, RandomState, Replay, frozen
 from .statistics import Moments, Settled, StepStatistics
 
 __all__ = [
@@ -44,8 +46,12 @@ __all__ = [
     "LossAverage",
     "LossTerms",
     "Moments",
+    "Part",
+    "RandomState",
+    "Replay",
     "Settled",
     "StepStatistics",
     "first_tensor",
+    "frozen",
     "main_tensor",
 ]

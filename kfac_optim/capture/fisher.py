@@ -1,4 +1,4 @@
-"""The predictive distributions from which the sampled Fisher draws its targets."""
+"""The predictive distributions: the sampled Fisher draws targets from them, and KFAC multiplies by their Fisher."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 __all__ = ["Bernoulli", "Categorical", "Fisher", "Gaussian"]
+
+_UNKNOWN = "{0} does not define {1}(), which KFAC needs beside sample_gradient(): see kfac_optim.Fisher"
+_ROUNDING = 0.02  # by which a target may be off, of a half-precision gradient for instance
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,32 @@ class Fisher(ABC):
         Returns:
             The gradient of the sum over all loss terms, not of their mean; of the output's shape.
         """
+
+    # What KFAC needs beside samples; a distribution of your own defines these three only for it.
+
+    def root(self, output: Tensor, u: Tensor) -> Tensor:
+        """``R u`` with ``R' R = F``, the Fisher matrix of the distribution over outputs, of one loss term each.
+
+        Inner products ``u' F v`` over all loss terms are those of ``R u`` and ``R v``.
+
+        Args:
+            output: The distribution's parameters.
+            u: A change of them, of the same shape.
+        """
+        raise NotImplementedError(_UNKNOWN.format(type(self).__name__, "root"))
+
+    def divergence(self, output: Tensor, other: Tensor) -> Tensor:
+        """The KL divergence of the distribution at ``other`` from that at ``output``, summed over all terms; 0-dim."""
+        raise NotImplementedError(_UNKNOWN.format(type(self).__name__, "divergence"))
+
+    def target_problem(self, output: Tensor, gradient: Tensor) -> str:
+        """What keeps a gradient from being that of the negative log likelihood; empty if nothing does.
+
+        Args:
+            output: The distribution's parameters.
+            gradient: That of the sum of the loss terms with respect to them.
+        """
+        return ""
 
     def misfit(self, gradient: Tensor) -> str:
         """What of the loss's gradient no likelihood of this distribution has; empty if nothing strikes.
@@ -83,6 +113,23 @@ class Categorical(Fisher):
             flat.scatter_add(1, sample, flat.new_full(sample.shape, -1.0)).view_as(probabilities).movedim(-1, self.dim)
         )
 
+    def root(self, output: Tensor, u: Tensor) -> Tensor:
+        """Of ``diag(p) - p p'``, with the softmax p: ``sqrt(p) (u - p'u)``."""
+        p = output.softmax(self.dim)
+        return p.sqrt() * (u - (p * u).sum(self.dim, keepdim=True))
+
+    def divergence(self, output: Tensor, other: Tensor) -> Tensor:
+        """``sum p (log p - log q)``."""
+        log_p, log_q = output.log_softmax(self.dim), other.log_softmax(self.dim)
+        return (log_p.exp() * (log_p - log_q)).sum()
+
+    def target_problem(self, output: Tensor, gradient: Tensor) -> str:
+        """The targets, ``p - gradient``, are probabilities."""
+        target = output.softmax(self.dim) - gradient
+        if bool((target.sum(self.dim) - 1).abs().max() > _ROUNDING) or bool(target.min() < -_ROUNDING):
+            return "is no softmax less probabilities of classes, as that of a cross-entropy is"
+        return ""
+
 
 @dataclass(frozen=True)
 class Bernoulli(Fisher):
@@ -96,6 +143,21 @@ class Bernoulli(Fisher):
         """``sigmoid(output) - sample``."""
         probabilities = output.sigmoid()
         return probabilities - torch.bernoulli(probabilities, generator=generator)
+
+    def root(self, output: Tensor, u: Tensor) -> Tensor:
+        """Of ``p (1 - p)``, with the sigmoid p; the root of that is ``1 / (2 cosh(output / 2))``."""
+        return u / (2 * (output / 2).cosh())
+
+    def divergence(self, output: Tensor, other: Tensor) -> Tensor:
+        """``softplus(other) - softplus(output) - p (other - output)``."""
+        return (F.softplus(other) - F.softplus(output) - output.sigmoid() * (other - output)).sum()
+
+    def target_problem(self, output: Tensor, gradient: Tensor) -> str:
+        """The targets, ``p - gradient``, are probabilities."""
+        target = output.sigmoid() - gradient
+        if bool(target.min() < -_ROUNDING) or bool(target.max() > 1 + _ROUNDING):
+            return "is no sigmoid less probabilities, as that of a binary cross-entropy is"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -116,6 +178,14 @@ class Gaussian(Fisher):
         """``(output - sample) / variance``."""
         noise = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
         return noise / self.variance**0.5
+
+    def root(self, output: Tensor, u: Tensor) -> Tensor:
+        """Of the identity divided by the variance."""
+        return u / self.variance**0.5
+
+    def divergence(self, output: Tensor, other: Tensor) -> Tensor:
+        """Half the squared difference divided by the variance."""
+        return (other - output).square().sum() / (2 * self.variance)
 
 
 def _share_of_sums(gradient: Tensor, dim: int) -> Tensor:

@@ -41,7 +41,7 @@ from .microbatch import BackwardPasses, Recorder
 from .sampling import PendingGradient, SampledBackward
 from .statistics import StepStatistics, Taken
 
-__all__ = ["Capture"]
+__all__ = ["Capture", "Hook", "remove_all"]
 
 
 class Capture:
@@ -80,7 +80,7 @@ class Capture:
         self._compiled = CompiledCalls(self._calls, self._recorder, self._passes, sampled=fisher is not None)
         self._handles: list[Any] = []
         self._attach(roots)
-        weakref.finalize(self, _remove, self._handles)
+        weakref.finalize(self, remove_all, self._handles)
 
     @property
     def statistics(self) -> StepStatistics:
@@ -115,7 +115,7 @@ class Capture:
         self._compiled.plan(enabled=False)
         self.discard()
         self._passes.abandon()
-        _remove(self._handles)
+        remove_all(self._handles)
 
     def discard(self) -> None:
         """Forgets the micro-batches of this step; a forward that still awaits its backward is kept."""
@@ -159,21 +159,21 @@ class Capture:
                 if any(child in watched for child in module.modules()):
                     containers[module] = None
         for module in containers:
-            state = leave_hooks_behind(module, _Hook)
+            state = leave_hooks_behind(module, Hook)
             if state is not None:
                 self._handles.append(state)
             self._before(module, _FirstHook(self, "_on_model_call_start"), prepend=True)
             if module in hosts:
-                self._before(module, _Hook(self, "_on_attention_start"))
-                self._after(module, _Hook(self, "_on_attention_end"), always_call=True)
+                self._before(module, Hook(self, "_on_attention_start"))
+                self._after(module, Hook(self, "_on_attention_end"), always_call=True)
             if module in called:
-                self._after(module, _Hook(self, "_record_input", *called[module]))
-            self._after(module, _Hook(self, "_on_model_call_end"), always_call=True)
+                self._after(module, Hook(self, "_record_input", *called[module]))
+            self._after(module, Hook(self, "_on_model_call_end"), always_call=True)
 
-    def _before(self, module: nn.Module, hook: _Hook, *, prepend: bool = False) -> None:
+    def _before(self, module: nn.Module, hook: Hook, *, prepend: bool = False) -> None:
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend))
 
-    def _after(self, module: nn.Module, hook: _Hook, *, always_call: bool = False) -> None:
+    def _after(self, module: nn.Module, hook: Hook, *, always_call: bool = False) -> None:
         self._handles.append(module.register_forward_hook(hook, with_kwargs=True, always_call=always_call))
 
     # Model calls ----------------------------------------------------------------------------------------------------
@@ -266,10 +266,10 @@ class Capture:
         remove_taps()
 
 
-class _Hook:
-    """A method of a capture, held weakly. Where a copy or a pickle carries it, it does nothing."""
+class Hook:
+    """A method of a capture or a replay, held weakly. Where a copy or a pickle carries it, it does nothing."""
 
-    def __init__(self, capture: Capture | None, method: str = "", *args: Any) -> None:
+    def __init__(self, capture: Any, method: str = "", *args: Any) -> None:
         self.capture = weakref.ref(capture) if capture is not None else None
         self.method, self.args = method, args
 
@@ -280,7 +280,7 @@ class _Hook:
         return getattr(capture, self.method)(*self.args, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (None,)
+        return Hook, (None,)
 
     @property
     def __name__(self) -> str:
@@ -295,7 +295,7 @@ class _Hook:
         )
 
 
-class _FirstHook(_Hook):
+class _FirstHook(Hook):
     """Of those of a module; also refuses to be recorded, in all steps."""
 
     def __call__(self, *args: Any) -> Any:
@@ -304,7 +304,8 @@ class _FirstHook(_Hook):
         return super().__call__(*args)
 
 
-def _remove(handles: list[Any]) -> None:
+def remove_all(handles: list[Any]) -> None:
+    """Removes hooks, by their handles; the list is empty then."""
     while handles:
         handles.pop().remove()
 

@@ -26,11 +26,11 @@ TREES = {
 
 # From the bottom up: a module or package imports from the rows above its own alone, not from its own row.
 LAYERS = (
-    ("schedules", "checks", "factors", "lamb", "bases", "spectra", "precision", "cuda_graphs"),
+    ("schedules", "checks", "factors", "lamb", "spectra", "precision", "cuda_graphs", "quadratic"),
     ("damping",),
     ("layers", "solvers", "scaling", "distributed"),
-    ("capture", "trust"),
-    ("blocks", "config"),
+    ("capture", "trust", "bases", "layout"),
+    ("blocks", "config", "objective"),
     ("coverage", "diagnostics"),
     ("averages", "refresh", "preconditioning"),
     ("checking",),
@@ -39,6 +39,7 @@ LAYERS = (
     ("build",),
     ("engine",),
     ("optimizers",),
+    ("selftuning",),
     ("__init__",),
 )
 # Beside torch and the standard library. OPTIONAL ones are imported when they are needed, never with the package.

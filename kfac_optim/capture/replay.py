@@ -1,0 +1,249 @@
+"""Makes the calls of a step again, at other weights: what the model would have put out.
+
+Two hooks on the model note, of every call with gradients enabled, its arguments, the state of the random numbers, and
+the gradient of the loss with respect to the tensor that parametrizes the output distribution. A call counts once that
+gradient has arrived. It is made again without gradients, so that nothing is captured, with the same random numbers
+(dropout leaves out the same units) and with buffers put back afterwards (the running statistics of BatchNorm stay as
+they were). Autocast is off then: differences of outputs are taken, of which half precision would leave nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from ..layers import KroneckerLayer, spread_examples
+from .calls import in_backward
+from .copies import leave_hooks_behind
+from .fisher import Fisher
+from .gradients import destination
+from .hooks import Hook, remove_all
+from .loss_terms import LossTerms, main_tensor
+from .sampling import PendingGradient
+
+__all__ = ["Part", "RandomState", "Replay", "frozen"]
+
+_LEAST = 256  # examples: of small batches all are looked at, whatever the fraction
+
+
+class RandomState:
+    """The state of torch's random numbers on the CPU and on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.cpu = device, torch.get_rng_state()
+        self.own = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+    def restore(self) -> None:
+        """Goes back to it."""
+        torch.set_rng_state(self.cpu)
+        if self.own is not None:
+            torch.get_device_module(self.device).set_rng_state(self.own, self.device)
+
+
+@contextmanager
+def frozen(module: nn.Module, random: RandomState) -> Iterator[None]:
+    """Runs a module with given random numbers, after which these and its buffers are as they were."""
+    before = RandomState(random.device)
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]  # their versions don't tell of BatchNorm
+    random.restore()
+    try:
+        yield
+    finally:
+        before.restore()
+        with torch.no_grad():
+            for buffer, copy in buffers:
+                buffer.copy_(copy)
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of the model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: RandomState
+    autocast: bool
+    output: Tensor | None = None  # the parameters of the distribution
+    gradient: Tensor | None = None  # of the loss with respect to them
+    terms: int = 1
+
+    def record(self, output: Tensor, terms: int) -> None:
+        """The call has returned."""
+        self.output, self.terms = output, terms
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        """A backward pass has reached the output."""
+        self.gradient = gradient if self.gradient is None else self.gradient + gradient
+
+
+@dataclass(eq=False)
+class Part:
+    """Examples of a call, at which the model is evaluated again.
+
+    Attributes:
+        output: The parameters of the output distribution as they were, at least in float32.
+        gradient: That of the loss with respect to them.
+        weight: The number of the call's examples per example in this part, >= 1.
+    """
+
+    replay: Replay
+    call: _Call
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Tensor
+    gradient: Tensor
+    weight: float
+
+    def evaluate(self) -> Tensor:
+        """The parameters of the output distribution at the present weights.
+
+        Raises:
+            RuntimeError: If they do not belong to the examples of this part.
+        """
+        output = self.replay.run(self.call, self.args, self.kwargs)
+        if output.shape != self.gradient.shape:
+            raise RuntimeError(
+                f"the model's output for every {self.weight:g}th example has the shape {tuple(output.shape)} instead "
+                f"of {tuple(self.gradient.shape)}: the model can't be evaluated at some of its examples; give "
+                "model_fraction=1.0"
+            )
+        return output
+
+
+class Replay:
+    """Remembers the calls of a model in a step.
+
+    Args:
+        module: The model, without a wrapper around it.
+        fisher: The model's output distribution.
+        loss_terms: Counts M.
+        layers: Returns its layers; a backward pass counts that brings a gradient to one of their weights.
+
+    Attributes:
+        enabled: Whether calls are remembered.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        fisher: Fisher,
+        loss_terms: LossTerms,
+        layers: Callable[[], Sequence[KroneckerLayer]],
+    ) -> None:
+        self.module, self.fisher, self.loss_terms, self.layers = module, fisher, loss_terms, layers
+        self.enabled = True
+        self._depth = 0  # how often the model is entered at present: it may call itself
+        self._open: _Call | None = None
+        self._calls: list[_Call] = []
+        own_state = leave_hooks_behind(module, Hook)
+        self._handles: list[Any] = [] if own_state is None else [own_state]
+        before, after = Hook(self, "_on_call"), Hook(self, "_on_return")
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        weakref.finalize(self, remove_all, self._handles)
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        self.enabled = False
+        self.discard()
+        remove_all(self._handles)
+
+    def discard(self) -> None:
+        """Forgets the calls of this step; one that still awaits its backward pass is kept."""
+        self._calls = []
+        if not in_backward():
+            self._depth, self._open = 0, None
+
+    def take(self, fraction: float, loss_scale: float) -> tuple[list[Part], int]:
+        """The calls of this step whose gradients have arrived, which are forgotten, and M.
+
+        Args:
+            fraction: The share of the examples, in (0, 1].
+            loss_scale: What the loss was multiplied by before the backward pass.
+        """
+        calls = self._calls
+        self.discard()
+        terms = 1 if self.loss_terms.average is None else sum(call.terms for call in calls)
+        return [self._part(call, fraction, loss_scale) for call in calls], terms
+
+    @torch.no_grad()
+    def run(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The parameters of the output distribution for these arguments, at the present weights."""
+        with frozen(self.module, call.random), torch.autocast(call.random.device.type, enabled=False):
+            return _precise(self._parameters(self.module(*args, **kwargs)))
+
+    def _parameters(self, output: Any) -> Any:
+        return main_tensor(output) if self.fisher.output_fn is None else self.fisher.output_fn(output)
+
+    def _part(self, call: _Call, fraction: float, loss_scale: float) -> Part:
+        output, gradient = call.output, call.gradient
+        assert output is not None and gradient is not None
+        gradient = _precise(gradient) / loss_scale
+        dim = self.loss_terms.batch_dim if output.dim() > 1 else 0
+        examples = output.shape[dim]
+        share = max(fraction, min(1.0, _LEAST / examples))
+
+        def some(x: Tensor) -> Tensor:
+            return spread_examples(x, dim, share) if x.dim() > dim and x.shape[dim] == examples else x
+
+        if share < 1:
+            args, kwargs = tree_map_only(Tensor, some, (call.args, call.kwargs))
+            gradient = some(gradient)
+        else:
+            args, kwargs = call.args, call.kwargs
+        weight = examples / gradient.shape[dim]
+        if share < 1 or call.autocast:  # BatchNorm and dropout do something else with a part of the batch
+            output = self.run(call, args, kwargs)
+        return Part(self, call, args, kwargs, _precise(output), gradient, weight)
+
+    # Hooks ----------------------------------------------------------------------------------------------------------
+
+    def _on_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "KFAC needs the calls of the model themselves, and gradients of single layers, which a compiled graph "
+                "doesn't give: don't compile the model, or use KFACSGD, KFACAdam, KFACAdamW or KFACLAMB"
+            )
+        if not torch.is_grad_enabled() or in_backward():
+            return
+        self._depth += 1
+        if self._depth > 1:
+            return
+        parameters = list(module.parameters())
+        if self._calls and all(p.grad is None for p in parameters):  # whoever has removed the gradients
+            self._calls = []
+        device = parameters[0].device
+        self._open = _Call(args, kwargs, RandomState(device), torch.is_autocast_enabled(device.type))
+
+    def _on_return(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not torch.is_grad_enabled() or in_backward():
+            return
+        self._depth -= 1
+        if self._depth > 0 or self._open is None:
+            return
+        call, self._open = self._open, None
+        parameters = None if output is None else self._parameters(output)
+        if isinstance(parameters, Tensor) and parameters.requires_grad and parameters.dim():
+            call.record(parameters.detach(), self.loss_terms.count(args, kwargs, output))
+            # The graph of the output keeps the call until the gradient has arrived.
+            parameters.register_hook(PendingGradient(functools.partial(self._on_gradient, call)))
+
+    def _on_gradient(self, call: _Call, gradient: Tensor) -> None:
+        """The gradient of the output has arrived, unless the pass is none of the loss (see ``gradients.py``)."""
+        if not torch.is_grad_enabled() and any(destination(layer) == "gradient" for layer in self.layers()):
+            if call not in self._calls:
+                self._calls.append(call)
+            call.add_gradient(gradient.detach())
+
+
+def _precise(x: Tensor) -> Tensor:
+    """At least in float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,210 @@
+"""The loss of a step's batch around the present weights, from the model's outputs alone.
+
+With outputs z, output changes ``u_i = J v_i`` and the gradient ``g = dL/dz``, all of them known without targets::
+
+    v_i' F v_j  =  1/M sum_m u_i' H u_j                               H: Fisher matrix of the output distribution
+    L(z') - L(z)  =  1/M sum_m KL(p_z | p_z') + <g, z' - z>           exact, if L is the negative log likelihood
+
+``J v`` comes from one evaluation of the model at weights that are a little further along v. Only a part of the examples
+is evaluated; what is linear in the step is known exactly, from the gradient, and replaced by that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .capture import Fisher, Part
+from .distributed import Communicator
+from .quadratic import QuadraticModel
+
+__all__ = ["Objective"]
+
+Direction = Sequence[Tensor]  # one tensor for each parameter
+
+# Differences are taken over this share of the last update's length; over that of the weights' before there is one, and
+# not over so little of it that nothing but rounding would be left.
+_STEP, _FIRST_STEP, _SMALLEST_STEP = 0.03, 1e-4, 1e-5
+
+_TOLERANCE = 0.2  # of a slope, relative; differences of outputs have an error of some per cent
+
+_NOT_CANONICAL = (
+    "KFAC needs the loss to be the mean negative log likelihood of the output distribution, here {}, because it "
+    "follows the loss by the outputs alone; but {}. Look for another distribution; a mean over something else than "
+    "loss_average; a loss scale (give grad_scaler); micro-batches whose losses are not divided by their number; "
+    "clipped gradients; penalties and other terms of the loss. Any loss will do with step(closure)"
+)
+_UNSEEN = (
+    "KFAC has gradients, but since the last zero_grad() it has seen no call of the model whose output they come from: "
+    "build the optimizer before the forward pass, call the model that it was built with (or its DDP wrapper), not its "
+    "parts, and if the loss is not taken of its first output tensor or its logits, give the fisher an output_fn"
+)
+
+
+class Objective:
+    """A loss that is evaluated at other weights; the weights are moved to do so.
+
+    Args:
+        parameters: The weights.
+        gradients: Of the loss, one for each of them.
+        parts: The examples of this rank that are looked at.
+        terms: M, the number of loss terms on this rank.
+        fisher: The output distribution.
+        comm: The ranks.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        gradients: Direction,
+        parts: Sequence[Part],
+        terms: int,
+        fisher: Fisher,
+        comm: Communicator,
+    ) -> None:
+        self.parameters: list[Tensor] = list(parameters)
+        self.gradients, self.parts = list(gradients), list(parts)
+        self.fisher, self.comm = fisher, comm
+        self._share = 1 / comm.world_size if comm.average_gradients else 1.0  # of this rank's loss in the whole
+        self._terms = max(1, terms)
+        self._weights = [p.detach().clone() for p in parameters]
+        self._directions: list[Direction] = []
+        self._changes: list[list[Tensor]] = []  # u, by direction and part
+        self._roots: list[list[Tensor]] = []  # H^(1/2) u
+        self._model: QuadraticModel | None = None
+
+    @torch.no_grad()
+    def model(self, directions: Sequence[Direction], last_update: Direction | None) -> QuadraticModel:
+        """The quadratic model along some directions (a collective), which :meth:`change` refers to from then on.
+
+        Args:
+            directions: The directions.
+            last_update: One more direction, the last; None before the first update.
+
+        Raises:
+            RuntimeError: On all ranks, if there is a gradient, but no part on any rank.
+        """
+        self._directions = vs = [*directions, *([] if last_update is None else [last_update])]
+        k, pairs = len(vs), list(itertools.combinations_with_replacement(range(len(vs)), 2))
+        products = [_dot(vs[i], vs[j]) for i, j in pairs]
+        size = _dot(self._weights, self._weights).sqrt()
+        size = torch.where(size > 0, size, 1.0)
+        length = size * _FIRST_STEP
+        if last_update is not None:
+            length = torch.where(products[-1] > 0, products[-1].sqrt() * _STEP, length).clamp(min=_SMALLEST_STEP * size)
+        norms = [products[pairs.index((i, i))].sqrt() for i in range(k)]
+        steps = [torch.where(norm > 0, length / norm, 1.0) for norm in norms]
+        try:
+            self._changes = [self._output_changes(v, step) for v, step in zip(vs, steps, strict=True)]
+        finally:
+            self._move(None)
+        outputs = [part.output for part in self.parts]
+        self._roots = [list(map(self.fisher.root, outputs, changes)) for changes in self._changes]
+        same_everywhere = [*(_dot(self.gradients, v) for v in vs), *products]
+        own = [*(self._curvature(i, j) for i, j in pairs), torch.tensor(float(len(self.parts)))]
+        numbers = self._sum([x / self.comm.world_size for x in same_everywhere] + own)
+        slopes, products_, curvatures, seen = numbers.split([k, len(pairs), len(pairs), 1])
+        if not seen and slopes.any():
+            raise RuntimeError(_UNSEEN)
+        self._model = QuadraticModel(slopes, _symmetric(curvatures, pairs), _symmetric(products_, pairs))
+        return self._model
+
+    @torch.no_grad()
+    def place(self, coefficients: Tensor | None) -> None:
+        """Moves the weights to these coefficients of the directions, ``[k]``; None: back to where they were."""
+        self._move(None if coefficients is None else self.update(coefficients))
+
+    def update(self, coefficients: Tensor) -> list[Tensor]:
+        """The sum of the directions with these coefficients, ``[k]``."""
+        first, *others = coefficients.tolist()
+        total = torch._foreach_mul(list(self._directions[0]), first)
+        for v, c in zip(self._directions[1:], others, strict=True):
+            torch._foreach_add_(total, list(v), alpha=c)
+        return list(total)
+
+    @torch.no_grad()
+    def change(self, coefficients: Tensor) -> float:
+        """By how much the loss has changed at these coefficients, where :meth:`place` has put the weights.
+
+        A collective.
+        """
+        assert self._model is not None
+
+        def curved(part: Part, n: int) -> Tensor:
+            output = part.evaluate()
+            linear = sum((c * u[n] for c, u in zip(coefficients.tolist(), self._changes, strict=True)), part.output)
+            return self.fisher.divergence(part.output, output) / self._terms + (part.gradient * (output - linear)).sum()
+
+        return float(self._model.slopes @ coefficients + self._sum([self._over_parts(curved)])[0])
+
+    def total(self, change: float) -> float:
+        """The change of the whole loss, of which this is the one of this rank's loss (a collective)."""
+        return float(self._sum([torch.tensor(change * self._share, dtype=torch.float64)])[0])
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Raises RuntimeError unless the loss can be the negative log likelihood of the outputs that were seen.
+
+        A collective, after :meth:`model`; the parts must hold all examples.
+        """
+        assert self._model is not None
+        problems = [problem for part in self.parts if (problem := self._target_problem(part))]
+        strange, slope = self._sum([torch.tensor(float(len(problems))), self._slope(0)]).tolist()
+        expected = float(self._model.slopes[0])
+        problem = ""
+        if strange:
+            problem = f"its gradient with respect to the output {(problems or ['is none on another rank'])[0]}"
+        elif not abs(slope - expected) <= _TOLERANCE * abs(expected):
+            problem = f"its slope along its own gradient is {expected:.4g}, and {slope:.4g} by way of the outputs"
+        if problem:
+            raise RuntimeError(_NOT_CANONICAL.format(type(self.fisher).__name__, problem))
+
+    def _target_problem(self, part: Part) -> str:
+        return self.fisher.target_problem(part.output, part.gradient * self._terms)
+
+    def _move(self, offset: Direction | None) -> None:
+        torch._foreach_copy_(self.parameters, self._weights)
+        if offset is not None:
+            torch._foreach_add_(self.parameters, tuple(offset))
+
+    def _output_changes(self, v: Direction, step: Tensor) -> list[Tensor]:
+        """``J v`` of every part, from so many times v; leaves the weights there."""
+        self._move(torch._foreach_mul(list(v), step))
+        return [(part.evaluate() - part.output) / step for part in self.parts]
+
+    def _curvature(self, i: int, j: int) -> Tensor:
+        """This rank's share of ``v_i' F v_j``."""
+        return self._over_parts(lambda _, n: (self._roots[i][n] * self._roots[j][n]).sum() / self._terms)
+
+    def _slope(self, i: int) -> Tensor:
+        """This rank's share of ``<g, J v_i>``, which should be ``<gradient, v_i>``."""
+        return self._over_parts(lambda part, n: (part.gradient * self._changes[i][n]).sum())
+
+    def _over_parts(self, value: Callable[[Part, int], Tensor]) -> Tensor:
+        """This rank's share of what the parts give for all the examples that they stand for, 0-dim."""
+        values = [value(part, n) * (part.weight * self._share) for n, part in enumerate(self.parts)]
+        return torch.stack(values).sum() if values else torch.zeros(())
+
+    def _sum(self, numbers: Sequence[Tensor]) -> Tensor:
+        """The sums over all ranks of 0-dim tensors, ``[n]``, in float64 on the CPU; the sync."""
+        flat = torch.stack([number.to(numbers[0].device) for number in numbers]).cpu().double()
+        (total,) = self.comm.sum([flat], "counts")
+        return total
+
+
+def _dot(u: Direction, v: Direction) -> Tensor:
+    """The inner product of two directions, 0-dim."""
+    products = [torch.dot(a.reshape(-1), b.reshape(-1)) for a, b in zip(u, v, strict=True)]
+    return torch.stack([product.to(products[0]) for product in products]).sum()
+
+
+def _symmetric(entries: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
+    """The symmetric matrix with these entries at these places."""
+    size = pairs[-1][0] + 1
+    matrix = entries.new_zeros(size, size)
+    for entry, (i, j) in zip(entries, pairs, strict=True):
+        matrix[i, j] = matrix[j, i] = entry
+    return matrix

@@ -1,0 +1,269 @@
+"""``KFAC``: no learning rate; step size, momentum and damping are found in every step, for large batches.
+
+A step of Martens & Grosse (2015), sections 6.4 to 6.6 and 7: the directions are the preconditioned gradient and the
+last update, their coefficients the minimum of the exact quadratic model of the batch's loss along both; the damping
+follows from how well that model predicted the loss. The mathematics is in :mod:`~kfac_optim.quadratic` and
+:mod:`~kfac_optim.objective`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from .capture import Fisher, LossTerms, RandomState, Replay, frozen
+from .config import options as engine_options
+from .config import refuse_unknown
+from .objective import Objective
+from .optimizers import KFACMixin
+from .preconditioning import by_parameter
+from .quadratic import LevenbergMarquardt
+from .schedules import growing
+
+__all__ = ["KFAC"]
+
+Change = Callable[[Tensor], float]
+
+UPDATE = "last_update"  # key in the state of a parameter
+
+# Engine options that are given here: the damping changes from step to step, which takes the eigen solver.
+_GIVEN = ("damping", "scaling", "solver")
+_TRIALS = 10  # of the search for the first damping
+_CLOSURE_STEPS = 5  # between steps in which a closure is evaluated once more
+
+
+class KFAC(KFACMixin, torch.optim.Optimizer):
+    """K-FAC without a learning rate (Martens & Grosse 2015): step size, momentum and damping set themselves.
+
+    Used in the ordinary loop, ``zero_grad()``, ``backward()``, ``step()``, with large batches. In every step the model
+    is evaluated a few times more, without gradients, on a part of the batch. The loss has to be the mean negative log
+    likelihood of the distribution that ``fisher`` names; for any other give ``step`` a closure, which it evaluates once
+    more in every fifth step.
+
+    Args:
+        model: The module whose call gives the output that the loss is taken of; raw, or wrapped by DDP.
+        fisher: The distribution of the output: "categorical" (cross-entropy), "bernoulli" (binary cross-entropy with
+            logits), "gaussian" (half squared error; ``Gaussian(variance=0.5)`` for ``nn.MSELoss``), or a
+            :class:`~kfac_optim.Fisher` with ``root`` and ``divergence``.
+        damping: lambda in the first step, > 0. None (default): found there.
+        least_damping: lambda falls no further than this, > 0. Default 1e-5.
+        model_fraction: The share of the examples on which the model is evaluated again, in (0, 1]; of up to 256
+            examples all. Default 0.25.
+        **options: Those of :class:`~kfac_optim.CurvatureEngine`, without ``damping``, ``scaling`` and ``solver``. Other
+            defaults: ``inv_update_steps=growing(0.1, minimum=5)``; statistics are collected in the same steps only
+            (``factor_update_steps``), each of a large batch, and forgotten faster (``factor_decay=0.75``).
+
+    In ``param_groups[i]``, "damping" is the present lambda, which may be set; "learning_rate" and "momentum" are the
+    coefficients of the last step, and "reduction_ratio" is how much of the predicted fall of the loss it brought. Where
+    that is negative the step was undone.
+
+    Raises:
+        TypeError: If an argument is unknown or of the wrong kind, ``model`` is no module, or its parameters are sharded
+            (FSDP2) or neither float32 nor float64.
+        ValueError: If a value is out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        fisher: Fisher | str,
+        damping: float | None = None,
+        least_damping: float = 1e-5,
+        model_fraction: float = 0.25,
+        **options: Any,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model={type(model).__name__}: must be an nn.Module, which KFAC calls in every step")
+        if fisher == "empirical":
+            raise ValueError("fisher='empirical': must be the distribution of the model's output, as 'categorical' is")
+        _check_parameters(p for p in model.parameters() if p.requires_grad)
+        for name, value, most in (
+            ("damping", 1.0 if damping is None else damping, math.inf),
+            ("least_damping", least_damping, math.inf),
+            ("model_fraction", model_fraction, 1.0),
+        ):
+            if not 0 < value <= most:
+                raise ValueError(f"{name}={value!r}: must be > 0" + (" and at most 1" if most == 1 else ""))
+        refuse_unknown(type(self).__name__, options, [name for name in engine_options() if name not in _GIVEN])
+        self.rule, self.model_fraction = LevenbergMarquardt(least_damping), model_fraction
+        groups = {"damping": damping or 0.0, "learning_rate": 0.0, "momentum": 0.0, "reduction_ratio": 1.0}
+        interval = options.get("inv_update_steps", growing(0.1, minimum=5))
+        defaults = {"inv_update_steps": interval, "factor_update_steps": interval, "factor_decay": 0.75}
+        options = {**defaults, **options, "fisher": fisher, "damping": self.rule}
+        super().__init__(model, groups, precondition="gradient", scaling=None, **options)
+        self._watch_calls()
+
+    def _watch_calls(self) -> None:
+        engine, fisher = self.curvature, self._fisher
+        terms = LossTerms(engine.loss_average, engine.batch_dim, getattr(fisher, "dim", -1))
+        self._replay = Replay(cast(nn.Module, engine.model), fisher, terms, lambda: engine.layers)
+
+    @property
+    def _fisher(self) -> Fisher:
+        """The distribution of the output."""
+        return cast(Fisher, self.curvature.fisher)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; what was seen of backward passes whose step is not taken is forgotten."""
+        super().zero_grad(set_to_none)
+        if "_replay" in self.__dict__:
+            self._replay.discard()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "curvature" in self.__dict__:
+            self._watch_calls()
+
+    # The step -------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step.
+
+        Args:
+            closure: Clears the gradients, evaluates the loss, calls ``backward()`` and returns the loss: needed where
+                the loss is not the distribution's negative log likelihood.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            RuntimeError: If no call of the model was seen; in the first step, if the loss is another one.
+        """
+        return super().step(None if closure is None else _Closure(closure, self._parameters()[0].device))
+
+    def _update_weights(self, gradients: Mapping[nn.Parameter, Tensor], closure: Callable[[], Any] | None) -> None:
+        engine = self.curvature
+        if engine.closed:
+            self._replay.close()
+            raise RuntimeError("the curvature of this optimizer is closed, and KFAC has nothing else: build a new one")
+        _check_parameters(gradients)
+        self.rule.set(self.param_groups[0]["damping"])
+        first, scaler = not (engine.step_count and self.rule.value), engine.grad_scaler
+        parts, terms = self._replay.take(1.0 if first else self.model_fraction, scaler.get_scale() if scaler else 1.0)
+        if closure is not None:  # which overwrites them
+            gradients = {p: g.clone() for p, g in gradients.items()}
+        objective = Objective(list(gradients), list(gradients.values()), parts, terms, self._fisher, engine.comm)
+        interval = 1  # of looking at the loss after the step
+        change: Change = objective.change
+        if isinstance(closure, _Closure):
+            change, interval = functools.partial(self._change_of, closure, objective), _CLOSURE_STEPS
+        try:
+            if first:
+                self._start(objective, gradients, change, canonical=closure is None)
+            if self.rule.value:
+                self._take_best(objective, gradients, change, interval)
+        except BaseException:
+            objective.place(None)
+            raise
+        finally:
+            for p, g in gradients.items() if closure is not None else ():
+                p.grad = g
+
+    def _start(
+        self, objective: Objective, gradients: Mapping[nn.Parameter, Tensor], change: Change, *, canonical: bool
+    ) -> None:
+        """Checks the loss and, unless it was given, finds the first damping.
+
+        That begins at the curvature along the gradient, and is divided by ten until a trial step lowers the loss by no
+        more than a tenth more than the one before. The last trial counts, unless it brought less than half of that: a
+        damping that is too small rises fast, one that is too large falls slowly.
+        """
+        along = objective.model([[-g for g in gradients.values()]], None)
+        if not along.products > 0:  # nothing to be seen; torch.distributed.checkpoint takes such a step
+            return
+        if canonical:
+            objective.check()
+        if self.rule.value:
+            return
+        damping, best = float(along.curvatures / along.products), 0.0
+        for _ in range(_TRIALS):
+            self.rule.set(damping)
+            c = objective.model(self._directions(gradients), None).minimum(damping)
+            objective.place(c)
+            found = change(c)
+            objective.place(None)
+            if not found < 1.1 * best:
+                self.rule.set(damping if found < best / 2 else 10 * damping)
+                return
+            best, damping = found, damping / 10
+
+    def _take_best(
+        self, objective: Objective, gradients: Mapping[nn.Parameter, Tensor], change: Change, interval: int
+    ) -> None:
+        """Goes to the minimum of the model, and back again if the loss turns out to have risen."""
+        states = [self.state[p] for p in gradients]
+        last = None
+        if any(UPDATE in state for state in states):
+            last = [state.get(UPDATE, torch.zeros_like(p)) for state, p in zip(states, gradients, strict=True)]
+        model = objective.model(self._directions(gradients), last)
+        c = model.minimum(self.rule.value)
+        shown = {"learning_rate": float(c[0]), "momentum": 0.0 if last is None else float(c[-1])}
+        actual, predicted = 0.0, model.change(c, self.rule.value)
+        objective.place(c)
+        if self.curvature.step_count % interval == 0:
+            actual = change(c)
+            self.rule.learn(actual, predicted, interval)
+            shown |= {"damping": self.rule.value, "reduction_ratio": actual / predicted if predicted else 1.0}
+        if actual <= 0:
+            for state, update in zip(states, objective.update(c), strict=True):
+                state[UPDATE] = update
+        else:
+            objective.place(None)
+        for group in self.param_groups:
+            group.update(shown)
+
+    def _change_of(self, closure: _Closure, objective: Objective, c: Tensor) -> float:
+        """By how much the loss of a closure has changed, wherever the weights are."""
+        change = objective.total(closure.change(self._replay.module))
+        self.curvature.discard()
+        self._replay.discard()
+        return change
+
+    def _directions(self, gradients: Mapping[nn.Parameter, Tensor]) -> list[list[Tensor]]:
+        """Minus the preconditioned gradient, and minus the gradient of what has no preconditioner, if any."""
+        found = by_parameter(self.curvature.directions(gradients, 1.0), gradients)
+        known = [-found[p] if p in found else torch.zeros_like(g) for p, g in gradients.items()]
+        others = [torch.zeros_like(g) if p in found else -g for p, g in gradients.items()]
+        return [v for v, some in ((known, found), (others, len(found) < len(gradients))) if some]
+
+
+def _check_parameters(parameters: Iterable[nn.Parameter]) -> None:
+    """Raises TypeError for parameters that can't be moved a little, or not without the help of a framework."""
+    for p in parameters:
+        if p.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"a parameter is {p.dtype}: KFAC needs float32 or float64 weights; autocast is fine")
+        if hasattr(p, "device_mesh"):
+            raise TypeError(
+                "a parameter is sharded (FSDP2, tensor parallelism): KFAC moves the weights to evaluate the model, and "
+                "can't do so with shards. Use DistributedDataParallel, or KFACSGD, KFACAdam, KFACAdamW or KFACLAMB"
+            )
+
+
+class _Closure:
+    """A closure that can be evaluated again with the same random numbers.
+
+    Args:
+        closure: Returns the loss.
+        device: On which it draws random numbers.
+    """
+
+    def __init__(self, closure: Callable[[], Any], device: torch.device) -> None:
+        self.closure, self.random = closure, RandomState(device)
+        self.first: float | None = None
+
+    def __call__(self) -> Any:
+        loss = self.closure()
+        self.first = float(torch.as_tensor(loss).detach())
+        return loss
+
+    def change(self, model: nn.Module) -> float:
+        """The loss now less what it was; buffers of the model stay as they are."""
+        assert self.first is not None
+        with frozen(model, self.random), torch.enable_grad():
+            return float(torch.as_tensor(self.closure()).detach()) - self.first

@@ -1,0 +1,455 @@
+"""``KFAC``: what a step does, what it refuses, and what it leaves alone."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from kfac_optim import KFAC, Categorical, InverseSolver
+from kfac_optim.capture import replay as replay_module
+from kfac_optim.objective import Objective
+from tests.helpers.compare import assert_identical, assert_near, assert_trained, values
+from tests.helpers.settings import FLOAT64
+from tests.helpers.training import data_of, make_model, train
+
+
+def make(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[nn.Sequential, KFAC]:
+    model = make_model().to(dtype)
+    storage = FLOAT64 if dtype == torch.float64 else {}
+    return model, KFAC(model, **{"fisher": "categorical", **storage, **options})
+
+
+def learnable(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Inputs and classes that follow from them."""
+    inputs, _ = data_of(0, (64, 4), dtype=dtype)
+    return inputs, inputs[:, :3].argmax(1)
+
+
+def loss_now(model: nn.Module) -> float:
+    inputs, classes = learnable(next(model.parameters()).dtype)
+    with torch.no_grad():
+        return float(F.cross_entropy(model(inputs), classes))
+
+
+pytestmark = pytest.mark.usefixtures("float64")
+BATCH = {"shape": (64, 4)}
+
+
+# The step ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_quadratic_problem_is_solved_in_one_step() -> None:
+    x, t = torch.randn(50, 6) @ torch.randn(6, 6), torch.randn(50, 1)
+    model = nn.Linear(6, 1)
+    optimizer = KFAC(model, fisher="gaussian", damping=1e-12, least_damping=1e-12, **FLOAT64)
+    train(model, optimizer, [(x, t)], loss=lambda z, y: (z - y).square().sum() / 2 / len(y))
+    design = torch.cat([x, torch.ones(50, 1)], 1)
+    solution = torch.linalg.lstsq(design, t).solution
+    with torch.no_grad():
+        assert_near(torch.cat([model.weight.T, model.bias[:, None]]), solution, rel=1e-6)
+    assert optimizer.param_groups[0]["reduction_ratio"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_the_steps_are_invariant_under_affine_maps_of_the_inputs() -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    matrix, shift = torch.randn(3, 3) + 3 * torch.eye(3), torch.randn(3)
+    model, mapped = build(), build()
+    with torch.no_grad():
+        inverse = torch.linalg.inv(matrix)
+        mapped[0].weight.copy_(model[0].weight @ inverse)
+        mapped[0].bias.copy_(model[0].bias - mapped[0].weight @ shift)
+    options: dict[str, Any] = {"fisher": "gaussian", "damping": 1e-11, "least_damping": 1e-11, **FLOAT64}
+    one, other = KFAC(model, **options), KFAC(mapped, **options)
+    for step in range(4):
+        torch.manual_seed(step)
+        x = torch.randn(400, 3)
+        t = (x @ x[:3, :].T @ torch.ones(3, 4) / 3).sin()
+        for m, optimizer, inputs in ((model, one, x), (mapped, other, x @ matrix.T + shift)):
+            train(m, optimizer, [(inputs, t)], loss=lambda z, y: (z - y).square().sum() / 2 / len(y))
+        with torch.no_grad():
+            assert_near(mapped(x @ matrix.T + shift), model(x), rel=2e-3)
+    assert not torch.allclose(model[0].weight, build()[0].weight, rtol=0.1)
+
+
+def test_training_lowers_the_loss_without_any_rate() -> None:
+    model, optimizer = make(torch.float32)
+    before = loss_now(model)
+    train(model, optimizer, [learnable()] * 12)
+    assert loss_now(model) < before / 2
+    group = optimizer.param_groups[0]
+    assert "lr" not in group and group["damping"] > 0 and group["learning_rate"] != 0 and group["momentum"] != 0
+    assert group["reduction_ratio"] > 0
+
+
+def test_parameters_without_a_layer_are_trained_too() -> None:
+    model, optimizer = make()
+    before = model[1].weight.detach().clone()  # PReLU's
+    train(model, optimizer, range(2), **BATCH)
+    assert not torch.equal(model[1].weight, before)
+
+
+def test_a_step_that_raises_the_loss_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = make()
+    train(model, optimizer, range(2), **BATCH)
+    before, damping = values(model), optimizer.param_groups[0]["damping"]
+    update = optimizer.state[model[0].weight]["last_update"].clone()
+    monkeypatch.setattr("kfac_optim.objective.Objective.change", lambda self, c: 1.0)
+    train(model, optimizer, [2], **BATCH)
+    assert all(map(torch.equal, values(model), before))
+    assert torch.equal(optimizer.state[model[0].weight]["last_update"], update)
+    assert optimizer.param_groups[0]["damping"] == pytest.approx(2 * damping)
+    assert optimizer.param_groups[0]["reduction_ratio"] < 0
+
+
+def test_the_first_damping_is_found_by_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = make()
+    tried: list[tuple[float, float]] = []
+    real = Objective.change
+
+    def spy(self: Objective, c: Tensor) -> float:
+        found = real(self, c)
+        tried.append((optimizer.rule.value, found))
+        return found
+
+    monkeypatch.setattr(Objective, "change", spy)
+    train(model, optimizer, [0], **BATCH)
+    *trials, (used, taken) = tried
+    assert len(trials) >= 3
+    assert all(a / b == pytest.approx(10) for (a, _), (b, _) in zip(trials, trials[1:], strict=False))
+    better = [change < 1.1 * last for (_, last), (_, change) in zip(trials, trials[1:], strict=False)]
+    assert better == [True] * (len(trials) - 2) + [False]
+    assert (used, taken) == pytest.approx(trials[-1] if trials[-1][1] < trials[-2][1] / 2 else trials[-2])
+
+
+def test_a_given_damping_is_where_it_starts_and_may_be_set() -> None:
+    model, optimizer = make(damping=0.3)
+    train(model, optimizer, [0], **BATCH)
+    assert optimizer.param_groups[0]["damping"] in (0.3, pytest.approx(0.3 * 0.95), pytest.approx(0.3 / 0.95))
+    optimizer.param_groups[0]["damping"] = 7.0
+    train(model, optimizer, [1], **BATCH)
+    assert 6 < optimizer.param_groups[0]["damping"] < 8
+
+
+# What is replayed ----------------------------------------------------------------------------------------------------
+
+
+def noisy(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def test_dropout_and_batch_norm_are_seen_as_they_were() -> None:
+    model = noisy()
+    optimizer = KFAC(model, fisher="categorical", **FLOAT64)
+    inputs, classes = data_of(0, (64, 4))
+    for look in (True, False):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), classes).backward()
+        torch.rand(3)
+        statistics, random = [b.clone() for b in model.buffers()], torch.get_rng_state()
+        if look:
+            ((part,), terms) = optimizer._replay.take(1.0, 1.0)
+            assert terms == 64
+            assert torch.equal(part.evaluate(), part.output)  # the same units are left out
+        else:
+            optimizer.step()
+        assert all(map(torch.equal, model.buffers(), statistics))
+        assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_training_with_dropout_and_batch_norm_goes_well() -> None:
+    model = noisy(torch.float32)
+    optimizer = KFAC(model, fisher="categorical")
+    before = loss_now(model.eval())
+    train(model.train(), optimizer, [learnable()] * 15)
+    assert loss_now(model.eval()) < 0.8 * before
+
+
+def test_a_part_of_a_large_batch_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_module, "_LEAST", 1)
+    model, optimizer = make()
+    seen: list[int] = []
+    train(model, optimizer, [0], **BATCH)
+    model.register_forward_hook(lambda _, args, output: seen.append(len(args[0])))
+    train(model, optimizer, [1], **BATCH)
+    assert seen == [64, 16, 16, 16, 16, 16]  # as it is, and along three directions; the step
+    inputs, classes = data_of(1, (64, 4))
+    F.cross_entropy(model(inputs), classes).backward()
+    ((part,), terms) = optimizer._replay.take(0.25, 1.0)
+    assert terms == 64 and part.weight == 4.0
+    with torch.no_grad():
+        assert_near(part.output, model(inputs)[::4])
+
+
+def test_a_model_that_mixes_its_examples_is_told_of_model_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_module, "_LEAST", 1)
+
+    class Repeats(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).repeat(2, 1)[: x.shape[0] + 1]
+
+    model = Repeats().double()
+    optimizer = KFAC(model, fisher="categorical", **FLOAT64)
+    inputs, classes = data_of(0, (33, 4))
+    optimizer.zero_grad()
+    F.cross_entropy(model(inputs[:32]), classes).backward()
+    with pytest.raises(RuntimeError, match="model_fraction=1.0"):
+        optimizer._replay.take(0.25, 1.0)[0][0].evaluate()
+
+
+def test_micro_batches_are_one_batch() -> None:
+    (model, optimizer), (parted, again) = make(fisher=FixedTargets()), make(fisher=FixedTargets())
+    train(model, optimizer, range(4), **BATCH)
+    train(parted, again, range(4), parts=4, **BATCH)
+    for p, q in zip(model.parameters(), parted.parameters(), strict=True):
+        assert_near(q.detach(), p.detach(), rel=1e-6)
+    assert again.param_groups[0]["damping"] == pytest.approx(optimizer.param_groups[0]["damping"])
+
+
+class FixedTargets(Categorical):
+    """Targets that depend on the output alone, so that all ways of computing a batch draw the same."""
+
+    def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        return output.softmax(-1) - F.one_hot(output.argmin(-1), output.shape[-1])
+
+
+def test_what_a_loop_does_beside_training_is_left_alone() -> None:
+    (model, optimizer), (bothered, other) = make(fisher=FixedTargets()), make(fisher=FixedTargets())
+    train(model, optimizer, range(3), **BATCH)
+    for step in range(3):
+        inputs, classes = data_of(step, (64, 4))
+        loss = F.cross_entropy(bothered(inputs), classes)
+        other.zero_grad()
+        bothered(inputs.flip(0))  # never used
+        image = inputs.clone().requires_grad_()
+        torch.autograd.grad(F.cross_entropy(bothered(image), classes), image)
+        with torch.no_grad():
+            bothered(inputs)
+        F.cross_entropy(bothered(inputs.flip(0)), classes).backward()
+        bothered.zero_grad()
+        loss = F.cross_entropy(bothered(inputs), classes)
+        loss.backward()
+        other.step()
+    for p, q in zip(model.parameters(), bothered.parameters(), strict=True):
+        assert_near(q.detach(), p.detach(), rel=1e-6)
+
+
+# A closure -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_closure_serves_losses_that_are_no_likelihood() -> None:
+    model, optimizer = make(torch.float32)
+    inputs, classes = learnable()
+    calls = 0
+
+    def closure() -> Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), classes, label_smoothing=0.1) ** 2
+        loss.backward()
+        return loss
+
+    losses = [float(optimizer.step(closure).detach()) for _ in range(6)]
+    assert losses[-1] < losses[0] / 2
+    trials = calls - 6 - 2  # of the search; two steps look back
+    assert trials >= 2
+    assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
+
+
+def test_a_closure_of_the_likelihood_finds_the_same_steps() -> None:
+    (model, optimizer), (other, again) = make(), make()
+    for step in range(3):
+        inputs, classes = data_of(step, (64, 4))
+
+        def closure() -> Tensor:
+            again.zero_grad()
+            loss = F.cross_entropy(other(inputs), classes)  # noqa: B023
+            loss.backward()
+            return loss
+
+        train(model, optimizer, [(inputs, classes)])
+        again.step(closure)
+        again.param_groups[0]["damping"] = optimizer.param_groups[0]["damping"]
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert_near(q.detach(), p.detach(), rel=1e-5)
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
+
+
+def weighted(z: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(z, t, torch.tensor([3.0, 1.0, 1.0]).to(z), reduction="sum") / len(t)
+
+
+WRONG_LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]] = {
+    "another distribution": (lambda z, t: (z - F.one_hot(t, 3)).square().sum() / len(t), {}),
+    "sum instead of mean": (lambda z, t: F.cross_entropy(z, t, reduction="sum"), {}),
+    "another mean": (F.cross_entropy, {"loss_average": 640}),
+    "a loss scale": (lambda z, t: 1024 * F.cross_entropy(z, t), {}),
+    "class weights": (
+        lambda z, t: F.cross_entropy(z, t, torch.tensor([3.0, 1, 1]).to(z), reduction="sum") / len(t),
+        {},
+    ),
+    "half the loss": (lambda z, t: 0.5 * F.mse_loss(z, z.detach() + 1), {"fisher": "bernoulli"}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:fisher=")
+@pytest.mark.parametrize("case", WRONG_LOSSES)
+def test_another_loss_is_noticed(case: str) -> None:
+    loss, options = WRONG_LOSSES[case]
+    model, optimizer = make(torch.float32, **options)
+    before = values(model)
+    with pytest.raises(RuntimeError, match="needs the loss to be the mean negative log likelihood"):
+        train(model, optimizer, [0], loss=loss, **BATCH)
+    assert all(map(torch.equal, values(model), before))
+
+
+def test_gradients_that_are_not_those_of_the_outputs_are_noticed() -> None:
+    model, optimizer = make()
+    with pytest.raises(RuntimeError, match=r"clipped gradients.*step\(closure\)"):
+        train(model, optimizer, [0], before_step=lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e-3), **BATCH)
+    model, optimizer = make()
+    with pytest.raises(RuntimeError, match="penalties"):
+        train(model, optimizer, [0], lambda: None, loss=penalised(model), **BATCH)
+
+
+def penalised(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda z, t: F.cross_entropy(z, t) + sum(p.square().sum() for p in model.parameters())
+
+
+def test_parts_of_a_model_are_no_calls_of_it() -> None:
+    model, optimizer = make()
+    inputs, classes = data_of(0, (64, 4))
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="seen no call of the model|called on its own"):
+        F.cross_entropy(model[3](model[:3](inputs)), classes).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"fisher": "empirical"}, ValueError, "fisher='empirical': must be the distribution"),
+        ({"damping": 0.0}, ValueError, "damping=0.0: must be > 0"),
+        ({"least_damping": -1.0}, ValueError, "least_damping=-1.0"),
+        ({"model_fraction": 1.5}, ValueError, "model_fraction=1.5: must be > 0 and at most 1"),
+        ({"lr": 0.1}, TypeError, "unexpected keyword argument 'lr'"),
+        ({"solver": InverseSolver()}, TypeError, "unexpected keyword argument 'solver'"),
+        ({"scaling": "unit"}, TypeError, "unexpected keyword argument 'scaling'"),
+        ({"los_average": "batch"}, TypeError, "did you mean 'loss_average'"),
+    ],
+)
+def test_arguments_are_checked(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make(**options)
+
+
+def test_parameters_alone_and_half_precision_weights_are_refused() -> None:
+    model = make_model()
+    with pytest.raises(TypeError, match="must be an nn.Module"):
+        KFAC(model.parameters(), fisher="categorical")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="bfloat16: KFAC needs float32"):
+        KFAC(model.bfloat16(), fisher="categorical")
+
+
+def test_compiled_models_are_refused() -> None:
+    model, optimizer = make(torch.float32)
+    with pytest.raises(RuntimeError, match="don't compile the model"):
+        torch.compile(model, backend="eager")(learnable()[0])
+    torch._dynamo.reset()
+
+
+def test_a_closed_curvature_ends_it() -> None:
+    model, optimizer = make()
+    optimizer.curvature.close()
+    with pytest.raises(RuntimeError, match="is closed"):
+        train(model, optimizer, [0], **BATCH)
+
+
+# Precision -----------------------------------------------------------------------------------------------------------
+
+
+def test_autocast_changes_little() -> None:
+    (model, optimizer), (half, other) = (make(torch.float32) for _ in range(2))
+    train(model, optimizer, [learnable()] * 10)
+    train(half, other, [learnable()] * 10, autocast=torch.bfloat16)
+    assert loss_now(half) == pytest.approx(loss_now(model), rel=0.1)
+
+
+def test_a_grad_scaler_that_is_given_changes_nothing() -> None:
+    (model, optimizer), (scaled, other) = make(), make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    other.curvature.grad_scaler = scaler
+    train(model, optimizer, range(4), **BATCH)
+    train(scaled, other, range(4), scaler=scaler, **BATCH)
+    for p, q in zip(model.parameters(), scaled.parameters(), strict=True):
+        assert_near(q.detach(), p.detach(), rel=1e-6)
+
+
+def test_a_batch_that_is_not_finite_is_skipped() -> None:
+    model, optimizer = make()
+    train(model, optimizer, range(2), **BATCH)
+    before, group = values(model), dict(optimizer.param_groups[0])
+    inputs, classes = data_of(2, (64, 4))
+    train(model, optimizer, [(inputs.index_fill(0, torch.tensor([3]), torch.nan), classes)])
+    assert all(map(torch.equal, values(model), before))
+    assert optimizer.param_groups[0]["damping"] == group["damping"]
+    train(model, optimizer, range(3, 5), **BATCH)
+    assert_trained(model, before)
+
+
+# State ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seen", [0, 7])
+def test_a_resumed_run_is_the_uninterrupted_one(seen: int) -> None:
+    model, optimizer = make(torch.float32)
+    train(model, optimizer, range(seen), **BATCH)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    train(model, optimizer, range(seen, 14), **BATCH)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed, again = make(torch.float32)
+    resumed.load_state_dict(saved["model"])
+    again.load_state_dict(saved["optimizer"])
+    train(resumed, again, range(seen, 14), **BATCH)
+    assert_identical(resumed, model)
+    assert {**again.param_groups[0], "params": 0} == {**optimizer.param_groups[0], "params": 0}
+
+
+def test_a_copy_trains_on_its_own() -> None:
+    model, optimizer = make()
+    train(model, optimizer, range(3), **BATCH)
+    twin, copied = copy.deepcopy((model, optimizer))
+    train(model, optimizer, range(3, 6), **BATCH)
+    train(twin, copied, range(3, 6), **BATCH)
+    assert_identical(twin, model)
+    assert copied.rule is not optimizer.rule and copied.curvature.damping is copied.rule
+
+
+def test_averages_of_the_weights_are_torchs_own() -> None:
+    model, optimizer = make()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    assert not average.module._forward_hooks and not average.module._forward_pre_hooks
+    seen = []
+    train(model, optimizer, range(3), lambda: (average.update_parameters(model), seen.append(values(model))), **BATCH)
+    for i, p in enumerate(average.module.parameters()):
+        assert_near(p.detach(), 0.25 * seen[0][i] + 0.25 * seen[1][i] + 0.5 * seen[2][i])
