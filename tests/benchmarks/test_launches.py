@@ -53,8 +53,14 @@ def counted(program):
             "assert len(v) == 6",
             (1 + 1 + 3, 3, 0, 32 + 8 + 48),
         ),
+        # how often each of two numbers is repeated is copied, and then read
+        (
+            "n = torch.tensor([1, 2], device='cuda'); x = torch.arange(2, device='cuda').repeat_interleave(n)\n"
+            "assert x.shape == (3,)",
+            (1 + 1 + 2 + 1, 2, 0, 16 + 16 + 24 + 24),
+        ),
     ],
-    ids=["product", "copies", "lists", "backward", "search"],
+    ids=["product", "copies", "lists", "backward", "search", "repeats"],
 )
 def test_counts_of_known_programs(program, expected):
     assert counted(program) == expected
