@@ -3,7 +3,7 @@
 Tensors on the device are fake (``FakeTensorMode``): they have shapes, dtypes and a device, but no numbers. Tensors on
 the host are real. What the host reads from the device is all ones and true; integers are read as the bounds of three
 quarters of what ``nonzero`` was asked about last, as a search for the eigenvalues that matter does; and
-``repeat_interleave`` knows the sum of integers that came from the host.
+``repeat_interleave`` knows integers that came from the host.
 
 A kernel is an operator that works on the device, with these exceptions: views and allocations are free; an operation on
 a list of tensors takes as many kernels as its chunks call for, or one for each tensor where these differ in shape; a
@@ -78,7 +78,7 @@ class Simulation(TorchDispatchMode):
         self._held = 0
         self._storages: set[int] = set()
         self._bounds: Iterator[int] = iter(())
-        self._sums: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()  # of integers that came from the host
+        self._known: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()  # integers that came from the host
 
     def take(self) -> Count:
         """Return what was counted since the last call."""
@@ -104,6 +104,9 @@ class Simulation(TorchDispatchMode):
         self._hold(outputs)
         if name not in FREE and not getattr(func, "is_view", False):
             self._note(func, name, args, kwargs, inputs, outputs, result)
+        elif isinstance(result, Tensor) and inputs and inputs[0] in self._known:
+            with _disable_current_modes():
+                self._known[result] = func(self._known[inputs[0]], *args[1:], **kwargs)
         return result
 
     def _read(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -132,7 +135,8 @@ class Simulation(TorchDispatchMode):
             size = kwargs.get("output_size", args[1] if len(args) > 1 else None)
             if size is None:
                 self._wait()
-                size = self._sums[tensor]
+                with _disable_current_modes():
+                    size = int(self._known[tensor].sum())
             self._launch(2, 0.0)
             return tensor.new_empty(size)
         source = args[1] if name == "copy_" else tensor
@@ -161,8 +165,7 @@ class Simulation(TorchDispatchMode):
         if name in CHECKED or (from_host and not _non_blocking(name, args, kwargs)):
             self._wait()
         if name == "_to_copy" and from_host and not args[0].is_floating_point():
-            with _disable_current_modes():
-                self._sums[result] = int(args[0].sum())
+            self._known[result] = args[0]
         formula = flop_registry.get(func._overloadpacket)
         flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
         numbers = sum(t.nbytes for t in inputs) + sum(t.nbytes for t in outputs)

@@ -56,8 +56,9 @@ def counted(program):
         # how often each of two numbers is repeated is copied, and then read
         (
             "n = torch.tensor([1, 2], device='cuda'); x = torch.arange(2, device='cuda').repeat_interleave(n)\n"
-            "assert x.shape == (3,)",
-            (1 + 1 + 2 + 1, 2, 0, 16 + 16 + 24 + 24),
+            "n = torch.tensor([3], device='cuda'); y = torch.arange(1, device='cuda').repeat_interleave(n)\n"
+            "assert x.shape == y.shape == (3,)",
+            (2 * (1 + 1 + 2 + 1), 2 * 2, 0, 24 + 8 + 8 + 24 + 24),
         ),
     ],
     ids=["product", "copies", "lists", "backward", "search", "repeats"],
