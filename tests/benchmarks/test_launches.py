@@ -53,8 +53,15 @@ def counted(program):
             "assert len(v) == 6",
             (1 + 1 + 3, 3, 0, 32 + 8 + 48),
         ),
+        # how often each of two numbers is repeated is copied, and then read
+        (
+            "n = torch.tensor([1, 2], device='cuda'); x = torch.arange(2, device='cuda').repeat_interleave(n)\n"
+            "n = torch.tensor([3], device='cuda'); y = torch.arange(1, device='cuda').repeat_interleave(n)\n"
+            "assert x.shape == y.shape == (3,)",
+            (2 * (1 + 1 + 2 + 1), 2 * 2, 0, 24 + 8 + 8 + 24 + 24),
+        ),
     ],
-    ids=["product", "copies", "lists", "backward", "search"],
+    ids=["product", "copies", "lists", "backward", "search", "repeats"],
 )
 def test_counts_of_known_programs(program, expected):
     assert counted(program) == expected
