@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from kfac_optim import KFAC, Categorical, InverseSolver
+from kfac_optim import KFAC, Categorical, Gaussian, InverseSolver
 from kfac_optim.capture import replay as replay_module
 from kfac_optim.objective import Objective
 from tests.helpers.compare import assert_identical, assert_near, assert_trained, values
@@ -236,14 +237,14 @@ def test_what_a_loop_does_beside_training_is_left_alone() -> None:
         loss = F.cross_entropy(bothered(inputs), classes)
         other.zero_grad()
         bothered(inputs.flip(0))  # never used
-        image = inputs.clone().requires_grad_()
-        torch.autograd.grad(F.cross_entropy(bothered(image), classes), image)
         with torch.no_grad():
             bothered(inputs)
         F.cross_entropy(bothered(inputs.flip(0)), classes).backward()
         bothered.zero_grad()
         loss = F.cross_entropy(bothered(inputs), classes)
         loss.backward()
+        image = inputs.clone().requires_grad_()
+        torch.autograd.grad(F.cross_entropy(bothered(image), classes), image)
         other.step()
     for p, q in zip(model.parameters(), bothered.parameters(), strict=True):
         assert_near(q.detach(), p.detach(), rel=1e-6)
@@ -332,6 +333,26 @@ def test_gradients_that_are_not_those_of_the_outputs_are_noticed() -> None:
 
 def penalised(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda z, t: F.cross_entropy(z, t) + sum(p.square().sum() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "fits"),
+    [
+        (F.mse_loss, {"fisher": Gaussian(variance=0.5), "loss_average": "elements"}, True),
+        (lambda z, t: (z - t).square().sum() / 2 / len(t), {"fisher": "gaussian"}, True),
+        (F.mse_loss, {"fisher": Gaussian(variance=0.5)}, False),
+        (F.mse_loss, {"fisher": "gaussian", "loss_average": "elements"}, False),
+        (lambda z, t: (z - t).square().sum() / len(t), {"fisher": "gaussian"}, False),
+    ],
+)
+def test_the_factor_of_a_squared_error_is_looked_at(loss: Any, options: dict[str, Any], fits: bool) -> None:
+    model, optimizer = make(torch.float32, **options)
+    inputs, _ = learnable()
+    batch = inputs, inputs[:, :3].tanh() + 0.1 * torch.randn(64, 3, dtype=torch.float32)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, optimizer, [batch] * 9, loss=loss)
+    assert fits == (not [w for w in caught if "times as much as" in str(w.message)])
 
 
 def test_parts_of_a_model_are_no_calls_of_it() -> None:
