@@ -6,6 +6,7 @@ import copy
 import io
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
 
 from kfac_optim import KFAC, Categorical, Gaussian, InverseSolver
 from kfac_optim.capture import replay as replay_module
@@ -211,6 +213,33 @@ def test_a_model_that_mixes_its_examples_is_told_of_model_fraction(monkeypatch: 
     F.cross_entropy(model(inputs[:32]), classes).backward()
     with pytest.raises(RuntimeError, match="model_fraction=1.0"):
         optimizer._replay.take(0.25, 1.0)[0][0].evaluate()
+
+
+class Wrapped(nn.Module):
+    """As models of transformers: keywords in, an object with logits out; part of it checkpointed."""
+
+    def __init__(self, body: nn.Sequential) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, *, scale: float, inputs: Tensor) -> SimpleNamespace:
+        hidden = checkpoint(self.body[:3], inputs * scale, use_reentrant=False)
+        return SimpleNamespace(logits=self.body[3](hidden), hidden=hidden)
+
+
+def test_keywords_outputs_and_checkpoints_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_module, "_LEAST", 1)
+    model, optimizer = make(fisher=FixedTargets())
+    wrapped = Wrapped(make_model().double())
+    again = KFAC(wrapped, fisher=FixedTargets(), **FLOAT64)
+    for step in range(4):
+        inputs, classes = data_of(step, (64, 4))
+        train(model, optimizer, [(inputs, classes)])
+        again.zero_grad()
+        F.cross_entropy(wrapped(scale=1.0, inputs=inputs).logits, classes).backward()
+        again.step()
+    for p, q in zip(model.parameters(), wrapped.parameters(), strict=True):
+        assert_near(q.detach(), p.detach(), rel=1e-6)
 
 
 def test_micro_batches_are_one_batch() -> None:
