@@ -285,21 +285,43 @@ def test_what_a_loop_does_beside_training_is_left_alone() -> None:
 def test_a_closure_serves_losses_that_are_no_likelihood() -> None:
     model, optimizer = make(torch.float32)
     inputs, classes = learnable()
-    calls = 0
+    gradients: list[list[Tensor]] = []
 
     def closure() -> Tensor:
-        nonlocal calls
-        calls += 1
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
         loss = F.cross_entropy(model(inputs), classes, label_smoothing=0.1) ** 2
         loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
         return loss
 
-    losses = [float(optimizer.step(closure).detach()) for _ in range(6)]
+    losses, calls = [], [0]
+    for _ in range(6):
+        losses.append(float(optimizer.step(closure).detach()))
+        assert all(map(torch.equal, [p.grad for p in model.parameters()], gradients[calls[-1]]))
+        calls.append(len(gradients))
     assert losses[-1] < losses[0] / 2
-    trials = calls - 6 - 2  # of the search; two steps look back
-    assert trials >= 2
-    assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
+    extra = [after - before - 1 for before, after in zip(calls, calls[1:], strict=False)]
+    assert extra[0] >= 3 and extra[1:] == [0, 0, 0, 0, 1]  # the search; a look back
+
+
+def test_a_closure_is_repeated_with_the_same_random_numbers() -> None:
+    model = noisy()
+    optimizer = KFAC(model, fisher="categorical", **FLOAT64)
+    inputs, classes = data_of(0, (64, 4))
+    seen: list[tuple[Tensor, ...]] = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        noise = torch.randn(64, 4)
+        loss = F.cross_entropy(model(inputs + noise), classes)
+        loss.backward()
+        seen.append((noise, torch.get_rng_state(), *(b.clone() for b in model.buffers())))
+        return loss
+
+    optimizer.step(closure)
+    assert len(seen) > 3
+    assert all(torch.equal(noise, seen[0][0]) for noise, *_ in seen)
+    assert all(map(torch.equal, (torch.get_rng_state(), *model.buffers()), seen[0][1:]))
 
 
 def test_a_closure_of_the_likelihood_finds_the_same_steps() -> None:
@@ -384,11 +406,13 @@ def test_the_factor_of_a_squared_error_is_looked_at(loss: Any, options: dict[str
     assert fits == (not [w for w in caught if "times as much as" in str(w.message)])
 
 
-def test_parts_of_a_model_are_no_calls_of_it() -> None:
+@pytest.mark.parametrize(("steps", "message"), [(0, "was called on its own"), (1, "seen no call of the model")])
+def test_parts_of_a_model_are_no_calls_of_it(steps: int, message: str) -> None:
     model, optimizer = make()
-    inputs, classes = data_of(0, (64, 4))
+    train(model, optimizer, range(steps), **BATCH)
+    inputs, classes = data_of(1, (64, 4))
     optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match="seen no call of the model|called on its own"):
+    with pytest.raises(RuntimeError, match=message):
         F.cross_entropy(model[3](model[:3](inputs)), classes).backward()
         optimizer.step()
 
