@@ -11,12 +11,13 @@ Fisher matrix of the batch here, no Kronecker product: the model is only as good
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["LevenbergMarquardt", "QuadraticModel"]
+__all__ = ["LevenbergMarquardt", "QuadraticModel", "SecantCheck"]
 
 # Of the eigenvalues of the scaled matrix: directions that agree to three digits are taken for one.
 _SINGULAR = 1e-6
@@ -93,3 +94,38 @@ class LevenbergMarquardt:
             self.value /= self.decay**steps
         elif ratio > 3 / 4:
             self.value = max(self.floor, self.value * self.decay**steps)
+
+
+class SecantCheck:
+    """Compares the curvature of the model with how the slopes along the updates change from one gradient to the next.
+
+    Where any gradient may be that of a likelihood, as with squared errors, a loss with another factor shows in nothing
+    else. The gradients are those of two batches, so that small batches differ, too.
+    """
+
+    steps = 7  # that are looked at
+    usual = (0.6, 1.25)  # the range that the median of their ratios has in networks, which are not linear
+
+    def __init__(self) -> None:
+        self._expected: tuple[float, float] | None = None
+        self._ratios: list[float] = []
+
+    def expect(self, slope: float, curvature: float) -> None:
+        """An update was made: the slope along it at its start, and its curvature according to the model."""
+        self._expected = slope, curvature
+
+    def observe(self, slope: float) -> float | None:
+        """The slope along the last update at its end, in the next gradient.
+
+        Returns:
+            Once, after so many steps, the curvature that was found over the one predicted, if that is unusual.
+        """
+        if self._expected is None or len(self._ratios) == self.steps:
+            return None
+        (before, curvature), self._expected = self._expected, None
+        if curvature > 0:
+            self._ratios.append((slope - before) / curvature)
+        if len(self._ratios) < self.steps:
+            return None
+        ratio = statistics.median(self._ratios)
+        return None if self.usual[0] <= ratio <= self.usual[1] else ratio

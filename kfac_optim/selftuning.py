@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from .config import refuse_unknown
 from .objective import Objective
 from .optimizers import KFACMixin
 from .preconditioning import by_parameter
-from .quadratic import LevenbergMarquardt
+from .quadratic import LevenbergMarquardt, SecantCheck
 from .schedules import growing
 
 __all__ = ["KFAC"]
@@ -100,8 +101,10 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         self._watch_calls()
 
     def _watch_calls(self) -> None:
+        """Builds what copies and pickles leave behind."""
         engine, fisher = self.curvature, self._fisher
         terms = LossTerms(engine.loss_average, engine.batch_dim, getattr(fisher, "dim", -1))
+        self._secant = SecantCheck()
         self._replay = Replay(cast(nn.Module, engine.model), fisher, terms, lambda: engine.layers)
 
     @property
@@ -203,6 +206,8 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             last = [state.get(UPDATE, torch.zeros_like(p)) for state, p in zip(states, gradients, strict=True)]
         model = objective.model(self._directions(gradients), last)
         c = model.minimum(self.rule.value)
+        if interval == 1 and last is not None:
+            self._compare_slopes(float(model.slopes[-1]))
         shown = {"learning_rate": float(c[0]), "momentum": 0.0 if last is None else float(c[-1])}
         actual, predicted = 0.0, model.change(c, self.rule.value)
         objective.place(c)
@@ -211,12 +216,24 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             self.rule.learn(actual, predicted, interval)
             shown |= {"damping": self.rule.value, "reduction_ratio": actual / predicted if predicted else 1.0}
         if actual <= 0:
+            self._secant.expect(float(model.slopes @ c), float(c @ model.curvatures @ c))
             for state, update in zip(states, objective.update(c), strict=True):
                 state[UPDATE] = update
         else:
             objective.place(None)
         for group in self.param_groups:
             group.update(shown)
+
+    def _compare_slopes(self, slope: float) -> None:
+        """Warns if the loss curves otherwise than the distribution, where its gradient can't tell."""
+        ratio = self._secant.observe(slope)
+        if ratio is not None and type(self._fisher).target_problem is Fisher.target_problem:
+            warnings.warn(
+                f"in the first steps the loss curved {ratio:.2g} times as much as {self._fisher} says: its factor is "
+                "another one (for nn.MSELoss give Gaussian(variance=0.5) and loss_average='elements'), or the batches "
+                "are too small to find the steps from one of them",
+                stacklevel=2,
+            )
 
     def _change_of(self, closure: _Closure, objective: Objective, c: Tensor) -> float:
         """By how much the loss of a closure has changed, wherever the weights are."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
 
-from kfac_optim import KFAC, Categorical, InverseSolver
+from kfac_optim import KFAC, Categorical, Gaussian, InverseSolver
 from kfac_optim.capture import replay as replay_module
 from kfac_optim.objective import Objective
 from tests.helpers.compare import assert_identical, assert_near, assert_trained, values
@@ -112,24 +115,32 @@ def test_a_step_that_raises_the_loss_is_undone(monkeypatch: pytest.MonkeyPatch) 
     assert optimizer.param_groups[0]["reduction_ratio"] < 0
 
 
-def test_the_first_damping_is_found_by_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("changes", "chosen"),
+    [
+        ([-1.0, -2.0, -2.1], 2),  # hardly better: the last counts
+        ([-1.0, -2.0, -1.1], 2),  # more than half as good: it counts, too
+        ([-1.0, -2.0, -0.9], 1),
+        ([-1.0, -2.0, 3.0], 1),
+        ([-1.0, -2.0, float("nan")], 1),
+    ],
+)
+def test_the_first_damping_is_found_by_trials(
+    changes: list[float], chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, optimizer = make()
-    tried: list[tuple[float, float]] = []
-    real = Objective.change
+    tried: list[float] = []
 
-    def spy(self: Objective, c: Tensor) -> float:
-        found = real(self, c)
-        tried.append((optimizer.rule.value, found))
-        return found
+    def change(self: Objective, c: Tensor) -> float:
+        tried.append(optimizer.rule.value)
+        return [*changes, -1e-9][len(tried) - 1]
 
-    monkeypatch.setattr(Objective, "change", spy)
+    monkeypatch.setattr(Objective, "change", change)
     train(model, optimizer, [0], **BATCH)
-    *trials, (used, taken) = tried
-    assert len(trials) >= 3
-    assert all(a / b == pytest.approx(10) for (a, _), (b, _) in zip(trials, trials[1:], strict=False))
-    better = [change < 1.1 * last for (_, last), (_, change) in zip(trials, trials[1:], strict=False)]
-    assert better == [True] * (len(trials) - 2) + [False]
-    assert (used, taken) == pytest.approx(trials[-1] if trials[-1][1] < trials[-2][1] / 2 else trials[-2])
+    *trials, used = tried
+    assert len(trials) == len(changes)
+    assert all(a / b == pytest.approx(10) for a, b in zip(trials, trials[1:], strict=False))
+    assert used == pytest.approx(trials[chosen])
 
 
 def test_a_given_damping_is_where_it_starts_and_may_be_set() -> None:
@@ -212,6 +223,33 @@ def test_a_model_that_mixes_its_examples_is_told_of_model_fraction(monkeypatch: 
         optimizer._replay.take(0.25, 1.0)[0][0].evaluate()
 
 
+class Wrapped(nn.Module):
+    """As models of transformers: keywords in, an object with logits out; part of it checkpointed."""
+
+    def __init__(self, body: nn.Sequential) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, *, scale: float, inputs: Tensor) -> SimpleNamespace:
+        hidden = checkpoint(self.body[:3], inputs * scale, use_reentrant=False)
+        return SimpleNamespace(logits=self.body[3](hidden), hidden=hidden)
+
+
+def test_keywords_outputs_and_checkpoints_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_module, "_LEAST", 1)
+    model, optimizer = make(fisher=FixedTargets())
+    wrapped = Wrapped(make_model().double())
+    again = KFAC(wrapped, fisher=FixedTargets(), **FLOAT64)
+    for step in range(4):
+        inputs, classes = data_of(step, (64, 4))
+        train(model, optimizer, [(inputs, classes)])
+        again.zero_grad()
+        F.cross_entropy(wrapped(scale=1.0, inputs=inputs).logits, classes).backward()
+        again.step()
+    for p, q in zip(model.parameters(), wrapped.parameters(), strict=True):
+        assert_near(q.detach(), p.detach(), rel=1e-6)
+
+
 def test_micro_batches_are_one_batch() -> None:
     (model, optimizer), (parted, again) = make(fisher=FixedTargets()), make(fisher=FixedTargets())
     train(model, optimizer, range(4), **BATCH)
@@ -236,14 +274,14 @@ def test_what_a_loop_does_beside_training_is_left_alone() -> None:
         loss = F.cross_entropy(bothered(inputs), classes)
         other.zero_grad()
         bothered(inputs.flip(0))  # never used
-        image = inputs.clone().requires_grad_()
-        torch.autograd.grad(F.cross_entropy(bothered(image), classes), image)
         with torch.no_grad():
             bothered(inputs)
         F.cross_entropy(bothered(inputs.flip(0)), classes).backward()
         bothered.zero_grad()
         loss = F.cross_entropy(bothered(inputs), classes)
         loss.backward()
+        image = inputs.clone().requires_grad_()
+        torch.autograd.grad(F.cross_entropy(bothered(image), classes), image)
         other.step()
     for p, q in zip(model.parameters(), bothered.parameters(), strict=True):
         assert_near(q.detach(), p.detach(), rel=1e-6)
@@ -255,21 +293,43 @@ def test_what_a_loop_does_beside_training_is_left_alone() -> None:
 def test_a_closure_serves_losses_that_are_no_likelihood() -> None:
     model, optimizer = make(torch.float32)
     inputs, classes = learnable()
-    calls = 0
+    gradients: list[list[Tensor]] = []
 
     def closure() -> Tensor:
-        nonlocal calls
-        calls += 1
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
         loss = F.cross_entropy(model(inputs), classes, label_smoothing=0.1) ** 2
         loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
         return loss
 
-    losses = [float(optimizer.step(closure).detach()) for _ in range(6)]
+    losses, calls = [], [0]
+    for _ in range(6):
+        losses.append(float(optimizer.step(closure).detach()))
+        assert all(map(torch.equal, [p.grad for p in model.parameters()], gradients[calls[-1]]))
+        calls.append(len(gradients))
     assert losses[-1] < losses[0] / 2
-    trials = calls - 6 - 2  # of the search; two steps look back
-    assert trials >= 2
-    assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
+    extra = [after - before - 1 for before, after in zip(calls, calls[1:], strict=False)]
+    assert extra[0] >= 3 and extra[1:] == [0, 0, 0, 0, 1]  # the search; a look back
+
+
+def test_a_closure_is_repeated_with_the_same_random_numbers() -> None:
+    model = noisy()
+    optimizer = KFAC(model, fisher="categorical", **FLOAT64)
+    inputs, classes = data_of(0, (64, 4))
+    seen: list[tuple[Tensor, ...]] = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        noise = torch.randn(64, 4)
+        loss = F.cross_entropy(model(inputs + noise), classes)
+        loss.backward()
+        seen.append((noise, torch.get_rng_state(), *(b.clone() for b in model.buffers())))
+        return loss
+
+    optimizer.step(closure)
+    assert len(seen) > 3
+    assert all(torch.equal(noise, seen[0][0]) for noise, *_ in seen)
+    assert all(map(torch.equal, (torch.get_rng_state(), *model.buffers()), seen[0][1:]))
 
 
 def test_a_closure_of_the_likelihood_finds_the_same_steps() -> None:
@@ -334,11 +394,33 @@ def penalised(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda z, t: F.cross_entropy(z, t) + sum(p.square().sum() for p in model.parameters())
 
 
-def test_parts_of_a_model_are_no_calls_of_it() -> None:
+@pytest.mark.parametrize(
+    ("loss", "options", "fits"),
+    [
+        (F.mse_loss, {"fisher": Gaussian(variance=0.5), "loss_average": "elements"}, True),
+        (lambda z, t: (z - t).square().sum() / 2 / len(t), {"fisher": "gaussian"}, True),
+        (F.mse_loss, {"fisher": Gaussian(variance=0.5)}, False),
+        (F.mse_loss, {"fisher": "gaussian", "loss_average": "elements"}, False),
+        (lambda z, t: (z - t).square().sum() / len(t), {"fisher": "gaussian"}, False),
+    ],
+)
+def test_the_factor_of_a_squared_error_is_looked_at(loss: Any, options: dict[str, Any], fits: bool) -> None:
+    model, optimizer = make(torch.float32, **options)
+    inputs, _ = learnable()
+    batch = inputs, inputs[:, :3].tanh() + 0.1 * torch.randn(64, 3, dtype=torch.float32)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, optimizer, [batch] * 9, loss=loss)
+    assert fits == (not [w for w in caught if "times as much as" in str(w.message)])
+
+
+@pytest.mark.parametrize(("steps", "message"), [(0, "was called on its own"), (1, "seen no call of the model")])
+def test_parts_of_a_model_are_no_calls_of_it(steps: int, message: str) -> None:
     model, optimizer = make()
-    inputs, classes = data_of(0, (64, 4))
+    train(model, optimizer, range(steps), **BATCH)
+    inputs, classes = data_of(1, (64, 4))
     optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match="seen no call of the model|called on its own"):
+    with pytest.raises(RuntimeError, match=message):
         F.cross_entropy(model[3](model[:3](inputs)), classes).backward()
         optimizer.step()
 
