@@ -177,6 +177,13 @@ class CurvatureEngine(BuiltEngine):
             step=self.step_count,
         )
 
+    def skip_directions(self) -> None:
+        """Takes the place of :meth:`directions` in a step that is not turned (a collective).
+
+        Where directions travel they do in every step: what is sent must not depend on what one rank has learned.
+        """
+        self._preconditioner.send_zeros(self._blocks, self.comm)
+
     def advance(self) -> None:
         """Ends the step."""
         if not self._is_noop:

@@ -191,6 +191,7 @@ class KFACMixin(_Optimizer):
         else:
             self._base_step()
             count_gradients(self, self._covered(gradients))
+            engine.skip_directions()
 
     def _turn_step(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """The base class's step on raw gradients; then that of the layers is turned to their directions."""

@@ -47,8 +47,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Start every test from the same global seed."""
+    """Start every test from the same global seed, with denormal numbers, which runs of the benchmarks flush."""
     torch.manual_seed(0)
+    torch.set_flush_denormal(False)
 
 
 @pytest.fixture(scope="module")

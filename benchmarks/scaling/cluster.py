@@ -287,8 +287,9 @@ def predict(
     ring = 2 * (world_size - 1) / world_size
     updates = schedule.decompositions / schedule.statistics
     # In float64: the weights of A and of G for every update and layer, skipped batches; which factors were decomposed;
-    # four numbers by which the ranks see that they have built the same.
-    counts = ring * 8 * (2 * len(work.layers) * (updates + 1) + 5) if exchange.at_refresh else 0.0
+    # four numbers by which the ranks see that they have built the same. In float32 the largest eigenvalues.
+    largest = FLOAT * sum(spec.pairs for layer in work.layers for spec in layer.factors)
+    counts = ring * (8 * (2 * len(work.layers) * (updates + 1) + 5) + largest) if exchange.at_refresh else 0.0
     pooled = ring * sum(sums) * (1 if exchange.at_refresh else updates)
     sent, received = broadcast_bytes(decompositions, world_size)
     every = np.full(world_size, 1.0)

@@ -494,14 +494,18 @@ def test_directions_go_to_those_who_do_not_precondition(
 
 
 def test_beside_these_only_counts_travel(counted: list[dict[Any, Any]]) -> None:
-    """float64: flags of what is decomposed and of skipped batches, weights of A and G by layer and update."""
+    """float64: flags of what is decomposed and of skipped batches, weights of A and G by layer and update.
+
+    Beside them, with the eigen solver, the largest eigenvalues of A and G, of at most 8 bytes.
+    """
     ranks, layers, updates = len(counted), len(Net.SHAPES), len(range(0, STEPS, 2))
     numbers = REFRESHES * (2 * layers + 1) + 2 * layers * updates
     greeting = 4 * (1 + REFRESHES)  # at first and at every refresh, to see whether all have built the same
     for found in counted:
         for traffic, _, _ in found.values():
             assert set(traffic) <= {"factors", "decompositions", "directions", "counts"}
-            least, most = (8 * 2 * (ranks - 1) / ranks * count for count in (numbers, numbers + greeting))
+            largest = REFRESHES * 2 * layers
+            least, most = (8 * 2 * (ranks - 1) / ranks * count for count in (numbers, numbers + greeting + largest))
             assert least < traffic["counts"][0] <= most
             assert traffic["counts"][0] == traffic["counts"][1]
 

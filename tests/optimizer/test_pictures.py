@@ -325,7 +325,7 @@ def test_names_of_very_many_layers_are_thinned_out() -> None:
 
 
 def test_flat_names_and_values() -> None:
-    engine = trained(steps=3)
+    engine = trained(steps=5)
     report, flat = engine.report(eigenvalues=True), diagnostics.flatten(engine.report())
     assert diagnostics.flatten(report) == flat, "lists are left out"
     for name, row in report["layers"].items():
