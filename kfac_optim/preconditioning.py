@@ -297,8 +297,8 @@ def _with_vectors(stack: Stack, vectors: Mapping[nn.Parameter, Tensor], damping:
 def _note_cosines(stack: Stack, d: Direction) -> None:
     if all(block.cosine is not None for block in stack.blocks):
         return
-    pairs, layers = torch.tensor(stack.pairs_per_layer, device=d.direction.device), len(stack.blocks)
-    layer_of_pair = torch.arange(layers, device=pairs.device).repeat_interleave(pairs)
+    layers, pairs = len(stack.blocks), torch.tensor(stack.pairs_per_layer)
+    layer_of_pair = torch.arange(layers).repeat_interleave(pairs).to(d.direction.device)  # on it the length is unknown
     found = cosines(d.gradient, d.direction, layer_of_pair, layers)
     for block, value in zip(stack.blocks, found.unbind(), strict=True):
         block.note_cosine(value)
