@@ -35,6 +35,7 @@ class Averaging:
 
     Args:
         dtype: Storage of the factors; sums are kept in float32 at least.
+        stages: Where the time is noted.
         summed: Whether the loss is a sum; see :func:`terms_of_rank`.
         sampled: Whether the gradients are those of sampled targets; see :func:`terms_of_rank`.
 
@@ -43,8 +44,8 @@ class Averaging:
         seen: Whether any rank had something to pool the last time that they pooled.
     """
 
-    def __init__(self, dtype: torch.dtype, *, summed: bool, sampled: bool) -> None:
-        self.dtype = torch.promote_types(dtype, torch.float32)
+    def __init__(self, dtype: torch.dtype, stages: StageTimes, *, summed: bool, sampled: bool) -> None:
+        self.dtype, self.stages = torch.promote_types(dtype, torch.float32), stages
         self.summed, self.sampled = summed, sampled
         self.skipped_batches = 0
         self.seen = False
@@ -90,18 +91,17 @@ class Averaging:
         self.clear()
         self.skipped_batches = int(counters.get("skipped_batches", 0))
 
-    def pool(self, blocks: Sequence[Block], comm: Communicator, stages: StageTimes) -> None:
+    def pool(self, blocks: Sequence[Block], comm: Communicator) -> None:
         """Adds what all ranks have seen since the last pooling to the running averages (a collective).
 
         Args:
             blocks: All blocks; their averages are updated in place.
             comm: The ranks.
-            stages: Where the time is noted.
         """
         local, self._sums = self._sums, LocalSums()
         if not local.decays:
             return
-        with communicating("factor", stages, comm.world_size):
+        with communicating("factor", self.stages, comm.world_size):
             skips = torch.tensor(float(self._skips), dtype=torch.float64)
             weights, skips = comm.sum([local.weights(blocks), skips], "counts")
             self._skips = 0

@@ -1,10 +1,10 @@
 """What the base class's own step did: its first moment, the length of its update, and its weight decay, apart.
 
 By default the base class runs as it is, on raw gradients and with its own state. Then each preconditioned layer's part
-of the update is exchanged for one of the same length in the direction of the preconditioned first moment::
+of the update is turned towards the preconditioned first moment, as far as trust goes, and keeps its length::
 
-    base:   w <- w - D - lr u,                          D: weight decay, u: the rest of the update
-    here:   w <- w - D - lr |u| P m / |P m|             m: the first moment, P: eqs. 8-13; |.|: of a layer (``Graft``)
+    base:        w <- w - D - lr u,                     D: weight decay, u: the rest of the update
+    at trust 1:  w <- w - D - lr |u| P m / |P m|        m: the first moment, P: eqs. 8-13; |.|: of a pair (``Graft``)
 
 Weight decay is neither preconditioned nor does it count for the length. Bases that add it to the gradient ("coupled")
 have it in their first moment as well; there it is ``c D'``, with ``D'`` the decay of one gradient and ``c`` the weight
@@ -14,7 +14,8 @@ of all gradients so far in the moment, as if the weights had stood still for as 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +23,18 @@ import torch
 import torch_optimizer
 from torch import Tensor, nn
 
-from .distributed import is_sharded, may_be_sharded, sharded_like
+from .distributed import is_sharded, may_be_sharded
+from .lamb import debiasing
 
-__all__ = ["BaseStep", "base_step", "count_gradients", "subtract_", "weights_before"]
+__all__ = [
+    "BaseStep",
+    "base_step",
+    "bias_correction",
+    "gradient_weight_tracked",
+    "has_first_moment",
+    "subtract_",
+    "weights_before",
+]
 
 # Classes of torch that shrink the weights by lr * weight_decay beside their update; Muon is not in every version.
 _DECOUPLED = tuple(getattr(torch.optim, name) for name in ("AdamW", "Adafactor", "Muon") if hasattr(torch.optim, name))
@@ -53,7 +63,7 @@ def base_step(
     gradients: Mapping[nn.Parameter, Tensor],
     before: Mapping[nn.Parameter, Tensor],
 ) -> BaseStep:
-    """Takes apart the step that the base class has just taken, after :func:`count_gradients`.
+    """Takes apart the step that the base class has just taken, in :func:`gradient_weight_tracked`.
 
     Args:
         optimizer: The optimizer, after its step.
@@ -63,8 +73,7 @@ def base_step(
     parts = BaseStep()
     for group in optimizer.param_groups:
         present = [p for p in group["params"] if p in before]
-        for kind in {type(p.data): None for p in present}:  # multi-tensor operations take no mixture
-            alike = [p for p in present if type(p.data) is kind]
+        for alike in _of_one_type(present):
             _take_apart(optimizer, group, alike, [gradients[p] for p in alike], [before[p] for p in alike], parts)
     return parts
 
@@ -92,22 +101,29 @@ def _take_apart(
         updates = moments  # exactly; a difference of weights would be rounded
     else:
         lr = group["lr"]
-        updates = torch._foreach_sub(decayed, [p.data for p in params])
-        updates = torch._foreach_div(updates, torch.where(lr == 0, 1.0, lr) if isinstance(lr, Tensor) else lr or 1.0)
+        updates = list(decayed)  # copies, of which nobody needs the values any more
+        torch._foreach_sub_(updates, [p.data for p in params])
+        torch._foreach_div_(updates, torch.where(lr == 0, 1.0, lr) if isinstance(lr, Tensor) else lr or 1.0)
     parts.moments.update(zip(params, moments, strict=True))
     parts.updates.update(zip(params, updates, strict=True))
 
 
 def _first_moments(group: dict[str, Any], states: list[dict[str, Any]], gradients: Tensors) -> Tensors:
     """The first moments, in the direction of descent."""
-    if all("exp_avg" in state for state in states):  # Adam and its kin, LAMB
+    known = all(has_first_moment(group, state) for state in states)
+    if known and all("exp_avg" in state for state in states):  # Adam and its kin, LAMB
         return [state["exp_avg"] for state in states]
     if group.get("maximize"):
         gradients = torch._foreach_neg(gradients)
-    if group.get("momentum") and all(state.get("momentum_buffer") is not None for state in states):
-        buffers = [state["momentum_buffer"] for state in states]
-        return torch._foreach_add(gradients, buffers, alpha=group["momentum"]) if group.get("nesterov") else buffers
-    return gradients
+    if not known:
+        return gradients
+    buffers = [state["momentum_buffer"] for state in states]
+    return torch._foreach_add(gradients, buffers, alpha=group["momentum"]) if group.get("nesterov") else buffers
+
+
+def has_first_moment(group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+    """Whether the base class keeps a first moment of a parameter."""
+    return "exp_avg" in state or (bool(group.get("momentum")) and state.get("momentum_buffer") is not None)
 
 
 def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[str, Any]) -> tuple[Scale, Scale]:
@@ -124,19 +140,25 @@ def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[
         return (weight * decay if group["momentum"] else 0.0), lr * weight * decay
     if isinstance(optimizer, torch_optimizer.Lamb):
         ratio = 1.0 if optimizer.adam else state["trust_ratio"]
-        beta1, beta2 = group["betas"]
-        t = state["step"]
-        debias = math.sqrt(1 - beta2**t) / (1 - beta1**t) if optimizer.debias else 1.0
-        return 0.0, lr * debias * ratio * decay
+        return 0.0, lr * debiasing(optimizer, group, state) * ratio * decay
     if group.get("decoupled_weight_decay") or isinstance(optimizer, _DECOUPLED):
         return 0.0, lr * decay
     if isinstance(optimizer, torch.optim.Adam):
-        beta1, beta2 = group["betas"]
-        t = float(state["step"])
+        steps = state["step"]
+        if not (isinstance(steps, Tensor) and steps.device.type != "cpu"):
+            steps = float(steps)  # a device, where fused kernels count them, would be waited for
+        weight1, weight2 = (bias_correction(beta, steps) for beta in group["betas"])
         second = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
-        denominator = (second / (1 - beta2**t)).sqrt_().add_(group["eps"])
-        return decay * (1 - beta1**t), lr * decay / denominator
+        denominator = (second / weight2).sqrt_().add_(group["eps"])
+        return decay * weight1, lr * decay / denominator
     return 0.0, 0.0
+
+
+def bias_correction(beta: float, steps: float | Tensor) -> Scale:
+    """``1 - beta^steps``, the weight of all gradients so far in a moment; computed where a tensor of steps is."""
+    if not isinstance(steps, Tensor):
+        return 1 - beta**steps
+    return -torch.expm1(steps * math.log(beta)) if beta else 1.0  # float32 would round 1 - beta^steps
 
 
 def weights_before(optimizer: torch.optim.Optimizer, params: Collection[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
@@ -147,38 +169,57 @@ def weights_before(optimizer: torch.optim.Optimizer, params: Collection[nn.Param
         if isinstance(optimizer, torch.optim.SGD) and not group["weight_decay"]:
             before.update((p, p.data) for p in present)
             continue
-        for kind in {type(p.data): None for p in present}:
-            alike = [p for p in present if type(p.data) is kind]
+        for alike in _of_one_type(present):
             before.update(zip(alike, torch._foreach_mul([p.data for p in alike], 1.0), strict=True))
     return before
 
 
 def subtract_(changes: Sequence[tuple[nn.Parameter, Tensor]], lr: Scale) -> None:
-    """Takes ``lr`` times the changes off the parameters."""
-    sharded = [(p, change) for p, change in changes if is_sharded(p)] if may_be_sharded() else []
-    plain = [(p, change) for p, change in changes if not is_sharded(p)] if sharded else changes
-    for p, change in sharded:
-        p.sub_(sharded_like(change, p) * lr)
-    for kind in {type(p.data): None for p, _ in plain}:
-        params, values = (list(of) for of in zip(*[c for c in plain if type(c[0].data) is kind], strict=True))
+    """Takes ``lr`` times the changes, laid out as the parameters are, off the parameters."""
+    some_sharded = may_be_sharded()
+    plain: dict[type, tuple[list[Tensor], list[Tensor]]] = {}  # multi-tensor operations take no mixture of types
+    for p, change in changes:
+        if some_sharded and is_sharded(p):
+            p.sub_(change * lr)
+            continue
+        params, values = plain.setdefault(type(p.data), ([], []))
+        params.append(p)
+        values.append(change)
+    for params, values in plain.values():
         if isinstance(lr, Tensor):
             torch._foreach_sub_(params, torch._foreach_mul(values, lr))
         else:
             torch._foreach_sub_(params, values, alpha=lr)
 
 
-def count_gradients(optimizer: torch.optim.Optimizer, params: Collection[nn.Parameter]) -> None:
-    """Counts, in the state of these parameters, the weight of all gradients so far in SGD's momentum buffers.
+@contextmanager
+def gradient_weight_tracked(optimizer: torch.optim.Optimizer, params: Collection[nn.Parameter]) -> Iterator[None]:
+    """Keeps ``state["gradient_weight"]`` through a step of SGD: :func:`base_step` needs it to take its moments apart.
 
-    ``c = 1`` at first, then ``c <- mu c + 1 - dampening``: the recurrence of the buffer itself.
+    It is the sum of the weights with which gradients, and the decay that was added to them, stand in the momentum
+    buffer: 1 after the first, then ``momentum * c + 1 - dampening``; in a buffer that plain SGD has filled, its limit.
     """
-    if not isinstance(optimizer, torch.optim.SGD):
-        return
-    for group in optimizer.param_groups:
+    weights: dict[nn.Parameter, float] = {}
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
         momentum, kept = group["momentum"], 1 - group["dampening"]
-        for state in [optimizer.state[p] for p in group["params"] if p in params] if momentum else ():
-            known = state.get("gradient_weight")
-            state["gradient_weight"] = 1.0 if known is None else momentum * known + kept
+        for p in [p for p in group["params"] if p in params] if momentum else ():
+            state = optimizer.state.get(p, {})
+            known, filled = state.get("gradient_weight"), state.get("momentum_buffer") is not None
+            if known is not None:
+                weights[p] = momentum * known + kept
+            else:
+                weights[p] = kept / (1 - momentum) if filled and momentum < 1 else 1.0
+    yield
+    for p, weight in weights.items():  # not before: base classes take a state that is not empty for their own
+        optimizer.state[p]["gradient_weight"] = weight
+
+
+def _of_one_type(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters by the type of their tensors: multi-tensor operations take no mixture."""
+    found: dict[type, list[nn.Parameter]] = {}
+    for p in params:
+        found.setdefault(type(p.data), []).append(p)
+    return list(found.values())
 
 
 def _scaled(tensors: Sequence[Tensor], scales: Sequence[Scale]) -> Tensors:

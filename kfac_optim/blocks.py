@@ -17,7 +17,7 @@ from .layers import KroneckerLayer, full_precision
 from .solvers import Decomposition, Solver
 from .spectra import eigenvalues, largest_eigenvalue
 
-__all__ = ["SIDES", "Block", "Factors", "Source", "assign", "decomposed_bytes", "part_dtype", "specs_of"]
+__all__ = ["SIDES", "Block", "Factors", "Source", "decomposed_bytes", "part_dtype", "share_out_work", "specs_of"]
 
 SIDES = ("A", "G")
 Source = Literal["current", "pending", "in_use"]
@@ -73,6 +73,11 @@ class Factors:
             with full_precision(self.tensors["A"]["value"].device.type):
                 a, g = (largest_eigenvalue(self.matrix(side)) for side in range(2))
         return (a.amax().expand_as(a), g.amax().expand_as(g)) if self.joint else (a, g)
+
+    def ones(self) -> Tensor:
+        """1 for each pair, ``[p]``."""
+        value: Tensor = self.tensors["A"]["value"]
+        return value.new_ones(self.specs[0].pairs, dtype=torch.promote_types(value.dtype, torch.float32))
 
     def freeze(self, source: Factors, gamma: Tensor | None) -> None:
         """Becomes a copy of ``source``, to be decomposed with the damping ``gamma``, ``[p]``; None: without."""
@@ -208,12 +213,12 @@ class Block:
 
     # Workers --------------------------------------------------------------------------------------------------------
 
-    def assign(self, workers: LayerAssignment, route: tuple[int, tuple[int, ...]] | None) -> None:
+    def set_workers(self, workers: LayerAssignment, route: tuple[int, tuple[int, ...]] | None) -> None:
         """Sets the ranks that work on this block."""
         self.workers, self.route = workers, route
 
 
-def assign(
+def share_out_work(
     strategy: AssignmentStrategy, blocks: Sequence[Block], comm: Communicator, solver: Solver, inv_dtype: torch.dtype
 ) -> Assignment:
     """Asks the strategy who decomposes and who preconditions what, and tells the blocks."""
@@ -226,7 +231,7 @@ def assign(
     routes = {workers.gradient_workers: workers.routes(comm.world_size) for workers in work.layers}
     for block, workers in zip(blocks, work.layers, strict=True):
         own = [route for route in routes[workers.gradient_workers] if comm.rank in route[1] and len(route[1]) > 1]
-        block.assign(workers, own[0] if own else None)
+        block.set_workers(workers, own[0] if own else None)
     return work
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from .averages import Averaging
-from .blocks import Block, assign
+from .blocks import Block, share_out_work
 from .capture import Capture, LossTerms
-from .config import compared, compared_options, options, refuse_unknown, saved_options
+from .config import compared, compared_options, options, refuse_unknown
 from .coverage import (
     check_model,
     check_parameters,
@@ -66,7 +66,10 @@ class BuiltEngine(ViewedEngine):
         self._owner: weakref.ref[Any] | None = None
         self._stages = StageTimes()
         self._averaging = Averaging(
-            self.factor_dtype, summed=self.loss_average is None, sampled=self._sampled_fisher is not None
+            self.factor_dtype,
+            self._stages,
+            summed=self.loss_average is None,
+            sampled=self._sampled_fisher is not None,
         )
         self._refresher = Refresher(self.solver, self.inv_dtype, self._stages)
         self._trust = Trust()
@@ -88,6 +91,10 @@ class BuiltEngine(ViewedEngine):
         self._restore()
         self._end_construction()
 
+    def refresh_interval(self, step: int) -> int:
+        """Steps between refreshes at ``step``; as many as their work asks for, where the schedule says so."""
+        return max(super().refresh_interval(step), self._refresher.pace.least(self.inv_update_steps))
+
     def _find_layers(self) -> None:
         """Finds the layers of the trained parameters, and who works on them; known ones keep their identity."""
         self._roots = [self.model] if self.model is not None else owners_of(self._trained)
@@ -105,8 +112,9 @@ class BuiltEngine(ViewedEngine):
 
     def _assign(self) -> None:
         """Decides who decomposes and who preconditions what."""
-        self.work = assign(self.assignment, self._blocks, self.comm, self.solver, self.inv_dtype)
-        self.comm.check_groups(self.work.groups(self.comm.world_size))
+        self.work = share_out_work(self.assignment, self._blocks, self.comm, self.solver, self.inv_dtype)
+        self._groups = self.work.groups(self.comm.world_size)
+        self.comm.check_groups(self._groups)
         self._refresher.replan(self.comm.rank)
 
     def _restore(self) -> None:
@@ -119,7 +127,7 @@ class BuiltEngine(ViewedEngine):
             self._roots,
             loss_terms=LossTerms(self.loss_average, self.batch_dim, getattr(fisher, "dim", -1)),
             fisher=fisher,
-            packers=[tuple(spec.pack for spec in block.specs) for block in self._blocks],
+            specs=[block.specs for block in self._blocks],
             dtype=torch.promote_types(self.factor_dtype, torch.float32),
             stage=self._stages.stage,
             rank=self.comm.rank,
@@ -250,7 +258,7 @@ class BuiltEngine(ViewedEngine):
             break
         if self.comm.world_size > 1 and self._prepared_for is not self.work:
             self._check_ranks()
-            self.comm.prepare(self.work.groups(self.comm.world_size))
+            self.comm.prepare(self._groups)
             self._prepared_for = self.work
 
     def _check_ranks(self) -> None:
@@ -261,7 +269,7 @@ class BuiltEngine(ViewedEngine):
     def _built(self) -> dict[str, Any]:
         """What has to be the same on all ranks, by name."""
         return {
-            **{name: value for name, value in self.counters().items() if name not in saved_options(self)},
+            **self.stage_counters(),
             **compared_options(self, self.step_count),
             "layers": [block.layer.name for block in self._blocks],
             "factors and workers": [(block.specs, block.workers) for block in self._blocks],

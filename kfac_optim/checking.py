@@ -252,7 +252,8 @@ def _base_problem(
         return f"is damaged, or of another class of optimizers: it has no {missing[0]!r}"
     for key, value in saved.items():
         if isinstance(value, Tensor) and value.dim():
-            mine, kind = own.get(key), kinds.get((parameter.dim(), key))
+            mine = own.get(key)
+            kind = "parameter" if key.startswith(PREFIX) else kinds.get((parameter.dim(), key))
             like = mine.shape if isinstance(mine, Tensor) and kind != "parameter" else parameter.shape
             fits = _shares(value.shape, like) if kind == "dims" and mine is None else value.shape == like
             if not fits and (kind or mine is not None):

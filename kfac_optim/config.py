@@ -20,7 +20,7 @@ from torch import nn
 
 from . import checks
 from .capture import Bernoulli, Categorical, Fisher, Gaussian, LossAverage
-from .damping import Damping, OfLargest, OfMean, damping_check
+from .damping import Damping, OfLargest, OfMean, check_damping
 from .distributed import KAISA, AssignmentStrategy, Communicator, FactorWise, LayerWise
 from .layers import Sharing
 from .scaling import Graft, KLClip, Scaling, Unit
@@ -68,7 +68,7 @@ class Config:
 
     damping: Schedule[float] | Damping = _option(
         0.03,
-        damping_check("damping"),
+        check_damping,
         """gamma of eqs. 9-13, > 0: a number or a function of the step, or an object that says what it is relative to,
         :class:`~kfac_optim.OfMean` or :class:`~kfac_optim.OfLargest`.""",
     )
@@ -226,13 +226,16 @@ class Config:
         """Steps between statistics updates at ``step``."""
         if self.factor_update_steps is not None:
             return int(value_at(self.factor_update_steps, step))
-        growth = self.inv_update_steps
-        return max(1, growth(step) // 2) if isinstance(growth, growing) else 10
+        return max(1, self.refresh_interval(step) // 2) if isinstance(self.inv_update_steps, growing) else 10
+
+    def refresh_interval(self, step: int) -> int:
+        """Steps between refreshes at ``step``."""
+        return int(self.at("inv_update_steps", step))
 
     def spread_at(self, step: int) -> int:
         """The number of steps over which the work of a refresh that starts at ``step`` is spread."""
         spread = self.at("spread", step)
-        return int(self.at("inv_update_steps", step) // 10 if spread is None else spread)
+        return int(self.refresh_interval(step) // 10 if spread is None else spread)
 
     @property
     def may_spread(self) -> bool:
@@ -253,11 +256,20 @@ def options() -> dict[str, inspect.Parameter]:
     }
 
 
-def signature(function: Callable[..., Any]) -> inspect.Signature:
-    """The signature of a constructor with its ``**options`` spelt out."""
+def signature(
+    function: Callable[..., Any], *more: inspect.Parameter, defaults: Mapping[str, Any] | None = None
+) -> inspect.Signature:
+    """The signature of a constructor, with more parameters and its ``**options`` spelt out.
+
+    Args:
+        function: The constructor.
+        *more: The parameters that come before the options.
+        defaults: Those of options that have other defaults here.
+    """
     given = inspect.signature(function).parameters.values()
     own = [p for p in given if p.name != "self" and p.kind is not inspect.Parameter.VAR_KEYWORD]
-    return inspect.Signature([*own, *options().values()])
+    spelt = [p.replace(default=(defaults or {}).get(name, p.default)) for name, p in options().items()]
+    return inspect.Signature([*own, *more, *spelt])
 
 
 def describe(indent: str = " " * 8) -> str:

@@ -10,7 +10,6 @@ adds gamma to the eigenvalues of ``A (x) G`` itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -25,7 +24,7 @@ __all__ = [
     "OfMean",
     "Spectra",
     "as_damping",
-    "damping_check",
+    "check_damping",
     "kind_of",
     "split",
     "value_of",
@@ -41,6 +40,10 @@ class Spectra(Protocol):
 
     def largest(self) -> tuple[Tensor, Tensor]:
         """The largest eigenvalues of A and of G, ``[p]`` each."""
+        ...
+
+    def ones(self) -> Tensor:
+        """1 for each pair, ``[p]``, of the same dtype and on the same device; costs nothing."""
         ...
 
 
@@ -65,7 +68,7 @@ class _Absolute:
 
     def unit(self, spectra: Spectra) -> Tensor:
         """1."""
-        return torch.ones_like(spectra.means()[0])
+        return spectra.ones()
 
 
 @dataclass(frozen=True)
@@ -124,22 +127,18 @@ def as_damping(given: Schedule[float] | Damping) -> Damping:
     return cast(Damping, given) if hasattr(given, "unit") else _Absolute(given)
 
 
-def damping_check(name: str) -> Callable[[object], object]:
-    """A check of the option: returns a valid damping and raises TypeError or ValueError for any other."""
-
-    def check(given: object) -> object:
-        is_class = isinstance(given, type)
-        if not is_class and hasattr(given, "unit") and hasattr(given, "value"):
-            return given
-        number = isinstance(given, (int, float)) and not isinstance(given, bool)
-        if is_class or not (number or callable(given)):
-            allowed = "a number > 0, a callable(step), OfMean(...) or OfLargest(...)"
-            raise TypeError(f"{name}={given!r}: must be {allowed}, not {type(given).__name__}")
-        if isinstance(given, (int, float)) and not 0 < given < math.inf:
-            raise ValueError(f"{name}={given!r}: must be > 0, or a callable(step)")
+def check_damping(given: object) -> object:
+    """Returns a valid value of the option ``damping``; raises TypeError or ValueError for any other."""
+    is_class = isinstance(given, type)
+    if not is_class and hasattr(given, "unit") and hasattr(given, "value"):
         return given
-
-    return check
+    number = isinstance(given, (int, float)) and not isinstance(given, bool)
+    if is_class or not (number or callable(given)):
+        allowed = "a number > 0, a callable(step), OfMean(...) or OfLargest(...)"
+        raise TypeError(f"damping={given!r}: must be {allowed}, not {type(given).__name__}")
+    if isinstance(given, (int, float)) and not 0 < given < math.inf:
+        raise ValueError(f"damping={given!r}: must be > 0, or a callable(step)")
+    return given
 
 
 def kind_of(damping: Damping) -> Any:
@@ -147,15 +146,15 @@ def kind_of(damping: Damping) -> Any:
     return type(damping) if isinstance(damping, (_Absolute, _Relative)) else damping
 
 
-def value_of(damping: Schedule[float] | Damping, step: int) -> float:
+def value_of(damping: Damping, step: int) -> float:
     """The multiple of the unit at ``step``.
 
     Raises:
         TypeError: If a function of the step returns something else than a number.
         ValueError: If it returns a number that is not positive and finite.
     """
-    value = value_at(as_damping(damping).value, step)
-    damping_check("damping")(value)
+    value = value_at(damping.value, step)
+    check_damping(value)
     return value
 
 

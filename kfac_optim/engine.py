@@ -87,8 +87,8 @@ class CurvatureEngine(BuiltEngine):
 
         Args:
             gradients: The gradients of all trained parameters.
-            lrs: The learning rates of the step. A step on zero gradients with all of them 0 and nothing captured, as
-                torch.distributed.checkpoint takes it, changes nothing.
+            lrs: The learning rates of the step. A step on zero gradients with all of them 0 (in one process also: with
+                nothing captured), as torch.distributed.checkpoint takes it, does no more than make room for factors.
             alignment: Of the gradients with the last step's turn, 0-dim (:func:`kfac_optim.trust.alignment`); None
                 where there was none.
 
@@ -103,29 +103,32 @@ class CurvatureEngine(BuiltEngine):
         if self._closed:
             return True
         self._prepare_ranks()
+        # Before the return of a no-op: torch.distributed.checkpoint takes one to make the state exist.
         for block in self._blocks:
             block.make_room(self.factor_dtype, spreads=self.may_spread)
         statistics = self._capture.take()
-        largest = largest_entry(gradients)
-        flags = [largest, *(() if alignment is None else (alignment,)), *statistics.flags]
-        largest_gradient, *values = torch.cat(
-            [flag.to(largest.device, torch.float32).view(-1) for flag in flags]
-        ).tolist()  # the sync
+        largest, rates = largest_entry(gradients), list(lrs)
+        moved = [lr != 0 for lr in rates if isinstance(lr, Tensor)]
+        flags = [largest, *moved, *(() if alignment is None else (alignment,)), *statistics.flags]
+        together = torch.cat([flag.to(largest.device, torch.float32).view(-1) for flag in flags])
+        values = iter(together.tolist())  # the sync
+        largest_gradient = next(values)
+        moves = any([next(values) if isinstance(lr, Tensor) else lr for lr in rates])
         # What only this rank has seen must not decide anything here: the ranks have to go the same way.
         alone = self.comm.world_size == 1
-        trains = largest_gradient > 0 and any(float(lr) for lr in lrs)
-        self._is_noop = (
-            largest_gradient == 0 and not (alone and statistics.captured) and not any(float(lr) for lr in lrs)
-        )
+        trains = largest_gradient > 0 and moves
+        self._is_noop = largest_gradient == 0 and not (alone and statistics.captured) and not moves
         if self._is_noop:
             return True
         finite = math.isfinite(largest_gradient)
+        self.skipped_steps += not finite
+        self._unconfirmed_skips += not finite
         self._compare_ranks(finite)
         if not finite:
             self._skip()
             return False
         if alignment is not None:
-            self._trust.learn(values.pop(0))
+            self._trust.learn(next(values))
         settled = statistics.settle(values)
         if self._capture.enabled and trains and self._blocks:
             unseen = not any(settled.taken) and statistics.has_gradients()
@@ -138,7 +141,7 @@ class CurvatureEngine(BuiltEngine):
                 for index, block in enumerate(self._blocks):
                     block.note_statistics(seen=index in settled.sums)
                 if alone:
-                    self._pool()
+                    self._averaging.pool(self._blocks, self.comm)
                     self._require_seen()
             del statistics, settled  # as large as the factors: not to lie beside a refresh
         self._refresher.rebuild(self.step_count, self._blocks, self.comm)
@@ -211,9 +214,10 @@ class CurvatureEngine(BuiltEngine):
             raise ValueError("precondition_(lr=None): scaling='kl_clip' needs the learning rate of the step, lr=...")
         self._require_own()
         gradients = {p: g for p in self._trained if (g := full_gradient(p)) is not None}
-        taken = self.update(list(gradients.values()), () if lr is None else (lr,))
+        lr = 1.0 if lr is None else lr
+        taken = self.update(list(gradients.values()), (lr,))
         if taken:
-            directions = self.directions(gradients, 1.0 if lr is None else lr)
+            directions = self.directions(gradients, lr)
             for parameter, direction in by_parameter(directions, gradients).items():
                 set_full_gradient_(parameter, direction)
             self.advance()
@@ -233,7 +237,7 @@ class CurvatureEngine(BuiltEngine):
         self._prepare_ranks()
         if self.comm.world_size > 1:
             self._check_ranks()
-        self._pool()
+        self._averaging.pool(self._blocks, self.comm)
 
     # Parts of a step ------------------------------------------------------------------------------------------------
 
@@ -245,8 +249,6 @@ class CurvatureEngine(BuiltEngine):
         that number is the same on all ranks, and those that have parted meet here. Where all have skipped the same
         steps they compare themselves too early, and again when the exchange is due.
         """
-        self.skipped_steps += not finite
-        self._unconfirmed_skips += not finite
         would_be = self.step_count + self._unconfirmed_skips - (not finite)
         if self.comm.world_size > 1 and self._refresher.communicates(self.inv_update_steps, would_be):
             self._check_ranks()
@@ -273,16 +275,15 @@ class CurvatureEngine(BuiltEngine):
         self._capture.discard()
         self._plan_statistics()
 
-    def _pool(self) -> None:
-        """Adds what all ranks have seen since the last pooling to the running averages (a collective)."""
-        self._averaging.pool(self._blocks, self.comm, self._stages)
-
     def _refresh(self, trains: bool) -> None:
         """Starts a refresh of the layers that have been seen; ``trains``: whether this step changes weights."""
-        self._pool()
+        self._averaging.pool(self._blocks, self.comm)
         self._require_seen()
         ready = [block for block in self._blocks if block.factors("current").has_data]
         if ready:
+            self._refresher.pace.measure(ready, self.at("factor_batch_fraction", self.step_count), self.comm.world_size)
+            if not self._refresher.is_due(self.inv_update_steps, self.step_count):
+                return
             self._warn_of_unseen_layers()
             damping = as_damping(self.damping)
             value, spread = value_of(damping, self.step_count), self.spread_at(self.step_count)

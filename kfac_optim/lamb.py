@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch_optimizer
 from torch import Tensor
 
-__all__ = ["MultiTensorLamb"]
+__all__ = ["MultiTensorLamb", "debiasing"]
 
 
 class MultiTensorLamb(torch_optimizer.Lamb):
@@ -53,8 +53,11 @@ class MultiTensorLamb(torch_optimizer.Lamb):
             state.update(weight_norm=weight, adam_norm=adam, trust_ratio=ratio)
         if not self.adam:
             torch._foreach_mul_(updates, [state["trust_ratio"] for state in states])
-        torch._foreach_mul_(updates, [-group["lr"] * self._debias(state["step"], beta1, beta2) for state in states])
+        torch._foreach_mul_(updates, [-group["lr"] * debiasing(self, group, state) for state in states])
         torch._foreach_add_(params, updates)
 
-    def _debias(self, t: int, beta1: float, beta2: float) -> float:
-        return math.sqrt(1 - beta2**t) / (1 - beta1**t) if self.debias else 1.0
+
+def debiasing(optimizer: torch_optimizer.Lamb, group: Mapping[str, Any], state: Mapping[str, Any]) -> float:
+    """By what LAMB multiplies the update of a parameter to debias its moments."""
+    (beta1, beta2), t = group["betas"], state["step"]
+    return math.sqrt(1 - beta2**t) / (1 - beta1**t) if optimizer.debias else 1.0

@@ -8,6 +8,7 @@ filling it is one multi-tensor copy, and reading it none at all.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +17,24 @@ from .layers import KroneckerLayer
 
 __all__ = ["Layout", "Part"]
 
-Part = tuple[
-    nn.Parameter, slice, Tensor
-]  # a parameter, the slice of it that a layer covers, and a tensor of that shape
+# A parameter, the slice of it that a layer covers, and a tensor of that shape.
+Part = tuple[nn.Parameter, slice, Tensor]
 _WHOLE = slice(None)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter, or the slice of it that a layer covers, lies in the matrices."""
+
+    parameter: nn.Parameter
+    index: slice
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The part of contiguous matrices."""
+        return whole.as_strided(self.size, self.stride, self.offset)
 
 
 class Layout:
@@ -32,25 +47,29 @@ class Layout:
     def __init__(self, layers: Sequence[KroneckerLayer]) -> None:
         self.shape = (sum(layer.pairs for layer in layers), layers[0].d_out, layers[0].d_in)
         self.device = layers[0].weight.device
-        self._strided: list[tuple[nn.Parameter, slice, torch.Size, tuple[int, ...], int]] = []
+        self._strided: list[_Place] = []
         self._computed: list[tuple[KroneckerLayer, slice]] = []  # and their pairs
         whole, start = torch.empty(self.shape, device="meta"), 0
+        self._unused = whole.numel()  # entries that belong to no parameter
         for layer in layers:
             pairs = slice(start, start := start + layer.pairs)
             parts = layer.from_matrix(whole[pairs])
             if any(part.untyped_storage()._cdata != whole.untyped_storage()._cdata for part in parts):
+                self._unused -= whole[pairs].numel()
                 self._computed.append((layer, pairs))  # in another order, as the weight of a transposed convolution
                 continue
             places = zip(layer.parameters, (_WHOLE, layer.bias_part), parts, strict=False)
-            self._strided += [(p, i, part.shape, part.stride(), int(part.storage_offset())) for p, i, part in places]
+            self._unused -= sum(part.numel() for part in parts)
+            self._strided += [_Place(p, i, x.shape, x.stride(), int(x.storage_offset())) for p, i, x in places]
 
     def fill(self, vectors: Mapping[nn.Parameter, Tensor], dtype: torch.dtype) -> Tensor:
         """The matrices of the parameters' vectors, ``[p, d_out, d_in]``; parameters without one have zeros."""
-        whole = torch.zeros(self.shape, dtype=dtype, device=self.device)
-        taking = [place for place in self._strided if place[0] in vectors]
+        taking = [place for place in self._strided if place.parameter in vectors]
+        make = torch.zeros if self._unused or len(taking) < len(self._strided) else torch.empty
+        whole = make(self.shape, dtype=dtype, device=self.device)
         if taking:
-            parts = [whole.as_strided(size, stride, offset) for _, _, size, stride, offset in taking]
-            torch._foreach_copy_(parts, [_at(vectors[p], index) for p, index, *_ in taking])
+            given = [_at(vectors[place.parameter], place.index) for place in taking]
+            torch._foreach_copy_([place.of(whole) for place in taking], given)
         for layer, pairs in self._computed:
             bias = None if layer.bias is None else whole.new_zeros(layer.bias.shape)[layer.bias_part]
             if layer.bias is not None and layer.bias in vectors:
@@ -61,11 +80,8 @@ class Layout:
     def read(self, matrices: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
         """What each of these parameters has in some matrices ``[p, d_out, d_in]``; views of them where possible."""
         whole = matrices.contiguous()
-        found: list[Part] = [
-            (p, index, whole.as_strided(size, stride, offset))
-            for p, index, size, stride, offset in self._strided
-            if p in parameters
-        ]
+        taking = [place for place in self._strided if place.parameter in parameters]
+        found: list[Part] = [(place.parameter, place.index, place.of(whole)) for place in taking]
         for layer, pairs in self._computed:
             parts = zip(layer.parameters, (_WHOLE, layer.bias_part), layer.from_matrix(whole[pairs]), strict=False)
             found += [part for part in parts if part[0] in parameters]

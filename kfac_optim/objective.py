@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from .capture import Fisher, Part
+from .capture import Part
+from .capture.fisher import FisherProducts, TargetCheck
 from .distributed import Communicator
 from .quadratic import QuadraticModel
 
@@ -62,7 +63,7 @@ class Objective:
         gradients: Direction,
         parts: Sequence[Part],
         terms: int,
-        fisher: Fisher,
+        fisher: FisherProducts,
         comm: Communicator,
     ) -> None:
         self.parameters: list[Tensor] = list(parameters)
@@ -100,7 +101,7 @@ class Objective:
         try:
             self._changes = [self._output_changes(v, step) for v, step in zip(vs, steps, strict=True)]
         finally:
-            self._move(None)
+            self.put_back()
         outputs = [part.output for part in self.parts]
         self._roots = [list(map(self.fisher.root, outputs, changes)) for changes in self._changes]
         same_everywhere = [*(_dot(self.gradients, v) for v in vs), *products]
@@ -113,17 +114,19 @@ class Objective:
         return self._model
 
     @torch.no_grad()
-    def place(self, coefficients: Tensor | None) -> None:
-        """Moves the weights to these coefficients of the directions, ``[k]``; None: back to where they were."""
-        self._move(None if coefficients is None else self.update(coefficients))
-
-    def update(self, coefficients: Tensor) -> list[Tensor]:
-        """The sum of the directions with these coefficients, ``[k]``."""
+    def place(self, coefficients: Tensor) -> list[Tensor]:
+        """Adds the sum of the directions with these coefficients, ``[k]``, to the weights as they were; returns it."""
         first, *others = coefficients.tolist()
-        total = torch._foreach_mul(list(self._directions[0]), first)
+        total = list(torch._foreach_mul(list(self._directions[0]), first))
         for v, c in zip(self._directions[1:], others, strict=True):
             torch._foreach_add_(total, list(v), alpha=c)
-        return list(total)
+        self._move(total)
+        return total
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Moves the weights back to where they were."""
+        torch._foreach_copy_(self.parameters, self._weights)
 
     @torch.no_grad()
     def change(self, coefficients: Tensor) -> float:
@@ -156,19 +159,20 @@ class Objective:
         expected = float(self._model.slopes[0])
         problem = ""
         if strange:
-            problem = f"its gradient with respect to the output {(problems or ['is none on another rank'])[0]}"
+            problem = f"its gradient with respect to the output {(problems or ['fails this check on another rank'])[0]}"
         elif not abs(slope - expected) <= _TOLERANCE * abs(expected):
             problem = f"its slope along its own gradient is {expected:.4g}, and {slope:.4g} by way of the outputs"
         if problem:
             raise RuntimeError(_NOT_CANONICAL.format(type(self.fisher).__name__, problem))
 
     def _target_problem(self, part: Part) -> str:
+        if not isinstance(self.fisher, TargetCheck):
+            return ""
         return self.fisher.target_problem(part.output, part.gradient * self._terms)
 
-    def _move(self, offset: Direction | None) -> None:
-        torch._foreach_copy_(self.parameters, self._weights)
-        if offset is not None:
-            torch._foreach_add_(self.parameters, tuple(offset))
+    def _move(self, offset: Direction) -> None:
+        self.put_back()
+        torch._foreach_add_(self.parameters, tuple(offset))
 
     def _output_changes(self, v: Direction, step: Tensor) -> list[Tensor]:
         """``J v`` of every part, from so many times v; leaves the weights there."""

@@ -1,32 +1,32 @@
 """``KFACSGD``, ``KFACAdam``, ``KFACAdamW``, ``KFACLAMB``: torch's optimizers with K-FAC, over one mixin.
 
-A step of any of them: the base class's own step on ``.grad``; then the preconditioned layers' part of it is exchanged
-for one of the same length in the direction of the preconditioned first moment (:mod:`~kfac_optim.bases`). Or, as in
-the paper: ``.grad`` is turned into directions, the base class's own update runs on them, ``.grad`` is put back. What
+A step of any of them: the base class's own step on ``.grad``; then the preconditioned layers' part of it is turned
+towards the preconditioned first moment, as far as trust goes, and keeps its length (:mod:`~kfac_optim.bases`). Or, as
+in the paper: ``.grad`` is turned into directions, the base class's own update runs on them, ``.grad`` is put back. What
 the base class does (momentum, moments, weight decay, trust ratio, foreach and fused kernels) it goes on doing.
 """
 
 from __future__ import annotations
 
+import gc
 import inspect
-import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from .bases import base_step, count_gradients, subtract_, weights_before
 from .checking import AVERAGES, PREFIX, checksums, saved_parts
 from .config import options as engine_options
-from .config import refuse_unknown
+from .config import refuse_unknown, signature
 from .damping import OfLargest
-from .distributed import join_hook, notify_join_context, register_joinable, sharded_like, share_gradients
+from .distributed import join_hook, notify_join_context, register_joinable, share_gradients
 from .engine import CurvatureEngine
 from .lamb import MultiTensorLamb
-from .preconditioning import Lr, assembled, by_parameter
+from .preconditioning import Lr, by_parameter
 from .schedules import growing, inverse_time_decay
-from .trust import alignment, turn, turned
+from .solvers import EigenSolver
+from .turning import alignment_of, forget_turns, take_turned_step
 
 __all__ = ["KFACLAMB", "KFACAdam", "KFACAdamW", "KFACMixin", "KFACSGD"]
 
@@ -35,14 +35,10 @@ __all__ = ["KFACLAMB", "KFACAdam", "KFACAdamW", "KFACMixin", "KFACSGD"]
 _DEFAULTS: dict[str, Any] = {
     "damping": OfLargest(inverse_time_decay(0.03, steps=10, final=1e-4)),
     "scaling": "graft",
-    "inv_update_steps": growing(fraction=0.5, minimum=10),
+    "inv_update_steps": growing(fraction=0.5, minimum=10, most_work=2.0),
+    "solver": EigenSolver(negligible=0.3),
 }
 _PRECONDITIONS = ("momentum", "gradient")
-
-TURN = "kfac_turn"  # key in the state of a parameter: K-FAC's direction less the base's update, of the last step
-
-# Of this process, for the one that Horovod derives from another: nothing that it passes on leads back to that one.
-_LIVE: weakref.WeakSet[KFACMixin] = weakref.WeakSet()
 
 if TYPE_CHECKING:  # what the mixin relies on of the class beside it
     _Optimizer = torch.optim.Optimizer
@@ -70,7 +66,9 @@ class KFACMixin(_Optimizer):
             preconditioned, and the base class steps on them.
         **options: The base class's keywords, and those of :class:`~kfac_optim.CurvatureEngine`, documented there; some
             have other defaults here, which the signatures show: ``damping=OfLargest(inverse_time_decay(0.03, steps=10,
-            final=1e-4))``, ``scaling="graft"``, ``inv_update_steps=growing(fraction=0.5, minimum=10)``.
+            final=1e-4))``, ``scaling="graft"``, ``inv_update_steps=growing(fraction=0.5, minimum=10,
+            most_work=2.0)``,
+            ``solver=EigenSolver(negligible=0.3)``.
 
     Raises:
         TypeError: For an unknown keyword or a value of the wrong kind.
@@ -91,12 +89,10 @@ class KFACMixin(_Optimizer):
         if "__init__" in cls.__dict__:
             return
         base = next(c for c in cls.__mro__ if "__init__" in c.__dict__ and not issubclass(c, KFACMixin))
-        own = [p for p in inspect.signature(base.__init__).parameters.values() if p.name != "self"]
-        more = [inspect.signature(KFACMixin.__init__).parameters["model"]]
-        more.append(more[0].replace(name="precondition", default=_PRECONDITIONS[0], annotation="str"))
-        more += [p.replace(default=_DEFAULTS.get(n, p.default)) for n, p in engine_options().items()]
-        own = [p for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        cls.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
+        model = inspect.signature(KFACMixin.__init__).parameters["model"]
+        precondition = model.replace(name="precondition", default=_PRECONDITIONS[0], annotation="str")
+        shown = signature(base.__init__, model, precondition, defaults=_DEFAULTS)
+        cls.__signature__ = shown  # type: ignore[attr-defined]
 
     def __init__(self, params: Any, *args: Any, model: nn.Module | None = None, **options: Any) -> None:
         needed = inspect.signature(self._base_function()).parameters.get("closure")
@@ -128,7 +124,6 @@ class KFACMixin(_Optimizer):
             given = {**_DEFAULTS, **curvature}
             engine = CurvatureEngine(trained if model is None else model, trained, **given)
         engine.belong_to(self)
-        _LIVE.add(self)
         self.curvature = engine
         self._show_counters()
 
@@ -136,13 +131,13 @@ class KFACMixin(_Optimizer):
         """The optimizer that Horovod derives this one from, whose engine it goes on with; None for any other.
 
         ``hvd.DistributedOptimizer`` makes a class of the same name from the optimizer's own, and calls its constructor
-        with the very groups of the optimizer.
+        with the very groups of the optimizer. Nothing in them leads back to it, so it is looked for.
         """
-        cls = type(self)
-        for other in _LIVE:
-            derived = cls.__bases__ == (type(other),) and cls.__name__ == type(other).__name__
-            if derived and list(map(id, params)) == list(map(id, other.param_groups)):
-                return other
+        cls, (parent, *others) = type(self), type(self).__bases__
+        if not others and cls.__name__ == parent.__name__ and issubclass(parent, KFACMixin):
+            for other in (found for found in gc.get_objects() if type(found) is parent):
+                if list(map(id, params)) == list(map(id, other.__dict__.get("param_groups", ()))):
+                    return other
         return None
 
     # The step -------------------------------------------------------------------------------------------------------
@@ -174,7 +169,7 @@ class KFACMixin(_Optimizer):
         gradients = {p: p.grad for group in groups for p in group["params"] if p.grad is not None}
         try:
             lrs = [group.get("lr", 1.0) for group in groups]
-            if engine.update(list(gradients.values()), lrs, self._alignment(gradients)):
+            if engine.update(list(gradients.values()), lrs, alignment_of(self, gradients)):
                 self._update_weights(gradients, closure)
                 engine.advance()
         finally:  # also of a step that was interrupted or ran out of memory a state can be saved
@@ -183,51 +178,11 @@ class KFACMixin(_Optimizer):
 
     def _update_weights(self, gradients: Mapping[nn.Parameter, Tensor], closure: Callable[[], Any] | None) -> None:
         """The step itself; ``closure``: what evaluates the loss, if the loop has one."""
-        engine = self.curvature
-        if self.precondition == "gradient" or engine.closed:
+        if self.precondition == "gradient" or self.curvature.closed:
+            forget_turns(self)
             self._precondition_gradients(gradients)
-        elif engine.is_turned(engine.step_count):
-            self._turn_step(gradients)
         else:
-            self._base_step()
-            count_gradients(self, self._covered(gradients))
-            engine.skip_directions()
-
-    def _turn_step(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        """The base class's step on raw gradients; then that of the layers is turned to their directions."""
-        engine = self.curvature
-        covered = self._covered(gradients)
-        before = weights_before(self, covered)
-        self._base_step()
-        count_gradients(self, covered)
-        base = base_step(self, gradients, before)
-        del before
-        directions, trust = engine.directions(base.moments, self._rates(), base.updates), engine.trust
-        if trust > 0:
-            changes = assembled(directions, lambda d: turned(d, trust) - d.update)
-            for group in self.param_groups:
-                subtract_([(p, changes[p]) for p in group["params"] if p in changes], group["lr"])
-        if engine.learns_trust:
-            for p in covered:
-                self.state.get(p, {}).pop(TURN, None)
-            for p, change in assembled(directions, turn).items():
-                self.state[p][TURN] = sharded_like(change, p).to(p.dtype, copy=True)
-
-    def _covered(self, gradients: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, None]:
-        """The parameters of layers, of those with gradients."""
-        return {p: None for layer in self.curvature.layers for p in layer.parameters if p in gradients}
-
-    def _alignment(self, gradients: Mapping[nn.Parameter, Tensor]) -> Tensor | None:
-        """How far the gradients agree with the last step's turn from the base's updates to K-FAC's directions."""
-        engine = self.curvature
-        if engine.closed or not (engine.learns_trust and engine.is_turned(engine.step_count - 1)):
-            return None
-        pairs: list[tuple[Tensor, Tensor, Lr]] = []
-        for group in self.param_groups:
-            turns = [(p, self.state.get(p, {}).get(TURN)) for p in group["params"] if p in gradients]
-            lr = -group["lr"] if group.get("maximize") else group["lr"]
-            pairs += [(gradients[p], last, lr) for p, last in turns if last is not None]
-        return alignment(pairs) if pairs else None
+            take_turned_step(self, self.curvature, gradients, self._base_step, self._rates())
 
     def _precondition_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """The base class's step on directions; afterwards logging and clipping see the true gradients."""
@@ -296,7 +251,7 @@ class KFACMixin(_Optimizer):
         """As torch's; layers of the new parameters join the curvature."""
         for flag in ("capturable", "differentiable"):
             if param_group.get(flag, self.defaults.get(flag)):
-                raise ValueError(f"{flag}=True: not possible with K-FAC, whose step reads one flag on the host")
+                raise ValueError(f"{flag}=True: not possible with K-FAC, whose step reads some flags on the host")
         super().add_param_group(param_group)
         if hasattr(self, "curvature"):
             self.curvature.extend(self.param_groups[-1]["params"])
@@ -371,7 +326,6 @@ class KFACMixin(_Optimizer):
         super().__setstate__(state)
         if "curvature" in self.__dict__:
             self.curvature.belong_to(self)
-            _LIVE.add(self)
 
     def _settings(self) -> dict[str, Any]:
         """The options that a class keeps on itself rather than in its groups."""

@@ -28,7 +28,10 @@ class _Switch:
 
     @contextmanager
     def highest(self) -> Iterator[None]:
-        """Every bit counts in this block, whichever other threads open and close such blocks meanwhile."""
+        """Keeps the switch at the highest precision.
+
+        The first block of any thread sets it, the last one to close puts it back.
+        """
         with self._lock:
             if not self._holders:
                 self._restore = self._set()

@@ -40,6 +40,7 @@ class Stack:
         layer_of_pair: See :class:`~kfac_optim.scaling.Direction`.
         relevant: A damping, and the parts of the decompositions that matter at it; None: not yet computed.
         layout: Where the parameters lie in the stack's matrices.
+        singles: Stacks of single blocks, of steps in which others of the stack have no vector.
     """
 
     blocks: list[Block]
@@ -48,6 +49,7 @@ class Stack:
     layer_of_pair: Tensor | None
     relevant: tuple[float, tuple[Decomposition, Decomposition]] | None = None
     layout: Layout = field(init=False)
+    singles: dict[Block, Stack] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.layout = Layout(self.layers)
@@ -61,6 +63,12 @@ class Stack:
     def pairs_per_layer(self) -> list[int]:
         """The number of pairs of each layer."""
         return [block.layer.pairs for block in self.blocks]
+
+    def single(self, block: Block, damping: Damping) -> Stack:
+        """One of the blocks on its own; kept, because a layer without a vector seldom has one in the next step."""
+        if block not in self.singles:
+            self.singles[block] = stack_of([block], damping)
+        return self.singles[block]
 
     def keep(self, value: float, parts: tuple[Decomposition, Decomposition]) -> None:
         """Notes which parts of the decompositions matter at a damping of ``value`` units."""
@@ -266,11 +274,7 @@ def _stacks_of(blocks: Sequence[Block], damping: Damping) -> list[Stack]:
 
 def stack_of(blocks: list[Block], damping: Damping) -> Stack:
     """Stacks blocks of one shape. Side effect: their decompositions become views of the stack."""
-    first = blocks[0].layer
-    pairs_per_layer = torch.tensor([block.layer.pairs for block in blocks])
-    layer_of_pair = None
-    if first.joint:
-        layer_of_pair = torch.arange(len(blocks)).repeat_interleave(pairs_per_layer).to(first.weight.device)
+    layer_of_pair = _layer_of_pair(blocks) if blocks[0].layer.joint else None
     damping_unit = _cat([block.damping_unit(damping) for block in blocks])
     decomposed = [block.decomposed for block in blocks if block.decomposed is not None]
     if not decomposed:
@@ -291,17 +295,22 @@ def _made_of(known: Sequence[Block], damping: Damping) -> Any:
 def _with_vectors(stack: Stack, vectors: Mapping[nn.Parameter, Tensor], damping: Damping) -> list[Stack]:
     """The stack if all of its layers have a vector in this step, else those that have one, each on its own."""
     present = [block for block in stack.blocks if block.layer.weight in vectors]
-    return [stack] if len(present) == len(stack.blocks) else [stack_of([block], damping) for block in present]
+    return [stack] if len(present) == len(stack.blocks) else [stack.single(block, damping) for block in present]
 
 
 def _note_cosines(stack: Stack, d: Direction) -> None:
     if all(block.cosine is not None for block in stack.blocks):
         return
-    layers, pairs = len(stack.blocks), torch.tensor(stack.pairs_per_layer)
-    layer_of_pair = torch.arange(layers).repeat_interleave(pairs).to(d.direction.device)  # on it the length is unknown
-    found = cosines(d.gradient, d.direction, layer_of_pair, layers)
+    found = cosines(d.gradient, d.direction, _layer_of_pair(stack.blocks), len(stack.blocks))
     for block, value in zip(stack.blocks, found.unbind(), strict=True):
         block.note_cosine(value)
+
+
+def _layer_of_pair(blocks: Sequence[Block]) -> Tensor:
+    """For each pair of some blocks the number of the block that it belongs to, ``[p]``."""
+    pairs = torch.tensor([block.layer.pairs for block in blocks])
+    # Repeated on the CPU: to know the length of the result, torch would wait for a device.
+    return torch.arange(len(blocks)).repeat_interleave(pairs).to(blocks[0].layer.weight.device)
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:

@@ -4,9 +4,9 @@ The factors of a refresh are frozen at its start. Each is decomposed by its inve
 workers, and used by all of them from the same step on. What is due in which step depends on shapes and on the
 assignment alone, so that all ranks communicate in the same order.
 
-The :class:`Refresher` is in one of three states: idle; a refresh in progress (``start`` begins it, ``work_off`` does
-the share of each step and ends it); or its decompositions are stale (``invalidate``, after a state was loaded or other
-ranks took over layers), until ``rebuild`` makes them again of the factors they were made of.
+Two things may be the case, also at once: a refresh is in progress (``start`` begins it, ``work_off`` does the share of
+each step and ends it); the decompositions are stale (``invalidate``, after a state was loaded or other ranks took over
+layers), until ``rebuild`` makes them again of the factors they were made of.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from .diagnostics import StageTimes, communicating
 from .distributed import Broadcast, Communicator, longest_first
 from .factors import FactorSpec
 from .layers import full_precision
-from .schedules import Schedule, due
-from .solvers import Decomposition, MaybeDecomposition, Solver, Spectral, Worker, decompose_all, grouped_by_key
+from .pacing import Pace
+from .schedules import Schedule
+from .solvers import Decomposition, Failure, MaybeDecomposition, Solver, Spectral, Worker, decompose_all, grouped_by_key
 
 __all__ = ["FactorJob", "RefreshInProgress", "Refresher"]
 
@@ -92,20 +93,25 @@ class RefreshInProgress:
         self.done = {job: result for job, result in self.done.items() if job in own_jobs}
         self.running = {job: result for job, result in self.running.items() if job in own_jobs}
 
-    def due(self, elapsed: int) -> list[FactorJob]:
-        """Jobs that are due by now and not finished.
+    def ends(self, step: int) -> bool:
+        """Whether its time is up at ``step``: the ranks then exchange its decompositions."""
+        return step - self.start >= self.spread
+
+    def due(self, step: int) -> list[FactorJob]:
+        """Jobs that are due by ``step`` and not finished.
 
         Largest first, so that its scratch memory is needed while few results are held.
         """
-        jobs = [job for job, step in self.steps.items() if step <= elapsed and job not in self.done]
+        jobs = [job for job, after in self.steps.items() if after <= step - self.start and job not in self.done]
         return sorted(jobs, key=lambda job: -job[0].specs[job[1]].cost)
 
-    def collect(self, jobs: Sequence[FactorJob], results: Sequence[MaybeDecomposition]) -> None:
-        """Takes the decompositions that were made."""
-        self.done.update(zip(jobs, results, strict=True))
+    def found(self, block: Block, side: int) -> Decomposition | None:
+        """The decomposition of A (0) or G (1) of a block; None where another rank makes it, or it has failed."""
+        result = self.done.get((block, side))
+        return None if isinstance(result, Failure) else result
 
     def gamma(self, block: Block) -> Tensor | None:
-        """The damping of a block's pairs, ``[p]``; None where factors are decomposed without."""
+        """The damping of a block's pairs, ``[p]``: zeros, or None for current factors, where damping comes later."""
         return self.gammas.get(block, block.state[self.source].get("gamma"))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -126,6 +132,7 @@ class Refresher:
         refreshes: How many have begun.
         failed_decompositions: How many layers had to keep their last decompositions, over all refreshes.
         in_progress: A refresh that is spread over steps and not finished yet.
+        pace: Says when one is due.
     """
 
     def __init__(self, solver: Solver, inv_dtype: torch.dtype, stages: StageTimes) -> None:
@@ -134,6 +141,7 @@ class Refresher:
         self.frozen_at: int | None = None
         self.refreshes = self.failed_decompositions = 0
         self.in_progress: RefreshInProgress | None = None
+        self.pace = Pace()
         self._stale = False
         self._warned: set[str] = set()
         self._worker = Worker()
@@ -142,12 +150,11 @@ class Refresher:
 
     def is_due(self, interval: Schedule[int], step: int) -> bool:
         """Whether a refresh begins at ``step``."""
-        return self.in_progress is None and due(interval, step, self.last_refresh)
+        return self.in_progress is None and self.pace.is_due(interval, step, self.last_refresh)
 
     def communicates(self, interval: Schedule[int], step: int) -> bool:
         """Whether the ranks exchange something in the step of that number."""
-        pending = self.in_progress
-        ends = pending is not None and step - pending.start >= pending.spread
+        ends = self.in_progress is not None and self.in_progress.ends(step)
         return self._stale or ends or self.is_due(interval, step)
 
     def refresh_next_step(self) -> None:
@@ -174,7 +181,7 @@ class Refresher:
         if self.last_refresh is None or not spread:
             refresh = RefreshInProgress(step, 0, "current", gammas, units)
             refresh.plan(blocks, comm.rank)
-            self._work_off(refresh, 0, comm)
+            self._work_off(refresh, step, comm)
             self.last_refresh = step  # not before: an interrupted one is due again
             return
         self.last_refresh = step
@@ -186,7 +193,7 @@ class Refresher:
     def work_off(self, step: int, comm: Communicator) -> None:
         """Does the share of this step of a refresh in progress, and ends it when its time is up (then a collective)."""
         if self.in_progress is not None:
-            self._work_off(self.in_progress, step - self.in_progress.start, comm)
+            self._work_off(self.in_progress, step, comm)
 
     def invalidate(self) -> None:
         """Marks the decompositions as stale; :meth:`rebuild` recomputes them from the same factors."""
@@ -198,42 +205,38 @@ class Refresher:
             self._stale = False
             refresh = RefreshInProgress(step, 0, "in_use")
             refresh.plan([block for block in blocks if block.factors("in_use").has_data], comm.rank)
-            self._work_off(refresh, 0, comm)
+            self._work_off(refresh, step, comm)
 
     def replan(self, rank: int) -> None:
         """Re-plans a refresh in progress after the blocks' workers have changed."""
         if self.in_progress is not None:
             self.in_progress.plan(self.in_progress.blocks, rank)
 
-    def cancel(self) -> None:
-        """Gives up a refresh in progress."""
-        self.in_progress = None
-
     # Work -----------------------------------------------------------------------------------------------------------
 
-    def _work_off(self, refresh: RefreshInProgress, elapsed: int, comm: Communicator) -> None:
+    def _work_off(self, refresh: RefreshInProgress, step: int, comm: Communicator) -> None:
         with self.stages.stage("decomposition"):
-            self._decompose_due(refresh, elapsed)
-        if elapsed >= refresh.spread:
+            self._decompose_due(refresh, step)
+        if refresh.ends(step):
             self._finish(refresh, comm)
 
-    def _decompose_due(self, refresh: RefreshInProgress, elapsed: int) -> None:
-        """Decomposes what is due ``elapsed`` steps after the start, same shapes together.
+    def _decompose_due(self, refresh: RefreshInProgress, step: int) -> None:
+        """Decomposes what is due by ``step``, same shapes together.
 
         What runs in the background is started first, and collected when due.
         """
-        for job in refresh.background if elapsed < refresh.spread else ():
+        for job in refresh.background if not refresh.ends(step) else ():
             if job not in refresh.running and job not in refresh.done:
                 refresh.running[job] = self._decompose_in_background(*self._input_of(job, refresh))
-        jobs_due = refresh.due(elapsed)
+        jobs_due = refresh.due(step)
         for jobs in _together([job for job in jobs_due if job not in refresh.running]):
             factors, shifts = zip(*(self._input_of(job, refresh) for job in jobs), strict=True)
             with full_precision(factors[0].device.type):
-                found = _decompose(self.solver, self.inv_dtype, factors, shifts)
-            refresh.collect(jobs, found)
+                results = _decompose(self.solver, self.inv_dtype, factors, shifts)
+            refresh.done.update(zip(jobs, results, strict=True))
         for job in jobs_due:
             if job in refresh.running:
-                refresh.collect([job], [refresh.running.pop(job)()])
+                refresh.done[job] = refresh.running.pop(job)()
 
     def _input_of(self, job: FactorJob, refresh: RefreshInProgress) -> tuple[Tensor, Tensor]:
         """The factor of a job, and what the solver adds to its diagonal, ``[p]``."""
@@ -267,25 +270,24 @@ class Refresher:
             self.frozen_at = refresh.start
         failed, found = self._exchange(refresh, comm)
         largest = self._largest(refresh, comm) if isinstance(self.solver, Spectral) else {}
-        for block, a, g in found:
+        for block, own in found:
             if refresh.source != "in_use":
                 block.factors("in_use").freeze(block.factors(refresh.source), refresh.gamma(block))
-            own = (a, g) if comm.rank in block.workers.gradient_workers else None
             block.install(own, refresh.units.get(block), largest.get(block))
         for block in failed:
-            self._keep_last(block)
+            self._keep_last(block, refresh)
 
     def _exchange(
         self, refresh: RefreshInProgress, comm: Communicator
-    ) -> tuple[list[Block], list[tuple[Block, Decomposition, Decomposition]]]:
+    ) -> tuple[list[Block], list[tuple[Block, tuple[Decomposition, Decomposition] | None]]]:
         """Sends the decompositions from their inverse workers to the gradient workers.
 
         Returns:
-            The blocks of which a decomposition failed, and the others with their new decompositions (empty tuples on
-            ranks that do not precondition the layer).
+            The blocks of which a decomposition failed, and the others with their new decompositions (None on ranks that
+            do not precondition the layer).
         """
         with communicating("decomposition", self.stages, comm.world_size):
-            done = [[float(refresh.done.get((block, i)) is not None) for i in range(2)] for block in refresh.blocks]
+            done = [[float(refresh.found(block, i) is not None) for i in range(2)] for block in refresh.blocks]
             (flags,) = comm.sum([torch.tensor(done, dtype=torch.float64).view(-1, 2)], "counts")
             broadcasts, failed, found = [], [], []
             for block, good in zip(refresh.blocks, flags.bool().all(1).tolist(), strict=True):
@@ -294,13 +296,14 @@ class Refresher:
                     continue
                 workers, sides = block.workers, []
                 for i in range(2):
-                    parts, holders = refresh.done.get((block, i)), workers.holders(i)  # only jobs of this rank are done
-                    if parts is None:
-                        parts = self._receive_buffers(block, i) if comm.rank in holders else ()
-                    if comm.rank in holders:
+                    holders = workers.holders(i)
+                    if comm.rank not in holders:
+                        continue
+                    parts = refresh.found(block, i) or self._receive_buffers(block, i)
+                    if len(holders) > 1:
                         broadcasts.append(Broadcast(parts, workers.inverse_workers[i], holders))
-                    sides.append(parts if comm.rank in workers.gradient_workers else ())
-                found.append((block, sides[0], sides[1]))
+                    sides.append(parts)
+                found.append((block, (sides[0], sides[1]) if comm.rank in workers.gradient_workers else None))
             comm.send(broadcasts, "decompositions")
         return failed, found
 
@@ -309,7 +312,7 @@ class Refresher:
         assert isinstance(self.solver, Spectral)
         own, dtype = [], part_dtype(1, self.inv_dtype)
         for block, i in itertools.product(refresh.blocks, range(2)):
-            parts, weight = refresh.done.get((block, i)), block.layer.weight
+            parts, weight = refresh.found(block, i), block.layer.weight
             unknown = torch.zeros(block.layer.pairs, dtype=dtype, device=weight.device)
             own.append(unknown if parts is None else self.solver.largest(parts))
         found = iter(comm.sum(own, "counts"))
@@ -323,14 +326,15 @@ class Refresher:
             for shape in self.solver.shapes(spec.dim, spec.diagonal)
         )
 
-    def _keep_last(self, block: Block) -> None:
+    def _keep_last(self, block: Block, refresh: RefreshInProgress) -> None:
         """A decomposition failed for good: the layer goes on with its last good one, or with its raw gradient."""
         self.failed_decompositions += 1
         name = block.layer.name
         if name not in self._warned:
             self._warned.add(name)
             instead = "its last good decomposition" if block.has_direction else "its raw gradient"
-            warnings.warn(f"the factors of {name!r} could not be decomposed; using {instead}", stacklevel=2)
+            why = "".join(f" ({f.reason})" for i in range(2) if isinstance(f := refresh.done.get((block, i)), Failure))
+            warnings.warn(f"the factors of {name!r} could not be decomposed{why}; using {instead}", stacklevel=2)
 
     # State ----------------------------------------------------------------------------------------------------------
 
@@ -343,6 +347,7 @@ class Refresher:
             "pending_spread": -1 if pending is None else pending.spread,
             "refreshes": self.refreshes,
             "failed_decompositions": self.failed_decompositions,
+            **self.pace.counters(),
         }
 
     def load(self, counters: Mapping[str, Any], blocks: Sequence[Block], rank: int) -> None:
@@ -352,6 +357,7 @@ class Refresher:
         self.frozen_at = None if frozen < 0 else frozen
         self.refreshes = int(counters.get("refreshes", 0))
         self.failed_decompositions = int(counters.get("failed_decompositions", 0))
+        self.pace.load(counters)
         self.in_progress = None
         if spread >= 0 and self.last_refresh is not None and any(block.state for block in blocks):
             self.in_progress = RefreshInProgress(self.last_refresh, spread, "pending")
@@ -361,12 +367,6 @@ class Refresher:
         """Gives up what is in progress and ends the worker's thread."""
         self.in_progress = None
         self._worker.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_worker"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _worker=Worker())
 
 
 def _together(jobs: Sequence[FactorJob]) -> list[list[FactorJob]]:
@@ -390,11 +390,10 @@ def _decompose(
     solver: Solver, inv_dtype: torch.dtype, factors: Sequence[Tensor], shifts: Sequence[Tensor]
 ) -> list[MaybeDecomposition]:
     """Decomposes factors of one shape; the results as they are stored."""
-    return [_as_stored(result, inv_dtype) for result in decompose_all(solver, factors, shifts)]
 
+    def stored(part: Tensor) -> Tensor:
+        # Contiguous, as they arrive on other ranks: products round differently with the layout, and ranks drift apart.
+        return part.to(part_dtype(part.dim() - 1, inv_dtype)).contiguous()
 
-def _as_stored(result: MaybeDecomposition, inv_dtype: torch.dtype) -> MaybeDecomposition:
-    if result is None:
-        return None
-    # Contiguous, as they arrive on other ranks: products round differently with the layout, and ranks drift apart.
-    return tuple(part.to(part_dtype(part.dim() - 1, inv_dtype)).contiguous() for part in result)
+    found = decompose_all(solver, factors, shifts)
+    return [result if isinstance(result, Failure) else tuple(map(stored, result)) for result in found]

@@ -47,6 +47,9 @@ class growing:
         fraction: Interval per step of training, >= 0. Default 0.1: at step 1000 every 100 steps.
         minimum: Smallest interval in steps, >= 1.
         maximum: Largest interval in steps; None (default) for no limit.
+        most_work: Largest work of a refresh beside that of the steps since the last one, > 0: where 1 / ``most_work``
+            of it is more than that of an interval, the interval is as long as it takes (:mod:`kfac_optim.pacing`).
+            None (default): intervals are as above whatever a refresh takes.
 
     Raises:
         ValueError: If a value is out of range.
@@ -55,6 +58,7 @@ class growing:
     fraction: float = 0.1
     minimum: int = 5
     maximum: int | None = None
+    most_work: float | None = None
 
     def __post_init__(self) -> None:
         if not self.fraction >= 0:
@@ -63,6 +67,9 @@ class growing:
             raise ValueError(f"growing(minimum={self.minimum!r}): must be >= 1")
         if self.maximum is not None and self.maximum < self.minimum:
             raise ValueError(f"growing(maximum={self.maximum!r}): must be None or >= minimum={self.minimum!r}")
+
+        if self.most_work is not None and not self.most_work > 0:
+            raise ValueError(f"growing(most_work={self.most_work!r}): must be None or > 0")
 
     def __call__(self, step: int) -> int:
         interval = max(self.minimum, int(self.fraction * step))

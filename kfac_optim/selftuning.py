@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .capture import Fisher, LossTerms, RandomState, Replay, frozen
+from .capture.fisher import FisherProducts, TargetCheck
 from .config import options as engine_options
 from .config import refuse_unknown
 from .objective import Objective
@@ -50,22 +51,23 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         model: The module whose call gives the output that the loss is taken of; raw, or wrapped by DDP.
         fisher: The distribution of the output: "categorical" (cross-entropy), "bernoulli" (binary cross-entropy with
             logits), "gaussian" (half squared error; ``Gaussian(variance=0.5)`` for ``nn.MSELoss``), or a
-            :class:`~kfac_optim.Fisher` with ``root`` and ``divergence``.
+            :class:`~kfac_optim.Fisher` of your own with the two methods of
+            :class:`~kfac_optim.capture.fisher.FisherProducts`.
         damping: lambda in the first step, > 0. None (default): found there.
         least_damping: lambda falls no further than this, > 0. Default 1e-5.
-        model_fraction: The share of the examples on which the model is evaluated again, in (0, 1]; of up to 256
-            examples all. Default 0.25.
+        model_fraction: The share of the examples on which the model is evaluated again, in (0, 1], default 0.25; at
+            least 256 examples, or all there are.
         **options: Those of :class:`~kfac_optim.CurvatureEngine`, without ``damping``, ``scaling`` and ``solver``. Other
             defaults: ``inv_update_steps=growing(0.1, minimum=5)``; statistics are collected in the same steps only
             (``factor_update_steps``), each of a large batch, and forgotten faster (``factor_decay=0.75``).
 
-    In ``param_groups[i]``, "damping" is the present lambda, which may be set; "learning_rate" and "momentum" are the
+    In ``param_groups[0]``, "damping" is the present lambda, which may be set; "learning_rate" and "momentum" are the
     coefficients of the last step, and "reduction_ratio" is how much of the predicted fall of the loss it brought. Where
     that is negative the step was undone.
 
     Raises:
-        TypeError: If an argument is unknown or of the wrong kind, ``model`` is no module, or its parameters are sharded
-            (FSDP2) or neither float32 nor float64.
+        TypeError: If an argument is unknown or of the wrong kind, ``model`` is no module, ``fisher`` can only draw
+            samples, or the parameters are sharded (FSDP2) or neither float32 nor float64.
         ValueError: If a value is out of range.
     """
 
@@ -83,6 +85,12 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             raise TypeError(f"model={type(model).__name__}: must be an nn.Module, which KFAC calls in every step")
         if fisher == "empirical":
             raise ValueError("fisher='empirical': must be the distribution of the model's output, as 'categorical' is")
+        if isinstance(fisher, Fisher) and not isinstance(fisher, FisherProducts):
+            lacking = " and ".join(f"{name}()" for name in ("root", "divergence") if not hasattr(fisher, name))
+            raise TypeError(
+                f"fisher={type(fisher).__name__}: KFAC multiplies by the Fisher matrix of the output distribution, for "
+                f"which it lacks {lacking}: see kfac_optim.capture.fisher.FisherProducts"
+            )
         _check_parameters(p for p in model.parameters() if p.requires_grad)
         for name, value, most in (
             ("damping", 1.0 if damping is None else damping, math.inf),
@@ -97,7 +105,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         interval = options.get("inv_update_steps", growing(0.1, minimum=5))
         defaults = {"inv_update_steps": interval, "factor_update_steps": interval, "factor_decay": 0.75}
         options = {**defaults, **options, "fisher": fisher, "damping": self.rule}
-        super().__init__(model, groups, precondition="gradient", scaling=None, **options)
+        super().__init__(model, groups, precondition="gradient", scaling=None, solver="eigen", **options)
         self._watch_calls()
 
     def _watch_calls(self) -> None:
@@ -136,7 +144,8 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             What the closure returned, or None.
 
         Raises:
-            RuntimeError: If no call of the model was seen; in the first step, if the loss is another one.
+            RuntimeError: If no call of the model was seen; in the first step without a closure, if the loss cannot be
+                the mean negative log likelihood of ``fisher``.
         """
         return super().step(None if closure is None else _Closure(closure, self._parameters()[0].device))
 
@@ -149,9 +158,10 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         self.rule.set(self.param_groups[0]["damping"])
         first, scaler = not (engine.step_count and self.rule.value), engine.grad_scaler
         parts, terms = self._replay.take(1.0 if first else self.model_fraction, scaler.get_scale() if scaler else 1.0)
+        products = cast(FisherProducts, self._fisher)
         if closure is not None:  # which overwrites them
             gradients = {p: g.clone() for p, g in gradients.items()}
-        objective = Objective(list(gradients), list(gradients.values()), parts, terms, self._fisher, engine.comm)
+        objective = Objective(list(gradients), list(gradients.values()), parts, terms, products, engine.comm)
         interval = 1  # of looking at the loss after the step
         change: Change = objective.change
         if isinstance(closure, _Closure):
@@ -162,7 +172,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             if self.rule.value:
                 self._take_best(objective, gradients, change, interval)
         except BaseException:
-            objective.place(None)
+            objective.put_back()
             raise
         finally:
             for p, g in gradients.items() if closure is not None else ():
@@ -190,7 +200,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             c = objective.model(self._directions(gradients), None).minimum(damping)
             objective.place(c)
             found = change(c)
-            objective.place(None)
+            objective.put_back()
             if not found < 1.1 * best:
                 self.rule.set(damping if found < best / 2 else 10 * damping)
                 return
@@ -210,24 +220,24 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             self._compare_slopes(float(model.slopes[-1]))
         shown = {"learning_rate": float(c[0]), "momentum": 0.0 if last is None else float(c[-1])}
         actual, predicted = 0.0, model.change(c, self.rule.value)
-        objective.place(c)
+        updates = objective.place(c)
         if self.curvature.step_count % interval == 0:
             actual = change(c)
             self.rule.learn(actual, predicted, interval)
             shown |= {"damping": self.rule.value, "reduction_ratio": actual / predicted if predicted else 1.0}
         if actual <= 0:
             self._secant.expect(float(model.slopes @ c), float(c @ model.curvatures @ c))
-            for state, update in zip(states, objective.update(c), strict=True):
+            for state, update in zip(states, updates, strict=True):
                 state[UPDATE] = update
         else:
-            objective.place(None)
+            objective.put_back()
         for group in self.param_groups:
             group.update(shown)
 
     def _compare_slopes(self, slope: float) -> None:
         """Warns if the loss curves otherwise than the distribution, where its gradient can't tell."""
         ratio = self._secant.observe(slope)
-        if ratio is not None and type(self._fisher).target_problem is Fisher.target_problem:
+        if ratio is not None and not isinstance(self._fisher, TargetCheck):
             warnings.warn(
                 f"in the first steps the loss curved {ratio:.2g} times as much as {self._fisher} says: its factor is "
                 "another one (for nn.MSELoss give Gaussian(variance=0.5) and loss_average='elements'), or the batches "

@@ -92,8 +92,8 @@ class StatefulEngine(Config, ABC):
         for block in self._blocks:
             block.adopt(states.get(block.layer.weight, block.state))
 
-    def counters(self) -> dict[str, float | int]:
-        """Plain numbers that belong to the state: counters (-1: never) and the hyperparameters that are numbers."""
+    def stage_counters(self) -> dict[str, int]:
+        """The counters of the engine and of its stages; -1: never."""
         return {
             "step": self.step_count,
             "last_statistics": -1 if self.last_statistics is None else self.last_statistics,
@@ -101,8 +101,11 @@ class StatefulEngine(Config, ABC):
             "skipped_batches": self._averaging.skipped_batches,
             **self._refresher.counters(),
             **self._trust.counters(),
-            **saved_options(self),
         }
+
+    def counters(self) -> dict[str, float | int]:
+        """Plain numbers that belong to the state: counters and the hyperparameters that are numbers."""
+        return {**self.stage_counters(), **saved_options(self)}
 
     def check(self, states: Mapping[nn.Parameter, Any], counters: Mapping[str, Any]) -> None:
         """Raises unless the state could be loaded; changes nothing.
@@ -112,8 +115,7 @@ class StatefulEngine(Config, ABC):
                 the counters are missing or one of them is out of range.
             TypeError: If a hyperparameter among the counters is of the wrong kind.
         """
-        known = [name for name in self.counters() if name not in saved_options(self)]
-        check_counters(known, counters)
+        check_counters(self.stage_counters(), counters)
         if self._blocks and not states and counters["last_refresh"] >= 0:
             raise ValueError("the state is damaged: it has counters but no Kronecker factors")
         loaded_options(self, counters)

@@ -12,6 +12,7 @@ from .damping import as_damping, value_of
 from .diagnostics import Row, StageTimes, count, human_bytes, memory_of, report_of, row_of, table, total, workers_of
 from .distributed import Assignment, LocalCommunicator
 from .layers import KroneckerLayer
+from .schedules import value_at
 from .state import StatefulEngine
 
 __all__ = ["ViewedEngine"]
@@ -42,9 +43,13 @@ class ViewedEngine(StatefulEngine):
         """Whether trust is learned."""
         return self._turns and getattr(self.scaling, "trust", 1.0) is None
 
-    def is_turned(self, step: int) -> bool:
-        """Whether the direction of K-FAC is computed at this step; else the base optimizer's own step is all."""
+    def computes_directions(self, step: int) -> bool:
+        """Whether K-FAC's directions are computed at this step; else the base optimizer's own step is all."""
         return self._trust.is_measured(step) if self.learns_trust else self.trust > 0
+
+    def repeats_turn(self, step: int) -> bool:
+        """Whether this step may be turned by what the last one was turned by."""
+        return self.learns_trust and self._trust.repeats(step)
 
     @property
     def _turns(self) -> bool:
@@ -142,6 +147,12 @@ class ViewedEngine(StatefulEngine):
             footer += (
                 f"\nrank {self.comm.rank} of {self.comm.world_size}, load of the decompositions: "
                 f"largest / mean = {self.work.imbalance:.2f}"
+            )
+        interval = self.refresh_interval(self.step_count)
+        if interval > value_at(self.inv_update_steps, self.step_count):
+            first = f", from step {interval} on" if self.frozen_at is None else ""
+            footer += (
+                f"\na refresh is as much work as {self._refresher.pace.work} steps: one in {interval} steps{first}"
             )
         title = f"Curvature after {self.step_count} steps"
         return table(rows, f"{title}, trust {self.trust:.1f}" if self.learns_trust else title, footer)

@@ -85,7 +85,14 @@ class Command(argparse.ArgumentParser):
         except OSError as error:
             self.error(f"--out {folder}: cannot write there: {error.strerror or error}")
         words = sys.argv[1:] if arguments is None else arguments
-        return options, Output(folder, {"command": " ".join([self.prog, *words]), **facts()})
+        return options, Output(folder, {"command": " ".join([self.prog, *_without_folder(words)]), **facts()})
+
+
+def _without_folder(words: Iterable[str]) -> list[str]:
+    """A command line without ``--out``, which is of one machine and changes no result."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--out")
+    return parser.parse_known_args(list(words))[1]
 
 
 # Tables --------------------------------------------------------------------------------------------------------------

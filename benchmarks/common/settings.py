@@ -94,6 +94,7 @@ RECIPES: dict[str, Recipe] = {
             "damping": 0.03,
             "factor_update_steps": 10,
             "inv_update_steps": 100,
+            "solver": "eigen",
         },
         by_task={
             "digits": {"kfac": {"damping": 0.3}},
@@ -114,6 +115,7 @@ RECIPES: dict[str, Recipe] = {
             "damping_of": "mean",
             "damping": 0.03,
             "inv_update_steps": "growing:0.3:3",
+            "solver": "eigen",
             "fisher": "sampled",
         },
         by_optimizer={

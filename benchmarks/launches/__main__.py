@@ -25,7 +25,7 @@ from benchmarks.common.works import SMOKE_WORKS, WORKS
 MODELS = {"resnet50": (32, "KFACSGD"), "gpt-small": (8, "KFACAdam"), "bert-base": (32, "KFACLAMB")}
 SMALL = {"resnet8": (None, "KFACSGD"), "transformer1": (None, "KFACLAMB")}
 ELSEWHERE = "elsewhere"  # the model, its backward pass, the base optimizer's step: not the package's
-PLAIN = ("base", "ordinary")
+PLAIN = ("base", "ordinary", "repeated")
 NOTE = """\
 passes: kernels launched by forward and backward; step: by the optimizer's step. share: what an ordinary step launches
 beside the passes, and what the other kinds launch beyond an ordinary step with its passes; forward + backward = 1.

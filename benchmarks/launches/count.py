@@ -60,19 +60,22 @@ def count(name: str, batch: int | None, optimizer: str, *, paper: bool, solver: 
         runner.step(plain)
         found = {"base": runner.step(plain)}
         del plain
-        own = cls(
-            model, loss_average=work.loss_average, damping=unit(DAMPING), solver=solver, spread=0, **options, **more
-        )
+        shown = {"loss_average": work.loss_average, "damping": unit(DAMPING), "solver": solver, "spread": 0}
+        own = cls(model, inv_update_steps=kfac_optim.growing(0.5, 10), **shown, **options, **more)  # never waits
         found["first"] = runner.step(own)
         engine = own.curvature
         engine.factor_update_steps = engine.inv_update_steps = NEVER
         runner.step(own)
         found["ordinary"] = runner.step(own)
+        found["repeated"] = runner.step(own)  # as every second step is; the others are ordinary ones
         engine.damping = unit(DAMPING / 2)
         found["damping"] = runner.step(own)
+        runner.step(own)
         engine.factor_update_steps = 1
         found["statistics"] = runner.step(own)
-        engine.factor_update_steps, engine.inv_update_steps = NEVER, 1
+        engine.factor_update_steps = NEVER
+        runner.step(own)
+        engine.inv_update_steps = 1
         found["refresh"] = runner.step(own)
     return found
 

@@ -120,11 +120,18 @@ class ModelCalls:
         return opens
 
     def leave(self, module: nn.Module, output: Any) -> ModelCall | None:
-        """A watched module's call is over, also by an exception. Returns the model call if that has returned by it."""
+        """A watched module was left, by a return or an exception. If it had opened the model call, the call is over.
+
+        Returns it if it counts (it has an output, and gradients are enabled), else None.
+        """
         call = self.current
-        if call is not None and not torch.compiler.is_compiling() and call.is_elsewhere:
+        if call is None or call.module is not module:
             return None
-        if call is None or (in_backward() and self.last is not None) or call.module is not module or not call.leave():
+        if not torch.compiler.is_compiling() and call.is_elsewhere:
+            return None
+        if in_backward() and self.last is not None:  # part of a checkpoint, in a call that was counted
+            return None
+        if not call.leave():
             return None
         self.current = None
         return call if output is not None and torch.is_grad_enabled() else None

@@ -15,6 +15,7 @@ from torch import nn
 
 __all__ = ["StateWithoutHooks", "leave_hooks_behind"]
 
+# A module's tables of hooks, each with the tables that torch keeps beside it under the same ids.
 _HOOKS = {
     "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -43,6 +44,7 @@ class StateWithoutHooks:
         return self._without_hooks(state) if isinstance(state, dict) else state
 
     def _without_hooks(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A copy of the state without this object and without hooks of the kind."""
         state = {name: value for name, value in state.items() if value is not self}
         for name, marks in _HOOKS.items():
             ours = {number for number, hook in state.get(name, {}).items() if isinstance(hook, self._kind)}

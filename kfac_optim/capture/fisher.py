@@ -5,15 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["Bernoulli", "Categorical", "Fisher", "Gaussian"]
+from .loss_terms import main_tensor
 
-_UNKNOWN = "{0} does not define {1}(), which KFAC needs beside sample_gradient(): see kfac_optim.Fisher"
+__all__ = ["Bernoulli", "Categorical", "Fisher", "FisherProducts", "Gaussian", "TargetCheck"]
+
 _ROUNDING = 0.02  # by which a target may be off, of a half-precision gradient for instance
 
 
@@ -39,6 +40,10 @@ class Fisher(ABC):
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise TypeError(f"seed={self.seed!r}: must be an int")
 
+    def parameters_of(self, output: Any) -> Any:
+        """The distribution's parameters in a model's output; no tensor where the output has none."""
+        return main_tensor(output) if self.output_fn is None else self.output_fn(output)
+
     @abstractmethod
     def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
         """Gradient of the negative log likelihood of sampled targets with respect to the output.
@@ -51,7 +56,20 @@ class Fisher(ABC):
             The gradient of the sum over all loss terms, not of their mean; of the output's shape.
         """
 
-    # What KFAC needs beside samples; a distribution of your own defines these three only for it.
+    def misfit(self, gradient: Tensor) -> str:
+        """What of the loss's gradient no likelihood of this distribution has; empty if nothing strikes.
+
+        Asked once, in the first backward pass; the user is warned of it.
+
+        Args:
+            gradient: That of the user's own loss with respect to the output, up to a factor.
+        """
+        return ""
+
+
+@runtime_checkable
+class FisherProducts(Protocol):
+    """What ``KFAC`` needs of a distribution beside samples."""
 
     def root(self, output: Tensor, u: Tensor) -> Tensor:
         """``R u`` with ``R' R = F``, the Fisher matrix of the distribution over outputs, of one loss term each.
@@ -62,11 +80,16 @@ class Fisher(ABC):
             output: The distribution's parameters.
             u: A change of them, of the same shape.
         """
-        raise NotImplementedError(_UNKNOWN.format(type(self).__name__, "root"))
+        ...
 
     def divergence(self, output: Tensor, other: Tensor) -> Tensor:
         """The KL divergence of the distribution at ``other`` from that at ``output``, summed over all terms; 0-dim."""
-        raise NotImplementedError(_UNKNOWN.format(type(self).__name__, "divergence"))
+        ...
+
+
+@runtime_checkable
+class TargetCheck(Protocol):
+    """A distribution whose targets are bounded: not every gradient is that of its negative log likelihood."""
 
     def target_problem(self, output: Tensor, gradient: Tensor) -> str:
         """What keeps a gradient from being that of the negative log likelihood; empty if nothing does.
@@ -75,17 +98,7 @@ class Fisher(ABC):
             output: The distribution's parameters.
             gradient: That of the sum of the loss terms with respect to them.
         """
-        return ""
-
-    def misfit(self, gradient: Tensor) -> str:
-        """What of the loss's gradient no likelihood of this distribution has; empty if nothing strikes.
-
-        Asked once, in the first backward pass; the user is warned of it.
-
-        Args:
-            gradient: That of the user's own loss with respect to the output, up to a factor.
-        """
-        return ""
+        ...
 
 
 @dataclass(frozen=True)

@@ -40,19 +40,20 @@ def destination(layer: KroneckerLayer) -> Literal["gradient", "caller"] | None:
     owned = any(own is layer.weight for module in layer.modules for own in module._parameters.values())
     if not owned or hasattr(layer.weight, "device_mesh"):  # FSDP2 (DTensors): in its graph another tensor stands for it
         return "gradient"
-    try:
+    # An operator of a compiled graph runs without autograd, which here has to say where the weight's gradient goes.
+    keys = torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), keys - keys), torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(layer.weight).node
+    try:
         return "gradient" if torch._C._will_engine_execute_node(node) else None
     except RuntimeError as error:  # raised for leaves whose gradient the pass returns instead of adding it to .grad
         return "caller" if "autograd.grad()" in str(error) else "gradient"
-    except AttributeError:  # a compiled graph runs
-        return "gradient"
 
 
 class GradientWatch:
     """Remembers the gradients as the last backward pass has left them, and compares.
 
-    Nothing is read from the device: a gradient that was changed in place is looked at there.
+    Nothing is read from the device but by :meth:`all_cleared`: a gradient that was changed in place is looked at there.
 
     Args:
         layers: The layers.
@@ -79,6 +80,13 @@ class GradientWatch:
         """Those whose gradient is not as it was: another tensor, or written to in place."""
         pairs = ((i, _local(self.layers[i].weight.grad)) for i in layers if i in self._marks)
         return [i for i, g in pairs if g is not None and _comparable(g) and _mark(g) != self._marks[i]]
+
+    def all_cleared(self) -> bool:
+        """Whether every gradient that was noted has been removed or zeroed; if all were changed, reads them."""
+        gone, changed = self.removed(self._marks), self.changed(self._marks)
+        if not self._marks or len(gone) + len(changed) < len(self._marks):
+            return False
+        return not (changed and bool(self.largest(changed).any()))
 
     def written(self, layers: Iterable[int]) -> list[int]:
         """Those with a gradient that they did not have, or not with these values."""

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cuda_graphs import refuse_cuda_graphs
+from ..factors import FactorSpec
 from ..layers import KroneckerLayer
 from .attention import ProjectionTap, remove_taps
 from .calls import ModelCall, ModelCalls, in_backward
@@ -53,7 +54,7 @@ class Capture:
         loss_terms: Counts M.
         fisher: None for the empirical Fisher, else the distribution to sample from.
         rank: Of this process; every rank draws samples of its own.
-        packers: Per layer two functions, for A and for G: moment -> packed form.
+        specs: Per layer the shapes of A and G.
         dtype: Precision of the moments.
         stage: Name of a stage -> context manager that times it.
     """
@@ -66,7 +67,7 @@ class Capture:
         loss_terms: LossTerms,
         fisher: Fisher | None,
         rank: int,
-        packers: Sequence[tuple[Callable[[Tensor], Tensor], ...]],
+        specs: Sequence[tuple[FactorSpec, FactorSpec]],
         dtype: torch.dtype,
         stage: Callable[[str], AbstractContextManager[None]],
     ) -> None:
@@ -74,7 +75,7 @@ class Capture:
         self.enabled = False
         self._loss_terms = loss_terms
         self._calls = ModelCalls()
-        self._recorder = Recorder(self.layers, packers, dtype, stage)
+        self._recorder = Recorder(self.layers, specs, dtype, stage)
         self._passes = BackwardPasses(self._recorder)
         self._sampling = None if fisher is None else SampledBackward(fisher, rank, self._recorder, self._passes)
         self._compiled = CompiledCalls(self._calls, self._recorder, self._passes, sampled=fisher is not None)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..factors import FactorSpec
 from ..layers import KroneckerLayer, Observation, full_precision
 from .calls import CONCURRENT, ModelCall, in_backward
 from .gradients import GradientWatch, destination
@@ -48,7 +49,7 @@ class Recorder:
 
     Args:
         layers: The layers.
-        packers: Per layer two functions, for A and for G: moment -> packed form.
+        specs: Per layer the shapes of A and G.
         dtype: Precision of the moments.
         stage: Name of a stage -> context manager that times it.
     """
@@ -56,11 +57,11 @@ class Recorder:
     def __init__(
         self,
         layers: Sequence[KroneckerLayer],
-        packers: Sequence[tuple[Callable[[Tensor], Tensor], ...]],
+        specs: Sequence[tuple[FactorSpec, FactorSpec]],
         dtype: torch.dtype,
         stage: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        self.layers, self.packers, self.dtype, self.stage = layers, packers, dtype, stage
+        self.layers, self.specs, self.dtype, self.stage = layers, specs, dtype, stage
         self._fraction = 1.0
         self._grad_scaler: torch.amp.GradScaler | None = None
 
@@ -80,7 +81,7 @@ class Recorder:
         return torch.ones((), device=device) if scale is None else scale.to(device)
 
     def observe(self, index: int, use: int, a: Tensor, output: Tensor, part: Sequence[int]) -> LayerCall:
-        """The moment of one call's input.
+        """A layer was called: what it saw, with the moment of its input already taken.
 
         Args:
             index: Of the layer.
@@ -101,29 +102,34 @@ class Recorder:
             observation = layer.observe(module, seen, output, self.dtype, **pairs)
             moment, count = observation.a, observation.count
             if not layer.by_example:
-                moment = self.packers[index][0](moment)
+                moment = self.specs[index][0].pack(moment)
                 if pairs and part[1] > 0:  # keys and values count as many rows as the queries
                     moment, count = moment * (part[3] / count * (seen.numel() / a.numel())), 0.0
         observation = dataclasses.replace(observation, a=moment, count=count, subsample=subsample)
         return LayerCall(index, module, observation)
 
     def output_moment(self, call: LayerCall, g: Tensor, *, scaled: bool) -> Tensor:
-        """The moment of one call's output gradient; ``scaled``: the gradient carries the loss scale."""
+        """The packed moment of one call's output gradient; ``scaled``: the gradient carries the loss scale.
+
+        For layers with ``by_example`` the rows ``[n, p, d_out]``, which :meth:`pool` makes a moment of when the pass
+        ends.
+        """
         layer = self.layers[call.index]
         with self.stage("factor computation"), full_precision(g.device.type):
             seen = call.observation.subsample(g.detach()).to(self.dtype)
-            if seen.numel() < g.numel():  # G is M times a sum over all examples, of which these stand for more
+            if seen.numel() < g.numel():  # the examples kept stand for all, and their squares are added up
                 seen = seen * (g.numel() / seen.numel()) ** 0.5
-            if scaled and self._grad_scaler is not None:  # a copy of the gradient: not for nothing
+            if scaled and self._grad_scaler is not None:  # dividing copies the gradient: only where there is a scaler
                 seen = seen / self.loss_scale(g.device)
             moment = layer.output_moment(call.module, seen, call.observation)
-            return moment if layer.by_example else self.packers[call.index][1](moment)
+            return moment if layer.by_example else self.specs[call.index][1].pack(moment)
 
     def pool(self, index: int, calls: Sequence[tuple[Observation, Tensor]]) -> tuple[Tensor, float, Tensor]:
         """A, its rows and G of the calls in one backward pass, for a layer that pools its calls by example."""
         with self.stage("factor computation"), full_precision(calls[0][1].device.type):
             a, count, g = self.layers[index].combine_calls(calls)
-            return self.packers[index][0](a), count, self.packers[index][1](g)
+            of_a, of_g = self.specs[index]
+            return of_a.pack(a), count, of_g.pack(g)
 
 
 class BackwardPasses:
@@ -134,14 +140,14 @@ class BackwardPasses:
 
     Attributes:
         statistics: Of the step so far.
-        returned: Of the passes that have returned gradients instead of adding them to ``.grad``.
+        to_caller: Of the passes that have returned gradients to their caller instead of adding them to ``.grad``.
         hidden: The layers, by index, whose gradients have come through calls inside ``torch.func``.
         transformed: Whether a layer was called inside ``torch.func``.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.statistics, self.returned = StepStatistics(), StepStatistics()
+        self.statistics, self.to_caller = StepStatistics(), StepStatistics()
         self.hidden: set[int] = set()
         self.transformed = False
         self._watch = GradientWatch(recorder.layers)
@@ -151,15 +157,22 @@ class BackwardPasses:
     def record_output_gradient(self, layer_call: LayerCall, call: ModelCall | None, g: Tensor) -> None:
         """The gradient of a layer's output has arrived: the pair (a, g) of its call is complete."""
         # Gradients are enabled by create_graph=True: a gradient penalty or a higher derivative, not the loss.
-        if not torch.is_grad_enabled() and destination(self.recorder.layers[layer_call.index]) is not None:
-            self.add(layer_call, call, self.recorder.output_moment(layer_call, g, scaled=True))
+        if torch.is_grad_enabled():
+            return
+        goes_to = destination(self.recorder.layers[layer_call.index])
+        if goes_to is not None:
+            moment = self.recorder.output_moment(layer_call, g, scaled=True)
+            self.add(layer_call, call, moment, to_caller=goes_to == "caller")
 
-    def add(self, layer_call: LayerCall, call: ModelCall | None, g: Tensor) -> None:
-        """Adds a layer's call in some model call, with the moment of its output gradient."""
+    def add(self, layer_call: LayerCall, call: ModelCall | None, g: Tensor, *, to_caller: bool) -> None:
+        """Adds a layer's call in some model call, with the moment of its output gradient.
+
+        ``to_caller``: the pass returns the gradients of weights.
+        """
         index, observation = layer_call.index, layer_call.observation
         batch = self.reach(call)
-        if destination(self.recorder.layers[index]) == "caller":
-            batch.note_returned()
+        if to_caller:
+            batch.note_caller()
         if self.recorder.layers[index].by_example:  # calls on as many examples are taken for calls on the same examples
             observation = dataclasses.replace(observation, context=None)  # has served; of norm layers it is an image
             batch.by_example.setdefault((index, len(g)), []).append((observation, g))
@@ -176,28 +189,26 @@ class BackwardPasses:
             self.hidden.add(index)
 
     def reach(self, call: ModelCall | None) -> MicroBatch:
-        """The backward pass in progress has reached a model call: its micro-batch, which is opened if there is none."""
+        """The backward pass in progress has reached a model call: its micro-batch, which is opened if there is none.
+
+        Raises:
+            RuntimeError: If the open micro-batch is another thread's.
+        """
+        task = torch._C._current_graph_task_id()
         with self._lock:
             if self._batch is None:
                 self._compare_gradients()
-                self._batch = MicroBatch(task=torch._C._current_graph_task_id())
+                self._batch = MicroBatch(task=task)
                 torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
-            return self._joined(self._batch, call)
-
-    def _joined(self, batch: MicroBatch, call: ModelCall | None) -> MicroBatch:
-        """An open micro-batch, whose backward pass has reached a model call.
-
-        Raises:
-            RuntimeError: If it is the micro-batch of another thread.
-        """
-        if call is not None and call not in batch.calls:
-            # The hooks of a pass on a GPU run in a thread of torch's own; the calls know whose pass it is. A backward
-            # pass inside another one (checkpoints) has another number, but the thread is the same.
-            threads = {known.thread for known in batch.calls if known.thread and known.thread.is_alive()}
-            if batch.task != torch._C._current_graph_task_id() and threads - {call.thread} and call.thread:
-                raise RuntimeError(CONCURRENT)
-            batch.calls.add(call)
-        return batch
+            batch = self._batch
+            if call is not None and call not in batch.calls:
+                # The hooks of a pass on a GPU run in a thread of torch's own; the calls know whose pass it is. A
+                # backward pass inside another one (checkpoints) has another number, but the thread is the same.
+                threads = {known.thread for known in batch.calls if known.thread and known.thread.is_alive()}
+                if batch.task != task and threads - {call.thread} and call.thread:
+                    raise RuntimeError(CONCURRENT)
+                batch.calls.add(call)
+            return batch
 
     def require_alone(self) -> None:
         """Raises if another thread is in a backward pass."""
@@ -213,6 +224,7 @@ class BackwardPasses:
             statistics.check(changed, watch.largest(changed))
 
     def _on_backward_end(self) -> None:
+        """The backward pass has ended: adds its micro-batch to the step's."""
         with self._lock:
             batch, self._batch = self._batch, None
             if batch is None:
@@ -221,13 +233,13 @@ class BackwardPasses:
                 batch.add(index, *self.recorder.pool(index, calls))
             if batch.sums:
                 scale = self.recorder.loss_scale(next(iter(batch.sums.values())).a.device)
-                statistics = self.returned if batch.returned else self.statistics
+                statistics = self.to_caller if batch.to_caller else self.statistics
                 statistics.add(batch, scale, drop_overflowed=self.recorder.scaled)
-        # Once more, to come after those who finish the gradients in a callback of their own (DDP, FSDP2).
+        # A second callback, queued only now, so that it runs after those in which DDP and FSDP2 finish the gradients.
         torch.autograd.Variable._execution_engine.queue_callback(self._remember_gradients)
 
     def _remember_gradients(self) -> None:
-        self._watch.remember({**self.statistics.sums, **self.returned.sums})
+        self._watch.remember({**self.statistics.sums, **self.to_caller.sums})
 
     def abandon(self) -> None:
         """Forgets the open micro-batch: its backward pass raised, or nobody wants its moments any more."""
@@ -235,11 +247,11 @@ class BackwardPasses:
 
     def take(self) -> Taken:
         """The statistics of the step, which is being taken."""
-        return Taken(self.statistics, self.returned, self._watch, transformed=self.transformed)
+        return Taken(self.statistics, self.to_caller, self._watch, transformed=self.transformed)
 
     def discard(self) -> None:
         """Forgets the micro-batches of this step; a backward pass that is running goes on."""
-        self.statistics, self.returned = StepStatistics(), StepStatistics()
+        self.statistics, self.to_caller = StepStatistics(), StepStatistics()
         self.hidden, self.transformed = set(), False
         self._watch.forget()
         if not in_backward():

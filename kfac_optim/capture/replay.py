@@ -24,9 +24,9 @@ from ..layers import KroneckerLayer, spread_examples
 from .calls import in_backward
 from .copies import leave_hooks_behind
 from .fisher import Fisher
-from .gradients import destination
+from .gradients import GradientWatch, destination
 from .hooks import Hook, remove_all
-from .loss_terms import LossTerms, main_tensor
+from .loss_terms import LossTerms
 from .sampling import PendingGradient
 
 __all__ = ["Part", "RandomState", "Replay", "frozen"]
@@ -79,9 +79,9 @@ class _Call:
         """The call has returned."""
         self.output, self.terms = output, terms
 
-    def add_gradient(self, gradient: Tensor) -> None:
-        """A backward pass has reached the output."""
-        self.gradient = gradient if self.gradient is None else self.gradient + gradient
+    def add_gradient(self, gradient: Tensor, *, anew: bool) -> None:
+        """A backward pass has reached the output; ``anew``: no earlier one counts."""
+        self.gradient = gradient if anew or self.gradient is None else self.gradient + gradient
 
 
 @dataclass(eq=False)
@@ -143,6 +143,8 @@ class Replay:
         self._depth = 0  # how often the model is entered at present: it may call itself
         self._open: _Call | None = None
         self._calls: list[_Call] = []
+        self._watch = GradientWatch(())
+        self._task = -1  # the number of the last backward pass that has reached an output
         own_state = leave_hooks_behind(module, Hook)
         self._handles: list[Any] = [] if own_state is None else [own_state]
         before, after = Hook(self, "_on_call"), Hook(self, "_on_return")
@@ -163,14 +165,19 @@ class Replay:
             self._depth, self._open = 0, None
 
     def take(self, fraction: float, loss_scale: float) -> tuple[list[Part], int]:
-        """The calls of this step whose gradients have arrived, which are forgotten, and M.
+        """Ends the step.
 
         Args:
             fraction: The share of the examples, in (0, 1].
             loss_scale: What the loss was multiplied by before the backward pass.
+
+        Returns:
+            The calls whose gradients have arrived, each as a :class:`Part` of its examples (the model is run once for a
+            part that is smaller than its call, or under autocast), and M of all of them.
         """
         calls = self._calls
         self.discard()
+        # A loss that is a sum has M = 1, in however many calls.
         terms = 1 if self.loss_terms.average is None else sum(call.terms for call in calls)
         return [self._part(call, fraction, loss_scale) for call in calls], terms
 
@@ -178,10 +185,7 @@ class Replay:
     def run(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The parameters of the output distribution for these arguments, at the present weights."""
         with frozen(self.module, call.random), torch.autocast(call.random.device.type, enabled=False):
-            return _precise(self._parameters(self.module(*args, **kwargs)))
-
-    def _parameters(self, output: Any) -> Any:
-        return main_tensor(output) if self.fisher.output_fn is None else self.fisher.output_fn(output)
+            return _precise(self.fisher.parameters_of(self.module(*args, **kwargs)))
 
     def _part(self, call: _Call, fraction: float, loss_scale: float) -> Part:
         output, gradient = call.output, call.gradient
@@ -217,10 +221,7 @@ class Replay:
         self._depth += 1
         if self._depth > 1:
             return
-        parameters = list(module.parameters())
-        if self._calls and all(p.grad is None for p in parameters):  # whoever has removed the gradients
-            self._calls = []
-        device = parameters[0].device
+        device = next(module.parameters()).device
         self._open = _Call(args, kwargs, RandomState(device), torch.is_autocast_enabled(device.type))
 
     def _on_return(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -230,7 +231,7 @@ class Replay:
         if self._depth > 0 or self._open is None:
             return
         call, self._open = self._open, None
-        parameters = None if output is None else self._parameters(output)
+        parameters = None if output is None else self.fisher.parameters_of(output)
         if isinstance(parameters, Tensor) and parameters.requires_grad and parameters.dim():
             call.record(parameters.detach(), self.loss_terms.count(args, kwargs, output))
             # The graph of the output keeps the call until the gradient has arrived.
@@ -238,10 +239,28 @@ class Replay:
 
     def _on_gradient(self, call: _Call, gradient: Tensor) -> None:
         """The gradient of the output has arrived, unless the pass is none of the loss (see ``gradients.py``)."""
-        if not torch.is_grad_enabled() and any(destination(layer) == "gradient" for layer in self.layers()):
-            if call not in self._calls:
-                self._calls.append(call)
-            call.add_gradient(gradient.detach())
+        if torch.is_grad_enabled() or all(destination(layer) != "gradient" for layer in self.layers()):
+            return
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._begin_pass(task)
+        first = call not in self._calls
+        if first:
+            self._calls.append(call)
+        call.add_gradient(gradient.detach(), anew=first)
+
+    def _begin_pass(self, task: int) -> None:
+        """A backward pass begins, before it has changed a gradient."""
+        self._task = task
+        if self._calls and self._watch.all_cleared():  # by whichever zero_grad(): a new step
+            self._calls = []
+        torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+
+    def _on_backward_end(self) -> None:
+        """Notes the gradients as the pass leaves them."""
+        layers = self.layers()
+        self._watch = GradientWatch(layers)
+        self._watch.remember(range(len(layers)))
 
 
 def _precise(x: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from torch import Tensor
 from .calls import ModelCall
 from .fisher import Fisher
 from .gradients import destination
-from .loss_terms import main_tensor
 from .microbatch import BackwardPasses, LayerCall, Recorder
 
 __all__ = ["PendingGradient", "SampledBackward"]
@@ -55,7 +54,7 @@ class SampledBackward:
     def run(self, call: ModelCall, output: Any) -> None:
         """Takes the gradients of the layers' outputs for a model call that has just returned ``output``."""
         fisher = self.fisher
-        logits = fisher.output_fn(output) if fisher.output_fn is not None else main_tensor(output)
+        logits = fisher.parameters_of(output)
         awaited = call.take_awaited()
         if not (isinstance(logits, Tensor) and logits.requires_grad) or logits.dim() == 0 or not awaited:
             return
@@ -95,8 +94,9 @@ class SampledBackward:
             return
         self._check_loss(g)
         for layer_call, moment in pending:
-            if destination(self.recorder.layers[layer_call.index]) is not None:
-                self.passes.add(layer_call, call, moment)
+            goes_to = destination(self.recorder.layers[layer_call.index])
+            if goes_to is not None:
+                self.passes.add(layer_call, call, moment, to_caller=goes_to == "caller")
 
     def _check_loss(self, g: Tensor) -> None:
         """Warns, once, if the gradient of the user's loss cannot be that of the distribution's likelihood."""

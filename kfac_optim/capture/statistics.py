@@ -16,7 +16,7 @@ from .gradients import GradientWatch
 
 __all__ = ["MicroBatch", "Moments", "Settled", "StepStatistics", "Taken"]
 
-StepKind = Literal["passes", "returned"]
+StepKind = Literal["passes", "to_caller"]
 
 
 @dataclass
@@ -52,23 +52,23 @@ class MicroBatch:
         by_example: Of layers that pool their calls by example, the calls, by layer index and number of examples.
         calls: The model calls that the backward pass has reached.
         task: The number of the backward pass.
-        returned: Whether it returns the gradients (``torch.autograd.grad``) instead of adding them to ``.grad``.
+        to_caller: Whether it returns the gradients (``torch.autograd.grad``) instead of adding them to ``.grad``.
     """
 
     sums: dict[int, Moments] = field(default_factory=dict)
     by_example: dict[tuple[int, int], list[tuple[Observation, Tensor]]] = field(default_factory=dict)
     calls: set[ModelCall] = field(default_factory=set)
     task: int = -1
-    returned: bool = False
+    to_caller: bool = False
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether it is of another thread, which is still running."""
         return any(call.is_elsewhere for call in self.calls)
 
-    def note_returned(self) -> None:
+    def note_caller(self) -> None:
         """The pass returns the gradients to its caller."""
-        self.returned = True
+        self.to_caller = True
 
     def add(self, layer: int, a: Tensor, count: float, g: Tensor) -> None:
         """Adds one layer call; several calls within a backward pass add rows."""
@@ -202,7 +202,7 @@ class Taken:
 
     Args:
         passes: Of the passes that have added to ``.grad``.
-        returned: Of those that have returned gradients to the caller; they count only if none of the others does.
+        to_caller: Of those that have returned gradients to the caller; they count only if none of the others does.
         watch: The gradients.
         transformed: Whether a layer was called inside ``torch.func``.
 
@@ -211,9 +211,9 @@ class Taken:
     """
 
     def __init__(
-        self, passes: StepStatistics, returned: StepStatistics, watch: GradientWatch, *, transformed: bool
+        self, passes: StepStatistics, to_caller: StepStatistics, watch: GradientWatch, *, transformed: bool
     ) -> None:
-        self._passes, self._returned, self._watch, self.transformed = passes, returned, watch, transformed
+        self._passes, self._to_caller, self._watch, self.transformed = passes, to_caller, watch, transformed
         self._largest: dict[StepKind, Tensor] = {}
         self._dropped: set[StepKind] = set()
         gone = set(watch.removed(passes.sums))
@@ -222,16 +222,16 @@ class Taken:
             self._dropped.add("passes")
         elif watch.changed(rest) == rest:
             self._largest["passes"] = watch.largest(rest)
-        set_by_hand = watch.comparable(watch.written(returned.sums))
+        set_by_hand = watch.comparable(watch.written(to_caller.sums))
         if set_by_hand:
-            self._largest["returned"] = watch.largest(set_by_hand)
+            self._largest["to_caller"] = watch.largest(set_by_hand)
         else:
-            self._dropped.add("returned")
+            self._dropped.add("to_caller")
 
     @property
     def captured(self) -> bool:
         """Whether there are any."""
-        return bool(self._passes.terms or self._returned.terms)
+        return bool(self._passes.terms or self._to_caller.terms)
 
     def has_gradients(self) -> bool:
         """Whether a layer has a gradient that is not zero; waits for the device."""
@@ -241,7 +241,7 @@ class Taken:
     @property
     def flags(self) -> list[Tensor]:
         """What has to be read from the device to know which micro-batches count; of any shape."""
-        return [*self._passes.flags, *self._returned.flags, *self._largest.values()]
+        return [*self._passes.flags, *self._to_caller.flags, *self._largest.values()]
 
     def settle(self, flags: Iterable[float]) -> Settled:
         """What the step's statistics are.
@@ -250,10 +250,10 @@ class Taken:
             flags: All entries of :attr:`flags`, read from the device.
         """
         values = iter(flags)
-        passes, returned = self._passes.settle(values), self._returned.settle(values)
+        passes, to_caller = self._passes.settle(values), self._to_caller.settle(values)
         cleared = self._dropped | {
             kind for kind, largest in self._largest.items() if not any(list(islice(values, len(largest))))
         }
         if "passes" not in cleared and any(passes.taken):
             return passes
-        return Settled({}, [], [], [], {}) if "returned" in cleared else returned
+        return Settled({}, [], [], [], {}) if "to_caller" in cleared else to_caller

@@ -37,7 +37,7 @@ class Broadcast:
         tensors: On the source the tensors to send; on the other members tensors of the same shapes and dtypes, which
             are overwritten.
         source: The rank that sends.
-        members: All ranks that take part, in ascending order, the source among them.
+        members: All ranks that take part, at least two, in ascending order, the source among them.
     """
 
     tensors: Sequence[Tensor]
@@ -174,10 +174,14 @@ class Communicator(ABC):
         """
         routes: dict[tuple[int, tuple[int, ...], torch.device], list[Tensor]] = {}
         for broadcast in broadcasts:
-            for tensor in broadcast.tensors if len(broadcast.members) > 1 else ():
+            for tensor in broadcast.tensors:
                 routes.setdefault((broadcast.source, broadcast.members, tensor.device), []).append(tensor)
 
         def started() -> Iterator[tuple[list[Tensor], Tensor, Work, str]]:
+            """Starts a broadcast per bucket when drawn.
+
+            Yields the tensors to fill (none on the source), the buffer, its work, and its name for errors.
+            """
             for (source, members, _), tensors in routes.items():
                 what, sends = f"the broadcast of {kind} from rank {source}", source == self.rank
                 for part in self._buckets(tensors):

@@ -36,7 +36,7 @@ Where to look::
 
 from ..precision import full_precision
 from .attention import AttentionInputLayer, AttentionLayer
-from .base import Declined, KroneckerLayer, LayerOptions, Observation, Sharing, own_parameter
+from .base import Declined, KroneckerLayer, LayerOptions, Observation, RowsLayer, Sharing, own_parameter
 from .convolution import ConvLayer, ConvTransposeLayer
 from .linear import EmbeddingLayer, LinearLayer, TransposedLinearLayer
 from .lookalikes import Reference, lookalike
@@ -73,6 +73,7 @@ __all__ = [
     "Observation",
     "RMSNormLayer",
     "Reference",
+    "RowsLayer",
     "Sharing",
     "SyncBatchNormLayer",
     "TransposedLinearLayer",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .moments import second_moment, spread_examples, with_ones
 
-__all__ = ["Declined", "KroneckerLayer", "LayerOptions", "Observation", "Sharing", "own_parameter"]
+__all__ = ["Declined", "KroneckerLayer", "LayerOptions", "Observation", "RowsLayer", "Sharing", "own_parameter"]
 
 Sharing = Literal["expand", "reduce"]
 
@@ -85,8 +85,8 @@ class Observation:
 class KroneckerLayer(ABC):
     """One weight, its bias, and the Kronecker pairs of their Fisher block.
 
-    A subclass turns what its module type sees into rows, and gradients into matrices; what follows from rows is here,
-    the same for all types.
+    A subclass says what a call contributes to A and G, and how gradients become matrices: for most types by rows, which
+    :class:`~kfac_optim.layers.RowsLayer` is about.
 
     Args:
         name: The module's name.
@@ -181,42 +181,16 @@ class KroneckerLayer(ABC):
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
         """The output gradient ``g`` of a call as rows ``[n, r, p, d_out]``.
 
+        With "expand" examples and positions may be merged, ``[n r, 1, p, d_out]``. p may be the pairs of this call
+        alone (``pairs`` of its :class:`~kfac_optim.layers.Observation`).
+
         Args:
             module: The module that was called.
             g: The gradient of its output, of the output's shape.
             context: That of the call's :class:`~kfac_optim.layers.Observation`.
         """
 
-    # The next three are not abstract, because a type may define their callers instead, as norm layers do.
-
-    def input_rows(self, module: nn.Module, a: Tensor, output: Tensor) -> Iterable[Tensor]:
-        """The input ``a`` of a call as rows ``[n, r, p, d]``, in chunks over n; d is d_in without the bias's column."""
-        raise NotImplementedError(f"{type(self).__name__} has to define input_rows, or an observe of its own")
-
-    def weight_to_matrix(self, weight: Tensor) -> Tensor:
-        """A tensor of the weight's shape as matrices ``[p, d_out, d]``, without the bias's column."""
-        raise NotImplementedError(f"{type(self).__name__} has to define weight_to_matrix, or a to_matrix of its own")
-
-    def matrix_to_weight(self, matrix: Tensor) -> Tensor:
-        """The inverse of :meth:`~kfac_optim.KroneckerLayer.weight_to_matrix`."""
-        raise NotImplementedError(f"{type(self).__name__} has to define matrix_to_weight, or a from_matrix of its own")
-
-    def batch_dim_of(self, module: nn.Module, x: Tensor) -> int | None:
-        """The dimension of the examples in an input or output ``x``; None if ``x`` is a single example without one."""
-        return 0 if x.dim() > 1 else None
-
-    # The same for all types -----------------------------------------------------------------------------------------
-
-    def subsample(self, module: nn.Module, x: Tensor, fraction: float) -> Tensor:
-        """Selects the examples of an input or output that the statistics are made of, ``fraction`` of them."""
-        dim = self.batch_dim_of(module, x)
-        return x if dim is None else spread_examples(x, dim, fraction)
-
-    @property
-    def by_example(self) -> bool:
-        """Whether all calls in a backward pass together give each example one row (reduce), not rows of their own."""
-        return self.sharing == "reduce"
-
+    @abstractmethod
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
         """One call's contribution to A.
 
@@ -226,28 +200,32 @@ class KroneckerLayer(ABC):
             output: Its output.
             dtype: The precision to compute in.
         """
-        if self.by_example:
-            return self._observe_examples(self.input_rows(module, a.detach().to(dtype), output))
-        chunks = []
-        for rows in self.input_rows(module, a.detach().to(dtype), output):
-            total = rows.sum((0, 1)) if self.bias is not None else None
-            chunks.append((second_moment(rows, diagonal=self.diagonal[0]), total, rows.shape[0] * rows.shape[1]))
-        moments, totals, counts = zip(*chunks, strict=True)
-        moment, count = sum(moments[1:], moments[0]), sum(counts)
-        if self.bias is not None:
-            moment = with_ones(moment, sum(totals[1:], totals[0]), count)
-        return Observation(moment, count)
 
-    def _observe_examples(self, chunks: Iterable[Tensor]) -> Observation:
-        """The sums over positions of each example, of rows ``[n, r, p, d]`` in chunks over n."""
-        sums, positions = [], 0
-        for rows in chunks:
-            positions = rows.shape[1]
-            sums.append(rows.sum(1))
-        a = torch.cat(sums)
-        if self.bias is not None:
-            a = F.pad(a, (0, 1), value=positions)
-        return Observation(a, torch.full(a.shape[1:2], float(positions), dtype=a.dtype, device=a.device))
+    @abstractmethod
+    def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Tensors of the shapes of weight and bias as matrices ``[p, d_out, d_in]``."""
+
+    @abstractmethod
+    def from_matrix(self, matrix: Tensor) -> tuple[Tensor, ...]:
+        """The inverse of :meth:`~kfac_optim.KroneckerLayer.to_matrix`: one tensor per entry of ``parameters``."""
+
+    def batch_dim_of(self, module: nn.Module, x: Tensor) -> int | None:
+        """The dimension of the examples in an input or output ``x``; None if ``x`` is a single example without one."""
+        return 0 if x.dim() > 1 else None
+
+    # The same for all types -----------------------------------------------------------------------------------------
+
+    def subsample(self, module: nn.Module, x: Tensor, fraction: float) -> Tensor:
+        """Selects the examples of an input or output that the statistics are made of, ``fraction`` of them."""
+        if fraction == 1:
+            return x
+        dim = self.batch_dim_of(module, x)
+        return x if dim is None else spread_examples(x, dim, fraction)
+
+    @property
+    def by_example(self) -> bool:
+        """Whether all calls in a backward pass together give each example one row (reduce), not rows of their own."""
+        return self.sharing == "reduce"
 
     def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
         """The sum of ``g g^T`` over the rows of one call, ``[p, d_out, d_out]`` (``[p, d_out]`` where G is diagonal).
@@ -273,13 +251,54 @@ class KroneckerLayer(ABC):
         moments = (second_moment(x[:, None], diagonal=d) for x, d in zip((mean, g), self.diagonal, strict=True))
         return next(moments), len(g), next(moments)
 
+
+class RowsLayer(KroneckerLayer):
+    """A layer whose outputs are its weight times rows of its input, ``s = W a``: all types but norm layers.
+
+    A follows from the rows; the bias is the last column of the matrices.
+    """
+
+    @abstractmethod
+    def input_rows(self, module: nn.Module, a: Tensor, output: Tensor) -> Iterable[Tensor]:
+        """The input ``a`` of a call as rows ``[n, r, p, d]``, in chunks over n; d is d_in without the bias's column."""
+
+    @abstractmethod
+    def weight_to_matrix(self, weight: Tensor) -> Tensor:
+        """A tensor of the weight's shape as matrices ``[p, d_out, d]``, without the bias's column."""
+
+    @abstractmethod
+    def matrix_to_weight(self, matrix: Tensor) -> Tensor:
+        """The inverse of :meth:`~kfac_optim.layers.RowsLayer.weight_to_matrix`."""
+
+    def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
+        if self.by_example:
+            return self._observe_examples(self.input_rows(module, a.detach().to(dtype), output))
+        chunks = []
+        for rows in self.input_rows(module, a.detach().to(dtype), output):
+            total = rows.sum((0, 1)) if self.bias is not None else None
+            chunks.append((second_moment(rows, diagonal=self.diagonal[0]), total, rows.shape[0] * rows.shape[1]))
+        moments, totals, counts = zip(*chunks, strict=True)
+        moment, count = sum(moments[1:], moments[0]), sum(counts)
+        if self.bias is not None:
+            moment = with_ones(moment, sum(totals[1:], totals[0]), count)
+        return Observation(moment, count)
+
+    def _observe_examples(self, chunks: Iterable[Tensor]) -> Observation:
+        """The sums over positions of each example, of rows ``[n, r, p, d]`` in chunks over n."""
+        sums, positions = [], 0
+        for rows in chunks:
+            positions = rows.shape[1]
+            sums.append(rows.sum(1))
+        a = torch.cat(sums)
+        if self.bias is not None:
+            a = F.pad(a, (0, 1), value=positions)
+        return Observation(a, torch.full(a.shape[1:2], float(positions), dtype=a.dtype, device=a.device))
+
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Tensors of the shapes of weight and bias as matrices ``[p, d_out, d_in]``, the bias as the last column."""
         matrix = self.weight_to_matrix(weight)
         return matrix if bias is None else torch.cat((matrix, bias.reshape(self.pairs, self.d_out, 1)), dim=-1)
 
     def from_matrix(self, matrix: Tensor) -> tuple[Tensor, ...]:
-        """The inverse of :meth:`~kfac_optim.KroneckerLayer.to_matrix`: one tensor per entry of ``parameters``."""
         if self.bias is None:
             return (self.matrix_to_weight(matrix),)
         return self.matrix_to_weight(matrix[..., :-1]), matrix[..., -1].flatten()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import KroneckerLayer, Observation
+from .base import Observation, RowsLayer
 from .moments import with_ones
 from .registry import register_layer
 from .shifts import shift_pays, shifted_moment
@@ -20,7 +20,7 @@ from .windows import Windows, unfolded_moment
 __all__ = ["ConvLayer", "ConvTransposeLayer"]
 
 
-class _ConvNdLayer(KroneckerLayer):
+class _ConvNdLayer(RowsLayer):
     """What convolutions and transposed convolutions share.
 
     Groups are Kronecker pairs, and the shared positions are the output pixels. A row of the input is the patch that the

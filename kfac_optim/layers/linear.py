@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import Declined, KroneckerLayer, Observation, Sharing
+from .base import Declined, Observation, RowsLayer, Sharing
 from .registry import register_layer
 
 __all__ = ["EmbeddingLayer", "LinearLayer", "TransposedLinearLayer"]
 
 
 @register_layer(nn.Linear)
-class LinearLayer(KroneckerLayer):
+class LinearLayer(RowsLayer):
     """``nn.Linear`` on inputs of any rank; the features are the last dimension, all others but the examples' shared."""
 
     def structure(self, module: nn.Module) -> tuple[int, int, int]:

@@ -94,16 +94,16 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
         roots: The user's modules.
         options: The engine's options for layers.
     """
-    # For every parameter its name, and the reason why it is declined ("": it is not, so far).
     layers: dict[nn.Parameter, KroneckerLayer] = {}
+    # For every parameter its name, and the reason why it is declined ("": it is not, so far).
     reasons: dict[nn.Parameter, tuple[str, str]] = {}
-    weightless: set[nn.Parameter] = set()  # parameters beside a weight that is not among the trained ones
+    beside_untrained: set[nn.Parameter] = set()  # biases of layers whose weight the optimizer does not train
     visited: set[nn.Module] = set()
     roots = list(roots)
     for prefix, root in zip(_prefixes(roots), roots, strict=True):
         new = {name: module for name, module in root.named_modules() if module not in visited}
         for name, module in new.items():
-            if module in visited:
+            if module in visited:  # part of an attention module that has been seen
                 continue
             name = (prefix + name).rstrip(".")
             parts = list(module.modules()) if isinstance(module, nn.MultiheadAttention) else [module]
@@ -112,7 +112,7 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
             for layer in found:
                 _add(layer, layers, reasons)
                 if not options.trains(layer.weight):
-                    weightless.update(module.parameters())
+                    beside_untrained.update(module.parameters())
             for parameter_name, parameter in module.named_parameters(name, recurse=len(parts) > 1):
                 _, declined = reasons.setdefault(parameter, (parameter_name, reason))
                 if reason and not declined:
@@ -125,7 +125,7 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
             other = "the weight of its layer is not among the optimizer's parameters"
             uncovered[parameter] = (
                 name,
-                reason or (other if parameter in weightless else "frozen when the optimizer was built"),
+                reason or (other if parameter in beside_untrained else "frozen when the optimizer was built"),
             )
     return Coverage(kept, uncovered)
 

@@ -26,12 +26,13 @@ Where to look::
 from .decompose import decompose_all, decompose_safely, grouped_by_key
 from .eigen import EigenSolver
 from .inverse import InverseSolver
-from .protocol import Decomposition, MaybeDecomposition, Solver, Spectral, Truncating, Verifying
+from .protocol import Decomposition, Failure, MaybeDecomposition, Solver, Spectral, Truncating, Verifying
 from .worker import Worker
 
 __all__ = [
     "Decomposition",
     "EigenSolver",
+    "Failure",
     "InverseSolver",
     "MaybeDecomposition",
     "Solver",

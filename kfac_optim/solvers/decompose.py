@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..precision import full_precision
-from .protocol import MaybeDecomposition, Solver, Verifying
+from .protocol import Failure, MaybeDecomposition, Solver, Verifying
 
 __all__ = ["grouped_by_key", "decompose_all", "decompose_safely"]
 
@@ -26,7 +26,7 @@ def decompose_safely(solver: Solver, factor: Tensor, shift: Tensor) -> MaybeDeco
         shift: What the solver adds to the diagonals, ``[p]``.
 
     Returns:
-        The decomposition in the factor's dtype and on its device, or None if every attempt failed.
+        The decomposition in the factor's dtype and on its device, or why the last attempt failed.
     """
     # Cheapest first; the CPU's LAPACK is the most robust.
     attempts: list[Callable[[Tensor], Tensor]] = [
@@ -34,25 +34,29 @@ def decompose_safely(solver: Solver, factor: Tensor, shift: Tensor) -> MaybeDeco
         lambda t: t.double(),
         lambda t: _jittered(t.double().cpu()),
     ]
+    result: MaybeDecomposition = Failure("")
     for attempt in attempts:
         prepared = attempt(factor)
         result = _attempt(solver, prepared, shift.to(prepared))
-        if result is not None:
+        if not isinstance(result, Failure):
             return tuple(part.to(factor) for part in result)
-    return None
+    return result
 
 
 def _attempt(solver: Solver, factor: Tensor, shift: Tensor) -> MaybeDecomposition:
-    """The decomposition, or None if it failed, is not finite, or the solver finds it wrong."""
+    """The decomposition, or what keeps it from being one: an error, numbers that are not finite, the solver's check."""
     try:
         with _precision_of(solver, factor.device.type):
             result = solver.decompose(factor, shift)
-    except RuntimeError:
-        return None
-    good = [part.isfinite().all() for part in result]
+    except RuntimeError as error:  # LinAlgError, GPU libraries' own errors, and out of memory, which the CPU may solve
+        return Failure(f"{type(error).__name__}: {error}")
+    checks = [part.isfinite().all() for part in result]
     if isinstance(solver, Verifying):
-        good.append(solver.is_valid(result))
-    return result if bool(torch.stack(good).all()) else None
+        checks.append(solver.is_valid(result))
+    passed = torch.stack(checks).tolist()
+    if all(passed):
+        return result
+    return Failure("the result is not finite" if not all(passed[: len(result)]) else "the result is no decomposition")
 
 
 def _precision_of(solver: Solver, device_type: str) -> AbstractContextManager[None]:
@@ -74,12 +78,13 @@ def grouped_by_key(
     found: list[list[Item]] = []
     latest: dict[Hashable, tuple[list[Item], float]] = {}
     for item in items:
-        batch, so_far = latest.get(key(item), ([], 0.0))
-        if not batch or so_far + size(item) > limit:
+        kind, weight = key(item), size(item)
+        batch, so_far = latest.get(kind, ([], 0.0))
+        if not batch or so_far + weight > limit:
             batch, so_far = [], 0.0
             found.append(batch)
         batch.append(item)
-        latest[key(item)] = (batch, so_far + size(item))
+        latest[kind] = (batch, so_far + weight)
     return found
 
 
@@ -95,7 +100,7 @@ def decompose_all(solver: Solver, factors: Sequence[Tensor], shifts: Sequence[Te
         For each factor what :func:`decompose_safely` returns.
     """
     together = _attempt(solver, torch.cat(list(factors)), torch.cat(list(shifts))) if len(factors) > 1 else None
-    if together is None:
+    if together is None or isinstance(together, Failure):
         return [decompose_safely(solver, factor, shift) for factor, shift in zip(factors, shifts, strict=True)]
     sizes = [len(factor) for factor in factors]
     return list(zip(*(part.split(sizes) for part in together), strict=True))

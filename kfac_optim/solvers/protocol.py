@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Decomposition", "MaybeDecomposition", "Solver", "Spectral", "Truncating", "Verifying"]
+__all__ = ["Decomposition", "Failure", "MaybeDecomposition", "Solver", "Spectral", "Truncating", "Verifying"]
 
 Decomposition = tuple[Tensor, ...]
-MaybeDecomposition = Decomposition | None  # None: it could not be computed
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Takes the place of a decomposition that could not be computed.
+
+    Attributes:
+        reason: What went wrong in the last attempt.
+    """
+
+    reason: str
+
+
+MaybeDecomposition = Decomposition | Failure
 
 
 class Solver(Protocol):
@@ -56,7 +70,7 @@ class Truncating(Solver, Protocol):
     def count_relevant(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
         """How much of a stack's decompositions matters at a damping: some counts, ``[c]``; waits for nothing.
 
-        Asked for when the decompositions are new, or the damping has fallen.
+        Asked for when the decompositions are new, or the damping has crossed a quarter octave.
         """
         ...
 

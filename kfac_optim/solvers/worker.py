@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import torch
 
-from .protocol import MaybeDecomposition
+from .protocol import Failure, MaybeDecomposition
 
 __all__ = ["Worker"]
 
@@ -24,6 +24,9 @@ class Worker:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kfac-decomposition")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._finalizer = weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
+
+    def __reduce__(self) -> tuple[type[Worker], tuple[()]]:
+        return Worker, ()  # copies and pickles start a thread of their own
 
     def close(self) -> None:
         """Ends the thread after what it is doing; so does the collection of the worker, if its jobs do not hold it."""
@@ -51,7 +54,7 @@ class Worker:
             if stream is not None:
                 current = torch.cuda.current_stream(device)
                 current.wait_stream(stream)
-                for part in found or ():
+                for part in () if isinstance(found, Failure) else found:
                     part.record_stream(current)  # or the side stream would take its memory for free too early
             return found
 

@@ -102,7 +102,7 @@ def test_the_command(tmp_path):
     for result in found["results"]:
         rows = {row["step of"]: row for row in result["rows"]}
         assert rows["base"]["passes"] == rows["ordinary"]["passes"] == rows["refresh"]["passes"]
-        assert rows["base"]["step"] < rows["ordinary"]["step"] < rows["refresh"]["step"]
+        assert rows["base"]["step"] < rows["repeated"]["step"] < rows["ordinary"]["step"] < rows["refresh"]["step"]
         assert rows["statistics"]["passes"] > rows["ordinary"]["passes"]
         places = [place["place"] for place in result["places"]["refresh"]]
         assert len(places) >= 10 and "elsewhere" not in places

@@ -19,6 +19,7 @@ def test_a_study_writes_table_json_and_plot(study, tmp_path, capsys):
     result = smoke(tmp_path, study)
     assert (tmp_path / f"{study}.png").stat().st_size > 0
     assert {"versions", "commit", "machine", "seeds", "chosen", "skipped", "command"} <= result.keys()
+    assert result["command"].endswith(f"benchmarks.selftuning --smoke --study {study} --seeds 0")  # no folder
     printed = capsys.readouterr().out
     assert all(line in printed for line in result["table"])
     labels = [run["of"] for run in result["runs"]]

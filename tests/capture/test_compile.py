@@ -195,6 +195,24 @@ def one_backward_for_three(call: Call, step: int) -> None:
     torch.stack(losses).sum().backward()
 
 
+def among_monitors(call: Call, step: int) -> None:
+    """Gradients that are taken for a look: of the weights before and after the pass, of the input in between."""
+    parameters = list(call.parameters())  # type: ignore[attr-defined]
+    x = numbers(step + 70, 8, 4).requires_grad_()
+    torch.autograd.grad(7 * F.cross_entropy(call(x), classes(step)), parameters)
+    on_vectors(call, step)
+    torch.autograd.grad(7 * F.cross_entropy(call(x), classes(step)), x)
+    torch.autograd.grad(7 * F.cross_entropy(call(x), classes(step)), parameters)
+
+
+def sets_gradients(call: Call, step: int) -> None:
+    """``.grad`` is set by the loop."""
+    parameters = list(call.parameters())  # type: ignore[attr-defined]
+    loss = F.cross_entropy(call(numbers(step, 8, 4)), classes(step))
+    for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        p.grad = gradient
+
+
 def run(call: Call, optimizer: torch.optim.Optimizer, one: Call, steps: range = range(6)) -> None:
     for step in steps:
         optimizer.zero_grad()
@@ -277,13 +295,15 @@ ODD: dict[str, tuple[Callable[[], nn.Module], Call, dict[str, Any]]] = {
     "accumulation and evaluation": (mlp, accumulated, {}),
     "forwards before backwards": (mlp, forwards_first, {}),
     "one backward of three forwards": (mlp, one_backward_for_three, {}),
+    "among monitors": (mlp, among_monitors, {}),
+    "gradients set by the loop": (mlp, sets_gradients, {}),
     "terms by a function": (mlp, on_vectors, {"loss_average": lambda inputs, y: y.shape[0]}),
     "checkpoint": (lambda: Checkpointed(False), on_vectors, {}),
     "re-entrant checkpoint": (lambda: Checkpointed(True), on_vectors, {}),
 }
 
 
-@pytest.mark.fast("^(one backward|several calls$)")
+@pytest.mark.fast("^(one backward|several calls$|among)")
 @pytest.mark.parametrize("case", ODD)
 def test_the_rules_of_capture_hold(case: str) -> None:
     make, one, options = ODD[case]

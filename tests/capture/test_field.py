@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, vmap
 from torch.nn import functional as F
 
-from kfac_optim import KFACSGD
+from kfac_optim import KFACSGD, CurvatureEngine
 from tests.helpers.compare import assert_same_factors, assert_same_weights
 from tests.helpers.settings import EXACT
 
@@ -77,6 +77,16 @@ def test_transforms_hide_the_layers_and_the_first_step_says_so(
     with pytest.raises(RuntimeError, match="none of its layers was seen"):
         optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("lr", [None, 0.1])
+def test_an_engine_of_its_own_says_so_too(lr: float | None) -> None:
+    """Whether or not the loop tells it a learning rate."""
+    model = small()
+    engine = CurvatureEngine(model, scaling=None)
+    whole_batch(model, torch.randn(8, 4), torch.randint(3, (8,)))
+    with pytest.raises(RuntimeError, match="none of its layers was seen"):
+        engine.precondition_(lr)
 
 
 @pytest.mark.parametrize("transform", [whole_batch, per_example])

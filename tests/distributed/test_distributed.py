@@ -158,3 +158,28 @@ def without_layers(rank: int, world_size: int) -> list[list[Tensor]]:
 def test_ranks_without_a_layer_to_precondition_train_by_the_base_rule() -> None:
     for kfac, sgd in run_ranks(2, without_layers):
         assert all(torch.equal(p, q) for p, q in zip(kfac, sgd, strict=True))
+
+
+def train_turning(rank: int, world_size: int) -> dict[str, tuple[list[Tensor], list[float]]]:
+    """On one batch and at a large rate trust rises, and every second step repeats the change of the one before."""
+    found = {}
+    for name, strategy in STRATEGIES.items() if world_size > 1 else [("one", FactorWise())]:
+        torch.manual_seed(0)
+        model = Net().double()
+        wrapped: nn.Module = DDP(model) if world_size > 1 else model
+        optimizer = KFACSGD(model, lr=1.0, momentum=0.9, assignment=strategy, **OPTIONS)
+        trusts = []
+        for _ in range(12):
+            train(wrapped, optimizer, [0], shape=SHAPE, rank=rank, world_size=world_size)
+            trusts.append(optimizer.curvature.trust)
+        found[name] = values(model), trusts
+    return found
+
+
+def test_ranks_turn_and_repeat_as_one_process() -> None:
+    weights, trusts = train_turning(0, 1)["one"]
+    assert any(min(trusts[step - 1 : step + 1]) > 0 for step in range(1, 12, 2)), trusts
+    outcomes = run_ranks(2, train_turning)
+    for name in STRATEGIES:
+        assert all(found[name][1] == trusts for found in outcomes), name
+        assert_all_near([found[name][0] for found in outcomes], weights)

@@ -80,6 +80,37 @@ def test_shards_equal_one_process(world_size: int) -> None:
             assert_all_near([found[f"{kind}, {how}"] for found in outcomes], expected)
 
 
+TURNING: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (KFACSGD, {"lr": 2.0, "momentum": 0.9}),
+    "adamw": (KFACAdamW, {"lr": 0.1, "weight_decay": 0.1}),
+}
+
+
+def train_turning(rank: int, world_size: int) -> dict[str, tuple[list[Tensor], list[float]]]:
+    """At rates so large that trust rises, and every second step repeats the change of the one before."""
+    found = {}
+    for kind, (cls, options) in TURNING.items():
+        model = make()
+        if world_size > 1:
+            shard(model, "per layer")
+        optimizer = cls(model, **options, **OPTIONS)
+        trusts = []
+        for _ in range(10):
+            train(model, optimizer, [0], shape=SHAPE, rank=rank, world_size=world_size)
+            trusts.append(optimizer.curvature.trust)
+        found[kind] = whole(model), trusts
+    return found
+
+
+def test_turned_and_repeated_steps_on_shards() -> None:
+    outcomes, expected = run_ranks(2, train_turning), train_turning(0, 1)
+    for kind, (weights, trusts) in expected.items():
+        repeated = [step for step in range(1, 10, 2) if min(trusts[step - 1 : step + 1]) > 0]
+        assert repeated, trusts
+        assert all(found[kind][1] == trusts for found in outcomes)
+        assert_all_near([found[kind][0] for found in outcomes], weights)
+
+
 def train_bf16(rank: int, world_size: int) -> list[Tensor]:
     model = make().float()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -107,6 +107,7 @@ def _rank(
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout
         )
+        dist.barrier()  # one that left its group at once would break the connections that another still makes
         # As bytes: tensors would travel by file descriptors that end with this process.
         buffer = io.BytesIO()
         torch.save(function(rank, world_size, *args), buffer)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import LayerOptions
-from kfac_optim.layers import KroneckerLayer, Windows, convolution, find_layers, shift_pays, shifts, windows
+from kfac_optim.layers import RowsLayer, Windows, convolution, find_layers, shift_pays, shifts, windows
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -47,7 +47,7 @@ def test_both_ways_give_the_moment_of_the_rows(case: tuple[nn.Module, Tensor], n
     module, x = case
     module = module.double()
     (layer,) = find_layers([module], LayerOptions()).layers
-    expected = KroneckerLayer.observe(layer, module, x, module(x), torch.float64)
+    expected = RowsLayer.observe(layer, module, x, module(x), torch.float64)
     for shifted in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(convolution, "shift_pays", lambda *_, shifted=shifted: shifted)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Iterable
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kfac_optim import KFACSGD, CurvatureEngine, KFACAdam
+from kfac_optim import KFACSGD, CurvatureEngine, KFACAdam, LayerOptions
+from kfac_optim.layers import RowsLayer
 
 OFTEN = {"factor_update_steps": 1, "inv_update_steps": 2}
 
@@ -190,3 +192,20 @@ def test_the_check_of_the_loss_knows_the_dimension_of_the_classes_and_loss_scale
         warnings.simplefilter("error")
         scaler.scale(F.cross_entropy(model(torch.randn(4, 1, 3, 3)), torch.randint(5, (4, 3, 3)))).backward()
         scaler.step(optimizer)
+
+
+def test_a_layer_type_that_lacks_a_part_is_refused_by_its_name() -> None:
+    class Half(RowsLayer):
+        """Rows, but no matrices."""
+
+        def structure(self, module: nn.Module) -> tuple[int, int, int]:
+            return 1, 3, 4
+
+        def input_rows(self, module: nn.Module, a: Tensor, output: Tensor) -> Iterable[Tensor]:
+            yield a[:, None, None]
+
+        def output_rows(self, module: nn.Module, g: Tensor, context: object) -> Tensor:
+            return g[:, None, None]
+
+    with pytest.raises(TypeError, match=r"Half.*matrix_to_weight.*weight_to_matrix"):
+        Half("half", nn.Linear(4, 3), LayerOptions())  # type: ignore[abstract]

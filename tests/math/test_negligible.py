@@ -160,6 +160,22 @@ def test_what_is_negligible_follows_the_kind_of_damping() -> None:
         assert float((found[name] - change).norm() / change.norm()) <= 0.01
 
 
+def test_layers_of_one_shape_of_which_some_have_no_gradient_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting what matters waits for the device: not in every step because a layer was frozen, or is not used."""
+    model = make_model()
+    options = EXACT | {"factor_update_steps": 1000, "inv_update_steps": 1000, "damping": 1.0, "solver": EigenSolver()}
+    optimizer = KFACSGD(model, **options)  # type: ignore[arg-type]
+    count, asked = EigenSolver.count_relevant, []
+    monkeypatch.setattr(EigenSolver, "count_relevant", lambda self, *args: asked.append(step) or count(self, *args))
+    for step, (inputs, targets) in enumerate(batches(6)):
+        optimizer.zero_grad()
+        mean_loss(model(inputs), targets).backward()
+        if step in (2, 3, 5):  # model[4] has the same shape
+            model[2].zero_grad()
+        optimizer.step()
+    assert set(asked) == {0, 2}
+
+
 @pytest.mark.parametrize("value", [-0.1, 1.0, float("nan")])
 def test_what_is_out_of_range_is_refused(value: float) -> None:
     """Naming the argument, the value and the range."""

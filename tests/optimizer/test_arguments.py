@@ -16,6 +16,7 @@ from kfac_optim import (
     KFACLAMB,
     KFACSGD,
     CurvatureEngine,
+    EigenSolver,
     KFACAdam,
     KFACMixin,
     KLClip,
@@ -307,7 +308,7 @@ def test_there_are_19_options() -> None:
 def test_defaults_of_the_design() -> None:
     """Those that DESIGN section 2 fixes."""
     expected: dict[str, Any] = {
-        "model": None, "factor_decay": 0.95, "solver": "eigen",
+        "model": None, "factor_decay": 0.95,
         "fisher": "empirical", "loss_average": "batch", "batch_dim": 0, "weight_sharing": "expand",
         "skip_layers": (), "max_factor_dim": 8192, "assignment": "factor-wise",
         "communicator": None, "grad_scaler": None,
@@ -322,7 +323,8 @@ def test_defaults_of_the_design() -> None:
 DEFAULTS: dict[str, Any] = {
     "damping": OfLargest(inverse_time_decay(0.03, steps=10, final=1e-4)),
     "scaling": "graft",
-    "inv_update_steps": growing(0.5, 10),
+    "inv_update_steps": growing(0.5, 10, most_work=2.0),
+    "solver": EigenSolver(negligible=0.3),
     "factor_update_steps": None,
     "spread": None,
 }

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch_optimizer
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfac_optim import KFACLAMB, KFACSGD, KFACAdam, KFACAdamW
 from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
+from tests.helpers.reads import HostReads
 from tests.helpers.settings import ALL_CLASSES, BASES, FLOAT64
 from tests.helpers.training import make_model, train
 
@@ -131,16 +131,6 @@ def test_closed_curvature_leaves_the_base_class(kfac: type[torch.optim.Optimizer
     train(ours, optimizer, range(STEPS))
     train(theirs, BASES[kfac](theirs.parameters(), **ALL_CLASSES[kfac]), range(STEPS))
     assert_close(ours, theirs, LAMB_TOL)
-
-
-class HostReads(TorchDispatchMode):
-    """Counts the reads of a tensor's value by the host, each of which would wait for an accelerator."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 def host_reads(optimizer: type[torch.optim.Optimizer], tensors: int, **keywords: Any) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, Graft, KFACAdam, KFACAdamW, KFACMixin
+from kfac_optim.bases import base_step
 from kfac_optim.trust import alignment
 from tests.helpers.compare import SAME, assert_near, assert_same_weights, snapshot
 from tests.helpers.reference import Named, Oracle, averaged, backward, log_cosh
@@ -112,6 +113,7 @@ class Textbook:
         self.scaling, self.interval, self.steps = scaling, interval, 0
         self.trust: float | None = None  # in tenths, where it is learned
         self.turns: Named = {}
+        self.changes: Named = {}
         self.rules = {name: rule() for name, _ in model.named_parameters()}
 
     def step(self, passes: list[tuple[tuple[Tensor], Tensor]], lr: float = LR) -> None:
@@ -139,11 +141,17 @@ class Textbook:
             if self.turns:
                 product = sum(float((step.gradients[name] * turn).sum()) for name, turn in self.turns.items())
                 self.trust = min(10, self.trust + 1) if product > 0 else max(0, self.trust - 1)
-            measured = self.trust > 0 or (self.steps - 1) % 4 == 0
-            self.turns = {name: k - updates[name] for name, k in directions.items() if measured}
-            whole = {layer.name: layer.of(updates) for layer in self.oracle.layers}
-            steps = {name: turned(whole[name], k, self.trust / 10) for name, k in found.items()}
-            directions = named(self.model, steps, self.oracle)
+            step_number = self.steps - 1
+            if self.trust > 0 and step_number % 2 and self.changes:
+                directions = {name: updates[name] + change for name, change in self.changes.items()}
+            else:
+                measured = self.trust > 0 or step_number % 4 == 0
+                self.turns = {name: k - updates[name] for name, k in directions.items() if measured}
+                whole = {layer.name: layer.of(updates) for layer in self.oracle.layers}
+                steps = {name: turned(whole[name], k, self.trust / 10) for name, k in found.items()}
+                directions = named(self.model, steps, self.oracle)
+                repeatable = self.trust > 0 and any(updates[n] is not step.gradients[n] for n in updates)
+                self.changes = {name: d - updates[name] for name, d in directions.items() if repeatable}
         with torch.no_grad():
             for name, p in weights.items():  # "scale" moves by the base rule
                 _, update, decay = parts[name]
@@ -360,6 +368,27 @@ def test_the_buffer_of_plain_sgd_goes_on() -> None:
         assert_near(second.state[q]["momentum_buffer"], 0.9 * first.state[p]["momentum_buffer"] + q.grad, name, SAME)
 
 
+@pytest.mark.parametrize(
+    ("how", "weight"), [({"momentum": 0.9}, 10), ({"momentum": 0.8, "dampening": 0.3}, 3.5), ({"momentum": 0.0}, 1)]
+)
+def test_the_decay_in_a_mature_buffer_of_plain_sgd_is_known(how: dict[str, float], weight: float) -> None:
+    """In the limit each gradient, and the decay that was added to it, stands in the buffer with a weight known."""
+    model, passes = Net(), data()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0, weight_decay=0.5, **how)
+    backward(model, passes, loss)
+    for _ in range(300):
+        sgd.step()
+    ours = KFACSGD(model, **(MODE | how | {"weight_decay": 0.5, "lr": 0.0}))
+    ours.load_state_dict(copy.deepcopy(sgd.state_dict()))
+    covered = [p for layer in ours.curvature.layers for p in layer.parameters]
+    for _ in range(2):
+        backward(model, passes, loss)
+        ours.step()
+        found = base_step(ours, {p: p.grad for p in covered}, {p: p.data for p in covered})
+        for p in covered:
+            assert_near(found.moments[p], weight * p.grad, rel=1e-9)
+
+
 def test_a_base_that_decouples_its_decay_shrinks_the_weights_as_much() -> None:
     class KFACAdafactor(KFACMixin, torch.optim.Adafactor):
         pass
@@ -399,8 +428,65 @@ def test_trust_is_learned_from_the_next_gradient(rate: float) -> None:
         for name, p in model.named_parameters():
             if name in textbook.turns:
                 assert_near(optimizer.state[p]["kfac_turn"], textbook.turns[name], name, 1e-9)
+            else:  # of no use to the next step
+                assert "kfac_turn" not in optimizer.state[p]
     assert f"trust {seen[-1]:.1f}" in repr(optimizer.curvature)
-    assert seen[0] == 0 and (max(seen) == 0 if rate < 0.1 else max(seen) >= 0.5)
+    assert seen[0] == 0 and (max(seen) == 0 if rate < 0.1 else max(seen) >= 0.3)
+
+
+@pytest.mark.parametrize("before", [4, 5, 6, 7])
+def test_a_resumed_run_repeats_what_the_other_would_have(before: int) -> None:
+    options = MODE | {"momentum": 0.9, "scaling": "graft", "lr": 2.0}
+    model, batch, trusts = Net(), data(), []
+    optimizer = KFACSGD(model, **options)
+
+    def step(model: Net, optimizer: KFACSGD) -> None:
+        backward(model, batch, loss)
+        optimizer.step()
+        trusts.append(optimizer.curvature.trust)
+
+    for _ in range(before):
+        step(model, optimizer)
+    other = copy.deepcopy(model)
+    resumed = KFACSGD(other, **options)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for _ in range(4):
+        step(model, optimizer)
+        step(other, resumed)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(p, q)
+    assert min(trusts[before - 1 :]) > 0, "no step was turned"
+
+
+@pytest.mark.parametrize("key", ["kfac_turn", "kfac_change"])
+@pytest.mark.parametrize("damage", [lambda saved: saved[:1], lambda saved: saved * float("nan"), lambda saved: None])
+def test_a_damaged_turn_is_refused(key: str, damage: Callable[[Tensor], Any]) -> None:
+    options = MODE | {"momentum": 0.9, "scaling": "graft", "lr": 2.0}
+    model, batch = Net(), data()
+    optimizer = KFACSGD(model, **options)
+    for _ in range(5):
+        backward(model, batch, loss)
+        optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    saved = next(own for own in state["state"].values() if key in own and own[key].dim() > 1)
+    saved[key] = damage(saved[key])
+    fresh = KFACSGD(copy.deepcopy(model), **options)
+    before = str(fresh.state_dict())
+    with pytest.raises(ValueError, match=key):
+        fresh.load_state_dict(state)
+    assert str(fresh.state_dict()) == before
+
+
+def test_without_momentum_a_step_that_does_not_turn_leaves_nothing_behind() -> None:
+    model = Net()
+    optimizer = KFACSGD(model, **(MODE | {"momentum": 0.0, "scaling": "graft", "lr": 0.01}))
+    covered = {p for layer in optimizer.curvature.layers for p in layer.parameters}
+    for step in range(6):
+        backward(model, data(), loss)
+        optimizer.step()
+        turned = {p for p, state in optimizer.state.items() if "kfac_turn" in state}
+        assert turned == (covered if step % 4 == 0 or optimizer.curvature.trust > 0 else set())
+        assert all(optimizer.state.values())
 
 
 @pytest.mark.parametrize("kfac", ALL_CLASSES)

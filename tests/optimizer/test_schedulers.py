@@ -85,7 +85,7 @@ def test_scheduled_training_is_the_base_optimizer_s_on_preconditioned_gradients(
     """The other side: a preconditioner that is told each step's learning rate, before the scheduled base optimizer."""
     ours, theirs = make_model(), make_model()
     before = values(ours)
-    optimizer = kfac(ours, **CLASSES[kfac], **SETTINGS, precondition="gradient")
+    optimizer = kfac(ours, **CLASSES[kfac], **SETTINGS, precondition="gradient", solver="eigen")
     scheduler = SCHEDULERS[name](optimizer)
     rates, momenta = [], []
 
@@ -347,7 +347,13 @@ def test_schedules_of_the_package_can_be_pickled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keywords", "named"), [({"fraction": -0.1}, "fraction"), ({"minimum": 0}, "minimum"), ({"maximum": 2}, "maximum")]
+    ("keywords", "named"),
+    [
+        ({"fraction": -0.1}, "fraction"),
+        ({"minimum": 0}, "minimum"),
+        ({"maximum": 2}, "maximum"),
+        ({"most_work": 0.0}, "most_work"),
+    ],
 )
 def test_growing_refuses_what_can_not_be(keywords: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=rf"{named}=.*must be"):

@@ -287,6 +287,44 @@ def test_what_a_loop_does_beside_training_is_left_alone() -> None:
         assert_near(q.detach(), p.detach(), rel=1e-6)
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("late", [False, True], ids=["before the forward", "after it"])
+def test_passes_whose_gradients_were_cleared_do_not_count(to_none: bool, late: bool) -> None:
+    """By whichever ``zero_grad()``, with or without a forward pass in between; without one they add up."""
+    (model, optimizer), (other, again) = make(fisher=FixedTargets()), make(fisher=FixedTargets())
+    train(model, optimizer, range(3), parts=2, **BATCH)
+    for step in range(3):
+        inputs, classes = data_of(step, (64, 4))
+        F.cross_entropy(other(inputs.flip(0)), classes).backward()
+        if not late:
+            other.zero_grad(to_none)
+        for x, y in zip(inputs.chunk(2), classes.chunk(2), strict=True):
+            loss = F.cross_entropy(other(x), y) / 2
+            if late and x[0, 0] == inputs[0, 0]:
+                other.zero_grad(to_none)
+            loss.backward()
+        again.step()
+        again.zero_grad()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert_near(q.detach(), p.detach(), rel=1e-6)
+
+
+def test_gradients_of_a_graph_that_is_kept_count_as_often_as_they_are_in_grad() -> None:
+    (model, optimizer), (other, again) = make(fisher=FixedTargets()), make(fisher=FixedTargets())
+    train(model, optimizer, range(3), **BATCH)
+    for step in range(3):
+        inputs, classes = data_of(step, (64, 4))
+        loss = F.cross_entropy(other(inputs), classes)
+        loss.backward(retain_graph=True)
+        other.zero_grad()
+        for _ in range(2):
+            (loss / 2).backward(retain_graph=True)
+        again.step()
+        again.zero_grad()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert_near(q.detach(), p.detach(), rel=1e-6)
+
+
 # A closure -----------------------------------------------------------------------------------------------------------
 
 

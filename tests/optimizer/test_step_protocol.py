@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from kfac_optim import KFACSGD, KFACMixin
+from kfac_optim import KFACSGD, CurvatureEngine, KFACMixin
+from kfac_optim.bases import base_step, bias_correction
 from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
+from tests.helpers.reads import HostReads
 from tests.helpers.settings import BASES, CLASSES, SETTINGS
 from tests.helpers.training import backward, loss_of, make_model, train
 
@@ -348,3 +350,49 @@ def test_a_closed_engine_leaves_the_base_class(spread: int) -> None:
     train(model, optimizer, range(3, 9))
     train(base_model, base, range(3, 9))
     assert_identical(model, base_model)
+
+
+# Waits ---------------------------------------------------------------------------------------------------------------
+
+
+def test_learning_rates_on_a_device_are_read_with_the_gradients() -> None:
+    def reads(*lrs: float | Tensor) -> int:
+        model = make_model()
+        engine = CurvatureEngine(model, **SETTINGS)
+        backward(model, 0)
+        with HostReads() as counted, torch.no_grad():
+            assert engine.update([p.grad for p in model.parameters() if p.grad is not None], lrs)
+        assert engine.refreshes == 1
+        return counted.count
+
+    assert reads(torch.tensor(0.0), 0.0, torch.tensor(0.1)) == reads(0.0, 0.0, 0.1)
+
+
+@pytest.mark.parametrize("still", [torch.tensor(0.0), torch.tensor([0.0]), 0.0])
+def test_a_learning_rate_of_any_kind_can_make_a_step_that_changes_nothing(still: float | Tensor) -> None:
+    """As torch.distributed.checkpoint takes it: on zero gradients, at a rate of 0."""
+    model = make_model()
+    engine = CurvatureEngine(model, **SETTINGS)
+    zeros = [torch.zeros_like(p) for p in model.parameters()]
+    for rates, counted in (([still], 0), ([still, torch.tensor(0.1)], 1)):
+        assert engine.update(zeros, rates)
+        engine.advance()
+        assert engine.step_count == counted
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_adams_decay_is_taken_apart_where_the_steps_are(amsgrad: bool) -> None:
+    """On a device: that is where ``fused=True`` counts them. Meta tensors have no numbers that could be read."""
+    weight = nn.Parameter(torch.randn(3, 2, device="meta"))
+    adam = torch.optim.Adam([weight], weight_decay=0.1, amsgrad=amsgrad)
+    moments = {"exp_avg": weight.data, "exp_avg_sq": weight.data, "max_exp_avg_sq": weight.data}
+    adam.state[weight] = {"step": torch.ones((), device="meta"), **moments}
+    parts = base_step(adam, {weight: weight.data}, {weight: weight.data})
+    assert parts.updates[weight].shape == parts.moments[weight].shape == weight.shape
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.9, 0.9999])
+@pytest.mark.parametrize("steps", [1, 30, 100_000])
+def test_a_tensor_of_steps_gives_the_correction_of_their_number(beta: float, steps: int) -> None:
+    found = bias_correction(beta, torch.tensor(steps, dtype=torch.float32))
+    assert float(found) == pytest.approx(bias_correction(beta, steps), rel=1e-6)

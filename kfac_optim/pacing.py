@@ -1,0 +1,76 @@
+"""How often factors are decomposed: a schedule, and where asked for, what that costs beside training itself.
+
+Decompositions grow with the cube of a factor's size, passes with its rows. On wide layers and small batches a refresh
+takes as long as hundreds of steps. A schedule with ``most_work`` (:class:`~kfac_optim.growing`) waits for so many
+steps that this does not matter. What is compared is a count of multiply-adds, of shapes and rows alone, once the first
+statistics are known: it is the same on every rank and in every run, whatever else a machine does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .blocks import Block
+from .schedules import Schedule, growing, value_at
+
+__all__ = ["Pace"]
+
+# What an eigendecomposition of n rows takes, in multiply-adds of products of n^3. On CPUs measured at 256 and 512 rows
+# (13 and 8); on GPUs, whose eigendecompositions are mostly sequential, a guess.
+_DECOMPOSITION = {"cpu": 10.0, "cuda": 200.0}
+_PASSES = 3.0  # products of a layer in a forward and a backward pass
+_PER_WEIGHT = 300.0  # what reading and writing a weight some 15 times in a step takes, in multiply-adds
+_WORTH_WAITING = 10  # the first refresh is at once, unless this many intervals of the schedule are too short for it
+
+
+class Pace:
+    """When a refresh is due.
+
+    Attributes:
+        work: What a refresh takes, in steps of training; 0: not known yet.
+    """
+
+    def __init__(self) -> None:
+        self.work = 0
+
+    def measure(self, blocks: Iterable[Block], fraction: float, world_size: int) -> None:
+        """Notes the work of a refresh, the first time that it is called.
+
+        Args:
+            blocks: Those whose factors have data, of one step and all ranks.
+            fraction: The share of the examples that is in the data.
+            world_size: The number of ranks, which share the work.
+        """
+        if self.work:
+            return
+        decompositions = passes = 0.0
+        for block in blocks:
+            layer = block.layer
+            rows = float(block.state["current"]["A"]["weight"]) / fraction
+            inputs = 1 if block.specs[0].diagonal else layer.d_in  # of embeddings one row is looked up
+            numel = layer.pairs * layer.d_out
+            passes += _PASSES * rows / world_size * inputs * numel + _PER_WEIGHT * layer.d_in * numel
+            cost = _DECOMPOSITION.get(layer.weight.device.type, _DECOMPOSITION["cuda"])
+            decompositions += cost * sum(spec.cost for spec in block.specs) / world_size
+        self.work = max(1, round(decompositions / passes)) if passes else 0
+
+    def is_due(self, schedule: Schedule[int], step: int, last: int | None) -> bool:
+        """Whether a refresh is due at ``step``; ``last``: the step of the last one, None before the first."""
+        least = self.least(schedule)
+        if last is not None:
+            return step - last >= max(value_at(schedule, step), least)
+        return least <= _WORTH_WAITING * value_at(schedule, 0) or step >= least
+
+    def least(self, schedule: Schedule[int]) -> int:
+        """Steps between refreshes at least; 0 where the schedule does not ask what they take."""
+        most_work = schedule.most_work if isinstance(schedule, growing) else None
+        return 0 if most_work is None else int(self.work / most_work)
+
+    def counters(self) -> dict[str, int]:
+        """Its part of the saved counters."""
+        return {"refresh_work": self.work}
+
+    def load(self, counters: Mapping[str, Any]) -> None:
+        """Restores saved counters."""
+        self.work = int(counters.get("refresh_work", 0))

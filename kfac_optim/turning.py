@@ -1,0 +1,136 @@
+"""A step of the base optimizer, turned towards K-FAC's directions as far as trust goes (``precondition="momentum"``).
+
+The base class takes its own step on the raw gradients. Its part in the layers is then changed by the difference between
+the turned update and its own (:mod:`~kfac_optim.bases`, :mod:`~kfac_optim.trust`). What a step leaves for the next one
+stands in the state of the parameters, so that a resumed run goes on as if it had not ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .bases import base_step, gradient_weight_tracked, has_first_moment, subtract_, weights_before
+from .distributed import sharded_like
+from .engine import CurvatureEngine
+from .preconditioning import Lr, StackedDirection, assembled
+from .scaling import Direction
+from .trust import alignment, turn, turned
+
+__all__ = ["CHANGE", "TURN", "alignment_of", "forget_turns", "take_turned_step"]
+
+# Keys in the state of a parameter, of the step that last computed directions: K-FAC's direction less the base's update,
+# which the next gradients judge; and what the base's update was changed by, which the next step may repeat.
+TURN, CHANGE = "kfac_turn", "kfac_change"
+
+
+def take_turned_step(
+    optimizer: torch.optim.Optimizer,
+    engine: CurvatureEngine,
+    gradients: Mapping[nn.Parameter, Tensor],
+    take_base_step: Callable[[], None],
+    lr: Lr | Mapping[nn.Parameter, Lr],
+) -> None:
+    """The base class's step, and what changes it (a collective).
+
+    Args:
+        optimizer: The optimizer.
+        engine: Its engine, after :meth:`~kfac_optim.CurvatureEngine.update`.
+        gradients: The gradients, which the base class finds in ``.grad``.
+        take_base_step: Takes the base class's step.
+        lr: The learning rate; by parameter where there are several.
+    """
+    covered = {p: None for layer in engine.layers for p in layer.parameters if p in gradients}
+    changes = _changes_to_repeat(optimizer, engine, covered)
+    computes = not changes and engine.computes_directions(engine.step_count)
+    before = weights_before(optimizer, covered) if computes else {}
+    with gradient_weight_tracked(optimizer, covered):
+        take_base_step()
+    if not changes:
+        forget_turns(optimizer)
+    if not computes:
+        _subtract(optimizer, changes)
+        engine.skip_directions()
+        return
+    base = base_step(optimizer, gradients, before)
+    del before
+    directions, trust = engine.directions(base.moments, lr, base.updates), engine.trust
+    whole = _by_parameter(directions, turn) if engine.learns_trust or trust == 1 else {}
+    if trust > 0:
+        changes = whole if trust == 1 else _by_parameter(directions, lambda d: turned(d, trust) - d.update)
+        _subtract(optimizer, changes)
+    if engine.learns_trust:
+        _remember(optimizer, whole, changes)
+
+
+def alignment_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter, Tensor]) -> Tensor | None:
+    """How far the gradients agree with the last turn from the base's updates to K-FAC's directions, 0-dim.
+
+    None where none was computed lately.
+    """
+    pairs: list[tuple[Tensor, Tensor, Lr]] = []
+    for group in optimizer.param_groups:
+        found = ((gradients.get(p), optimizer.state.get(p, {}).get(TURN)) for p in group["params"])
+        turns = [(g, last) for g, last in found if g is not None and last is not None]
+        if turns:
+            lr = -group["lr"] if group.get("maximize") else group["lr"]
+            pairs += [(g, last, lr) for g, last in turns]
+    return alignment(pairs) if pairs else None
+
+
+def _by_parameter(
+    directions: Sequence[StackedDirection], of: Callable[[Direction], Tensor]
+) -> dict[nn.Parameter, Tensor]:
+    """What each parameter has in matrices that are made of the directions, laid out as the parameter is."""
+    return {p: sharded_like(part, p) for p, part in assembled(directions, of).items()}
+
+
+def _subtract(optimizer: torch.optim.Optimizer, changes: Mapping[nn.Parameter, Tensor]) -> None:
+    """Takes the changes, per unit of the learning rate, off the weights."""
+    for group in optimizer.param_groups if changes else ():
+        subtract_([(p, changes[p]) for p in group["params"] if p in changes], group["lr"])
+
+
+def _remember(
+    optimizer: torch.optim.Optimizer, turns: Mapping[nn.Parameter, Tensor], changes: Mapping[nn.Parameter, Tensor]
+) -> None:
+    """Notes turns and changes of this step."""
+    for group in optimizer.param_groups:
+        for p in [p for p in group["params"] if p in turns]:
+            state = optimizer.state[p]
+            state[TURN] = turns[p].to(p.dtype, copy=True)
+            if changes and has_first_moment(group, state):
+                same = changes is turns
+                state[CHANGE] = state[TURN] if same else changes[p].to(p.dtype, copy=True)
+
+
+def forget_turns(optimizer: torch.optim.Optimizer) -> None:
+    """Drops what the last step has noted."""
+    noted = [p for p, state in optimizer.state.items() if TURN in state]
+    for p in noted:
+        state = optimizer.state[p]
+        del state[TURN]
+        state.pop(CHANGE, None)
+        if not state:
+            del optimizer.state[p]  # the base class keeps nothing of it
+
+
+def _changes_to_repeat(
+    optimizer: torch.optim.Optimizer, engine: CurvatureEngine, covered: Mapping[nn.Parameter, None]
+) -> dict[nn.Parameter, Tensor]:
+    """The changes of the last step, where this one repeats them; else nothing.
+
+    Where the base class keeps no first moment updates differ from step to step, and nothing is repeated.
+    """
+    if not engine.repeats_turn(engine.step_count):
+        return {}
+    changes: dict[nn.Parameter, Tensor] = {}
+    for p in covered:
+        state = optimizer.state.get(p, {})
+        if TURN in state:
+            if CHANGE not in state:
+                return {}
+            changes[p] = state[CHANGE]
+    return changes

@@ -1,0 +1,107 @@
+"""``growing(most_work=...)``: on layers whose decompositions take long beside a step, refreshes wait."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kfac_optim import KFACSGD, growing, pacing
+from tests.helpers.ranks import run_ranks
+
+WAITS = growing(fraction=0.5, minimum=2, most_work=2.0)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 2, bias=False))
+
+
+def train(model: nn.Sequential, optimizer: KFACSGD, steps: int, examples: int = 6) -> list[int]:
+    """Takes steps; returns those at which a refresh began."""
+    refreshed = []
+    for _ in range(steps):
+        step, before = optimizer.curvature.step_count, optimizer.curvature.refreshes
+        x = torch.randn(examples, 7, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(x).square().sum(1).mean().backward()
+        optimizer.step()
+        refreshed += [step] * (optimizer.curvature.refreshes - before)
+    return refreshed
+
+
+def built(interval: Any = WAITS, **options: Any) -> tuple[nn.Sequential, KFACSGD]:
+    model = net()
+    return model, KFACSGD(model, lr=0.01, inv_update_steps=interval, spread=0, **options)
+
+
+def work(examples: int, cost: float) -> int:
+    """Of a refresh, in steps, from the shapes."""
+    decompositions = cost * (8**3 + 5**3 + 5**3 + 2**3)
+    weights = 8 * 5 + 5 * 2
+    return max(1, round(decompositions / ((3 * examples + 300) * weights)))
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("cost", [10.0, 3000.0])
+def test_the_interval_is_as_long_as_the_work_asks_for(
+    monkeypatch: pytest.MonkeyPatch, cost: float, fraction: float
+) -> None:
+    monkeypatch.setitem(pacing._DECOMPOSITION, "cpu", cost)
+    model, optimizer = built(factor_batch_fraction=fraction)
+    assert optimizer.curvature.refresh_interval(0) == 2
+    train(model, optimizer, 1)
+    least = work(6, cost) // 2
+    assert (least > 20) == (cost > 1000)
+    for step in (0, 10, 1000):
+        assert optimizer.curvature.refresh_interval(step) == max(2, step // 2, least)
+    assert optimizer.curvature.statistics_interval(0) == max(2, least) // 2
+    told = f"a refresh is as much work as {work(6, cost)} steps: one in {least} steps"
+    assert (told in repr(optimizer.curvature)) == (least > 2)
+    assert (f"from step {least} on" in repr(optimizer.curvature)) == (cost > 1000)
+
+
+def test_expensive_refreshes_wait_and_cheap_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert train(*built(), 10) == train(*built(growing(0.5, 2)), 10) == [0, 2, 4, 7]
+    monkeypatch.setitem(pacing._DECOMPOSITION, "cpu", 3000.0)
+    least = work(6, 3000.0) // 2
+    assert train(*built(), 2 * least + 2) == [least, 2 * least]
+    assert train(*built(growing(0.5, 2)), 10) == [0, 2, 4, 7]
+    assert train(*built(growing(0.5, minimum=10, most_work=2.0)), least + 1) == [0, least], "the first is not too long"
+
+
+def test_what_a_function_of_the_step_returns_is_checked() -> None:
+    model, optimizer = built(lambda step: 2 if step < 3 else 0)
+    optimizer.curvature.spread = None
+    with pytest.raises(ValueError, match=r"inv_update_steps"):
+        train(model, optimizer, 6)
+
+
+def test_waiting_goes_on_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(pacing._DECOMPOSITION, "cpu", 3000.0)
+    least = work(6, 3000.0) // 2
+    model, optimizer = built()
+    train(model, optimizer, 5)
+    other, resumed = built()
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert train(other, resumed, least) == train(model, optimizer, least) == [least]
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def wait_together(rank: int, world_size: int) -> tuple[int, list[int]]:
+    """Ranks with batches of different sizes."""
+    pacing._DECOMPOSITION["cpu"] = 3000.0
+    model, optimizer = built()
+    refreshed = train(model, optimizer, 40, examples=3 + 4 * rank)
+    return optimizer.curvature.refresh_interval(0), refreshed
+
+
+def test_all_ranks_wait_for_the_same_step() -> None:
+    first, second = run_ranks(2, wait_together)
+    assert first == second
+    assert first[0] > 20 and first[1] == [first[0]]
