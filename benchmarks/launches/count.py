@@ -101,3 +101,4 @@ class Runner:
 
 if __name__ == "__main__":
     print(json.dumps(count(**json.loads(sys.argv[1]))))
+    device.leave()

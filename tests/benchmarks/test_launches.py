@@ -19,7 +19,8 @@ def counted(program):
     begin = "from benchmarks.launches import device\ndevice.load()\nimport json, torch\n"
     begin += "from benchmarks.launches.simulate import simulated\n"
     body = textwrap.indent(textwrap.dedent(program), "    ")
-    code = f"{begin}with simulated() as simulation:\n{body}\n    print(json.dumps(vars(simulation.take())))"
+    end = "    print(json.dumps(vars(simulation.take())))\ndevice.leave()"
+    code = f"{begin}with simulated() as simulation:\n{body}\n{end}"
     found = json.loads(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout)
     return found["launches"], found["waits"], found["flops"], found["peak"]
 

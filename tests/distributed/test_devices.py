@@ -206,7 +206,8 @@ def run_all() -> None:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    code = "from tests.helpers import accelerator; from tests.distributed import test_devices; test_devices.run_all()"
+    code = "from tests.helpers.accelerator import device; from tests.distributed import test_devices\n"
+    code += "test_devices.run_all()\ndevice.leave()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
