@@ -102,7 +102,7 @@ def _take_apart(
     else:
         lr = group["lr"]
         updates = list(decayed)  # copies, of which nobody needs the values any more
-        torch._foreach_sub_(updates, [p.data for p in params])
+        torch._foreach_sub_(updates, list(params))
         torch._foreach_div_(updates, torch.where(lr == 0, 1.0, lr) if isinstance(lr, Tensor) else lr or 1.0)
     parts.moments.update(zip(params, moments, strict=True))
     parts.updates.update(zip(params, updates, strict=True))
@@ -167,10 +167,10 @@ def weights_before(optimizer: torch.optim.Optimizer, params: Collection[nn.Param
     for group in optimizer.param_groups:
         present = [p for p in group["params"] if p in params]
         if isinstance(optimizer, torch.optim.SGD) and not group["weight_decay"]:
-            before.update((p, p.data) for p in present)
+            before.update((p, p) for p in present)
             continue
         for alike in _of_one_type(present):
-            before.update(zip(alike, torch._foreach_mul([p.data for p in alike], 1.0), strict=True))
+            before.update(zip(alike, torch._foreach_mul(alike, 1.0), strict=True))
     return before
 
 
@@ -182,7 +182,7 @@ def subtract_(changes: Sequence[tuple[nn.Parameter, Tensor]], lr: Scale) -> None
         if some_sharded and is_sharded(p):
             p.sub_(change * lr)
             continue
-        params, values = plain.setdefault(type(p.data), ([], []))
+        params, values = plain.setdefault(type(p), ([], []))
         params.append(p)
         values.append(change)
     for params, values in plain.values():
@@ -218,7 +218,7 @@ def _of_one_type(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Parameters by the type of their tensors: multi-tensor operations take no mixture."""
     found: dict[type, list[nn.Parameter]] = {}
     for p in params:
-        found.setdefault(type(p.data), []).append(p)
+        found.setdefault(type(p), []).append(p)
     return list(found.values())
 
 

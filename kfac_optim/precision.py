@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -71,7 +71,8 @@ def full_precision(device_type: str) -> Iterator[None]:
     Args:
         device_type: Where the block computes: "cuda", or any other, where there is no TF32.
     """
-    with torch.no_grad(), torch.autocast(device_type, enabled=False):
+    mixed = torch.is_autocast_enabled(device_type)  # if not, there is nothing to switch off, which takes time
+    with torch.no_grad(), torch.autocast(device_type, enabled=False) if mixed else nullcontext():
         if device_type != "cuda":
             yield
             return

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .bases import base_step, gradient_weight_tracked, has_first_moment, subtract_, weights_before
-from .distributed import sharded_like
+from .distributed import may_be_sharded, sharded_like
 from .engine import CurvatureEngine
 from .preconditioning import Lr, StackedDirection, assembled
 from .scaling import Direction
@@ -84,7 +84,8 @@ def _by_parameter(
     directions: Sequence[StackedDirection], of: Callable[[Direction], Tensor]
 ) -> dict[nn.Parameter, Tensor]:
     """What each parameter has in matrices that are made of the directions, laid out as the parameter is."""
-    return {p: sharded_like(part, p) for p, part in assembled(directions, of).items()}
+    whole = assembled(directions, of)
+    return {p: sharded_like(part, p) for p, part in whole.items()} if may_be_sharded() else whole
 
 
 def _subtract(optimizer: torch.optim.Optimizer, changes: Mapping[nn.Parameter, Tensor]) -> None:
@@ -100,10 +101,9 @@ def _remember(
     for group in optimizer.param_groups:
         for p in [p for p in group["params"] if p in turns]:
             state = optimizer.state[p]
-            state[TURN] = turns[p].to(p.dtype, copy=True)
+            state[TURN] = turns[p].to(p.dtype).contiguous()  # as it is read side by side with the gradient
             if changes and has_first_moment(group, state):
-                same = changes is turns
-                state[CHANGE] = state[TURN] if same else changes[p].to(p.dtype, copy=True)
+                state[CHANGE] = state[TURN] if changes is turns else changes[p].to(p.dtype)
 
 
 def forget_turns(optimizer: torch.optim.Optimizer) -> None:

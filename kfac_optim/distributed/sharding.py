@@ -22,6 +22,8 @@ __all__ = [
     "sharding_problem",
 ]
 
+_SMALL = 2**12  # tensors of so few numbers are copied side by side: an operation takes longer than the copy
+
 
 def full_gradient(parameter: Tensor) -> Tensor | None:
     """The whole gradient, also where DeepSpeed ZeRO 1-3 keeps a part of it on every rank (then a collective)."""
@@ -141,5 +143,7 @@ def _without_partial_sums(tensor: Any) -> Any:
 def _largest_of_plain(tensors: Sequence[Tensor]) -> Tensor:
     if all(type(t) is Tensor and t.device.type == "cpu" and not t.is_complex() for t in tensors):
         # On the CPU torch takes 15 times as long for the maximum norm as for both extremes.
-        return torch.stack([extreme for t in tensors for extreme in t.aminmax()]).abs().max()
+        small = [t.reshape(-1) for t in tensors if t.numel() <= _SMALL]
+        parts = [t for t in tensors if t.numel() > _SMALL] + ([torch.cat(small)] if small else [])
+        return torch.stack([extreme for part in parts for extreme in part.aminmax()]).abs().max()
     return torch.nn.utils.get_total_norm(tensors, float("inf"))

@@ -103,10 +103,10 @@ class EigenSolver:
         whole = (kept_out, kept_in) == (d_out, d_in)
         v = gradient
         for q, left in _in_order(vectors_g, vectors_a, g_first):
-            v = q.mT @ v if left else v @ q
+            v = torch.bmm(q.mT, v) if left else torch.bmm(v, q)
         v = v / damped if whole else v * (values_g * values_a / damped / -gamma)
         for q, left in _in_order(vectors_g, vectors_a, not g_first):
-            v = q @ v if left else v @ q.mT
+            v = torch.bmm(q, v) if left else torch.bmm(v, q.mT)
         return v if whole else v.addcdiv_(gradient, gamma)
 
 
