@@ -170,7 +170,7 @@ def weights_before(optimizer: torch.optim.Optimizer, params: Collection[nn.Param
             before.update((p, p) for p in present)
             continue
         for alike in _of_one_type(present):
-            before.update(zip(alike, torch._foreach_mul(alike, 1.0), strict=True))
+            before.update(zip(alike, torch._foreach_mul(tuple(alike), 1.0), strict=True))
     return before
 
 

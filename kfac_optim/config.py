@@ -199,7 +199,7 @@ class Config:
         field, constructed = _FIELDS.get(name), self._constructed
         if field is not None:
             if constructed and field.metadata["fixed"]:
-                changeable = ", ".join(key for key, other in _FIELDS.items() if not other.metadata["fixed"])
+                changeable = ", ".join(_CHANGEABLE)
                 raise AttributeError(
                     f"{name} is fixed at construction; what can be changed during training: {changeable}"
                 )
@@ -245,6 +245,7 @@ class Config:
 
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Config)}
+_CHANGEABLE = [name for name, field in _FIELDS.items() if not field.metadata["fixed"]]
 
 
 def options() -> dict[str, inspect.Parameter]:
@@ -294,21 +295,22 @@ _SAVED_DAMPINGS: dict[str, Callable[[float], Any]] = {
 def saved_options(config: Config) -> dict[str, int | float]:
     """The hyperparameters that are plain numbers, for the saved state; functions of the step are never saved."""
     found: dict[str, int | float] = {}
-    for name, field in _FIELDS.items():
+    for name in _CHANGEABLE:
         value = getattr(config, name)
-        if isinstance(value, OfMean | OfLargest):
-            name, value = "damping_of_mean" if isinstance(value, OfMean) else "damping_of_largest", value.value
+        if isinstance(value, OfMean):
+            name, value = "damping_of_mean", value.value
+        elif isinstance(value, OfLargest):
+            name, value = "damping_of_largest", value.value
         elif isinstance(value, KLClip):
             name, value = "kl_clip", value.kappa
-        if not field.metadata["fixed"] and isinstance(value, (int, float)) and not isinstance(value, bool):
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
             found[name] = value
     return found
 
 
 def compared_options(config: Config, step: int) -> dict[str, Any]:
     """What the hyperparameters are at ``step``, to compare the ranks of a run."""
-    names = [name for name, field in _FIELDS.items() if not field.metadata["fixed"] and name != "grad_scaler"]
-    return {name: compared(getattr(config, name), step) for name in names}
+    return {name: compared(getattr(config, name), step) for name in _CHANGEABLE if name != "grad_scaler"}
 
 
 def compared(value: Any, step: int) -> Any:

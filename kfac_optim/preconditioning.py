@@ -106,6 +106,7 @@ class Preconditioner:
     def __init__(self, solver: Solver, inv_dtype: torch.dtype, stages: StageTimes) -> None:
         self.solver, self.dtype, self.stages = solver, torch.promote_types(inv_dtype, torch.float32), stages
         self._stacks: list[Stack] = []
+        self._truncating = solver if isinstance(solver, Truncating) else None  # the check takes long for a step
         self._made_of: Any = None  # versions of the decompositions that the stacks hold, and the kind of damping
 
     def directions(
@@ -164,8 +165,8 @@ class Preconditioner:
         Only when the damping has crossed a quarter octave (rounding down makes a resumed run decide alike), or the
         decompositions are new. What decides is read from the device once for all stacks.
         """
-        solver = self.solver
-        if not isinstance(solver, Truncating):
+        solver = self._truncating
+        if solver is None:
             return
         floor = 2 ** (math.floor(4 * math.log2(value)) / 4)
         old = [s for s in stacks if s.decomposed is not None and (s.relevant is None or s.relevant[0] != floor)]
