@@ -35,7 +35,7 @@ __all__ = ["KFACLAMB", "KFACAdam", "KFACAdamW", "KFACMixin", "KFACSGD"]
 _DEFAULTS: dict[str, Any] = {
     "damping": OfLargest(inverse_time_decay(0.03, steps=10, final=1e-4)),
     "scaling": "graft",
-    "inv_update_steps": growing(fraction=0.5, minimum=10, most_work=2.0),
+    "inv_update_steps": growing(fraction=0.5, minimum=10, most_work=1.0),
     "solver": EigenSolver(negligible=0.3),
 }
 _PRECONDITIONS = ("momentum", "gradient")
@@ -67,8 +67,7 @@ class KFACMixin(_Optimizer):
         **options: The base class's keywords, and those of :class:`~kfac_optim.CurvatureEngine`, documented there; some
             have other defaults here, which the signatures show: ``damping=OfLargest(inverse_time_decay(0.03, steps=10,
             final=1e-4))``, ``scaling="graft"``, ``inv_update_steps=growing(fraction=0.5, minimum=10,
-            most_work=2.0)``,
-            ``solver=EigenSolver(negligible=0.3)``.
+            most_work=1.0)``, ``solver=EigenSolver(negligible=0.3)``.
 
     Raises:
         TypeError: For an unknown keyword or a value of the wrong kind.

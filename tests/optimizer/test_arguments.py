@@ -323,7 +323,7 @@ def test_defaults_of_the_design() -> None:
 DEFAULTS: dict[str, Any] = {
     "damping": OfLargest(inverse_time_decay(0.03, steps=10, final=1e-4)),
     "scaling": "graft",
-    "inv_update_steps": growing(0.5, 10, most_work=2.0),
+    "inv_update_steps": growing(0.5, 10, most_work=1.0),
     "solver": EigenSolver(negligible=0.3),
     "factor_update_steps": None,
     "spread": None,
