@@ -307,7 +307,8 @@ class CurvatureEngine(BuiltEngine):
                 f"{', '.join(names)}: the weight has gradients, but the layer was never seen in a forward and backward "
                 "pass, so that it trains by the base rule. Call the module itself: a weight that is used on its own, "
                 "as in F.linear(x, layer.weight), is not seen, nor is one inside a function that was compiled before "
-                "the optimizer was built. If that is intended, name the layer in skip_layers",
+                "the optimizer was built, or in a pipeline whose schedule splits backward passes (zero bubble). If "
+                "that is intended, name the layer in skip_layers",
                 stacklevel=2,
             )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,17 +11,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+)
 from torch.nn import functional as F
 
-from kfac_optim import KFACSGD, OfLargest, TorchCommunicator
+from kfac_optim import KFACSGD, Graft, OfLargest, TorchCommunicator
 from tests.helpers.compare import assert_all_near
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, OFTEN
 from tests.helpers.training import data_of, share
 
 SHAPE, STEPS, STAGES, PARTS = (12, 4), 7, 2, 2
-OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, **OFTEN, **FLOAT64}
+OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "scaling": Graft(trust=1.0), **OFTEN, **FLOAT64}
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 # By default the schedule divides the gradients when all are there, and not the losses: G is then PARTS^2 times as
 # large, which a damping relative to the layer doesn't see. Otherwise the loss is divided as in any accumulation.
@@ -30,10 +39,20 @@ CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {  # schedule, whether it d
 }
 
 
+# Ranks with two stages each, of which every micro-batch has a backward pass: G is twice as large.
+INTERLEAVED = {"1F1B": ScheduleInterleaved1F1B, "breadth first": ScheduleLoopedBFS}
+OF_RANK = ((0, 2), (1, 3))
+
+
 def make_stages() -> list[nn.Sequential]:
     torch.manual_seed(0)
     first = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.LayerNorm(7))
     return [stage.double() for stage in (first, nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)))]
+
+
+def make_four() -> list[nn.Sequential]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(4 + i, 5 + i), nn.Tanh()).double() for i in range(4)]
 
 
 def divided_loss(output: Tensor, classes: Tensor) -> Tensor:
@@ -68,18 +87,41 @@ def pipelined(rank: int, world_size: int) -> dict[str, list[Tensor]]:
     return found
 
 
-def alone(options: dict[str, Any]) -> list[list[Tensor]]:
-    """The parameters of each stage after the same training in one process, with an optimizer for each."""
-    stages = make_stages()
-    optimizers = [KFACSGD(stage, **{**OPTIONS, **options}) for stage in stages]
+def interleaved(rank: int, world_size: int) -> dict[str, Any]:
+    """The parameters of this rank's two stages; and what a schedule that splits backward passes warns of."""
+    own = [dist.new_group([each]) for each in range(world_size)][rank]
+    found: dict[str, Any] = {}
+    for name, schedule in {**INTERLEAVED, "zero bubble": ScheduleInterleavedZeroBubble}.items():
+        four = make_four()
+        modules = nn.ModuleList(four[number] for number in OF_RANK[rank])
+        optimizer = KFACSGD(modules, communicator=TorchCommunicator(own), **{**OPTIONS, "damping": OfLargest(0.1)})
+        stages = [PipelineStage(four[number], number, 4, torch.device("cpu")) for number in OF_RANK[rank]]
+        runner = schedule(stages, PARTS, loss_fn=divided_loss, scale_grads=False)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for step in range(STEPS):
+                inputs, classes = data_of(step, SHAPE)
+                optimizer.zero_grad()
+                if rank == 0:
+                    runner.step(inputs)
+                else:
+                    runner.step(target=classes)
+                optimizer.step()
+        found[name] = [p.detach().clone() for p in modules.parameters()], [str(each.message) for each in told]
+    return found
+
+
+def alone(stages: Sequence[nn.Module], models: Sequence[nn.Module], options: dict[str, Any]) -> list[list[Tensor]]:
+    """The parameters of each model after the same training in one process, with an optimizer for each."""
+    optimizers = [KFACSGD(model, **{**OPTIONS, **options}) for model in models]
     for step in range(STEPS):
         inputs, classes = data_of(step, SHAPE)
         for optimizer in optimizers:
             optimizer.zero_grad()
-        F.cross_entropy(stages[1](stages[0](inputs)), classes).backward()
+        F.cross_entropy(nn.Sequential(*stages)(inputs), classes).backward()
         for optimizer in optimizers:
             optimizer.step()
-    return [[p.detach() for p in stage.parameters()] for stage in stages]
+    return [[p.detach() for p in model.parameters()] for model in models]
 
 
 @pytest.mark.slow
@@ -88,6 +130,20 @@ def test_stages_equal_one_process(world_size: int) -> None:
     outcomes = run_ranks(world_size, pipelined)
     replicas = world_size // STAGES
     for name, (_, _, options) in CASES.items():
-        for number, expected in enumerate(alone(options)):
+        stages = make_stages()
+        for number, expected in enumerate(alone(stages, stages, options)):
             of_stage = outcomes[number * replicas : (number + 1) * replicas]
             assert_all_near([found[name] for found in of_stage], expected, case=name)
+
+
+@pytest.mark.slow
+def test_ranks_with_several_stages_equal_one_process() -> None:
+    outcomes = run_ranks(2, interleaved)
+    four = make_four()
+    models = [nn.ModuleList(four[number] for number in numbers) for numbers in OF_RANK]
+    for found, expected in zip(outcomes, alone(four, models, {"damping": OfLargest(0.1)}), strict=True):
+        for name in INTERLEAVED:
+            parameters, told = found[name]
+            assert_all_near([parameters], expected, case=name)
+            assert not [message for message in told if "never seen" in message]
+    assert "splits backward passes" in str([found["zero bubble"][1] for found in outcomes])
