@@ -23,7 +23,7 @@ from .distributed import gathered, is_sharded, may_be_sharded
 from .scaling import Direction, ratio
 from .solvers import grouped_by_key
 
-__all__ = ["Trust", "alignment", "turn", "turned"]
+__all__ = ["Trust", "alignment", "change", "turn"]
 
 _NOTCHES = 10  # trust moves by a tenth per step, which averages over the noise of about ten batches
 _PATIENCE = 4  # while steps do not turn, k is computed in one of so many or more
@@ -105,14 +105,15 @@ def turn(d: Direction) -> Tensor:
     return d.direction - d.update
 
 
-def turned(d: Direction, trust: float) -> Tensor:
-    """The step of a stack, ``[p, d_out, d_in]``: u turned towards k by the share ``trust``.
+def change(d: Direction, trust: float) -> Tensor:
+    """The step of a stack less u, ``[p, d_out, d_in]``: u is turned towards k by the share ``trust``.
 
-    At 1 it is k, at whatever length the scaling gave it. Below 1, which only ``Graft`` gives, it is brought back to the
-    length of u: mixtures of two directions are shorter than either, and without this 3 of the 64 points of
+    At 1 the step is k, at whatever length the scaling gave it. Below 1, which only ``Graft`` gives, it is brought back
+    to the length of u: mixtures of two directions are shorter than either, and without this 3 of the 64 points of
     ``benchmarks.swap`` ended behind their base optimizer instead of none.
     """
     if trust == 1:
-        return d.direction
+        return turn(d)
     step = d.update.lerp(d.direction, trust)
-    return step * ratio(d.norm(d.update), d.norm(step)).reshape(-1, 1, 1)
+    step *= ratio(d.norm(d.update), d.norm(step)).reshape(-1, 1, 1)
+    return step.sub_(d.update)

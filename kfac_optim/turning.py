@@ -17,7 +17,7 @@ from .distributed import may_be_sharded, sharded_like
 from .engine import CurvatureEngine
 from .preconditioning import Lr, StackedDirection, assembled
 from .scaling import Direction
-from .trust import alignment, turn, turned
+from .trust import alignment, change, turn
 
 __all__ = ["CHANGE", "TURN", "alignment_of", "forget_turns", "take_turned_step"]
 
@@ -59,7 +59,7 @@ def take_turned_step(
     directions, trust = engine.directions(base.moments, lr, base.updates), engine.trust
     whole = _by_parameter(directions, turn) if engine.learns_trust or trust == 1 else {}
     if trust > 0:
-        changes = whole if trust == 1 else _by_parameter(directions, lambda d: turned(d, trust) - d.update)
+        changes = whole if trust == 1 else _by_parameter(directions, lambda d: change(d, trust))
         _subtract(optimizer, changes)
     if engine.learns_trust:
         _remember(optimizer, whole, changes)
