@@ -33,7 +33,8 @@ class LayerOptions:
         weight_sharing: "expand" or "reduce" over shared positions, or a function of a module's name and the module that
             returns one of them.
         batch_dim: The dimension of the examples in inputs with shared positions: 0, or 1 for sequence-first models.
-        max_factor_dim: Factors of a larger dimension, and lopsided ones, are kept diagonal; None: none is.
+        max_factor_dim: Factors of a larger dimension are split into blocks, lopsided ones are kept diagonal; None: all
+            are whole.
         skip_layers: Regular expressions; modules whose name contains a match have no layer.
         trainable: The parameters that the optimizer updates; None: all.
     """
@@ -65,9 +66,9 @@ class Observation:
     """One module call's contribution to A, and what has to be kept until the output gradient arrives.
 
     Attributes:
-        a: The sum of ``a a^T`` over the rows of the call, ``[p, d_in, d_in]`` (``[p, d_in]`` where A is diagonal). For
-            layers with ``by_example`` the sum of a over the positions of each example,
-            ``[n, p, d_in]``.
+        a: The sum of ``a a^T`` over the rows of the call, ``[p, d_in, d_in]`` (``[p, d_in]`` where A is diagonal,
+            ``[p b, m, m]`` where it has b blocks of m rows). For layers with ``by_example`` the sum of a over the
+            positions of each example, ``[n, p, d_in]``.
         count: The number of rows in the sum. For layers with ``by_example`` the number of positions of each example, a
             tensor ``[p]``.
         context: What :meth:`~kfac_optim.KroneckerLayer.output_rows` needs of the input; None for most types.
@@ -104,6 +105,7 @@ class KroneckerLayer(ABC):
         d_out: The number of rows of ``W``, so that G is ``[p, d_out, d_out]``.
         d_in: The number of columns of ``W``, bias included, so that A is ``[p, d_in, d_in]``.
         diagonal: Whether A is kept as a diagonal ``[p, d_in]``, and whether G is, ``[p, d_out]``.
+        blocks: The number b of blocks along the diagonal that are kept of A, ``[p b, m, m]``, and of G; 1: all of it.
         diagonal_input: Whether A is diagonal by nature (embeddings).
         joint: Whether the pairs share one damping and one norm.
         sharing: "expand" or "reduce".
@@ -135,13 +137,10 @@ class KroneckerLayer(ABC):
         self.batch_dim = options.batch_dim
         self.notes: list[str] = []
         self.pairs, self.d_out, self.d_in = self.structure(module)
-        limit = options.max_factor_dim
-        sides = ((self.d_in, self.d_out), (self.d_out, self.d_in))
-        reasons = ["" if limit is None else _reason_for_diagonal(dim, other, limit) for dim, other in sides]
-        self.diagonal = (self.diagonal_input or bool(reasons[0]), bool(reasons[1]))
-        for side, reason in zip("AG", reasons, strict=True):
-            if reason and not (side == "A" and self.diagonal_input):
-                self.notes.append(f"{side} diagonal: {reason}")
+        a, g = (_kept_of(d, e, options.max_factor_dim) for d, e in ((self.d_in, self.d_out), (self.d_out, self.d_in)))
+        a = _Kept(diagonal=True) if self.diagonal_input else a
+        self.diagonal, self.blocks = (a.diagonal, g.diagonal), (a.blocks, g.blocks)
+        self.notes += [f"{side} {kept.note}" for side, kept in (("A", a), ("G", g)) if kept.note]
 
     @property
     def rule_name(self) -> str:
@@ -230,10 +229,13 @@ class KroneckerLayer(ABC):
     def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
         """The sum of ``g g^T`` over the rows of one call, ``[p, d_out, d_out]`` (``[p, d_out]`` where G is diagonal).
 
-        For layers with ``by_example`` the sum of g over the positions of each example, ``[n, p, d_out]``.
+        ``[p b, m, m]`` where G has b blocks of m rows. For layers with ``by_example`` the sum of g over the positions
+        of each example, ``[n, p, d_out]``.
         """
         rows = self.output_rows(module, g, observation.context)
-        return rows.sum(1) if self.by_example else second_moment(rows, diagonal=self.diagonal[1])
+        if self.by_example:
+            return rows.sum(1)
+        return second_moment(rows, diagonal=self.diagonal[1], blocks=self.blocks[1])
 
     def combine_calls(self, calls: Sequence[tuple[Observation, Tensor]]) -> tuple[Tensor, int, Tensor]:
         """Combines the calls of a backward pass on the same examples, for layers with ``by_example``.
@@ -248,7 +250,8 @@ class KroneckerLayer(ABC):
         positions = sum((seen.count for seen, _ in calls[1:]), calls[0][0].count)
         g = sum((rows for _, rows in calls[1:]), calls[0][1])
         mean = a / positions.clamp(min=1)[:, None]
-        moments = (second_moment(x[:, None], diagonal=d) for x, d in zip((mean, g), self.diagonal, strict=True))
+        kinds = zip((mean, g), self.diagonal, self.blocks, strict=True)
+        moments = (second_moment(x[:, None], diagonal=diagonal, blocks=blocks) for x, diagonal, blocks in kinds)
         return next(moments), len(g), next(moments)
 
 
@@ -274,12 +277,16 @@ class RowsLayer(KroneckerLayer):
         if self.by_example:
             return self._observe_examples(self.input_rows(module, a.detach().to(dtype), output))
         chunks = []
+        diagonal, blocks = self.diagonal[0], self.blocks[0]
         for rows in self.input_rows(module, a.detach().to(dtype), output):
             total = rows.sum((0, 1)) if self.bias is not None else None
-            chunks.append((second_moment(rows, diagonal=self.diagonal[0]), total, rows.shape[0] * rows.shape[1]))
+            if self.bias is not None and blocks > 1:  # the 1 belongs to the last block
+                rows = F.pad(rows, (0, 1), value=1.0)
+            moment = second_moment(rows, diagonal=diagonal, blocks=blocks)
+            chunks.append((moment, total, rows.shape[0] * rows.shape[1]))
         moments, totals, counts = zip(*chunks, strict=True)
         moment, count = sum(moments[1:], moments[0]), sum(counts)
-        if self.bias is not None:
+        if self.bias is not None and blocks == 1:
             moment = with_ones(moment, sum(totals[1:], totals[0]), count)
         return Observation(moment, count)
 
@@ -328,10 +335,24 @@ def own_parameter(module: nn.Module, name: str) -> nn.Parameter:
 _LOPSIDED_DIM, _LOPSIDED_RATIO = 1024, 16
 
 
-def _reason_for_diagonal(dim: int, other: int, limit: int) -> str:
-    """Why a factor is kept diagonal, beside one of ``other`` rows; empty if it is not."""
-    if dim > limit:
-        return f"{dim} > max_factor_dim={limit}"
+@dataclass(frozen=True)
+class _Kept:
+    """What is kept of a factor: its diagonal, some blocks along it, or all of it (1 block); and why, if not all."""
+
+    diagonal: bool = False
+    blocks: int = 1
+    note: str = ""
+
+
+def _kept_of(dim: int, other: int, limit: int | None) -> _Kept:
+    """What is kept of a factor of ``dim`` rows beside one of ``other`` rows."""
+    if limit is None:
+        return _Kept()
+    blocks, note = -(-dim // limit), f"{dim} > max_factor_dim={limit}"
     if dim > _LOPSIDED_DIM and dim >= _LOPSIDED_RATIO * other:
-        return f"{dim} is {dim // other} times {other} (max_factor_dim=None: whole)"
-    return ""
+        blocks, note = dim, f"{dim} is {dim // other} times {other} (max_factor_dim=None: whole)"
+    if blocks == 1:
+        return _Kept()
+    if blocks == dim:
+        return _Kept(diagonal=True, note=f"diagonal: {note}")
+    return _Kept(blocks=blocks, note=f"block-diagonal, {blocks} blocks of {-(-dim // blocks)}: {note}")

@@ -227,7 +227,9 @@ def test_what_no_run_can_have_saved_is_refused(damage: Callable[[dict[str, Any]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"max_factor_dim": 4}], ids=["full", "diagonal"])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_factor_dim": 4}, {"max_factor_dim": 1}], ids=["full", "blocks", "diagonal"]
+)
 def test_a_state_without_checksums_loads(dtype: torch.dtype, options: dict[str, Any]) -> None:
     state = without_checksums(trained(factor_dtype=dtype, **options))
     model, optimizer = build(factor_dtype=dtype, **options)
