@@ -93,7 +93,7 @@ class FactorSpec:
 
     @property
     def size(self) -> int:
-        """Their rows, m: n, or n / b rounded up."""
+        """How many rows m each has, ``n / b`` rounded up."""
         return -(-self.dim // self.blocks)
 
     @property

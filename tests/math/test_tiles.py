@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import KFACSGD, CurvatureEngine, OfLargest, OfMean
+from kfac_optim import KFACSGD, CurvatureEngine, LayerOptions, OfLargest, OfMean
 from kfac_optim.factors import FactorSpec
+from kfac_optim.layers import find_layers
 from kfac_optim.layers.moments import second_moment
 from kfac_optim.solvers import EigenSolver, InverseSolver, Solver
 from kfac_optim.tiles import precondition, tiles_of
@@ -134,7 +135,32 @@ def test_damping_and_reports_are_of_the_block_diagonal_matrix(solver: str, dampi
     assert report["damping"] == pytest.approx(0.1 * float(of(spectra[0]) * of(spectra[1])), rel=1e-5)
 
 
-def test_the_table_says_which_factors_are_in_blocks() -> None:
-    engine = KFACSGD(nn.Sequential(nn.Linear(10, 7)), lr=0.1, max_factor_dim=8).curvature
-    assert "A block-diagonal, 2 blocks of 6: 11 > max_factor_dim=8" in str(engine)
-    assert "G block-diagonal" not in str(engine)
+def kept(d_in: int, d_out: int, device: str, **options: Any) -> tuple[Any, Any, list[str]]:
+    """Of a Linear without bias: which factors are diagonal, in how many blocks the others are, and what the table says.
+
+    ``options`` are those for layers.
+    """
+    layer = find_layers([nn.Linear(d_in, d_out, bias=False, device=device)], LayerOptions(**options)).layers[0]
+    return layer.diagonal, layer.blocks, layer.notes
+
+
+def test_wide_factors_are_split_as_far_as_the_device_asks_for() -> None:
+    assert kept(2100, 2048, "cpu") == ((False, False), (1, 1), [])
+    assert kept(2101, 6400, "cpu")[:2] == ((False, False), (2, 4))
+    assert kept(8192, 8193, "meta") == (
+        (False, False), (1, 2), ["G block-diagonal, 2 blocks of 4097: 8193 > max_factor_dim=8192"]
+    )  # fmt: skip
+    assert kept(2101, 6400, "cpu", max_factor_dim=None) == ((False, False), (1, 1), [])
+    assert kept(10, 7, "cpu", max_factor_dim=4)[:2] == ((False, False), (3, 2))
+    assert kept(10, 7, "cpu", max_factor_dim=1)[:2] == ((True, True), (1, 1))
+
+
+def test_vocabularies_are_diagonal() -> None:
+    """Of GPT-2 (768 rows), Llama-8B and Llama-70B; a feed-forward layer's four times, and ResNet's classes, are not."""
+    for d_in, d_out in ((768, 50257), (4096, 128256), (8192, 128256)):
+        diagonal, blocks, notes = kept(d_in, d_out, "meta")
+        assert (diagonal, blocks) == ((False, True), (1, 1))
+        assert notes == [f"G diagonal: {d_out} is {d_out // d_in} times {d_in} (max_factor_dim=None: whole)"]
+    assert kept(1024, 4096, "meta")[:2] == ((False, False), (1, 1))
+    assert kept(2048, 1000, "meta")[:2] == ((False, False), (1, 1))
+    assert kept(768, 50257, "cpu", max_factor_dim=None)[:2] == ((False, False), (1, 1))
