@@ -31,7 +31,8 @@ def check_states(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any], *,
         problem = _problem(block, states[weight], sources) if known else "has no Kronecker factors"
         if problem:
             raise ValueError(
-                f"the state of {block.layer.name!r} {problem}: damaged, or of another model or skip_layers?"
+                f"the state of {block.layer.name!r} {problem}: damaged, or of another model, skip_layers or "
+                "max_factor_dim?"
             )
 
 
