@@ -142,9 +142,10 @@ class Preconditioner:
         known = [block for block in blocks if block.has_direction]
         value = value_of(damping, step)
         if may_be_sharded():
-            moving = [p for block in known for p in block.layer.parameters if p in vectors]
-            whole = {p: gathered(vectors[p]) for p in moving}
-            updates = {p: whole[p] if updates[p] is vectors[p] else gathered(updates[p]) for p in moving}
+            moving = {p: b.layer.is_shard for b in known for p in b.layer.parameters if p in vectors}
+            whole = {p: gathered(vectors[p], shard=shard) for p, shard in moving.items()}
+            kept = {p for p in moving if updates[p] is vectors[p]}
+            updates = {p: whole[p] if p in kept else gathered(updates[p], shard=shard) for p, shard in moving.items()}
             vectors = whole
         stacks = [part for stack in self._current(known, damping) for part in _with_vectors(stack, vectors, damping)]
         device = stacks[0].damping_unit.device.type if stacks else "cpu"
@@ -343,8 +344,10 @@ def by_parameter(
     for d in directions:
         for p, index, part in d.parts(d.scaled.direction):
             if is_sharded(vectors[p]):
-                whole = gathered(vectors[p]).clone()
-                whole[index] = part
+                whole = part.to(vectors[p].dtype)
+                if index != slice(None):
+                    whole = gathered(vectors[p]).clone()
+                    whole[index] = part
                 result[p] = sharded_like(whole, vectors[p])
             else:  # fused kernels expect the layout of the parameter
                 if p not in result:

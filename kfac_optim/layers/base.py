@@ -45,6 +45,7 @@ class LayerOptions:
             depends on the device of the weight; None: all are whole.
         skip_layers: Regular expressions; modules whose name contains a match have no layer.
         trainable: The parameters that the optimizer updates; None: all.
+        own_shape: The shape of what this rank computes with of a parameter.
     """
 
     weight_sharing: Sharing | Callable[[str, nn.Module], Sharing] = "expand"
@@ -52,6 +53,7 @@ class LayerOptions:
     max_factor_dim: int | str | None = "auto"
     skip_layers: tuple[str, ...] = ()
     trainable: Container[nn.Parameter] | None = None
+    own_shape: Callable[[Tensor], torch.Size] = lambda parameter: parameter.shape
 
     def sharing(self, name: str, module: nn.Module) -> Sharing:
         """Whether one module expands or reduces.
@@ -111,7 +113,8 @@ class KroneckerLayer(ABC):
         name: The name of the (first) module.
         modules: The modules that use the weight.
         weight: The parameter whose block this is.
-        weight_shape: Its shape.
+        weight_shape: Its shape, or that of this rank's shard of it.
+        is_shard: Whether tensor parallelism has split the weight, so that the layer is a part of it.
         bias: The bias, or None where there is none or the optimizer does not update it.
         bias_part: Where several weights share one bias, the slice of it that belongs to this weight; else all of it.
         pairs: The number p of Kronecker pairs.
@@ -139,16 +142,19 @@ class KroneckerLayer(ABC):
         self.modules = [module]
         self.weight, self.bias = self.own_parameters(module)
         # Not read from the weight later, because ZeRO 3 leaves an empty tensor in its place between uses.
-        self.weight_shape: torch.Size = getattr(self.weight, "ds_shape", self.weight.shape)
+        self.weight_shape = options.own_shape(self.weight)
+        self.is_shard = self.weight_shape != getattr(self.weight, "ds_shape", self.weight.shape)
         if not self.weight_shape.numel():
             raise Declined("the weight is empty")
         if self.bias is not None and not (
             options.trains(self.bias) and self.bias.requires_grad >= self.weight.requires_grad
         ):
             self.bias = None
+        if self.is_shard and self.bias is not None and options.own_shape(self.bias) == self.bias.shape:
+            self.bias = None  # one for all shards of the columns
         self.sharing = options.sharing(name, module)
         self.batch_dim = options.batch_dim
-        self.notes: list[str] = []
+        self.notes = ["this rank's shard"] if self.is_shard else []
         self.pairs, self.d_out, self.d_in = self.structure(module)
         limit = options.largest_block(self.weight.device)
         a, g = (_kept_of(*dims, limit) for dims in ((self.d_in, self.d_out), (self.d_out, self.d_in)))
