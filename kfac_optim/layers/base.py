@@ -24,9 +24,11 @@ Sharing = Literal["expand", "reduce"]
 # The rows of a block, unless the user says how many. A core of a CPU decomposes 2,100 rows, 2,048 and a bias, in less
 # than a second; of 8,192 it would take 64 times as long.
 _LARGEST = {"cpu": 2100, "cuda": 8192}
-# A vocabulary's factor costs as much as all others of a model together, even in blocks, and one entry of it belongs to
-# one row of the weight: next to nothing is lost by its diagonal. Llama's largest is 15.7 times as wide as its input.
-_LOPSIDED_DIM, _LOPSIDED_RATIO = 1024, 15
+# A factor of so many rows, so many times as large as the other one of its layer, costs more than all others of a model
+# together. Among outputs these are vocabularies: an entry of G belongs to one row of the weight, and next to nothing is
+# lost by its diagonal (Llama's largest is 15.7 times as wide as its input). Inputs are pixels or features, which are
+# correlated: their blocks are as large as the other factor, so that the layer costs what a square one does.
+_LOPSIDED_DIM, _LOPSIDED_RATIO, _LEAST_BLOCK = 1024, 15, 256
 
 
 class Declined(Exception):
@@ -41,8 +43,8 @@ class LayerOptions:
         weight_sharing: "expand" or "reduce" over shared positions, or a function of a module's name and the module that
             returns one of them.
         batch_dim: The dimension of the examples in inputs with shared positions: 0, or 1 for sequence-first models.
-        max_factor_dim: Factors of a larger dimension are split into blocks, lopsided ones are kept diagonal; "auto": it
-            depends on the device of the weight; None: all are whole.
+        max_factor_dim: The rows of a block of larger factors, and a limit for lopsided ones; "auto": it depends on the
+            device of the weight; None: all are whole.
         skip_layers: Regular expressions; modules whose name contains a match have no layer.
         trainable: The parameters that the optimizer updates; None: all.
         own_shape: The shape of what this rank computes with of a parameter.
@@ -157,7 +159,7 @@ class KroneckerLayer(ABC):
         self.notes = ["this rank's shard"] if self.is_shard else []
         self.pairs, self.d_out, self.d_in = self.structure(module)
         limit = options.largest_block(self.weight.device)
-        a, g = (_kept_of(*dims, limit) for dims in ((self.d_in, self.d_out), (self.d_out, self.d_in)))
+        a, g = _kept_of("A", self.d_in, self.d_out, limit), _kept_of("G", self.d_out, self.d_in, limit)
         a = _Kept(diagonal=True) if self.diagonal_input else a
         self.diagonal, self.blocks = (a.diagonal, g.diagonal), (a.blocks, g.blocks)
         self.notes += [f"{side} {kept.note}" for side, kept in (("A", a), ("G", g)) if kept.note]
@@ -359,15 +361,17 @@ class _Kept:
     note: str = ""
 
 
-def _kept_of(dim: int, other: int, limit: int | None) -> _Kept:
-    """What is kept of a factor of ``dim`` rows beside one of ``other`` rows."""
+def _kept_of(side: str, dim: int, other: int, limit: int | None) -> _Kept:
+    """What is kept of A or G, of ``dim`` rows, beside a factor of ``other`` rows; ``limit``: those of a block."""
     if limit is None:
         return _Kept()
-    blocks, note = -(-dim // limit), f"{dim} > max_factor_dim={limit}"
+    why = f"{dim} > max_factor_dim={limit}"
     if dim > _LOPSIDED_DIM and dim >= _LOPSIDED_RATIO * other:
-        blocks, note = dim, f"{dim} is {dim // other} times {other} (max_factor_dim=None: whole)"
+        why = f"{dim} is {dim // other} times {other} (max_factor_dim=None: whole)"
+        limit = 1 if side == "G" else min(limit, max(_LEAST_BLOCK, other))
+    blocks = -(-dim // limit)
     if blocks == 1:
         return _Kept()
     if blocks == dim:
-        return _Kept(diagonal=True, note=f"diagonal: {note}")
-    return _Kept(blocks=blocks, note=f"block-diagonal, {blocks} blocks of {-(-dim // blocks)}: {note}")
+        return _Kept(diagonal=True, note=f"diagonal: {why}")
+    return _Kept(blocks=blocks, note=f"block-diagonal, {blocks} blocks of {-(-dim // blocks)}: {why}")

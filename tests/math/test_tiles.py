@@ -164,3 +164,14 @@ def test_vocabularies_are_diagonal() -> None:
     assert kept(1024, 4096, "meta")[:2] == ((False, False), (1, 1))
     assert kept(2048, 1000, "meta")[:2] == ((False, False), (1, 1))
     assert kept(768, 50257, "cpu", max_factor_dim=None)[:2] == ((False, False), (1, 1))
+
+
+def test_wide_inputs_are_in_blocks_as_large_as_the_outputs() -> None:
+    """Of the MNIST example, of a classifier of few classes, of a net on whole images; 784 pixels are whole."""
+    diagonal, blocks, notes = kept(9216, 128, "cpu")
+    assert (diagonal, blocks) == ((False, False), (36, 1))
+    assert notes == ["A block-diagonal, 36 blocks of 256: 9216 is 72 times 128 (max_factor_dim=None: whole)"]
+    assert kept(2048, 10, "meta")[:2] == ((False, False), (8, 1))
+    assert kept(50_000, 500, "cpu")[:2] == ((False, False), (100, 1))
+    assert kept(9216, 128, "cpu", max_factor_dim=100)[:2] == ((False, False), (93, 2))
+    assert kept(784, 10, "cpu")[:2] == ((False, False), (1, 1))
