@@ -26,9 +26,9 @@ Sharing = Literal["expand", "reduce"]
 _LARGEST = {"cpu": 2100, "cuda": 8192}
 # A factor of so many rows, so many times as large as the other one of its layer, costs more than all others of a model
 # together. Among outputs these are vocabularies: an entry of G belongs to one row of the weight, and next to nothing is
-# lost by its diagonal (Llama's largest is 15.7 times as wide as its input). Inputs are pixels or features, which are
-# correlated: their blocks are as large as the other factor, so that the layer costs what a square one does.
-_LOPSIDED_DIM, _LOPSIDED_RATIO, _LEAST_BLOCK = 1024, 15, 256
+# lost by its diagonal. Inputs are pixels or features, which are correlated: their blocks are as large as the other
+# factor, so that the layer costs what a square one does. The taps of a 3 x 3 kernel make inputs 9 times as large.
+_LOPSIDED_DIM, _LOPSIDED_RATIO, _LEAST_BLOCK = 1024, 10, 256
 
 
 class Declined(Exception):

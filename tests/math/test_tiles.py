@@ -156,8 +156,8 @@ def test_wide_factors_are_split_as_far_as_the_device_asks_for() -> None:
 
 
 def test_vocabularies_are_diagonal() -> None:
-    """Of GPT-2 (768 rows), Llama-8B and Llama-70B; a feed-forward layer's four times, and ResNet's classes, are not."""
-    for d_in, d_out in ((768, 50257), (4096, 128256), (8192, 128256)):
+    """Of GPT-2, Llama-8B, Llama-70B and an LSTM; a feed-forward layer's four times, and ResNet's classes, are not."""
+    for d_in, d_out in ((768, 50257), (4096, 128256), (8192, 128256), (1000, 10000)):
         diagonal, blocks, notes = kept(d_in, d_out, "meta")
         assert (diagonal, blocks) == ((False, True), (1, 1))
         assert notes == [f"G diagonal: {d_out} is {d_out // d_in} times {d_in} (max_factor_dim=None: whole)"]
@@ -167,11 +167,11 @@ def test_vocabularies_are_diagonal() -> None:
 
 
 def test_wide_inputs_are_in_blocks_as_large_as_the_outputs() -> None:
-    """Of the MNIST example, of a classifier of few classes, of a net on whole images; 784 pixels are whole."""
+    """Of the MNIST example, a classifier of few classes, a net on large images; 784 pixels, and 9 taps, are whole."""
     diagonal, blocks, notes = kept(9216, 128, "cpu")
     assert (diagonal, blocks) == ((False, False), (36, 1))
     assert notes == ["A block-diagonal, 36 blocks of 256: 9216 is 72 times 128 (max_factor_dim=None: whole)"]
     assert kept(2048, 10, "meta")[:2] == ((False, False), (8, 1))
     assert kept(50_000, 500, "cpu")[:2] == ((False, False), (100, 1))
     assert kept(9216, 128, "cpu", max_factor_dim=100)[:2] == ((False, False), (93, 2))
-    assert kept(784, 10, "cpu")[:2] == ((False, False), (1, 1))
+    assert kept(784, 10, "cpu")[:2] == kept(9 * 512, 512, "meta")[:2] == ((False, False), (1, 1))
