@@ -112,14 +112,13 @@ def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module], comm: Commun
         return ""
     if not _is_split(parameter, roots):
         return f"split by tensor parallelism, or not by rows: {placements}"
-    return (
-        ""
-        if _hold_one_shard(comm, cast(Any, parameter).device_mesh)
-        else (f"split by tensor parallelism: {placements}, and communicator= has ranks with other shards")
-    )
+    if _hold_one_shard(comm, cast(Any, parameter).device_mesh):
+        return ""
+    return f"split by tensor parallelism: {placements}, and communicator= has ranks with other shards"
 
 
 def _uses_fsdp(roots: Iterable[nn.Module]) -> bool:
+    """Whether FSDP2 shards a part of these modules."""
     from torch.distributed.fsdp import FSDPModule
 
     return any(isinstance(module, FSDPModule) for root in roots for module in root.modules())

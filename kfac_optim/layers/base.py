@@ -47,7 +47,7 @@ class LayerOptions:
             device of the weight; None: all are whole.
         skip_layers: Regular expressions; modules whose name contains a match have no layer.
         trainable: The parameters that the optimizer updates; None: all.
-        own_shape: The shape of what this rank computes with of a parameter.
+        own_shape: The shape of what this rank computes with: of a parameter, or of its shard.
     """
 
     weight_sharing: Sharing | Callable[[str, nn.Module], Sharing] = "expand"
