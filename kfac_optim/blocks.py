@@ -57,7 +57,7 @@ class Factors:
         return gamma
 
     def matrix(self, side: int) -> Tensor:
-        """A (side 0) or G (side 1), ``[p, n, n]`` (diagonal: ``[p, n]``)."""
+        """A (side 0) or G (side 1), ``[p b, m, m]`` (diagonal: ``[p, n]``)."""
         return self.specs[side].matrix(self.tensors[SIDES[side]])
 
     def means(self) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,8 @@ class Factors:
             a, g = self._largest
         else:
             with full_precision(self.tensors["A"]["value"].device.type):
-                a, g = (largest_eigenvalue(self.matrix(side)) for side in range(2))
+                found = (largest_eigenvalue(self.matrix(side)) for side in range(2))
+                a, g = (spec.largest_of_blocks(values) for spec, values in zip(self.specs, found, strict=True))
         return (a.amax().expand_as(a), g.amax().expand_as(g)) if self.joint else (a, g)
 
     def ones(self) -> Tensor:
@@ -208,7 +209,9 @@ class Block:
     def spectra(self) -> tuple[Tensor, ...]:
         """All eigenvalues of A and of G in use, largest first, ``[p n]`` each, on the CPU."""
         if self._spectra is None:
-            self._spectra = tuple(eigenvalues(self.factors("in_use").matrix(side)) for side in range(2))
+            found = (eigenvalues(self.factors("in_use").matrix(side)) for side in range(2))
+            # What fills up blocks has eigenvalues of 0, the last ones.
+            self._spectra = tuple(v[: s.pairs * s.dim] for s, v in zip(self.specs, found, strict=True))
         return self._spectra
 
     # Workers --------------------------------------------------------------------------------------------------------
@@ -237,7 +240,7 @@ def share_out_work(
 
 def specs_of(layer: KroneckerLayer) -> tuple[FactorSpec, FactorSpec]:
     """The shapes of A and G."""
-    a, g = zip((layer.d_in, layer.d_out), layer.diagonal, strict=True)
+    a, g = zip((layer.d_in, layer.d_out), layer.diagonal, layer.blocks, strict=True)
     return FactorSpec(layer.pairs, *a), FactorSpec(layer.pairs, *g)
 
 
@@ -249,7 +252,7 @@ def part_dtype(dims: int, inv_dtype: torch.dtype) -> torch.dtype:
 def decomposed_bytes(specs: Iterable[FactorSpec], solver: Solver, inv_dtype: torch.dtype) -> int:
     """What the decompositions of these factors take."""
     return sum(
-        spec.pairs * math.prod(shape) * part_dtype(len(shape), inv_dtype).itemsize
+        spec.matrices * math.prod(shape) * part_dtype(len(shape), inv_dtype).itemsize
         for spec in specs
-        for shape in solver.shapes(spec.dim, spec.diagonal)
+        for shape in solver.shapes(spec.size, spec.diagonal)
     )

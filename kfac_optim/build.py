@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from abc import abstractmethod
@@ -27,7 +28,7 @@ from .coverage import (
 )
 from .cuda_graphs import refuse_cuda_graphs
 from .diagnostics import StageTimes
-from .distributed import Assignment, Communicator, agreement, make_communicator, refuse_flattened
+from .distributed import Assignment, Communicator, agreement, make_communicator, own_shape, refuse_flattened
 from .layers import LayerOptions, owners_of, unwrap
 from .preconditioning import Preconditioner
 from .refresh import Refresher
@@ -105,8 +106,14 @@ class BuiltEngine(ViewedEngine):
             max_factor_dim=self.max_factor_dim,
             skip_layers=self.skip_layers,
             trainable=self._trained,
+            own_shape=functools.partial(own_shape, roots=self._roots),
         )
-        self._blocks, self.uncovered = find_blocks(self._trained, self._roots, layer_options, self._blocks)
+        self._blocks, self.uncovered = find_blocks(self._trained, self._roots, layer_options, self._blocks, self.comm)
+        if any(layer.is_shard for layer in self.layers) and getattr(self.scaling, "needs_lr", False):
+            raise ValueError(
+                "scaling='kl_clip' adds up over all layers, of which a rank has shards: ranks would scale weights that "
+                "all of them have differently. Take scaling='graft' or 'unit', or leave split layers out by skip_layers"
+            )
         self._slots = slots_of(self._blocks)
         self._assign()
 

@@ -31,7 +31,8 @@ def check_states(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any], *,
         problem = _problem(block, states[weight], sources) if known else "has no Kronecker factors"
         if problem:
             raise ValueError(
-                f"the state of {block.layer.name!r} {problem}: damaged, or of another model or skip_layers?"
+                f"the state of {block.layer.name!r} {problem}: damaged, or of another model, skip_layers or "
+                "max_factor_dim?"
             )
 
 
@@ -152,11 +153,12 @@ def check_definite(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any]) 
             for side, spec in zip(SIDES, block.specs, strict=True):
                 average = saved[source][side]
                 matrix = spec.matrix(average)
-                rounding = 8 * torch.finfo(average["value"].dtype).eps * spec.mean_eigenvalue(average) * spec.dim
+                trace = spec.for_blocks(spec.mean_eigenvalue(average) * spec.dim)
+                rounding = 8 * torch.finfo(average["value"].dtype).eps * trace
                 if spec.diagonal:
                     indefinite = (matrix < 0).any(-1)
                 else:
-                    ridge = torch.where(rounding > 0, rounding, 1.0)[:, None].expand(spec.pairs, spec.dim)
+                    ridge = torch.where(rounding > 0, rounding, 1.0)[:, None].expand(spec.shape[:2])
                     indefinite = torch.linalg.cholesky_ex(matrix + torch.diag_embed(ridge)).info > 0
                     indefinite |= (rounding == 0) & (matrix != 0).flatten(1).any(-1)
                 if bool((indefinite | (rounding < 0)).any()):

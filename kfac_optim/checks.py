@@ -31,12 +31,13 @@ def number(name: str, kind: type, allowed: str, test: Callable[[Any], bool]) -> 
     return check
 
 
-def count(name: str, *, or_callable: bool = False, least: int = 1) -> Check:
-    """A check for an int >= ``least``, None and, if ``or_callable``, a function of the step."""
-    allowed = f"an int >= {least}, a callable or None" if or_callable else f"an int >= {least} or None"
+def count(name: str, *, or_callable: bool = False, or_word: str | None = None, least: int = 1) -> Check:
+    """A check for an int >= ``least``, None and, where asked for, a function of the step or one word."""
+    more = ", a callable" * or_callable + (f", {or_word!r}" if or_word else "")
+    allowed = f"an int >= {least}{more} or None"
 
     def check(value: Any) -> Any:
-        if value is None or (or_callable and callable(value)):
+        if value is None or (or_callable and callable(value)) or (or_word and value == or_word):
             return value
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name}={value!r}: must be {allowed}, not {type(value).__name__}")

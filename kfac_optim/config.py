@@ -162,11 +162,13 @@ class Config:
         fixed=True,
         accepts="Sequence[str]",
     )
-    max_factor_dim: int | None = _option(
-        8192,
-        checks.count("max_factor_dim"),
-        """Larger factors are kept diagonal, and so are factors of more than 1024 rows that are 16 times as large as the
-        other one of their layer (vocabularies); None: all are whole.""",
+    max_factor_dim: int | str | None = _option(
+        "auto",
+        checks.count("max_factor_dim", or_word="auto"),
+        """Of larger factors equal blocks along the diagonal are kept, of at most so many rows; an int >= 1 (1: the
+        diagonals), or "auto": 8192, on a CPU 2100. Of factors of more than 1024 rows that are 10 times as large as the
+        other one of their layer less is kept: of G (vocabularies) the diagonal, of A blocks as large as that other
+        one, or 256. None: all are whole.""",
         fixed=True,
     )
     assignment: AssignmentStrategy = _option(

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from .blocks import Block, specs_of
-from .distributed import sharding_problem
-from .layers import LayerOptions, find_layers
+from .distributed import Communicator, sharding_problem
+from .layers import LayerOptions, LinearLayer, find_layers
 
 __all__ = [
     "Slot",
@@ -49,7 +49,11 @@ def check_model(model: nn.Module, trained: Sequence[nn.Parameter] | dict[nn.Para
 
 
 def find_blocks(
-    trained: Iterable[nn.Parameter], roots: Sequence[nn.Module], options: LayerOptions, known: Iterable[Block]
+    trained: Iterable[nn.Parameter],
+    roots: Sequence[nn.Module],
+    options: LayerOptions,
+    known: Iterable[Block],
+    comm: Communicator,
 ) -> tuple[list[Block], dict[nn.Parameter, tuple[str, str]]]:
     """Finds the blocks of the trained parameters.
 
@@ -58,6 +62,7 @@ def find_blocks(
         roots: The modules that own them.
         options: Of the layers.
         known: Blocks found before, which keep their identity.
+        comm: The ranks that share factors.
 
     Returns:
         The blocks, and for every other parameter its name and the reason why it has none.
@@ -66,7 +71,11 @@ def find_blocks(
     coverage = find_layers(roots, options)
     blocks, uncovered = [], coverage.uncovered
     for layer in coverage.layers:
-        problem = sharding_problem(layer.weight, roots)
+        problem = sharding_problem(layer.weight, roots, comm)
+        if layer.is_shard:
+            problem = problem if type(layer) is LinearLayer else "split by tensor parallelism, and no nn.Linear"
+            names = {p: uncovered[p][0] for module in layer.modules for p in module.parameters() if p in uncovered}
+            uncovered.update((p, (name, "one bias for all shards of a weight")) for p, name in names.items())
         if problem:
             uncovered.update(dict.fromkeys(layer.parameters, (layer.name, problem)))
         else:
@@ -159,7 +168,8 @@ def check_parameters(
             "the model's parameters have been replaced since the optimizer was built: build it after fully_shard(), "
             "to_empty(), load_state_dict(assign=True) or whatever made new ones"
         )
-    if any(getattr(b.layer.weight, "ds_shape", b.layer.weight.shape) != b.layer.weight_shape for b in blocks):
+    matrices = [block.layer for block in blocks if not block.layer.is_shard]
+    if any(getattr(layer.weight, "ds_shape", layer.weight.shape) != layer.weight_shape for layer in matrices):
         raise RuntimeError(
             "the model's weights have changed their shape since the optimizer was built, as under "
             "FullyShardedDataParallel (FSDP1): shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"

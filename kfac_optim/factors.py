@@ -2,7 +2,8 @@
 
 A factor is a stack of ``p`` symmetric matrices (one per Kronecker pair; ``p = 1`` except for grouped layers) of which
 one triangle is stored: ``[p, n (n + 1) / 2]``, or ``[p, n]`` for a diagonal factor. This halves memory, state and
-traffic. How the running averages are updated is in ``averages.py``.
+traffic. Of a factor that is kept block-diagonal the ``b`` blocks are such matrices, ``p b`` in all, so that whatever
+packs, sends or decomposes matrices need not know. How the running averages are updated is in ``averages.py``.
 """
 
 from __future__ import annotations
@@ -76,26 +77,47 @@ class FactorSpec:
         pairs: The number p of its matrices, one per Kronecker pair.
         dim: Their dimension n.
         diagonal: Whether only their diagonals are kept.
+        blocks: The number b of equal blocks along the diagonal that are kept of each matrix; 1: all of it. Zeros fill
+            up the last one where b does not divide n.
     """
 
     pairs: int
     dim: int
     diagonal: bool = False
+    blocks: int = 1
+
+    @property
+    def matrices(self) -> int:
+        """The number of stored matrices, p b."""
+        return self.pairs * self.blocks
+
+    @property
+    def size(self) -> int:
+        """How many rows m each has, ``n / b`` rounded up."""
+        return -(-self.dim // self.blocks)
 
     @property
     def packed_numel(self) -> int:
         """How many numbers are stored of the factor."""
-        return self.pairs * (self.dim if self.diagonal else self.dim * (self.dim + 1) // 2)
+        return self.matrices * (self.size if self.diagonal else self.size * (self.size + 1) // 2)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """``(p, n, n)``, the shape of the unpacked factor, or ``(p, n)`` if diagonal."""
-        return (self.pairs, self.dim) if self.diagonal else (self.pairs, self.dim, self.dim)
+        """``(p b, m, m)``, the shape of the unpacked factor, or ``(p, n)`` if diagonal."""
+        return (self.matrices, self.size) if self.diagonal else (self.matrices, self.size, self.size)
 
     @property
     def cost(self) -> float:
         """The multiply-adds of a decomposition, up to a constant."""
-        return float(self.pairs * (self.dim if self.diagonal else self.dim**3))
+        return float(self.matrices * (self.size if self.diagonal else self.size**3))
+
+    def for_blocks(self, of_pairs: Tensor) -> Tensor:
+        """What each pair has, ``[p]``, for each of its blocks, ``[p b]``."""
+        return of_pairs if self.blocks == 1 else of_pairs[:, None].expand(-1, self.blocks).flatten()
+
+    def largest_of_blocks(self, of_blocks: Tensor) -> Tensor:
+        """The largest that a block of each pair has, ``[p]``, of what all blocks have, ``[p b]``."""
+        return of_blocks if self.blocks == 1 else of_blocks.unflatten(0, (self.pairs, self.blocks)).amax(1)
 
     def empty(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         """A running average that has seen nothing yet.
@@ -103,31 +125,32 @@ class FactorSpec:
         Returns:
             ``value``: the factor, packed. ``weight``: the decayed count of the rows or terms in it, 0-dim, float64, on
             the CPU so that reading it never waits for a device. In float16 also ``scale``: the largest entry of each
-            pair, ``[p, 1]``, by which ``value`` is divided, because second moments of gradients lie below float16's
+            matrix, ``[p b, 1]``, by which ``value`` is divided, because second moments of gradients lie below float16's
             range.
         """
         average = {"value": self.zeros(dtype, device), "weight": torch.zeros((), dtype=torch.float64)}
         if dtype is torch.float16:
-            average["scale"] = torch.zeros(self.pairs, 1, dtype=torch.float32, device=device)
+            average["scale"] = torch.zeros(self.matrices, 1, dtype=torch.float32, device=device)
         return average
 
     def zeros(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A packed factor of zeros."""
-        return torch.zeros(self.pairs, self.packed_numel // self.pairs, dtype=dtype, device=device)
+        return torch.zeros(self.matrices, self.packed_numel // self.matrices, dtype=dtype, device=device)
 
     def pack(self, moment: Tensor) -> Tensor:
-        """Packs a moment ``[p, n, n]`` (diagonal: ``[p, n]``, as it is)."""
+        """Packs a moment ``[p b, m, m]`` (diagonal: ``[p, n]``, as it is)."""
         return moment if self.diagonal else pack(moment)
 
     def matrix(self, average: dict[str, Tensor]) -> Tensor:
-        """Unpacks a running average: the factor ``[p, n, n]`` (diagonal: ``[p, n]``), in at least float32."""
+        """Unpacks a running average: the factor ``[p b, m, m]`` (diagonal: ``[p, n]``), in at least float32."""
         value = read(average)
-        return value if self.diagonal else unpack(value, self.dim)
+        return value if self.diagonal else unpack(value, self.size)
 
     def mean_eigenvalue(self, average: dict[str, Tensor]) -> Tensor:
         """The mean eigenvalue of each pair of a running average, its trace divided by n: ``[p]``."""
         value = read(average)
-        return (value if self.diagonal else packed_diagonal(value, self.dim)).mean(-1)
+        diagonal = value if self.diagonal else packed_diagonal(value, self.size)
+        return diagonal.mean(-1) if self.blocks == 1 else diagonal.view(self.pairs, -1).sum(-1) / self.dim
 
     def problem(self, average: object) -> str:
         """Why a loaded object is no running average of this shape, as the end of a sentence; empty if it is one."""
@@ -135,7 +158,7 @@ class FactorSpec:
             isinstance(average.get(key), Tensor) for key in ("value", "weight")
         ):
             return "is missing"
-        shape = (self.pairs, self.packed_numel // self.pairs)
+        shape = (self.matrices, self.packed_numel // self.matrices)
         if average["value"].shape != shape:
             return f"has shape {tuple(average['value'].shape)} instead of {shape}"
         if average["weight"].dim() != 0 or not float(average["weight"]) >= 0:

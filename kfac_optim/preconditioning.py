@@ -19,6 +19,7 @@ from .layers import KroneckerLayer, full_precision
 from .layout import Layout, Part
 from .scaling import Direction, Scaling
 from .solvers import Decomposition, Solver, Truncating, grouped_by_key
+from .tiles import Tile, precondition, tiles_of
 
 __all__ = ["Lr", "Preconditioner", "Stack", "StackedDirection", "assembled", "by_parameter", "stack_of"]
 
@@ -38,7 +39,8 @@ class Stack:
         decomposed: The decompositions of A and G; None where another rank preconditions.
         damping_unit: What gamma is a multiple of, for each pair, ``[p]``.
         layer_of_pair: See :class:`~kfac_optim.scaling.Direction`.
-        relevant: A damping, and the parts of the decompositions that matter at it; None: not yet computed.
+        tiles: The parts of the stack's matrices, each with decompositions of one block of A and of one of G.
+        relevant: A damping, and the tiles with what matters of their decompositions at it; None: not yet computed.
         layout: Where the parameters lie in the stack's matrices.
         singles: Stacks of single blocks, of steps in which others of the stack have no vector.
     """
@@ -47,12 +49,14 @@ class Stack:
     decomposed: tuple[Decomposition, Decomposition] | None
     damping_unit: Tensor
     layer_of_pair: Tensor | None
-    relevant: tuple[float, tuple[Decomposition, Decomposition]] | None = None
+    tiles: list[Tile] = field(init=False)
+    relevant: tuple[float, list[Tile]] | None = None
     layout: Layout = field(init=False)
     singles: dict[Block, Stack] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.layout = Layout(self.layers)
+        self.tiles = [] if self.decomposed is None else tiles_of(self.decomposed, self.blocks[0].specs)
 
     @property
     def layers(self) -> list[KroneckerLayer]:
@@ -70,9 +74,9 @@ class Stack:
             self.singles[block] = stack_of([block], damping)
         return self.singles[block]
 
-    def keep(self, value: float, parts: tuple[Decomposition, Decomposition]) -> None:
-        """Notes which parts of the decompositions matter at a damping of ``value`` units."""
-        self.relevant = value, parts
+    def keep(self, value: float, tiles: list[Tile]) -> None:
+        """Notes what matters of the tiles' decompositions at a damping of ``value`` units."""
+        self.relevant = value, tiles
 
 
 @dataclass(frozen=True)
@@ -139,9 +143,10 @@ class Preconditioner:
         known = [block for block in blocks if block.has_direction]
         value = value_of(damping, step)
         if may_be_sharded():
-            moving = [p for block in known for p in block.layer.parameters if p in vectors]
-            whole = {p: gathered(vectors[p]) for p in moving}
-            updates = {p: whole[p] if updates[p] is vectors[p] else gathered(updates[p]) for p in moving}
+            moving = {p: b.layer.is_shard for b in known for p in b.layer.parameters if p in vectors}
+            whole = {p: gathered(vectors[p], shard=shard) for p, shard in moving.items()}
+            kept = {p for p in moving if updates[p] is vectors[p]}
+            updates = {p: whole[p] if p in kept else gathered(updates[p], shard=shard) for p, shard in moving.items()}
             vectors = whole
         stacks = [part for stack in self._current(known, damping) for part in _with_vectors(stack, vectors, damping)]
         device = stacks[0].damping_unit.device.type if stacks else "cpu"
@@ -170,11 +175,13 @@ class Preconditioner:
             return
         floor = 2 ** (math.floor(4 * math.log2(value)) / 4)
         old = [s for s in stacks if s.decomposed is not None and (s.relevant is None or s.relevant[0] != floor)]
-        given = [(*s.decomposed, (floor * s.damping_unit).to(self.dtype)) for s in old if s.decomposed is not None]
-        counts = [solver.count_relevant(*of_stack) for of_stack in given]
+        given = [(*t.decomposed, (floor * s.damping_unit).to(self.dtype)) for s in old for t in s.tiles]
+        counts = [solver.count_relevant(*of_tile) for of_tile in given]
         found = iter(torch.cat([count.to(counts[0].device) for count in counts]).tolist() if counts else ())
-        for stack, of_stack, count in zip(old, given, counts, strict=True):
-            stack.keep(floor, solver.relevant(*of_stack, list(islice(found, len(count)))))
+        lengths = [len(count) for count in counts]
+        parts = (solver.relevant(*t, list(islice(found, n))) for t, n in zip(given, lengths, strict=True))
+        for stack in old:
+            stack.keep(floor, [tile.with_parts(next(parts)) for tile in stack.tiles])
 
     def send_zeros(self, blocks: Sequence[Block], comm: Communicator) -> None:
         """Takes part in the exchange of directions where this rank has none to send (a collective)."""
@@ -209,10 +216,8 @@ class Preconditioner:
         """The preconditioned gradient of a stack at a damping of ``value`` units (eqs. 8 and 11-13)."""
         gradient = stack.layout.fill(vectors, self.dtype)
         if stack.decomposed is not None:
-            parts = stack.decomposed if stack.relevant is None else stack.relevant[1]
-            a, g = (tuple(part.to(self.dtype) for part in side) for side in parts)
-            gamma = (value * stack.damping_unit).to(self.dtype)
-            direction = self.solver.precondition(gradient, a, g, gamma).contiguous()
+            tiles = stack.tiles if stack.relevant is None else stack.relevant[1]
+            direction = precondition(self.solver, gradient, tiles, (value * stack.damping_unit).to(self.dtype))
         else:  # buffer for the direction that a gradient worker will send
             direction = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
         update = gradient if updates[stack.layers[0].weight] is vectors[stack.layers[0].weight] else None
@@ -263,7 +268,7 @@ def _stacks_of(blocks: Sequence[Block], damping: Damping) -> list[Stack]:
 
     def kind(block: Block) -> tuple[Any, ...]:
         layer = block.layer
-        shape = (layer.d_out, layer.d_in, layer.diagonal, layer.joint, layer.weight.device)
+        shape = (layer.d_out, layer.d_in, layer.diagonal, layer.blocks, layer.joint, layer.weight.device)
         return (*shape, block.workers.gradient_workers)
 
     def size(block: Block) -> int:
@@ -282,7 +287,8 @@ def stack_of(blocks: list[Block], damping: Damping) -> Stack:
         return Stack(blocks, None, damping_unit, layer_of_pair)
     whole = [tuple(_cat(parts) for parts in zip(*side, strict=True)) for side in zip(*decomposed, strict=True)]
     stack = Stack(blocks, (whole[0], whole[1]), damping_unit, layer_of_pair)
-    views = [zip(*(part.split(stack.pairs_per_layer) for part in side), strict=True) for side in whole]
+    sizes = ([block.specs[side].matrices for block in blocks] for side in range(2))
+    views = [zip(*(part.split(n) for part in side), strict=True) for side, n in zip(whole, sizes, strict=True)]
     for block, in_a, in_g in zip(blocks, *views, strict=True):
         block.share_storage((in_a, in_g))
     return stack
@@ -339,8 +345,10 @@ def by_parameter(
     for d in directions:
         for p, index, part in d.parts(d.scaled.direction):
             if is_sharded(vectors[p]):
-                whole = gathered(vectors[p]).clone()
-                whole[index] = part
+                whole = part.to(vectors[p].dtype)
+                if index != slice(None):
+                    whole = gathered(vectors[p]).clone()
+                    whole[index] = part
                 result[p] = sharded_like(whole, vectors[p])
             else:  # fused kernels expect the layout of the parameter
                 if p not in result:

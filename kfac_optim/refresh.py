@@ -249,7 +249,7 @@ class Refresher:
         # Where A is the constant 1 there is nothing to split the damping between.
         joint = block.layer.joint
         shifts = (torch.zeros_like(gamma), gamma) if joint else self.solver.shifts(gamma, *factors.means())
-        return factor.to(dtype), shifts[side].to(dtype)
+        return factor.to(dtype), block.specs[side].for_blocks(shifts[side]).to(dtype)
 
     def _decompose_in_background(self, factor: Tensor, shift: Tensor) -> Callable[[], MaybeDecomposition]:
         """Starts a decomposition on the worker; returns what waits for its result."""
@@ -314,7 +314,7 @@ class Refresher:
         for block, i in itertools.product(refresh.blocks, range(2)):
             parts, weight = refresh.found(block, i), block.layer.weight
             unknown = torch.zeros(block.layer.pairs, dtype=dtype, device=weight.device)
-            own.append(unknown if parts is None else self.solver.largest(parts))
+            own.append(unknown if parts is None else block.specs[i].largest_of_blocks(self.solver.largest(parts)))
         found = iter(comm.sum(own, "counts"))
         return dict(zip(refresh.blocks, zip(found, found, strict=True), strict=True))
 
@@ -322,8 +322,8 @@ class Refresher:
         """Uninitialised tensors to receive a decomposition from another rank."""
         spec, device = block.specs[side], block.layer.weight.device
         return tuple(
-            torch.empty(spec.pairs, *shape, dtype=part_dtype(len(shape), self.inv_dtype), device=device)
-            for shape in self.solver.shapes(spec.dim, spec.diagonal)
+            torch.empty(spec.matrices, *shape, dtype=part_dtype(len(shape), self.inv_dtype), device=device)
+            for shape in self.solver.shapes(spec.size, spec.diagonal)
         )
 
     def _keep_last(self, block: Block, refresh: RefreshInProgress) -> None:

@@ -62,7 +62,10 @@ class ViewedEngine(StatefulEngine):
         """The optimizer of this package that conducts the engine; None for an engine that stands alone."""
 
     def factors(self, layer: KroneckerLayer | str) -> tuple[Tensor, Tensor]:
-        """The running averages A ``[p, d_in, d_in]`` and G ``[p, d_out, d_out]`` of a layer (diagonals: ``[p, d]``)."""
+        """The running averages A ``[p, d_in, d_in]`` and G ``[p, d_out, d_out]`` of a layer (diagonals: ``[p, d]``).
+
+        Of a factor in b blocks of m rows ``[p b, m, m]``; zeros may fill up the last one.
+        """
         block = next(block for block in self._blocks if layer in (block.layer, block.layer.name))
         current = block.factors("current")
         return current.matrix(0), current.matrix(1)

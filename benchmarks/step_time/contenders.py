@@ -14,7 +14,7 @@ from benchmarks.common.settings import KFAC, OPTIMIZER_DEFAULTS, RECIPES
 from benchmarks.common.works import Work
 from kfac_optim import EigenSolver
 
-LARGEST = 8192  # factor that ours does not keep diagonal, ``max_factor_dim``
+LARGEST = 8192  # factor that kfac-pytorch gets
 LR = 1e-4  # no time depends on it
 PEER = "KFACPyTorch"
 SOLVERS: dict[str, Any] = {"eigen": "eigen", "inverse": "inverse", "eigen-exact": EigenSolver(negligible=0)}

@@ -222,6 +222,7 @@ class Capture:
     ) -> Tensor | None:
         """A layer was called. Returns what takes the place of the output in a graph that is being traced."""
         a = args[0] if args else next(iter(kwargs.values()), None)
+        a = getattr(a, "_local_tensor", a)  # tensor parallelism: of the columns that this rank has, all or its own
         if not (torch.is_grad_enabled() and self.layers[index].weight.requires_grad):
             return None
         if not (isinstance(output, Tensor) and output.requires_grad and isinstance(a, Tensor)):

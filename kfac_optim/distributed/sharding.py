@@ -10,12 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .communicator import Communicator
+
 __all__ = [
     "full_gradient",
     "gathered",
     "is_sharded",
     "largest_entry",
     "may_be_sharded",
+    "own_shape",
     "refuse_flattened",
     "set_full_gradient_",
     "sharded_like",
@@ -60,37 +63,87 @@ def is_sharded(tensor: Tensor) -> bool:
     return may_be_sharded() and isinstance(tensor, sys.modules["torch.distributed.tensor"].DTensor)
 
 
-def gathered(tensor: Tensor) -> Tensor:
-    """The whole tensor where FSDP2 has sharded it (a collective); any other tensor as it is."""
-    return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
+def gathered(tensor: Tensor, *, shard: bool = False) -> Tensor:
+    """The whole tensor where FSDP2 has sharded it (a collective); any other tensor as it is.
+
+    With ``shard`` the part that this rank computes with, where tensor parallelism has split it.
+    """
+    if not is_sharded(tensor):
+        return tensor
+    return cast(Any, tensor).to_local() if shard else cast(Any, tensor).full_tensor()
 
 
-def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a tensor that every rank holds, laid out as ``like``; nothing is sent."""
+def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a tensor that every rank holds, laid out as ``like``; nothing is sent.
+
+    A tensor of another shape than ``like`` is that part already.
+    """
     if not is_sharded(like):
-        return whole
+        return tensor
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh, placements = cast(DTensor, like).device_mesh, cast(DTensor, like).placements
-    replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    if tensor.shape != like.shape:
+        return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    replicated = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return replicated.redistribute(placements=placements)
 
 
-def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module]) -> str:
-    """Why a parameter cannot be preconditioned as a whole matrix; empty for plain tensors and for shards of FSDP2.
+def own_shape(parameter: Tensor, roots: Iterable[nn.Module]) -> torch.Size:
+    """The shape of what a rank computes with: of its shard, where tensor parallelism has split a parameter.
 
-    Tensor parallelism is refused because it shards activations as well, of which the hooks would see only a part.
+    FSDP2 and ZeRO 3, which leaves an empty tensor in the place of a parameter, gather their shards before use.
+    """
+    if _is_split(parameter, roots):
+        return cast(torch.Size, cast(Any, parameter).to_local().shape)
+    return cast(torch.Size, getattr(parameter, "ds_shape", parameter.shape))
+
+
+def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module], comm: Communicator | None = None) -> str:
+    """Why a parameter cannot be preconditioned as a matrix of this rank; empty for plain tensors and for FSDP2's.
+
+    Shards of tensor parallelism are matrices of their own if the ranks of ``comm``, which share all factors, hold the
+    same one.
     """
     if not is_sharded(parameter):
         return ""
+    placements, roots = cast(Any, parameter).placements, list(roots)
+    # FSDP2 shards rows over the last dimension of its mesh and replicates over the others (HSDP).
+    rows = placements[-1].is_shard(0) and all(placement.is_replicate() for placement in placements[:-1])
+    if rows and _uses_fsdp(roots):
+        return ""
+    if not _is_split(parameter, roots):
+        return f"split by tensor parallelism, or not by rows: {placements}"
+    if _hold_one_shard(comm, cast(Any, parameter).device_mesh):
+        return ""
+    return f"split by tensor parallelism: {placements}, and communicator= has ranks with other shards"
+
+
+def _uses_fsdp(roots: Iterable[nn.Module]) -> bool:
+    """Whether FSDP2 shards a part of these modules."""
     from torch.distributed.fsdp import FSDPModule
 
-    placements = cast(Any, parameter).placements
-    by_fsdp = any(isinstance(module, FSDPModule) for root in roots for module in root.modules())
-    # FSDP2 shards rows over the last dimension of its mesh and replicates over the others (HSDP).
-    if by_fsdp and placements[-1].is_shard(0) and all(placement.is_replicate() for placement in placements[:-1]):
-        return ""
-    return f"split by tensor parallelism, or not by rows: {placements}"
+    return any(isinstance(module, FSDPModule) for root in roots for module in root.modules())
+
+
+def _is_split(parameter: Tensor, roots: Iterable[nn.Module]) -> bool:
+    """Whether tensor parallelism alone has split a parameter, into equal shards."""
+    if not is_sharded(parameter):
+        return False
+    from torch.distributed.tensor import Shard
+
+    placement, *others = cast(Any, parameter).placements
+    if others or type(placement) is not Shard or _uses_fsdp(roots):
+        return False
+    return parameter.shape[placement.dim] % cast(Any, parameter).device_mesh.size() == 0
+
+
+def _hold_one_shard(comm: Communicator | None, mesh: Any) -> bool:
+    """Whether no two of the ranks that train together are among those that have split a weight."""
+    if comm is None or comm.world_size == 1:
+        return comm is not None
+    group = getattr(comm, "group", None)
+    return group is not None and len(set(dist.get_process_group_ranks(group)) & set(mesh.mesh.flatten().tolist())) == 1
 
 
 def refuse_flattened(roots: Iterable[nn.Module]) -> None:

@@ -71,25 +71,26 @@ class AttentionInputLayer(AttentionLayer):
         """As for any layer; ``pairs`` are the pairs that this call uses."""
         seen = super().observe(module, a, output, dtype)
         count = self._among_zeros(pairs, seen.count, 0) if self.by_example else seen.count
-        return Observation(self._among_zeros(pairs, seen.a, self._pair_dim), count, pairs=pairs)
+        return Observation(self._among_zeros(pairs, seen.a, *self._place_of_pairs(0)), count, pairs=pairs)
 
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
         return super().output_rows(module, g, context).squeeze(2).unflatten(-1, (-1, self.d_out))
 
     def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
         assert observation.pairs is not None
-        return self._among_zeros(observation.pairs, super().output_moment(module, g, observation), self._pair_dim)
+        moment = super().output_moment(module, g, observation)
+        return self._among_zeros(observation.pairs, moment, *self._place_of_pairs(1))
 
-    @property
-    def _pair_dim(self) -> int:
-        """The dimension of the pairs in an observation's ``a`` and in an output moment."""
-        return 1 if self.by_example else 0
+    def _place_of_pairs(self, side: int) -> tuple[int, int]:
+        """Of an observation's ``a`` and an output moment: the dimension of the pairs, and the blocks of each."""
+        return (1, 1) if self.by_example else (0, self.blocks[side])
 
-    def _among_zeros(self, pairs: slice, part: Tensor, dim: int) -> Tensor:
-        """Widens ``dim`` to all pairs: these have ``part`` (broadcast if it has length 1 there), the others zeros."""
+    def _among_zeros(self, pairs: slice, part: Tensor, dim: int, blocks: int = 1) -> Tensor:
+        """Widens ``dim`` to all pairs: these have ``part`` (that of one pair is everyone's), the others zeros."""
+        part = part.unflatten(dim, (-1, blocks))
         full = part.new_zeros(*part.shape[:dim], self.pairs, *part.shape[dim + 1 :])
         full.narrow(dim, pairs.start, pairs.stop - pairs.start).copy_(part)
-        return full
+        return full.flatten(dim, dim + 1)
 
     def weight_to_matrix(self, weight: Tensor) -> Tensor:
         return weight.unflatten(0, (3, -1))

@@ -21,6 +21,16 @@ __all__ = ["Declined", "KroneckerLayer", "LayerOptions", "Observation", "RowsLay
 Sharing = Literal["expand", "reduce"]
 
 
+# The rows of a block, unless the user says how many. A core of a CPU decomposes 2,100 rows, 2,048 and a bias, in less
+# than a second; of 8,192 it would take 64 times as long.
+_LARGEST = {"cpu": 2100, "cuda": 8192}
+# A factor of so many rows, so many times as large as the other one of its layer, costs more than all others of a model
+# together. Among outputs these are vocabularies: an entry of G belongs to one row of the weight, and next to nothing is
+# lost by its diagonal. Inputs are pixels or features, which are correlated: their blocks are as large as the other
+# factor, so that the layer costs what a square one does. The taps of a 3 x 3 kernel make inputs 9 times as large.
+_LOPSIDED_DIM, _LOPSIDED_RATIO, _LEAST_BLOCK = 1024, 10, 256
+
+
 class Declined(Exception):
     """Raised by a layer factory for a module that it cannot treat exactly; its message is shown as the reason."""
 
@@ -33,16 +43,19 @@ class LayerOptions:
         weight_sharing: "expand" or "reduce" over shared positions, or a function of a module's name and the module that
             returns one of them.
         batch_dim: The dimension of the examples in inputs with shared positions: 0, or 1 for sequence-first models.
-        max_factor_dim: Factors of a larger dimension, and lopsided ones, are kept diagonal; None: none is.
+        max_factor_dim: The rows of a block of larger factors, and a limit for lopsided ones; "auto": it depends on the
+            device of the weight; None: all are whole.
         skip_layers: Regular expressions; modules whose name contains a match have no layer.
         trainable: The parameters that the optimizer updates; None: all.
+        own_shape: The shape of what this rank computes with: of a parameter, or of its shard.
     """
 
     weight_sharing: Sharing | Callable[[str, nn.Module], Sharing] = "expand"
     batch_dim: int = 0
-    max_factor_dim: int | None = 8192
+    max_factor_dim: int | str | None = "auto"
     skip_layers: tuple[str, ...] = ()
     trainable: Container[nn.Parameter] | None = None
+    own_shape: Callable[[Tensor], torch.Size] = lambda parameter: parameter.shape
 
     def sharing(self, name: str, module: nn.Module) -> Sharing:
         """Whether one module expands or reduces.
@@ -55,6 +68,11 @@ class LayerOptions:
             raise ValueError(f"weight_sharing returned {choice!r} for {name}: must be 'expand' or 'reduce'")
         return choice
 
+    def largest_block(self, device: torch.device) -> int | None:
+        """The most rows of a block of a factor on this device; None: factors are whole."""
+        limit = self.max_factor_dim
+        return _LARGEST.get(device.type, _LARGEST["cuda"]) if isinstance(limit, str) else limit
+
     def trains(self, parameter: nn.Parameter) -> bool:
         """Whether the optimizer updates the parameter."""
         return self.trainable is None or parameter in self.trainable
@@ -65,9 +83,9 @@ class Observation:
     """One module call's contribution to A, and what has to be kept until the output gradient arrives.
 
     Attributes:
-        a: The sum of ``a a^T`` over the rows of the call, ``[p, d_in, d_in]`` (``[p, d_in]`` where A is diagonal). For
-            layers with ``by_example`` the sum of a over the positions of each example,
-            ``[n, p, d_in]``.
+        a: The sum of ``a a^T`` over the rows of the call, ``[p, d_in, d_in]`` (``[p, d_in]`` where A is diagonal,
+            ``[p b, m, m]`` where it has b blocks of m rows). For layers with ``by_example`` the sum of a over the
+            positions of each example, ``[n, p, d_in]``.
         count: The number of rows in the sum. For layers with ``by_example`` the number of positions of each example, a
             tensor ``[p]``.
         context: What :meth:`~kfac_optim.KroneckerLayer.output_rows` needs of the input; None for most types.
@@ -97,13 +115,15 @@ class KroneckerLayer(ABC):
         name: The name of the (first) module.
         modules: The modules that use the weight.
         weight: The parameter whose block this is.
-        weight_shape: Its shape.
+        weight_shape: Its shape, or that of this rank's shard of it.
+        is_shard: Whether tensor parallelism has split the weight, so that the layer is a part of it.
         bias: The bias, or None where there is none or the optimizer does not update it.
         bias_part: Where several weights share one bias, the slice of it that belongs to this weight; else all of it.
         pairs: The number p of Kronecker pairs.
         d_out: The number of rows of ``W``, so that G is ``[p, d_out, d_out]``.
         d_in: The number of columns of ``W``, bias included, so that A is ``[p, d_in, d_in]``.
         diagonal: Whether A is kept as a diagonal ``[p, d_in]``, and whether G is, ``[p, d_out]``.
+        blocks: The number b of blocks along the diagonal that are kept of A, ``[p b, m, m]``, and of G; 1: all of it.
         diagonal_input: Whether A is diagonal by nature (embeddings).
         joint: Whether the pairs share one damping and one norm.
         sharing: "expand" or "reduce".
@@ -124,24 +144,25 @@ class KroneckerLayer(ABC):
         self.modules = [module]
         self.weight, self.bias = self.own_parameters(module)
         # Not read from the weight later, because ZeRO 3 leaves an empty tensor in its place between uses.
-        self.weight_shape: torch.Size = getattr(self.weight, "ds_shape", self.weight.shape)
+        self.weight_shape = options.own_shape(self.weight)
+        self.is_shard = self.weight_shape != getattr(self.weight, "ds_shape", self.weight.shape)
         if not self.weight_shape.numel():
             raise Declined("the weight is empty")
         if self.bias is not None and not (
             options.trains(self.bias) and self.bias.requires_grad >= self.weight.requires_grad
         ):
             self.bias = None
+        if self.is_shard and self.bias is not None and options.own_shape(self.bias) == self.bias.shape:
+            self.bias = None  # one for all shards of the columns
         self.sharing = options.sharing(name, module)
         self.batch_dim = options.batch_dim
-        self.notes: list[str] = []
+        self.notes = ["this rank's shard"] if self.is_shard else []
         self.pairs, self.d_out, self.d_in = self.structure(module)
-        limit = options.max_factor_dim
-        sides = ((self.d_in, self.d_out), (self.d_out, self.d_in))
-        reasons = ["" if limit is None else _reason_for_diagonal(dim, other, limit) for dim, other in sides]
-        self.diagonal = (self.diagonal_input or bool(reasons[0]), bool(reasons[1]))
-        for side, reason in zip("AG", reasons, strict=True):
-            if reason and not (side == "A" and self.diagonal_input):
-                self.notes.append(f"{side} diagonal: {reason}")
+        limit = options.largest_block(self.weight.device)
+        a, g = _kept_of("A", self.d_in, self.d_out, limit), _kept_of("G", self.d_out, self.d_in, limit)
+        a = _Kept(diagonal=True) if self.diagonal_input else a
+        self.diagonal, self.blocks = (a.diagonal, g.diagonal), (a.blocks, g.blocks)
+        self.notes += [f"{side} {kept.note}" for side, kept in (("A", a), ("G", g)) if kept.note]
 
     @property
     def rule_name(self) -> str:
@@ -230,10 +251,13 @@ class KroneckerLayer(ABC):
     def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
         """The sum of ``g g^T`` over the rows of one call, ``[p, d_out, d_out]`` (``[p, d_out]`` where G is diagonal).
 
-        For layers with ``by_example`` the sum of g over the positions of each example, ``[n, p, d_out]``.
+        ``[p b, m, m]`` where G has b blocks of m rows. For layers with ``by_example`` the sum of g over the positions
+        of each example, ``[n, p, d_out]``.
         """
         rows = self.output_rows(module, g, observation.context)
-        return rows.sum(1) if self.by_example else second_moment(rows, diagonal=self.diagonal[1])
+        if self.by_example:
+            return rows.sum(1)
+        return second_moment(rows, diagonal=self.diagonal[1], blocks=self.blocks[1])
 
     def combine_calls(self, calls: Sequence[tuple[Observation, Tensor]]) -> tuple[Tensor, int, Tensor]:
         """Combines the calls of a backward pass on the same examples, for layers with ``by_example``.
@@ -248,7 +272,8 @@ class KroneckerLayer(ABC):
         positions = sum((seen.count for seen, _ in calls[1:]), calls[0][0].count)
         g = sum((rows for _, rows in calls[1:]), calls[0][1])
         mean = a / positions.clamp(min=1)[:, None]
-        moments = (second_moment(x[:, None], diagonal=d) for x, d in zip((mean, g), self.diagonal, strict=True))
+        kinds = zip((mean, g), self.diagonal, self.blocks, strict=True)
+        moments = (second_moment(x[:, None], diagonal=diagonal, blocks=blocks) for x, diagonal, blocks in kinds)
         return next(moments), len(g), next(moments)
 
 
@@ -274,12 +299,16 @@ class RowsLayer(KroneckerLayer):
         if self.by_example:
             return self._observe_examples(self.input_rows(module, a.detach().to(dtype), output))
         chunks = []
+        diagonal, blocks = self.diagonal[0], self.blocks[0]
         for rows in self.input_rows(module, a.detach().to(dtype), output):
             total = rows.sum((0, 1)) if self.bias is not None else None
-            chunks.append((second_moment(rows, diagonal=self.diagonal[0]), total, rows.shape[0] * rows.shape[1]))
+            if self.bias is not None and blocks > 1:  # the 1 belongs to the last block
+                rows = F.pad(rows, (0, 1), value=1.0)
+            moment = second_moment(rows, diagonal=diagonal, blocks=blocks)
+            chunks.append((moment, total, rows.shape[0] * rows.shape[1]))
         moments, totals, counts = zip(*chunks, strict=True)
         moment, count = sum(moments[1:], moments[0]), sum(counts)
-        if self.bias is not None:
+        if self.bias is not None and blocks == 1:
             moment = with_ones(moment, sum(totals[1:], totals[0]), count)
         return Observation(moment, count)
 
@@ -323,15 +352,26 @@ def own_parameter(module: nn.Module, name: str) -> nn.Parameter:
     return parameter
 
 
-# A vocabulary's factor costs as much as all others of a model together, and one entry of it belongs to one row of the
-# weight: next to nothing is lost by its diagonal.
-_LOPSIDED_DIM, _LOPSIDED_RATIO = 1024, 16
+@dataclass(frozen=True)
+class _Kept:
+    """What is kept of a factor: its diagonal, some blocks along it, or all of it (1 block); and why, if not all."""
+
+    diagonal: bool = False
+    blocks: int = 1
+    note: str = ""
 
 
-def _reason_for_diagonal(dim: int, other: int, limit: int) -> str:
-    """Why a factor is kept diagonal, beside one of ``other`` rows; empty if it is not."""
-    if dim > limit:
-        return f"{dim} > max_factor_dim={limit}"
+def _kept_of(side: str, dim: int, other: int, limit: int | None) -> _Kept:
+    """What is kept of A or G, of ``dim`` rows, beside a factor of ``other`` rows; ``limit``: those of a block."""
+    if limit is None:
+        return _Kept()
+    why = f"{dim} > max_factor_dim={limit}"
     if dim > _LOPSIDED_DIM and dim >= _LOPSIDED_RATIO * other:
-        return f"{dim} is {dim // other} times {other} (max_factor_dim=None: whole)"
-    return ""
+        why = f"{dim} is {dim // other} times {other} (max_factor_dim=None: whole)"
+        limit = 1 if side == "G" else min(limit, max(_LEAST_BLOCK, other))
+    blocks = -(-dim // limit)
+    if blocks == 1:
+        return _Kept()
+    if blocks == dim:
+        return _Kept(diagonal=True, note=f"diagonal: {why}")
+    return _Kept(blocks=blocks, note=f"block-diagonal, {blocks} blocks of {-(-dim // blocks)}: {why}")

@@ -49,7 +49,7 @@ class _ConvNdLayer(RowsLayer):
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
         assert isinstance(module, nn.modules.conv._ConvNd)
         image, windows = self._batched(module, a.detach().to(dtype), output)
-        if self.by_example or self.diagonal[0]:
+        if self.by_example or self.diagonal[0] or self.blocks[0] > 1:
             return super().observe(module, a, output, dtype)
         # As the base class does, but without unfolding the patches where that is faster.
         shifted = shift_pays(image.shape, windows, module.groups, a.device.type)

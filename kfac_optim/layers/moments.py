@@ -29,10 +29,15 @@ def gram(rows: Tensor) -> Tensor:
     return product
 
 
-def second_moment(rows: Tensor, *, diagonal: bool) -> Tensor:
-    """``sum x x^T`` over rows ``[n, r, p, d]``: ``[p, d, d]``, or only its diagonal ``[p, d]``."""
+def second_moment(rows: Tensor, *, diagonal: bool, blocks: int = 1) -> Tensor:
+    """``sum x x^T`` over rows ``[n, r, p, d]``: ``[p, d, d]``, or only its diagonal ``[p, d]``.
+
+    Of b ``blocks`` of m rows along its diagonal: ``[p b, m, m]``, in the last of which zeros may take the last rows.
+    """
     if diagonal:
         return rows.flatten(0, 1).square().sum(0)
+    if blocks > 1:
+        rows = F.pad(rows, (0, -rows.shape[-1] % blocks)).unflatten(-1, (blocks, -1)).flatten(2, 3)
     if rows.stride(-1) > 1 and rows.shape[-1] <= min(
         rows.shape[1], GRAM_DIM
     ):  # views of channels-first images: no copy

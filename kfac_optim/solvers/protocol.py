@@ -50,6 +50,9 @@ class Solver(Protocol):
     def decompose(self, factor: Tensor, shift: Tensor) -> Decomposition:
         """Decomposes ``factor + shift I``; the factor is ``[p, n, n]``, or ``[p, n]`` where diagonal.
 
+        The blocks of a block-diagonal factor count as pairs here and in ``shapes``; ``precondition`` then sees one tile
+        of the gradient at a time, with a block of A and a block of G (:mod:`kfac_optim.tiles`).
+
         Runs without autocast and without TF32, perhaps beside training, in another thread. A solver whose results come
         from torch.linalg's eigendecompositions alone may say ``calls_libraries_only = True``: it then leaves TF32's
         switch, which is the whole process's, alone.

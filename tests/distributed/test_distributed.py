@@ -68,7 +68,10 @@ def cases(world_size: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any
     for kind in ("momentum", "adam", "lamb"):
         found[f"layer-wise, {kind}"] = (kind, {"assignment": "layer-wise"}, {})
     reduced = {"weight_sharing": "reduce", "skip_layers": [r"body\.2"], "max_factor_dim": 20}
-    found["factor-wise, reduce, diagonal"] = ("sgd", {}, reduced)
+    found["factor-wise, reduce, blocks"] = ("sgd", {}, reduced)
+    for name in ("layer-wise", "kaisa-memory"):
+        found[f"{name}, blocks"] = ("sgd", {"assignment": STRATEGIES[name]}, {"max_factor_dim": 3, "spread": 2})
+    found["factor-wise, diagonal"] = ("sgd", {}, {"max_factor_dim": 1})
     found["factor-wise, one example of each rank"] = ("sgd", {}, {"factor_batch_fraction": world_size / BATCH})
     return found
 

@@ -470,11 +470,11 @@ class Oracle:
         average: str | None = "batch",
         terms: Callable[[Tensor], int] | None = None,
         batch_dim: int = 0,
-        diagonal_above: int | None = None,
+        largest_block: int | None = None,
     ) -> None:
         self.model, self.layers = twin, find_layers(twin)
         self.sharing, self.average, self.terms, self.batch_dim = sharing, average, terms, batch_dim
-        self.diagonal_above = diagonal_above
+        self.largest_block = largest_block
         self.averages = {layer.name: {key: RunningAverage(decay) for key in "AG"} for layer in self.layers}
         self.curvature: dict[str, Curvature] = {}
 
@@ -548,10 +548,13 @@ class Oracle:
             self.curvature[layer.name] = Curvature(pairs=[Pair(*pair) for pair in zip(a, g, strict=False)])
 
     def limited(self, factor: Tensor) -> Tensor:
-        """Keep only the diagonal of a factor that is too large."""
-        if self.diagonal_above is None or factor.shape[-1] <= self.diagonal_above:
+        """Keep only equal blocks along the diagonal of a factor that is too large; the last one may be smaller."""
+        n = factor.shape[-1]
+        if self.largest_block is None or n <= self.largest_block:
             return factor
-        return torch.diag_embed(factor.diagonal(dim1=-2, dim2=-1))
+        size = math.ceil(n / math.ceil(n / self.largest_block))
+        block = torch.arange(n) // size
+        return factor * (block[:, None] == block)
 
     def refresh(self, step: Step) -> None:
         """Statistics and decompositions of one step."""

@@ -62,7 +62,7 @@ def check_with_oracle(
     """One applied change against the oracle, at a damping that leaves the curvature visible."""
     model, twin = twins(factory)
     sharing = str(options.get("weight_sharing", "expand"))
-    oracle = Oracle(twin, sharing=sharing, diagonal_above=options.get("max_factor_dim"))
+    oracle = Oracle(twin, sharing=sharing, largest_block=options.get("max_factor_dim"))
     step = oracle.observe(passes, mean_loss)
     oracle.refresh(step)
     gamma = relative_size * oracle.typical_eigenvalue()
@@ -372,8 +372,9 @@ def attention_passes(options: dict[str, object], cross: bool, sizes: tuple[int, 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("case", ATTENTION.values(), ids=ATTENTION)
+@pytest.mark.parametrize("limit", [None, 3])
 def test_attention_projections_are_four_linear_layers(
-    case: tuple[dict[str, object], bool], sharing: str, solver: str
+    limit: int | None, case: tuple[dict[str, object], bool], sharing: str, solver: str
 ) -> None:
     options, cross = case
     batch_dim = 0 if options.get("batch_first") else 1
@@ -381,12 +382,13 @@ def test_attention_projections_are_four_linear_layers(
     twin.load_state_dict(projections(parameters(model)))
     passes = attention_passes(options, cross, (3, 2))
     loss = averaged(squared_error, "batch", batch_dim)
-    oracle = Oracle(twin, sharing=sharing, batch_dim=batch_dim)
+    oracle = Oracle(twin, sharing=sharing, batch_dim=batch_dim, largest_block=limit)
     step = oracle.observe(passes, loss)
     oracle.refresh(step)
     # Softmax ignores a constant in the keys: under "reduce" their G is zero, and takes no part in choosing gamma.
     gamma = 0.1 * oracle.curvature["v"].mean_eigenvalue
     keywords = {"damping": gamma, "weight_sharing": sharing, "batch_dim": batch_dim, "solver": SOLVERS[solver]}
+    keywords["max_factor_dim"] = limit
     changes = projections(take_step(model, KFACSGD(model, **EXACT | keywords), passes, loss))
     assert_applied(oracle, changes, oracle.directions(step.gradients, gamma, solver=solver), step.gradients)
 
@@ -549,15 +551,28 @@ def two_layers() -> nn.Module:
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 @pytest.mark.parametrize("limit", [1, 3, 4, 5, 100])
-def test_factors_above_the_limit_are_kept_diagonal(limit: int, solver: str) -> None:
+def test_factors_above_the_limit_are_block_diagonal(limit: int, solver: str) -> None:
     passes = [((torch.randn(5, 3),), torch.randn(5, 2))]
     check_with_oracle(two_layers, passes, {"max_factor_dim": limit, "solver": solver})
 
 
+@given(d_in=st.integers(1, 9), d_out=st.integers(1, 9), limit=st.integers(1, 9), bias=st.booleans(), seed=seeds)
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_blocks_of_linear_layers_of_any_width(
+    d_in: int, d_out: int, limit: int, bias: bool, seed: int, sharing: str, solver: str
+) -> None:
+    torch.manual_seed(seed)
+    passes = [((torch.randn(n, 2, d_in),), torch.randn(n, 2, d_out)) for n in (4, 3)]
+    options = {"max_factor_dim": limit, "solver": solver, "weight_sharing": sharing}
+    check_with_oracle(lambda: nn.Sequential(nn.Linear(d_in, d_out, bias=bias)), passes, options)
+
+
 @pytest.mark.parametrize("groups", [1, 2])
-def test_large_factors_of_convolutions_are_kept_diagonal(groups: int) -> None:
+@pytest.mark.parametrize("limit", [1, 4, 6])
+def test_large_factors_of_convolutions_are_block_diagonal(limit: int, groups: int) -> None:
     passes = [((torch.randn(3, 4, 3, 3),), torch.randn(3, 2, 2, 2))]
-    check_with_oracle(lambda: nn.Sequential(nn.Conv2d(4, 2, 2, groups=groups)), passes, {"max_factor_dim": 4})
+    check_with_oracle(lambda: nn.Sequential(nn.Conv2d(4, 2, 2, groups=groups)), passes, {"max_factor_dim": limit})
 
 
 def test_skipped_layers_move_by_their_gradient() -> None:

@@ -93,7 +93,7 @@ TABLE: list[tuple[str, Any, type[Exception], str]] = [
     ("skip_layers", ["("], ValueError, "regular expression"),
     ("max_factor_dim", 0, ValueError, ">= 1"),
     ("max_factor_dim", 1e4, TypeError, "int.*None"),
-    ("max_factor_dim", "8192", TypeError, "int.*None"),
+    ("max_factor_dim", "8192", TypeError, "int.*'auto' or None, not str"),
     ("spread", -1, ValueError, "an int >= 0, a callable or None"),
     ("spread", 1.5, TypeError, "an int >= 0, a callable or None"),
     ("spread", True, TypeError, "an int >= 0, a callable or None"),
@@ -310,7 +310,7 @@ def test_defaults_of_the_design() -> None:
     expected: dict[str, Any] = {
         "model": None, "factor_decay": 0.95,
         "fisher": "empirical", "loss_average": "batch", "batch_dim": 0, "weight_sharing": "expand",
-        "skip_layers": (), "max_factor_dim": 8192, "assignment": "factor-wise",
+        "skip_layers": (), "max_factor_dim": "auto", "assignment": "factor-wise",
         "communicator": None, "grad_scaler": None,
         "factor_dtype": torch.float32, "inv_dtype": torch.float32,
     }  # fmt: skip

@@ -286,10 +286,10 @@ def test_a_failing_cholesky(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("limit", [3, 4, 5])
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
-def test_factors_over_the_limit_are_diagonal(limit: int, solver: str) -> None:
+def test_factors_over_the_limit_are_block_diagonal(limit: int, solver: str) -> None:
     model, twin = network(), network()
     optimizer = KFACSGD(model, max_factor_dim=limit, **(OPTIONS | {"lr": 1.0, "solver": SOLVERS[solver]}))
-    oracle = Oracle(twin, diagonal_above=limit)
+    oracle = Oracle(twin, largest_block=limit)
     for _ in range(2):
         passes = [((torch.randn(6, 3),), torch.randn(6, 2))]
         step = oracle.observe(passes, loss, snapshot(model))
@@ -299,7 +299,8 @@ def test_factors_over_the_limit_are_diagonal(limit: int, solver: str) -> None:
     rows = {line.split()[0]: line for line in str(optimizer.curvature).splitlines() if line.split()}
     for layer in optimizer.curvature.layers:
         for side, dim in (("A", layer.d_in), ("G", layer.d_out)):
-            assert (f"{side} diagonal: {dim} > max_factor_dim={limit}" in rows[layer.name]) == (dim > limit)
+            split = f"{side} block-diagonal, 2 blocks of {(dim + 1) // 2}: {dim} > max_factor_dim={limit}"
+            assert (split in rows[layer.name]) == (dim > limit)
 
 
 # Nothing to learn from -----------------------------------------------------------------------------------------------

@@ -87,10 +87,15 @@ def test_rules_factor_sizes_and_reasons() -> None:
     assert rows["temperature"].split()[-1] != "base", "a reason follows the rule"
 
 
-def test_a_large_factor_is_diagonal_and_says_why() -> None:
+def test_a_large_factor_is_split_and_says_why() -> None:
     model = nn.Sequential(nn.Linear(20, 3))
-    row = rows_of(str(KFACSGD(model, lr=0.1, max_factor_dim=10).curvature))["0"]
-    assert re.search(r"A diagonal.*21.*max_factor_dim=10", row)
+
+    def row(limit: int | None) -> str:
+        return rows_of(str(KFACSGD(model, lr=0.1, max_factor_dim=limit).curvature))["0"]
+
+    assert "A block-diagonal, 3 blocks of 7: 21 > max_factor_dim=10" in row(10) and "G " not in row(10)
+    assert "A diagonal: 21 > max_factor_dim=1" in row(1) and "G diagonal: 3 > max_factor_dim=1" in row(1)
+    assert "diagonal" not in row(21) + row(None)
 
 
 def test_the_table_follows_training() -> None:
@@ -312,7 +317,9 @@ MEMORY_OPTIONS: dict[str, dict[str, Any]] = {
     "half": {"factor_dtype": torch.bfloat16, "inv_dtype": torch.bfloat16},
     "spread": {"spread": 2},
     "default interval": {"inv_update_steps": 10},
-    "diagonal": {"max_factor_dim": 60},
+    "blocks": {"max_factor_dim": 60},
+    "blocks, inverse": {"max_factor_dim": 17, "solver": "inverse"},
+    "diagonal": {"max_factor_dim": 1},
     "skipped": {"skip_layers": ["hidden"]},
     "layer-wise": {"assignment": "layer-wise"},
 }

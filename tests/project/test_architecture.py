@@ -29,7 +29,7 @@ LAYERS = (
     ("schedules", "checks", "factors", "lamb", "spectra", "precision", "cuda_graphs", "quadratic"),
     ("damping",),
     ("layers", "solvers", "scaling", "distributed"),
-    ("capture", "trust", "bases", "layout"),
+    ("capture", "trust", "bases", "layout", "tiles"),
     ("blocks", "config", "objective"),
     ("coverage", "diagnostics", "pacing"),
     ("averages", "refresh", "preconditioning"),

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+import kfac_optim
 from kfac_optim import KFACSGD, register_layer
 from kfac_optim.layers import LinearLayer
 from tests.helpers.compare import (
@@ -101,6 +102,31 @@ def test_the_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     namespace = run(page, {} if page.stem == "README" else complete_script())
     if "model" in namespace:
         assert all(bool(p.isfinite().all()) for p in namespace["model"].parameters())
+
+
+def test_the_table_of_llamas_is_what_its_code_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "distributed.rst"
+    (block,) = (block for block in blocks(page) if "def llama(" in block.code)
+    names: dict[str, Any] = {}
+    exec(compile(block.code, str(page), "exec", dont_inherit=True), names)
+    printed = [re.findall(r"([\d,]+\.\d) GiB", line) for line in capsys.readouterr().out.splitlines()]
+    table = page.read_text(encoding="utf-8").partition("Models of Llama's shapes")[2].partition("max_factor_dim")[0]
+    rows = [re.findall(r"([\d,]+\.\d)$", row, re.MULTILINE) for row in table.split("   * - ")[1:]]
+    # One column of the table has the snapshots and the local sums, which are as large as each other.
+    assert len(rows) == 6
+    for (factors, both, *rest), (in_code, snapshots, local, *others) in zip(rows, printed, strict=True):
+        assert (factors, rest) == (in_code, others)
+        assert snapshots == local and float(both) == pytest.approx(2 * float(local), abs=0.11)
+
+    # By hand: packed triangles of q, k, v, out (4096 rows; 1024 of keys and values), of gate, up and down (14,336 rows
+    # in two blocks of 7,168), and norms, vocabulary and embedding, whose factors are diagonal or 1 x 1.
+    def packed(n: int) -> int:
+        return n * (n + 1) // 2
+
+    width, keys, hidden = packed(4096), packed(1024), 2 * packed(7168)
+    numbers = 32 * (4 * width + 2 * (width + keys) + 3 * (width + hidden)) + 65 * 2 * 4096 + 2 * (128_256 + width)
+    model = names["llama"](32, 4096, 14_336)
+    assert kfac_optim.memory_estimate(model, world_size=256)["factors"] == 4 * numbers
 
 
 def run_as_a_script(rank: int, world_size: int, code: str, port: int) -> None:

@@ -48,7 +48,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "largest": {"damping": OfLargest(0.1)},
     "largest, spread inverse": {"damping": OfLargest(0.1), "spread": 2, "solver": "inverse"},
     "half": {"factor_dtype": torch.float16, "inv_dtype": torch.bfloat16},
-    "diagonal": {"max_factor_dim": 4},
+    "blocks": {"max_factor_dim": 4},
+    "diagonal": {"max_factor_dim": 1},
     "skipped": {"skip_layers": ["0"]},
 }
 ONLY_SGD: dict[str, dict[str, Any]] = {

@@ -227,12 +227,35 @@ def test_what_no_run_can_have_saved_is_refused(damage: Callable[[dict[str, Any]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"max_factor_dim": 4}], ids=["full", "diagonal"])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_factor_dim": 4}, {"max_factor_dim": 1}], ids=["full", "blocks", "diagonal"]
+)
 def test_a_state_without_checksums_loads(dtype: torch.dtype, options: dict[str, Any]) -> None:
     state = without_checksums(trained(factor_dtype=dtype, **options))
     model, optimizer = build(factor_dtype=dtype, **options)
     optimizer.load_state_dict(state)
     train(model, optimizer, range(3))
+
+
+def test_blocks_of_grouped_layers_are_checked_one_by_one() -> None:
+    """Each of four matrices has its own rounding, that of its pair: the second pair is 1e8 times as large."""
+    model = nn.Sequential(nn.Conv1d(8, 4, 1, groups=2))
+    optimizer = KFACSGD(model, lr=0.1, max_factor_dim=3, **OFTEN)
+    x = torch.randn(20, 8, 3) * torch.tensor([1.0, 1e4]).repeat_interleave(4)[:, None]
+    model(x).square().mean().backward()
+    optimizer.step()
+    state = without_checksums(saved(optimizer.state_dict()))
+    optimizer.load_state_dict(state)
+    for block in state["state"][0]["kfac"]["current"]["A"]["value"][:2]:  # of the first pair
+        block.neg_()
+        with pytest.raises(ValueError, match="negative eigenvalues"):
+            optimizer.load_state_dict(state)
+        block.neg_()
+
+
+def test_a_state_of_other_blocks_is_refused() -> None:
+    message = assert_refused(trained(max_factor_dim=4))
+    assert "has a factor A" in message and "max_factor_dim" in message
 
 
 def test_state_dict_leaves_the_groups_alone() -> None:

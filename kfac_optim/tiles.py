@@ -1,0 +1,94 @@
+"""The parts of a layer's matrices that one block of A and one block of G act on.
+
+The Kronecker product of block-diagonal factors is block-diagonal: ``A_i (x) G_j`` acts on the rows of a matrix that
+belong to ``G_j`` and on the columns that belong to ``A_i``, and on nothing else. A solver preconditions such a tile
+as it does any matrix. Factors that are whole or diagonal make one tile of all::
+
+               A_1   A_2
+             +-----+-----+
+        G_1  |     |     |
+             +-----+-----+      4 tiles of W [d_out, d_in]
+        G_2  |     |     |
+             +-----+-----+
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .factors import FactorSpec
+from .solvers import Decomposition, Solver
+
+__all__ = ["Tile", "precondition", "tiles_of"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile of the matrices of some layers of one shape.
+
+    Attributes:
+        rows: Which of their rows.
+        columns: Which of their columns.
+        missing: How many rows and columns the blocks of G and A have beyond these; their eigenvalues are 0.
+        decomposed: The decompositions of the block of A and of that of G, or the parts of them that matter.
+    """
+
+    rows: slice
+    columns: slice
+    missing: tuple[int, int]
+    decomposed: tuple[Decomposition, Decomposition]
+
+    def with_parts(self, parts: tuple[Decomposition, Decomposition]) -> Tile:
+        """The tile with other parts of its decompositions."""
+        return dataclasses.replace(self, decomposed=parts)
+
+
+def tiles_of(decomposed: tuple[Decomposition, Decomposition], specs: Sequence[FactorSpec]) -> list[Tile]:
+    """The tiles of layers of one shape; nothing is copied.
+
+    Args:
+        decomposed: The decompositions of their A and of their G, of ``p b`` matrices each.
+        specs: The shapes of A and G.
+    """
+    a, g = (_blocks_of(*side) for side in zip(decomposed, specs, strict=True))
+    return [
+        Tile(rows, columns, (missing_rows, missing_columns), (of_a, of_g))
+        for rows, missing_rows, of_g in g
+        for columns, missing_columns, of_a in a
+    ]
+
+
+def _blocks_of(parts: Decomposition, spec: FactorSpec) -> list[tuple[slice, int, Decomposition]]:
+    """For each block of a factor the rows it covers, how many more it has, and its decomposition, ``[p, ...]``."""
+    apart = zip(*(part.unflatten(0, (-1, spec.blocks)).unbind(1) for part in parts), strict=True)
+    ends = [min(spec.dim, (number + 1) * spec.size) for number in range(spec.blocks)]
+    starts = range(0, spec.blocks * spec.size, spec.size)
+    found = zip(starts, ends, apart, strict=True)
+    return [(slice(start, end), start + spec.size - end, block) for start, end, block in found]
+
+
+def precondition(solver: Solver, gradient: Tensor, tiles: Sequence[Tile], gamma: Tensor) -> Tensor:
+    """The preconditioned gradient ``[p, d_out, d_in]``, tile by tile (eqs. 8 and 11-13).
+
+    Args:
+        solver: The solver.
+        gradient: ``[p, d_out, d_in]``.
+        tiles: The tiles, whose decompositions are converted to the gradient's dtype.
+        gamma: The damping of each pair, ``[p]``.
+    """
+    direction = torch.empty_like(gradient)
+    for tile in tiles:
+        a, g = (tuple(part.to(gradient.dtype) for part in side) for side in tile.decomposed)
+        if len(tiles) == 1:
+            return solver.precondition(gradient, a, g, gamma).contiguous()
+        part = gradient[:, tile.rows, tile.columns]
+        missing_rows, missing_columns = tile.missing
+        found = solver.precondition(F.pad(part, (0, missing_columns, 0, missing_rows)), a, g, gamma)
+        direction[:, tile.rows, tile.columns] = found[:, : part.shape[1], : part.shape[2]]
+    return direction

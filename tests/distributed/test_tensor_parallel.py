@@ -1,0 +1,177 @@
+"""Weights split by tensor parallelism: each shard is a block of its own, as in one process that has these blocks."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+
+from kfac_optim import KFACSGD, EigenSolver, KFACAdamW, TorchCommunicator
+from kfac_optim.distributed import LocalCommunicator
+from tests.helpers.compare import assert_all_near
+from tests.helpers.ranks import run_ranks
+from tests.helpers.settings import FLOAT64
+
+WIDTH, STEPS, BATCH = 8, 10, 12
+SETTINGS: dict[str, Any] = FLOAT64 | {"factor_update_steps": 1, "inv_update_steps": 3, "spread": 2}
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (KFACSGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "adam, inverse": (KFACAdamW, {"lr": 0.01, "solver": "inverse"}),
+    "adam, truncated": (KFACAdamW, {"lr": 0.01, "solver": EigenSolver(0.3), "max_factor_dim": 3}),
+    "gradients": (KFACSGD, {"lr": 0.1, "precondition": "gradient", "scaling": "unit"}),
+}
+
+
+def network() -> nn.Sequential:
+    """A pair of layers that tensor parallelism splits, and two that every rank has whole."""
+    torch.manual_seed(0)
+    body = (nn.Linear(5, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    return nn.Sequential(*body).double()
+
+
+class Shards(nn.Module):
+    """The same network, with a Linear for each shard and a bias that belongs to none."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        whole = network()
+        columns, _, rows, self.norm, self.head = whole
+        size = WIDTH // parts
+        self.columns = nn.ModuleList(nn.Linear(5, size).double() for _ in range(parts))
+        self.rows = nn.ModuleList(nn.Linear(size, 4, bias=False).double() for _ in range(parts))
+        self.bias = nn.Parameter(rows.bias.detach().clone())
+        with torch.no_grad():
+            for number, (column, row) in enumerate(zip(self.columns, self.rows, strict=True)):
+                part = slice(number * size, (number + 1) * size)
+                column.weight.copy_(columns.weight[part])
+                column.bias.copy_(columns.bias[part])
+                row.weight.copy_(rows.weight[:, part])
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [row(column(x).tanh()) for column, row in zip(self.columns, self.rows, strict=True)]
+        return self.head(self.norm(sum(parts[1:], parts[0]) + self.bias))
+
+    def shard(self, number: int) -> list[Tensor]:
+        """What a rank has, in the order of the parallel network's parameters."""
+        column, row = self.columns[number], self.rows[number]
+        found = [column.weight, column.bias, row.weight, self.bias, *self.norm.parameters(), *self.head.parameters()]
+        return [p.detach() for p in found]
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    """The batch of a step."""
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(BATCH, 5, generator=generator), torch.randint(3, (BATCH,), generator=generator)
+    return x.double(), y
+
+
+def local(tensor: Tensor) -> Tensor:
+    return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def on_a_mesh(rank: int, world_size: int, kind: str, data_ranks: int) -> list[Tensor]:
+    """Training on ``data_ranks`` shares of each batch, whose gradients are averaged by hand, over all other ranks."""
+    shape = (data_ranks, world_size // data_ranks)
+    mesh: DeviceMesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "model"))
+    model = network()
+    parallelize_module(model, mesh["model"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    cls, options = KINDS[kind]
+    group = mesh["data"].get_group()
+    communicator = TorchCommunicator(group) if data_ranks > 1 else LocalCommunicator()
+    optimizer = cls(model, communicator=communicator, **{**SETTINGS, **options})
+    share = slice(mesh["data"].get_local_rank(), None, data_ranks)
+    for step in range(STEPS):
+        if step == STEPS // 2:  # goes on from a file of this rank's own, in the midst of a refresh
+            optimizer.curvature.synchronize()
+            file = io.BytesIO()
+            torch.save(optimizer.state_dict(), file)
+            file.seek(0)
+            optimizer = cls(model, communicator=communicator, **{**SETTINGS, **options})
+            optimizer.load_state_dict(torch.load(file))
+        optimizer.zero_grad()
+        x, y = data(step)
+        F.cross_entropy(model(x[share]), y[share]).backward()
+        for p in model.parameters():
+            gradient = local(p.grad)  # type: ignore[arg-type]
+            dist.all_reduce(gradient, group=group)
+            gradient /= data_ranks
+        optimizer.step()
+    if kind == "sgd":
+        assert optimizer.curvature.trust > 0, "or K-FAC would have changed nothing"
+    return [local(p) for p in model.parameters()]
+
+
+def in_one_process(kind: str, parts: int) -> Shards:
+    model = Shards(parts)
+    cls, options = KINDS[kind]
+    optimizer = cls(model, communicator=LocalCommunicator(), **{**SETTINGS, **options})
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x, y = data(step)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+def all_kinds(rank: int, world_size: int, data_ranks: int) -> dict[str, list[Tensor]]:
+    """Every case in one launch: starting processes costs seconds."""
+    return {kind: on_a_mesh(rank, world_size, kind, data_ranks) for kind in KINDS}
+
+
+@pytest.mark.fast("1-2")
+@pytest.mark.parametrize(("data_ranks", "parts"), [(1, 2), (1, 4), (2, 2)])
+def test_shards_equal_one_process_with_these_blocks(data_ranks: int, parts: int) -> None:
+    outcomes = run_ranks(data_ranks * parts, all_kinds, data_ranks)
+    for kind in KINDS:
+        model = in_one_process(kind, parts)
+        for rank, found in enumerate(outcomes):
+            assert_all_near([found[kind]], model.shard(rank % parts), case=f"{kind}, rank {rank}")
+
+
+# What is declined or refused -----------------------------------------------------------------------------------------
+
+
+def table_of(model: nn.Module, mesh: DeviceMesh, plan: dict[str, Any], **options: Any) -> str:
+    """The table of a model that is split over two ranks."""
+    parallelize_module(model, mesh, plan)
+    return str(KFACSGD(model, lr=0.1, **options).curvature)
+
+
+def tables(rank: int, world_size: int) -> dict[str, str]:
+    """By case the table, or the error's message."""
+    mesh, pair = init_device_mesh("cpu", (world_size,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    alone: dict[str, Any] = {"communicator": LocalCommunicator()}
+    embedding = nn.Sequential(nn.Embedding(6, 4))
+    found = {
+        "covered": table_of(network(), mesh, pair, **alone),
+        "with all ranks": table_of(network(), mesh, pair),
+        "uneven": table_of(nn.Sequential(nn.Linear(4, 7)), mesh, {"0": ColwiseParallel()}, **alone),
+        "no Linear": table_of(embedding, mesh, {"0": ColwiseParallel()}, **alone),
+    }
+    try:
+        table_of(network(), mesh, pair, scaling="kl_clip", **alone)
+    except ValueError as error:
+        found["kl_clip"] = str(error)
+    return found
+
+
+def test_what_of_a_split_model_is_covered() -> None:
+    for found in run_ranks(2, tables):
+        covered = found["covered"].splitlines()
+        rows = {line.split()[0]: line for line in covered if line.split()}
+        assert rows["0"].split()[3:5] == ["6", "4"], "A of all columns and the bias, G of half of 8 rows"
+        assert rows["2"].split()[3:5] == ["4", "4"], "A of half of 8 columns, without the bias, which is everyone's"
+        assert all("this rank's shard" in rows[name] for name in ("0", "2"))
+        assert "one bias for all shards" in rows["2.bias"] and "base" in rows["2.bias"]
+        assert "shard" not in rows["3"] + rows["4"]
+        declined = found["with all ranks"]
+        assert declined.count("communicator= has ranks with other shards") == 3 and "one bias for all" in declined
+        assert "split by tensor parallelism" in found["uneven"] and "split by tensor parallelism" in found["no Linear"]
+        assert "kl_clip" in found["kl_clip"] and "graft" in found["kl_clip"]

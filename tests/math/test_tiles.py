@@ -1,0 +1,177 @@
+"""Factors that are kept block-diagonal: their storage, their eigenvalues, and directions tile by tile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from kfac_optim import KFACSGD, CurvatureEngine, LayerOptions, OfLargest, OfMean
+from kfac_optim.factors import FactorSpec
+from kfac_optim.layers import find_layers
+from kfac_optim.layers.moments import second_moment
+from kfac_optim.solvers import EigenSolver, InverseSolver, Solver
+from kfac_optim.tiles import precondition, tiles_of
+from tests.helpers.compare import assert_near
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+@st.composite
+def specs(draw: st.DrawFn, pairs: int) -> FactorSpec:
+    """A factor that is whole, diagonal, or in blocks as large as a limit allows."""
+    dim = draw(st.integers(1, 9))
+    blocks = -(-dim // draw(st.integers(1, 10)))
+    return FactorSpec(pairs, dim, diagonal=blocks == 1 and draw(st.booleans()), blocks=blocks)
+
+
+@st.composite
+def sides(draw: st.DrawFn) -> tuple[FactorSpec, FactorSpec]:
+    """A and G of one layer."""
+    pairs = draw(st.integers(1, 3))
+    return draw(specs(pairs)), draw(specs(pairs))
+
+
+def dense(spec: FactorSpec, moment: Tensor) -> list[Tensor]:
+    """The matrices ``[n, n]`` of a factor's pairs, of its moment as it is stored."""
+    if spec.diagonal:
+        return [values.diag() for values in moment]
+    return [torch.block_diag(*blocks)[: spec.dim, : spec.dim] for blocks in moment.split(spec.blocks)]
+
+
+def some_moment(spec: FactorSpec, rows: int) -> Tensor:
+    """The second moment of random rows of different sizes; of few rows it is singular."""
+    x = torch.randn(rows, 1, spec.pairs, spec.dim) * torch.logspace(0, -2, spec.dim)
+    return second_moment(x, diagonal=spec.diagonal, blocks=spec.blocks)
+
+
+@given(pairs=st.integers(1, 3), data=st.data(), seed=st.integers(0, 99))
+def test_the_moment_is_that_of_the_blocks(pairs: int, data: st.DataObject, seed: int) -> None:
+    torch.manual_seed(seed)
+    spec = data.draw(specs(pairs))
+    rows = torch.randn(4, 2, pairs, spec.dim)
+    moment = second_moment(rows, diagonal=spec.diagonal, blocks=spec.blocks)
+    assert moment.shape == spec.shape
+    block = torch.arange(spec.dim) // (1 if spec.diagonal else spec.size)
+    whole = second_moment(rows, diagonal=False) * (block[:, None] == block)
+    assert_near(torch.stack(dense(spec, moment)), whole)
+
+
+@given(pairs=st.integers(1, 3), data=st.data(), seed=st.integers(0, 99))
+def test_zeros_that_fill_up_a_block_are_in_no_mean(pairs: int, data: st.DataObject, seed: int) -> None:
+    torch.manual_seed(seed)
+    spec = data.draw(specs(pairs))
+    moment = some_moment(spec, 5)
+    average = spec.empty(torch.float64, torch.device("cpu"))
+    average["value"].copy_(spec.pack(moment))
+    torch.testing.assert_close(spec.matrix(average), moment)
+    assert_near(spec.mean_eigenvalue(average), torch.stack([m.trace() / spec.dim for m in dense(spec, moment)]))
+
+
+def solved(solver: Solver, v: Tensor, a: Tensor, g: Tensor, gamma: Tensor, shifts: tuple[Tensor, Tensor]) -> Tensor:
+    """What the solver stands for, by dense solves: of (A (x) G + gamma I), or of both damped factors."""
+    if isinstance(solver, EigenSolver):
+        fisher = torch.kron(a, g) + gamma * torch.eye(len(a) * len(g))
+        return torch.linalg.solve(fisher, v.T.flatten()).reshape(v.T.shape).T
+    a, g = (factor + shift * torch.eye(len(factor)) for factor, shift in zip((a, g), shifts, strict=True))
+    return torch.linalg.solve(g, torch.linalg.solve(a, v.T).T)
+
+
+@pytest.mark.parametrize("solver", [EigenSolver(0.0), InverseSolver()], ids=["eigen", "inverse"])
+@given(sides=sides(), rows=st.integers(1, 12), seed=st.integers(0, 99))
+def test_directions_against_the_dense_solve(
+    solver: Any, sides: tuple[FactorSpec, FactorSpec], rows: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    moments = [some_moment(spec, rows) for spec in sides]
+    a, g = (dense(spec, moment) for spec, moment in zip(sides, moments, strict=True))
+    pairs = sides[0].pairs
+    gamma = 10 ** (-2 * torch.rand(pairs))
+    shifts = solver.shifts(gamma, *(torch.stack([m.diagonal().mean() for m in side]) for side in (a, g)))
+    decomposed = [
+        solver.decompose(moment, spec.for_blocks(shift))
+        for spec, moment, shift in zip(sides, moments, shifts, strict=True)
+    ]
+    v = torch.randn(pairs, sides[1].dim, sides[0].dim)
+    found = precondition(solver, v, tiles_of((decomposed[0], decomposed[1]), sides), gamma)
+    for pair in range(pairs):
+        of_pair = (shifts[0][pair], shifts[1][pair])
+        assert_near(found[pair], solved(solver, v[pair], a[pair], g[pair], gamma[pair], of_pair))
+
+
+# In an engine --------------------------------------------------------------------------------------------------------
+
+
+def engine_of(model: nn.Module, **options: Any) -> CurvatureEngine:
+    """The engine of a model after one step at learning rate 0, which leaves the model as it is."""
+    optimizer = KFACSGD(model, **{"lr": 0.0, "inv_update_steps": 1, "factor_update_steps": 1} | options)
+    for p in model.parameters():
+        p.grad = None
+    model(torch.randn(30, 10)).square().sum(1).mean().backward()
+    optimizer.step()
+    return optimizer.curvature
+
+
+@pytest.mark.parametrize("damping", [OfMean(0.1), OfLargest(0.1)], ids=["mean", "largest"])
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_damping_and_reports_are_of_the_block_diagonal_matrix(solver: str, damping: Any) -> None:
+    """11 and 7 rows in blocks of at most 3: 4 of 3 rows and 3 of 3, with a row and two that belong to nobody."""
+    engine = engine_of(nn.Sequential(nn.Linear(10, 7)), max_factor_dim=3, solver=solver, damping=damping)
+    (layer,) = engine.layers
+    assert (layer.blocks, layer.diagonal) == ((4, 3), (False, False))
+    sides = (FactorSpec(1, 11, blocks=4), FactorSpec(1, 7, blocks=3))
+    factors = engine.factors(layer)
+    spectra = [
+        torch.linalg.eigvalsh(dense(spec, factor)[0]).clamp(min=0) for spec, factor in zip(sides, factors, strict=True)
+    ]
+    report = engine.report(eigenvalues=True)["layers"]["0"]
+    for side, values in zip("AG", spectra, strict=True):
+        assert_near(torch.tensor(report[side]["eigenvalues"]), values.flip(0), rel=1e-5)
+    of = torch.mean if isinstance(damping, OfMean) else torch.amax
+    assert report["damping"] == pytest.approx(0.1 * float(of(spectra[0]) * of(spectra[1])), rel=1e-5)
+
+
+def kept(d_in: int, d_out: int, device: str, **options: Any) -> tuple[Any, Any, list[str]]:
+    """Of a Linear without bias: which factors are diagonal, in how many blocks the others are, and what the table says.
+
+    ``options`` are those for layers.
+    """
+    layer = find_layers([nn.Linear(d_in, d_out, bias=False, device=device)], LayerOptions(**options)).layers[0]
+    return layer.diagonal, layer.blocks, layer.notes
+
+
+def test_wide_factors_are_split_as_far_as_the_device_asks_for() -> None:
+    assert kept(2100, 2048, "cpu") == ((False, False), (1, 1), [])
+    assert kept(2101, 6400, "cpu")[:2] == ((False, False), (2, 4))
+    assert kept(8192, 8193, "meta") == (
+        (False, False), (1, 2), ["G block-diagonal, 2 blocks of 4097: 8193 > max_factor_dim=8192"]
+    )  # fmt: skip
+    assert kept(2101, 6400, "cpu", max_factor_dim=None) == ((False, False), (1, 1), [])
+    assert kept(10, 7, "cpu", max_factor_dim=4)[:2] == ((False, False), (3, 2))
+    assert kept(10, 7, "cpu", max_factor_dim=1)[:2] == ((True, True), (1, 1))
+
+
+def test_vocabularies_are_diagonal() -> None:
+    """Of GPT-2, Llama-8B, Llama-70B and an LSTM; a feed-forward layer's four times, and ResNet's classes, are not."""
+    for d_in, d_out in ((768, 50257), (4096, 128256), (8192, 128256), (1000, 10000)):
+        diagonal, blocks, notes = kept(d_in, d_out, "meta")
+        assert (diagonal, blocks) == ((False, True), (1, 1))
+        assert notes == [f"G diagonal: {d_out} is {d_out // d_in} times {d_in} (max_factor_dim=None: whole)"]
+    assert kept(1024, 4096, "meta")[:2] == ((False, False), (1, 1))
+    assert kept(2048, 1000, "meta")[:2] == ((False, False), (1, 1))
+    assert kept(768, 50257, "cpu", max_factor_dim=None)[:2] == ((False, False), (1, 1))
+
+
+def test_wide_inputs_are_in_blocks_as_large_as_the_outputs() -> None:
+    """Of the MNIST example, a classifier of few classes, a net on large images; 784 pixels, and 9 taps, are whole."""
+    diagonal, blocks, notes = kept(9216, 128, "cpu")
+    assert (diagonal, blocks) == ((False, False), (36, 1))
+    assert notes == ["A block-diagonal, 36 blocks of 256: 9216 is 72 times 128 (max_factor_dim=None: whole)"]
+    assert kept(2048, 10, "meta")[:2] == ((False, False), (8, 1))
+    assert kept(50_000, 500, "cpu")[:2] == ((False, False), (100, 1))
+    assert kept(9216, 128, "cpu", max_factor_dim=100)[:2] == ((False, False), (93, 2))
+    assert kept(784, 10, "cpu")[:2] == kept(9 * 512, 512, "meta")[:2] == ((False, False), (1, 1))
