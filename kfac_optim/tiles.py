@@ -82,13 +82,15 @@ def precondition(solver: Solver, gradient: Tensor, tiles: Sequence[Tile], gamma:
         tiles: The tiles, whose decompositions are converted to the gradient's dtype.
         gamma: The damping of each pair, ``[p]``.
     """
-    direction = torch.empty_like(gradient)
+    found = []
     for tile in tiles:
         a, g = (tuple(part.to(gradient.dtype) for part in side) for side in tile.decomposed)
-        if len(tiles) == 1:
-            return solver.precondition(gradient, a, g, gamma).contiguous()
-        part = gradient[:, tile.rows, tile.columns]
-        missing_rows, missing_columns = tile.missing
-        found = solver.precondition(F.pad(part, (0, missing_columns, 0, missing_rows)), a, g, gamma)
-        direction[:, tile.rows, tile.columns] = found[:, : part.shape[1], : part.shape[2]]
+        part, (missing_rows, missing_columns) = gradient[:, tile.rows, tile.columns], tile.missing
+        padded = F.pad(part, (0, missing_columns, 0, missing_rows)) if any(tile.missing) else part
+        found.append(solver.precondition(padded, a, g, gamma)[:, : part.shape[1], : part.shape[2]])
+    if len(tiles) == 1:
+        return found[0].contiguous()
+    direction = torch.empty_like(gradient)
+    for tile, part in zip(tiles, found, strict=True):
+        direction[:, tile.rows, tile.columns] = part
     return direction
