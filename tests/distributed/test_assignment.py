@@ -28,7 +28,7 @@ from kfac_optim import (
     TorchCommunicator,
 )
 from kfac_optim.blocks import decomposed_bytes, specs_of
-from kfac_optim.distributed import Communicator, agreement, longest_first
+from kfac_optim.distributed import Broadcast, Communicator, agreement, longest_first
 
 ROUNDING = 1e-9  # loads are sums of integers up to 1e10 in floats, in another order
 
@@ -305,6 +305,22 @@ class Counting(Communicator):
         if source != self.rank:
             tensor.zero_()
         return SimpleNamespace(wait=lambda: None)
+
+
+def test_broadcasts_of_a_refresh_of_resnet50() -> None:
+    """All decompositions of the default strategy, without their storage; the rank that sends is each in turn."""
+    with torch.device("meta"):
+        layers = KFACSGD(WORKS["resnet50"].make(), lr=0.1).curvature.layers
+    solver, specs = EigenSolver(), [specs_of(layer) for layer in layers]
+    costs = [LayerCost((a.cost, g.cost), decomposed_bytes((a, g), solver, torch.float32)) for a, g in specs]
+    for ranks in (8, 64):
+        comm, broadcasts = Counting(ranks), []
+        for pair, workers in zip(specs, FactorWise().assign(costs, ranks).layers, strict=True):
+            for side, spec in enumerate(pair):
+                parts = [torch.empty(spec.pairs, *s, device="meta") for s in solver.shapes(spec.dim, spec.diagonal)]
+                broadcasts.append(Broadcast(parts, workers.inverse_workers[side], workers.holders(side)))
+        comm.send(broadcasts, "decompositions")
+        assert len(comm.started) <= 18, "and two sums: who has succeeded, and the largest eigenvalues"
 
 
 @pytest.mark.slow
