@@ -31,6 +31,7 @@ from .distributed import Assignment, Communicator, agreement, make_communicator,
 from .layers import LayerOptions, owners_of, unwrap
 from .preconditioning import Preconditioner
 from .refresh import Refresher
+from .sharing import move_factors, refuse_to_move
 from .trust import Trust
 from .views import ViewedEngine
 
@@ -141,11 +142,13 @@ class BuiltEngine(ViewedEngine):
 
     def _join_ranks(self, comm: Communicator) -> None:
         """Goes on among other ranks than before."""
-        moved = (comm.rank, comm.world_size) != (self.comm.rank, self.comm.world_size)
-        self.comm = comm
-        if moved:
+        before, self.comm = self.comm, comm
+        if (comm.rank, comm.world_size) != (before.rank, before.world_size):
+            refuse_to_move(self._blocks, before)
             self._capture.change_rank(comm.rank)
             self._assign()
+            for block in self._blocks:
+                block.keep(block.state, comm.rank)
             self._refresher.invalidate()
 
     def extend(self, params: Iterable[Any]) -> None:
@@ -259,6 +262,7 @@ class BuiltEngine(ViewedEngine):
         if self.comm.world_size > 1 and self._prepared_for is not self.work:
             self._check_ranks()
             self.comm.prepare(self._groups)
+            move_factors(self._blocks, self.factor_dtype, self.comm)
             self._prepared_for = self.work
 
     def _check_ranks(self) -> None:

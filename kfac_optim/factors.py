@@ -97,16 +97,19 @@ class FactorSpec:
         """The multiply-adds of a decomposition, up to a constant."""
         return float(self.pairs * (self.dim if self.diagonal else self.dim**3))
 
-    def empty(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """A running average that has seen nothing yet.
+    def empty(self, dtype: torch.dtype, device: torch.device, *, kept: bool = True) -> dict[str, Tensor]:
+        """A running average that has seen nothing yet; ``kept``: here, else another rank keeps it.
 
         Returns:
             ``value``: the factor, packed. ``weight``: the decayed count of the rows or terms in it, 0-dim, float64, on
             the CPU so that reading it never waits for a device. In float16 also ``scale``: the largest entry of each
             pair, ``[p, 1]``, by which ``value`` is divided, because second moments of gradients lie below float16's
-            range.
+            range. Of an average that another rank keeps the weight alone.
         """
-        average = {"value": self.zeros(dtype, device), "weight": torch.zeros((), dtype=torch.float64)}
+        weight = torch.zeros((), dtype=torch.float64)
+        if not kept:
+            return {"weight": weight}
+        average = {"value": self.zeros(dtype, device), "weight": weight}
         if dtype is torch.float16:
             average["scale"] = torch.zeros(self.pairs, 1, dtype=torch.float32, device=device)
         return average
@@ -129,18 +132,26 @@ class FactorSpec:
         value = read(average)
         return (value if self.diagonal else packed_diagonal(value, self.dim)).mean(-1)
 
-    def problem(self, average: object) -> str:
-        """Why a loaded object is no running average of this shape, as the end of a sentence; empty if it is one."""
-        if not isinstance(average, dict) or not all(
-            isinstance(average.get(key), Tensor) for key in ("value", "weight")
-        ):
+    def problem(self, average: object, *, kept: bool = True) -> str:
+        """Why a loaded object is no running average of this shape, as the end of a sentence; empty if it is one.
+
+        ``kept``: see :meth:`empty`.
+        """
+        known = average if isinstance(average, dict) else {}
+        value, weight = known.get("value"), known.get("weight")
+        if not isinstance(weight, Tensor) or not isinstance(value, Tensor | None):
             return "is missing"
+        if value is None and kept:
+            return (
+                "is not in it (a rank that shares out its factors has its own part in state_dict(): save "
+                "full_state_dict(), or the parts of all ranks by torch.distributed.checkpoint)"
+            )
         shape = (self.pairs, self.packed_numel // self.pairs)
-        if average["value"].shape != shape:
-            return f"has shape {tuple(average['value'].shape)} instead of {shape}"
-        if average["weight"].dim() != 0 or not float(average["weight"]) >= 0:
-            return f"has a weight of {average['weight']}"
-        if not all(bool(tensor.isfinite().all()) for tensor in average.values()):
+        if value is not None and value.shape != shape:
+            return f"has shape {tuple(value.shape)} instead of {shape}"
+        if weight.dim() != 0 or not float(weight) >= 0:
+            return f"has a weight of {weight}"
+        if not all(bool(tensor.isfinite().all()) for tensor in known.values()):
             return "is not finite"
         return ""
 
