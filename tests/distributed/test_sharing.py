@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import io
-import pickle
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch import Tensor
 
 from kfac_optim import (
     KAISA,
-    KFACSGD,
-    CurvatureEngine,
     FactorWise,
-    KFACAdam,
-    KLClip,
     LayerWise,
     OfLargest,
     OfMean,
-    TorchCommunicator,
-    memory_estimate,
 )
-from kfac_optim.distributed import Assignment, LayerAssignment
+from kfac_optim.distributed import LayerAssignment
 from tests.distributed.test_communication import Odd, train_branching
-from tests.distributed.test_distributed import SHAPE, Net, trained
-from tests.helpers.compare import assert_all_near, values
+from tests.distributed.test_distributed import trained
+from tests.helpers.compare import assert_all_near
 from tests.helpers.ranks import run_ranks
-from tests.helpers.settings import FLOAT64, OFTEN
-from tests.helpers.training import data_of, make_model, train
 
 SHARDED = {
     "factor-wise": FactorWise("sharded"),
@@ -50,13 +28,16 @@ SHARDED = {
 
 
 class OddSharded(Odd):
-    """Who decomposes need not precondition; some layers are shared out and others not."""
+    """Who decomposes need not precondition; of three layers two are shared out."""
 
     LAYERS = (
         LayerAssignment((2, 0), (1,), "sharded"),
         LayerAssignment((1, 1), (2, 0)),
         LayerAssignment((0, 2), (2, 1, 0), "sharded"),
     )
+
+
+SKIP = [r"body\.3"]  # leaves three layers of the net
 
 
 # As one process ------------------------------------------------------------------------------------------------------
@@ -84,15 +65,8 @@ def train_all(rank: int, world_size: int) -> dict[Any, list[Tensor]]:
             branching = {"factor_update_steps": 1, "inv_update_steps": 4, "assignment": strategy}
             found["branching", name] = train_branching(rank, world_size, branching)
     if world_size == 3:
-        found["odd", "eigen"] = trained(rank, world_size, "sgd", {"assignment": ThreeLayers(), "skip_layers": SKIP})
+        found["odd", "eigen"] = trained(rank, world_size, "sgd", {"assignment": OddSharded(), "skip_layers": SKIP})
     return found
-
-
-class ThreeLayers(OddSharded):
-    """:class:`OddSharded` for the three layers of the net that are left when one is skipped."""
-
-
-SKIP = [r"body\.3"]
 
 
 @pytest.mark.fast("2")
