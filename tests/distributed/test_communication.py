@@ -128,6 +128,11 @@ def whole_numbers(rank: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randint(-999, 999, shape, generator=generator).to(dtype) for shape in SUM_SHAPES]
 
 
+def owners_of(world_size: int) -> list[int]:
+    """Who gets which sum: neighbours have one owner or several."""
+    return [(i // 3) % world_size for i in range(len(SUM_SHAPES))]
+
+
 def several_types(rank: int) -> list[Tensor]:
     """Neighbours of different types, exact sums."""
     types = itertools.cycle([torch.float64, torch.float32])
@@ -192,6 +197,7 @@ def use_the_verbs(rank: int, world_size: int) -> dict[Any, Any]:
         for dtype in (torch.float32, torch.float64):
             own = whole_numbers(rank, dtype)
             found["sum", name, dtype] = list(comm.sum(own, f"sum {dtype}"))
+            found["reduce", name, dtype] = list(comm.reduce(own, owners_of(world_size), f"reduce {dtype}"))
             found["unchanged", name, dtype] = own
         found["several types", name] = list(comm.sum(several_types(rank), "several types"))
         for dtype in HALVES:
@@ -242,6 +248,18 @@ def test_sums_in_order_whatever_the_buckets(verbs: list[dict[Any, Any]], bucket:
             assert torch.equal(total, wanted)
         for tensor, before in zip(found["unchanged", bucket, dtype], own[rank], strict=True):
             assert torch.equal(tensor, before), "what is summed stays as it was"
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sum_for_one_rank_is_the_sum_there_and_nothing_elsewhere(
+    verbs: list[dict[Any, Any]], bucket: str, dtype: torch.dtype
+) -> None:
+    own = [whole_numbers(rank, dtype) for rank in range(len(verbs))]
+    expected = [sum(parts[1:], parts[0]) for parts in zip(*own, strict=True)]
+    for rank, found in enumerate(verbs):
+        for owner, total, wanted in zip(owners_of(len(verbs)), found["reduce", bucket, dtype], expected, strict=True):
+            assert total is None if owner != rank else torch.equal(total, wanted)
 
 
 @pytest.mark.parametrize("bucket", BUCKETS)
@@ -303,6 +321,10 @@ def test_traffic_is_what_an_ideal_network_carries(verbs: list[dict[Any, Any]], b
         for dtype in (torch.float32, torch.float64):
             share = ring(whole_numbers(rank, dtype), ranks)
             expected[f"sum {dtype}"] = [share, share]
+            kept = [owner == rank for owner in owners_of(ranks)]
+            sizes = [tensor.nbytes for tensor in whole_numbers(rank, dtype)]
+            received = sum(size for size, here in zip(sizes, kept, strict=True) if here)
+            expected[f"reduce {dtype}"] = [sum(sizes) - received, received]
         halves = of_every_magnitude(rank)
         share = ring(halves, ranks, 2)
         assert found["half traffic", bucket, torch.bfloat16] == pytest.approx([share, share], rel=1e-12)
