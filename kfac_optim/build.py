@@ -132,8 +132,15 @@ class BuiltEngine(ViewedEngine):
             dtype=torch.promote_types(self.factor_dtype, torch.float32),
             stage=self._stages.stage,
             rank=self.comm.rank,
+            left_out=self._left_out,
         )
         self._plan_statistics()
+
+    @property
+    def _left_out(self) -> set[int]:
+        """The layers, by index, of which other ranks alone take statistics."""
+        workers = [block.workers for block in self._blocks]
+        return {i for i, w in enumerate(workers) if w.factors == "local" and self.comm.rank not in w.inverse_workers}
 
     @property
     def _sampled_fisher(self) -> Any:
@@ -145,8 +152,8 @@ class BuiltEngine(ViewedEngine):
         before, self.comm = self.comm, comm
         if (comm.rank, comm.world_size) != (before.rank, before.world_size):
             refuse_to_move(self._blocks, before)
-            self._capture.change_rank(comm.rank)
             self._assign()
+            self._capture.change_rank(comm.rank, self._left_out)
             for block in self._blocks:
                 block.keep(block.state, comm.rank)
             self._refresher.invalidate()

@@ -451,7 +451,15 @@ def of_one_rank(rank: int, world_size: int) -> dict[str, Any]:
         model = make_model().double()
         optimizer = KFACSGD(model, lr=0.0, assignment=strategy, **OFTEN, **FLOAT64)
         wrapped = DDP(model)
-        train(wrapped, optimizer, range(4), rank=rank, world_size=world_size)
+        seen: list[set[int]] = []
+
+        def look(into: list[set[int]] = seen, engine: Any = optimizer.curvature) -> None:
+            into.append(set(engine._capture.statistics.sums))
+
+        train(wrapped, optimizer, range(4), rank=rank, world_size=world_size, before_step=look)
+        workers = optimizer.curvature.work.layers
+        own = {i for i, layer in enumerate(workers) if rank in layer.inverse_workers}
+        assert seen == [own, set()] * 2, "moments of other ranks' layers are not even taken"
         kept = {}
         for block in optimizer.curvature._blocks:
             current = block.factors("current")
