@@ -1,4 +1,4 @@
-"""Where factors stand (``factors=`` of a strategy): the same training, its loss, bytes, memory and time, on real ranks.
+"""Where factors stand (``factors=`` of a layer-wise strategy): the same training, its loss, bytes, memory and time, on real ranks.
 
 The task is ``curves`` (a deep autoencoder), where K-FAC pays most, with the practical recipe's settings. A rank that
 decomposes statistics of its own alone (DP-KFAC, Zhang et al. 2022) sees 1 / R of the batch; what that costs in loss
@@ -25,10 +25,8 @@ from tqdm import tqdm
 from benchmarks.common.reports import table
 from benchmarks.common.tasks import TASKS
 from benchmarks.scaling.cluster import KINDS
-from kfac_optim import KFACSGD, FactorWise, LayerWise, OfMean, growing
+from kfac_optim import KFACSGD, LayerWise, OfMean, growing
 from kfac_optim.distributed.assignment import FactorPlace
-
-STRATEGIES = {"factor-wise": FactorWise, "layer-wise": LayerWise}
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Training:
     seeds: tuple[int, ...] = (0, 1)
 
 
-def run(training: Training, strategy: str, place: FactorPlace, seed: int) -> dict[str, Any]:
+def run(training: Training, place: FactorPlace, seed: int) -> dict[str, Any]:
     """Train on this rank's share of every batch; returns the losses, seconds per step and bytes of this rank."""
     task = TASKS["curves"]()
     torch.manual_seed(seed)
@@ -65,7 +63,7 @@ def run(training: Training, strategy: str, place: FactorPlace, seed: int) -> dic
         solver="eigen",
         fisher=task.fisher,
         loss_average=task.loss_average,
-        assignment=STRATEGIES[strategy](place),
+        assignment=LayerWise(place),
     )
     seconds = []
     for step in range(training.steps):
@@ -94,11 +92,11 @@ def _spawned(rank: int, store: str, out: str, training: Training) -> None:
     torch.set_flush_denormal(True)  # of curves' pixels, with which products take ten times as long on some CPUs
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=training.ranks)
     rows = []
-    cases = [(s, p, seed) for s in STRATEGIES for p in get_args(FactorPlace) for seed in training.seeds]
-    for strategy, place, seed in tqdm(cases, desc=f"{training.ranks} ranks", unit="run", disable=rank > 0):
+    cases = [(place, seed) for place in get_args(FactorPlace) for seed in training.seeds]
+    for place, seed in tqdm(cases, desc=f"{training.ranks} ranks", unit="run", disable=rank > 0):
         everyone: list[Any] = [None] * training.ranks
-        dist.all_gather_object(everyone, run(training, strategy, place, seed))
-        rows.append({"strategy": strategy, "factors": place, "seed": seed, "ranks": everyone})
+        dist.all_gather_object(everyone, run(training, place, seed))
+        rows.append({"factors": place, "seed": seed, "ranks": everyone})
     if rank == 0:
         Path(out).write_text(json.dumps(rows))
     dist.barrier()
@@ -117,22 +115,24 @@ def compare(training: Training) -> list[dict[str, Any]]:
 def compared_table(rows: Sequence[Mapping[str, Any]], training: Training) -> str:
     """Means over the seeds; of bytes over the ranks, of memory the fullest rank, of time the slowest."""
     lines = []
-    for strategy in STRATEGIES:
-        for place in get_args(FactorPlace):
-            runs = [row["ranks"] for row in rows if (row["strategy"], row["factors"]) == (strategy, place)]
-            losses = [ranks[0]["loss"] for ranks in runs]
-            sent = {kind: statistics.fmean(r["sent"][kind] for ranks in runs for r in ranks) for kind in KINDS}
-            lines.append(
-                {
-                    "strategy": strategy,
-                    "factors": place,
-                    "loss": statistics.fmean(losses),
-                    "from": min(losses),
-                    "to": max(losses),
-                    **{f"{kind}, KB": value / 1e3 for kind, value in sent.items()},
-                    "memory, MB": max(r["memory"] for ranks in runs for r in ranks) / 1e6,
-                    "ms": 1e3 * statistics.fmean(max(r["seconds"] for r in ranks) for ranks in runs),
-                }
-            )
-    title = f"curves, {training.steps} steps of {training.batch} examples on {training.ranks} ranks: held-out loss"
-    return table(title, lines, f"{len(training.seeds)} seeds; KB sent per step and rank, mean; memory of the fullest")
+    for place in get_args(FactorPlace):
+        runs = [row["ranks"] for row in rows if row["factors"] == place]
+        losses = [ranks[0]["loss"] for ranks in runs]
+        sent = {kind: statistics.fmean(r["sent"][kind] for ranks in runs for r in ranks) for kind in KINDS}
+        lines.append(
+            {
+                "factors": place,
+                "loss": statistics.fmean(losses),
+                "from": min(losses),
+                "to": max(losses),
+                **{f"{kind}, KB": value / 1e3 for kind, value in sent.items()},
+                "memory, MB": max(r["memory"] for ranks in runs for r in ranks) / 1e6,
+                "ms": 1e3 * statistics.fmean(max(r["seconds"] for r in ranks) for ranks in runs),
+            }
+        )
+    title = f"curves, layer-wise, {training.steps} steps of {training.batch} examples on {training.ranks} ranks"
+    return table(
+        title,
+        lines,
+        f"held-out loss over {len(training.seeds)} seeds; KB sent per step and rank, mean; memory of the fullest rank",
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -397,9 +396,7 @@ def test_smoke(tmp_path: Path) -> None:
     assert scaling.main(["--part", "validate", *out]) == 0
     assert scaling.main(["--part", "factors", *out]) == 0
     places = json.loads((tmp_path / "factors.json").read_text())["rows"]
-    assert {(row["strategy"], row["factors"]) for row in places} == set(
-        itertools.product(("factor-wise", "layer-wise"), ("replicated", "sharded", "local"))
-    )
+    assert [row["factors"] for row in places] == ["replicated", "sharded", "local"]
     for row in places:
         assert all((rank["sent"]["factors"] == 0) == (row["factors"] == "local") for rank in row["ranks"])
     measured = json.loads((tmp_path / "measure.json").read_text())
