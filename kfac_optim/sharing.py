@@ -1,6 +1,6 @@
 """Factors that one rank alone keeps: what the other ranks have to know of them, and how they move.
 
-A strategy may share the factors out (``factors="sharded"`` or ``"local"``, :mod:`kfac_optim.distributed.assignment`).
+A strategy may share the factors out (``factors="sharded"`` or ``"local"``, ``distributed/assignment.py``).
 Every rank then still knows how much each running average has seen (``weight``), of each snapshot the damping, and how
 large its eigenvalues are; the factor itself stands on its inverse worker, which decomposes it. It moves when other
 ranks take over layers, and comes to all ranks for a whole state.

@@ -1,4 +1,4 @@
-"""Where factors stand (``factors=`` of a layer-wise strategy): the same training, its loss, bytes, memory and time, on real ranks.
+"""Where factors stand (``factors=`` of a layer-wise strategy): loss, bytes, memory and time of one training on ranks.
 
 The task is ``curves`` (a deep autoencoder), where K-FAC pays most, with the practical recipe's settings. A rank that
 decomposes statistics of its own alone (DP-KFAC, Zhang et al. 2022) sees 1 / R of the batch; what that costs in loss

@@ -204,6 +204,9 @@ def use_the_verbs(rank: int, world_size: int) -> dict[Any, Any]:
             half = TorchCommunicator(comm_dtype=dtype, bucket_bytes=bucket_bytes)
             found["half", name, dtype] = list(half.sum(of_every_magnitude(rank), "half", compressed=True))
             found["half traffic", name, dtype] = half.traffic["half"]
+            rows = of_every_magnitude(rank)
+            owners = [i % world_size for i in range(len(rows))]
+            found["half reduce", name, dtype] = list(half.reduce(rows, owners, "half reduce", compressed=True))
         comm.prepare(groups)
         broadcasts, received = [], []
         for salt, (source, members) in enumerate(broadcasts_of(world_size)):
@@ -286,6 +289,8 @@ def test_half_precision_on_the_wire(verbs: list[dict[Any, Any]], bucket: str, dt
         if dtype is torch.float16:  # below 2^-14 of what is sent, numbers are multiples of 2^-24
             largest = stacked.abs().amax((0, -1) if stacked.dim() > 1 else 0)
             bound = bound + 1.01 * ranks * 2.0**-25 * ranks * (largest[:, None] if largest.dim() else largest)
+        for_one = verbs[i % ranks]["half reduce", bucket, dtype][i]
+        assert bool(((for_one.double() - total).abs() <= bound).all()), (i, for_one, total)
         for found in verbs:
             result = found["half", bucket, dtype][i]
             assert result.dtype == torch.float32

@@ -34,6 +34,7 @@ from kfac_optim import (
     OfMean,
     memory_estimate,
 )
+from kfac_optim.diagnostics import plot_history, plot_spectrum
 from tests.distributed.test_communication import Odd, train_branching
 from tests.distributed.test_distributed import trained
 from tests.helpers.compare import assert_all_near, assert_near, factors_of, values
@@ -197,7 +198,11 @@ def look(rank: int, world_size: int) -> dict[str, Any]:
         except RuntimeError as error:
             said = str(error)
     engine.damping = OfLargest(0.1)  # of which the ranks have to know something else
-    return {"report": engine.report(), "said": said, "owners": [w.inverse_workers for w in engine.work.layers]}
+    return {
+        "report": engine.report(eigenvalues=True),
+        "said": said,
+        "owners": [w.inverse_workers for w in engine.work.layers],
+    }
 
 
 def test_reports_are_of_the_factors_that_are_here() -> None:
@@ -210,6 +215,8 @@ def test_reports_are_of_the_factors_that_are_here() -> None:
             a, g = (both[owner]["report"]["layers"][name][side] for owner, side in zip(owners, "AG", strict=True))
             assert layer["damping"] == pytest.approx(0.1 * a["max"] * g["max"], rel=1e-4)
             assert (layer["condition"] is None) == (owners != (rank, rank))
+        plot_history([found["report"]])
+        plot_spectrum(found["report"])
 
 
 # States --------------------------------------------------------------------------------------------------------------
@@ -409,6 +416,7 @@ def move(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_factors_move_when_layers_come() -> None:
     alone, outcomes = move(0, 1), run_ranks(4, move)
     assert any(outcomes[0]["moved", name, "eigen"] for name in SHARDED)
@@ -439,6 +447,32 @@ def leave(rank: int, world_size: int) -> str:
 def test_a_pickled_part_goes_on_nowhere_else() -> None:
     for rank, said in enumerate(run_ranks(2, leave)):
         assert f"only the factors of rank {rank} of 2" in said and "full_state_dict()" in said
+
+
+def join_late(rank: int, world_size: int, file: bytes, folder: str) -> list[list[Tensor]]:
+    """Built and loaded as one process, before torch.distributed is up; from the first step on, rank of many."""
+    dist.destroy_process_group()
+    found = []
+    for i, strategy in enumerate([LayerWise("sharded"), FactorWise("sharded")]):
+        model, optimizer = build("adam", strategy, seed=1)
+        weights, state = torch.load(io.BytesIO(file), weights_only=True)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/late-{i}", rank=rank, world_size=world_size)
+        found.append(go_on(model, optimizer, rank, world_size))
+        states = [
+            state["kfac"]["current"][side] for state in optimizer.state.values() if "kfac" in state for side in "AG"
+        ]
+        assert ["value" in state for state in states] == [
+            owner == rank for layer in optimizer.curvature.work.layers for owner in layer.inverse_workers
+        ]
+        dist.destroy_process_group()
+    return found
+
+
+def test_factors_are_shared_out_when_ranks_find_each_other(saved: list[dict[Any, Any]], tmp_path: Path) -> None:
+    for found in run_ranks(2, join_late, saved[0]["whole", "adam"], str(tmp_path)):
+        assert_all_near(found, saved[0]["final", "adam"])
 
 
 # A rank's own statistics ---------------------------------------------------------------------------------------------
@@ -490,6 +524,7 @@ def test_local_factors_are_those_of_their_owner_s_statistics() -> None:
                 assert_near(factor, own[rank][key], f"{key} on rank {rank}, {name}")
 
 
+@pytest.mark.slow
 def test_local_factors_of_equal_batches_train_as_one_process() -> None:
     model = make_model().double()
     optimizer = KFACSGD(model, lr=0.1, momentum=0.9, **OFTEN, **FLOAT64)
