@@ -112,12 +112,13 @@ class Averaging:
             updates: list[_Update] = []
             for block, decay, counts in zip(blocks, decays, totals, strict=True):
                 if counts[0]:  # some rank has used the layer; one that has not adds zeros
-                    device, used = block.layer.weight.device, local.sums(block)
+                    device, used, workers = block.layer.weight.device, local.sums(block), block.workers
                     for i, (side, spec) in enumerate(zip(SIDES, block.specs, strict=True)):
-                        own = spec.zeros(self.dtype, device) if used is None else used[i]
-                        average, owner = block.state["current"][side], block.workers.owner(i)
-                        local_only = block.workers.factors == "local"
-                        updates.append(_Update(average, own, counts[i], decay, owner, travels=not local_only))
+                        own = None if used is None else used[i]
+                        if own is None and (workers.factors != "local" or workers.keeps(i, comm.rank)):
+                            own = spec.zeros(self.dtype, device)
+                        average = block.state["current"][side]
+                        updates.append(_Update(average, own, counts[i], decay, workers.owner(i), workers.factors))
             del local
             for update, total in _summed(updates, comm):
                 fold_(update.average, total, update.count, update.decay)
@@ -126,26 +127,43 @@ class Averaging:
 
 @dataclass(frozen=True, eq=False)
 class _Update:
-    """What a running average is to take up: this rank's part of a sum, and who gets all of it (None: every rank)."""
+    """What a running average is to take up.
+
+    Attributes:
+        average: The running average.
+        own: This rank's part of the sum of moments; None where nobody wants it.
+        count: The count of all of them.
+        decay: The weight of the past.
+        owner: The rank that gets the sum; None: every rank.
+        place: "local": that rank's own part is all.
+    """
 
     average: dict[str, Tensor]
-    own: Tensor
+    own: Tensor | None
     count: float
     decay: float
     owner: int | None
-    travels: bool
+    place: str
 
 
 def _summed(updates: Sequence[_Update], comm: Communicator) -> Iterator[tuple[_Update, Tensor | None]]:
     """Adds up what the ranks have (a collective); None where another rank gets it."""
-    yield from ((u, u.own if u.owner == comm.rank else None) for u in updates if not u.travels)
-    everywhere = [u for u in updates if u.travels and u.owner is None]
-    yield from zip(everywhere, comm.sum([u.own for u in everywhere], "factors", compressed=True), strict=True)
-    shared = sorted(
-        ((u.owner, u) for u in updates if u.travels and u.owner is not None), key=lambda owned: owned[0]
-    )  # neighbours with one owner share a bucket
-    totals = comm.reduce([u.own for _, u in shared], [owner for owner, _ in shared], "factors", compressed=True)
-    yield from zip([u for _, u in shared], totals, strict=True)
+    everywhere: list[tuple[_Update, Tensor]] = []
+    shared: list[tuple[_Update, Tensor, int]] = []
+    for update in updates:
+        if update.place == "local":
+            yield update, update.own if update.owner == comm.rank else None
+        elif update.own is not None:
+            if update.owner is None:
+                everywhere.append((update, update.own))
+            else:
+                shared.append((update, update.own, update.owner))
+    pooled = comm.sum([own for _, own in everywhere], "factors", compressed=True)
+    yield from zip([update for update, _ in everywhere], pooled, strict=True)
+    shared.sort(key=lambda item: item[2])  # neighbours with one owner share a bucket
+    owners = [owner for *_, owner in shared]
+    mine = comm.reduce([own for _, own, _ in shared], owners, "factors", compressed=True)
+    yield from zip([update for update, *_ in shared], mine, strict=True)
 
 
 def _counted(blocks: Sequence[Block], rank: int) -> Tensor:
