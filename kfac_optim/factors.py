@@ -143,7 +143,7 @@ class FactorSpec:
             return "is missing"
         if value is None and kept:
             return (
-                "is not in it (a rank that shares out its factors has its own part in state_dict(): save "
+                "is on another rank (this is the part of one rank of a state that is shared out: save "
                 "full_state_dict(), or the parts of all ranks by torch.distributed.checkpoint)"
             )
         shape = (self.pairs, self.packed_numel // self.pairs)
