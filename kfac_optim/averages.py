@@ -10,12 +10,14 @@ count is M, the number of averaged terms of the loss, so that of one batch ``G =
 start from, and so no bias to correct; batches of different sizes are weighted exactly.
 
 Each rank adds up what it sees (:class:`LocalSums`), and the ranks add up their sums when a refresh is due. A single
-process does so in every step.
+process does so in every step. So do ranks of which one alone keeps a factor: the others have nothing to add up in, and
+hand it what they have seen at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -103,21 +105,73 @@ class Averaging:
             return
         with communicating("factor", self.stages, comm.world_size):
             skips = torch.tensor(float(self._skips), dtype=torch.float64)
-            weights, skips = comm.sum([local.weights(blocks), skips], "counts")
+            weights, skips = comm.sum([local.weights(blocks) * _counted(blocks, comm.rank), skips], "counts")
             self._skips = 0
             decays, totals = local.merge_runs(blocks, weights)
             self.seen = any(rows for rows, _ in totals)
-            updates, sums = [], []
+            updates: list[_Update] = []
             for block, decay, counts in zip(blocks, decays, totals, strict=True):
                 if counts[0]:  # some rank has used the layer; one that has not adds zeros
-                    device = block.layer.weight.device
-                    sums += local.sums(block) or [spec.zeros(self.dtype, device) for spec in block.specs]
-                    current = block.state["current"]
-                    updates += [(current[side], count, decay) for side, count in zip(SIDES, counts, strict=True)]
-            pooled = comm.sum(sums, "factors", compressed=True)
-            for (average, count, decay), total in zip(updates, pooled, strict=True):
-                fold_(average, total, count, decay)
+                    device, used, workers = block.layer.weight.device, local.sums(block), block.workers
+                    for i, (side, spec) in enumerate(zip(SIDES, block.specs, strict=True)):
+                        own = None if used is None else used[i]
+                        if own is None and (workers.factors != "local" or workers.keeps(i, comm.rank)):
+                            own = spec.zeros(self.dtype, device)
+                        average = block.state["current"][side]
+                        updates.append(_Update(average, own, counts[i], decay, workers.owner(i), workers.factors))
+            del local
+            for update, total in _summed(updates, comm):
+                fold_(update.average, total, update.count, update.decay)
         self.skipped_batches += int(skips)
+
+
+@dataclass(frozen=True, eq=False)
+class _Update:
+    """What a running average is to take up.
+
+    Attributes:
+        average: The running average.
+        own: This rank's part of the sum of moments; None where nobody wants it.
+        count: The count of all of them.
+        decay: The weight of the past.
+        owner: The rank that gets the sum; None: every rank.
+        place: "local": that rank's own part is all.
+    """
+
+    average: dict[str, Tensor]
+    own: Tensor | None
+    count: float
+    decay: float
+    owner: int | None
+    place: str
+
+
+def _summed(updates: Sequence[_Update], comm: Communicator) -> Iterator[tuple[_Update, Tensor | None]]:
+    """Adds up what the ranks have (a collective); None where another rank gets it."""
+    everywhere: list[tuple[_Update, Tensor]] = []
+    shared: list[tuple[_Update, Tensor, int]] = []
+    for update in updates:
+        if update.place == "local":
+            yield update, update.own if update.owner == comm.rank else None
+        elif update.own is not None:
+            if update.owner is None:
+                everywhere.append((update, update.own))
+            else:
+                shared.append((update, update.own, update.owner))
+    pooled = comm.sum([own for _, own in everywhere], "factors", compressed=True)
+    yield from zip([update for update, _ in everywhere], pooled, strict=True)
+    shared.sort(key=lambda item: item[2])  # neighbours with one owner share a bucket
+    owners = [owner for *_, owner in shared]
+    mine = comm.reduce([own for _, own, _ in shared], owners, "factors", compressed=True)
+    yield from zip([update for update, *_ in shared], mine, strict=True)
+
+
+def _counted(blocks: Sequence[Block], rank: int) -> Tensor:
+    """Whether what this rank has seen goes into A and G of each block, ``[blocks, 2]``: 1 or 0."""
+    return torch.tensor(
+        [[float(b.workers.factors != "local" or b.workers.keeps(i, rank)) for i in range(2)] for b in blocks],
+        dtype=torch.float64,
+    ).view(-1, 2)
 
 
 def terms_of_rank(terms: int, comm: Communicator, *, summed: bool, sampled: bool) -> tuple[float, float]:
@@ -145,7 +199,7 @@ def terms_of_rank(terms: int, comm: Communicator, *, summed: bool, sampled: bool
     return (rank_weight * ranks) ** 2 * (1 if sampled else terms**2), terms
 
 
-def fold_(average: dict[str, Tensor], moment: Tensor, count: float, decay: float) -> None:
+def fold_(average: dict[str, Tensor], moment: Tensor | None, count: float, decay: float) -> None:
     """Updates a running average in place: ``S <- xi S + moment``, ``w <- xi w + count``.
 
     What is stored is S / w and w (:meth:`~kfac_optim.factors.FactorSpec.empty`), which keeps half precision from
@@ -153,7 +207,7 @@ def fold_(average: dict[str, Tensor], moment: Tensor, count: float, decay: float
 
     Args:
         average: The running average.
-        moment: The packed sum of the new moments, ``[p, packed]``.
+        moment: The packed sum of the new moments, ``[p, packed]``; None where another rank keeps the factor.
         count: How many rows or loss terms are in the sum; 0 leaves the average as it is.
         decay: xi, the weight of the past.
     """
@@ -161,12 +215,14 @@ def fold_(average: dict[str, Tensor], moment: Tensor, count: float, decay: float
         return
     past = decay * float(average["weight"])
     weight = past + count
+    average["weight"] = torch.tensor(weight, dtype=torch.float64)
+    if moment is None:
+        return
     value = average["value"]
     if value.dtype in (torch.float16, torch.bfloat16):
         write_(average, read(average).mul_(past / weight).add_(moment, alpha=1 / weight))
     else:
         value.mul_(past / weight).add_(moment, alpha=1 / weight)
-    average["weight"] = torch.tensor(weight, dtype=torch.float64)
 
 
 class LocalSums:

@@ -17,11 +17,29 @@ from .layers import KroneckerLayer, full_precision
 from .solvers import Decomposition, Solver
 from .spectra import eigenvalues, largest_eigenvalue
 
-__all__ = ["SIDES", "Block", "Factors", "Source", "decomposed_bytes", "part_dtype", "share_out_work", "specs_of"]
+__all__ = [
+    "SIDES",
+    "Block",
+    "Extent",
+    "Factors",
+    "Source",
+    "decomposed_bytes",
+    "part_dtype",
+    "share_out_work",
+    "specs_of",
+]
 
 SIDES = ("A", "G")
 Source = Literal["current", "pending", "in_use"]
 _UNSEEN_STEPS = 3  # statistics steps after which a layer that has gradients and was never seen is called so
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How large the eigenvalues of A and of G are, ``[p]`` each, where it is known without looking at the factors."""
+
+    means: tuple[Tensor, Tensor] | None = None
+    largest: tuple[Tensor, Tensor] | None = None
 
 
 class Factors:
@@ -32,8 +50,8 @@ class Factors:
         specs: The shapes of A and G.
         tensors: The running averages "A" and "G" (see :meth:`~kfac_optim.factors.FactorSpec.empty`) and, of a snapshot
             that decompositions are made of, "gamma": the damping of each pair with which they were, ``[p]``; 0 where
-            damping comes later.
-        largest: The largest eigenvalues of A and of G, ``[p]`` each, where they are known.
+            damping comes later. Of a factor that another rank keeps only its weight.
+        extent: What is known of the eigenvalues; all of it where another rank keeps a factor.
     """
 
     def __init__(
@@ -41,9 +59,9 @@ class Factors:
         layer: KroneckerLayer,
         specs: tuple[FactorSpec, FactorSpec],
         tensors: dict[str, Any],
-        largest: tuple[Tensor, Tensor] | None = None,
+        extent: Extent | None = None,
     ) -> None:
-        self.joint, self.specs, self.tensors, self._largest = layer.joint, specs, tensors, largest
+        self.joint, self.specs, self.tensors, self._extent = layer.joint, specs, tensors, extent or Extent()
 
     @property
     def has_data(self) -> bool:
@@ -56,27 +74,38 @@ class Factors:
         gamma: Tensor = self.tensors["gamma"]
         return gamma
 
+    def kept(self, side: int) -> bool:
+        """Whether A (side 0) or G (side 1) is here; else another rank keeps it."""
+        return "value" in self.tensors[SIDES[side]]
+
     def matrix(self, side: int) -> Tensor:
         """A (side 0) or G (side 1), ``[p b, m, m]`` (diagonal: ``[p, n]``)."""
         return self.specs[side].matrix(self.tensors[SIDES[side]])
 
     def means(self) -> tuple[Tensor, Tensor]:
         """The mean eigenvalues of A and of G, ``[p]`` each; those of joint pairs are averaged."""
-        a, g = (spec.mean_eigenvalue(self.tensors[side]) for side, spec in zip(SIDES, self.specs, strict=True))
+        a, g = self._extent.means or (self.mean(0), self.mean(1))
         return (a.mean().expand_as(a), g.mean().expand_as(g)) if self.joint else (a, g)
 
     def largest(self) -> tuple[Tensor, Tensor]:
         """The largest eigenvalues of A and of G, ``[p]`` each; joint pairs share the largest of all of them."""
-        if self._largest is not None:
-            a, g = self._largest
-        else:
-            with full_precision(self.tensors["A"]["value"].device.type):
-                found = (largest_eigenvalue(self.matrix(side)) for side in range(2))
-                a, g = (spec.largest_of_blocks(values) for spec, values in zip(self.specs, found, strict=True))
+        a, g = self._extent.largest or (self.largest_of(0), self.largest_of(1))
         return (a.amax().expand_as(a), g.amax().expand_as(g)) if self.joint else (a, g)
+
+    def mean(self, side: int) -> Tensor:
+        """The mean eigenvalue of each pair of a factor that is here, ``[p]``."""
+        return self.specs[side].mean_eigenvalue(self.tensors[SIDES[side]])
+
+    def largest_of(self, side: int) -> Tensor:
+        """The largest eigenvalue of each pair of a factor that is here, ``[p]``."""
+        matrix = self.matrix(side)
+        with full_precision(matrix.device.type):
+            return self.specs[side].largest_of_blocks(largest_eigenvalue(matrix))
 
     def ones(self) -> Tensor:
         """1 for each pair, ``[p]``."""
+        if self._extent.means is not None:
+            return torch.ones_like(self._extent.means[0])
         value: Tensor = self.tensors["A"]["value"]
         return value.new_ones(self.specs[0].pairs, dtype=torch.promote_types(value.dtype, torch.float32))
 
@@ -101,6 +130,7 @@ class Block:
         state: What the optimizer's state holds of the layer: the tensors of its :class:`Factors` "current" (the
             running averages), "in_use" (what the decompositions in use were made of) and, where refreshes may be spread
             over steps, "pending" (what a refresh in progress decomposes). Empty before the first step.
+        kept_by: The workers under whom the factors of the state were shared out; None before there are any.
         decomposed: The decompositions of A and G in use; None on ranks that do not precondition the layer, and before
             the first refresh.
         has_direction: Whether some rank has decompositions: the layer is preconditioned.
@@ -114,6 +144,7 @@ class Block:
     workers: LayerAssignment = field(init=False)
     route: tuple[int, tuple[int, ...]] | None = None
     state: dict[str, Any] = field(default_factory=dict)
+    kept_by: LayerAssignment | None = None
     decomposed: tuple[Decomposition, Decomposition] | None = None
     has_direction: bool = False
     version: int = 0
@@ -121,32 +152,51 @@ class Block:
     unseen: int = 0
     _told: bool = False
     _unit: tuple[Any, Tensor] | None = None
-    _largest: tuple[Tensor, Tensor] | None = None
-    _spectra: tuple[Tensor, ...] | None = None
+    _extent: Extent | None = None
+    _spectra: tuple[Tensor | None, ...] | None = None
 
     # Factors --------------------------------------------------------------------------------------------------------
 
-    def make_room(self, dtype: torch.dtype, *, spreads: bool) -> None:
-        """Makes room for factors in ``dtype`` where there is none; ``spreads``: also for those of a spread refresh."""
+    def make_room(self, dtype: torch.dtype, rank: int, *, spreads: bool) -> None:
+        """Makes room where there is none: for factors in ``dtype`` that ``rank``, this process, is to keep.
+
+        ``spreads``: also for those of a spread refresh.
+        """
         device = self.layer.weight.device
+        self.kept_by = self.workers
         sources: tuple[Source, ...] = ("current", "in_use", "pending") if spreads else ("current", "in_use")
         for source in sources:
             if source not in self.state:
                 tensors: dict[str, Any] = {
-                    side: spec.empty(dtype, device) for side, spec in zip(SIDES, self.specs, strict=True)
+                    name: spec.empty(dtype, device, kept=self.workers.keeps(side, rank))
+                    for side, (name, spec) in enumerate(zip(SIDES, self.specs, strict=True))
                 }
                 if source != "current":
                     precision = torch.promote_types(dtype, torch.float32)
                     tensors["gamma"] = torch.zeros(self.specs[0].pairs, dtype=precision, device=device)
                 self.state[source] = tensors
 
-    def factors(self, source: Source) -> Factors:
-        """Its factors at one of the three stages."""
-        return Factors(self.layer, self.specs, self.state[source], self._largest if source == "in_use" else None)
+    def factors(self, source: Source, extent: Extent | None = None) -> Factors:
+        """Its factors at one of the three stages; ``extent``: what is known of them beside what the block notes."""
+        known = extent or (self._extent if source == "in_use" else None)
+        return Factors(self.layer, self.specs, self.state[source], known)
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Replaces the state."""
         self.state = state
+
+    @property
+    def has_all_factors(self) -> bool:
+        """Whether no factor is on another rank."""
+        return all("value" in tensors[side] for tensors in self.state.values() for side in SIDES)
+
+    def keep(self, whole: dict[str, Any], rank: int) -> None:
+        """Takes what ``rank``, this process, is now to keep of all factors, in place."""
+        for source, tensors in self.state.items():
+            for side, name in enumerate(SIDES):
+                kept, average = self.workers.keeps(side, rank), whole[source][name]
+                tensors[name] = average if kept else {"weight": average["weight"]}
+        self.kept_by = self.workers
 
     def note_statistics(self, *, seen: bool) -> None:
         """A statistics step has ended, in which this rank has seen the layer or not."""
@@ -174,15 +224,15 @@ class Block:
         self,
         decomposed: tuple[Decomposition, Decomposition] | None,
         unit: tuple[Any, Tensor] | None = None,
-        largest: tuple[Tensor, Tensor] | None = None,
+        extent: Extent | None = None,
     ) -> None:
         """Takes decompositions of the factors in use; None where other ranks precondition the layer.
 
-        ``unit``: what a kind of damping is a multiple of, for these factors; ``largest``: the largest eigenvalues of A
-        and of G, ``[p]`` each; None: not known.
+        ``unit``: what a kind of damping is a multiple of, for these factors; ``extent``: what is known of their
+        eigenvalues.
         """
         self.drop()
-        self.decomposed, self.has_direction, self._unit, self._largest = decomposed, True, unit, largest
+        self.decomposed, self.has_direction, self._unit, self._extent = decomposed, True, unit, extent
 
     def share_storage(self, decomposed: tuple[Decomposition, Decomposition]) -> None:
         """Replaces the decompositions by equal ones that are views of a larger tensor."""
@@ -190,7 +240,7 @@ class Block:
 
     def drop(self) -> None:
         """Discards the decompositions."""
-        self.decomposed = self.cosine = self._unit = self._largest = self._spectra = None
+        self.decomposed = self.cosine = self._unit = self._extent = self._spectra = None
         self.has_direction = False
         self.version += 1
 
@@ -206,12 +256,14 @@ class Block:
             self._unit = kind, damping.unit(self.factors("in_use"))
         return self._unit[1]
 
-    def spectra(self) -> tuple[Tensor, ...]:
-        """All eigenvalues of A and of G in use, largest first, ``[p n]`` each, on the CPU."""
+    def spectra(self) -> tuple[Tensor | None, ...]:
+        """All eigenvalues of A and of G in use, largest first, ``[p n]`` each, on the CPU; None on other ranks."""
         if self._spectra is None:
-            found = (eigenvalues(self.factors("in_use").matrix(side)) for side in range(2))
+            used = self.factors("in_use")
+            found = (eigenvalues(used.matrix(side)) if used.kept(side) else None for side in range(2))
             # What fills up blocks has eigenvalues of 0, the last ones.
-            self._spectra = tuple(v[: s.pairs * s.dim] for s, v in zip(self.specs, found, strict=True))
+            kept = zip(self.specs, found, strict=True)
+            self._spectra = tuple(None if v is None else v[: s.pairs * s.dim] for s, v in kept)
         return self._spectra
 
     # Workers --------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from .distributed import Assignment, Communicator, agreement, make_communicator,
 from .layers import LayerOptions, owners_of, unwrap
 from .preconditioning import Preconditioner
 from .refresh import Refresher
+from .sharing import move_factors, refuse_to_move
 from .trust import Trust
 from .views import ViewedEngine
 
@@ -138,8 +139,15 @@ class BuiltEngine(ViewedEngine):
             dtype=torch.promote_types(self.factor_dtype, torch.float32),
             stage=self._stages.stage,
             rank=self.comm.rank,
+            left_out=self._left_out,
         )
         self._plan_statistics()
+
+    @property
+    def _left_out(self) -> set[int]:
+        """The layers, by index, of which other ranks alone take statistics."""
+        workers = [block.workers for block in self._blocks]
+        return {i for i, w in enumerate(workers) if w.factors == "local" and self.comm.rank not in w.inverse_workers}
 
     @property
     def _sampled_fisher(self) -> Any:
@@ -148,11 +156,13 @@ class BuiltEngine(ViewedEngine):
 
     def _join_ranks(self, comm: Communicator) -> None:
         """Goes on among other ranks than before."""
-        moved = (comm.rank, comm.world_size) != (self.comm.rank, self.comm.world_size)
-        self.comm = comm
-        if moved:
-            self._capture.change_rank(comm.rank)
+        before, self.comm = self.comm, comm
+        if (comm.rank, comm.world_size) != (before.rank, before.world_size):
+            refuse_to_move(self._blocks, before)
             self._assign()
+            self._capture.change_rank(comm.rank, self._left_out)
+            for block in self._blocks:
+                block.keep(block.state, comm.rank)
             self._refresher.invalidate()
 
     def extend(self, params: Iterable[Any]) -> None:
@@ -266,6 +276,7 @@ class BuiltEngine(ViewedEngine):
         if self.comm.world_size > 1 and self._prepared_for is not self.work:
             self._check_ranks()
             self.comm.prepare(self._groups)
+            move_factors(self._blocks, self.factor_dtype, self.comm)
             self._prepared_for = self.work
 
     def _check_ranks(self) -> None:

@@ -20,15 +20,18 @@ PREFIX = "kfac_"  # of the engine's numbers in every parameter group
 _SOURCES: tuple[Source, ...] = ("current", "in_use", "pending")
 
 
-def check_states(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any], *, pending: bool) -> None:
-    """Raises ValueError unless the factors could be loaded; ``pending``: with those of a refresh in progress."""
+def check_states(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any], rank: int, *, pending: bool) -> None:
+    """Raises ValueError unless ``rank``, this process, could load its factors from a state of all or of its own.
+
+    ``pending``: with those of a refresh in progress.
+    """
     weights = {block.layer.weight: block for block in blocks}
     if any(weight not in weights for weight in states):
         raise ValueError("the state has Kronecker factors for a parameter that has none here: another model?")
     sources = ("current", "in_use", "pending") if pending else ("current", "in_use")
     for weight, block in weights.items() if states else ():
         known = weight in states
-        problem = _problem(block, states[weight], sources) if known else "has no Kronecker factors"
+        problem = _problem(block, states[weight], sources, rank) if known else "has no Kronecker factors"
         if problem:
             raise ValueError(
                 f"the state of {block.layer.name!r} {problem}: damaged, or of another model, skip_layers or "
@@ -36,7 +39,7 @@ def check_states(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any], *,
             )
 
 
-def _problem(block: Block, state: Any, sources: Iterable[str]) -> str:
+def _problem(block: Block, state: Any, sources: Iterable[str], rank: int) -> str:
     """What keeps a layer's state from being loaded; empty if nothing."""
     if not isinstance(state, Mapping):
         return f"is {state!r}"
@@ -44,8 +47,8 @@ def _problem(block: Block, state: Any, sources: Iterable[str]) -> str:
         tensors = state.get(source)
         if not isinstance(tensors, dict):
             return f"has no factors that are {source.replace('_', ' ')}"
-        for side, spec in zip(SIDES, block.specs, strict=True):
-            problem = spec.problem(tensors.get(side))
+        for i, (side, spec) in enumerate(zip(SIDES, block.specs, strict=True)):
+            problem = spec.problem(tensors.get(side), kept=block.workers.keeps(i, rank))
             if problem:
                 return f"has a factor {side} ({source.replace('_', ' ')}) that {problem}"
         gamma = tensors.get("gamma")
@@ -90,8 +93,8 @@ def _counter_problem(known: Iterable[str], counters: Mapping[str, Any]) -> str:
     return ""
 
 
-def checksums(states: Iterable[object]) -> dict[str, int]:
-    """Checksums of the averages of all layers, one for each moment that a state knows; 0 of none.
+def checksums(states: Iterable[object]) -> dict[str, int | None]:
+    """Checksums of the averages of all layers, one for each moment that a state knows; 0 of none, None of a part.
 
     The bits of the tensors are added up as integers, each tensor times its place, so that every flipped bit shows. Each
     device is read once. Below 2^53, for tools that make floats of saved numbers.
@@ -100,10 +103,13 @@ def checksums(states: Iterable[object]) -> dict[str, int]:
         states: What the optimizer's state holds of every layer, in the order of their weights.
     """
     states = list(states)
-    found = {}
+    found: dict[str, int | None] = {}
     for source in _SOURCES:
         places: dict[torch.device, list[tuple[int, Tensor]]] = defaultdict(list)
         averages = [state.get(source) for state in states if isinstance(state, Mapping)]
+        if _is_part(averages):
+            found[f"checksum_{source}"] = None
+            continue
         for place, tensor in enumerate(_tensors(averages), 1):
             places[tensor.device].append((place, _sum_of_bits(tensor)))
         totals = (zip(torch.stack([s for _, s in sums]).tolist(), sums, strict=True) for sums in places.values())
@@ -111,11 +117,17 @@ def checksums(states: Iterable[object]) -> dict[str, int]:
     return found
 
 
+def _is_part(averages: Iterable[Any]) -> bool:
+    """Whether some factors are on other ranks."""
+    there = [tensors for tensors in averages if isinstance(tensors, Mapping)]
+    return any("value" not in tensors.get(side, ("value",)) for tensors in there for side in SIDES)
+
+
 def check_sums(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any], counters: Mapping[str, Any]) -> None:
     """Raises ValueError unless checked states have the checksums that were saved; without them, definite factors."""
     for name, value in checksums(states.values()).items():
         saved = counters.get(name)
-        if saved is None:
+        if saved is None or value is None:
             check_definite(blocks, states)
         elif saved != value and any(name.endswith(source) for state in states.values() for source in state):
             raise ValueError(
@@ -152,6 +164,8 @@ def check_definite(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any]) 
         for source in (source for source in _SOURCES if source in saved):
             for side, spec in zip(SIDES, block.specs, strict=True):
                 average = saved[source][side]
+                if "value" not in average:  # it is on another rank
+                    continue
                 matrix = spec.matrix(average)
                 trace = spec.for_blocks(spec.mean_eigenvalue(average) * spec.dim)
                 rounding = 8 * torch.finfo(average["value"].dtype).eps * trace

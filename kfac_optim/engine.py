@@ -105,7 +105,7 @@ class CurvatureEngine(BuiltEngine):
         self._prepare_ranks()
         # Before the return of a no-op: torch.distributed.checkpoint takes one to make the state exist.
         for block in self._blocks:
-            block.make_room(self.factor_dtype, spreads=self.may_spread)
+            block.make_room(self.factor_dtype, self.comm.rank, spreads=self.may_spread)
         statistics = self._capture.take()
         largest, rates = largest_entry(gradients), list(lrs)
         moved = [lr != 0 for lr in rates if isinstance(lr, Tensor)]
@@ -140,8 +140,9 @@ class CurvatureEngine(BuiltEngine):
                 self._averaging.fold(self._blocks, settled, decay, self.comm)
                 for index, block in enumerate(self._blocks):
                     block.note_statistics(seen=index in settled.sums)
-                if alone:
+                if alone or self.work.shares_factors:
                     self._averaging.pool(self._blocks, self.comm)
+                if alone:
                     self._require_seen()
             del statistics, settled  # as large as the factors: not to lie beside a refresh
         self._refresher.rebuild(self.step_count, self._blocks, self.comm)
@@ -250,7 +251,8 @@ class CurvatureEngine(BuiltEngine):
         steps they compare themselves too early, and again when the exchange is due.
         """
         would_be = self.step_count + self._unconfirmed_skips - (not finite)
-        if self.comm.world_size > 1 and self._refresher.communicates(self.inv_update_steps, would_be):
+        pools = self.work.shares_factors and due(self.statistics_interval(would_be), would_be, self.last_statistics)
+        if self.comm.world_size > 1 and (pools or self._refresher.communicates(self.inv_update_steps, would_be)):
             self._check_ranks()
 
     def _skip(self) -> None:

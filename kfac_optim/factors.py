@@ -119,16 +119,19 @@ class FactorSpec:
         """The largest that a block of each pair has, ``[p]``, of what all blocks have, ``[p b]``."""
         return of_blocks if self.blocks == 1 else of_blocks.unflatten(0, (self.pairs, self.blocks)).amax(1)
 
-    def empty(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """A running average that has seen nothing yet.
+    def empty(self, dtype: torch.dtype, device: torch.device, *, kept: bool = True) -> dict[str, Tensor]:
+        """A running average that has seen nothing yet; ``kept``: here, else another rank keeps it.
 
         Returns:
             ``value``: the factor, packed. ``weight``: the decayed count of the rows or terms in it, 0-dim, float64, on
             the CPU so that reading it never waits for a device. In float16 also ``scale``: the largest entry of each
             matrix, ``[p b, 1]``, by which ``value`` is divided, because second moments of gradients lie below float16's
-            range.
+            range. Of an average that another rank keeps the weight alone.
         """
-        average = {"value": self.zeros(dtype, device), "weight": torch.zeros((), dtype=torch.float64)}
+        weight = torch.zeros((), dtype=torch.float64)
+        if not kept:
+            return {"weight": weight}
+        average = {"value": self.zeros(dtype, device), "weight": weight}
         if dtype is torch.float16:
             average["scale"] = torch.zeros(self.matrices, 1, dtype=torch.float32, device=device)
         return average
@@ -152,18 +155,26 @@ class FactorSpec:
         diagonal = value if self.diagonal else packed_diagonal(value, self.size)
         return diagonal.mean(-1) if self.blocks == 1 else diagonal.view(self.pairs, -1).sum(-1) / self.dim
 
-    def problem(self, average: object) -> str:
-        """Why a loaded object is no running average of this shape, as the end of a sentence; empty if it is one."""
-        if not isinstance(average, dict) or not all(
-            isinstance(average.get(key), Tensor) for key in ("value", "weight")
-        ):
+    def problem(self, average: object, *, kept: bool = True) -> str:
+        """Why a loaded object is no running average of this shape, as the end of a sentence; empty if it is one.
+
+        ``kept``: see :meth:`empty`.
+        """
+        known = average if isinstance(average, dict) else {}
+        value, weight = known.get("value"), known.get("weight")
+        if not isinstance(weight, Tensor) or not isinstance(value, Tensor | None):
             return "is missing"
+        if value is None and kept:
+            return (
+                "is on another rank (this is the part of one rank of a state that is shared out: save "
+                "full_state_dict(), or the parts of all ranks by torch.distributed.checkpoint)"
+            )
         shape = (self.matrices, self.packed_numel // self.matrices)
-        if average["value"].shape != shape:
-            return f"has shape {tuple(average['value'].shape)} instead of {shape}"
-        if average["weight"].dim() != 0 or not float(average["weight"]) >= 0:
-            return f"has a weight of {average['weight']}"
-        if not all(bool(tensor.isfinite().all()) for tensor in average.values()):
+        if value is not None and value.shape != shape:
+            return f"has shape {tuple(value.shape)} instead of {shape}"
+        if weight.dim() != 0 or not float(weight) >= 0:
+            return f"has a weight of {weight}"
+        if not all(bool(tensor.isfinite().all()) for tensor in known.values()):
             return "is not finite"
         return ""
 

@@ -281,8 +281,34 @@ class KFACMixin(_Optimizer):
             group.update(counters)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; with the averages of the layers and, in every group, counters and checksums of the averages."""
+        """As torch's; with the averages of the layers and, in every group, counters and checksums of the averages.
+
+        Where the strategy shares factors out (``factors="sharded"``), those of this rank alone, as
+        ``torch.distributed.checkpoint`` takes them; :meth:`full_state_dict` has all of them.
+        """
+        return self._with_checksums(super().state_dict())
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """As :meth:`state_dict`, whole and the same on every rank (a collective: call it on all of them).
+
+        It holds all that the ranks have seen so far, and can be loaded on any number of ranks with any strategy.
+        Factors that the strategy shares out are on the CPU in it. Parts of the base class's state that FSDP2 has
+        sharded stay sharded: there, use ``torch.distributed.checkpoint``.
+        """
+        self._hand_over_states()
+        try:
+            whole = self.curvature.whole_states()
+        finally:
+            self._show_states()
         state_dict: dict[str, Any] = super().state_dict()
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for parameter, i in zip(group["params"], saved["params"], strict=True):
+                if parameter in whole:
+                    state_dict["state"][i] = {**state_dict["state"][i], AVERAGES: whole[parameter]}
+        return self._with_checksums(state_dict)
+
+    def _with_checksums(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A state with the checksums of its averages."""
         states, groups = state_dict["state"], state_dict["param_groups"]
         averages = [states[i][AVERAGES] for group in groups for i in group["params"] if AVERAGES in states.get(i, ())]
         sums = {PREFIX + name: value for name, value in checksums(averages).items()}

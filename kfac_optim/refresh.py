@@ -11,7 +11,6 @@ layers), until ``rebuild`` makes them again of the factors they were made of.
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocks import Block, Source, part_dtype
+from .blocks import Block, Extent, Source, part_dtype
 from .damping import Damping, kind_of
 from .diagnostics import StageTimes, communicating
 from .distributed import Broadcast, Communicator, longest_first
@@ -28,6 +27,7 @@ from .factors import FactorSpec
 from .layers import full_precision
 from .pacing import Pace
 from .schedules import Schedule
+from .sharing import extents, extents_found
 from .solvers import Decomposition, Failure, MaybeDecomposition, Solver, Spectral, Worker, decompose_all, grouped_by_key
 
 __all__ = ["FactorJob", "RefreshInProgress", "Refresher"]
@@ -61,6 +61,7 @@ class RefreshInProgress:
     ) -> None:
         self.start, self.spread, self.source, self.gammas = start, spread, source, dict(gammas or {})
         self.units = dict(units or {})
+        self.extents: dict[Block, Extent] = {}  # of the factors that are decomposed, where other ranks keep some
         self.blocks: list[Block] = []
         self.steps: dict[FactorJob, int] = {}  # this rank's jobs: how many steps after the start each is due
         self.background: list[FactorJob] = []  # those of them that run in the background
@@ -175,11 +176,13 @@ class Refresher:
             comm: The ranks.
         """
         damped = [] if isinstance(self.solver, Spectral) else blocks
-        units = {block: (kind_of(damping), damping.unit(block.factors("current"))) for block in damped}
+        known = extents(damped, "current", comm)
+        units = {b: (kind_of(damping), damping.unit(b.factors("current", known.get(b)))) for b in damped}
         gammas = {block: value * unit for block, (_, unit) in units.items()}
         self.refreshes += 1
         if self.last_refresh is None or not spread:
             refresh = RefreshInProgress(step, 0, "current", gammas, units)
+            refresh.extents.update(known)
             refresh.plan(blocks, comm.rank)
             self._work_off(refresh, step, comm)
             self.last_refresh = step  # not before: an interrupted one is due again
@@ -188,6 +191,7 @@ class Refresher:
         for block in blocks:
             block.factors("pending").freeze(block.factors("current"), gammas.get(block))
         self.in_progress = RefreshInProgress(step, spread, "pending", units=units)
+        self.in_progress.extents.update(known)
         self.in_progress.plan(blocks, comm.rank)
 
     def work_off(self, step: int, comm: Communicator) -> None:
@@ -205,6 +209,9 @@ class Refresher:
             self._stale = False
             refresh = RefreshInProgress(step, 0, "in_use")
             refresh.plan([block for block in blocks if block.factors("in_use").has_data], comm.rank)
+            for stale in (refresh, self.in_progress):
+                if stale is not None and not isinstance(self.solver, Spectral):
+                    stale.extents.update(extents(stale.blocks, stale.source, comm))
             self._work_off(refresh, step, comm)
 
     def replan(self, rank: int) -> None:
@@ -241,7 +248,7 @@ class Refresher:
     def _input_of(self, job: FactorJob, refresh: RefreshInProgress) -> tuple[Tensor, Tensor]:
         """The factor of a job, and what the solver adds to its diagonal, ``[p]``."""
         block, side = job
-        factors, gamma = block.factors(refresh.source), refresh.gamma(block)
+        factors, gamma = block.factors(refresh.source, refresh.extents.get(block)), refresh.gamma(block)
         factor = factors.matrix(side)
         dtype = torch.promote_types(factor.dtype, torch.promote_types(self.inv_dtype, torch.float32))
         if gamma is None or isinstance(self.solver, Spectral):
@@ -269,11 +276,13 @@ class Refresher:
         if refresh.source != "in_use":
             self.frozen_at = refresh.start
         failed, found = self._exchange(refresh, comm)
-        largest = self._largest(refresh, comm) if isinstance(self.solver, Spectral) else {}
+        known = refresh.extents
+        if isinstance(self.solver, Spectral):
+            known = extents_found(refresh.blocks, refresh.source, refresh.found, self.solver, self.inv_dtype, comm)
         for block, own in found:
             if refresh.source != "in_use":
                 block.factors("in_use").freeze(block.factors(refresh.source), refresh.gamma(block))
-            block.install(own, refresh.units.get(block), largest.get(block))
+            block.install(own, refresh.units.get(block), known.get(block))
         for block in failed:
             self._keep_last(block, refresh)
 
@@ -306,17 +315,6 @@ class Refresher:
                 found.append((block, (sides[0], sides[1]) if comm.rank in workers.gradient_workers else None))
             comm.send(broadcasts, "decompositions")
         return failed, found
-
-    def _largest(self, refresh: RefreshInProgress, comm: Communicator) -> dict[Block, tuple[Tensor, Tensor]]:
-        """The largest eigenvalues of A and of G of each block, ``[p]`` each, as their inverse workers found them."""
-        assert isinstance(self.solver, Spectral)
-        own, dtype = [], part_dtype(1, self.inv_dtype)
-        for block, i in itertools.product(refresh.blocks, range(2)):
-            parts, weight = refresh.found(block, i), block.layer.weight
-            unknown = torch.zeros(block.layer.pairs, dtype=dtype, device=weight.device)
-            own.append(unknown if parts is None else block.specs[i].largest_of_blocks(self.solver.largest(parts)))
-        found = iter(comm.sum(own, "counts"))
-        return dict(zip(refresh.blocks, zip(found, found, strict=True), strict=True))
 
     def _receive_buffers(self, block: Block, side: int) -> Decomposition:
         """Uninitialised tensors to receive a decomposition from another rank."""

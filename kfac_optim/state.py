@@ -15,6 +15,7 @@ from .checking import check_counters, check_states, check_sums, checksums
 from .config import Config, loaded_options, saved_options
 from .distributed import Communicator, LocalCommunicator, make_communicator
 from .refresh import Refresher
+from .sharing import on_cpu, whole_state
 from .trust import Trust
 
 __all__ = ["StatefulEngine", "copy_state"]
@@ -49,6 +50,10 @@ class StatefulEngine(Config, ABC):
     @abstractmethod
     def _join_ranks(self, comm: Communicator) -> None:
         """Goes on among other ranks than before."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Pools what the ranks saw since they last did (a collective)."""
 
     @abstractmethod
     def _state_loaded(self) -> None:
@@ -119,7 +124,7 @@ class StatefulEngine(Config, ABC):
         if self._blocks and not states and counters["last_refresh"] >= 0:
             raise ValueError("the state is damaged: it has counters but no Kronecker factors")
         loaded_options(self, counters)
-        check_states(self._blocks, states, pending=counters["pending_spread"] >= 0)
+        check_states(self._blocks, states, self.comm.rank, pending=counters["pending_spread"] >= 0)
         check_sums(self._blocks, states, counters)
 
     def load(self, states: Mapping[nn.Parameter, dict[str, Any]], counters: Mapping[str, Any]) -> None:
@@ -134,7 +139,7 @@ class StatefulEngine(Config, ABC):
             block.drop()
             block.adopt({})
             if states:
-                block.make_room(self.factor_dtype, spreads=self.may_spread)
+                block.make_room(self.factor_dtype, self.comm.rank, spreads=self.may_spread)
                 copy_state(block.state, states[block.layer.weight])
         self._averaging.load(counters)
         self._trust.load(counters)
@@ -146,11 +151,32 @@ class StatefulEngine(Config, ABC):
         self._state_loaded()
 
     def state_dict(self) -> dict[str, Any]:
-        """State of an engine that stands alone: factors by layer name, and counters."""
-        return {
-            "layers": {block.layer.name: block.state for block in self._blocks if block.state},
-            "counters": {**self.counters(), **checksums(block.state for block in self._blocks)},
-        }
+        """State of an engine that stands alone: factors by layer name, and counters.
+
+        Where the strategy shares factors out, those of this rank; see :meth:`full_state_dict`.
+        """
+        return self._saved({block.layer.name: block.state for block in self._blocks if block.state})
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """As :meth:`state_dict`, whole and the same on every rank (a collective: call it on all of them)."""
+        states = self.whole_states()
+        return self._saved({block.layer.name: states[block.layer.weight] for block in self._blocks if block.state})
+
+    def _saved(self, layers: dict[str, Any]) -> dict[str, Any]:
+        return {"layers": layers, "counters": {**self.counters(), **checksums(layers.values())}}
+
+    def whole_states(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """The factors of all ranks by weight, with all that the ranks have seen so far (a collective).
+
+        Factors that the strategy shares out come to the CPU, layer by layer; the others are the tensors themselves.
+        """
+        self.synchronize()
+        found = {}
+        for block in self._blocks:
+            if block.state:
+                whole = whole_state(block, self.factor_dtype, self.comm)
+                found[block.layer.weight] = whole if block.workers.factors == "replicated" else on_cpu(whole)
+        return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads :meth:`state_dict`.

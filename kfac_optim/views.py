@@ -65,9 +65,17 @@ class ViewedEngine(StatefulEngine):
         """The running averages A ``[p, d_in, d_in]`` and G ``[p, d_out, d_out]`` of a layer (diagonals: ``[p, d]``).
 
         Of a factor in b blocks of m rows ``[p b, m, m]``; zeros may fill up the last one.
+
+        Raises:
+            RuntimeError: If another rank keeps one of them.
         """
         block = next(block for block in self._blocks if layer in (block.layer, block.layer.name))
         current = block.factors("current")
+        if not (current.kept(0) and current.kept(1)):
+            raise RuntimeError(
+                f"the factors of {block.layer.name!r} are on ranks {block.workers.inverse_workers}: ask there, or take "
+                "them from the full_state_dict() of the optimizer, a collective"
+            )
         return current.matrix(0), current.matrix(1)
 
     def memory_estimate(self) -> dict[str, int]:
@@ -98,10 +106,12 @@ class ViewedEngine(StatefulEngine):
             ``skipped_batches`` (statistics not finite),
             ``failed_decompositions``, ``staleness`` (steps since the factors in use were frozen, None before the first
             refresh), ``traffic`` (by kind, bytes ``sent`` and ``received`` by this rank per step: "counts", "factors",
-            "decompositions", "directions"; see :mod:`kfac_optim.distributed`) and ``layers``: per layer name the
+            "decompositions", "directions", "state" where factors were moved or gathered; see
+            :mod:`kfac_optim.distributed`) and ``layers``: per layer name the
             spectra of A and G in use (``min``, ``mean``, ``max``, ``condition``), ``damping`` (gamma of the coming
             step, the mean over the layer's pairs), ``condition`` (of ``A (x) G + gamma I``, from these extremes) and
-            ``cosine`` between gradient and direction in the first step after the last refresh.
+            ``cosine`` between gradient and direction in the first step after the last refresh. The spectrum of a factor
+            that another rank alone keeps is None, and so is ``condition``.
         """
         damping = as_damping(self.damping)
         value, steps = value_of(damping, self.step_count), max(1, self._steps_taken)

@@ -6,6 +6,7 @@ to ``benchmarks/results/scaling/`` as text, drawings and JSON with settings, see
     measure     weak scaling on real Gloo ranks here: each strategy, milliseconds of every stage, bytes sent
     validate    fits the model of ``cluster.py`` to some of the measured runs and predicts the others
     predict     the paper's clusters beside its figures (``paper.py``), and the bytes that every strategy sends
+    factors     one training on 4 Gloo ranks for every place of the factors: loss, bytes, memory (``places.py``)
 
 Without torchrun ``measure`` starts its own ranks on this machine. Under torchrun it uses the ranks it is given, and
 writes ``measure-RANKS.json``. One machine, four ranks:
@@ -44,6 +45,7 @@ from benchmarks.scaling.measure import (
     measure_under_torchrun,
     measured_tables,
 )
+from benchmarks.scaling.places import Training, compare, compared_table
 from benchmarks.scaling.validate import validate
 
 TITLES = {
@@ -83,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     command = Command("scaling", __doc__)
     add = command.add_argument
-    add("--part", choices=("measure", "validate", "predict", "all"), default="all", help="what to do (default: all)")
+    parts = ("measure", "validate", "predict", "factors", "all")
+    add("--part", choices=parts, default="all", help="what to do (default: all)")
     add("--ranks", default="1,2,4", metavar="N,...", help="numbers of ranks that measure starts (default: 1,2,4)")
     add("--periods", type=int, default=3, metavar="N", help="timed periods of the schedule in each run (default: 3)")
     add("--seed", type=int, default=0, help="of weights and data (default: 0)")
@@ -120,6 +123,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output.picture("validate", plots.draw_validated(result["cells"]))
     if options.part in ("predict", "all"):
         written(output, "predict", *predictions(options.smoke))
+    if options.part in ("factors", "all"):
+        training = Training(steps=2, batch=8, ranks=2, seeds=(0,)) if options.smoke else Training()
+        rows = compare(training)
+        written(output, "factors", {"settings": asdict(training), "rows": rows}, compared_table(rows, training))
     return 0
 
 

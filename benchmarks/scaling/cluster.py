@@ -27,6 +27,7 @@ import numpy as np
 from benchmarks.common.works import Schedule
 from benchmarks.scaling.workload import FLOAT, Work, Workload, total
 from kfac_optim.distributed import Assignment, AssignmentStrategy, LayerAssignment
+from kfac_optim.distributed.communicator import BUCKET_BYTES
 from kfac_optim.factors import FactorSpec
 
 STAGES = (
@@ -107,7 +108,7 @@ class Exchange:
     factor_bytes: int = FLOAT  # Bytes of a factor's number on the wire; 2 with ``comm_dtype=torch.bfloat16``
 
 
-OURS = Exchange()
+OURS = Exchange(bucket_bytes=BUCKET_BYTES, broadcast_bytes=BUCKET_BYTES)
 # kfac-pytorch 0.4.2 with its defaults, as read in its source (base_preconditioner.py, layers/eigen.py).
 KFAC_PYTORCH = Exchange(packed=False, at_refresh=False, unfolded=True, eigenvalue_products=True, broadcast_bytes=0)
 # The paper's own experiments: eqs. 11-13 without the table; Horovod fuses all-reduces up to 64 MiB, broadcasts not.

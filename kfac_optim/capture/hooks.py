@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -54,6 +54,7 @@ class Capture:
         loss_terms: Counts M.
         fisher: None for the empirical Fisher, else the distribution to sample from.
         rank: Of this process; every rank draws samples of its own.
+        left_out: Layers, by index, of which other ranks alone take statistics.
         specs: Per layer the shapes of A and G.
         dtype: Precision of the moments.
         stage: Name of a stage -> context manager that times it.
@@ -70,9 +71,11 @@ class Capture:
         specs: Sequence[tuple[FactorSpec, FactorSpec]],
         dtype: torch.dtype,
         stage: Callable[[str], AbstractContextManager[None]],
+        left_out: Collection[int] = (),
     ) -> None:
         self.layers = list(layers)
         self.enabled = False
+        self._left_out = left_out
         self._loss_terms = loss_terms
         self._calls = ModelCalls()
         self._recorder = Recorder(self.layers, specs, dtype, stage)
@@ -105,8 +108,9 @@ class Capture:
         if not enabled:
             self._passes.abandon()
 
-    def change_rank(self, rank: int) -> None:
-        """Goes on as another rank, with samples of its own."""
+    def change_rank(self, rank: int, left_out: Collection[int]) -> None:
+        """Goes on as another rank, with samples of its own, and without the layers of others."""
+        self._left_out = left_out
         if self._sampling is not None:
             self._sampling.change_rank(rank)
 
@@ -223,7 +227,7 @@ class Capture:
         """A layer was called. Returns what takes the place of the output in a graph that is being traced."""
         a = args[0] if args else next(iter(kwargs.values()), None)
         a = getattr(a, "_local_tensor", a)  # tensor parallelism: of the columns that this rank has, all or its own
-        if not (torch.is_grad_enabled() and self.layers[index].weight.requires_grad):
+        if index in self._left_out or not (torch.is_grad_enabled() and self.layers[index].weight.requires_grad):
             return None
         if not (isinstance(output, Tensor) and output.requires_grad and isinstance(a, Tensor)):
             return None

@@ -4,7 +4,8 @@ The kinds are::
 
 factors           the running averages
 snapshots         the factors that the decompositions in use were made of
-local sums        what a rank of several has seen since the ranks last pooled their factors
+local sums        what a rank of several has seen since the ranks last pooled their factors; nothing of factors that
+                  one rank alone keeps, which are pooled at once
 decompositions    those in use, on the ranks that precondition the layer
 refresh           while one is spread over steps: its snapshot, and the new decompositions that this rank makes
 """
@@ -44,7 +45,8 @@ def memory_of(
         spreads: Whether refreshes may be spread over steps.
     """
     specs, workers = block.specs, block.workers
-    numbers = sum(spec.packed_numel for spec in specs)
+    numbers = sum(spec.packed_numel for side, spec in enumerate(specs) if workers.keeps(side, comm.rank))
+    waits = comm.world_size > 1 and workers.factors == "replicated"
     stored, exact = factor_dtype.itemsize, torch.promote_types(factor_dtype, torch.float32).itemsize
     here = specs if comm.rank in workers.gradient_workers else ()
     share = [spec for spec, worker in zip(specs, workers.inverse_workers, strict=True) if worker == comm.rank]
@@ -52,7 +54,7 @@ def memory_of(
     return {
         "factors": numbers * stored,
         "snapshots": numbers * stored,
-        "local sums": numbers * exact if comm.world_size > 1 else 0,
+        "local sums": numbers * exact if waits else 0,
         "decompositions": decomposed_bytes(here, solver, inv_dtype),
         "refresh": pending if spreads else 0,
     }

@@ -61,6 +61,11 @@ def _damping_share(layer: Mapping[str, Any], side: str) -> float:
     return math.sqrt(layer["damping"] * (own / other if own > 0 and other > 0 else 1.0))
 
 
+def _known(layers: Mapping[str, Any]) -> dict[str, Any]:
+    """The layers of a report whose factors are on its rank."""
+    return {name: layer for name, layer in layers.items() if layer["A"] and layer["G"]}
+
+
 def plot_spectrum(report: Mapping[str, Any]) -> Figure:
     """The eigenvalues of A and G of every layer, largest first, on a log scale, against the damping.
 
@@ -70,13 +75,13 @@ def plot_spectrum(report: Mapping[str, Any]) -> Figure:
     as a black line.
 
     Args:
-        report: ``engine.report(eigenvalues=True)``.
+        report: ``engine.report(eigenvalues=True)``; layers of which other ranks keep a factor are left out.
 
     Raises:
         ValueError: If it has no eigenvalues.
         ImportError: Without matplotlib.
     """
-    layers: Mapping[str, Any] = report["layers"]
+    layers = _known(report["layers"])
     if not all("eigenvalues" in layer[side] for layer in layers.values() for side in "AG") or not layers:
         raise ValueError("no eigenvalues to draw: pass engine.report(eigenvalues=True), after the first refresh")
     few = len(layers) <= _LINES
@@ -145,7 +150,8 @@ def plot_history(history: Sequence[Mapping[str, Any]]) -> Figure:
 
     Args:
         history: What ``engine.report()`` returned at different steps, in order. Staleness shows its sawtooth only if
-            there is one for every step; entries without ``layers`` count for staleness alone.
+            there is one for every step; entries without ``layers`` count for staleness alone. Layers of which other
+            ranks keep a factor are left out.
 
     Raises:
         ValueError: If it is empty.
@@ -153,6 +159,7 @@ def plot_history(history: Sequence[Mapping[str, Any]]) -> Figure:
     """
     if not history:
         raise ValueError("an empty history: append engine.report() to it during training")
+    history = [{**entry, "layers": _known(entry.get("layers", {}))} for entry in history]
     figure = _figure(12, 7)
     (left, right), (damped, stale) = figure.subplots(2, 2, sharex=True)
     _conditions(left, history, lambda layer: layer["A"]["condition"])

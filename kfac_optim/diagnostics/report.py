@@ -44,15 +44,17 @@ __all__ = [
 def report_of(block: Block, gamma: Tensor, *, full: bool) -> dict[str, Any]:
     """A layer's part of the engine's ``report()``.
 
+    What another rank keeps the factor of is None.
+
     Args:
         block: A block that has decompositions.
         gamma: The damping of its pairs, ``[p]``.
         full: Whether to list all eigenvalues.
     """
     spectra = zip(SIDES, block.spectra(), strict=True)
-    report: dict[str, Any] = {side: spectrum(values, full=full) for side, values in spectra}
-    report["damping"] = float(gamma.mean())
-    report["condition"] = damped_condition(report["A"], report["G"], report["damping"])
+    report: dict[str, Any] = {side: None if values is None else spectrum(values, full=full) for side, values in spectra}
+    report["damping"], known = float(gamma.mean()), report["A"] and report["G"]
+    report["condition"] = damped_condition(report["A"], report["G"], report["damping"]) if known else None
     report["cosine"] = None if block.cosine is None else float(block.cosine)
     return report
 

@@ -5,8 +5,9 @@ assignment alone.
 
 Where to look::
 
-    assignment.py       which rank decomposes and which ranks precondition a layer: pure policy, no processes
-    communicator.py     what the engine calls: sum and send, for lists of tensors; the traffic is counted here
+    assignment.py       which rank decomposes, which ranks precondition a layer, and where its factors stand
+    strategies.py       the strategies, which decide that: pure policy, no processes
+    communicator.py     what the engine calls: sum, reduce and send, for lists of tensors; traffic is counted here
     torch.py            the communicator of torch.distributed
     horovod.py          the communicator of Horovod
     agreement.py        whether all ranks have built the same engine
@@ -15,16 +16,7 @@ Where to look::
 """
 
 from . import agreement
-from .assignment import (
-    KAISA,
-    Assignment,
-    AssignmentStrategy,
-    FactorWise,
-    LayerAssignment,
-    LayerCost,
-    LayerWise,
-    longest_first,
-)
+from .assignment import Assignment, AssignmentStrategy, LayerAssignment, LayerCost
 from .communicator import Broadcast, Communicator, LocalCommunicator
 from .horovod import HorovodCommunicator
 from .join import join_hook, notify_join_context, register_joinable, share_gradients
@@ -40,6 +32,7 @@ from .sharding import (
     sharded_like,
     sharding_problem,
 )
+from .strategies import KAISA, FactorWise, LayerWise, longest_first
 from .torch import TorchCommunicator, make_communicator
 
 __all__ = [

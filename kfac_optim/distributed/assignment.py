@@ -1,29 +1,28 @@
-"""Which rank decomposes which factor, and which ranks precondition which layer: pure policy, no processes.
+"""Which rank decomposes which factor, and which ranks precondition which layer: what a strategy decides.
 
 A strategy maps layer costs and a world size to an :class:`Assignment`. It is deterministic, so that all ranks compute
 the same one without communication. An *inverse worker* decomposes a factor; a *gradient worker* of a layer holds its
-decompositions and preconditions its gradient.
+decompositions and preconditions its gradient. Where the factors of a layer stand, and of what they are made, is the
+strategy's choice, too:
 
-    ============  ============================  ==============================
-    strategy      inverse workers of a layer    gradient workers of a layer
-    ============  ============================  ==============================
-    LayerWise     one rank for A and G          that rank
-    FactorWise    one rank for A, one for G     every rank
-    KAISA(f)      among its gradient workers    ``f * world_size`` ranks
-    ============  ============================  ==============================
-
-LayerWise is K-FAC-lw and FactorWise is K-FAC-opt of the distributed K-FAC paper (section 6.4.1). In the terms of
-Pauloski et al. 2021, KAISA(1/R) is MEM-OPT, KAISA(1) is COMM-OPT, and everything between is HYBRID-OPT.
+    ==============  ==================  ===================  ============================
+    ``factors=``    who keeps a factor  of whose statistics  what is sent of them
+    ==============  ==================  ===================  ============================
+    "replicated"    every rank          all ranks'           at refreshes, to every rank
+    "sharded"       its inverse worker  all ranks'           when collected, to that rank
+    "local"         its inverse worker  that rank's          nothing
+    ==============  ==================  ===================  ============================
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
-__all__ = ["KAISA", "Assignment", "AssignmentStrategy", "FactorWise", "LayerAssignment", "LayerCost", "LayerWise"]
+__all__ = ["Assignment", "AssignmentStrategy", "FactorPlace", "LayerAssignment", "LayerCost", "check_place"]
+
+FactorPlace = Literal["replicated", "sharded", "local"]
 
 _ROUTES = 64  # broadcasts of a layer's preconditioned gradient, at most
 
@@ -49,10 +48,20 @@ class LayerAssignment:
     Attributes:
         inverse_workers: The rank that decomposes A, and the rank that decomposes G.
         gradient_workers: The ranks that precondition its gradient, at least one.
+        factors: "replicated" (default), "sharded" or "local"; see the top of this module.
     """
 
     inverse_workers: tuple[int, int]
     gradient_workers: tuple[int, ...]
+    factors: FactorPlace = "replicated"
+
+    def owner(self, side: int) -> int | None:
+        """The rank that alone keeps A (side 0) or G (side 1); None: every rank keeps it."""
+        return None if self.factors == "replicated" else self.inverse_workers[side]
+
+    def keeps(self, side: int, rank: int) -> bool:
+        """Whether a rank keeps A (side 0) or G (side 1)."""
+        return self.owner(side) in (None, rank)
 
     def holders(self, side: int) -> tuple[int, ...]:
         """The ranks that need the decomposition of A (side 0) or G (side 1), its inverse worker among them."""
@@ -95,6 +104,11 @@ class Assignment:
     loads: tuple[float, ...]
 
     @property
+    def shares_factors(self) -> bool:
+        """Whether some factors are kept by one rank alone."""
+        return any(layer.factors != "replicated" for layer in self.layers)
+
+    @property
     def imbalance(self) -> float:
         """Largest load divided by the mean load; 1.0 is perfect."""
         mean = sum(self.loads) / len(self.loads)
@@ -111,9 +125,10 @@ class Assignment:
         """Raises ValueError unless there are exactly ``layers`` layers and every worker is a valid rank."""
         if len(self.layers) != layers:
             raise ValueError(f"assignment: has {len(self.layers)} layers instead of {layers}")
-        distinct = {(layer.inverse_workers, layer.gradient_workers): i for i, layer in enumerate(self.layers)}
+        distinct = {layer: i for i, layer in enumerate(self.layers)}
         for i in distinct.values():
             layer = self.layers[i]
+            check_place(f"assignment: layer {i}", layer.factors)
             ranks = (*layer.inverse_workers, *layer.gradient_workers)
             if len(layer.inverse_workers) != 2 or not layer.gradient_workers:
                 raise ValueError(
@@ -133,208 +148,7 @@ class AssignmentStrategy(Protocol):
         ...
 
 
-def longest_first(costs: Sequence[float], candidates: Sequence[Sequence[int]], loads: list[float]) -> list[int]:
-    """Distributes jobs greedily (longest processing time): the dearest first, each to its least loaded candidate.
-
-    Args:
-        costs: Cost of each job.
-        candidates: The ranks that may take each job.
-        loads: The load of each rank so far; the costs of the jobs are added to it in place.
-
-    Returns:
-        The rank of each job. Ties go to the earlier job and the lower rank, so the result is deterministic.
-    """
-    ranks = [0] * len(costs)
-    heaps = {id(group): [(loads[rank], rank) for rank in group] for group in candidates}
-    for heap in heaps.values():
-        heapq.heapify(heap)
-    for job in sorted(range(len(costs)), key=lambda job: (-costs[job], job)):
-        heap = heaps[id(candidates[job])]
-        while heap[0][0] < loads[heap[0][1]]:  # has got jobs as a candidate of another group
-            heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
-        ranks[job] = heap[0][1]
-        loads[ranks[job]] += costs[job]
-        heapq.heapreplace(heap, (loads[ranks[job]], ranks[job]))
-    return ranks
-
-
-def _few_ranks(costs: Sequence[float], group: Sequence[int]) -> list[int]:
-    """Distributes jobs to as few ranks of a group as finish in the time of :func:`longest_first`.
-
-    What a rank has decomposed it sends at once, so fewer ranks mean fewer broadcasts. A few matrices are dearer than
-    all others together, and most ranks would wait for those who have them.
-
-    Returns:
-        The rank of each job. They are spread evenly over the group, to share the network of its nodes.
-    """
-    even = [0.0] * len(group)
-    longest_first(costs, [range(len(group))] * len(costs), even)
-    limit = max(even, default=0.0)
-    loads: list[float] = []
-    places = [0] * len(costs)
-    for job in sorted(range(len(costs)), key=lambda job: (-costs[job], job)):
-        place = next((i for i, load in enumerate(loads) if load + costs[job] <= limit), len(loads))
-        if place == len(loads):
-            loads.append(0.0)
-        loads[place] += costs[job]
-        places[job] = place
-    if len(loads) > len(group):
-        return [group[i] for i in longest_first(costs, [range(len(group))] * len(costs), [0.0] * len(group))]
-    return [group[place * len(group) // len(loads)] for place in places]
-
-
-def _spread_factors(costs: Sequence[LayerCost], groups: Sequence[Sequence[int]], world_size: int) -> Assignment:
-    """Every factor is decomposed on its own by a rank of the layer's group, and all of the group precondition.
-
-    Groups are the same object for several layers, or have no rank in common.
-    """
-    loads = [0.0] * world_size
-    layers: dict[int, LayerAssignment] = {}
-    for group in {id(group): group for group in groups}.values():
-        own = [i for i, other in enumerate(groups) if other is group]
-        ranks = _few_ranks([cost for i in own for cost in costs[i].factor_costs], group)
-        everyone = tuple(group)
-        for i, pair in zip(own, zip(ranks[::2], ranks[1::2], strict=True), strict=True):  # A and G are neighbours
-            layers[i] = LayerAssignment(pair, everyone)
-            for rank, cost in zip(pair, costs[i].factor_costs, strict=True):
-                loads[rank] += cost
-    return Assignment(tuple(layers[i] for i in range(len(costs))), tuple(loads))
-
-
-def _whole_layers(costs: Sequence[LayerCost], candidates: Sequence[Sequence[int]], world_size: int) -> Assignment:
-    """One of a layer's candidates decomposes both of its factors and is its only gradient worker."""
-    loads = [0.0] * world_size
-    ranks = longest_first([sum(layer.factor_costs) for layer in costs], candidates, loads)
-    return Assignment(tuple(LayerAssignment((rank, rank), (rank,)) for rank in ranks), tuple(loads))
-
-
-@dataclass(frozen=True)
-class FactorWise:
-    """K-FAC-opt: A and G of a layer may be decomposed on different ranks, and every rank preconditions every layer.
-
-    Nothing travels in steps without a refresh. This is the default.
-    """
-
-    def assign(self, costs: Sequence[LayerCost], world_size: int) -> Assignment:
-        """See :class:`AssignmentStrategy`."""
-        return _spread_factors(costs, [range(world_size)] * len(costs), world_size)
-
-
-@dataclass(frozen=True)
-class LayerWise:
-    """K-FAC-lw (Osawa et al. 2019): one rank decomposes both factors of a layer and preconditions it for all others."""
-
-    def assign(self, costs: Sequence[LayerCost], world_size: int) -> Assignment:
-        """See :class:`AssignmentStrategy`."""
-        return _whole_layers(costs, [range(world_size)] * len(costs), world_size)
-
-
-@dataclass(frozen=True)
-class KAISA:
-    """KAISA: ``grad_worker_fraction`` of the ranks precondition a layer and send the result to the others.
-
-    Args:
-        grad_worker_fraction: f in [1/R, 1], where ``f * R`` divides the world size R. More gradient workers take more
-            memory and need fewer broadcasts of preconditioned gradients.
-        memory_budget: Instead of a fraction, the bytes ("2GiB", "500MB" or an int) that decompositions may take on each
-            rank; the largest fraction that fits is chosen.
-
-    Raises:
-        TypeError: If the fraction is not a number, or the budget neither an int nor text.
-        ValueError: At construction if both or neither are given, or a value is out of range. In ``assign`` if the world
-            size does not allow the fraction (the error lists those it allows), or if no fraction fits the budget (the
-            error names the smallest budget that works).
-    """
-
-    grad_worker_fraction: float | None = None
-    memory_budget: str | int | None = None
-
-    def __post_init__(self) -> None:
-        if (self.grad_worker_fraction is None) == (self.memory_budget is None):
-            raise ValueError("KAISA takes exactly one of grad_worker_fraction= and memory_budget=")
-        fraction = self.grad_worker_fraction
-        if fraction is not None and (isinstance(fraction, bool) or not isinstance(fraction, (int, float))):
-            raise TypeError(f"KAISA(grad_worker_fraction={fraction!r}): must be a number in (0, 1]")
-        if fraction is not None and not 0 < fraction <= 1:
-            raise ValueError(f"KAISA(grad_worker_fraction={self.grad_worker_fraction!r}): must be in (0, 1]")
-        if self.memory_budget is not None:
-            parse_bytes(self.memory_budget)  # called only for its errors
-
-    def assign(self, costs: Sequence[LayerCost], world_size: int) -> Assignment:
-        """See :class:`AssignmentStrategy`."""
-        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-        if self.memory_budget is not None:
-            return self._largest_that_fits(costs, world_size, divisors)
-        assert self.grad_worker_fraction is not None
-        # Any fraction of one process is that process, so that a script with this option runs there, too.
-        workers = self.grad_worker_fraction * world_size if world_size > 1 else 1
-        if round(workers) not in divisors or abs(workers - round(workers)) > 1e-6 * world_size:
-            valid = ", ".join(f"{n}/{world_size}" for n in divisors)
-            raise ValueError(
-                f"KAISA(grad_worker_fraction={self.grad_worker_fraction!r}) does not divide {world_size} ranks evenly; "
-                f"valid fractions: {valid}"
-            )
-        return self._grid(costs, world_size, round(workers))
-
-    def _grid(self, costs: Sequence[LayerCost], world_size: int, workers: int) -> Assignment:
-        """Arranges the ranks as a grid of ``world_size / workers`` rows, and gives every layer to one row.
-
-        The ranks of a row are the layer's gradient workers; layers go to the row with the least load so far. Ranks are
-        numbered down the columns, so that a column, within which preconditioned gradients travel at every step, is a
-        run of neighbours (one node, where it fits). Decompositions travel within rows, and at refreshes only.
-        """
-        rows = [range(row, world_size, world_size // workers) for row in range(world_size // workers)]
-        row_of = longest_first([sum(c.factor_costs) for c in costs], [range(len(rows))] * len(costs), [0.0] * len(rows))
-        groups = [rows[row] for row in row_of]
-        return (_spread_factors if workers > 1 else _whole_layers)(costs, groups, world_size)
-
-    def _largest_that_fits(self, costs: Sequence[LayerCost], world_size: int, divisors: Sequence[int]) -> Assignment:
-        """The grid with the most gradient workers (one of the divisors) whose fullest rank stays within the budget."""
-        assert self.memory_budget is not None
-        budget, smallest = parse_bytes(self.memory_budget), None
-        for workers in reversed(divisors):
-            assignment = self._grid(costs, world_size, workers)
-            needed = max(bytes_per_rank(costs, assignment))
-            if needed <= budget:
-                return assignment
-            smallest = needed if smallest is None else min(smallest, needed)
-        raise ValueError(
-            f"KAISA(memory_budget={self.memory_budget!r}): no fraction fits on {world_size} ranks; "
-            f"the smallest budget that works is {smallest} bytes"
-        )
-
-
-def bytes_per_rank(costs: Sequence[LayerCost], assignment: Assignment) -> list[int]:
-    """Bytes of the decompositions that each rank holds as a gradient worker."""
-    groups: dict[tuple[int, ...], int] = {}
-    for cost, layer in zip(costs, assignment.layers, strict=True):
-        groups[layer.gradient_workers] = groups.get(layer.gradient_workers, 0) + cost.memory
-    held = [0] * len(assignment.loads)
-    for ranks, memory in groups.items():
-        for rank in ranks:
-            held[rank] += memory
-    return held
-
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def parse_bytes(text: str | int) -> int:
-    """The number of bytes that ``"2GiB"``, ``"500 MB"`` or an int stands for.
-
-    Raises:
-        TypeError: If it is neither text nor an int.
-        ValueError: If it is negative, or no number with one of the units B, KB, MB, GB, KiB, MiB, GiB.
-    """
-    allowed = "must be bytes as an int >= 0, or text such as '500MB' or '2GiB'"
-    if isinstance(text, bool) or not isinstance(text, (int, str)):
-        raise TypeError(f"memory_budget={text!r}: {allowed}")
-    number = str(text).strip().rstrip("BbGgIiKkMm").strip()
-    unit = str(text).strip()[len(number) :].strip().upper()
-    try:
-        count = int(float(number) * _UNITS[unit])
-    except (KeyError, OverflowError, ValueError):
-        count = -1
-    if count < 0:
-        raise ValueError(f"memory_budget={text!r}: {allowed}")
-    return count
+def check_place(whose: str, factors: object) -> None:
+    """Raises ValueError unless this is one of the places where factors may stand."""
+    if factors not in get_args(FactorPlace):
+        raise ValueError(f"{whose}(factors={factors!r}): must be one of {', '.join(map(repr, get_args(FactorPlace)))}")

@@ -1,12 +1,13 @@
-"""How the ranks exchange tensors: :class:`Communicator` has two verbs, built from three operations of a transport.
+"""How the ranks exchange tensors: :class:`Communicator` has three verbs, built from four operations of a transport.
 
-``sum`` adds tensors over all ranks (factors and counts travel this way). ``send`` copies tensors from one rank to some
-others (decompositions, preconditioned gradients). Both take lists of tensors, pack them into flat buckets, start the
-transfer of a few buckets ahead, and wait for them in order. With one process both do nothing.
+``sum`` adds tensors over all ranks for all of them (factors and counts travel this way), ``reduce`` for one of them
+(factors that one rank alone keeps). ``send`` copies tensors from one rank to some others (decompositions,
+preconditioned gradients). All take lists of tensors, pack them into flat buckets, start the transfer of a few buckets
+ahead, and wait for them in order. With one process they do nothing.
 
 Traffic is counted per kind as an ideal network would carry it: an all-reduce of b bytes over R ranks costs every rank
 ``2 (R - 1) / R b`` bytes sent and as many received (a ring); a broadcast costs its source b bytes sent and every other
-member b bytes received.
+member b bytes received, and a reduction the reverse.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from torch import Tensor
 
 __all__ = ["BUCKET_BYTES", "Broadcast", "Communicator", "LocalCommunicator", "Work"]
 
-BUCKET_BYTES = 25 * 2**20
+BUCKET_BYTES = 50 * 2**20
 _COMM_DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_IN_FLIGHT = 4  # buckets on the wire at a time: enough to overlap packing with sending, without a copy of everything
+_IN_FLIGHT = 2  # buckets on the wire at a time: enough to overlap packing with sending, without a copy of everything
 _T = TypeVar("_T")
 
 
@@ -57,7 +58,7 @@ class Communicator(ABC):
     """The connection to the other processes; pass one as ``communicator=`` to replace the default.
 
     A subclass for another library implements ``_start_sum``, ``_start_max`` and ``_start_broadcast``, and overrides
-    ``prepare``, ``check_groups`` and ``wire_device`` where the library needs it.
+    ``_start_reduce`` where the library has it, ``prepare``, ``check_groups`` and ``wire_device`` where it needs them.
 
     Args:
         rank: This process, 0 <= rank < world_size.
@@ -67,7 +68,8 @@ class Communicator(ABC):
             counts, decompositions and directions always travel bit for bit.
         average_gradients: Whether the ranks' gradients are averaged (True, default: DDP, FSDP, Horovod's Average) or
             added up.
-        bucket_bytes: Size of a flat bucket, > 0. Default 25 MiB, as in DDP.
+        bucket_bytes: Size of a flat bucket, > 0. Default 50 MiB, twice that of DDP: decompositions do not wait for a
+            backward pass, and larger buckets are fewer.
 
     Attributes:
         traffic: By kind the bytes that this rank has sent and received so far, ``[sent, received]``.
@@ -102,6 +104,13 @@ class Communicator(ABC):
     def _start_max(self, tensor: Tensor) -> Work:
         """Starts to replace a flat tensor by its elementwise maximum over all ranks."""
 
+    def _start_reduce(self, tensor: Tensor, owner: int) -> Work | None:
+        """Starts to replace a flat tensor on ``owner`` by its sum over all ranks; on the others it may change.
+
+        None, by default: the library can only sum for all ranks.
+        """
+        return None
+
     @abstractmethod
     def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
         """Starts to copy a flat tensor from ``source`` to ``members``, who all call this."""
@@ -122,7 +131,7 @@ class Communicator(ABC):
         """Makes the groups of ranks in which broadcasts will travel; all ranks call this with the same list."""
         return
 
-    # The two verbs --------------------------------------------------------------------------------------------------
+    # The verbs ------------------------------------------------------------------------------------------------------
 
     def sum(self, tensors: Sequence[Tensor], kind: str, *, compressed: bool = False) -> Iterator[Tensor]:
         """Sums over all ranks (a collective).
@@ -139,21 +148,51 @@ class Communicator(ABC):
         Raises:
             RuntimeError: If another rank has died, or the group's time-out has passed.
         """
+        return self._sums(tensors, [None] * len(tensors), kind, compressed)
+
+    def reduce(
+        self, tensors: Sequence[Tensor], owners: Sequence[int], kind: str, *, compressed: bool = False
+    ) -> Iterator[Tensor | None]:
+        """As :meth:`sum`, each tensor for one rank alone (a collective).
+
+        Args:
+            tensors: See :meth:`sum`.
+            owners: For each tensor the rank that gets its sum. Neighbours with one owner share a bucket.
+            kind: See :meth:`sum`.
+            compressed: See :meth:`sum`.
+
+        Yields:
+            The sums in order; None where another rank gets it.
+        """
+        for owner, total in zip(owners, self._sums(tensors, owners, kind, compressed), strict=True):
+            yield total if owner == self.rank else None
+
+    def _sums(
+        self, tensors: Sequence[Tensor], owners: Sequence[int | None], kind: str, compressed: bool
+    ) -> Iterator[Tensor]:
+        """The sums for owners (None: for all ranks); on other ranks than the owner anything of the same shape."""
         if self.world_size == 1:
             yield from tensors
             return
-        dtype, what = self.comm_dtype if compressed else None, f"the all-reduce of {kind}"
+        dtype = self.comm_dtype if compressed else None
         scales = self._row_scales(tensors, kind) if dtype is torch.float16 else None
 
-        def started() -> Iterator[tuple[slice, Tensor, Work]]:
-            for part in self._buckets(tensors, dtype, one_dtype=True):
-                bucket = tensors[part]
+        def started() -> Iterator[tuple[slice, Tensor, Work, str]]:
+            for part in self._buckets(tensors, dtype, one_dtype=True, owners=owners):
+                bucket, owner = tensors[part], owners[part.start]
                 if scales is not None:
                     bucket = [tensor / scale for tensor, scale in zip(bucket, scales[part], strict=True)]
                 flat = self._to_wire(torch.cat([tensor.reshape(-1).to(dtype or tensor.dtype) for tensor in bucket]))
-                yield part, flat, self._start_all_reduce(self._start_sum, flat, kind)
+                what = f"the {'all-reduce' if owner is None else f'reduction to rank {owner}'} of {kind}"
+                with self._explaining_errors(what):
+                    work = None if owner is None else self._start_reduce(flat, owner)
+                if work is None:
+                    work = self._start_all_reduce(self._start_sum, flat, kind)
+                else:
+                    self._count(kind, *((0, flat.nbytes) if owner == self.rank else (flat.nbytes, 0)))
+                yield part, flat, work, what
 
-        for part, flat, work in _ahead(started()):
+        for part, flat, work, what in _ahead(started()):
             with self._explaining_errors(what):
                 work.wait()
             pieces = flat.split([tensor.numel() for tensor in tensors[part]])
@@ -202,7 +241,12 @@ class Communicator(ABC):
     # Parts of the verbs ---------------------------------------------------------------------------------------------
 
     def _buckets(
-        self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None, *, one_dtype: bool = False
+        self,
+        tensors: Sequence[Tensor],
+        dtype: torch.dtype | None = None,
+        *,
+        one_dtype: bool = False,
+        owners: Sequence[int | None] = (),
     ) -> Iterator[slice]:
         """Cuts a list into slices of neighbours on one device that fill a bucket (at least one tensor each).
 
@@ -210,12 +254,14 @@ class Communicator(ABC):
             tensors: The list.
             dtype: The precision that their size is counted in; None: their own.
             one_dtype: Whether the tensors of a slice must have one dtype.
+            owners: For each tensor what must be the same within a slice; nothing if empty.
         """
         start = size = 0
         for i, tensor in enumerate(tensors):
             nbytes = tensor.numel() * (dtype or tensor.dtype).itemsize
             first = tensors[start]
             fits = first.device == tensor.device and size + nbytes <= self.bucket_bytes
+            fits = fits and (not owners or owners[start] == owners[i])
             if i > start and not (fits and (first.dtype is tensor.dtype or not one_dtype)):
                 yield slice(start, i)
                 start, size = i, 0

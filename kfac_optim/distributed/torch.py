@@ -59,6 +59,10 @@ class TorchCommunicator(Communicator):
         work: Any = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
         return work
 
+    def _start_reduce(self, tensor: Tensor, owner: int) -> Work:
+        work: Any = dist.reduce(tensor, self._global(owner), dist.ReduceOp.SUM, group=self.group, async_op=True)
+        return work
+
     def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
         work: Any = dist.broadcast(tensor, self._global(source), group=self._groups[members], async_op=True)
         return work

@@ -394,6 +394,11 @@ def test_smoke(tmp_path: Path) -> None:
     out = ["--smoke", "--out", str(tmp_path)]
     assert scaling.main(["--part", "measure", *out]) == 0
     assert scaling.main(["--part", "validate", *out]) == 0
+    assert scaling.main(["--part", "factors", *out]) == 0
+    places = json.loads((tmp_path / "factors.json").read_text())["rows"]
+    assert [row["factors"] for row in places] == ["replicated", "sharded", "local"]
+    for row in places:
+        assert all((rank["sent"]["factors"] == 0) == (row["factors"] == "local") for rank in row["ranks"])
     measured = json.loads((tmp_path / "measure.json").read_text())
     assert {(row["ranks"], row["strategy"]) for row in measured["rows"]} == {
         *((1, name) for name in ("SGD", "factor-wise")),

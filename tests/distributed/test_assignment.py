@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +24,15 @@ from kfac_optim import (
     AssignmentStrategy,
     EigenSolver,
     FactorWise,
+    LayerAssignment,
     LayerCost,
     LayerWise,
     TorchCommunicator,
+    memory_estimate,
 )
 from kfac_optim.blocks import decomposed_bytes, specs_of
-from kfac_optim.distributed import Communicator, agreement, longest_first
+from kfac_optim.distributed import Broadcast, Communicator, agreement, longest_first
+from kfac_optim.distributed.assignment import FactorPlace
 
 ROUNDING = 1e-9  # loads are sums of integers up to 1e10 in floats, in another order
 
@@ -41,6 +45,7 @@ layer_costs = st.builds(
 )
 costs_of_models = st.lists(layer_costs, max_size=24)
 world_sizes = st.integers(1, 12)
+places: list[FactorPlace] = ["replicated", "sharded", "local"]
 
 
 def divisors(world_size: int) -> list[int]:
@@ -52,12 +57,13 @@ def strategies_on_ranks(draw: st.DrawFn) -> tuple[AssignmentStrategy, int, int]:
     """A strategy, a world size, and how many ranks are to precondition each layer."""
     ranks = draw(world_sizes)
     workers = draw(st.sampled_from(divisors(ranks)))
+    factors = draw(st.sampled_from(places))
     return draw(
         st.sampled_from(
             [
-                (LayerWise(), ranks, 1),
-                (FactorWise(), ranks, ranks),
-                (KAISA(grad_worker_fraction=workers / ranks), ranks, workers),
+                (LayerWise(factors), ranks, 1),
+                (FactorWise(factors), ranks, ranks),
+                (KAISA(grad_worker_fraction=workers / ranks, factors=factors), ranks, workers),
             ]
         )
     )
@@ -84,16 +90,17 @@ def test_every_factor_once_within_its_group(
         assert set(layer.inverse_workers) <= set(layer.gradient_workers), "who decomposes also preconditions"
         for rank, factor in zip(layer.inverse_workers, cost.factor_costs, strict=True):
             loads[rank] += factor
+        assert [layer.owner(side) for side in range(2)] == (
+            [None, None] if strategy.factors == "replicated" else list(layer.inverse_workers)  # type: ignore[attr-defined]
+        )
     assert assignment.loads == pytest.approx(loads, rel=ROUNDING)
 
 
 @given(costs_of_models, strategies_on_ranks())
 def test_deterministic(costs: list[LayerCost], chosen: tuple[AssignmentStrategy, int, int]) -> None:
     """Every rank computes the same without asking: from equal costs, by another instance of the strategy."""
-    strategy, ranks, workers = chosen
-    again: AssignmentStrategy = (
-        KAISA(grad_worker_fraction=workers / ranks) if isinstance(strategy, KAISA) else type(strategy)()
-    )
+    strategy, ranks, _ = chosen
+    again = copy.deepcopy(strategy)
     assert strategy.assign(costs, ranks) == again.assign(
         tuple(LayerCost(c.factor_costs, c.memory) for c in costs), ranks
     )
@@ -115,8 +122,10 @@ def test_greedy_load_is_at_most_mean_plus_largest_job(costs: list[LayerCost], ra
 @given(costs_of_models, world_sizes)
 def test_the_ends_of_kaisa_are_the_paper_s_strategies(costs: list[LayerCost], ranks: int) -> None:
     """MEM-OPT is K-FAC-lw, COMM-OPT is K-FAC-opt, in who decomposes and who preconditions."""
-    assert KAISA(grad_worker_fraction=1 / ranks).assign(costs, ranks).layers == LayerWise().assign(costs, ranks).layers
-    assert KAISA(grad_worker_fraction=1).assign(costs, ranks).layers == FactorWise().assign(costs, ranks).layers
+    for factors in places:
+        first, last = KAISA(1 / ranks, factors=factors), KAISA(1.0, factors=factors)
+        assert first.assign(costs, ranks).layers == LayerWise(factors).assign(costs, ranks).layers
+        assert last.assign(costs, ranks).layers == FactorWise(factors).assign(costs, ranks).layers
 
 
 @given(costs_of_models, world_sizes)
@@ -175,6 +184,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"memory_budget": "-2GiB"}, "memory_budget='-2GiB'"),
     ({"memory_budget": True}, "memory_budget=True"),
     ({"memory_budget": 1.5}, "memory_budget=1.5"),
+    ({"grad_worker_fraction": 0.5, "factors": "shared"}, "KAISA.factors='shared'.*'replicated', 'sharded', 'local'"),
     ({"grad_worker_fraction": "half"}, "grad_worker_fraction='half'"),
 ]
 
@@ -307,6 +317,22 @@ class Counting(Communicator):
         return SimpleNamespace(wait=lambda: None)
 
 
+def test_broadcasts_of_a_refresh_of_resnet50() -> None:
+    """All decompositions of the default strategy, without their storage; the rank that sends is each in turn."""
+    with torch.device("meta"):
+        layers = KFACSGD(WORKS["resnet50"].make(), lr=0.1).curvature.layers
+    solver, specs = EigenSolver(), [specs_of(layer) for layer in layers]
+    costs = [LayerCost((a.cost, g.cost), decomposed_bytes((a, g), solver, torch.float32)) for a, g in specs]
+    for ranks in (8, 64):
+        comm, broadcasts = Counting(ranks), []
+        for pair, workers in zip(specs, FactorWise().assign(costs, ranks).layers, strict=True):
+            for side, spec in enumerate(pair):
+                parts = [torch.empty(spec.pairs, *s, device="meta") for s in solver.shapes(spec.dim, spec.diagonal)]
+                broadcasts.append(Broadcast(parts, workers.inverse_workers[side], workers.holders(side)))
+        comm.send(broadcasts, "decompositions")
+        assert len(comm.started) <= 18, "and two sums: who has succeeded, and the largest eigenvalues"
+
+
 @pytest.mark.slow
 def test_collectives_of_a_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """ResNet-50 with narrow layers: 214 factors, whose costs stand in the same proportions, on 256 ranks."""
@@ -318,3 +344,21 @@ def test_collectives_of_a_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer.curvature.update([p.grad for p in model.parameters() if p.grad is not None])
     assert len(optimizer.curvature.layers) == 107
     assert comm.started.count("broadcast") <= 8 and len(comm.started) <= 20, comm.started
+
+
+@pytest.mark.parametrize("name", ["resnet50", "bert-base"])
+def test_layer_wise_shares_memory_out_evenly(name: str) -> None:
+    """By what one process holds, on 4 and 8 ranks: at most 1.2 times its share, dearest layers and all."""
+    with torch.device("meta"):
+        model = WORKS[name].make()
+    whole = memory_estimate(model)["total"]
+    for ranks in (4, 8):
+        sharded = memory_estimate(model, world_size=ranks, assignment=LayerWise("sharded"))
+        assert sharded["total"] <= 1.2 / ranks * whole
+        assert sharded["local sums"] == 0
+
+
+def test_a_layer_s_factors_stand_in_a_place_that_is_known() -> None:
+    layer = LayerAssignment((0, 1), (0,), "elsewhere")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="layer 0.factors='elsewhere'"):
+        Assignment((layer,), (1.0, 1.0)).check(1, 2)

@@ -128,6 +128,11 @@ def whole_numbers(rank: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randint(-999, 999, shape, generator=generator).to(dtype) for shape in SUM_SHAPES]
 
 
+def owners_of(world_size: int) -> list[int]:
+    """Who gets which sum: neighbours have one owner or several."""
+    return [(i // 3) % world_size for i in range(len(SUM_SHAPES))]
+
+
 def several_types(rank: int) -> list[Tensor]:
     """Neighbours of different types, exact sums."""
     types = itertools.cycle([torch.float64, torch.float32])
@@ -192,12 +197,16 @@ def use_the_verbs(rank: int, world_size: int) -> dict[Any, Any]:
         for dtype in (torch.float32, torch.float64):
             own = whole_numbers(rank, dtype)
             found["sum", name, dtype] = list(comm.sum(own, f"sum {dtype}"))
+            found["reduce", name, dtype] = list(comm.reduce(own, owners_of(world_size), f"reduce {dtype}"))
             found["unchanged", name, dtype] = own
         found["several types", name] = list(comm.sum(several_types(rank), "several types"))
         for dtype in HALVES:
             half = TorchCommunicator(comm_dtype=dtype, bucket_bytes=bucket_bytes)
             found["half", name, dtype] = list(half.sum(of_every_magnitude(rank), "half", compressed=True))
             found["half traffic", name, dtype] = half.traffic["half"]
+            rows = of_every_magnitude(rank)
+            owners = [i % world_size for i in range(len(rows))]
+            found["half reduce", name, dtype] = list(half.reduce(rows, owners, "half reduce", compressed=True))
         comm.prepare(groups)
         broadcasts, received = [], []
         for salt, (source, members) in enumerate(broadcasts_of(world_size)):
@@ -245,6 +254,18 @@ def test_sums_in_order_whatever_the_buckets(verbs: list[dict[Any, Any]], bucket:
 
 
 @pytest.mark.parametrize("bucket", BUCKETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sum_for_one_rank_is_the_sum_there_and_nothing_elsewhere(
+    verbs: list[dict[Any, Any]], bucket: str, dtype: torch.dtype
+) -> None:
+    own = [whole_numbers(rank, dtype) for rank in range(len(verbs))]
+    expected = [sum(parts[1:], parts[0]) for parts in zip(*own, strict=True)]
+    for rank, found in enumerate(verbs):
+        for owner, total, wanted in zip(owners_of(len(verbs)), found["reduce", bucket, dtype], expected, strict=True):
+            assert total is None if owner != rank else torch.equal(total, wanted)
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
 def test_sums_of_several_types_keep_their_types(verbs: list[dict[Any, Any]], bucket: str) -> None:
     own = [several_types(rank) for rank in range(len(verbs))]
     expected = [sum(parts[1:], parts[0]) for parts in zip(*own, strict=True)]
@@ -268,6 +289,8 @@ def test_half_precision_on_the_wire(verbs: list[dict[Any, Any]], bucket: str, dt
         if dtype is torch.float16:  # below 2^-14 of what is sent, numbers are multiples of 2^-24
             largest = stacked.abs().amax((0, -1) if stacked.dim() > 1 else 0)
             bound = bound + 1.01 * ranks * 2.0**-25 * ranks * (largest[:, None] if largest.dim() else largest)
+        for_one = verbs[i % ranks]["half reduce", bucket, dtype][i]
+        assert bool(((for_one.double() - total).abs() <= bound).all()), (i, for_one, total)
         for found in verbs:
             result = found["half", bucket, dtype][i]
             assert result.dtype == torch.float32
@@ -303,6 +326,10 @@ def test_traffic_is_what_an_ideal_network_carries(verbs: list[dict[Any, Any]], b
         for dtype in (torch.float32, torch.float64):
             share = ring(whole_numbers(rank, dtype), ranks)
             expected[f"sum {dtype}"] = [share, share]
+            kept = [owner == rank for owner in owners_of(ranks)]
+            sizes = [tensor.nbytes for tensor in whole_numbers(rank, dtype)]
+            received = sum(size for size, here in zip(sizes, kept, strict=True) if here)
+            expected[f"reduce {dtype}"] = [sum(sizes) - received, received]
         halves = of_every_magnitude(rank)
         share = ring(halves, ranks, 2)
         assert found["half traffic", bucket, torch.bfloat16] == pytest.approx([share, share], rel=1e-12)

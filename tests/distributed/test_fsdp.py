@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from kfac_optim import KFACSGD, KFACAdamW
+from kfac_optim import KFACSGD, KFACAdamW, LayerWise
 from tests.helpers.compare import assert_all_near, assert_equal_on_ranks
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, KINDS, OFTEN
@@ -67,6 +67,7 @@ def train_all(rank: int, world_size: int) -> dict[str, list[Tensor]]:
     for kind in KINDS:
         for how, assignment in (("per layer", "factor-wise"), ("root", "layer-wise")):
             found[f"{kind}, {how}"] = trained(rank, world_size, kind, how, {"assignment": assignment})
+    found["sgd, sharded factors"] = trained(rank, world_size, "sgd", "per layer", {"assignment": LayerWise("sharded")})
     return found
 
 
@@ -76,7 +77,7 @@ def test_shards_equal_one_process(world_size: int) -> None:
     outcomes = run_ranks(world_size, train_all)
     for kind in KINDS:
         expected = trained(0, 1, kind, "", {})
-        for how in ("per layer", "root"):
+        for how in ("per layer", "root", *(("sharded factors",) if kind == "sgd" else ())):
             assert_all_near([found[f"{kind}, {how}"] for found in outcomes], expected)
 
 
@@ -236,7 +237,7 @@ def in_a_container(rank: int, world_size: int, folder: str) -> list[list[Tensor]
         model = make()
         if world_size > 1:
             shard(model, "per layer")
-        return Container(model, **OPTIONS)
+        return Container(model, **OPTIONS, assignment=LayerWise("sharded"))
 
     def steps(container: Container, which: range) -> None:
         train(container.model, container.optimizer, which, shape=SHAPE, rank=rank, world_size=world_size)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from kfac_optim import KFACSGD, KLClip, OfMean, exponential_decay
+from kfac_optim import KFACSGD, FactorWise, KLClip, OfMean, exponential_decay
 from tests.helpers.compare import values
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import make_model, train
@@ -23,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kaisa": {"assignment": "kaisa"},
     "spread": {"assignment": "factor-wise", "spread": 3},
     "layer-wise, spread": {"assignment": "layer-wise", "spread": 3},
+    "sharded": {"assignment": FactorWise("sharded")},
 }
 
 
@@ -125,6 +126,7 @@ def train_with_nan(rank: int, world_size: int, name: str, when: int, everywhere:
         ("kaisa", 6),
         *(("spread", when) for when in (6, 13)),
         ("layer-wise, spread", 13),
+        *(("sharded", when) for when in (0, 6, 7)),
     ],
 )
 def test_a_nan_on_one_rank_only(name: str, when: int) -> None:

@@ -12,13 +12,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from kfac_optim import KFAC, Categorical
+from kfac_optim import KAISA, KFAC, Categorical, FactorWise, LayerWise
 from tests.helpers.compare import assert_all_near, assert_equal_on_ranks, values
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64
 from tests.helpers.training import data_of, make_model, train
 
 SHAPE = (64, 4)
+STRATEGIES = {"kaisa": KAISA(1.0), "sharded": LayerWise("sharded")}
 NUMBERS = ("damping", "learning_rate", "momentum", "reduction_ratio")
 
 
@@ -33,13 +34,13 @@ def trained(rank: int, world_size: int, how: str) -> tuple[list[Tensor], list[fl
     """Some steps; weights, and what the optimizer found."""
     model = make_model().double()
     wrapped: Any = DDP(model) if world_size > 1 else model
-    optimizer = KFAC(wrapped, fisher=FixedTargets(), assignment="kaisa" if how == "kaisa" else "factor-wise", **FLOAT64)
+    optimizer = KFAC(wrapped, fisher=FixedTargets(), assignment=STRATEGIES.get(how, FactorWise()), **FLOAT64)
     parts = 2 if how == "micro-batches" else 1
     train(wrapped, optimizer, range(6), shape=SHAPE, parts=parts, rank=rank, world_size=world_size)
     return values(model), [optimizer.param_groups[0][name] for name in NUMBERS]
 
 
-@pytest.mark.parametrize("how", ["ddp", "micro-batches", "kaisa"])
+@pytest.mark.parametrize("how", ["ddp", "micro-batches", "kaisa", "sharded"])
 def test_two_ranks_step_as_one_process(how: str) -> None:
     expected, numbers = trained(0, 1, how)
     outcomes = run_ranks(2, trained, how)

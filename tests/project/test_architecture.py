@@ -31,7 +31,7 @@ LAYERS = (
     ("layers", "solvers", "scaling", "distributed"),
     ("capture", "trust", "bases", "layout", "tiles"),
     ("blocks", "config", "objective"),
-    ("coverage", "diagnostics", "pacing"),
+    ("coverage", "diagnostics", "pacing", "sharing"),
     ("averages", "refresh", "preconditioning"),
     ("checking",),
     ("state",),
