@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .damping import Damping, kind_of
 from .distributed import Assignment, AssignmentStrategy, Communicator, LayerAssignment, LayerCost
-from .factors import FactorSpec, snapshot_
+from .factors import FactorSpec, read, snapshot_
 from .layers import KroneckerLayer, full_precision
 from .solvers import Decomposition, Solver
 from .spectra import eigenvalues, largest_eigenvalue
@@ -55,6 +55,10 @@ class Factors:
         """The damping of each pair, ``[p]``, of a snapshot."""
         gamma: Tensor = self.tensors["gamma"]
         return gamma
+
+    def packed(self, side: int) -> Tensor:
+        """A (side 0) or G (side 1), packed, in at least float32."""
+        return read(self.tensors[SIDES[side]])
 
     def matrix(self, side: int) -> Tensor:
         """A (side 0) or G (side 1), ``[p, n, n]`` (diagonal: ``[p, n]``)."""

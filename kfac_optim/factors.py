@@ -119,10 +119,13 @@ class FactorSpec:
         """Packs a moment ``[p, n, n]`` (diagonal: ``[p, n]``, as it is)."""
         return moment if self.diagonal else pack(moment)
 
+    def unpack(self, packed: Tensor) -> Tensor:
+        """The inverse of :meth:`pack`."""
+        return packed if self.diagonal else unpack(packed, self.dim)
+
     def matrix(self, average: dict[str, Tensor]) -> Tensor:
         """Unpacks a running average: the factor ``[p, n, n]`` (diagonal: ``[p, n]``), in at least float32."""
-        value = read(average)
-        return value if self.diagonal else unpack(value, self.dim)
+        return self.unpack(read(average))
 
     def mean_eigenvalue(self, average: dict[str, Tensor]) -> Tensor:
         """The mean eigenvalue of each pair of a running average, its trace divided by n: ``[p]``."""

@@ -310,12 +310,17 @@ def _layer_of_pair(blocks: Sequence[Block]) -> Tensor:
     """For each pair of some blocks the number of the block that it belongs to, ``[p]``."""
     pairs = torch.tensor([block.layer.pairs for block in blocks])
     # Repeated on the CPU: to know the length of the result, torch would wait for a device.
-    return torch.arange(len(blocks)).repeat_interleave(pairs).to(blocks[0].layer.weight.device)
+    return torch.arange(len(blocks)).repeat_interleave(pairs).to(blocks[0].layer.weight.device, non_blocking=True)
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:
-    """One after the other along the first dimension; a single one as it is."""
-    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+    """One after the other along the first dimension.
+
+    A single one as it is, unless it would keep a larger tensor alive: factors are decomposed in batches.
+    """
+    first = tensors[0]
+    alone = len(tensors) == 1 and first.untyped_storage().nbytes() == first.nbytes
+    return first if alone else torch.cat(list(tensors))
 
 
 def assembled(directions: Sequence[StackedDirection], of: Callable[[Direction], Tensor]) -> dict[nn.Parameter, Tensor]:
