@@ -16,6 +16,7 @@ process does so in every step.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -80,11 +81,16 @@ class Averaging:
 
         self._skips += sum(statistics.taken) - sum(statistics.finite)
         self._sums.begin(decay, weights(None)[1])
-        for index, sums in statistics.sums.items():
-            rows = statistics.rows(index)
-            if rows:
-                scale, m = weights(index)
-                self._sums.add(blocks[index], (sums.a, sums.g.mul_(scale)), (rows, m))
+        scaled: dict[float, list[Tensor]] = {}
+        counted = [index for index in statistics.sums if statistics.rows(index)]
+        for index in counted:
+            scaled.setdefault(weights(index)[0], []).append(statistics.sums[index].g)
+        for scale, of_g in scaled.items():
+            if scale != 1:
+                torch._foreach_mul_(of_g, scale)
+        for index in counted:
+            sums = statistics.sums[index]
+            self._sums.add(blocks[index], (sums.a, sums.g), (statistics.rows(index), weights(index)[1]))
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""
@@ -115,8 +121,9 @@ class Averaging:
                     current = block.state["current"]
                     updates += [(current[side], count, decay) for side, count in zip(SIDES, counts, strict=True)]
             pooled = comm.sum(sums, "factors", compressed=True)
-            for (average, count, decay), total in zip(updates, pooled, strict=True):
-                fold_(average, total, count, decay)
+            at_once = len(sums) if comm.world_size == 1 else 1  # from other ranks as they arrive
+            for start in range(0, len(sums), max(1, at_once)):
+                fold_(updates[start : start + at_once], list(islice(pooled, at_once)))
         self.skipped_batches += int(skips)
 
 
@@ -145,28 +152,30 @@ def terms_of_rank(terms: int, comm: Communicator, *, summed: bool, sampled: bool
     return (rank_weight * ranks) ** 2 * (1 if sampled else terms**2), terms
 
 
-def fold_(average: dict[str, Tensor], moment: Tensor, count: float, decay: float) -> None:
-    """Updates a running average in place: ``S <- xi S + moment``, ``w <- xi w + count``.
+def fold_(updates: Sequence[tuple[dict[str, Tensor], float, float]], moments: Sequence[Tensor]) -> None:
+    """Updates running averages in place: ``S <- xi S + moment``, ``w <- xi w + count``.
 
     What is stored is S / w and w (:meth:`~kfac_optim.factors.FactorSpec.empty`), which keeps half precision from
     overflowing.
 
     Args:
-        average: The running average.
-        moment: The packed sum of the new moments, ``[p, packed]``.
-        count: How many rows or loss terms are in the sum; 0 leaves the average as it is.
-        decay: xi, the weight of the past.
+        updates: Each running average; how many rows or loss terms are in the new sum, where 0 leaves the average as it
+            is; and xi, the weight of the past.
+        moments: The packed sums of the new moments, ``[p, packed]``.
     """
-    if count == 0:
-        return
-    past = decay * float(average["weight"])
-    weight = past + count
-    value = average["value"]
-    if value.dtype in (torch.float16, torch.bfloat16):
-        write_(average, read(average).mul_(past / weight).add_(moment, alpha=1 / weight))
-    else:
-        value.mul_(past / weight).add_(moment, alpha=1 / weight)
-    average["weight"] = torch.tensor(weight, dtype=torch.float64)
+    alike: dict[tuple[float, float], list[tuple[dict[str, Tensor], Tensor]]] = {}
+    for (average, count, decay), moment in zip(updates, moments, strict=True):
+        if count:
+            alike.setdefault((count, decay * float(average["weight"])), []).append((average, moment))
+    for (count, past), pairs in alike.items():
+        averages, new = zip(*pairs, strict=True)
+        weight, values = past + count, [read(average) for average in averages]
+        torch._foreach_mul_(values, past / weight)
+        torch._foreach_add_(values, new, alpha=1 / weight)
+        for average, value in zip(averages, values, strict=True):
+            if value is not average["value"]:  # a copy in float32
+                write_(average, value)
+            average["weight"] = torch.tensor(weight, dtype=torch.float64)
 
 
 class LocalSums:
