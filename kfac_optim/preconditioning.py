@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -25,8 +25,9 @@ __all__ = ["Lr", "Preconditioner", "Stack", "StackedDirection", "assembled", "by
 Lr = float | Tensor
 
 # Layers of one shape are preconditioned together up to this many numbers in their gradients and decompositions (64 MiB
-# in float32), which are copied to lie side by side. Larger ones gain nothing, and the copy would be the peak of all.
-_STACK_NUMEL = 2**24
+# in float32, 256 MiB where launches count), which are copied to lie side by side. Larger ones gain nothing on a CPU,
+# and the copy would be the peak of all.
+_STACK_NUMEL = {"cpu": 2**24, "accelerator": 2**26}
 
 
 @dataclass
@@ -146,7 +147,11 @@ class Preconditioner:
         device = stacks[0].damping_unit.device.type if stacks else "cpu"
         self._select(stacks, value)
         with self.stages.stage("preconditioning"), full_precision(device):
-            found = [self._direction(stack, vectors, lr, updates, value) for stack in stacks]
+            gammas = torch._foreach_mul([stack.damping_unit for stack in stacks], value) if stacks else ()
+            found = [
+                self._direction(stack, vectors, lr, updates, gamma.to(self.dtype))
+                for stack, gamma in zip(stacks, gammas, strict=True)
+            ]
         if any(block.route for block in blocks):
             with communicating("gradient", self.stages, comm.world_size):
                 self._send_directions(known, stacks, found, comm)
@@ -203,14 +208,13 @@ class Preconditioner:
         vectors: Mapping[nn.Parameter, Tensor],
         lr: Lr | Mapping[nn.Parameter, Lr],
         updates: Mapping[nn.Parameter, Tensor],
-        value: float,
+        gamma: Tensor,
     ) -> Direction:
-        """The preconditioned gradient of a stack at a damping of ``value`` units (eqs. 8 and 11-13)."""
+        """The preconditioned gradient of a stack (eqs. 8 and 11-13); ``gamma``: the damping of its pairs, ``[p]``."""
         gradient = stack.layout.fill(vectors, self.dtype)
         if stack.decomposed is not None:
             parts = stack.decomposed if stack.relevant is None else stack.relevant[1]
             a, g = (tuple(part.to(self.dtype) for part in side) for side in parts)
-            gamma = (value * stack.damping_unit).to(self.dtype)
             direction = self.solver.precondition(gradient, a, g, gamma).contiguous()
         else:  # buffer for the direction that a gradient worker will send
             direction = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
@@ -269,7 +273,8 @@ def _stacks_of(blocks: Sequence[Block], damping: Damping) -> list[Stack]:
         layer = block.layer
         return layer.pairs * layer.d_out * layer.d_in + sum(math.prod(spec.shape) for spec in block.specs)
 
-    return [stack_of(group, damping) for group in grouped_by_key(blocks, kind, size, _STACK_NUMEL)]
+    limit = _STACK_NUMEL["cpu" if all(b.layer.weight.device.type == "cpu" for b in blocks) else "accelerator"]
+    return [stack_of(group, damping) for group in grouped_by_key(blocks, kind, size, limit)]
 
 
 def stack_of(blocks: list[Block], damping: Damping) -> Stack:
@@ -323,11 +328,11 @@ def _cat(tensors: Sequence[Tensor]) -> Tensor:
     return first if alone else torch.cat(list(tensors))
 
 
-def assembled(directions: Sequence[StackedDirection], of: Callable[[Direction], Tensor]) -> dict[nn.Parameter, Tensor]:
-    """What each parameter has in matrices that are made of the directions; 0 in parts that no layer covers."""
+def assembled(directions: Sequence[StackedDirection], matrices: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
+    """What each parameter has in matrices of the directions' shapes; 0 in parts that no layer covers."""
     result: dict[nn.Parameter, Tensor] = {}
-    for d in directions:
-        for p, index, part in d.parts(of(d.scaled)):
+    for d, whole in zip(directions, matrices, strict=True):
+        for p, index, part in d.parts(whole):
             if index == slice(None):
                 result[p] = part
             else:
