@@ -351,6 +351,8 @@ def by_parameter(
                 whole = gathered(vectors[p]).clone()
                 whole[index] = part
                 result[p] = sharded_like(whole, vectors[p])
+            elif index == slice(None) and (part.dtype, part.stride()) == (vectors[p].dtype, vectors[p].stride()):
+                result[p] = part
             else:  # fused kernels expect the layout of the parameter
                 if p not in result:
                     result[p] = torch.empty_like(vectors[p]) if index == slice(None) else vectors[p].clone()
