@@ -127,12 +127,17 @@ def norms(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[T
     """:meth:`Direction.norm` of a matrix for each direction, ``[p]``; where launches count by few operations."""
     stacks = list(zip(directions, matrices, strict=True))
     few = [d.layer_of_pair is None and len(matrix) <= _FEW_PAIRS for d, matrix in stacks]
-    pairs = [pair for matrix, listed in zip(matrices, few, strict=True) if listed for pair in matrix.unbind()]
-    if not pairs or pairs[0].device.type == "cpu" or len({pair.device for pair in pairs}) > 1:
+    listed = [matrix for matrix, is_listed in zip(matrices, few, strict=True) if is_listed]
+    if not listed or listed[0].device.type == "cpu" or len({matrix.device for matrix in listed}) > 1:
         return [d.norm(matrix) for d, matrix in stacks]
-    sizes = [len(matrix) for matrix, listed in zip(matrices, few, strict=True) if listed]
-    found = iter(torch.stack(torch._foreach_norm(pairs)).split(sizes))
-    return [next(found) if listed else d.norm(matrix) for (d, matrix), listed in zip(stacks, few, strict=True)]
+    found = iter(_pair_by_pair(listed))
+    return [next(found) if is_listed else d.norm(matrix) for (d, matrix), is_listed in zip(stacks, few, strict=True)]
+
+
+def _pair_by_pair(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """The Frobenius norms of the pairs of each stack ``[p, d_out, d_in]``, by one operation on a list of all pairs."""
+    found = torch.stack(torch._foreach_norm([pair for matrix in matrices for pair in matrix.unbind()]))
+    return list(found.split([len(matrix) for matrix in matrices]))
 
 
 def ratios(numerators: Sequence[Tensor], denominators: Sequence[Tensor]) -> list[Tensor]:
