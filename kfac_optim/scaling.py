@@ -124,7 +124,7 @@ def _check_kappa(kappa: Any, step: int | None = None) -> float:
 
 
 def norms(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[Tensor]:
-    """:meth:`Direction.norm` of a matrix for each direction, ``[p]``; where launches count by few operations."""
+    """For each direction the ``norm`` of a matrix, ``[p]``; where launches count by few operations."""
     stacks = list(zip(directions, matrices, strict=True))
     few = [d.layer_of_pair is None and len(matrix) <= _FEW_PAIRS for d, matrix in stacks]
     listed = [matrix for matrix, is_listed in zip(matrices, few, strict=True) if is_listed]
