@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import KroneckerLayer, LayerOptions, Observation, Sharing
-from .moments import second_moment
+from .moments import machine, second_moment
 from .registry import register_layer
 
 __all__ = [
@@ -151,7 +151,7 @@ def _mean_and_inverse(x: Tensor, eps: float, shape: Sequence[int], dim: int) -> 
         shape: The shape that the means over positions, ``[n, channels]``, are viewed in.
         dim: The dimension of that shape to average over; it is kept, with length 1.
     """
-    mean, variance = (_by_sums if x.device.type == "cpu" else _in_one_pass)(x, shape, dim)
+    mean, variance = (_by_sums if machine(x.device.type) == "cpu" else _in_one_pass)(x, shape, dim)
     return mean, (variance + eps).rsqrt()
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .moments import GRAM_DIM
-from .windows import CHUNK_NUMEL, Windows, machine
+from .moments import GRAM_DIM, machine
+from .windows import CHUNK_NUMEL, Windows
 
 __all__ = ["shift_pays", "shifted_moment"]
 

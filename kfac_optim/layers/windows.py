@@ -6,23 +6,17 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from .moments import second_moment
+from .moments import machine, second_moment
 
-__all__ = ["CHUNK_NUMEL", "Windows", "machine", "unfolded_moment"]
+__all__ = ["CHUNK_NUMEL", "Windows", "unfolded_moment"]
 
 # Patches are unfolded for a few examples at a time, up to this many numbers (16 MiB in float32, 128 MiB where launches
 # count): patches of the whole batch would take as many times the memory of the activations as the kernel has taps.
 CHUNK_NUMEL = {"cpu": 2**22, "accelerator": 2**25}
-
-
-def machine(device_type: str) -> Literal["cpu", "accelerator"]:
-    """On what a type of device computes; on meta tensors work is only counted."""
-    return "cpu" if device_type in ("cpu", "meta") else "accelerator"
 
 
 @dataclass(frozen=True)
