@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -82,11 +83,16 @@ class Averaging:
 
         self._skips += sum(statistics.taken) - sum(statistics.finite)
         self._sums.begin(decay, weights(None)[1])
-        for index, sums in statistics.sums.items():
-            rows = statistics.rows(index)
-            if rows:
-                scale, m = weights(index)
-                self._sums.add(blocks[index], (sums.a, sums.g.mul_(scale)), (rows, m))
+        scaled: dict[float, list[Tensor]] = {}
+        counted = [index for index in statistics.sums if statistics.rows(index)]
+        for index in counted:
+            scaled.setdefault(weights(index)[0], []).append(statistics.sums[index].g)
+        for scale, of_g in scaled.items():
+            if scale != 1:
+                torch._foreach_mul_(of_g, scale)
+        for index in counted:
+            sums = statistics.sums[index]
+            self._sums.add(blocks[index], (sums.a, sums.g), (statistics.rows(index), weights(index)[1]))
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""
@@ -120,8 +126,10 @@ class Averaging:
                         average = block.state["current"][side]
                         updates.append(_Update(average, own, counts[i], decay, workers.owner(i), workers.factors))
             del local
-            for update, total in _summed(updates, comm):
-                fold_(update.average, total, update.count, update.decay)
+            summed = _summed(updates, comm)
+            at_once = max(1, len(updates)) if comm.world_size == 1 else 1  # from other ranks as they arrive
+            while batch := list(islice(summed, at_once)):
+                fold_([(u.average, u.count, u.decay) for u, _ in batch], [total for _, total in batch])
         self.skipped_batches += int(skips)
 
 
@@ -199,30 +207,33 @@ def terms_of_rank(terms: int, comm: Communicator, *, summed: bool, sampled: bool
     return (rank_weight * ranks) ** 2 * (1 if sampled else terms**2), terms
 
 
-def fold_(average: dict[str, Tensor], moment: Tensor | None, count: float, decay: float) -> None:
-    """Updates a running average in place: ``S <- xi S + moment``, ``w <- xi w + count``.
+def fold_(updates: Sequence[tuple[dict[str, Tensor], float, float]], moments: Sequence[Tensor | None]) -> None:
+    """Updates running averages in place: ``S <- xi S + moment``, ``w <- xi w + count``.
 
     What is stored is S / w and w (:meth:`~kfac_optim.factors.FactorSpec.empty`), which keeps half precision from
     overflowing.
 
     Args:
-        average: The running average.
-        moment: The packed sum of the new moments, ``[p, packed]``; None where another rank keeps the factor.
-        count: How many rows or loss terms are in the sum; 0 leaves the average as it is.
-        decay: xi, the weight of the past.
+        updates: Each running average; how many rows or loss terms are in the new sum, where 0 leaves the average as it
+            is; and xi, the weight of the past.
+        moments: The packed sums of the new moments, ``[p, packed]``; None where another rank keeps the factor.
     """
-    if count == 0:
-        return
-    past = decay * float(average["weight"])
-    weight = past + count
-    average["weight"] = torch.tensor(weight, dtype=torch.float64)
-    if moment is None:
-        return
-    value = average["value"]
-    if value.dtype in (torch.float16, torch.bfloat16):
-        write_(average, read(average).mul_(past / weight).add_(moment, alpha=1 / weight))
-    else:
-        value.mul_(past / weight).add_(moment, alpha=1 / weight)
+    alike: dict[tuple[float, float], list[tuple[dict[str, Tensor], Tensor]]] = {}
+    for (average, count, decay), moment in zip(updates, moments, strict=True):
+        past = decay * float(average["weight"])
+        if count and moment is not None:
+            alike.setdefault((count, past), []).append((average, moment))
+        elif count:
+            average["weight"] = torch.tensor(past + count, dtype=torch.float64)
+    for (count, past), pairs in alike.items():
+        averages, new = zip(*pairs, strict=True)
+        weight, values = past + count, [read(average) for average in averages]
+        torch._foreach_mul_(values, past / weight)
+        torch._foreach_add_(values, new, alpha=1 / weight)
+        for average, value in zip(averages, values, strict=True):
+            if value is not average["value"]:  # a copy in float32
+                write_(average, value)
+            average["weight"] = torch.tensor(weight, dtype=torch.float64)
 
 
 class LocalSums:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .damping import Damping, kind_of
 from .distributed import Assignment, AssignmentStrategy, Communicator, LayerAssignment, LayerCost
-from .factors import FactorSpec, snapshot_
+from .factors import FactorSpec, read, snapshot_
 from .layers import KroneckerLayer, full_precision
 from .solvers import Decomposition, Solver
 from .spectra import eigenvalues, largest_eigenvalue
@@ -77,6 +77,10 @@ class Factors:
     def kept(self, side: int) -> bool:
         """Whether A (side 0) or G (side 1) is here; else another rank keeps it."""
         return "value" in self.tensors[SIDES[side]]
+
+    def packed(self, side: int) -> Tensor:
+        """A (side 0) or G (side 1), packed, in at least float32."""
+        return read(self.tensors[SIDES[side]])
 
     def matrix(self, side: int) -> Tensor:
         """A (side 0) or G (side 1), ``[p b, m, m]`` (diagonal: ``[p, n]``)."""

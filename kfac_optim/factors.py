@@ -8,6 +8,7 @@ packs, sends or decomposes matrices need not know. How the running averages are 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -15,15 +16,13 @@ from torch import Tensor
 
 __all__ = ["FactorSpec", "pack", "packed_diagonal", "read", "snapshot_", "unpack", "write_"]
 
-_STRIP = 128  # rows that are packed at once, so that packing a large factor needs little memory beside it
-
 
 def pack(matrix: Tensor) -> Tensor:
     """Packs one triangle of symmetric matrices ``[..., n, n]`` into ``[..., n (n + 1) / 2]``.
 
     Rectangular full packed format (Gustavson et al. 2010, LAPACK Working Note 199): the triangle of the trailing half
-    is folded into the empty corner beside the leading half. Packing is then two block copies and needs no index. The
-    lower triangle of a 4 x 4 matrix becomes::
+    is folded into the empty corner beside the leading half. Packing is then two block copies, an operation each, and
+    needs no index. The lower triangle of a 4 x 4 matrix becomes::
 
         a00                      a22 a32
         a10 a11                  a00 a33
@@ -33,12 +32,10 @@ def pack(matrix: Tensor) -> Tensor:
     """
     n = matrix.shape[-1]
     rows, cols, first_row = _rectangle(n)
-    rectangle = matrix.new_zeros(*matrix.shape[:-2], rows, cols)
-    corner, trailing = rectangle[..., : n - cols, 1 - first_row :], matrix[..., cols:, cols:]
-    for row in range(0, n, _STRIP):
-        strip = slice(row, row + _STRIP)
-        rectangle[..., row + first_row : row + first_row + _STRIP, :] = matrix[..., strip, :cols].tril(row)
-        corner[..., strip, :] += trailing[..., strip, :].triu(row)
+    rectangle = matrix.new_empty(*matrix.shape[:-2], rows, cols)
+    leading, corner = rectangle[..., first_row:, :], rectangle[..., : n - cols, 1 - first_row :]
+    torch.tril(matrix[..., :cols], out=leading)
+    torch.where(_upper(n - cols, matrix.device), matrix[..., cols:, cols:], corner, out=corner)
     return rectangle.flatten(-2)
 
 
@@ -67,6 +64,12 @@ def _rectangle(n: int) -> tuple[int, int, int]:
     """
     even = int(n % 2 == 0)
     return n + even, (n + 1) // 2, even
+
+
+@functools.lru_cache(maxsize=64)
+def _upper(n: int, device: torch.device) -> Tensor:
+    """The upper triangle of an ``n x n`` matrix, as booleans: an eighth of the bytes of the factor that it packs."""
+    return torch.ones(n, n, dtype=torch.bool, device=device).triu()
 
 
 @dataclass(frozen=True)
@@ -144,10 +147,13 @@ class FactorSpec:
         """Packs a moment ``[p b, m, m]`` (diagonal: ``[p, n]``, as it is)."""
         return moment if self.diagonal else pack(moment)
 
+    def unpack(self, packed: Tensor) -> Tensor:
+        """The inverse of :meth:`pack`."""
+        return packed if self.diagonal else unpack(packed, self.size)
+
     def matrix(self, average: dict[str, Tensor]) -> Tensor:
         """Unpacks a running average: the factor ``[p b, m, m]`` (diagonal: ``[p, n]``), in at least float32."""
-        value = read(average)
-        return value if self.diagonal else unpack(value, self.size)
+        return self.unpack(read(average))
 
     def mean_eigenvalue(self, average: dict[str, Tensor]) -> Tensor:
         """The mean eigenvalue of each pair of a running average, its trace divided by n: ``[p]``."""

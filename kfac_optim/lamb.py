@@ -46,10 +46,11 @@ class MultiTensorLamb(torch_optimizer.Lamb):
         if group["weight_decay"] != 0:
             torch._foreach_add_(updates, params, alpha=group["weight_decay"])
 
-        weight_norms = [norm.clamp(0, self.clamp_value) for norm in torch._foreach_norm(params)]
-        adam_norms = torch._foreach_norm(updates)
-        for state, weight, adam in zip(states, weight_norms, adam_norms, strict=True):
-            ratio = torch.where((weight == 0) | (adam == 0), 1.0, weight / adam)
+        weight_norms = torch.stack(torch._foreach_norm(params)).clamp(0, self.clamp_value)
+        adam_norms = torch.stack(torch._foreach_norm(updates))
+        ratios = torch.where((weight_norms == 0) | (adam_norms == 0), 1.0, weight_norms / adam_norms)
+        found = zip(*(of_all.unbind() for of_all in (weight_norms, adam_norms, ratios)), strict=True)
+        for state, (weight, adam, ratio) in zip(states, found, strict=True):
             state.update(weight_norm=weight, adam_norm=adam, trust_ratio=ratio)
         if not self.adam:
             torch._foreach_mul_(updates, [state["trust_ratio"] for state in states])

@@ -1,8 +1,9 @@
 """Where the parameters of layers of one shape lie in the matrices of these layers.
 
 Everything that a step does to the vectors of a layer (gradient, first moment, update) it does to all layers of one
-shape at once, in one tensor ``[p, d_out, d_in]``. Each weight and bias is a strided part of that tensor, so that
-filling it is one multi-tensor copy, and reading it none at all.
+shape at once, in one tensor ``[p, d_out, d_in]``. All weights together are a strided part of that tensor, and so are
+all biases: to fill it takes one operation for either of them, and to read it none where the part is contiguous, else
+one that copies it. What is read is laid out as the parameters are, so that multi-tensor operations take both at once.
 """
 
 from __future__ import annotations
@@ -23,18 +24,59 @@ _WHOLE = slice(None)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a parameter, or the slice of it that a layer covers, lies in the matrices."""
+class _Run:
+    """Parameters, or slices of them that layers cover, which lie in the matrices one after the other.
 
-    parameter: nn.Parameter
-    index: slice
-    size: torch.Size
+    Put together along their first dimension they are a strided part of the matrices.
+
+    Attributes:
+        parameters: The parameters.
+        indices: The slice of each one.
+        lengths: Their lengths in the first dimension.
+        shape: Their shape in the other dimensions.
+        stride: That of the part, in numbers.
+        offset: Where it begins.
+    """
+
+    parameters: list[nn.Parameter]
+    indices: list[slice]
+    lengths: list[int]
+    shape: torch.Size
     stride: tuple[int, ...]
     offset: int
 
+    def is_followed_by(self, part: Tensor) -> bool:
+        """Whether a part of the matrices lies where the next parameter of the run would."""
+        alike = part.shape[1:] == self.shape and part.stride() == self.stride
+        return alike and part.storage_offset() == self.offset + sum(self.lengths) * self.stride[0]
+
+    def append(self, parameter: nn.Parameter, index: slice, length: int) -> None:
+        """Adds the next one."""
+        self.parameters.append(parameter)
+        self.indices.append(index)
+        self.lengths.append(length)
+
     def of(self, whole: Tensor) -> Tensor:
         """The part of contiguous matrices."""
-        return whole.as_strided(self.size, self.stride, self.offset)
+        offset = whole.storage_offset() + self.offset
+        return whole.as_strided((sum(self.lengths), *self.shape), self.stride, offset)
+
+    def fill(self, whole: Tensor, vectors: Mapping[nn.Parameter, Tensor]) -> None:
+        """Copies the parameters' vectors to the matrices; where there is none nothing is changed."""
+        part = self.of(whole)
+        if all(p in vectors for p in self.parameters):
+            given = zip(self.parameters, self.indices, strict=True)
+            torch.cat([vectors[p] if index == _WHOLE else vectors[p][index] for p, index in given], out=part)
+            return
+        for p, index, of_p in zip(self.parameters, self.indices, part.split(self.lengths), strict=True):
+            if p in vectors:
+                of_p.copy_(vectors[p][index])
+
+    def read(self, whole: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
+        """What the parameters have in contiguous matrices, each contiguous; without a copy where it is so already."""
+        parts = self.of(whole).contiguous().split(self.lengths)
+        found = zip(self.parameters, self.indices, parts, strict=True)
+        return [part for part in found if part[0] in parameters]
 
 
 class Layout:
@@ -47,29 +89,35 @@ class Layout:
     def __init__(self, layers: Sequence[KroneckerLayer]) -> None:
         self.shape = (sum(layer.pairs for layer in layers), layers[0].d_out, layers[0].d_in)
         self.device = layers[0].weight.device
-        self._strided: list[_Place] = []
+        self._runs: list[_Run] = []
         self._computed: list[tuple[KroneckerLayer, slice]] = []  # and their pairs
         whole, start = torch.empty(self.shape, device="meta"), 0
         self._unused = whole.numel()  # entries that belong to no parameter
+        growing: dict[int, _Run] = {}  # the last run of weights, and that of biases
         for layer in layers:
             pairs = slice(start, start := start + layer.pairs)
             parts = layer.from_matrix(whole[pairs])
-            if any(part.untyped_storage()._cdata != whole.untyped_storage()._cdata for part in parts):
+            storages = {part.untyped_storage()._cdata for part in parts}
+            if storages != {whole.untyped_storage()._cdata} or not all(part.dim() for part in parts):
                 self._unused -= whole[pairs].numel()
                 self._computed.append((layer, pairs))  # in another order, as the weight of a transposed convolution
                 continue
-            places = zip(layer.parameters, (_WHOLE, layer.bias_part), parts, strict=False)
             self._unused -= sum(part.numel() for part in parts)
-            self._strided += [_Place(p, i, x.shape, x.stride(), int(x.storage_offset())) for p, i, x in places]
+            places = zip(layer.parameters, (_WHOLE, layer.bias_part), parts, strict=False)
+            for kind, (p, index, part) in enumerate(places):
+                if kind in growing and growing[kind].is_followed_by(part):
+                    growing[kind].append(p, index, len(part))
+                else:
+                    offset = int(part.storage_offset())
+                    growing[kind] = _Run([p], [index], [len(part)], part.shape[1:], part.stride(), offset)
+                    self._runs.append(growing[kind])
 
     def fill(self, vectors: Mapping[nn.Parameter, Tensor], dtype: torch.dtype) -> Tensor:
         """The matrices of the parameters' vectors, ``[p, d_out, d_in]``; parameters without one have zeros."""
-        taking = [place for place in self._strided if place.parameter in vectors]
-        make = torch.zeros if self._unused or len(taking) < len(self._strided) else torch.empty
-        whole = make(self.shape, dtype=dtype, device=self.device)
-        if taking:
-            given = [_at(vectors[place.parameter], place.index) for place in taking]
-            torch._foreach_copy_([place.of(whole) for place in taking], given)
+        complete = not self._unused and all(p in vectors for run in self._runs for p in run.parameters)
+        whole = (torch.empty if complete else torch.zeros)(self.shape, dtype=dtype, device=self.device)
+        for run in self._runs:
+            run.fill(whole, vectors)
         for layer, pairs in self._computed:
             bias = None if layer.bias is None else whole.new_zeros(layer.bias.shape)[layer.bias_part]
             if layer.bias is not None and layer.bias in vectors:
@@ -80,13 +128,8 @@ class Layout:
     def read(self, matrices: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
         """What each of these parameters has in some matrices ``[p, d_out, d_in]``; views of them where possible."""
         whole = matrices.contiguous()
-        taking = [place for place in self._strided if place.parameter in parameters]
-        found: list[Part] = [(place.parameter, place.index, place.of(whole)) for place in taking]
+        found = [part for run in self._runs for part in run.read(whole, parameters)]
         for layer, pairs in self._computed:
             parts = zip(layer.parameters, (_WHOLE, layer.bias_part), layer.from_matrix(whole[pairs]), strict=False)
             found += [part for part in parts if part[0] in parameters]
         return found
-
-
-def _at(vector: Tensor, index: slice) -> Tensor:
-    return vector if index is _WHOLE else vector[index]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -26,8 +26,9 @@ __all__ = ["Lr", "Preconditioner", "Stack", "StackedDirection", "assembled", "by
 Lr = float | Tensor
 
 # Layers of one shape are preconditioned together up to this many numbers in their gradients and decompositions (64 MiB
-# in float32), which are copied to lie side by side. Larger ones gain nothing, and the copy would be the peak of all.
-_STACK_NUMEL = 2**24
+# in float32, 256 MiB where launches count), which are copied to lie side by side. Larger ones gain nothing on a CPU,
+# and the copy would be the peak of all.
+_STACK_NUMEL = {"cpu": 2**24, "accelerator": 2**26}
 
 
 @dataclass
@@ -152,7 +153,11 @@ class Preconditioner:
         device = stacks[0].damping_unit.device.type if stacks else "cpu"
         self._select(stacks, value)
         with self.stages.stage("preconditioning"), full_precision(device):
-            found = [self._direction(stack, vectors, lr, updates, value) for stack in stacks]
+            gammas = torch._foreach_mul([stack.damping_unit for stack in stacks], value) if stacks else ()
+            found = [
+                self._direction(stack, vectors, lr, updates, gamma.to(self.dtype))
+                for stack, gamma in zip(stacks, gammas, strict=True)
+            ]
         if any(block.route for block in blocks):
             with communicating("gradient", self.stages, comm.world_size):
                 self._send_directions(known, stacks, found, comm)
@@ -211,13 +216,13 @@ class Preconditioner:
         vectors: Mapping[nn.Parameter, Tensor],
         lr: Lr | Mapping[nn.Parameter, Lr],
         updates: Mapping[nn.Parameter, Tensor],
-        value: float,
+        gamma: Tensor,
     ) -> Direction:
-        """The preconditioned gradient of a stack at a damping of ``value`` units (eqs. 8 and 11-13)."""
+        """The preconditioned gradient of a stack (eqs. 8 and 11-13); ``gamma``: the damping of its pairs, ``[p]``."""
         gradient = stack.layout.fill(vectors, self.dtype)
         if stack.decomposed is not None:
             tiles = stack.tiles if stack.relevant is None else stack.relevant[1]
-            direction = precondition(self.solver, gradient, tiles, (value * stack.damping_unit).to(self.dtype))
+            direction = precondition(self.solver, gradient, tiles, gamma)
         else:  # buffer for the direction that a gradient worker will send
             direction = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
         update = gradient if updates[stack.layers[0].weight] is vectors[stack.layers[0].weight] else None
@@ -275,7 +280,8 @@ def _stacks_of(blocks: Sequence[Block], damping: Damping) -> list[Stack]:
         layer = block.layer
         return layer.pairs * layer.d_out * layer.d_in + sum(math.prod(spec.shape) for spec in block.specs)
 
-    return [stack_of(group, damping) for group in grouped_by_key(blocks, kind, size, _STACK_NUMEL)]
+    limit = _STACK_NUMEL["cpu" if all(b.layer.weight.device.type == "cpu" for b in blocks) else "accelerator"]
+    return [stack_of(group, damping) for group in grouped_by_key(blocks, kind, size, limit)]
 
 
 def stack_of(blocks: list[Block], damping: Damping) -> Stack:
@@ -317,19 +323,24 @@ def _layer_of_pair(blocks: Sequence[Block]) -> Tensor:
     """For each pair of some blocks the number of the block that it belongs to, ``[p]``."""
     pairs = torch.tensor([block.layer.pairs for block in blocks])
     # Repeated on the CPU: to know the length of the result, torch would wait for a device.
-    return torch.arange(len(blocks)).repeat_interleave(pairs).to(blocks[0].layer.weight.device)
+    return torch.arange(len(blocks)).repeat_interleave(pairs).to(blocks[0].layer.weight.device, non_blocking=True)
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:
-    """One after the other along the first dimension; a single one as it is."""
-    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+    """One after the other along the first dimension.
+
+    A single one as it is, unless it would keep a larger tensor alive: factors are decomposed in batches.
+    """
+    first = tensors[0]
+    alone = len(tensors) == 1 and first.untyped_storage().nbytes() == first.nbytes
+    return first if alone else torch.cat(list(tensors))
 
 
-def assembled(directions: Sequence[StackedDirection], of: Callable[[Direction], Tensor]) -> dict[nn.Parameter, Tensor]:
-    """What each parameter has in matrices that are made of the directions; 0 in parts that no layer covers."""
+def assembled(directions: Sequence[StackedDirection], matrices: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
+    """What each parameter has in matrices of the directions' shapes; 0 in parts that no layer covers."""
     result: dict[nn.Parameter, Tensor] = {}
-    for d in directions:
-        for p, index, part in d.parts(of(d.scaled)):
+    for d, whole in zip(directions, matrices, strict=True):
+        for p, index, part in d.parts(whole):
             if index == slice(None):
                 result[p] = part
             else:
@@ -350,6 +361,8 @@ def by_parameter(
                     whole = gathered(vectors[p]).clone()
                     whole[index] = part
                 result[p] = sharded_like(whole, vectors[p])
+            elif index == slice(None) and (part.dtype, part.stride()) == (vectors[p].dtype, vectors[p].stride()):
+                result[p] = part
             else:  # fused kernels expect the layout of the parameter
                 if p not in result:
                     result[p] = torch.empty_like(vectors[p]) if index == slice(None) else vectors[p].clone()

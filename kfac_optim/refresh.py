@@ -11,7 +11,6 @@ layers), until ``rebuild`` makes them again of the factors they were made of.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,104 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocks import Block, Extent, Source, part_dtype
+from .blocks import Block, part_dtype
 from .damping import Damping, kind_of
 from .diagnostics import StageTimes, communicating
-from .distributed import Broadcast, Communicator, longest_first
-from .factors import FactorSpec
+from .distributed import Broadcast, Communicator
+from .jobs import FactorJob, RefreshInProgress, batch_of, together
 from .layers import full_precision
 from .pacing import Pace
 from .schedules import Schedule
 from .sharing import extents, extents_found
-from .solvers import Decomposition, Failure, MaybeDecomposition, Solver, Spectral, Worker, decompose_all, grouped_by_key
+from .solvers import Batch, Decomposition, Failure, MaybeDecomposition, Solver, Spectral, Worker, decompose_all
 
-__all__ = ["FactorJob", "RefreshInProgress", "Refresher"]
-
-FactorJob = tuple[Block, int]  # the decomposition of A (0) or G (1) of a block
-
-# Up to this many numbers factors of one shape are decomposed together (128 MiB in float32), so that the copy that takes
-# stays small beside the factors themselves.
-_BATCH_NUMEL = 2**25
-
-
-class RefreshInProgress:
-    """A refresh in progress: factors frozen at ``start``, decomposed over ``spread`` steps, used from then on.
-
-    Args:
-        start: The step at which it began.
-        spread: Over how many steps it is worked off; 0: at once.
-        source: Which factors are decomposed: "current" at once, "pending" when spread, "in_use" when the decompositions
-            in use are only made again.
-        gammas: The damping of each block's pairs, ``[p]``; that in its snapshot, or none, for the others.
-        units: What a damping is a multiple of, and the kind of that damping, by block, where they are known.
-    """
-
-    def __init__(
-        self,
-        start: int,
-        spread: int,
-        source: Source,
-        gammas: Mapping[Block, Tensor] | None = None,
-        units: Mapping[Block, tuple[Any, Tensor]] | None = None,
-    ) -> None:
-        self.start, self.spread, self.source, self.gammas = start, spread, source, dict(gammas or {})
-        self.units = dict(units or {})
-        self.extents: dict[Block, Extent] = {}  # of the factors that are decomposed, where other ranks keep some
-        self.blocks: list[Block] = []
-        self.steps: dict[FactorJob, int] = {}  # this rank's jobs: how many steps after the start each is due
-        self.background: list[FactorJob] = []  # those of them that run in the background
-        self.running: dict[FactorJob, Callable[[], MaybeDecomposition]] = {}
-        self.done: dict[FactorJob, MaybeDecomposition] = {}
-
-    def plan(self, blocks: list[Block], rank: int) -> None:
-        """Shares this rank's decompositions out to the steps: evenly by cost, and same shapes together.
-
-        A job larger than one step's budget runs in the background and is due at the end.
-        """
-        self.blocks = blocks
-        own_jobs: dict[FactorJob, FactorSpec] = {
-            (block, side): block.specs[side]
-            for block in blocks
-            for side in range(2)
-            if block.workers.inverse_workers[side] == rank
-        }
-        # The step that begins a refresh collects statistics as well, and is spared where there are enough others.
-        steps = range(1 if self.spread > 2 else 0, max(1, self.spread))
-        budget = sum(spec.cost for spec in own_jobs.values()) / len(steps)
-        large = [job for job, spec in own_jobs.items() if self.spread and spec.cost > budget]
-        self.background = sorted(large, key=lambda job: -own_jobs[job].cost)
-        rest = [job for job in own_jobs if job not in large]
-        together = grouped_by_key(rest, lambda job: own_jobs[job].shape[1:], lambda job: own_jobs[job].cost, budget)
-        costs = [sum(own_jobs[job].cost for job in batch) for batch in together]
-        when = longest_first(costs, [steps] * len(together), [0.0] * steps.stop)
-        self.steps = {job: step for step, batch in zip(when, together, strict=True) for job in batch}
-        self.steps |= dict.fromkeys(self.background, self.spread)
-        self.done = {job: result for job, result in self.done.items() if job in own_jobs}
-        self.running = {job: result for job, result in self.running.items() if job in own_jobs}
-
-    def ends(self, step: int) -> bool:
-        """Whether its time is up at ``step``: the ranks then exchange its decompositions."""
-        return step - self.start >= self.spread
-
-    def due(self, step: int) -> list[FactorJob]:
-        """Jobs that are due by ``step`` and not finished.
-
-        Largest first, so that its scratch memory is needed while few results are held.
-        """
-        jobs = [job for job, after in self.steps.items() if after <= step - self.start and job not in self.done]
-        return sorted(jobs, key=lambda job: -job[0].specs[job[1]].cost)
-
-    def found(self, block: Block, side: int) -> Decomposition | None:
-        """The decomposition of A (0) or G (1) of a block; None where another rank makes it, or it has failed."""
-        result = self.done.get((block, side))
-        return None if isinstance(result, Failure) else result
-
-    def gamma(self, block: Block) -> Tensor | None:
-        """The damping of a block's pairs, ``[p]``: zeros, or None for current factors, where damping comes later."""
-        return self.gammas.get(block, block.state[self.source].get("gamma"))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "running": {}}
+__all__ = ["Refresher"]
 
 
 class Refresher:
@@ -234,29 +147,22 @@ class Refresher:
         """
         for job in refresh.background if not refresh.ends(step) else ():
             if job not in refresh.running and job not in refresh.done:
-                refresh.running[job] = self._decompose_in_background(*self._input_of(job, refresh))
+                refresh.running[job] = self._decompose_in_background(*self._batch_of([job], refresh).make())
         jobs_due = refresh.due(step)
-        for jobs in _together([job for job in jobs_due if job not in refresh.running]):
-            factors, shifts = zip(*(self._input_of(job, refresh) for job in jobs), strict=True)
-            with full_precision(factors[0].device.type):
-                results = _decompose(self.solver, self.inv_dtype, factors, shifts)
-            refresh.done.update(zip(jobs, results, strict=True))
+        batches: dict[str, list[list[FactorJob]]] = {}
+        for jobs in together([job for job in jobs_due if job not in refresh.running]):
+            batches.setdefault(jobs[0][0].layer.weight.device.type, []).append(jobs)
+        for device_type, alike in batches.items():
+            with full_precision(device_type):
+                results = _decompose(self.solver, self.inv_dtype, [self._batch_of(jobs, refresh) for jobs in alike])
+            for jobs, found in zip(alike, results, strict=True):
+                refresh.done.update(zip(jobs, found, strict=True))
         for job in jobs_due:
             if job in refresh.running:
                 refresh.done[job] = refresh.running.pop(job)()
 
-    def _input_of(self, job: FactorJob, refresh: RefreshInProgress) -> tuple[Tensor, Tensor]:
-        """The factor of a job, and what the solver adds to its diagonal, ``[p]``."""
-        block, side = job
-        factors, gamma = block.factors(refresh.source, refresh.extents.get(block)), refresh.gamma(block)
-        factor = factors.matrix(side)
-        dtype = torch.promote_types(factor.dtype, torch.promote_types(self.inv_dtype, torch.float32))
-        if gamma is None or isinstance(self.solver, Spectral):
-            return factor.to(dtype), factor.new_zeros(len(factor), dtype=dtype)
-        # Where A is the constant 1 there is nothing to split the damping between.
-        joint = block.layer.joint
-        shifts = (torch.zeros_like(gamma), gamma) if joint else self.solver.shifts(gamma, *factors.means())
-        return factor.to(dtype), block.specs[side].for_blocks(shifts[side]).to(dtype)
+    def _batch_of(self, jobs: Sequence[FactorJob], refresh: RefreshInProgress) -> Batch:
+        return batch_of(jobs, refresh, self.solver, self.inv_dtype)
 
     def _decompose_in_background(self, factor: Tensor, shift: Tensor) -> Callable[[], MaybeDecomposition]:
         """Starts a decomposition on the worker; returns what waits for its result."""
@@ -265,7 +171,8 @@ class Refresher:
 
         def work() -> MaybeDecomposition:
             with stages.stage("decomposition in the background"):
-                return _decompose(solver, inv_dtype, [factor], [shift])[0]
+                ((result,),) = _decompose(solver, inv_dtype, [Batch(lambda: (factor, shift), [len(factor)])])
+                return result
 
         return self._worker.submit(factor.device, work)
 
@@ -367,31 +274,11 @@ class Refresher:
         self._worker.close()
 
 
-def _together(jobs: Sequence[FactorJob]) -> list[list[FactorJob]]:
-    """Jobs of one shape on one device in batches."""
-
-    def shape(job: FactorJob) -> tuple[int, ...]:
-        return job[0].specs[job[1]].shape
-
-    def device(job: FactorJob) -> torch.device:
-        return job[0].layer.weight.device
-
-    def size(job: FactorJob) -> float:
-        # On the CPU each on its own: LAPACK takes one matrix after the other anyway, and the last bits of its results
-        # depend on the matrix's place in memory. A resumed run has other batches, and is to continue bit for bit.
-        return math.inf if device(job).type == "cpu" else math.prod(shape(job))
-
-    return grouped_by_key(jobs, lambda job: (shape(job)[1:], device(job)), size, _BATCH_NUMEL)
-
-
-def _decompose(
-    solver: Solver, inv_dtype: torch.dtype, factors: Sequence[Tensor], shifts: Sequence[Tensor]
-) -> list[MaybeDecomposition]:
-    """Decomposes factors of one shape; the results as they are stored."""
+def _decompose(solver: Solver, inv_dtype: torch.dtype, batches: Sequence[Batch]) -> list[list[MaybeDecomposition]]:
+    """Decomposes batches of factors; the results as they are stored."""
 
     def stored(part: Tensor) -> Tensor:
         # Contiguous, as they arrive on other ranks: products round differently with the layout, and ranks drift apart.
         return part.to(part_dtype(part.dim() - 1, inv_dtype)).contiguous()
 
-    found = decompose_all(solver, factors, shifts)
-    return [result if isinstance(result, Failure) else tuple(map(stored, result)) for result in found]
+    return decompose_all(solver, batches, stored)

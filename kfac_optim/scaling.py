@@ -17,7 +17,9 @@ from torch import Tensor
 
 from .schedules import Schedule, value_at
 
-__all__ = ["Direction", "Graft", "KLClip", "Scaling", "Unit", "ratio"]
+__all__ = ["Direction", "Graft", "KLClip", "Scaling", "Unit", "norms", "ratios"]
+
+_FEW_PAIRS = 64  # up to so many pairs of a stack are looked at one by one where launches count
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,32 @@ def _check_kappa(kappa: Any, step: int | None = None) -> float:
     return kappa
 
 
-def ratio(numerator: Tensor | float, denominator: Tensor) -> Tensor:
-    """``numerator / denominator``, and 0 where the denominator is 0 (a zero direction stays zero)."""
+def norms(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[Tensor]:
+    """For each direction the ``norm`` of a matrix, ``[p]``; where launches count by few operations."""
+    stacks = list(zip(directions, matrices, strict=True))
+    few = [d.layer_of_pair is None and len(matrix) <= _FEW_PAIRS for d, matrix in stacks]
+    listed = [matrix for matrix, is_listed in zip(matrices, few, strict=True) if is_listed]
+    if not listed or listed[0].device.type == "cpu" or len({matrix.device for matrix in listed}) > 1:
+        return [d.norm(matrix) for d, matrix in stacks]
+    found = iter(_pair_by_pair(listed))
+    return [next(found) if is_listed else d.norm(matrix) for (d, matrix), is_listed in zip(stacks, few, strict=True)]
+
+
+def _pair_by_pair(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """The Frobenius norms of the pairs of each stack ``[p, d_out, d_in]``, by one operation on a list of all pairs."""
+    found = torch.stack(torch._foreach_norm([pair for matrix in matrices for pair in matrix.unbind()]))
+    return list(found.split([len(matrix) for matrix in matrices]))
+
+
+def ratios(numerators: Sequence[Tensor], denominators: Sequence[Tensor]) -> list[Tensor]:
+    """Each numerator by its denominator, ``[p]``, and 0 where that is 0: a zero direction stays zero."""
+    if len({tensor.device for tensor in denominators}) != 1:
+        return [_ratio(*of_stack) for of_stack in zip(numerators, denominators, strict=True)]
+    found = _ratio(torch.cat(list(numerators)), torch.cat(list(denominators)))
+    return list(found.split([len(tensor) for tensor in denominators]))
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return (numerator / denominator).nan_to_num_(nan=0.0, posinf=0.0)
 
 
@@ -137,14 +163,16 @@ class Unit:
 
     def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
         """See :class:`Scaling`."""
-        return [ratio(self.target(d), d.norm(d.direction)) for d in directions]
+        return ratios([self.target(d) for d in directions], norms(directions, [d.direction for d in directions]))
 
     @staticmethod
-    def target(d: Direction) -> Tensor | float:
-        """The norm that a direction is brought to, a number or ``[p]``."""
-        _, d_out, d_in = d.direction.shape
+    def target(d: Direction) -> Tensor:
+        """The norm that a direction is brought to, ``[p]``."""
+        p, d_out, d_in = d.direction.shape
         pairs = d.pairs
-        return (min(d_out, d_in) * max(1.0, d_out / d_in)) ** 0.5 if isinstance(pairs, int) else pairs.sqrt()
+        if isinstance(pairs, int):
+            return d.direction.new_full((p,), (min(d_out, d_in) * max(1.0, d_out / d_in)) ** 0.5)
+        return pairs.sqrt()
 
 
 @dataclass(frozen=True)
@@ -170,4 +198,5 @@ class Graft:
 
     def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
         """See :class:`Scaling`."""
-        return [ratio(d.norm(d.update), d.norm(d.direction)) for d in directions]
+        own = norms(directions, [d.update for d in directions])
+        return ratios(own, norms(directions, [d.direction for d in directions]))

@@ -20,16 +20,18 @@ import torch
 from torch import Tensor
 
 from .distributed import gathered, is_sharded, may_be_sharded
-from .scaling import Direction, ratio
+from .scaling import Direction, norms, ratios
 from .solvers import grouped_by_key
 
-__all__ = ["Trust", "alignment", "change", "turn"]
+__all__ = ["Trust", "alignment", "changes_at", "turns"]
+
+Tensors = list[Tensor] | tuple[Tensor, ...]
 
 _NOTCHES = 10  # trust moves by a tenth per step, which averages over the noise of about ten batches
 _PATIENCE = 4  # while steps do not turn, k is computed in one of so many or more
 # Gradients are copied side by side up to so many numbers, for one dot product: copies take time on a CPU, launches on a
 # GPU.
-_BATCH_NUMEL = {"cpu": 2**14, "cuda": 2**22}
+_BATCH_NUMEL = {"cpu": 2**14, "cuda": 2**24}
 
 
 class Trust:
@@ -100,20 +102,23 @@ def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-def turn(d: Direction) -> Tensor:
-    """``k - u`` of a stack of layers, ``[p, d_out, d_in]``."""
-    return d.direction - d.update
+def turns(directions: Sequence[Direction]) -> Tensors:
+    """``k - u`` of each stack of layers, ``[p, d_out, d_in]``."""
+    return torch._foreach_sub([d.direction for d in directions], [d.update for d in directions])
 
 
-def change(d: Direction, trust: float) -> Tensor:
-    """The step of a stack less u, ``[p, d_out, d_in]``: u is turned towards k by the share ``trust``.
+def changes_at(directions: Sequence[Direction], trust: float) -> Tensors:
+    """The step of each stack less u, ``[p, d_out, d_in]``: u is turned towards k by the share ``trust``.
 
     At 1 the step is k, at whatever length the scaling gave it. Below 1, which only ``Graft`` gives, it is brought back
     to the length of u: mixtures of two directions are shorter than either, and without this 3 of the 64 points of
     ``benchmarks.swap`` ended behind their base optimizer instead of none.
     """
+    updates, towards = [d.update for d in directions], [d.direction for d in directions]
     if trust == 1:
-        return turn(d)
-    step = d.update.lerp(d.direction, trust)
-    step *= ratio(d.norm(d.update), d.norm(step)).reshape(-1, 1, 1)
-    return step.sub_(d.update)
+        return turns(directions)
+    steps = torch._foreach_lerp(updates, towards, trust)
+    for step, length in zip(steps, ratios(norms(directions, updates), norms(directions, steps)), strict=True):
+        step *= length.reshape(-1, 1, 1)
+    torch._foreach_sub_(steps, updates)
+    return steps

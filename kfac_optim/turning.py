@@ -16,8 +16,7 @@ from .bases import base_step, gradient_weight_tracked, has_first_moment, subtrac
 from .distributed import may_be_sharded, sharded_like
 from .engine import CurvatureEngine
 from .preconditioning import Lr, StackedDirection, assembled
-from .scaling import Direction
-from .trust import alignment, change, turn
+from .trust import alignment, changes_at, turns
 
 __all__ = ["CHANGE", "TURN", "alignment_of", "forget_turns", "take_turned_step"]
 
@@ -57,9 +56,12 @@ def take_turned_step(
     base = base_step(optimizer, gradients, before)
     del before
     directions, trust = engine.directions(base.moments, lr, base.updates), engine.trust
-    whole = _by_parameter(directions, turn) if engine.learns_trust or trust == 1 else {}
+    if not directions:
+        return
+    of_stacks = [d.scaled for d in directions]
+    whole = _by_parameter(directions, turns(of_stacks)) if engine.learns_trust or trust == 1 else {}
     if trust > 0:
-        changes = whole if trust == 1 else _by_parameter(directions, lambda d: change(d, trust))
+        changes = whole if trust == 1 else _by_parameter(directions, changes_at(of_stacks, trust))
         _subtract(optimizer, changes)
     if engine.learns_trust:
         _remember(optimizer, whole, changes)
@@ -80,11 +82,9 @@ def alignment_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Paramet
     return alignment(pairs) if pairs else None
 
 
-def _by_parameter(
-    directions: Sequence[StackedDirection], of: Callable[[Direction], Tensor]
-) -> dict[nn.Parameter, Tensor]:
-    """What each parameter has in matrices that are made of the directions, laid out as the parameter is."""
-    whole = assembled(directions, of)
+def _by_parameter(directions: Sequence[StackedDirection], matrices: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
+    """What each parameter has in matrices of the directions' shapes, laid out as the parameter is."""
+    whole = assembled(directions, matrices)
     return {p: sharded_like(part, p) for p, part in whole.items()} if may_be_sharded() else whole
 
 
@@ -101,7 +101,7 @@ def _remember(
     for group in optimizer.param_groups:
         for p in [p for p in group["params"] if p in turns]:
             state = optimizer.state[p]
-            state[TURN] = turns[p].to(p.dtype).contiguous()  # as it is read side by side with the gradient
+            state[TURN] = turns[p].to(p.dtype)
             if changes and has_first_moment(group, state):
                 state[CHANGE] = state[TURN] if changes is turns else changes[p].to(p.dtype)
 

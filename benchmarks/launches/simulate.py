@@ -6,20 +6,23 @@ quarters of what ``nonzero`` was asked about last, as a search for the eigenvalu
 ``repeat_interleave`` knows integers that came from the host.
 
 A kernel is an operator that works on the device, with these exceptions: views and allocations are free; an operation on
-a list of tensors takes as many kernels as its chunks call for, or one for each tensor where these differ in shape; a
-convolution's backward pass takes two; a library's call (a product, an eigendecomposition) is one, whatever it launches
-itself. The host waits where it reads a value, copies without ``non_blocking``, or a library reports its success.
+a list of tensors takes as many kernels as its chunks call for, or one for each tensor where these differ in shape or
+have gaps between their numbers; a convolution's backward pass takes two; a library's call (a product, an
+eigendecomposition) is one, whatever it launches itself. The host waits where it reads a value, copies without
+``non_blocking``, or a library reports its success.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -254,11 +257,19 @@ def _kernels(name: str, args: tuple[Any, ...]) -> int:
     if not name.startswith("_foreach"):
         return 1
     lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
-    if any(len({(t.shape, t.dtype, t.stride()) for t in tensors}) > 1 for tensors in zip(*lists, strict=True)):
+    differ = any(len({(t.shape, t.dtype, t.stride()) for t in tensors}) > 1 for tensors in zip(*lists, strict=True))
+    if differ or any(_has_gaps(t) for tensors in lists for t in tensors):
         return len(lists[0])
     tensors = math.ceil(len(lists[0]) / LIST_TENSORS[min(4, len(lists))])
     chunks = math.ceil(sum(math.ceil(t.numel() / CHUNK) for t in lists[0]) / LIST_CHUNKS)
     return max(tensors, chunks) + (name == "_foreach_norm")
+
+
+def _has_gaps(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers do not lie side by side, in whatever order."""
+    dims = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    sizes = [size for _, size in dims]
+    return [stride for stride, _ in dims] != list(accumulate(sizes, operator.mul, initial=1))[: len(dims)]
 
 
 def _rate(name: str, tensors: Sequence[Tensor]) -> float:

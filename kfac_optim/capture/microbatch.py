@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -124,12 +124,31 @@ class Recorder:
             moment = layer.output_moment(call.module, seen, call.observation)
             return moment if layer.by_example else self.specs[call.index][1].pack(moment)
 
-    def pool(self, index: int, calls: Sequence[tuple[Observation, Tensor]]) -> tuple[Tensor, float, Tensor]:
-        """A, its rows and G of the calls in one backward pass, for a layer that pools its calls by example."""
-        with self.stage("factor computation"), full_precision(calls[0][1].device.type):
-            a, count, g = self.layers[index].combine_calls(calls)
-            of_a, of_g = self.specs[index]
-            return of_a.pack(a), count, of_g.pack(g)
+    def pool(
+        self, calls: Mapping[tuple[int, int], Sequence[tuple[Observation, Tensor]]]
+    ) -> Iterator[tuple[int, Tensor, float, Tensor]]:
+        """Combines the calls in one backward pass, of layers that pool their calls by example.
+
+        Args:
+            calls: By the index of the layer and the number of examples.
+
+        Yields:
+            The index of a layer, A, its rows, and G; packed.
+        """
+        together: dict[Hashable, list[tuple[int, int]]] = {}
+        for index, examples in calls:
+            together.setdefault((examples, self.layers[index].combined_with), []).append((index, examples))
+        for keys in together.values():
+            layers, of_layers = [self.layers[index] for index, _ in keys], [calls[key] for key in keys]
+            with self.stage("factor computation"), full_precision(of_layers[0][0][1].device.type):
+                a, count, g = layers[0].combine_layers(layers, of_layers)
+                of_a, of_g = zip(*(self.specs[index] for index, _ in keys), strict=True)
+                packed_a, packed_g = (
+                    specs[0].pack(moment).split([spec.matrices for spec in specs])
+                    for specs, moment in ((of_a, a), (of_g, g))
+                )
+                parts = zip(keys, packed_a, packed_g, strict=True)
+            yield from ((index, one_a, count, one_g) for (index, _), one_a, one_g in parts)
 
 
 class BackwardPasses:
@@ -229,8 +248,8 @@ class BackwardPasses:
             batch, self._batch = self._batch, None
             if batch is None:
                 return
-            for (index, _), calls in batch.by_example.items():
-                batch.add(index, *self.recorder.pool(index, calls))
+            for pooled in self.recorder.pool(batch.by_example):
+                batch.add(*pooled)
             if batch.sums:
                 scale = self.recorder.loss_scale(next(iter(batch.sums.values())).a.device)
                 statistics = self.to_caller if batch.to_caller else self.statistics

@@ -6,7 +6,7 @@ Shapes: n examples, r shared positions, p Kronecker pairs; the package's docstri
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -258,6 +258,24 @@ class KroneckerLayer(ABC):
         if self.by_example:
             return rows.sum(1)
         return second_moment(rows, diagonal=self.diagonal[1], blocks=self.blocks[1])
+
+    @property
+    def combined_with(self) -> Hashable:
+        """Layers in which this is equal are combined together, by :meth:`combine_layers`; by default none are."""
+        return self
+
+    @classmethod
+    def combine_layers(
+        cls, layers: Sequence[KroneckerLayer], calls: Sequence[Sequence[tuple[Observation, Tensor]]]
+    ) -> tuple[Tensor, int, Tensor]:
+        """:meth:`combine_calls` of some layers of the same ``combined_with``, one layer's pairs after the other's.
+
+        Args:
+            layers: The layers.
+            calls: The calls of each, all on as many examples.
+        """
+        (layer,), (of_layer,) = layers, calls
+        return layer.combine_calls(of_layer)
 
     def combine_calls(self, calls: Sequence[tuple[Observation, Tensor]]) -> tuple[Tensor, int, Tensor]:
         """Combines the calls of a backward pass on the same examples, for layers with ``by_example``.

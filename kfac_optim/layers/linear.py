@@ -77,7 +77,9 @@ class EmbeddingLayer(LinearLayer):
 
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
         assert isinstance(module, nn.Embedding)
-        frequency = torch.bincount(a.flatten(), minlength=module.num_embeddings).to(dtype)[None]
+        # As bincount, which waits for a device to know the length of its result.
+        frequency = torch.zeros(1, module.num_embeddings, dtype=dtype, device=a.device)
+        frequency[0].index_add_(0, a.flatten(), frequency.new_ones(()).expand(a.numel()))
         if module.padding_idx is None:
             return Observation(frequency, a.numel())
         frequency[:, module.padding_idx] = 0

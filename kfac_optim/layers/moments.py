@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["GRAM_DIM", "gram", "second_moment", "spread_examples", "with_ones"]
+__all__ = ["GRAM_DIM", "gram", "machine", "second_moment", "spread_examples", "with_ones"]
 
 # From this dimension on it pays to compute only about half of a symmetric product, in strips. The time relative to the
-# whole product, on one thread: 1.1 at dimension 257, 0.8 at 288, 0.6 at 1025.
+# whole product, on one thread: 1.1 at dimension 257, 0.8 at 288, 0.6 at 1025. On accelerators a strip also has to save
+# more than its launch costs: the whole product takes so many operations or more.
 GRAM_DIM = 280
+_ACCELERATOR_FLOPS = 3e10
+
+
+def machine(device_type: str) -> Literal["cpu", "accelerator"]:
+    """On what a type of device computes; on meta tensors work is only counted."""
+    return "cpu" if device_type in ("cpu", "meta") else "accelerator"
 
 
 def gram(rows: Tensor) -> Tensor:
     """``x^T x`` of ``x [..., rows, d]``; for large d the upper triangle is computed in strips and the rest copied."""
     d = rows.shape[-1]
-    if d < GRAM_DIM:
+    on_cpu = machine(rows.device.type) == "cpu"
+    if d < GRAM_DIM or not (on_cpu or 2 * rows.numel() * d >= _ACCELERATOR_FLOPS):
         return rows.mT @ rows
     product = rows.new_empty(*rows.shape[:-2], d, d)
-    strip = max(GRAM_DIM // 2, d // 8)
+    strip = max(GRAM_DIM // 2, d // (8 if on_cpu else 4))
     for start in range(0, d, strip):
         stop = start + strip
-        product[..., start:stop, start:] = rows[..., start:stop].mT @ rows[..., start:]
+        torch.matmul(rows[..., start:stop].mT, rows[..., start:], out=product[..., start:stop, start:])
         product[..., stop:, start:stop] = product[..., start:stop, stop:].mT
     return product
 

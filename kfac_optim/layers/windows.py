@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +10,13 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from .moments import second_moment
+from .moments import machine, second_moment
 
 __all__ = ["CHUNK_NUMEL", "Windows", "unfolded_moment"]
 
-# Patches are unfolded for a few examples at a time, up to this many numbers (16 MiB in float32): patches of the whole
-# batch would take as many times the memory of the activations as the kernel has taps.
-CHUNK_NUMEL = 2**22
+# Patches are unfolded for a few examples at a time, up to this many numbers (16 MiB in float32, 128 MiB where launches
+# count): patches of the whole batch would take as many times the memory of the activations as the kernel has taps.
+CHUNK_NUMEL = {"cpu": 2**22, "accelerator": 2**25}
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Windows:
         """How many examples of ``x [n, c, *spatial]`` to unfold at once: a small copy, but large products."""
         taps = math.prod(self.size)
         d = x.shape[1] * taps
-        return max(1, max(CHUNK_NUMEL, d * d // taps) // max(1, math.prod(self.positions(x.shape[2:])) * d))
+        numbers = max(CHUNK_NUMEL[machine(x.device.type)], d * d // taps)
+        return max(1, numbers // max(1, math.prod(self.positions(x.shape[2:])) * d))
 
 
 def unfolded_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
@@ -64,11 +66,13 @@ def unfolded_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
     """
     taps, c = math.prod(windows.size), x.shape[1] // groups
     dims = len(windows.size)
-    moment = x.new_zeros(groups, taps * c, taps * c)
-    for chunk in x.split(windows.examples_at_once(x)):
+
+    def moment_of(chunk: Tensor) -> Tensor:
         # Channels last: a patch then consists of runs of adjacent numbers and is copied several times faster.
         chunk = chunk.flatten(2).mT.contiguous().mT.view(chunk.shape) if taps > 1 else chunk
         patches = windows.unfold(chunk).unflatten(1, (groups, c)).movedim((1, 2), (dims + 1, -1))
-        moment += second_moment(patches.flatten(1, dims).flatten(3), diagonal=False)
+        return second_moment(patches.flatten(1, dims).flatten(3), diagonal=False)
+
+    moment = functools.reduce(Tensor.add_, map(moment_of, x.split(windows.examples_at_once(x))))
     # Patches list the channels of each tap; the weight lists the taps of each channel.
     return moment.view(groups, taps, c, taps, c).permute(0, 2, 1, 4, 3).reshape(moment.shape)

@@ -23,13 +23,14 @@ Where to look::
     worker.py       decompositions in the background
 """
 
-from .decompose import decompose_all, decompose_safely, grouped_by_key
+from .decompose import Batch, decompose_all, decompose_safely, grouped_by_key
 from .eigen import EigenSolver
 from .inverse import InverseSolver
 from .protocol import Decomposition, Failure, MaybeDecomposition, Solver, Spectral, Truncating, Verifying
 from .worker import Worker
 
 __all__ = [
+    "Batch",
     "Decomposition",
     "EigenSolver",
     "Failure",

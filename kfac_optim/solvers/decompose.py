@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -12,51 +14,127 @@ from torch import Tensor
 from ..precision import full_precision
 from .protocol import Failure, MaybeDecomposition, Solver, Verifying
 
-__all__ = ["grouped_by_key", "decompose_all", "decompose_safely"]
+__all__ = ["Batch", "decompose_all", "decompose_safely", "grouped_by_key"]
 
 Item = TypeVar("Item")
 
+# Cheapest first; the CPU's LAPACK is the most robust.
+_ATTEMPTS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda t: t,
+    lambda t: t.double(),
+    lambda t: _jittered(t.double().cpu()),
+)
 
-def decompose_safely(solver: Solver, factor: Tensor, shift: Tensor) -> MaybeDecomposition:
+
+@dataclass(frozen=True)
+class Batch:
+    """Factors of one shape on one device, which are decomposed as one.
+
+    Attributes:
+        make: Makes them, one after the other, ``[p, n, n]`` or ``[p, n]``, in float32 or float64, and what the solver
+            adds to their diagonals, ``[p]``. Called again if their decomposition fails.
+        sizes: The pairs of each factor, p in all.
+    """
+
+    make: Callable[[], tuple[Tensor, Tensor]]
+    sizes: Sequence[int]
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """What an attempt has given, and what has to be read from the device to know whether that is a decomposition.
+
+    Attributes:
+        result: The decomposition, or the error.
+        checks: Whether each of its parts is finite, and what the solver says of the whole; 0-dim bools.
+    """
+
+    result: MaybeDecomposition
+    checks: Sequence[Tensor] = ()
+
+    def judged(self, passed: Iterable[bool]) -> MaybeDecomposition:
+        """The decomposition, or why it is none; ``passed``: the values of the checks."""
+        if isinstance(self.result, Failure):
+            return self.result
+        finite = list(islice(iterator := iter(passed), len(self.result)))
+        if not all(finite):
+            return Failure("the result is not finite")
+        return self.result if all(iterator) else Failure("the result is no decomposition")
+
+
+def decompose_all(
+    solver: Solver, batches: Iterable[Batch], stored: Callable[[Tensor], Tensor] = lambda part: part
+) -> list[list[MaybeDecomposition]]:
+    """Decomposes batches of factors, and the factors of a batch one by one if that fails.
+
+    Whether the results are decompositions is read from the device once, after the last batch.
+
+    Args:
+        solver: The solver.
+        batches: The batches.
+        stored: What to keep of each part of a decomposition.
+
+    Returns:
+        For each factor of each batch what :func:`decompose_safely` returns.
+    """
+    batches = list(batches)
+    attempts = [_attempt(solver, *batch.make(), stored) for batch in batches]
+    passed = iter(_read([check for attempt in attempts for check in attempt.checks]))
+    found: list[list[MaybeDecomposition]] = []
+    for batch, attempt in zip(batches, attempts, strict=True):
+        result = attempt.judged(list(islice(passed, len(attempt.checks))))
+        if isinstance(result, Failure):
+            factors, shifts = (of_all.split(list(batch.sizes)) for of_all in batch.make())
+            pairs = zip(factors, shifts, strict=True)
+            found.append([decompose_safely(solver, factor, shift, stored) for factor, shift in pairs])
+        else:
+            found.append(list(zip(*(part.split(list(batch.sizes)) for part in result), strict=True)))
+    return found
+
+
+def decompose_safely(
+    solver: Solver, factor: Tensor, shift: Tensor, stored: Callable[[Tensor], Tensor] = lambda part: part
+) -> MaybeDecomposition:
     """Decomposes, and where that fails retries in float64, then on the CPU with jitter on the diagonal.
 
     Args:
         solver: The solver.
         factor: ``[p, n, n]`` or ``[p, n]``, float32 or float64.
         shift: What the solver adds to the diagonals, ``[p]``.
+        stored: What to keep of each part of the decomposition.
 
     Returns:
         The decomposition in the factor's dtype and on its device, or why the last attempt failed.
     """
-    # Cheapest first; the CPU's LAPACK is the most robust.
-    attempts: list[Callable[[Tensor], Tensor]] = [
-        lambda t: t,
-        lambda t: t.double(),
-        lambda t: _jittered(t.double().cpu()),
-    ]
     result: MaybeDecomposition = Failure("")
-    for attempt in attempts:
-        prepared = attempt(factor)
-        result = _attempt(solver, prepared, shift.to(prepared))
+    for prepare in _ATTEMPTS:
+        prepared = prepare(factor)
+        attempt = _attempt(solver, prepared, shift.to(prepared), lambda part: stored(part.to(factor)))
+        result = attempt.judged(_read(attempt.checks))
         if not isinstance(result, Failure):
-            return tuple(part.to(factor) for part in result)
+            break
     return result
 
 
-def _attempt(solver: Solver, factor: Tensor, shift: Tensor) -> MaybeDecomposition:
-    """The decomposition, or what keeps it from being one: an error, numbers that are not finite, the solver's check."""
+def _attempt(solver: Solver, factor: Tensor, shift: Tensor, stored: Callable[[Tensor], Tensor]) -> _Attempt:
+    """One attempt, with the checks of what it gives."""
     try:
         with _precision_of(solver, factor.device.type):
             result = solver.decompose(factor, shift)
     except RuntimeError as error:  # LinAlgError, GPU libraries' own errors, and out of memory, which the CPU may solve
-        return Failure(f"{type(error).__name__}: {error}")
+        return _Attempt(Failure(f"{type(error).__name__}: {error}"))
     checks = [part.isfinite().all() for part in result]
     if isinstance(solver, Verifying):
         checks.append(solver.is_valid(result))
-    passed = torch.stack(checks).tolist()
-    if all(passed):
-        return result
-    return Failure("the result is not finite" if not all(passed[: len(result)]) else "the result is no decomposition")
+    return _Attempt(tuple(map(stored, result)), checks)
+
+
+def _read(checks: Sequence[Tensor]) -> list[bool]:
+    """The values of some 0-dim bools, by one transfer."""
+    if not checks:
+        return []
+    values: list[bool] = torch.stack([check.to(checks[0].device) for check in checks]).tolist()
+    return values
 
 
 def _precision_of(solver: Solver, device_type: str) -> AbstractContextManager[None]:
@@ -86,24 +164,6 @@ def grouped_by_key(
         batch.append(item)
         latest[kind] = (batch, so_far + weight)
     return found
-
-
-def decompose_all(solver: Solver, factors: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[MaybeDecomposition]:
-    """Decomposes factors of one shape as one batch, or one by one if that fails.
-
-    Args:
-        solver: The solver.
-        factors: ``[p, n, n]`` or ``[p, n]`` each, with its own p.
-        shifts: What the solver adds to their diagonals, ``[p]`` each.
-
-    Returns:
-        For each factor what :func:`decompose_safely` returns.
-    """
-    together = _attempt(solver, torch.cat(list(factors)), torch.cat(list(shifts))) if len(factors) > 1 else None
-    if together is None or isinstance(together, Failure):
-        return [decompose_safely(solver, factor, shift) for factor, shift in zip(factors, shifts, strict=True)]
-    sizes = [len(factor) for factor in factors]
-    return list(zip(*(part.split(sizes) for part in together), strict=True))
 
 
 def _jittered(factor: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ class EigenSolver:
         v = gradient
         for q, left in _in_order(vectors_g, vectors_a, g_first):
             v = torch.bmm(q.mT, v) if left else torch.bmm(v, q)
-        v = v / damped if whole else v * (values_g * values_a / damped / -gamma)
+        v = v / damped if whole else (v / damped).addcdiv_(v, gamma, value=-1)
         for q, left in _in_order(vectors_g, vectors_a, not g_first):
             v = torch.bmm(q, v) if left else torch.bmm(v, q.mT)
         return v if whole else v.addcdiv_(gradient, gamma)

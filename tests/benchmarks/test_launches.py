@@ -42,6 +42,11 @@ def counted(program):
             "torch._foreach_mul_(x, [y.sum() for y in x])",
             (2 + 1 + 2 + 2, 0, 0, 8 + 12 + 4 + 4),
         ),
+        # one of rows, which are contiguous, and one of columns, which are not
+        (
+            "x = torch.zeros(3, 2, device='cuda'); torch._foreach_mul_([*x], 2.0); torch._foreach_mul_([*x.mT], 2.0)",
+            (1 + 1 + 2, 0, 0, 24),
+        ),
         # Autograd's own thread is counted, too: two zeros, product, sum, ones, the weight's gradient (the peak)
         (
             "w = torch.zeros(4, 4, device='cuda', requires_grad=True); x = torch.zeros(2, 4, device='cuda')\n"
@@ -62,7 +67,7 @@ def counted(program):
             (2 * (1 + 1 + 2 + 1), 2 * 2, 0, 24 + 8 + 8 + 24 + 24),
         ),
     ],
-    ids=["product", "copies", "lists", "backward", "search", "repeats"],
+    ids=["product", "copies", "lists", "gaps", "backward", "search", "repeats"],
 )
 def test_counts_of_known_programs(program, expected):
     assert counted(program) == expected

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
+from kfac_optim.capture.statistics import MicroBatch, Moments, StepStatistics
 from kfac_optim.layers import Observation
 from kfac_optim.optimizers import KFACMixin
 from tests.helpers.compare import SAME, assert_near, assert_same_factors, assert_same_weights, factors_of
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 Loss = Callable[[Tensor, Tensor], Tensor]  # a sum over the examples
 STEPS = 2
 EXAMPLES = 12
+NAN = float("nan")
 
 
 class Tokens(nn.Module):
@@ -257,3 +259,18 @@ def test_statistics_on_some_steps_take_all_micro_batches_of_those() -> None:
     assert first.curvature.last_statistics == 2
     assert_same_factors(first, second)
     assert_same_weights(split, whole)
+
+
+@pytest.mark.parametrize("sizes", [(NAN,), (NAN, 2.0), (1.0, NAN), (NAN, NAN, 3.0), (1.0, 2.0, NAN), (1.0, 2.0, 3.0)])
+def test_micro_batches_that_are_not_finite_are_left_out(sizes: tuple[float, ...]) -> None:
+    """Whichever they are: the first one is changed only when a second one comes."""
+    statistics = StepStatistics()
+    for size in sizes:
+        moments = Moments(torch.full((1, 3), size), torch.ones(1, 3), [size])
+        statistics.add(MicroBatch(sums={0: moments}), torch.ones(()), drop_overflowed=False)
+    settled = statistics.settle(iter(torch.stack([flag.double() for flag in statistics.flags]).tolist()))
+    finite = [size for size in sizes if size == size]
+    assert settled.rows(0) == sum(finite)
+    if finite:
+        for sums, expected in ((settled.sums[0].a, sum(finite)), (settled.sums[0].g, len(finite))):
+            assert torch.equal(sums, torch.full((1, 3), float(expected)))

@@ -108,7 +108,7 @@ def test_pooling_now_and_then_is_exchanging_at_every_update(history: History) ->
             parts = [found for one in local if (found := one.sums(layer)) is not None]
             for side in range(2) if parts else ():
                 moment = torch.stack([part[side] for part in parts]).sum(0)
-                fold_(lazy[layer][side], moment, pooled_weights[layer][side], decays[layer])
+                fold_([(lazy[layer][side], pooled_weights[layer][side], decays[layer])], [moment])
         local = [LocalSums() for _ in range(ranks)]
     for layer, side in itertools.product(range(layers), range(2)):
         assert_running_sums(lazy[layer][side], sums[layer][side], weights[layer][side])

@@ -51,8 +51,8 @@ def test_both_ways_give_the_moment_of_the_rows(case: tuple[nn.Module, Tensor], n
     for shifted in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(convolution, "shift_pays", lambda *_, shifted=shifted: shifted)
-            patch.setattr(shifts, "CHUNK_NUMEL", numbers_at_once)
-            patch.setattr(windows, "CHUNK_NUMEL", numbers_at_once)
+            patch.setitem(windows.CHUNK_NUMEL, "cpu", numbers_at_once)
+            patch.setitem(shifts._BLOCK_NUMEL, "cpu", numbers_at_once)
             found = layer.observe(module, x, module(x), torch.float64)
         torch.testing.assert_close(found.a, expected.a, rtol=1e-10, atol=1e-10)
         assert found.count == expected.count

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, LayerOptions, OfMean
 from kfac_optim.layers import find_layers
+from kfac_optim.layers.norm import _by_sums, _in_one_pass
 from tests.helpers.compare import assert_applied, assert_near, parameters
 from tests.helpers.reference import (
     Inputs,
@@ -641,6 +642,14 @@ def test_norm_layers_of_inputs_far_from_zero(module: nn.Module) -> None:
         exact = moment(mean, torch.float64)
         torch.testing.assert_close(moment(mean, torch.float32), exact, rtol=2e-3, atol=2e-3 * float(exact.abs().max()))
     assert moment(1e5, torch.float32).norm() < 1.1 * moment(0.0, torch.float64).norm()
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((5, 4), 0), ((5, 2, 2), 2)], ids=["batch", "group"])
+def test_norm_layers_on_accelerators(shape: tuple[int, ...], dim: int) -> None:
+    """Where mean and variance are taken by one operation."""
+    x = torch.randn(5, 4, 7, dtype=torch.float64)
+    for found, expected in zip(_in_one_pass(x, shape, dim), _by_sums(x, shape, dim), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (6, 4, 3), (6, 4, 2, 3)])

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, CurvatureEngine, EigenSolver, InverseSolver, growing
 from kfac_optim.factors import FactorSpec
+from kfac_optim.jobs import RefreshInProgress, together
 from kfac_optim.layers import gram
 from kfac_optim.preconditioning import by_parameter, stack_of
-from kfac_optim.refresh import Refresher, RefreshInProgress, _decompose, _together
-from kfac_optim.solvers import Failure, decompose_all, decompose_safely, grouped_by_key
+from kfac_optim.refresh import Refresher, _decompose
+from kfac_optim.solvers import Batch, Failure, decompose_all, decompose_safely, grouped_by_key
 
 specs = st.builds(FactorSpec, st.integers(1, 3), st.sampled_from([3, 4, 10]), st.booleans())
 
@@ -90,6 +91,10 @@ def test_same_shapes_are_due_together_as_far_as_the_share_goes() -> None:
 # Batches -------------------------------------------------------------------------------------------------------------
 
 
+def batch(factors: list[Tensor], shifts: list[Tensor]) -> Batch:
+    return Batch(lambda: (torch.cat(factors), torch.cat(shifts)), [len(f) for f in factors])
+
+
 def factor(pairs: int, n: int, seed: int) -> Tensor:
     rows = torch.randn(pairs, 2 * n, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return rows.mT @ rows / n
@@ -102,7 +107,7 @@ def test_a_batch_gives_what_each_factor_gives_alone(
 ) -> None:
     factors = [factor(count, n, i) for i, count in enumerate(pairs)]
     shifts = [torch.full((len(f),), 0.1, dtype=f.dtype) for f in factors]
-    found = decompose_all(solver, factors, shifts)
+    (found,) = decompose_all(solver, [batch(factors, shifts)])
     for f, shift, parts in zip(factors, shifts, found, strict=True):
         alone = decompose_safely(solver, f, shift)
         assert isinstance(parts, tuple) and isinstance(alone, tuple)
@@ -124,8 +129,23 @@ calls: list[int] = []
 def test_one_call_for_a_batch() -> None:
     calls.clear()
     factors = [factor(1, 4, 0), factor(2, 4, 2)]
-    decompose_all(Counting(), factors, [torch.ones(len(f), dtype=f.dtype) for f in factors])
+    decompose_all(Counting(), [batch(factors, [torch.ones(len(f), dtype=f.dtype) for f in factors])])
     assert calls == [3]
+
+
+def test_all_batches_are_judged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each read would wait for an accelerator."""
+    reads: list[int] = []
+    inner = Tensor.tolist
+
+    def tolist(tensor: Tensor) -> Any:
+        reads.append(tensor.numel())
+        return inner(tensor)
+
+    monkeypatch.setattr(Tensor, "tolist", tolist)
+    batches = [batch([factor(1, n, n)] * 2, [torch.zeros(1, dtype=torch.float64)] * 2) for n in (3, 4, 5)]
+    decompose_all(EigenSolver(), batches)
+    assert reads == [3 * 3], "are eigenvalues and eigenvectors finite, and these orthonormal"
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=12), st.integers(0, 20))
@@ -148,7 +168,7 @@ def test_what_is_decomposed_together_is_of_one_shape_on_one_device(factors: list
     for spec, device in factors:
         layer = SimpleNamespace(weight=SimpleNamespace(device=torch.device(device)))
         jobs.append((Block(spec, layer), len(jobs) % 2))
-    found = _together(dict.fromkeys(jobs))
+    found = together(dict.fromkeys(jobs))
     assert Counter(job for batch in found for job in batch) == Counter(jobs)
     on_gpu = []
     for batch in found:
@@ -173,7 +193,8 @@ def test_on_the_cpu_every_factor_is_decomposed_on_its_own() -> None:
 def test_a_bad_factor_does_not_take_its_batch_along() -> None:
     factors = [factor(1, 4, 0), -factor(1, 4, 1), factor(1, 4, 2)]
     shifts = [torch.full((1,), 0.1, dtype=torch.float64)] * 3
-    found = decompose_all(InverseSolver(), factors, shifts)
+    ok, found = decompose_all(InverseSolver(), [batch(factors[:1], shifts[:1]), batch(factors, shifts)])
+    assert not any(isinstance(result, Failure) for result in ok), "another batch"
     assert isinstance(found[1], Failure) and "linalg.cholesky" in found[1].reason
     for i in (0, 2):
         parts, alone = found[i], decompose_safely(InverseSolver(), factors[i], shifts[i])
@@ -253,7 +274,7 @@ def test_work_in_the_background_changes_no_bit(
 
 def at_once(self: Refresher, factor: Tensor, shift: Tensor) -> Any:
     """In the place of ``Refresher._decompose_in_background``: nothing runs in the background."""
-    (result,) = _decompose(self.solver, self.inv_dtype, [factor], [shift])
+    ((result,),) = _decompose(self.solver, self.inv_dtype, [batch([factor], [shift])])
     return lambda: result
 
 
