@@ -8,7 +8,7 @@ its folder of ``benchmarks/results/``:
     swap                small scripts with one line changed: where K-FAC is behind the base optimizer, and its time
     step_time           what a step costs, and what it holds in memory
     launches            kernels that a step on a GPU launches, and waits for it, counted without one
-    gpu                 the same for large models on a GPU, and decompositions by size
+    gpu                 the same for large models on a GPU, time to a target, and decompositions by size
     paper               the paper's tables and figures at the scale of one machine
     scaling             stages and bytes on real ranks, and the model that predicts them
 

@@ -1,111 +1,89 @@
-"""Measurements for a CUDA machine: ``python -m benchmarks.gpu --part NAME`` (from the repository root).
+"""Measurements for a CUDA machine: ``python -m benchmarks.gpu`` (from the repository root), or some by ``--part NAME``.
 
-    resnet50, resnet101, resnet152    KFACSGD against SGD: time and memory of a step, every 50/500 and 10/100
+    resnet50, resnet101, resnet152    KFACSGD against SGD: time and memory of a step
     gpt-small                         KFACAdam against Adam, likewise
     bert-phase1, bert-phase2          KFACLAMB against Lamb on BERT-Large, sequences of 128 and of 512 tokens
+    target                            steps and seconds to a held-out loss on the task text, beside AdamW, Muon, SOAP
     decompositions                    eigh, batched eigh, QR refresh, Cholesky by size; fp32, TF32, bf16 products
+
+Steps are measured in float32 and under bf16 autocast, or in one precision: ``--part gpt-small --dtype bf16`` writes
+``gpt-small-bf16``. Of the package's defaults (class name changed only) the first steps are taken as they come, and
+sorted by what they do (:mod:`benchmarks.step_time.first`): refreshes get rarer, and may wait. One more row has the
+defaults where they are dearest, with trust held at 0.5 and refreshes that do not wait. The paper's mode, with each
+solver every 50/500 and 10/100, is composed of its kinds of step as in ``benchmarks.step_time``.
 
 A part prints its tables and writes ``NAME.json`` (with settings, seeds, versions, machine), ``.txt`` and ``.png`` to
 ``benchmarks/results/gpu/``, the first two after each measurement, so that a run that is cut off keeps what it has.
-Times are seconds of the wall between synchronisations; schedules are composed of their steps as in
-``benchmarks.step_time``. ``--smoke`` runs tiny models, on the CPU where there is no GPU. Of the others only
+``--limit`` seconds after its start a part begins no further measurement; which are missing stands in the files. So do
+those that the device has no memory for, or whose package is not installed. Times are seconds of the wall between
+synchronisations. ``--smoke`` runs everything tiny, on the CPU where there is no GPU. Of the others only
 ``decompositions`` also runs there, on one thread, and writes ``decompositions-cpu``.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import time
+from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.common.models import Bottleneck, BottleneckResNet, Encoder, StagedResNet
-from benchmarks.common.reports import Command, table
-from benchmarks.common.works import WORKS, Schedule, Work, images, tokens
-from benchmarks.gpu import decompositions
-from benchmarks.scaling.paper import BLOCKS
-from benchmarks.step_time.contenders import contenders
-from benchmarks.step_time.measure import draw, measure, summary
-from benchmarks.step_time.timing import Place
+from benchmarks.common.reports import Command, Output
+from benchmarks.gpu.decompositions import Decompositions
+from benchmarks.gpu.parts import LeftOut, Part
+from benchmarks.gpu.steps import DTYPES, SOLVERS, STEPS
+from benchmarks.gpu.target import Target
 
-SCHEDULES = (Schedule(50, 500), Schedule(10, 100))
-SOLVERS = ("eigen", "inverse")
-SMALL_RESNET = images("small ResNet", partial(StagedResNet, (1, 1), 10, 4, block=Bottleneck), 2, 32, 10)
-SMALL_BERT = tokens("small BERT", partial(Encoder, 1, 16, 2, 64, 16), 2, 16, 64)
+PARTS: dict[str, Part] = {**STEPS, "target": Target(), "decompositions": Decompositions()}
+LIMIT = 360  # seconds; a part then ends within nine minutes, if what it is at takes at most three
 
 
-@dataclass(frozen=True)
-class Steps:
-    """A part that measures the steps of one model."""
-
-    work: Work  # What is trained
-    small: Work  # Takes its place under ``--smoke``
-    optimizer: str  # Name of the K-FAC optimizer
-
-
-def resnet(depth: int) -> Steps:
-    """ImageNet's ResNet with 32 images, as many as each GPU has in the paper."""
-    name = f"ResNet-{depth}"
-    return Steps(images(name, partial(BottleneckResNet, BLOCKS[name]), 32, 224, 1000), SMALL_RESNET, "KFACSGD")
-
-
-def bert(batch: int, positions: int) -> Steps:
-    """BERT-Large with a prediction at every position."""
-    return Steps(replace(WORKS["bert-large"], batch=batch, example=(positions,)), SMALL_BERT, "KFACLAMB")
-
-
-PARTS: dict[str, Steps | None] = {
-    **{f"resnet{depth}": resnet(depth) for depth in (50, 101, 152)},
-    "gpt-small": Steps(replace(WORKS["gpt-small"], batch=8, example=(1024,)), SMALL_BERT, "KFACAdam"),
-    "bert-phase1": bert(32, 128),
-    "bert-phase2": bert(8, 512),
-    "decompositions": None,
-}
-
-
-def steps(part: Steps, device: str, options: Any) -> Iterator[dict[str, Any]]:
-    """Yield the result of each precision."""
-    work = part.small if options.smoke else part.work
-    work = replace(work, batch=options.batch) if options.batch else work
-    chosen = contenders(work, part.optimizer, options.solver or SOLVERS, default=True)
-    for dtype in ("float32", "bf16"):
-        place = Place(device, dtype, options.seed)
-        yield measure(work, chosen, SCHEDULES, place, 0 if options.smoke else options.seconds)
+def run(part: Part, stem: str, options: Namespace, output: Output) -> None:
+    """Make the measurements of a part until its limit, and write files after each."""
+    results: list[Any] = []
+    missing: dict[str, str] = {}
+    begin = time.perf_counter()
+    for name, measure in part.measurements(options).items():
+        if results and time.perf_counter() > begin + options.limit:
+            missing[name] = f"not begun within --limit {options.limit:g}"
+        else:
+            try:
+                results.append(measure())
+            except (LeftOut, torch.OutOfMemoryError) as reason:
+                missing[name] = str(reason).splitlines()[0]
+        notes = "".join(f"missing: {each}, {reason}\n" for each, reason in missing.items())
+        shown = (part.text(results) if results else "") + notes
+        content = part.content(results) if results else {}
+        output.save(stem, {"seed": options.seed, "missing": missing, **content}, shown)
+    if results:
+        output.picture(stem, part.draw(results))
+    print(f"{shown}written: {output.folder / stem}.json, .txt, .png", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     command = Command("gpu", __doc__)
     add = command.add_argument
-    add("--part", choices=PARTS, required=True, help="what to measure")
-    add("--seconds", type=float, default=60, metavar="S", help="of rounds, for each table (default: 60)")
+    add("--part", action="append", choices=PARTS, help="what to measure; may be repeated (default: everything)")
+    add("--limit", type=float, default=LIMIT, metavar="S", help=f"after which a part begins nothing new ({LIMIT})")
+    add("--seconds", type=float, default=30, metavar="S", help="of steps, for each table (default: 30)")
+    add("--steps", type=int, default=200, metavar="N", help="first steps of the defaults, at most (default: 200)")
+    add("--dtype", action="append", choices=DTYPES, help="of steps; may be repeated (default: both)")
     add("--batch", type=int, metavar="N", help="examples per step (default: the part's own)")
-    add("--solver", action="append", choices=SOLVERS, help="may be repeated (default: both)")
-    add("--seed", type=int, default=0, help="of weights and data (default: 0)")
+    add("--solver", action="append", choices=SOLVERS, help="of the paper's mode; may be repeated (default: both)")
+    add("--seed", type=int, default=0, help="of weights and data, target: the first of three (default: 0)")
     options, output = command.start(arguments, "tiny sizes")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    part = PARTS[options.part]
-    if device == "cpu" and not options.smoke and part:
+    options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = options.part or list(PARTS)
+    if options.device == "cpu" and not options.smoke and chosen != ["decompositions"]:
         command.error("this torch sees no CUDA device; --smoke and --part decompositions run on the CPU")
-    stem = options.part if part or device == "cuda" else f"{options.part}-cpu"
-    if part:
-        results = []
-        for result in steps(part, device, options):
-            results.append(result)
-            print(summary(result))
-            output.save(stem, {"results": results}, "\n".join(map(summary, results)))
-        figure = draw(results)
-    else:
-        for rows in decompositions.measure(device, options.seed, options.smoke):
-            shown = table("Decompositions by method, size and products", rows, decompositions.NOTE)
-            output.save(stem, {"seed": options.seed, "damping": decompositions.DAMPING, "rows": rows}, shown)
-        print(shown)
-        figure = decompositions.draw(rows)
-    output.picture(stem, figure)
-    print(f"written: {output.folder / stem}.json, .txt, .png")
+    for name in chosen:
+        words = [*(options.dtype or () if name in STEPS else ())]
+        if name == "decompositions" and options.device == "cpu":
+            words.append("cpu")
+        run(PARTS[name], "-".join([name, *words]), options, output)
     return 0
 
 

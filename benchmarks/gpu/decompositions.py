@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import statistics
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
-from tqdm import tqdm
 
-from benchmarks.common.reports import grid
+from benchmarks.common.reports import grid, table
 from benchmarks.step_time.timing import Place
 from kfac_optim.layers import full_precision
 from kfac_optim.solvers import Decomposition, EigenSolver, InverseSolver, Solver
@@ -140,13 +141,31 @@ def compare_methods(n: int, pairs: int, device: str, seed: int = 0, enough: floa
             yield {**row, **times, "error": float(error)}
 
 
-def measure(device: str, seed: int, smoke: bool) -> Iterator[list[dict[str, Any]]]:
-    """Yield all rows so far, after each size."""
+def measure(n: int, options: Namespace) -> list[dict[str, Any]]:
+    """Return the rows of one size."""
     torch.set_num_threads(1)  # of the CPU
-    rows: list[dict[str, Any]] = []
-    for n in tqdm((8, 16) if smoke else SIZES, desc="decompositions", unit="size"):
-        rows += compare_methods(n, max(1, min(16, ENTRIES // n**2)), device, seed, 0.0 if smoke else 1.0)
-        yield rows
+    pairs, enough = max(1, min(16, ENTRIES // n**2)), 0.0 if options.smoke else 1.0
+    return list(compare_methods(n, pairs, options.device, options.seed, enough))
+
+
+class Decompositions:
+    """Decompositions by method, size and products."""
+
+    def measurements(self, options: Namespace) -> dict[str, Callable[[], list[dict[str, Any]]]]:
+        """One for each size."""
+        return {f"size {n}": partial(measure, n, options) for n in ((8, 16) if options.smoke else SIZES)}
+
+    def content(self, results: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
+        """All rows."""
+        return {"damping": DAMPING, "rows": list(chain(*results))}
+
+    def text(self, results: Sequence[list[dict[str, Any]]]) -> str:
+        """One table."""
+        return table("Decompositions by method, size and products", list(chain(*results)), NOTE)
+
+    def draw(self, results: Sequence[list[dict[str, Any]]]) -> Figure:
+        """Milliseconds and errors over the size."""
+        return draw(list(chain(*results)))
 
 
 NOTE = f"error: of a preconditioned gradient against float64, damping {DAMPING:g} mean eigenvalues"

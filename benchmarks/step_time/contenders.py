@@ -9,15 +9,31 @@ from typing import Any
 
 from torch import nn
 
-from benchmarks.common.optimizers import find
+from benchmarks.common.optimizers import find, interval
 from benchmarks.common.settings import KFAC, OPTIMIZER_DEFAULTS, RECIPES
 from benchmarks.common.works import Work
 from kfac_optim import EigenSolver
+from kfac_optim.trust import Trust
 
 LARGEST = 8192  # factor that kfac-pytorch gets
 LR = 1e-4  # no time depends on it
 PEER = "KFACPyTorch"
 SOLVERS: dict[str, Any] = {"eigen": "eigen", "inverse": "inverse", "eigen-exact": EigenSolver(negligible=0)}
+
+
+class Held(Trust):
+    """Trust that stays where it is, at the cost of one that is learned.
+
+    Args:
+        value: The trust, in [0, 1].
+    """
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.load({"trust": round(10 * value)})
+
+    def learn(self, alignment: float) -> None:
+        """Learn nothing."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +44,22 @@ class Contender:
     optimizer: str  # Name in ``OPTIMIZERS``
     options: Mapping[str, Any] = field(default_factory=dict)  # K-FAC keywords
     own_schedule: bool = False  # Whether it is measured only under its own schedule
+    trust: float | None = None  # That is held instead of learned
 
     def build(self, model: nn.Module, work: Work) -> tuple[Any, Any]:
         """Return the optimizer, and what keeps its curvature: the engine, kfac-pytorch's preconditioner, or None."""
         keywords: dict[str, Any] = {"lr": LR, **OPTIMIZER_DEFAULTS.get(self.optimizer, {}), **self.options}
         if self.optimizer in KFAC:
             keywords = {"model": model, "loss_average": work.loss_average, **work.kfac, **keywords}
-            keywords["solver"] = SOLVERS[keywords.get("solver", "eigen")]
+            if "solver" in keywords:
+                keywords["solver"] = SOLVERS[keywords["solver"]]
+            if "inv_update_steps" in keywords:
+                keywords["inv_update_steps"] = interval(keywords["inv_update_steps"])
         elif self.optimizer == PEER:
             keywords = {"model": model, "weight_decay": 0.0, **keywords.pop("options"), **keywords}
         optimizer: Any = find(self.optimizer)(model.parameters(), **keywords)
+        if self.trust is not None:
+            optimizer.curvature._trust = Held(self.trust)
         return optimizer, getattr(optimizer, "curvature", getattr(optimizer, "preconditioner", None))
 
 
@@ -76,3 +98,14 @@ def contenders(
             options = {"compute_method": solver, "skip_layers": skipped}
             found.append(Contender(f"kfac-pytorch {solver} + {base}", PEER, options))
     return found
+
+
+def defaults(optimizer: str) -> list[Contender]:
+    """Return the base of a K-FAC optimizer, what the package does by itself, and that where it is dearest.
+
+    On noise trust stays near 0, where most steps are the base optimizer's own; and refreshes that take long wait. In
+    the last row trust is held at 0.5, so that every second step computes directions, and no refresh waits.
+    """
+    options = {"inv_update_steps": "growing:0.5:10"}
+    dearest = Contender(f"{optimizer} defaults, trust 0.5, no waits", optimizer, options, trust=0.5)
+    return [Contender(KFAC[optimizer], KFAC[optimizer]), Contender(f"{optimizer} defaults", optimizer), dearest]

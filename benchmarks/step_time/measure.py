@@ -36,6 +36,12 @@ def around(seconds: Sequence[float]) -> list[float]:
     return [statistics.median(seconds[max(0, i - 5) : i + 6]) for i in range(len(seconds))]
 
 
+def beside(seconds: Sequence[float], base: Sequence[float]) -> Cost:
+    """Return the cost of steps taken in turns with the base optimizer's, the worst by those around it."""
+    slowest = max(map(operator.truediv, seconds, around(base)))
+    return replace(Cost.observed(seconds), worst=slowest * statistics.fmean(base))
+
+
 def begin_all(work: Work, chosen: Sequence[Contender], place: Place) -> tuple[dict[str, Run], dict[str, int]]:
     """Start all runs that can be started.
 
@@ -83,8 +89,7 @@ def by_periods(
         seconds = take_period({label: runs[label] for label in (base, *members)}, schedule)
         plain = Cost.observed(seconds[base])
         for label in members:
-            slowest = max(map(operator.truediv, seconds[label], around(seconds[base])))
-            costs[label, schedule] = replace(Cost.observed(seconds[label]), worst=slowest * plain.mean), plain
+            costs[label, schedule] = beside(seconds[label], seconds[base]), plain
         measured[str(schedule)] = seconds
     return costs, measured
 
@@ -103,7 +108,7 @@ def measure(
 
     Returns:
         ``base``: seconds and peak memory of the base optimizer; ``rows``: for each other contender and schedule the
-        ratios to them; ``measured``: the seconds of all steps.
+        ratios to them; ``how`` they were found; ``measured``: the seconds of all steps.
     """
     base = chosen[0].label
     runs, peaks = begin_all(work, chosen, place)
@@ -116,17 +121,36 @@ def measure(
     for (label, schedule), (cost, plain) in costs.items():
         run = runs[label]
         run.check()
-        row = {"contender": label, "every": str(schedule), "spread": run.spread_under(schedule)}
-        row |= {"mean": cost.mean / plain.mean, "worst": cost.worst / plain.mean, "seconds": cost.mean}
-        sizes = {"peak_bytes": peaks[label], "curvature_bytes": run.curvature_bytes}
-        sizes["bound_bytes"] = int(HEADROOM * peaks[base] + run.curvature_bytes)
-        rows.append({**row, "base": asdict(plain), **sizes})
+        named = {"contender": label, "every": str(schedule), "spread": run.spread_under(schedule)}
+        rows.append(named | figures(run, cost, plain, peaks[label], peaks[base]))
+    how = "one period" if budget is None else "composed"
+    return result_of(work, chosen, place, how, peaks[base], rows, measured)
+
+
+def figures(run: Run, cost: Cost, plain: Cost, peak: int, base_peak: int) -> dict[str, Any]:
+    """Return the figures of a row: the cost of a contender beside that of the base optimizer, and their memory."""
+    times = {"mean": cost.mean / plain.mean, "worst": cost.worst / plain.mean, "seconds": cost.mean}
+    sizes = {"peak_bytes": peak, "curvature_bytes": run.curvature_bytes}
+    sizes["bound_bytes"] = int(HEADROOM * base_peak + run.curvature_bytes)
+    return {**times, "base": asdict(plain), **sizes}
+
+
+def result_of(
+    work: Work,
+    chosen: Sequence[Contender],
+    place: Place,
+    how: str,
+    base_peak: int,
+    rows: Sequence[Mapping[str, Any]],
+    measured: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the result of a measurement, which :func:`summary` and :func:`draw` show."""
     return {
         "work": work.title,
         "place": asdict(place),
-        "exact": budget is None,
+        "how": how,
         "options": {c.label: {"lr": LR, **work.kfac, **c.options} for c in chosen},
-        "base": {"contender": base, "peak_bytes": peaks[base]},
+        "base": {"contender": chosen[0].label, "peak_bytes": base_peak},
         "rows": rows,
         "measured": measured,
     }
@@ -138,7 +162,8 @@ def summary(result: Mapping[str, Any]) -> str:
     rows = []
     for row in result["rows"]:
         line = {"contender": row["contender"], "every": row["every"], "spread": row["spread"] or None}
-        line |= {key: f"{row[key]:.2f}" for key in ("mean", "worst")}
+        of_steps = {key: row[key] for key in ("mean", "worst", "trust") if key in row} | row.get("kinds", {})
+        line |= {key: None if value is None else f"{value:.2f}" for key, value in of_steps.items()}
         peak, bound = row["peak_bytes"], row["bound_bytes"]
         sizes = {"peak MiB": peak, "bound MiB": bound, "curvature MiB": row["curvature_bytes"]}
         rows.append({**line, **{key: value / 2**20 for key, value in sizes.items()}, "within": peak <= bound})
@@ -146,8 +171,7 @@ def summary(result: Mapping[str, Any]) -> str:
     listed = "; ".join(", ".join(f"{each:.4g}" for each in times) for times in seconds)
     peak = base["peak_bytes"] / 2**20
     note = f"{base['contender']} = 1.00: mean and worst step {listed} s, peak {peak:.4g} MiB"
-    how = "one period" if result["exact"] else "composed"
-    return table(f"{result['work']}: {place['dtype']} on {place['device']}, {how}", rows, note)
+    return table(f"{result['work']}: {place['dtype']} on {place['device']}, {result['how']}", rows, note)
 
 
 def draw(results: Sequence[Mapping[str, Any]]) -> Figure:

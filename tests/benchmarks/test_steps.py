@@ -1,8 +1,9 @@
-"""Benchmarks of steps: arithmetic of schedules, memory that is known beforehand, commands that run."""
+"""Benchmarks of steps: arithmetic of schedules, kinds of step, memory that is known beforehand, commands that run."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,11 @@ import torch
 
 from benchmarks.common.models import Transformer, VisionTransformer
 from benchmarks.common.works import SMOKE_WORKS, WORKS, Schedule
-from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import decompositions
 from benchmarks.step_time import __main__ as step_time
 from benchmarks.step_time import contenders as contenders_module
-from benchmarks.step_time import measure, timing
-from benchmarks.step_time.contenders import contenders
-from kfac_optim import KFACSGD, growing
+from benchmarks.step_time import first, measure, timing
+from benchmarks.step_time.contenders import contenders, defaults
+from kfac_optim import KFACSGD, KFACAdam, growing
 
 MIB = 2**20
 
@@ -85,6 +84,48 @@ def test_schedule_of_an_optimizer(options: dict[str, object], expected: tuple[Sc
         assert schedule.decompositions > spread
     else:
         assert (schedule, spread) == expected
+
+
+# Defaults as they come -----------------------------------------------------------------------------------------------
+
+
+def test_first_steps_are_sorted_by_what_they_do() -> None:
+    """With trust in between statistics come at 0, 5, 10, refreshes at 0, 10, and odd steps repeat a change."""
+    work = SMOKE_WORKS["transformer1"]
+    runs = {contender.label: timing.Run(work, contender, timing.Place()) for contender in defaults("KFACAdam")}
+    base, _, held = first.take_first(runs, most=15, budget=1e9).values()
+    assert {step.kind for step in base} == {"base"} and len(base) == 15
+    found = [step.kind for step in held]
+    assert found[:6] == ["refresh", "repeated", "ordinary", "repeated", "ordinary", "statistics"]
+    assert found[6:10] == ["ordinary", "repeated", "ordinary", "repeated"]
+    assert found[10:12] == ["refresh", "refresh"]  # it is spread over two steps
+    assert {step.trust for step in held} == {0.5}
+
+
+def test_steps_that_do_not_turn_are_the_base_optimizers_own() -> None:
+    """Without trust directions are computed in every fourth step, to see whether steps should turn."""
+    work = SMOKE_WORKS["transformer1"]
+    run = timing.Run(work, replace(defaults("KFACAdam")[1], trust=0.0), timing.Place())
+    assert [first.take(run).kind for _ in range(5)] == ["refresh", "base", "base", "base", "ordinary"]
+
+
+def test_defaults_are_the_packages_own() -> None:
+    work = SMOKE_WORKS["transformer1"]
+    model = work.make()
+    _, measured = defaults("KFACAdam")[1].build(model, work)
+    own = KFACAdam(model, lr=1e-3).curvature
+    for name in ("solver", "inv_update_steps", "factor_update_steps", "spread", "damping", "scaling"):
+        assert getattr(measured, name) == getattr(own, name), name
+
+
+def test_few_steps_are_taken_whatever_the_budget() -> None:
+    work = SMOKE_WORKS["resnet8"]
+    result = first.measure_first(work, defaults("KFACSGD"), timing.Place(), 100, 0)
+    assert result["how"] == f"first {first.FEWEST} steps"
+    assert [row["contender"] for row in result["rows"]] == ["KFACSGD defaults", "KFACSGD defaults, trust 0.5, no waits"]
+    for row in result["rows"]:
+        assert sum(row["counts"].values()) == first.FEWEST
+        assert row["mean"] > 0 and row["kinds"]["refresh"] > 0 and row["peak_bytes"] > row["curvature_bytes"]
 
 
 # Memory --------------------------------------------------------------------------------------------------------------
@@ -168,38 +209,6 @@ def test_step_time_refuses_a_refresh_longer_than_its_interval(capsys: pytest.Cap
     with pytest.raises(SystemExit):
         step_time.main(["--smoke", "--every", "1/3", "--spread", "3"])
     assert "--spread 3" in capsys.readouterr().err
-
-
-@pytest.mark.fast("^decompositions")
-@pytest.mark.parametrize("part", ["resnet50", "bert-phase1", "decompositions"])
-def test_gpu(tmp_path: Path, part: str) -> None:
-    assert gpu.main(["--part", part, "--smoke", "--out", str(tmp_path)]) == 0
-    stem = "decompositions-cpu" if part == "decompositions" and not torch.cuda.is_available() else part
-    found = json.loads((tmp_path / f"{stem}.json").read_text())
-    assert {"command", "versions", "commit", "machine"} <= found.keys() and found.keys() & {"results", "rows"}
-    assert (tmp_path / f"{stem}.txt").read_text() and (tmp_path / f"{stem}.png").exists()
-
-
-def test_errors_of_decompositions() -> None:
-    """Exact methods to rounding, a refresh of the basis nearer than the old basis, and bf16 products visible."""
-    rows = list(decompositions.compare_methods(32, 2, "cpu", enough=0))
-    error = {(row["method"], row["products"]): row["error"] for row in rows}
-    for method in ("eigh, one by one", "eigh, batched", "Cholesky inverse"):
-        assert error[method, "fp32"] < 1e-4 < error[method, "bf16"] < 0.1
-    assert 1e-3 < error["QR refresh", "fp32"] < 0.8 * error["old basis", "fp32"]
-
-
-@pytest.mark.parametrize("part", ["resnet50", "resnet101", "resnet152", "bert-phase1", "bert-phase2"])
-def test_gpu_models_have_their_published_sizes(part: str) -> None:
-    """Parameters in millions: He et al. 2015 by way of torchvision; BERT-Large with its masked-language head."""
-    sizes = {"resnet50": 25.6, "resnet101": 44.5, "resnet152": 60.2, "bert-phase1": 335.2, "bert-phase2": 335.2}
-    steps = gpu.PARTS[part]
-    assert isinstance(steps, gpu.Steps)
-    work = steps.work
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in work.make().parameters())
-    assert round(parameters / 1e6, 1) == sizes[part]
-    assert work.example == {"bert-phase1": (128,), "bert-phase2": (512,)}.get(part, (3, 224, 224))
 
 
 @pytest.mark.parametrize(("name", "millions"), [("resnet18", 11.2), ("resnet18-224", 11.7), ("vit-s", 22.0)])
