@@ -62,15 +62,16 @@ class _Run:
         return whole.as_strided((sum(self.lengths), *self.shape), self.stride, offset)
 
     def fill(self, whole: Tensor, vectors: Mapping[nn.Parameter, Tensor]) -> None:
-        """Copies the parameters' vectors to the matrices; where there is none nothing is changed."""
-        part = self.of(whole)
-        if all(p in vectors for p in self.parameters):
-            given = zip(self.parameters, self.indices, strict=True)
-            torch.cat([vectors[p] if index == _WHOLE else vectors[p][index] for p, index in given], out=part)
-            return
-        for p, index, of_p in zip(self.parameters, self.indices, part.split(self.lengths), strict=True):
+        """Copies the parameters' vectors to the matrices."""
+        given = zip(self.parameters, self.indices, strict=True)
+        torch.cat([vectors[p] if index == _WHOLE else vectors[p][index] for p, index in given], out=self.of(whole))
+
+    def fill_in_part(self, whole: Tensor, vectors: Mapping[nn.Parameter, Tensor]) -> None:
+        """As :meth:`fill`; where there is no vector nothing is changed."""
+        parts = zip(self.parameters, self.indices, self.of(whole).split(self.lengths), strict=True)
+        for p, index, part in parts:
             if p in vectors:
-                of_p.copy_(vectors[p][index])
+                part.copy_(vectors[p][index])
 
     def read(self, whole: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
         """What the parameters have in contiguous matrices, each contiguous; without a copy where it is so already."""
@@ -114,10 +115,11 @@ class Layout:
 
     def fill(self, vectors: Mapping[nn.Parameter, Tensor], dtype: torch.dtype) -> Tensor:
         """The matrices of the parameters' vectors, ``[p, d_out, d_in]``; parameters without one have zeros."""
-        complete = not self._unused and all(p in vectors for run in self._runs for p in run.parameters)
-        whole = (torch.empty if complete else torch.zeros)(self.shape, dtype=dtype, device=self.device)
+        complete = all(p in vectors for run in self._runs for p in run.parameters)
+        make = torch.empty if complete and not self._unused else torch.zeros
+        whole = make(self.shape, dtype=dtype, device=self.device)
         for run in self._runs:
-            run.fill(whole, vectors)
+            (run.fill if complete else run.fill_in_part)(whole, vectors)
         for layer, pairs in self._computed:
             bias = None if layer.bias is None else whole.new_zeros(layer.bias.shape)[layer.bias_part]
             if layer.bias is not None and layer.bias in vectors:

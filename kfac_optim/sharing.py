@@ -73,8 +73,10 @@ def extents_found(
     own, dtype = [], part_dtype(1, inv_dtype)
     for block, side in itertools.product(blocks, range(2)):
         parts = found(block, side)
-        unknown = torch.zeros(block.layer.pairs, dtype=dtype, device=block.layer.weight.device)
-        own.append(unknown if parts is None else block.specs[side].largest_of_blocks(solver.largest(parts)))
+        if parts is None:
+            own.append(torch.zeros(block.layer.pairs, dtype=dtype, device=block.layer.weight.device))
+        else:
+            own.append(block.specs[side].largest_of_blocks(solver.largest(parts)))
     pairs = iter(comm.sum(own, "counts"))
     largest = dict(zip(blocks, zip(pairs, pairs, strict=True), strict=True))
     means = extents(blocks, source, comm, largest=False)

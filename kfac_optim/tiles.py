@@ -82,15 +82,18 @@ def precondition(solver: Solver, gradient: Tensor, tiles: Sequence[Tile], gamma:
         tiles: The tiles, whose decompositions are converted to the gradient's dtype.
         gamma: The damping of each pair, ``[p]``.
     """
-    found = []
-    for tile in tiles:
-        a, g = (tuple(part.to(gradient.dtype) for part in side) for side in tile.decomposed)
-        part, (missing_rows, missing_columns) = gradient[:, tile.rows, tile.columns], tile.missing
-        padded = F.pad(part, (0, missing_columns, 0, missing_rows)) if any(tile.missing) else part
-        found.append(solver.precondition(padded, a, g, gamma)[:, : part.shape[1], : part.shape[2]])
     if len(tiles) == 1:
-        return found[0].contiguous()
+        return solver.precondition(gradient, *_as(gradient.dtype, tiles[0]), gamma).contiguous()
     direction = torch.empty_like(gradient)
-    for tile, part in zip(tiles, found, strict=True):
-        direction[:, tile.rows, tile.columns] = part
+    for tile in tiles:
+        part, (missing_rows, missing_columns) = gradient[:, tile.rows, tile.columns], tile.missing
+        padded = F.pad(part, (0, missing_columns, 0, missing_rows))
+        found = solver.precondition(padded, *_as(gradient.dtype, tile), gamma)
+        direction[:, tile.rows, tile.columns] = found[:, : part.shape[1], : part.shape[2]]
     return direction
+
+
+def _as(dtype: torch.dtype, tile: Tile) -> tuple[Decomposition, Decomposition]:
+    """The decompositions of a tile in a precision."""
+    a, g = tile.decomposed
+    return tuple(part.to(dtype) for part in a), tuple(part.to(dtype) for part in g)
