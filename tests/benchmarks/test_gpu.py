@@ -99,8 +99,10 @@ def test_everything_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert stems == list(gpu.PARTS)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_most_parts_need_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_most_parts_need_a_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         gpu.main(["--part", "target", "--out", str(tmp_path)])
     assert "no CUDA device" in capsys.readouterr().err

@@ -11,7 +11,10 @@ import pytest
 from benchmarks.launches import __main__ as launches
 from benchmarks.launches.device import load
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the simulated device is compiled by g++")
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None,
+    reason="the simulated device is C++ (benchmarks/launches/device.cpp), and no compiler is there: install g++",
+)
 
 
 def counted(program):

@@ -215,7 +215,10 @@ def outcomes() -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the simulated device is compiled by g++")
+@pytest.mark.skipif(
+    shutil.which("g++") is None,
+    reason="the simulated device is C++ (benchmarks/launches/device.cpp), and no compiler is there: install g++",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_host_and_device(outcomes: dict[str, str], name: str) -> None:
     assert not outcomes[name], outcomes[name]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, Graft, KFACAdam, KFACAdamW, KFACMixin
 from kfac_optim.bases import base_step
-from kfac_optim.trust import alignment
+from kfac_optim.trust import Trust, alignment
 from tests.helpers.compare import SAME, assert_near, assert_same_weights, snapshot
 from tests.helpers.reference import Named, Oracle, averaged, backward, log_cosh
 from tests.helpers.settings import ALL_CLASSES, BASES, OPTIONS
@@ -142,7 +142,7 @@ class Textbook:
                 product = sum(float((step.gradients[name] * turn).sum()) for name, turn in self.turns.items())
                 self.trust = min(10, self.trust + 1) if product > 0 else max(0, self.trust - 1)
             step_number = self.steps - 1
-            if self.trust > 0 and step_number % 2 and self.changes:
+            if self.trust > 0 and step_number % (4 if self.trust == 10 else 2) and self.changes:
                 directions = {name: updates[name] + change for name, change in self.changes.items()}
             else:
                 measured = self.trust > 0 or step_number % 4 == 0
@@ -432,6 +432,22 @@ def test_trust_is_learned_from_the_next_gradient(rate: float) -> None:
                 assert "kfac_turn" not in optimizer.state[p]
     assert f"trust {seen[-1]:.1f}" in repr(optimizer.curvature)
     assert seen[0] == 0 and (max(seen) == 0 if rate < 0.1 else max(seen) >= 0.3)
+
+
+def test_at_trust_1_three_steps_repeat_the_one_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trust is held at 1, at which on this net it would not stay for so long."""
+    monkeypatch.setattr(Trust, "learn", lambda *_: None)
+    model, batch = Net(), data()
+    textbook = Textbook(model, lambda: Sgd(momentum=0.9), FULL)
+    optimizer = KFACSGD(model, **(MODE | {"momentum": 0.9, "scaling": "graft", "lr": 0.5}))
+    textbook.trust = optimizer.curvature._trust.notches = 10
+    for _ in range(10):
+        textbook.turns = {}  # from which it would learn
+        textbook.step(batch, 0.5)
+        backward(model, batch, loss)
+        optimizer.step()
+        assert_same_weights(model, textbook.model)
+    assert optimizer.curvature.trust == 1
 
 
 @pytest.mark.parametrize("before", [4, 5, 6, 7])
