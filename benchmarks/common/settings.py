@@ -106,16 +106,16 @@ RECIPES: dict[str, Recipe] = {
         kfac={},
     ),
     "practical": Recipe(
-        about="preconditioned Nesterov momentum and (but for text) the sampled Fisher for KFACSGD, unit scaling, "
-        "relative damping, a refresh interval that grows with the step; on text statistics from a quarter of the "
-        "batch, and AdamW has the head, embeddings and norms",
+        about="preconditioned Nesterov momentum and (but for text) the sampled Fisher for KFACSGD, explicit inverses, "
+        "unit scaling, relative damping, a refresh interval that grows with the step; on text statistics from a "
+        "quarter of the batch, and AdamW has the head, embeddings and norms",
         kfac={
             "precondition": "momentum",
             "scaling": "unit",
             "damping_of": "mean",
             "damping": 0.03,
-            "inv_update_steps": "growing:0.3:3",
-            "solver": "eigen",
+            "inv_update_steps": "growing:0.5:5",
+            "solver": "inverse",
             "fisher": "sampled",
         },
         by_optimizer={
@@ -125,7 +125,7 @@ RECIPES: dict[str, Recipe] = {
             "KFACLAMB": _DIRECT,
         },
         by_task={
-            "curves": {"kfac": {"damping": 0.01, "inv_update_steps": "growing:0.1:5"}},
+            "curves": {"kfac": {"inv_update_steps": "growing:0.1:5"}},
             "text": {
                 "rest": "AdamW",
                 "rest_lr": 0.01,
@@ -133,7 +133,7 @@ RECIPES: dict[str, Recipe] = {
             },
         },
         by_both={
-            ("digits", "KFACSGD"): {"lr": 0.02},
+            ("digits", "KFACSGD"): {"lr": 0.02, "kfac": {"damping": 0.1}},
             ("digits", "KFACLAMB"): {"lr": 0.02, "kfac": {"damping": 1.0}},
             ("curves", "KFACSGD"): {"lr": 0.05},
             ("curves", "KFACAdam"): {"lr": 0.006, "kfac": {"damping": 1.0, "inv_update_steps": "growing:0.3:3"}},

@@ -131,17 +131,18 @@ class Results:
     Args:
         output: The folder of the file.
         task: What is trained.
+        stem: The file's name without its ending; None: that of the task.
     """
 
-    def __init__(self, output: Output, task: Task) -> None:
-        self.output, self.task = output, task
-        self.store = Store([output.folder / f"{task.name}.json"])
+    def __init__(self, output: Output, task: Task, stem: str | None = None) -> None:
+        self.output, self.task, self.stem = output, task, stem or task.name
+        self.store = Store([output.folder / f"{self.stem}.json"])
 
     def write(self, **more: Any) -> None:
         """Replace the file."""
         tuning = {"seed": TUNING_SEED, "steps": TUNING_STEPS, "factor": FACTOR, "more": TUNED}
         head = {"target": self.task.target, "tuning": tuning, **more}
-        self.output.save_runs(self.task.name, head, self.store.runs.values())
+        self.output.save_runs(self.stem, head, self.store.runs.values())
 
     def run(self, label: str, settings: Settings, **purpose: Any) -> Line:
         """Return the run with these settings: the one there is, else train it now.

@@ -12,7 +12,7 @@ from benchmarks.common.optimizers import OPTIMIZERS
 from benchmarks.common.runs import Trainer
 from benchmarks.common.tasks import digits
 from benchmarks.convergence import __main__ as convergence
-from benchmarks.convergence import width
+from benchmarks.convergence import seconds, width
 from benchmarks.convergence.__main__ import FACTOR, LENGTHS, Row, drawn, factors, middle, rows_of, swapped
 
 
@@ -173,3 +173,43 @@ def test_width_trains_every_width_and_rate(tmp_path):
     assert [list(map(float, curve)) for curve in losses.values()] == 2 * [[0.075, 0.15, 0.3, 0.6, 1.2]]
     assert len({loss for curve in losses.values() for loss in curve.values()}) == 10, "every run is another"
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".txt", ".png"}
+
+
+def line(step, loss, cpu):
+    return {"kind": "step", "step": step, "loss": loss, "cpu_seconds": cpu, "wall_seconds": cpu}
+
+
+def record_of_losses(losses, seconds_per_step, reached):
+    """A record of steps that took the same time, and of one evaluation at the end."""
+    steps = [line(i + 1, loss, (i + 1) * seconds_per_step) for i, loss in enumerate(losses)]
+    held_out = {"test_loss": 0.5, "test_accuracy": 0.99 if reached else 0.5}
+    evaluation = {**steps[-1], "kind": "evaluation", **held_out}
+    return convergence.Record({"settings": {"device": "cpu"}}, steps, [evaluation], end="finished")
+
+
+def test_side_by_side_times_are_shares_of_the_peers(task):
+    peer = record_of_losses([2.0, 2.0, 2.0, 2.0], seconds_per_step=1.0, reached=False)
+    own = record_of_losses([3.0, 0.1, 0.1], seconds_per_step=2.0, reached=True)
+    found = seconds.judged(task, peer, own)
+    averages = seconds.smoothed([3.0, 0.1, 0.1])
+    assert found["time"] == 6 / 4
+    assert found["peer's loss after"] == 4 / 4  # the first step whose average is below 2
+    assert averages[0] > 2 >= averages[1] == found["loss at peer's time"]
+    assert found["loss"] == averages[-1]
+    assert (found["steps to target"], found["target after"]) == (3, 6 / 4)
+    behind = seconds.judged(task, own, peer)
+    assert (behind["peer's loss after"], behind["target after"]) == (None, None)
+
+
+def test_side_by_side_every_run_is_the_run_alone(tmp_path, task, capsys):
+    shared = ["--smoke", "--task", "digits", "--draws", "2", "--seeds", "0,1", "--batch-size", "8"]
+    assert seconds.main([*shared, "--out", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "seconds-digits-8.json").read_text())
+    printed = capsys.readouterr().out
+    assert all(row in printed for row in result["table"])
+    runs = [run for run in result["runs"] if run["draw"] is None]
+    assert [run["of"] for run in runs] == ["SGD", "KFACSGD", "KFACSGD, shorter"] * 2
+    for run in runs[:3]:
+        _, alone = convergence.train(task, convergence.Settings(**run["settings"]), "alone", quiet=True)
+        assert [e["train_loss"] for e in alone.evaluations] == [e["train_loss"] for e in run["evaluations"]]
+    assert runs[2]["settings"]["steps"] == 3 < runs[1]["settings"]["steps"] == 4
