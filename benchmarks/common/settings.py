@@ -114,7 +114,7 @@ RECIPES: dict[str, Recipe] = {
             "scaling": "unit",
             "damping_of": "mean",
             "damping": 0.03,
-            "inv_update_steps": "growing:0.5:5",
+            "inv_update_steps": "growing:0.5:10",
             "solver": "inverse",
             "fisher": "sampled",
         },
