@@ -53,7 +53,8 @@ def judged(task: Task, peer: Record, own: Record) -> dict[str, Any]:
     """Return a contender's figures; times are shares of the peer's seconds for all of its steps."""
     losses, seconds = smoothed(column(own.steps, "loss")), column(own.steps, own.seconds)
     of_peer = smoothed(column(peer.steps, "loss"))[-1], column(peer.steps, peer.seconds)[-1]
-    there = next((time for loss, time in zip(losses, seconds, strict=True) if loss <= of_peer[0]), None)
+    # Some batches are easier than others: what counts is from when on the loss stays as low as the peer's at its end.
+    there = max((i + 1 for i, loss in enumerate(losses) if not loss <= of_peer[0]), default=0)
     in_time = [loss for loss, time in zip(losses, seconds, strict=True) if time <= of_peer[1]]
     reached, last = own.first_reached(task), own.evaluations[-1]
     return {
@@ -61,7 +62,7 @@ def judged(task: Task, peer: Record, own: Record) -> dict[str, Any]:
         "loss": losses[-1],
         "held out": last["test_loss"],
         "time": seconds[-1] / of_peer[1],
-        "peer's loss after": None if own is peer or there is None else there / of_peer[1],
+        "peer's loss after": None if own is peer or there == len(losses) else seconds[there] / of_peer[1],
         "loss at peer's time": in_time[-1] if in_time else None,
         "steps to target": reached["step"] if reached else None,
         "target after": reached[own.seconds] / of_peer[1] if reached else None,

@@ -188,15 +188,15 @@ def record_of_losses(losses, seconds_per_step, reached):
 
 
 def test_side_by_side_times_are_shares_of_the_peers(task):
-    peer = record_of_losses([2.0, 2.0, 2.0, 2.0], seconds_per_step=1.0, reached=False)
-    own = record_of_losses([3.0, 0.1, 0.1], seconds_per_step=2.0, reached=True)
+    peer = record_of_losses([2.5, 2.5, 2.5, 2.5], seconds_per_step=1.0, reached=False)
+    own = record_of_losses([1.0, 9.0, 0.1, 0.1], seconds_per_step=2.0, reached=True)
     found = seconds.judged(task, peer, own)
-    averages = seconds.smoothed([3.0, 0.1, 0.1])
-    assert found["time"] == 6 / 4
-    assert found["peer's loss after"] == 4 / 4  # the first step whose average is below 2
-    assert averages[0] > 2 >= averages[1] == found["loss at peer's time"]
-    assert found["loss"] == averages[-1]
-    assert (found["steps to target"], found["target after"]) == (3, 6 / 4)
+    averages = seconds.smoothed([1.0, 9.0, 0.1, 0.1])
+    assert found["time"] == 8 / 4
+    assert averages[0] < 2.5 < averages[1] == found["loss at peer's time"]
+    assert averages[2] > 2.5 > averages[3] == found["loss"]
+    assert found["peer's loss after"] == 8 / 4  # from where on its average stays below 2.5: not in the first step
+    assert (found["steps to target"], found["target after"]) == (4, 8 / 4)
     behind = seconds.judged(task, own, peer)
     assert (behind["peer's loss after"], behind["target after"]) == (None, None)
 
