@@ -348,7 +348,12 @@ class KFACMixin(_Optimizer):
         return {**super().__getstate__(), **self._settings(), "curvature": self.curvature}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # Adam looks for its own entries in every state that is not empty; an unused layer has the averages alone.
+        states = state.get("state", {})
+        averages = {p: own.pop(AVERAGES) for p, own in states.items() if AVERAGES in own}
         super().__setstate__(state)
+        for p, own in averages.items():
+            states[p][AVERAGES] = own
         if "curvature" in self.__dict__:
             self.curvature.belong_to(self)
 
