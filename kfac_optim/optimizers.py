@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from .damping import OfLargest
 from .distributed import join_hook, notify_join_context, register_joinable, share_gradients
 from .engine import CurvatureEngine
 from .lamb import MultiTensorLamb
-from .preconditioning import Lr, by_parameter
+from .preconditioning import Lr, by_parameter, common_rate
 from .schedules import growing, inverse_time_decay
 from .solvers import EigenSolver
 from .turning import alignment_of, forget_turns, take_turned_step
@@ -196,9 +196,9 @@ class KFACMixin(_Optimizer):
 
     def _rates(self) -> Lr | dict[nn.Parameter, Lr]:
         """The learning rate, by parameter if the groups differ in it."""
-        first, *others = (group["lr"] for group in self.param_groups)
-        if all(lr is first or not isinstance(lr, Tensor) and lr == first for lr in others):
-            return cast(Lr, first)
+        rate = common_rate([group["lr"] for group in self.param_groups])
+        if rate is not None:
+            return rate
         return {p: group["lr"] for group in self.param_groups for p in group["params"]}
 
     def _parameters(self) -> list[nn.Parameter]:
