@@ -254,6 +254,7 @@ class KFACMixin(_Optimizer):
         super().add_param_group(param_group)
         if hasattr(self, "curvature"):
             self.curvature.extend(self.param_groups[-1]["params"])
+            self._show_states()
             self._show_counters()
 
     def __repr__(self) -> str:
