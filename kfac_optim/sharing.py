@@ -76,7 +76,7 @@ def extents_found(
         if parts is None:
             own.append(torch.zeros(block.layer.pairs, dtype=dtype, device=block.layer.weight.device))
         else:
-            own.append(block.specs[side].largest_of_blocks(solver.largest(parts)))
+            own.append(block.specs[side].largest_of_blocks(solver.largest(parts)).to(dtype))
     pairs = iter(comm.sum(own, "counts"))
     largest = dict(zip(blocks, zip(pairs, pairs, strict=True), strict=True))
     means = extents(blocks, source, comm, largest=False)
