@@ -290,11 +290,6 @@ HOW = {"nested": StateDictOptions(), "flat": StateDictOptions(flatten_optimizer_
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sharded")
-
-
-@pytest.fixture(scope="module")
 def saved(folder: Path) -> list[dict[Any, Any]]:
     return run_ranks(4, save, str(folder))
 
