@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -69,6 +72,50 @@ def test_parameters_without_a_vector_have_zeros(name: str) -> None:
     whole = layout.fill(present, torch.float64)
     assert torch.equal(whole, matrices(layers, present | {missing: torch.zeros_like(vectors[missing])}))
     assert missing not in {p for p, _, _ in layout.read(whole, present)}
+
+
+# Modules whose matrices are [p, 3, 5]: weights and biases that lie there as they are, and such that are computed.
+OF_ONE_SHAPE: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(4, 3),
+    "linear without bias": lambda: nn.Linear(5, 3, bias=False),
+    "convolution": lambda: nn.Conv2d(2, 3, (1, 2)),
+    "groups": lambda: nn.Conv1d(8, 6, 1, groups=2),
+    "groups without biases": lambda: nn.Conv1d(10, 6, 1, groups=2, bias=False),
+    "transposed": lambda: nn.ConvTranspose1d(4, 3, 1),
+    "transposed groups": lambda: nn.ConvTranspose1d(8, 6, 1, groups=2),
+    "attention": lambda: nn.MultiheadAttention(3, 1, kdim=4, vdim=4),
+}
+
+
+@given(
+    names=st.lists(st.sampled_from(sorted(OF_ONE_SHAPE)), min_size=1, max_size=5),
+    missing=st.sets(st.integers(0, 9)),
+    wanted=st.sets(st.integers(0, 9)),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_layers_of_any_types_side_by_side(
+    names: list[str], missing: set[int], wanted: set[int], dtype: torch.dtype
+) -> None:
+    """Some biases have no vector, only some parameters are asked for, and matrices come as parts of larger tensors."""
+    found = find_layers([nn.ModuleList(OF_ONE_SHAPE[name]() for name in names)], LayerOptions()).layers
+    layers = [layer for layer in found if (layer.d_out, layer.d_in) == (3, 5)]
+    vectors = {p: vector.to(dtype) for p, vector in vectors_of(layers).items()}
+    biases = [p for p in vectors if all(p is not layer.weight for layer in layers)]
+    absent = {p for i, p in enumerate(biases) if i in missing}
+    zeros = {p: torch.zeros_like(vectors[p]) for p in absent}
+    layout = Layout(layers)
+    whole = layout.fill({p: vector for p, vector in vectors.items() if p not in absent}, torch.float64)
+    assert whole.dtype is torch.float64 and torch.equal(whole, matrices(layers, {**vectors, **zeros}).double())
+    chosen = {p for i, p in enumerate(vectors) if i in wanted}
+    for given_matrices in (torch.randn(len(whole) + 1, 3, 5)[1:], torch.randn(len(whole), 5, 3).mT):
+        expected = []
+        for layer, own in zip(layers, given_matrices.split([layer.pairs for layer in layers]), strict=True):
+            indices = (slice(None), layer.bias_part)
+            expected += list(zip(layer.parameters, indices, layer.from_matrix(own), strict=False))
+        parts = {(id(p), index.start): part for p, index, part in layout.read(given_matrices, chosen)}
+        assert parts.keys() == {(id(p), index.start) for p, index, _ in expected if p in chosen}
+        for p, index, part in expected:
+            assert p not in chosen or torch.equal(parts[id(p), index.start], part)
 
 
 class Operations(TorchDispatchMode):

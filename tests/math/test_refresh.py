@@ -88,6 +88,28 @@ def test_same_shapes_are_due_together_as_far_as_the_share_goes() -> None:
     assert len(steps[4]) == 1
 
 
+@given(st.lists(specs, min_size=1, max_size=12), st.integers(0, 6))
+def test_the_largest_is_made_first(shapes: list[FactorSpec], spread: int) -> None:
+    refresh, share = planned(shapes, spread)
+    for jobs in (refresh.background, refresh.due(spread)):
+        costs = [share[job].cost for job in jobs]
+        assert costs == sorted(costs, reverse=True)
+
+
+def test_a_new_plan_keeps_what_is_done_of_its_own_jobs() -> None:
+    """Other ranks take over layers in the midst of a refresh."""
+    refresh, share = planned([FactorSpec(1, dim) for dim in (4, 4, 5, 5, 6)], 3)
+    done, running, kept_done, kept_running, fresh = (block for block, _ in share)
+    refresh.done = {(done, 0): (), (kept_done, 0): ()}
+    refresh.running = dict.fromkeys([(running, 0), (kept_running, 0)], tuple)
+    for block in (done, running):
+        vars(block)["workers"] = SimpleNamespace(inverse_workers=(1, 0))
+    refresh.plan(refresh.blocks, rank=0)
+    assert set(refresh.done) == {(kept_done, 0)} and set(refresh.running) == {(kept_running, 0)}
+    assert set(refresh.due(3)) == {(done, 1), (running, 1), (kept_running, 0), (fresh, 0)}
+    assert refresh.found(kept_done, 0) == () and refresh.found(done, 0) is None
+
+
 # Batches -------------------------------------------------------------------------------------------------------------
 
 
