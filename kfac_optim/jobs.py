@@ -73,7 +73,7 @@ class RefreshInProgress:
         # The step that begins a refresh collects statistics as well, and is spared where there are enough others.
         steps = range(1 if self.spread > 2 else 0, max(1, self.spread))
         budget = sum(spec.cost for spec in own_jobs.values()) / len(steps)
-        large = [job for job, spec in own_jobs.items() if self.spread and spec.cost > budget]
+        large = [job for job, spec in own_jobs.items() if spec.cost > budget]
         self.background = sorted(large, key=lambda job: -own_jobs[job].cost)
         rest = [job for job in own_jobs if job not in large]
         batches = grouped_by_key(rest, lambda job: own_jobs[job].shape[1:], lambda job: own_jobs[job].cost, budget)

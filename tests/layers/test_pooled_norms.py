@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
+from kfac_optim import CurvatureEngine
 from kfac_optim.layers import LayerOptions, Observation, find_layers
+from kfac_optim.layers.norm import _NormLayer
+from tests.helpers.compare import assert_near, factors_of
+from tests.helpers.settings import FLOAT64
 
 
 @given(
@@ -45,3 +50,35 @@ def test_norms_of_other_shapes_are_not_pooled() -> None:
     layers = find_layers([models], LayerOptions()).layers
     layers += find_layers([nn.LayerNorm(3)], LayerOptions(max_factor_dim=1)).layers
     assert len({layer.combined_with for layer in layers}) == len(layers) == 4
+
+
+class Halves(nn.Module):
+    """Norm layers of several types and sizes; some see all examples, some only half of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.LayerNorm(4), nn.RMSNorm(4), nn.BatchNorm1d(4)
+        self.fourth, self.fifth, self.sixth = nn.LayerNorm(4), nn.LayerNorm(2), nn.LayerNorm(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.third(self.second(self.first(x).tanh()))
+        half = self.fourth(x[::2] * x[1::2])
+        return torch.cat([self.sixth(x[:, :2]), self.fifth(half[:, 2:].exp())])
+
+
+def test_an_engine_has_the_factors_of_layers_that_are_not_pooled(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for pooled in (True, False):
+        if not pooled:
+            monkeypatch.setattr(_NormLayer, "combined_with", property(lambda layer: layer))
+        torch.manual_seed(0)
+        model = Halves().double()
+        engine = CurvatureEngine(model, **FLOAT64)
+        for _ in range(2):  # micro-batches
+            model(torch.randn(8, 4, dtype=torch.float64)).square().sum(1).mean().backward()
+        engine.precondition_(lr=0.1)
+        assert len(engine.layers) == 6
+        found.append(factors_of(engine))
+    for name, factor in found[1].items():
+        assert_near(found[0][name], factor, name, rel=1e-12)
+        assert float(factor.norm()) > 0
