@@ -156,6 +156,14 @@ def test_a_state_without_its_refresh_in_progress_loads_where_none_is_in_progress
     optimizer.load_state_dict(state)
 
 
+def test_a_damaged_snapshot_is_refused_where_no_refresh_is_in_progress() -> None:
+    state = without_checksums(trained(steps=3))
+    assert state["param_groups"][0]["kfac_pending_spread"] == -1
+    entry = next(entry["kfac"] for entry in state["state"].values() if "kfac" in entry)
+    del entry["pending"]["A"]
+    assert "factor A (pending) that is missing" in assert_refused(state)
+
+
 def test_numbers_that_a_tool_made_floats_of_load() -> None:
     state = trained()
     for group in state["param_groups"]:
