@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .damping import Damping, kind_of
 from .distributed import Assignment, AssignmentStrategy, Communicator, LayerAssignment, LayerCost
-from .factors import FactorSpec, read, snapshot_
+from .factors import FactorSpec, copy_average_, read
 from .layers import KroneckerLayer, full_precision
 from .solvers import Decomposition, Solver
 from .spectra import eigenvalues, largest_eigenvalue
@@ -116,7 +116,7 @@ class Factors:
     def freeze(self, source: Factors, gamma: Tensor | None) -> None:
         """Becomes a copy of ``source``, to be decomposed with the damping ``gamma``, ``[p]``; None: without."""
         for side in SIDES:
-            snapshot_(self.tensors[side], source.tensors[side])
+            copy_average_(self.tensors[side], source.tensors[side])
         if gamma is not None:
             self.gamma.copy_(gamma)
 

@@ -169,6 +169,9 @@ class BuiltEngine(ViewedEngine):
         """Takes more trained parameters (``add_param_group``); their layers start without statistics."""
         self._trained.update(dict.fromkeys(parameters_of(params)))
         self._find_layers()
+        if any(block.state for block in self._blocks):  # a state may be saved before the next step makes room
+            for block in [block for block in self._blocks if not block.state]:
+                block.make_room(self.factor_dtype, self.comm.rank, spreads=self.may_spread)
         self._watch_anew()
 
     def _watch_anew(self) -> None:

@@ -23,15 +23,14 @@ _SOURCES: tuple[Source, ...] = ("current", "in_use", "pending")
 def check_states(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any], rank: int, *, pending: bool) -> None:
     """Raises ValueError unless ``rank``, this process, could load its factors from a state of all or of its own.
 
-    ``pending``: with those of a refresh in progress.
+    ``pending``: with those of a refresh in progress. Without one they may be missing, but not be damaged.
     """
     weights = {block.layer.weight: block for block in blocks}
     if any(weight not in weights for weight in states):
         raise ValueError("the state has Kronecker factors for a parameter that has none here: another model?")
-    sources = ("current", "in_use", "pending") if pending else ("current", "in_use")
     for weight, block in weights.items() if states else ():
         known = weight in states
-        problem = _problem(block, states[weight], sources, rank) if known else "has no Kronecker factors"
+        problem = _problem(block, states[weight], rank, pending=pending) if known else "has no Kronecker factors"
         if problem:
             raise ValueError(
                 f"the state of {block.layer.name!r} {problem}: damaged, or of another model, skip_layers or "
@@ -39,11 +38,13 @@ def check_states(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any], ra
             )
 
 
-def _problem(block: Block, state: Any, sources: Iterable[str], rank: int) -> str:
+def _problem(block: Block, state: Any, rank: int, *, pending: bool) -> str:
     """What keeps a layer's state from being loaded; empty if nothing."""
     if not isinstance(state, Mapping):
         return f"is {state!r}"
-    for source in sources:
+    for source in _SOURCES:
+        if source == "pending" and not pending and source not in state:
+            continue
         tensors = state.get(source)
         if not isinstance(tensors, dict):
             return f"has no factors that are {source.replace('_', ' ')}"

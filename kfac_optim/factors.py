@@ -9,12 +9,13 @@ packs, sends or decomposes matrices need not know. How the running averages are 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["FactorSpec", "pack", "packed_diagonal", "read", "snapshot_", "unpack", "write_"]
+__all__ = ["FactorSpec", "copy_average_", "pack", "packed_diagonal", "read", "unpack", "write_"]
 
 
 def pack(matrix: Tensor) -> Tensor:
@@ -178,6 +179,9 @@ class FactorSpec:
         shape = (self.matrices, self.packed_numel // self.matrices)
         if value is not None and value.shape != shape:
             return f"has shape {tuple(value.shape)} instead of {shape}"
+        scale = known.get("scale")
+        if value is not None and value.dtype is torch.float16 and getattr(scale, "shape", None) != (self.matrices, 1):
+            return "is in float16, but has no scale"
         if weight.dim() != 0 or not float(weight) >= 0:
             return f"has a weight of {weight}"
         if not all(bool(tensor.isfinite().all()) for tensor in known.values()):
@@ -185,7 +189,7 @@ class FactorSpec:
         return ""
 
 
-def read(average: dict[str, Tensor]) -> Tensor:
+def read(average: Mapping[str, Tensor]) -> Tensor:
     """The packed factor of a running average, in at least float32."""
     value = average["value"].to(torch.promote_types(average["value"].dtype, torch.float32))
     return value * average["scale"] if "scale" in average else value
@@ -200,10 +204,16 @@ def write_(average: dict[str, Tensor], value: Tensor) -> None:
     average["value"].copy_(value)
 
 
-def snapshot_(target: dict[str, Tensor], source: dict[str, Tensor]) -> None:
-    """Copies a running average into another one of the same shape, in place."""
-    for key, tensor in source.items():
-        if key == "weight":
-            target[key] = tensor.clone()
-        else:
-            target[key].copy_(tensor)
+def copy_average_(target: dict[str, Tensor], source: Mapping[str, Tensor]) -> None:
+    """Copies a running average into another one of the same shape, in place: bit for bit where both have one dtype.
+
+    Of an average that another rank keeps the weight alone.
+    """
+    target["weight"] = source["weight"].detach().to(target["weight"], copy=True)
+    if "value" not in target:
+        return
+    if target["value"].dtype is not source["value"].dtype:
+        write_(target, read(source))  # float16 has a scale, which no other dtype has
+        return
+    for key in target.keys() - {"weight"}:
+        target[key].copy_(source[key])

@@ -33,6 +33,7 @@ class RefreshInProgress:
             in use are only made again.
         gammas: The damping of each block's pairs, ``[p]``; that in its snapshot, or none, for the others.
         units: What a damping is a multiple of, and the kind of that damping, by block, where they are known.
+        extents: What is known of the eigenvalues of factors of which other ranks keep some, by block.
     """
 
     def __init__(
@@ -42,10 +43,10 @@ class RefreshInProgress:
         source: Source,
         gammas: Mapping[Block, Tensor] | None = None,
         units: Mapping[Block, tuple[Any, Tensor]] | None = None,
+        extents: Mapping[Block, Extent] | None = None,
     ) -> None:
         self.start, self.spread, self.source, self.gammas = start, spread, source, dict(gammas or {})
-        self.units = dict(units or {})
-        self.extents: dict[Block, Extent] = {}  # of the factors that are decomposed, where other ranks keep some
+        self.units, self.extents = dict(units or {}), dict(extents or {})
         self.blocks: list[Block] = []
         self.steps: dict[FactorJob, int] = {}  # this rank's jobs: how many steps after the start each is due
         self.background: list[FactorJob] = []  # those of them that run in the background
@@ -56,6 +57,11 @@ class RefreshInProgress:
         """Shares this rank's decompositions out to the steps: evenly by cost, and same shapes together.
 
         A job larger than one step's budget runs in the background and is due at the end.
+
+        Args:
+            blocks: Those to decompose, the same on all ranks. Again with other workers than before, results of jobs
+                that are now another rank's are dropped.
+            rank: This process.
         """
         self.blocks = blocks
         own_jobs: dict[FactorJob, FactorSpec] = {
@@ -67,13 +73,13 @@ class RefreshInProgress:
         # The step that begins a refresh collects statistics as well, and is spared where there are enough others.
         steps = range(1 if self.spread > 2 else 0, max(1, self.spread))
         budget = sum(spec.cost for spec in own_jobs.values()) / len(steps)
-        large = [job for job, spec in own_jobs.items() if self.spread and spec.cost > budget]
+        large = [job for job, spec in own_jobs.items() if spec.cost > budget]
         self.background = sorted(large, key=lambda job: -own_jobs[job].cost)
         rest = [job for job in own_jobs if job not in large]
-        together = grouped_by_key(rest, lambda job: own_jobs[job].shape[1:], lambda job: own_jobs[job].cost, budget)
-        costs = [sum(own_jobs[job].cost for job in batch) for batch in together]
-        when = longest_first(costs, [steps] * len(together), [0.0] * steps.stop)
-        self.steps = {job: step for step, batch in zip(when, together, strict=True) for job in batch}
+        batches = grouped_by_key(rest, lambda job: own_jobs[job].shape[1:], lambda job: own_jobs[job].cost, budget)
+        costs = [sum(own_jobs[job].cost for job in batch) for batch in batches]
+        when = longest_first(costs, [steps] * len(batches), [0.0] * steps.stop)
+        self.steps = {job: step for step, batch in zip(when, batches, strict=True) for job in batch}
         self.steps |= dict.fromkeys(self.background, self.spread)
         self.done = {job: result for job, result in self.done.items() if job in own_jobs}
         self.running = {job: result for job, result in self.running.items() if job in own_jobs}
@@ -104,7 +110,7 @@ class RefreshInProgress:
 
 
 def together(jobs: Sequence[FactorJob]) -> list[list[FactorJob]]:
-    """Jobs of one shape on one device in batches."""
+    """Batches of jobs whose factors have one shape and one device; on a CPU each job is a batch of its own."""
 
     def shape(job: FactorJob) -> tuple[int, ...]:
         return job[0].specs[job[1]].shape
@@ -121,7 +127,14 @@ def together(jobs: Sequence[FactorJob]) -> list[list[FactorJob]]:
 
 
 def batch_of(jobs: Sequence[FactorJob], refresh: RefreshInProgress, solver: Solver, inv_dtype: torch.dtype) -> Batch:
-    """Jobs of one shape, to be decomposed as one; ``inv_dtype``: how their results are stored."""
+    """The input of a decomposition of several factors at once.
+
+    Args:
+        jobs: Factors of one shape, on one device.
+        refresh: The refresh that they belong to.
+        solver: What decomposes.
+        inv_dtype: Storage of the results; factors are decomposed in at least this precision, and in float32 at least.
+    """
 
     def inputs() -> tuple[Tensor, Tensor]:
         packed = [block.factors(refresh.source).packed(side) for block, side in jobs]

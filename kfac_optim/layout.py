@@ -34,8 +34,8 @@ class _Run:
         indices: The slice of each one.
         lengths: Their lengths in the first dimension.
         shape: Their shape in the other dimensions.
-        stride: That of the part, in numbers.
-        offset: Where it begins.
+        stride: That of the part of the matrices.
+        offset: How many numbers the matrices have before it.
     """
 
     parameters: list[nn.Parameter]
@@ -57,7 +57,7 @@ class _Run:
         self.lengths.append(length)
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part of contiguous matrices."""
+        """This run's part of contiguous matrices, a view."""
         offset = whole.storage_offset() + self.offset
         return whole.as_strided((sum(self.lengths), *self.shape), self.stride, offset)
 
@@ -74,7 +74,7 @@ class _Run:
                 part.copy_(vectors[p][index])
 
     def read(self, whole: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
-        """What the parameters have in contiguous matrices, each contiguous; without a copy where it is so already."""
+        """What these parameters have in contiguous matrices: contiguous tensors, views where the part is contiguous."""
         parts = self.of(whole).contiguous().split(self.lengths)
         found = zip(self.parameters, self.indices, parts, strict=True)
         return [part for part in found if part[0] in parameters]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from .damping import OfLargest
 from .distributed import join_hook, notify_join_context, register_joinable, share_gradients
 from .engine import CurvatureEngine
 from .lamb import MultiTensorLamb
-from .preconditioning import Lr, by_parameter
+from .preconditioning import Lr, by_parameter, common_rate
 from .schedules import growing, inverse_time_decay
 from .solvers import EigenSolver
 from .turning import alignment_of, forget_turns, take_turned_step
@@ -196,9 +196,9 @@ class KFACMixin(_Optimizer):
 
     def _rates(self) -> Lr | dict[nn.Parameter, Lr]:
         """The learning rate, by parameter if the groups differ in it."""
-        first, *others = (group["lr"] for group in self.param_groups)
-        if all(lr is first or not isinstance(lr, Tensor) and lr == first for lr in others):
-            return cast(Lr, first)
+        rate = common_rate([group["lr"] for group in self.param_groups])
+        if rate is not None:
+            return rate
         return {p: group["lr"] for group in self.param_groups for p in group["params"]}
 
     def _parameters(self) -> list[nn.Parameter]:
@@ -254,6 +254,7 @@ class KFACMixin(_Optimizer):
         super().add_param_group(param_group)
         if hasattr(self, "curvature"):
             self.curvature.extend(self.param_groups[-1]["params"])
+            self._show_states()
             self._show_counters()
 
     def __repr__(self) -> str:
@@ -348,7 +349,12 @@ class KFACMixin(_Optimizer):
         return {**super().__getstate__(), **self._settings(), "curvature": self.curvature}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # Adam looks for its own entries in every state that is not empty; an unused layer has the averages alone.
+        states = state.get("state", {})
+        averages = {p: own.pop(AVERAGES) for p, own in states.items() if AVERAGES in own}
         super().__setstate__(state)
+        for p, own in averages.items():
+            states[p][AVERAGES] = own
         if "curvature" in self.__dict__:
             self.curvature.belong_to(self)
 

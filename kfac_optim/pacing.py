@@ -38,7 +38,7 @@ class Pace:
         """Notes the work of a refresh, the first time that it is called.
 
         Args:
-            blocks: Those whose factors have data, of one step and all ranks.
+            blocks: Those whose factors have data, of one step and all ranks (local factors: of one rank).
             fraction: The share of the examples that is in the data.
             world_size: The number of ranks, which share the work.
         """
@@ -47,10 +47,11 @@ class Pace:
         decompositions = passes = 0.0
         for block in blocks:
             layer = block.layer
-            rows = float(block.state["current"]["A"]["weight"]) / fraction
+            ranks = 1 if block.workers.factors == "local" else world_size
+            rows = float(block.state["current"]["A"]["weight"]) / ranks / fraction
             inputs = 1 if block.specs[0].diagonal else layer.d_in  # of embeddings one row is looked up
             numel = layer.pairs * layer.d_out
-            passes += _PASSES * rows / world_size * inputs * numel + _PER_WEIGHT * layer.d_in * numel
+            passes += _PASSES * rows * inputs * numel + _PER_WEIGHT * layer.d_in * numel
             cost = _DECOMPOSITION.get(layer.weight.device.type, _DECOMPOSITION["cuda"])
             decompositions += cost * sum(spec.cost for spec in block.specs) / world_size
         self.work = max(1, round(decompositions / passes)) if passes else 0

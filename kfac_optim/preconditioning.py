@@ -21,7 +21,7 @@ from .scaling import Direction, Scaling
 from .solvers import Decomposition, Solver, Truncating, grouped_by_key
 from .tiles import Tile, precondition, tiles_of
 
-__all__ = ["Lr", "Preconditioner", "Stack", "StackedDirection", "assembled", "by_parameter", "stack_of"]
+__all__ = ["Lr", "Preconditioner", "Stack", "StackedDirection", "assembled", "by_parameter", "common_rate", "stack_of"]
 
 Lr = float | Tensor
 
@@ -231,8 +231,8 @@ class Preconditioner:
         if not isinstance(lr, Mapping):
             return Direction(direction, gradient, update, lr, stack.layer_of_pair)
         moved = [p for layer in stack.layers for p in layer.parameters if p in vectors]
-        rate = lr[moved[0]]
-        if any(lr[p] is not rate and (isinstance(lr[p], Tensor) or lr[p] != rate) for p in moved):
+        rate = common_rate([lr[p] for p in moved])
+        if rate is None:
             rate = stack.layout.fill({p: torch.ones_like(vectors[p]) * lr[p] for p in moved}, self.dtype)
         return Direction(direction, gradient, update, rate, stack.layer_of_pair)
 
@@ -334,6 +334,14 @@ def _cat(tensors: Sequence[Tensor]) -> Tensor:
     first = tensors[0]
     alone = len(tensors) == 1 and first.untyped_storage().nbytes() == first.nbytes
     return first if alone else torch.cat(list(tensors))
+
+
+def common_rate(rates: Sequence[Lr]) -> Lr | None:
+    """The one learning rate that all of these are; None: there are several, or only the device knows."""
+    first = rates[0]
+    known = not isinstance(first, Tensor)  # to compare a tensor would be to wait for its device
+    same = all(rate is first or known and not isinstance(rate, Tensor) and rate == first for rate in rates)
+    return first if same else None
 
 
 def assembled(directions: Sequence[StackedDirection], matrices: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:

@@ -94,8 +94,7 @@ class Refresher:
         gammas = {block: value * unit for block, (_, unit) in units.items()}
         self.refreshes += 1
         if self.last_refresh is None or not spread:
-            refresh = RefreshInProgress(step, 0, "current", gammas, units)
-            refresh.extents.update(known)
+            refresh = RefreshInProgress(step, 0, "current", gammas, units, known)
             refresh.plan(blocks, comm.rank)
             self._work_off(refresh, step, comm)
             self.last_refresh = step  # not before: an interrupted one is due again
@@ -103,8 +102,7 @@ class Refresher:
         self.last_refresh = step
         for block in blocks:
             block.factors("pending").freeze(block.factors("current"), gammas.get(block))
-        self.in_progress = RefreshInProgress(step, spread, "pending", units=units)
-        self.in_progress.extents.update(known)
+        self.in_progress = RefreshInProgress(step, spread, "pending", units=units, extents=known)
         self.in_progress.plan(blocks, comm.rank)
 
     def work_off(self, step: int, comm: Communicator) -> None:

@@ -25,14 +25,17 @@ __all__ = ["extents", "extents_found", "move_factors", "on_cpu", "refuse_to_move
 def extents(
     blocks: Sequence[Block], source: Source, comm: Communicator, *, largest: bool = True
 ) -> dict[Block, Extent]:
-    """How large the eigenvalues of factors are of which some are on other ranks (a collective where there are any).
+    """How large the eigenvalues of factors are that are shared out (a collective if there are such factors).
 
     Args:
-        blocks: Any; those whose factors every rank keeps are left out of the result.
+        blocks: The same on all ranks; those whose factors every rank keeps are left out of the result.
         source: Which factors.
         comm: The ranks.
         largest: Whether the largest eigenvalues are wanted as well as the means: some 32 products of each factor with
             a vector.
+
+    Returns:
+        Mean and, if wanted, largest eigenvalues by block, the same on all ranks.
     """
     shared = [block for block in blocks if comm.world_size > 1 and block.workers.factors != "replicated"]
     own = []
@@ -60,15 +63,18 @@ def extents_found(
     inv_dtype: torch.dtype,
     comm: Communicator,
 ) -> dict[Block, Extent]:
-    """As :func:`extents`, of all blocks; the largest eigenvalues as their inverse workers found them.
+    """As :func:`extents`, with the largest eigenvalues that decompositions have, for all blocks (a collective).
 
     Args:
-        blocks: Those that were decomposed.
+        blocks: Those that were decomposed, the same on all ranks.
         source: Which factors were.
         found: The decomposition of A (0) or G (1) of a block; None where another rank made it.
         solver: What made it.
         inv_dtype: Storage of the decompositions.
         comm: The ranks.
+
+    Returns:
+        Largest eigenvalues by block; means, too, of those whose factors are shared out.
     """
     own, dtype = [], part_dtype(1, inv_dtype)
     for block, side in itertools.product(blocks, range(2)):
@@ -76,7 +82,7 @@ def extents_found(
         if parts is None:
             own.append(torch.zeros(block.layer.pairs, dtype=dtype, device=block.layer.weight.device))
         else:
-            own.append(block.specs[side].largest_of_blocks(solver.largest(parts)))
+            own.append(block.specs[side].largest_of_blocks(solver.largest(parts)).to(dtype))
     pairs = iter(comm.sum(own, "counts"))
     largest = dict(zip(blocks, zip(pairs, pairs, strict=True), strict=True))
     means = extents(blocks, source, comm, largest=False)
@@ -87,7 +93,7 @@ def whole_state(block: Block, dtype: torch.dtype, comm: Communicator) -> dict[st
     """A layer's state with the factors that are on other ranks (a collective).
 
     Args:
-        block: The layer's block; it is not changed, and the tensors that it has are in the result themselves.
+        block: The layer's block, which is not changed; the result holds its own tensors, not copies.
         dtype: Storage of the factors.
         comm: The ranks.
     """
@@ -118,7 +124,7 @@ def move_factors(blocks: Sequence[Block], dtype: torch.dtype, comm: Communicator
 
 
 def refuse_to_move(blocks: Sequence[Block], comm: Communicator) -> None:
-    """Raises RuntimeError if the factors are only a part, of one rank of others than these; ``comm``: its old ranks."""
+    """Raises RuntimeError if the blocks have only one rank's part of the factors; ``comm``: the ranks it was of."""
     if not all(block.has_all_factors for block in blocks):
         raise RuntimeError(
             f"this engine has only the factors of rank {comm.rank} of {comm.world_size}, as its strategy shares them "

@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 from torch import nn
 
 from .averages import Averaging
-from .blocks import Block
+from .blocks import SIDES, Block
 from .checking import check_counters, check_states, check_sums, checksums
 from .config import Config, loaded_options, saved_options
 from .distributed import Communicator, LocalCommunicator, make_communicator
+from .factors import copy_average_
 from .refresh import Refresher
 from .sharing import on_cpu, whole_state
 from .trust import Trust
@@ -223,13 +224,12 @@ class StatefulEngine(Config, ABC):
         return copied
 
 
-def copy_state(target: dict[str, Any], source: Mapping[str, Any]) -> None:
-    """Copies saved tensors into fresh ones: own dtype, own device, nothing shared with the loaded dict."""
-    for key, value in source.items():
-        if isinstance(value, Mapping):
-            if key in target:  # room for a spread refresh is made under the present schedules only
-                copy_state(target[key], value)
-        elif key in target and target[key].dim():
-            target[key].copy_(value)
-        elif key in target:
-            target[key] = value.detach().to(target[key]).clone()
+def copy_state(target: Mapping[str, dict[str, Any]], saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Copies a layer's saved state into a fresh one: own dtype, own device, nothing shared with the loaded dict."""
+    for source, tensors in target.items():
+        if source not in saved:  # no refresh was in progress, or its factors were not saved
+            continue
+        for side in SIDES:
+            copy_average_(tensors[side], saved[source][side])
+        if "gamma" in tensors:
+            tensors["gamma"].copy_(saved[source]["gamma"])

@@ -116,7 +116,10 @@ def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module], comm: Commun
         return f"split by tensor parallelism, or not by rows: {placements}"
     if _hold_one_shard(comm, cast(Any, parameter).device_mesh):
         return ""
-    return f"split by tensor parallelism: {placements}, and communicator= has ranks with other shards"
+    return (
+        f"split by tensor parallelism: {placements}, and communicator= has ranks with other shards; take "
+        "TorchCommunicator(group), the group of the ranks that hold the same shard"
+    )
 
 
 def _uses_fsdp(roots: Iterable[nn.Module]) -> bool:
@@ -194,6 +197,7 @@ def _without_partial_sums(tensor: Any) -> Any:
 
 
 def _largest_of_plain(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest absolute entry of plain tensors, at least one, none of them empty; 0-dim."""
     if all(type(t) is Tensor and t.device.type == "cpu" and not t.is_complex() for t in tensors):
         # On the CPU torch takes 15 times as long for the maximum norm as for both extremes.
         small = [t.reshape(-1) for t in tensors if t.numel() <= _SMALL]

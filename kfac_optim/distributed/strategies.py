@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .assignment import Assignment, FactorPlace, LayerAssignment, LayerCost, check_place
 
@@ -50,6 +50,11 @@ def longest_first(costs: Sequence[float], candidates: Sequence[Sequence[int]], l
     return ranks
 
 
+def _evenly(costs: Sequence[float], group: Sequence[int]) -> list[int]:
+    """Distributes jobs to all ranks of a group by :func:`longest_first`; returns the rank of each job."""
+    return longest_first(costs, [group] * len(costs), [0.0] * (max(group) + 1))
+
+
 def _few_ranks(costs: Sequence[float], group: Sequence[int]) -> list[int]:
     """Distributes jobs to as few ranks of a group as finish in the time of :func:`longest_first`.
 
@@ -71,34 +76,45 @@ def _few_ranks(costs: Sequence[float], group: Sequence[int]) -> list[int]:
         loads[place] += costs[job]
         places[job] = place
     if len(loads) > len(group):
-        return [group[i] for i in longest_first(costs, [range(len(group))] * len(costs), [0.0] * len(group))]
+        return _evenly(costs, group)
     return [group[place * len(group) // len(loads)] for place in places]
 
 
-def _spread_factors(costs: Sequence[LayerCost], groups: Sequence[Sequence[int]], world_size: int) -> Assignment:
+def _spread_factors(
+    costs: Sequence[LayerCost], groups: Sequence[Sequence[int]], world_size: int, factors: FactorPlace
+) -> Assignment:
     """Every factor is decomposed on its own by a rank of the layer's group, and all of the group precondition.
 
-    Groups are the same object for several layers, or have no rank in common.
+    Few ranks decompose, unless they have to keep the factors: then all do, because memory is what sharing is for.
+
+    Args:
+        costs: The layers.
+        groups: The gradient workers of each layer: the same object for several layers, or no rank in common.
+        world_size: The number of ranks.
+        factors: Where factors stand.
     """
+    distribute = _few_ranks if factors == "replicated" else _evenly
     loads = [0.0] * world_size
     layers: dict[int, LayerAssignment] = {}
     for group in {id(group): group for group in groups}.values():
         own = [i for i, other in enumerate(groups) if other is group]
-        ranks = _few_ranks([cost for i in own for cost in costs[i].factor_costs], group)
+        ranks = distribute([cost for i in own for cost in costs[i].factor_costs], group)
         everyone = tuple(group)
         for i, pair in zip(own, zip(ranks[::2], ranks[1::2], strict=True), strict=True):  # A and G are neighbours
-            layers[i] = LayerAssignment(pair, everyone)
+            layers[i] = LayerAssignment(pair, everyone, factors)
             for rank, cost in zip(pair, costs[i].factor_costs, strict=True):
                 loads[rank] += cost
     return Assignment(tuple(layers[i] for i in range(len(costs))), tuple(loads))
 
 
-def _whole_layers(costs: Sequence[LayerCost], ranks: Sequence[int], world_size: int) -> Assignment:
+def _whole_layers(
+    costs: Sequence[LayerCost], ranks: Sequence[int], world_size: int, factors: FactorPlace
+) -> Assignment:
     """A rank decomposes both factors of a layer and is its only gradient worker; ``ranks``: which, for each layer."""
     loads = [0.0] * world_size
     for rank, layer in zip(ranks, costs, strict=True):
         loads[rank] += sum(layer.factor_costs)
-    return Assignment(tuple(LayerAssignment((rank, rank), (rank,)) for rank in ranks), tuple(loads))
+    return Assignment(tuple(LayerAssignment((rank, rank), (rank,), factors) for rank in ranks), tuple(loads))
 
 
 def _weights(costs: Sequence[LayerCost], factors: FactorPlace) -> list[float]:
@@ -113,13 +129,6 @@ def _weights(costs: Sequence[LayerCost], factors: FactorPlace) -> list[float]:
         return work
     memory = [layer.memory for layer in costs]
     return [w / max(1.0, sum(work)) + m / max(1, sum(memory)) for w, m in zip(work, memory, strict=True)]
-
-
-def _keeping(assignment: Assignment, factors: FactorPlace) -> Assignment:
-    """The same work, with factors that stand elsewhere."""
-    if factors == "replicated":
-        return assignment
-    return replace(assignment, layers=tuple(replace(layer, factors=factors) for layer in assignment.layers))
 
 
 @dataclass(frozen=True)
@@ -142,7 +151,7 @@ class FactorWise:
 
     def assign(self, costs: Sequence[LayerCost], world_size: int) -> Assignment:
         """See :class:`AssignmentStrategy`."""
-        return _keeping(_spread_factors(costs, [range(world_size)] * len(costs), world_size), self.factors)
+        return _spread_factors(costs, [range(world_size)] * len(costs), world_size, self.factors)
 
 
 @dataclass(frozen=True)
@@ -167,7 +176,7 @@ class LayerWise:
         """See :class:`AssignmentStrategy`."""
         weights = _weights(costs, self.factors)
         ranks = longest_first(weights, [range(world_size)] * len(costs), [0.0] * world_size)
-        return _keeping(_whole_layers(costs, ranks, world_size), self.factors)
+        return _whole_layers(costs, ranks, world_size, self.factors)
 
 
 @dataclass(frozen=True)
@@ -231,8 +240,8 @@ class KAISA:
         weights = _weights(costs, self.factors)
         row_of = longest_first(weights, [range(len(rows))] * len(costs), [0.0] * len(rows))
         if workers == 1:
-            return _keeping(_whole_layers(costs, row_of, world_size), self.factors)
-        return _keeping(_spread_factors(costs, [rows[row] for row in row_of], world_size), self.factors)
+            return _whole_layers(costs, row_of, world_size, self.factors)
+        return _spread_factors(costs, [rows[row] for row in row_of], world_size, self.factors)
 
     def _largest_that_fits(self, costs: Sequence[LayerCost], world_size: int, divisors: Sequence[int]) -> Assignment:
         """The grid with the most gradient workers (one of the divisors) whose fullest rank stays within the budget."""

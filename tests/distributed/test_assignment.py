@@ -244,6 +244,18 @@ def test_as_few_inverse_workers_as_finish_in_the_same_time(costs: list[LayerCost
     assert used <= 2 * mean + 1 or used == ranks, "no two of them could do their work together"
 
 
+@given(costs_of_models, world_sizes, st.sampled_from(places[1:]), st.data())
+def test_all_gradient_workers_keep_factors_that_are_shared_out(
+    costs: list[LayerCost], ranks: int, place: FactorPlace, data: st.DataObject
+) -> None:
+    """Not few of them, as decompose replicated ones: the fullest rank would hold more than it has to."""
+    workers = data.draw(st.sampled_from(divisors(ranks)))
+    assignment = KAISA(workers / ranks, factors=place).assign(costs, ranks)
+    for group in {layer.gradient_workers for layer in assignment.layers}:
+        own = [layer.inverse_workers for layer in assignment.layers if layer.gradient_workers == group]
+        assert len({rank for pair in own for rank in pair}) == min(2 * len(own), workers)
+
+
 def test_one_dear_factor_leaves_most_ranks_without_work() -> None:
     """8 on one rank, eight times 1 on another, in the middle of the group."""
     costs = [LayerCost((8.0, 1.0), 10), *[LayerCost((1.0, 1.0), 10)] * 3, LayerCost((1.0, 0.0), 10)]

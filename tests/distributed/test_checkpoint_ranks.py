@@ -351,11 +351,6 @@ def resume_from_folder(rank: int, world_size: int, folder: str, case: str, how: 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("checkpoint")
-
-
-@pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> list[dict[Any, Any]]:
     return run_ranks(2, round_trips, str(folder))
 

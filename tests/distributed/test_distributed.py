@@ -13,7 +13,7 @@ from kfac_optim import KAISA, KFACSGD, EigenSolver, FactorWise, LayerWise, OfMea
 from tests.helpers.compare import assert_all_near, values
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, KINDS, OFTEN
-from tests.helpers.training import train
+from tests.helpers.training import train, trusts_of
 
 STEPS = 10
 OPTIONS: dict[str, Any] = {**OFTEN, **FLOAT64}
@@ -171,10 +171,7 @@ def train_turning(rank: int, world_size: int) -> dict[str, tuple[list[Tensor], l
         model = Net().double()
         wrapped: nn.Module = DDP(model) if world_size > 1 else model
         optimizer = KFACSGD(model, lr=1.0, momentum=0.9, assignment=strategy, **OPTIONS)
-        trusts = []
-        for _ in range(12):
-            train(wrapped, optimizer, [0], shape=SHAPE, rank=rank, world_size=world_size)
-            trusts.append(optimizer.curvature.trust)
+        trusts = trusts_of(wrapped, optimizer, 12, shape=SHAPE, rank=rank, world_size=world_size)
         found[name] = values(model), trusts
     return found
 

@@ -25,7 +25,7 @@ from kfac_optim import KFACSGD, KFACAdamW, LayerWise
 from tests.helpers.compare import assert_all_near, assert_equal_on_ranks
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, KINDS, OFTEN
-from tests.helpers.training import average_gradients, data_of, share, train
+from tests.helpers.training import average_gradients, data_of, share, train, trusts_of
 
 SHAPE = (12, 4)
 OPTIONS: dict[str, Any] = {**OFTEN, **FLOAT64}
@@ -95,10 +95,7 @@ def train_turning(rank: int, world_size: int) -> dict[str, tuple[list[Tensor], l
         if world_size > 1:
             shard(model, "per layer")
         optimizer = cls(model, **options, **OPTIONS)
-        trusts = []
-        for _ in range(10):
-            train(model, optimizer, [0], shape=SHAPE, rank=rank, world_size=world_size)
-            trusts.append(optimizer.curvature.trust)
+        trusts = trusts_of(model, optimizer, 10, shape=SHAPE, rank=rank, world_size=world_size)
         found[kind] = whole(model), trusts
     return found
 

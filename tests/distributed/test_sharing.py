@@ -25,6 +25,7 @@ from kfac_optim import (
     KAISA,
     KFACSGD,
     CurvatureEngine,
+    EigenSolver,
     FactorWise,
     KFACAdam,
     KLClip,
@@ -64,6 +65,13 @@ class OddSharded(Odd):
 SKIP = [r"body\.3"]  # leaves three layers of the net
 
 
+class Rounding(EigenSolver):
+    """Tells the largest eigenvalues in another precision than it stores them in."""
+
+    def largest(self, decomposition: tuple[Tensor, ...]) -> Tensor:
+        return super().largest(decomposition).float()
+
+
 # As one process ------------------------------------------------------------------------------------------------------
 
 SPREAD: dict[str, Any] = {"spread": 2, "inv_update_steps": 4, "factor_update_steps": 1}
@@ -74,6 +82,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "inverse, of largest, spread": ("sgd", {"solver": "inverse", "damping": OfLargest(0.01), **SPREAD}),
     "inverse, of mean": ("sgd", {"solver": "inverse", "damping": OfMean(0.1), "scaling": "graft"}),
     "adam": ("adam", {"damping": OfLargest(0.01)}),
+    "a solver of one's own": ("sgd", {"damping": OfLargest(0.01), "solver": Rounding(negligible=0.0)}),
     "reduce, diagonal": ("sgd", {"weight_sharing": "reduce", "skip_layers": [r"body\.2"], "max_factor_dim": 20}),
 }
 
@@ -278,11 +287,6 @@ def save(rank: int, world_size: int, folder: str) -> dict[Any, Any]:
 
 
 HOW = {"nested": StateDictOptions(), "flat": StateDictOptions(flatten_optimizer_state_dict=True)}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sharded")
 
 
 @pytest.fixture(scope="module")

@@ -99,6 +99,13 @@ def train(
             after()
 
 
+def trusts_of(model: nn.Module, optimizer: Any, steps: int, **options: Any) -> list[float]:
+    """The trust of each step of a :func:`train` on one batch, on which trust rises."""
+    trusts: list[float] = []
+    train(model, optimizer, [0] * steps, lambda: trusts.append(optimizer.curvature.trust), **options)
+    return trusts
+
+
 def clipping(model: nn.Module, largest: float | None) -> Callable[[], Any] | None:
     """For ``before_step``: the gradients' norm is limited, if to anything."""
     return None if largest is None else partial(nn.utils.clip_grad_norm_, list(model.parameters()), largest)

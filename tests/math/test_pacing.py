@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_optim import KFACSGD, growing, pacing
+from kfac_optim import KFACSGD, FactorWise, LayerWise, growing, pacing
 from tests.helpers.ranks import run_ranks
 
 WAITS = growing(fraction=0.5, minimum=2, most_work=2.0)
@@ -105,3 +105,19 @@ def test_all_ranks_wait_for_the_same_step() -> None:
     first, second = run_ranks(2, wait_together)
     assert first == second
     assert first[0] > 20 and first[1] == [first[0]]
+
+
+def measure_together(rank: int, world_size: int) -> list[int]:
+    """The work of a refresh for ranks that share it, wherever the factors stand."""
+    pacing._DECOMPOSITION["cpu"] = 3000.0
+    found = []
+    for assignment in (FactorWise(), FactorWise("sharded"), FactorWise("local"), LayerWise("local")):
+        model, optimizer = built(assignment=assignment)
+        train(model, optimizer, 1, examples=600)
+        found.append(optimizer.curvature._refresher.pace.work)
+    return found
+
+
+def test_a_refresh_is_as_much_work_wherever_factors_stand() -> None:
+    """Of local factors the averages have the rows of one rank, of others those of all."""
+    assert run_ranks(2, measure_together) == [[work(600, 3000.0 / 2)] * 4] * 2

@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, CurvatureEngine, EigenSolver, InverseSolver, growing
 from kfac_optim.factors import FactorSpec
-from kfac_optim.jobs import RefreshInProgress, together
+from kfac_optim.jobs import RefreshInProgress, batch_of, together
 from kfac_optim.layers import gram
 from kfac_optim.preconditioning import by_parameter, stack_of
 from kfac_optim.refresh import Refresher, _decompose
@@ -81,11 +81,36 @@ def test_a_step_has_its_share_and_at_most_one_batch_more(shapes: list[FactorSpec
         assert sum(share[job].cost for job in jobs) <= (2 * mean * (1 + 1e-9) if step in working else 0)
 
 
-def test_same_shapes_are_due_together_as_far_as_the_share_goes() -> None:
-    refresh, share = planned([FactorSpec(1, dim) for dim in (4, 8, 4, 4, 8, 4)], 4)
-    steps = {dim: {refresh.steps[job] for job, spec in share.items() if spec.dim == dim} for dim in (4, 8)}
-    assert not refresh.background or len(steps[4]) == 1, "four of 4 cost less than one of 8"
-    assert len(steps[4]) == 1
+@pytest.mark.parametrize("pairs", [(1, 1, 1, 1, 1, 1), (1, 3, 2, 1, 3, 1)])
+def test_same_shapes_are_due_together_as_far_as_the_share_goes(pairs: tuple[int, ...]) -> None:
+    """However many pairs they have."""
+    shapes = [FactorSpec(p, dim) for p, dim in zip(pairs, (4, 8, 4, 4, 8, 4), strict=True)]
+    refresh, share = planned(shapes, 4)
+    steps = {refresh.steps[job] for job, spec in share.items() if spec.dim == 4}
+    assert len(steps) == 1, "all of 4 rows cost less than one of 8"
+
+
+@given(st.lists(specs, min_size=1, max_size=12), st.integers(0, 6))
+@example([FactorSpec(1, 10), FactorSpec(2, 10), FactorSpec(1, 3)], 6)  # the first two in the background
+def test_the_largest_is_made_first(shapes: list[FactorSpec], spread: int) -> None:
+    refresh, share = planned(shapes, spread)
+    for jobs in (refresh.background, refresh.due(spread)):
+        costs = [share[job].cost for job in jobs]
+        assert costs == sorted(costs, reverse=True)
+
+
+def test_a_new_plan_keeps_what_is_done_of_its_own_jobs() -> None:
+    """Other ranks take over layers in the midst of a refresh."""
+    refresh, share = planned([FactorSpec(1, dim) for dim in (4, 4, 5, 5, 6)], 3)
+    done, running, kept_done, kept_running, fresh = (block for block, _ in share)
+    refresh.done = {(done, 0): (), (kept_done, 0): ()}
+    refresh.running = dict.fromkeys([(running, 0), (kept_running, 0)], tuple)
+    for block in (done, running):
+        vars(block)["workers"] = SimpleNamespace(inverse_workers=(1, 0))
+    refresh.plan(refresh.blocks, rank=0)
+    assert set(refresh.done) == {(kept_done, 0)} and set(refresh.running) == {(kept_running, 0)}
+    assert set(refresh.due(3)) == {(done, 1), (running, 1), (kept_running, 0), (fresh, 0)}
+    assert refresh.found(kept_done, 0) == () and refresh.found(done, 0) is None
 
 
 # Batches -------------------------------------------------------------------------------------------------------------
@@ -178,6 +203,35 @@ def test_what_is_decomposed_together_is_of_one_shape_on_one_device(factors: list
         else:
             assert len(batch) == 1
     assert len(on_gpu) == len(set(on_gpu)), "as few batches as can be"
+
+
+@pytest.mark.parametrize("max_factor_dim", [None, 4])
+def test_a_batch_is_made_of_what_its_jobs_are_made_of(max_factor_dim: int | None) -> None:
+    """Each factor is shifted by its own layer's damping, and each of its blocks alike."""
+    net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)), nn.LayerNorm(6))
+    engine = CurvatureEngine(net, max_factor_dim=max_factor_dim, damping=1.0)
+    net(torch.randn(8, 6)).square().mean().backward()
+    engine.precondition_(lr=0.1)
+    gammas = {block: 10.0 ** -(1 + torch.arange(block.layer.pairs) + i) for i, block in enumerate(engine._blocks)}
+    refresh, solver = RefreshInProgress(0, 0, "current", gammas), InverseSolver()
+
+    def made(jobs: list[Any]) -> tuple[Tensor, Tensor]:
+        batch = batch_of(jobs, refresh, solver, torch.float32)
+        factors, shifts = batch.make()
+        assert len(factors) == len(shifts) == sum(batch.sizes)
+        return factors, shifts
+
+    *linear, norm = engine._blocks
+    for side in range(2):
+        jobs = [(block, side) for block in linear]
+        for found, expected in zip(made(jobs), zip(*(made([job]) for job in jobs), strict=True), strict=True):
+            assert torch.equal(found, torch.cat(expected))
+        for job, shifts in zip(jobs, (made([job])[1] for job in jobs), strict=True):
+            expected = solver.shifts(gammas[job[0]], *job[0].factors("current").means())[side]
+            assert shifts.tolist() == expected.tolist() * job[0].specs[side].blocks
+    assert made([(norm, 0)])[1].tolist() == [0.0] * 6, "A is the constant 1"
+    assert torch.equal(made([(norm, 1)])[1], gammas[norm])
+    assert batch_of([(norm, 1)], refresh, solver, torch.float64).make()[0].dtype is torch.float64
 
 
 def test_on_the_cpu_every_factor_is_decomposed_on_its_own() -> None:

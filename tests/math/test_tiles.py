@@ -14,7 +14,7 @@ from kfac_optim import KFACSGD, CurvatureEngine, LayerOptions, OfLargest, OfMean
 from kfac_optim.factors import FactorSpec
 from kfac_optim.layers import find_layers
 from kfac_optim.layers.moments import second_moment
-from kfac_optim.solvers import EigenSolver, InverseSolver, Solver
+from kfac_optim.solvers import Decomposition, EigenSolver, InverseSolver, Solver
 from kfac_optim.tiles import precondition, tiles_of
 from tests.helpers.compare import assert_near
 
@@ -101,6 +101,27 @@ def test_directions_against_the_dense_solve(
     for pair in range(pairs):
         of_pair = (shifts[0][pair], shifts[1][pair])
         assert_near(found[pair], solved(solver, v[pair], a[pair], g[pair], gamma[pair], of_pair))
+
+
+class Turned(InverseSolver):
+    """Returns what it has computed with its dimensions in another order in memory."""
+
+    def precondition(self, gradient: Tensor, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
+        return super().precondition(gradient, a, g, gamma).mT.contiguous().mT
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("inv_dtype", [torch.bfloat16, torch.float64])
+def test_directions_can_be_sent_and_have_the_gradient_s_dtype(blocks: int, inv_dtype: torch.dtype) -> None:
+    """Whatever a solver returns; half of the precision of the decompositions is lost before, not here."""
+    sides = FactorSpec(2, 4, blocks=blocks), FactorSpec(2, 3)
+    shift, v = torch.full((2,), 0.1), torch.randn(2, 3, 4)
+    a, g = (Turned().decompose(some_moment(spec, 9), spec.for_blocks(shift)) for spec in sides)
+    stored = tuple(part.to(inv_dtype) for part in a), tuple(part.to(inv_dtype) for part in g)
+    found = precondition(Turned(), v, tiles_of(stored, sides), shift)
+    exact = tuple(part.double() for part in stored[0]), tuple(part.double() for part in stored[1])
+    assert found.is_contiguous() and found.dtype is v.dtype
+    assert_near(found, precondition(Turned(), v, tiles_of(exact, sides), shift))
 
 
 # In an engine --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KLClip
 from kfac_optim.preconditioning import by_parameter
-from tests.helpers.compare import assert_close, assert_trained, values
+from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
 from tests.helpers.settings import CLASSES, FLOAT64, OFTEN, SETTINGS
 from tests.helpers.training import backward, make_model, train
 
@@ -171,6 +172,26 @@ def test_unfrozen_parameters_start_training_with_curvature() -> None:
     found = changes(model, optimizer, step=3)
     for name in ("0.weight", "0.bias"):
         torch.testing.assert_close(found[name], 0.1 * directions[name], rtol=TOL, atol=TOL)
+
+
+@pytest.mark.parametrize("kfac", [KFACSGD, KFACAdam])
+def test_a_state_that_is_saved_before_the_first_step_of_a_new_group_loads(kfac: Any) -> None:
+    courses = []
+    for resumes in (False, True):
+        model = make_model()
+        first, rest = list(model[0].parameters()), [p for layer in model[1:] for p in layer.parameters()]
+        options = {**CLASSES[kfac], **EVERY_STEP}
+        optimizer = kfac(rest, model=model, **options)
+        train(model, optimizer, range(3))
+        optimizer.add_param_group({"params": first})
+        if resumes:
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = kfac([{"params": rest}, {"params": first}], model=model, **options)
+            optimizer.load_state_dict(state)
+        train(model, optimizer, range(3, 6))
+        assert "0" in optimizer.curvature.report()["layers"]
+        courses.append(model)
+    assert_identical(*courses)
 
 
 @pytest.mark.parametrize("added", [True, False])

@@ -368,6 +368,29 @@ def test_learning_rates_on_a_device_are_read_with_the_gradients() -> None:
     assert reads(torch.tensor(0.0), 0.0, torch.tensor(0.1)) == reads(0.0, 0.0, 0.1)
 
 
+@pytest.mark.parametrize(
+    "rates", [(torch.tensor(0.1), 0.1), (0.1, torch.tensor(0.1)), (torch.tensor(0.1), torch.tensor(0.1))]
+)
+def test_learning_rates_of_groups_are_not_compared_on_the_device(rates: tuple[Any, Any]) -> None:
+    """The steps are those of equal numbers, and no rate is read besides."""
+
+    def trained(*lrs: Any) -> tuple[nn.Module, int]:
+        model = make_model()
+        parts = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
+        groups = [{"params": params, "lr": lr} for params, lr in zip(parts, lrs, strict=True)]
+        optimizer = KFACSGD(groups, model=model, lr=0.1, foreach=False, **SETTINGS)
+        train(model, optimizer, range(3))
+        gradients = {p: torch.ones_like(p) for p in model.parameters()}
+        with HostReads() as counted, torch.no_grad():
+            optimizer.curvature.directions(gradients, optimizer._rates())
+        return model, counted.count
+
+    model, reads = trained(*rates)
+    other, fewest = trained(0.1, 0.1)
+    assert reads == fewest
+    assert_close(model, other, 1e-6)
+
+
 @pytest.mark.parametrize("still", [torch.tensor(0.0), torch.tensor([0.0]), 0.0])
 def test_a_learning_rate_of_any_kind_can_make_a_step_that_changes_nothing(still: float | Tensor) -> None:
     """As torch.distributed.checkpoint takes it: on zero gradients, at a rate of 0."""

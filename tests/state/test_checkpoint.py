@@ -99,6 +99,34 @@ def assert_same_state(state: Any, other: Any) -> None:
 # Resuming ------------------------------------------------------------------------------------------------------------
 
 
+def again_by_state(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+    model2, optimizer2 = build(type(optimizer), seed=1)
+    model2.load_state_dict(model.state_dict())
+    model2[0].requires_grad_(model[0].weight.requires_grad)  # type: ignore[index, union-attr]
+    optimizer2.load_state_dict(saved(optimizer.state_dict()))
+    return model2, optimizer2
+
+
+def again_by_copy(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+    return copy.deepcopy((model, optimizer))
+
+
+@pytest.mark.parametrize("again", [again_by_state, again_by_copy])
+@pytest.mark.parametrize("kfac", ALL_CLASSES)
+def test_a_layer_that_has_not_trained_yet_is_resumed(kfac: Any, again: Callable[..., tuple[nn.Module, Any]]) -> None:
+    """The base class has no state of it, and Adam takes a state with the averages alone for one of its own."""
+    model, optimizer = build(kfac)
+    model[0].requires_grad_(False)
+    train(model, optimizer, range(K))
+    assert set(optimizer.state[model[0].weight]) == {"kfac"}
+    model2, optimizer2 = again(model, optimizer)
+    for net, own in ((model, optimizer), (model2, optimizer2)):
+        train(net, own, range(K, K + 2))
+        net[0].requires_grad_(True)  # type: ignore[index]
+        train(net, own, range(K + 2, 2 * K))
+    assert_identical(model, model2)
+
+
 @pytest.mark.fast("^KFACSGD-(paper|spread$|inverse|sampled|growing|half|largest|momentum)|^KFACLAMB-paper|^KFACAdamW")
 @pytest.mark.parametrize(("kfac", "options"), CASES)
 def test_a_resumed_run_is_the_uninterrupted_one(kfac: Any, options: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin
-from tests.helpers.compare import assert_identical, values
+from tests.helpers.compare import assert_identical, assert_near, assert_same_factors, values
 from tests.helpers.settings import CLASSES, OFTEN
 from tests.helpers.training import backward, make_model, train
 
@@ -115,12 +115,33 @@ def test_an_engine_that_stands_alone_has_a_checksum_too() -> None:
         engine.load_state_dict(state)
 
 
-def test_factors_in_another_precision_load() -> None:
-    state = trained(factor_dtype=torch.float64)
-    _, optimizer = build(factor_dtype=torch.bfloat16)
-    optimizer.load_state_dict(state)
-    again = saved(optimizer.state_dict())
-    optimizer.load_state_dict(again)
+PRECISIONS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("before", PRECISIONS, ids=str)
+@pytest.mark.parametrize("after", PRECISIONS, ids=str)
+def test_factors_in_another_precision_load(before: torch.dtype, after: torch.dtype) -> None:
+    """They are the same numbers, rounded: in float16 a factor is stored divided by a scale."""
+    model, optimizer = build(factor_dtype=before)
+    train(model, optimizer, range(K))
+    _, resumed = build(factor_dtype=after)
+    resumed.load_state_dict(saved(optimizer.state_dict()))
+    assert_same_factors(resumed, optimizer, rel=2 * torch.finfo(after).eps)
+    for name in ("in_use", "pending"):
+        for block, twin in zip(optimizer.curvature._blocks, resumed.curvature._blocks, strict=True):
+            for side in range(2):
+                expected, found = (b.factors(name).matrix(side).double() for b in (block, twin))  # type: ignore[arg-type]
+                assert_near(found, expected, f"{block.layer.name}, {name}", rel=2 * torch.finfo(after).eps)
+    resumed.load_state_dict(saved(resumed.state_dict()))
+
+
+def test_a_factor_in_float16_needs_its_scale() -> None:
+    state = trained(factor_dtype=torch.float16)
+    entry = next(entry["kfac"] for entry in state["state"].values() if "kfac" in entry)
+    del entry["current"]["G"]["scale"]
+    _, optimizer = build(factor_dtype=torch.float16)
+    with pytest.raises(ValueError, match="factor G .* has no scale"):
+        optimizer.load_state_dict(state)
 
 
 def test_a_state_without_its_refresh_in_progress_loads_where_none_is_in_progress() -> None:
@@ -133,6 +154,14 @@ def test_a_state_without_its_refresh_in_progress_loads_where_none_is_in_progress
     assert state["param_groups"][0]["kfac_pending_spread"] == -1
     _, optimizer = build(spread=0)
     optimizer.load_state_dict(state)
+
+
+def test_a_damaged_snapshot_is_refused_where_no_refresh_is_in_progress() -> None:
+    state = without_checksums(trained(steps=3))
+    assert state["param_groups"][0]["kfac_pending_spread"] == -1
+    entry = next(entry["kfac"] for entry in state["state"].values() if "kfac" in entry)
+    del entry["pending"]["A"]
+    assert "factor A (pending) that is missing" in assert_refused(state)
 
 
 def test_numbers_that_a_tool_made_floats_of_load() -> None:
