@@ -15,8 +15,9 @@ from .blocks import Block
 from .damping import Damping, kind_of, value_of
 from .diagnostics import StageTimes, communicating, cosines
 from .distributed import Broadcast, Communicator, gathered, is_sharded, may_be_sharded, sharded_like
-from .layers import KroneckerLayer, full_precision
+from .layers import KroneckerLayer
 from .layout import Layout, Part
+from .precision import without_autocast
 from .scaling import Direction, Scaling
 from .solvers import Decomposition, Solver, Truncating, grouped_by_key
 from .tiles import Tile, precondition, tiles_of
@@ -152,7 +153,7 @@ class Preconditioner:
         stacks = [part for stack in self._current(known, damping) for part in _with_vectors(stack, vectors, damping)]
         device = stacks[0].damping_unit.device.type if stacks else "cpu"
         self._select(stacks, value)
-        with self.stages.stage("preconditioning"), full_precision(device):
+        with self.stages.stage("preconditioning"), without_autocast(device):
             gammas = torch._foreach_mul([stack.damping_unit for stack in stacks], value) if stacks else ()
             found = [
                 self._direction(stack, vectors, lr, updates, gamma.to(self.dtype))
