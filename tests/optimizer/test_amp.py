@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, InverseSolver, KFACAdam, OfMean
+from kfac_optim.directions import by_parameter
 from kfac_optim.layers import RowsLayer
 from kfac_optim.optimizers import KFACMixin
-from kfac_optim.preconditioning import by_parameter
 from tests.helpers.compare import assert_near, assert_same_factors, assert_same_weights, factors_of, twins
 from tests.helpers.training import Batch, clipping, train
 
