@@ -115,7 +115,7 @@ class Communicator(ABC):
         """
         return None
 
-    #: Whether :meth:`exchange` is possible.
+    #: Whether ``exchange`` is possible, among the ranks of a ``group`` of torch.distributed.
     can_exchange: ClassVar[bool] = False
 
     def _start_exchange(self, sent: Tensor, sizes: Sequence[int], received: Tensor, into: Sequence[int]) -> Work:
