@@ -268,13 +268,14 @@ class Communicator(ABC):
         Raises:
             RuntimeError: If another rank has died, or the group's time-out has passed.
         """
-        away = [[tensor for target, tensor in sent if target == rank] for rank in range(self.world_size)]
-        room = [[tensor for source, tensor in received if source == rank] for rank in range(self.world_size)]
+        away, room = self._by_rank(sent), self._by_rank(received)
         for tensor, own in zip(room[self.rank], away[self.rank], strict=True):
             tensor.copy_(own)
+        if self.world_size == 1:
+            return
         away[self.rank], room[self.rank] = [], []
-        outgoing, incoming = (sum(parts, []) for parts in (away, room))
-        device = (sent or received)[0][1].device if sent or received else self._device
+        outgoing, incoming = ([tensor for of_rank in parts for tensor in of_rank] for parts in (away, room))
+        device = next((tensor.device for _, tensor in (*sent, *received)), self._device)
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
         flat = self._to_wire(packed(outgoing) if outgoing else nothing)
         filled = self._to_wire(room_for(incoming) if incoming else nothing)
@@ -282,8 +283,13 @@ class Communicator(ABC):
         sizes, into = ([sum(tensor.nbytes for tensor in parts) for parts in of] for of in (away, room))
         with self._explaining_errors(f"the exchange of {kind}"):
             self._start_exchange(flat, sizes, filled, into).wait()
-        if incoming:
-            unpack(filled, incoming)
+        unpack(filled, incoming)
+
+    def _by_rank(self, tensors: Sequence[tuple[int, Tensor]]) -> list[list[Tensor]]:
+        found: list[list[Tensor]] = [[] for _ in range(self.world_size)]
+        for rank, tensor in tensors:
+            found[rank].append(tensor)
+        return found
 
     # Parts of the verbs ---------------------------------------------------------------------------------------------
 

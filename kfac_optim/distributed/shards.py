@@ -15,7 +15,9 @@ all layers, and holds as little.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -37,12 +39,46 @@ def _lies_on(parameter: Any, comm: Communicator) -> bool:
     """Whether a DTensor is split by rows over the last dimension of a mesh of the ranks of ``comm``, and no other."""
     *others, last = parameter.placements
     by_rows = last.is_shard(0) and all(placement.is_replicate() for placement in others)
-    return by_rows and sorted(parameter.device_mesh.mesh.flatten().tolist()) == sorted(_global_ranks(comm))
+    return by_rows and _grid(parameter, comm) is not None
 
 
-def _global_ranks(comm: Communicator) -> list[int]:
-    """The number in the default group of each rank."""
-    return dist.get_process_group_ranks(cast(Any, comm).group)
+@dataclass(frozen=True)
+class _Grid:
+    """The ranks of a communicator as they lie on a mesh.
+
+    Attributes:
+        replicas: The ranks that hold all rows of a parameter together, in the order of the rows; one such list, or one
+            for each replica of HSDP.
+        place: For each rank the number of its replica, and its number there.
+    """
+
+    replicas: list[list[int]]
+    place: dict[int, tuple[int, int]]
+
+    def holders(self, rank: int) -> list[int]:
+        """The ranks of the replica that ``rank`` is in."""
+        return self.replicas[self.place[rank][0]]
+
+    def rows(self, parameter: Any, rank: int) -> slice:
+        """The rows of a parameter that a rank holds."""
+        number, count = self.place[rank][1], len(self.holders(rank))
+        size = -(-len(parameter) // count)  # as torch.chunk divides them; the last ranks may have none
+        return slice(min(number * size, len(parameter)), min((number + 1) * size, len(parameter)))
+
+
+def _grid(parameter: Any, comm: Communicator) -> _Grid | None:
+    """The grid of a parameter's mesh; None if that has other ranks than ``comm``."""
+    return _grid_of(parameter.device_mesh, cast(Any, comm).group)
+
+
+@functools.lru_cache(maxsize=8)  # of a model there are seldom two; making one takes longer than all the rest of a step
+def _grid_of(mesh: Any, group: Any) -> _Grid | None:
+    number = {place: rank for rank, place in enumerate(dist.get_process_group_ranks(group))}
+    rows = mesh.mesh.view(-1, mesh.mesh.shape[-1]).tolist()
+    if sorted(place for row in rows for place in row) != sorted(number):
+        return None
+    replicas = [[number[place] for place in row] for row in rows]
+    return _Grid(replicas, {rank: (i, j) for i, replica in enumerate(replicas) for j, rank in enumerate(replica)})
 
 
 class ShardExchange:
@@ -69,12 +105,12 @@ class ShardExchange:
             received: list[tuple[int, Tensor]] = []
             for p in batch:
                 own = cast(Any, vectors[p]).redistribute(placements=p.placements).to_local()
-                places = _Places(p, self.comm)
-                sent += [(worker, own) for worker in self.workers[p] if rank in places.holders(worker)]
+                grid = self._grid_of(p)
+                replica = grid.place[rank][0]
+                sent += [(worker, own) for worker in self.workers[p] if grid.place[worker][0] == replica]
                 if rank in self.workers[p]:
                     whole[p] = torch.empty(p.shape, dtype=own.dtype, device=own.device)
-                    parts = zip(places.holders(rank), places.sections, strict=True)
-                    received += [(holder, whole[p][section]) for holder, section in parts]
+                    received += [(holder, whole[p][grid.rows(p, holder)]) for holder in grid.holders(rank)]
             self.comm.exchange(sent, received, "gradients")
         return whole
 
@@ -92,10 +128,9 @@ class ShardExchange:
             sent: list[tuple[int, Tensor]] = []
             received: list[tuple[int, Tensor]] = []
             for p in batch:
-                places = _Places(p, self.comm)
-                for other in range(self.comm.world_size):
-                    if self._source(p, other) == rank:
-                        sent.append((other, whole[p][places.section_of(other)]))
+                if rank in self.workers[p]:
+                    grid, others = self._grid_of(p), range(self.comm.world_size)
+                    sent += [(r, whole[p][grid.rows(p, r)]) for r in others if self._source(p, r) == rank]
                 shape = p.to_local().shape
                 shards[p] = torch.empty(shape, dtype=dtype, device=p.device)
                 received.append((self._source(p, rank), shards[p]))
@@ -104,6 +139,11 @@ class ShardExchange:
             p: DTensor.from_local(shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
             for p, shard in shards.items()
         }
+
+    def _grid_of(self, parameter: Any) -> _Grid:
+        grid = _grid(parameter, self.comm)
+        assert grid is not None
+        return grid
 
     def _source(self, parameter: Any, rank: int) -> int:
         """The worker that sends a rank its shard: the rank itself where it is one."""
@@ -122,28 +162,3 @@ class ShardExchange:
             size += p.numel() * 4
         if batch:
             yield batch
-
-
-class _Places:
-    """Which rank holds which rows of a parameter.
-
-    Args:
-        parameter: Split by rows over the last dimension of its mesh.
-        comm: The ranks of that mesh.
-    """
-
-    def __init__(self, parameter: Any, comm: Communicator) -> None:
-        number = {place: rank for rank, place in enumerate(_global_ranks(comm))}
-        mesh = parameter.device_mesh.mesh
-        self._replicas = [[number[place] for place in row] for row in mesh.view(-1, mesh.shape[-1]).tolist()]
-        rows, count = len(parameter), mesh.shape[-1]
-        size = -(-rows // count)  # as torch.chunk divides them; the last ranks may have none
-        self.sections = [slice(min(i * size, rows), min((i + 1) * size, rows)) for i in range(count)]
-
-    def holders(self, rank: int) -> list[int]:
-        """The ranks that hold all rows together, in order, ``rank`` among them."""
-        return next(replica for replica in self._replicas if rank in replica)
-
-    def section_of(self, rank: int) -> slice:
-        """The rows that a rank holds."""
-        return self.sections[self.holders(rank).index(rank)]

@@ -385,6 +385,9 @@ def test_one_process_has_nobody_to_talk_to() -> None:
     own = whole_numbers(0, torch.float32)
     assert all(a is b for a, b in zip(comm.sum(own, "x", compressed=True), own, strict=True))
     comm.send([], "x")
+    copy = torch.zeros_like(own[0])
+    comm.exchange([(0, own[0])], [(0, copy)], "x")
+    assert torch.equal(copy, own[0])
     assert comm.traffic == {}
 
 
