@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from .build import BuiltEngine
 from .config import describe, signature
 from .damping import as_damping, value_of
+from .directions import Directions, by_parameter
 from .distributed import (
     AssignmentStrategy,
     LocalCommunicator,
@@ -47,7 +48,7 @@ from .distributed import (
     largest_entry,
     set_full_gradient_,
 )
-from .preconditioning import Lr, StackedDirection, by_parameter
+from .preconditioning import Lr
 from .schedules import due
 
 __all__ = ["CurvatureEngine", "memory_estimate"]
@@ -158,7 +159,7 @@ class CurvatureEngine(BuiltEngine):
         vectors: Mapping[nn.Parameter, Tensor],
         lr: Lr | Mapping[nn.Parameter, Lr],
         updates: Mapping[nn.Parameter, Tensor] | None = None,
-    ) -> list[StackedDirection]:
+    ) -> Directions:
         """The second half of a step: the preconditioned and scaled vectors.
 
         Args:
@@ -186,7 +187,7 @@ class CurvatureEngine(BuiltEngine):
 
         Where directions travel they do in every step: what is sent must not depend on what one rank has learned.
         """
-        self._preconditioner.send_zeros(self._blocks, self.comm)
+        self._preconditioner.send_zeros(self._blocks, self.scaling, self.comm)
 
     def advance(self) -> None:
         """Ends the step."""
@@ -258,7 +259,7 @@ class CurvatureEngine(BuiltEngine):
     def _skip(self) -> None:
         """What a step that is not taken does all the same: send what other ranks may be waiting for."""
         self._restart_for_new_layers()
-        self._preconditioner.send_zeros(self._blocks, self.comm)
+        self._preconditioner.send_zeros(self._blocks, self.scaling, self.comm)
         self._plan_statistics()
 
     def _plan_statistics(self) -> None:

@@ -20,10 +20,11 @@ from .checking import AVERAGES, PREFIX, checksums, saved_parts
 from .config import options as engine_options
 from .config import refuse_unknown, signature
 from .damping import OfLargest
+from .directions import by_parameter
 from .distributed import join_hook, notify_join_context, register_joinable, share_gradients
 from .engine import CurvatureEngine
 from .lamb import MultiTensorLamb
-from .preconditioning import Lr, by_parameter, common_rate
+from .preconditioning import Lr, common_rate
 from .schedules import growing, inverse_time_decay
 from .solvers import EigenSolver
 from .turning import alignment_of, forget_turns, take_turned_step

@@ -1,8 +1,10 @@
-"""Full precision for moments and decompositions: without autocast, without TF32.
+"""The precision of products of matrices: full for moments and decompositions, the user's own for directions.
 
-Autocast belongs to a thread, TF32 to the process: torch has one switch for all threads. Statistics are computed in
-autograd's threads and decompositions in a worker's, so the first ``with`` block that opens sets the switch, and the
-last one that closes puts it back. Meanwhile products in other threads are more precise than the user asked for.
+Autocast belongs to a thread, the precision of products in float32 to the process: torch has one switch for all threads,
+which lets GPUs compute with TF32, and CPUs that can with bfloat16. Statistics are computed in autograd's threads and
+decompositions in a worker's, so the first ``with`` block that opens sets the switch, and the last one that closes puts
+it back. Meanwhile products in other threads are more precise than the user asked for. Directions are computed in every
+step, and rounding hurts them less (docs/precision.rst): they leave the switch alone.
 """
 
 from __future__ import annotations
@@ -10,16 +12,16 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-__all__ = ["full_precision"]
+__all__ = ["full_precision", "without_autocast"]
 
 
 class _Switch:
-    """The precision of matrix products in float32 on GPUs, of this process."""
+    """The precision of matrix products in float32 of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -47,18 +49,39 @@ class _Switch:
     @staticmethod
     def _set() -> Callable[[], None]:
         """Sets it to the highest precision; returns what undoes that, unless the user has chosen again meanwhile."""
-        matmul: Any = torch.backends.cuda.matmul
-        read: Callable[[], str] = torch.get_float32_matmul_precision
-        choose: Callable[[str], None] = torch.set_float32_matmul_precision
         try:
-            before, highest = read(), "highest"
-            choose(highest)
-        except RuntimeError:  # the user has set torch 2.9's attribute, and then these functions refuse to work
-            read = functools.partial(getattr, matmul, "fp32_precision")
-            choose = functools.partial(setattr, matmul, "fp32_precision")
-            before, highest = read(), "ieee"
-            choose(highest)
-        return lambda: choose(before) if read() == highest else None
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("highest")
+        except RuntimeError:  # the user has set torch 2.9's attributes, and then these functions refuse to work
+            return _set_attributes()
+        return lambda: _undo(before)
+
+
+def _undo(before: str) -> None:
+    if torch.get_float32_matmul_precision() == "highest":
+        torch.set_float32_matmul_precision(before)
+
+
+def _set_attributes() -> Callable[[], None]:
+    """As :meth:`_Switch._set`, by torch 2.9's attributes: one for GPUs, one for CPUs."""
+    devices: tuple[Any, ...] = (torch.backends.cuda, torch.backends.mkldnn)
+    ways = [_attribute(device.matmul) for device in devices]
+    before = [read() for read, _ in ways]
+    for _, choose in ways:
+        choose("ieee")
+
+    def undo() -> None:
+        for (read, choose), precision in zip(ways, before, strict=True):
+            if read() == "ieee":
+                choose(precision)
+
+    return undo
+
+
+def _attribute(matmul: Any) -> tuple[Callable[[], str], Callable[[str], None]]:
+    """How the attribute of one kind of device is read and set."""
+    name = "fp32_precision"
+    return functools.partial(getattr, matmul, name), functools.partial(setattr, matmul, name)
 
 
 _SWITCH = _Switch()
@@ -66,15 +89,20 @@ _SWITCH = _Switch()
 
 @contextmanager
 def full_precision(device_type: str) -> Iterator[None]:
-    """Switches autocast, gradients and TF32 off in a ``with`` block: second moments need every bit of float32.
+    """Switches autocast, gradients and fast products off in a ``with`` block: second moments need all of float32.
 
     Args:
-        device_type: Where the block computes: "cuda", or any other, where there is no TF32.
+        device_type: Where the block computes, such as "cuda".
+    """
+    with torch.no_grad(), without_autocast(device_type), _SWITCH.highest():
+        yield
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Switches autocast off in a ``with`` block; products in float32 are as precise as the user lets them be.
+
+    Args:
+        device_type: Where the block computes, such as "cuda".
     """
     mixed = torch.is_autocast_enabled(device_type)  # if not, there is nothing to switch off, which takes time
-    with torch.no_grad(), torch.autocast(device_type, enabled=False) if mixed else nullcontext():
-        if device_type != "cuda":
-            yield
-            return
-        with _SWITCH.highest():
-            yield
+    return torch.autocast(device_type, enabled=False) if mixed else nullcontext()

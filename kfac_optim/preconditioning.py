@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -14,14 +15,16 @@ from torch import Tensor, nn
 from .blocks import Block
 from .damping import Damping, kind_of, value_of
 from .diagnostics import StageTimes, communicating, cosines
-from .distributed import Broadcast, Communicator, gathered, is_sharded, may_be_sharded, sharded_like
-from .layers import KroneckerLayer, full_precision
-from .layout import Layout, Part
+from .directions import Directions, StackedDirection
+from .distributed import Broadcast, Communicator, ShardExchange, are_exchangeable, gathered, may_be_sharded
+from .layers import KroneckerLayer
+from .layout import Layout
+from .precision import without_autocast
 from .scaling import Direction, Scaling
 from .solvers import Decomposition, Solver, Truncating, grouped_by_key
 from .tiles import Tile, precondition, tiles_of
 
-__all__ = ["Lr", "Preconditioner", "Stack", "StackedDirection", "assembled", "by_parameter", "common_rate", "stack_of"]
+__all__ = ["Lr", "Preconditioner", "Stack", "common_rate", "stack_of"]
 
 Lr = float | Tensor
 
@@ -80,25 +83,6 @@ class Stack:
         self.relevant = value, tiles
 
 
-@dataclass(frozen=True)
-class StackedDirection:
-    """The preconditioned and scaled matrices of a stack in a step.
-
-    Attributes:
-        stack: The stack.
-        vectors: What was preconditioned, by parameter; the stack's other parameters take no part in the step.
-        scaled: The direction, scaled, with all that a scaling knows of the stack.
-    """
-
-    stack: Stack
-    vectors: Mapping[nn.Parameter, Tensor]
-    scaled: Direction
-
-    def parts(self, matrices: Tensor) -> list[Part]:
-        """What each parameter has in some matrices of the stack's shape."""
-        return self.stack.layout.read(matrices, self.vectors)
-
-
 class Preconditioner:
     """Preconditions and scales vectors.
 
@@ -125,7 +109,7 @@ class Preconditioner:
         damping: Damping,
         scaling: Scaling | None,
         step: int,
-    ) -> list[StackedDirection]:
+    ) -> Directions:
         """The preconditioned and scaled vectors (a collective).
 
         Args:
@@ -143,31 +127,29 @@ class Preconditioner:
         """
         known = [block for block in blocks if block.has_direction]
         value = value_of(damping, step)
-        if may_be_sharded():
-            moving = {p: b.layer.is_shard for b in known for p in b.layer.parameters if p in vectors}
-            whole = {p: gathered(vectors[p], shard=shard) for p, shard in moving.items()}
-            kept = {p for p in moving if updates[p] is vectors[p]}
-            updates = {p: whole[p] if p in kept else gathered(updates[p], shard=shard) for p, shard in moving.items()}
-            vectors = whole
+        exchanged = _exchanged(known, scaling, comm)
+        with communicating("gradient", self.stages, comm.world_size) if exchanged else nullcontext():
+            vectors, updates, exchange = _gathered(known, exchanged, vectors, updates, comm)
         stacks = [part for stack in self._current(known, damping) for part in _with_vectors(stack, vectors, damping)]
         device = stacks[0].damping_unit.device.type if stacks else "cpu"
         self._select(stacks, value)
-        with self.stages.stage("preconditioning"), full_precision(device):
+        with self.stages.stage("preconditioning"), without_autocast(device):
             gammas = torch._foreach_mul([stack.damping_unit for stack in stacks], value) if stacks else ()
             found = [
                 self._direction(stack, vectors, lr, updates, gamma.to(self.dtype))
                 for stack, gamma in zip(stacks, gammas, strict=True)
             ]
-        if any(block.route for block in blocks):
+        if any(block.route for block in blocks if block not in exchanged):
             with communicating("gradient", self.stages, comm.world_size):
-                self._send_directions(known, stacks, found, comm)
+                self._send_directions([block for block in known if block not in exchanged], stacks, found, comm)
         with self.stages.stage("scaling"):
             for stack, d in zip(stacks, found, strict=True):
                 _note_cosines(stack, d)
             if scaling is not None:
                 multipliers = scaling.multipliers(found, step)
                 found = [d.times(by) for d, by in zip(found, multipliers, strict=True)]
-            return [StackedDirection(stack, vectors, d) for stack, d in zip(stacks, found, strict=True)]
+            scaled = [StackedDirection(stack.layout, vectors, d) for stack, d in zip(stacks, found, strict=True)]
+            return Directions(scaled, self.dtype, exchange)
 
     def _select(self, stacks: Sequence[Stack], value: float) -> None:
         """Selects the parts of the decompositions that matter at a damping of ``value`` units.
@@ -188,10 +170,12 @@ class Preconditioner:
         for stack in old:
             stack.keep(floor, [tile.with_parts(next(parts)) for tile in stack.tiles])
 
-    def send_zeros(self, blocks: Sequence[Block], comm: Communicator) -> None:
+    def send_zeros(self, blocks: Sequence[Block], scaling: Scaling | None, comm: Communicator) -> None:
         """Takes part in the exchange of directions where this rank has none to send (a collective)."""
-        if any(block.route for block in blocks):
-            self._send_directions([block for block in blocks if block.has_direction], [], [], comm)
+        known = [block for block in blocks if block.has_direction]
+        exchanged = _exchanged(known, scaling, comm)
+        if any(block.route for block in blocks if block not in exchanged):
+            self._send_directions([block for block in known if block not in exchanged], [], [], comm)
 
     def _current(self, known: Sequence[Block], damping: Damping) -> list[Stack]:
         """The stacks of the blocks that have decompositions, made anew when one of these has changed."""
@@ -260,6 +244,55 @@ class Preconditioner:
                 tensor = torch.zeros(shape, dtype=self.dtype, device=layer.weight.device)
             broadcasts.append(Broadcast([tensor], *block.route))
         comm.send(broadcasts, "directions")
+
+
+# Shards --------------------------------------------------------------------------------------------------------------
+
+
+def _exchanged(known: Sequence[Block], scaling: Scaling | None, comm: Communicator) -> set[Block]:
+    """The layers whose shards go to their gradient workers alone; those of others are gathered on every rank.
+
+    That follows from how the parameters are laid out and from who works for them, so all ranks find the same.
+    """
+    if not may_be_sharded() or not getattr(scaling, "by_layer", scaling is None):
+        return set()
+    workers: dict[nn.Parameter, set[tuple[int, ...]]] = {}
+    for block in known:
+        for p in block.layer.parameters:
+            workers.setdefault(p, set()).add(block.workers.gradient_workers)
+
+    def is_exchanged(block: Block) -> bool:
+        layer = block.layer
+        some = len(block.workers.gradient_workers) < comm.world_size and not layer.is_shard
+        alone = layer.bias_part == slice(None) and all(len(workers[p]) == 1 for p in layer.parameters)
+        return some and alone and are_exchangeable(layer.parameters, comm)
+
+    return {block for block in known if is_exchanged(block)}
+
+
+def _gathered(
+    known: Sequence[Block],
+    exchanged: Collection[Block],
+    vectors: Mapping[nn.Parameter, Tensor],
+    updates: Mapping[nn.Parameter, Tensor],
+    comm: Communicator,
+) -> tuple[Mapping[nn.Parameter, Tensor], Mapping[nn.Parameter, Tensor], ShardExchange | None]:
+    """Whole vectors and updates of what this rank works on, and how the others' get there (a collective)."""
+    if not may_be_sharded():
+        return vectors, updates, None
+    present = [block for block in known if block.layer.weight in vectors]
+    sent = [block for block in present if block in exchanged]
+    moving = {p: b.layer.is_shard for b in present if b not in exchanged for p in b.layer.parameters if p in vectors}
+    whole = {p: gathered(vectors[p], shard=shard) for p, shard in moving.items()}
+    same = {p for p in moving if updates[p] is vectors[p]}
+    of_updates = {p: whole[p] if p in same else gathered(updates[p], shard=shard) for p, shard in moving.items()}
+    if not sent:
+        return whole, of_updates, None
+    places = {p: b.workers.gradient_workers for b in sent for p in b.layer.parameters if p in vectors}
+    exchange = ShardExchange(places, comm)
+    own = exchange.gather(vectors)
+    alike = all(updates[p] is vectors[p] for p in places)
+    return {**whole, **own}, {**of_updates, **(own if alike else exchange.gather(updates))}, exchange
 
 
 # Stacks --------------------------------------------------------------------------------------------------------------
@@ -342,37 +375,3 @@ def common_rate(rates: Sequence[Lr]) -> Lr | None:
     known = not isinstance(first, Tensor)  # to compare a tensor would be to wait for its device
     same = all(rate is first or known and not isinstance(rate, Tensor) and rate == first for rate in rates)
     return first if same else None
-
-
-def assembled(directions: Sequence[StackedDirection], matrices: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
-    """What each parameter has in matrices of the directions' shapes; 0 in parts that no layer covers."""
-    result: dict[nn.Parameter, Tensor] = {}
-    for d, whole in zip(directions, matrices, strict=True):
-        for p, index, part in d.parts(whole):
-            if index == slice(None):
-                result[p] = part
-            else:
-                result.setdefault(p, part.new_zeros(p.shape))[index] = part
-    return result
-
-
-def by_parameter(
-    directions: Sequence[StackedDirection], vectors: Mapping[nn.Parameter, Tensor]
-) -> dict[nn.Parameter, Tensor]:
-    """The directions of single parameters, laid out as their vectors; parts that no layer covers keep their vector."""
-    result: dict[nn.Parameter, Tensor] = {}
-    for d in directions:
-        for p, index, part in d.parts(d.scaled.direction):
-            if is_sharded(vectors[p]):
-                whole = part.to(vectors[p].dtype)
-                if index != slice(None):
-                    whole = gathered(vectors[p]).clone()
-                    whole[index] = part
-                result[p] = sharded_like(whole, vectors[p])
-            elif index == slice(None) and (part.dtype, part.stride()) == (vectors[p].dtype, vectors[p].stride()):
-                result[p] = part
-            else:  # fused kernels expect the layout of the parameter
-                if p not in result:
-                    result[p] = torch.empty_like(vectors[p]) if index == slice(None) else vectors[p].clone()
-                result[p][index] = part
-    return result

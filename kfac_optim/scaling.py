@@ -63,7 +63,11 @@ class Direction:
 
 
 class Scaling(Protocol):
-    """Anything with this method can be passed as ``scaling=``."""
+    """Anything with this method can be passed as ``scaling=``.
+
+    One that looks at each layer on its own may say so by a class attribute ``by_layer = True``: then it need not see
+    all layers on every rank, and under FSDP2 gradients go to the ranks that precondition them alone.
+    """
 
     def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
         """What to multiply the directions by.
@@ -161,6 +165,8 @@ class Unit:
     G has no effect. All C channels of a norm layer together get the norm ``sqrt(C)``.
     """
 
+    by_layer: ClassVar[bool] = True
+
     def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
         """See :class:`Scaling`."""
         return ratios([self.target(d) for d in directions], norms(directions, [d.direction for d in directions]))
@@ -191,6 +197,7 @@ class Graft:
     """
 
     trust: float | None = None
+    by_layer: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.trust is not None and not 0 <= self.trust <= 1:

@@ -21,9 +21,9 @@ from .capture import Fisher, LossTerms, RandomState, Replay, frozen
 from .capture.fisher import FisherProducts, TargetCheck
 from .config import options as engine_options
 from .config import refuse_unknown
+from .directions import by_parameter
 from .objective import Objective
 from .optimizers import KFACMixin
-from .preconditioning import by_parameter
 from .quadratic import LevenbergMarquardt, SecantCheck
 from .schedules import growing
 

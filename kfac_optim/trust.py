@@ -104,6 +104,8 @@ def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:
 
 def turns(directions: Sequence[Direction]) -> Tensors:
     """``k - u`` of each stack of layers, ``[p, d_out, d_in]``."""
+    if not directions:
+        return []
     return torch._foreach_sub([d.direction for d in directions], [d.update for d in directions])
 
 
@@ -115,7 +117,7 @@ def changes_at(directions: Sequence[Direction], trust: float) -> Tensors:
     ``benchmarks.swap`` ended behind their base optimizer instead of none.
     """
     updates, towards = [d.update for d in directions], [d.direction for d in directions]
-    if trust == 1:
+    if trust == 1 or not directions:
         return turns(directions)
     steps = torch._foreach_lerp(updates, towards, trust)
     for step, length in zip(steps, ratios(norms(directions, updates), norms(directions, steps)), strict=True):

@@ -7,15 +7,14 @@ stands in the state of the parameters, so that a resumed run goes on as if it ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from .bases import base_step, gradient_weight_tracked, has_first_moment, subtract_, weights_before
-from .distributed import may_be_sharded, sharded_like
 from .engine import CurvatureEngine
-from .preconditioning import Lr, StackedDirection, assembled
+from .preconditioning import Lr
 from .trust import alignment, changes_at, turns
 
 __all__ = ["CHANGE", "TURN", "alignment_of", "forget_turns", "take_turned_step"]
@@ -56,12 +55,12 @@ def take_turned_step(
     base = base_step(optimizer, gradients, before)
     del before
     directions, trust = engine.directions(base.moments, lr, base.updates), engine.trust
-    if not directions:
+    if directions.are_none:
         return
-    of_stacks = [d.scaled for d in directions]
-    whole = _by_parameter(directions, turns(of_stacks)) if engine.learns_trust or trust == 1 else {}
+    of_stacks = directions.scaled
+    whole = directions.laid_out(turns(of_stacks)) if engine.learns_trust or trust == 1 else {}
     if trust > 0:
-        changes = whole if trust == 1 else _by_parameter(directions, changes_at(of_stacks, trust))
+        changes = whole if trust == 1 else directions.laid_out(changes_at(of_stacks, trust))
         _subtract(optimizer, changes)
     if engine.learns_trust:
         _remember(optimizer, whole, changes)
@@ -80,12 +79,6 @@ def alignment_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Paramet
             lr = -group["lr"] if group.get("maximize") else group["lr"]
             pairs += [(g, last, lr) for g, last in turns]
     return alignment(pairs) if pairs else None
-
-
-def _by_parameter(directions: Sequence[StackedDirection], matrices: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
-    """What each parameter has in matrices of the directions' shapes, laid out as the parameter is."""
-    whole = assembled(directions, matrices)
-    return {p: sharded_like(part, p) for p, part in whole.items()} if may_be_sharded() else whole
 
 
 def _subtract(optimizer: torch.optim.Optimizer, changes: Mapping[nn.Parameter, Tensor]) -> None:

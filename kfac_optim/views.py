@@ -106,12 +106,13 @@ class ViewedEngine(StatefulEngine):
             ``skipped_batches`` (statistics not finite),
             ``failed_decompositions``, ``staleness`` (steps since the factors in use were frozen, None before the first
             refresh), ``traffic`` (by kind, bytes ``sent`` and ``received`` by this rank per step: "counts", "factors",
-            "decompositions", "directions", "state" where factors were moved or gathered; see
-            :mod:`kfac_optim.distributed`) and ``layers``: per layer name the
+            "decompositions", "directions", "gradients" where their shards went to some ranks alone, "state" where
+            factors were moved or gathered; see :mod:`kfac_optim.distributed`) and ``layers``: per layer name the
             spectra of A and G in use (``min``, ``mean``, ``max``, ``condition``), ``damping`` (gamma of the coming
             step, the mean over the layer's pairs), ``condition`` (of ``A (x) G + gamma I``, from these extremes) and
             ``cosine`` between gradient and direction in the first step after the last refresh. The spectrum of a factor
-            that another rank alone keeps is None, and so is ``condition``.
+            that another rank alone keeps is None, and so is ``condition``; ``cosine`` is None where the gradient's
+            shards went to another rank.
         """
         damping = as_damping(self.damping)
         value, steps = value_of(damping, self.step_count), max(1, self._steps_taken)

@@ -7,12 +7,14 @@ Where to look::
 
     assignment.py       which rank decomposes, which ranks precondition a layer, and where its factors stand
     strategies.py       the strategies, which decide that: pure policy, no processes
-    communicator.py     what the engine calls: sum, reduce and send, for lists of tensors; traffic is counted here
+    communicator.py     what the engine calls: sum, reduce, send, exchange; traffic is counted here
+    packing.py          tensors as flat bytes
     torch.py            the communicator of torch.distributed
     horovod.py          the communicator of Horovod
     agreement.py        whether all ranks have built the same engine
     join.py             uneven inputs: ranks that have run out of them
     sharding.py         tensors and gradients of which every rank holds a part (FSDP2, DeepSpeed ZeRO)
+    shards.py           how FSDP2's parts get to the ranks that precondition a layer, and back
 """
 
 from . import agreement
@@ -32,6 +34,7 @@ from .sharding import (
     sharded_like,
     sharding_problem,
 )
+from .shards import ShardExchange, are_exchangeable
 from .strategies import KAISA, FactorWise, LayerWise, longest_first
 from .torch import TorchCommunicator, make_communicator
 
@@ -47,8 +50,10 @@ __all__ = [
     "LayerCost",
     "LayerWise",
     "LocalCommunicator",
+    "ShardExchange",
     "TorchCommunicator",
     "agreement",
+    "are_exchangeable",
     "full_gradient",
     "gathered",
     "is_sharded",

@@ -1,13 +1,14 @@
-"""How the ranks exchange tensors: :class:`Communicator` has three verbs, built from four operations of a transport.
+"""How the ranks exchange tensors: :class:`Communicator` has four verbs, built from five operations of a transport.
 
 ``sum`` adds tensors over all ranks for all of them (factors and counts travel this way), ``reduce`` for one of them
 (factors that one rank alone keeps). ``send`` copies tensors from one rank to some others (decompositions,
-preconditioned gradients). All take lists of tensors, pack them into flat buckets, start the transfer of a few buckets
-ahead, and wait for them in order. With one process they do nothing.
+preconditioned gradients). These take lists of tensors, pack them into flat buckets, start the transfer of a few buckets
+ahead, and wait for them in order. ``exchange`` copies tensors between any two ranks (shards of gradients and of
+directions), all at once. With one process they do nothing.
 
 Traffic is counted per kind as an ideal network would carry it: an all-reduce of b bytes over R ranks costs every rank
 ``2 (R - 1) / R b`` bytes sent and as many received (a ring); a broadcast costs its source b bytes sent and every other
-member b bytes received, and a reduction the reverse.
+member b bytes received, and a reduction the reverse. What a rank exchanges with itself does not count.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from .packing import packed, room_for, unpack
 
 __all__ = ["BUCKET_BYTES", "Broadcast", "Communicator", "LocalCommunicator", "Work"]
 
@@ -57,8 +60,9 @@ class Work(Protocol):
 class Communicator(ABC):
     """The connection to the other processes; pass one as ``communicator=`` to replace the default.
 
-    A subclass for another library implements ``_start_sum``, ``_start_max`` and ``_start_broadcast``, and overrides
-    ``_start_reduce`` where the library has it, ``prepare``, ``check_groups`` and ``wire_device`` where it needs them.
+    A subclass for another library implements ``_start_sum``, ``_start_max`` and ``_start_broadcast``. It overrides
+    ``_start_reduce`` and ``_start_exchange`` (with ``can_exchange``) where the library has them, and ``prepare``,
+    ``check_groups`` and ``wire_device`` where it needs them.
 
     Args:
         rank: This process, 0 <= rank < world_size.
@@ -110,6 +114,20 @@ class Communicator(ABC):
         None, by default: the library can only sum for all ranks.
         """
         return None
+
+    #: Whether ``exchange`` is possible, among the ranks of a ``group`` of torch.distributed.
+    can_exchange: ClassVar[bool] = False
+
+    def _start_exchange(self, sent: Tensor, sizes: Sequence[int], received: Tensor, into: Sequence[int]) -> Work:
+        """Starts to send each rank its part of a flat tensor, and to fill another with what each rank sends.
+
+        Args:
+            sent: The parts for all ranks, one after the other.
+            sizes: Their lengths, by rank.
+            received: What to fill, in the order of the ranks.
+            into: The lengths of its parts.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
@@ -226,7 +244,7 @@ class Communicator(ABC):
                 for part in self._buckets(tensors):
                     bucket = tensors[part]
                     # As bytes, so that dtypes share a bucket and nothing is rounded.
-                    flat = self._to_wire(_packed(bucket) if sends else _room_for(bucket))
+                    flat = self._to_wire(packed(bucket) if sends else room_for(bucket))
                     self._count(kind, *((flat.nbytes, 0) if sends else (0, flat.nbytes)))
                     with self._explaining_errors(what):
                         work = self._start_broadcast(flat, source, members)
@@ -236,7 +254,42 @@ class Communicator(ABC):
             with self._explaining_errors(what):
                 work.wait()
             if received:
-                _unpack(flat, received)
+                unpack(flat, received)
+
+    def exchange(self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], kind: str) -> None:
+        """Copies tensors between single ranks, bit for bit (a collective).
+
+        Args:
+            sent: Tensors of this rank, each with the rank that gets it.
+            received: Tensors to fill, each with the rank that sends it, which may be this one. Between any two ranks
+                the order is the same on both.
+            kind: The kind under which their traffic is counted.
+
+        Raises:
+            RuntimeError: If another rank has died, or the group's time-out has passed.
+        """
+        away, room = self._by_rank(sent), self._by_rank(received)
+        for tensor, own in zip(room[self.rank], away[self.rank], strict=True):
+            tensor.copy_(own)
+        if self.world_size == 1:
+            return
+        away[self.rank], room[self.rank] = [], []
+        outgoing, incoming = ([tensor for of_rank in parts for tensor in of_rank] for parts in (away, room))
+        device = next((tensor.device for _, tensor in (*sent, *received)), self._device)
+        nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        flat = self._to_wire(packed(outgoing) if outgoing else nothing)
+        filled = self._to_wire(room_for(incoming) if incoming else nothing)
+        self._count(kind, flat.nbytes, filled.nbytes)
+        sizes, into = ([sum(tensor.nbytes for tensor in parts) for parts in of] for of in (away, room))
+        with self._explaining_errors(f"the exchange of {kind}"):
+            self._start_exchange(flat, sizes, filled, into).wait()
+        unpack(filled, incoming)
+
+    def _by_rank(self, tensors: Sequence[tuple[int, Tensor]]) -> list[list[Tensor]]:
+        found: list[list[Tensor]] = [[] for _ in range(self.world_size)]
+        for rank, tensor in tensors:
+            found[rank].append(tensor)
+        return found
 
     # Parts of the verbs ---------------------------------------------------------------------------------------------
 
@@ -322,27 +375,6 @@ def _ahead(started: Iterator[_T]) -> Iterator[_T]:
         if len(drawn) > _IN_FLIGHT:
             yield drawn.popleft()
     yield from drawn
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, as flat uint8."""
-    return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    """The bytes of some tensors, one after the other."""
-    return torch.cat([_bytes(tensor.contiguous()) for tensor in tensors])
-
-
-def _room_for(tensors: Sequence[Tensor]) -> Tensor:
-    """An uninitialised flat tensor for what :func:`_packed` gives on the source."""
-    return torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, device=tensors[0].device)
-
-
-def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copies packed bytes into contiguous tensors, in place."""
-    for tensor, piece in zip(tensors, flat.split([tensor.nbytes for tensor in tensors]), strict=True):
-        _bytes(tensor).copy_(piece)
 
 
 class LocalCommunicator(Communicator):

@@ -175,6 +175,11 @@ def packet(source: int, salt: int) -> list[Tensor]:
     ]
 
 
+def room_for(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of ones of the same shapes and types."""
+    return [torch.full_like(t, 1, memory_format=torch.contiguous_format) for t in tensors]
+
+
 def broadcasts_of(world_size: int) -> list[tuple[int, tuple[int, ...]]]:
     """(source, members), in an order all ranks share: every group of ranks, from each of its members."""
     sizes = range(2, world_size + 1)
@@ -212,12 +217,17 @@ def use_the_verbs(rank: int, world_size: int) -> dict[Any, Any]:
         for salt, (source, members) in enumerate(broadcasts_of(world_size)):
             tensors = packet(source, salt)
             if source != rank:
-                tensors = [torch.full_like(t, 1, memory_format=torch.contiguous_format) for t in tensors]
+                tensors = room_for(tensors)
             if rank in members:
                 broadcasts.append(Broadcast(tensors, source, members))
             received.append(tensors)
         comm.send(broadcasts, "send")
         found["send", name] = received
+        sent = [(to, t) for to in range(world_size) for t in packet(rank, 50 + to) if (rank + to) % 3 != 2]
+        filled = [room_for(packet(rank, 0)) for _ in range(world_size)]
+        into = [(source, t) for source, tensors in enumerate(filled) for t in tensors if (rank + source) % 3 != 2]
+        comm.exchange(sent, into, "exchange")
+        found["exchange", name] = filled
         before = {kind: list(totals) for kind, totals in comm.traffic.items()}
         comm.send([Broadcast([], 0, tuple(range(world_size)))], "nothing")
         found["nothing", name] = comm.traffic == before or comm.traffic
@@ -313,6 +323,16 @@ def test_what_is_sent_arrives_bit_for_bit(verbs: list[dict[Any, Any]], bucket: s
 
 
 @pytest.mark.parametrize("bucket", BUCKETS)
+def test_what_is_exchanged_arrives_bit_for_bit(verbs: list[dict[Any, Any]], bucket: str) -> None:
+    """From every rank to every rank, itself among them; some pairs have nothing for each other."""
+    for rank, found in enumerate(verbs):
+        for source, tensors in enumerate(found["exchange", bucket]):
+            for tensor, wanted in zip(tensors, packet(source, 50 + rank), strict=True):
+                expected = wanted if (rank + source) % 3 != 2 else torch.full_like(wanted, 1)
+                assert same_bits(tensor, expected), f"from {source} on {rank}: {tensor} is not {expected}"
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
 def test_to_send_nothing_costs_nothing(verbs: list[dict[Any, Any]], bucket: str) -> None:
     for found in verbs:
         assert found["nothing", bucket] is True, found["nothing", bucket]
@@ -342,6 +362,9 @@ def test_traffic_is_what_an_ideal_network_carries(verbs: list[dict[Any, Any]], b
             sent += size * (source == rank)
             received += size * (rank in members and source != rank)
         expected["send"] = [sent, received]
+        others = [source for source in range(ranks) if source != rank and (rank + source) % 3 != 2]
+        size = sum(tensor.nbytes for tensor in packet(rank, 0)) * len(others)
+        expected["exchange"] = [size, size]
         for kind, totals in expected.items():
             assert found["traffic", bucket][kind] == pytest.approx(totals, rel=1e-12), kind
 
@@ -362,6 +385,9 @@ def test_one_process_has_nobody_to_talk_to() -> None:
     own = whole_numbers(0, torch.float32)
     assert all(a is b for a, b in zip(comm.sum(own, "x", compressed=True), own, strict=True))
     comm.send([], "x")
+    copy = torch.zeros_like(own[0])
+    comm.exchange([(0, own[0])], [(0, copy)], "x")
+    assert torch.equal(copy, own[0])
     assert comm.traffic == {}
 
 

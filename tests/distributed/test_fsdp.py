@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from kfac_optim import KFACSGD, KFACAdamW, LayerWise
+from kfac_optim import KAISA, KFACSGD, KFACAdamW, LayerWise, TorchCommunicator
 from tests.helpers.compare import assert_all_near, assert_equal_on_ranks
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, KINDS, OFTEN
@@ -62,12 +64,28 @@ def trained(rank: int, world_size: int, kind: str, how: str, options: dict[str, 
     return whole(model)
 
 
+class Plain(TorchCommunicator):
+    """One that cannot exchange shards, so that all ranks gather all layers."""
+
+    can_exchange = False
+
+
+# Layer-wise, by SGD on directions.
+MORE: dict[str, Callable[[], dict[str, Any]]] = {
+    "sharded factors": lambda: {"assignment": LayerWise("sharded")},
+    "all layers at once": lambda: {"scaling": "kl_clip"},
+    "everything gathered": lambda: {"communicator": Plain()},
+    "small buckets": lambda: {"communicator": TorchCommunicator(bucket_bytes=100)},
+}
+
+
 def train_all(rank: int, world_size: int) -> dict[str, list[Tensor]]:
     found = {}
     for kind in KINDS:
         for how, assignment in (("per layer", "factor-wise"), ("root", "layer-wise")):
             found[f"{kind}, {how}"] = trained(rank, world_size, kind, how, {"assignment": assignment})
-    found["sgd, sharded factors"] = trained(rank, world_size, "sgd", "per layer", {"assignment": LayerWise("sharded")})
+    for name, options in MORE.items():
+        found[f"sgd, {name}"] = trained(rank, world_size, "sgd", "per layer", {"assignment": LayerWise(), **options()})
     return found
 
 
@@ -77,8 +95,41 @@ def test_shards_equal_one_process(world_size: int) -> None:
     outcomes = run_ranks(world_size, train_all)
     for kind in KINDS:
         expected = trained(0, 1, kind, "", {})
-        for how in ("per layer", "root", *(("sharded factors",) if kind == "sgd" else ())):
+        for how in ("per layer", "root"):
             assert_all_near([found[f"{kind}, {how}"] for found in outcomes], expected)
+    for name in MORE:
+        options = {"scaling": "kl_clip"} if name == "all layers at once" else {}
+        assert_all_near([found[f"sgd, {name}"] for found in outcomes], trained(0, 1, "sgd", "", options))
+
+
+def exchanged(rank: int, world_size: int) -> dict[str, bool]:
+    """Whether only shards travelled, as many bytes as it takes, while nothing was gathered on all ranks."""
+    model = make()
+    shard(model, "per layer")
+    optimizer = KFACSGD(model, lr=0.1, precondition="gradient", assignment="layer-wise", **OPTIONS)
+    engine, gather = optimizer.curvature, DTensor.full_tensor
+
+    def refuse(tensor: DTensor) -> Tensor:
+        assert tensor.dim() == 0, "gathered on every rank"
+        return gather(tensor)
+
+    with mock.patch.object(DTensor, "full_tensor", refuse):
+        train(model, optimizer, range(5), shape=SHAPE, rank=rank, world_size=world_size)
+    own = others = 0
+    for layer, work in zip(engine.layers, engine.work.layers, strict=True):
+        for p in layer.parameters:
+            here = p.to_local().numel() * 8
+            own += (p.numel() * 8 - here) if work.gradient_workers == (rank,) else 0
+            others += here if work.gradient_workers != (rank,) else 0
+    traffic = engine.comm.traffic
+    return {
+        "to the workers": traffic["gradients"] == [5.0 * others, 5.0 * own],
+        "back": traffic["directions"] == [5.0 * own, 5.0 * others],
+    }
+
+
+def test_only_gradient_workers_gather_a_layer() -> None:
+    assert run_ranks(3, exchanged) == [{"to the workers": True, "back": True}] * 3
 
 
 TURNING: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -87,21 +138,23 @@ TURNING: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def train_turning(rank: int, world_size: int) -> dict[str, tuple[list[Tensor], list[float]]]:
+def train_turning(rank: int, world_size: int, assignment: str) -> dict[str, tuple[list[Tensor], list[float]]]:
     """At rates so large that trust rises, and every second step repeats the change of the one before."""
     found = {}
     for kind, (cls, options) in TURNING.items():
         model = make()
         if world_size > 1:
             shard(model, "per layer")
-        optimizer = cls(model, **options, **OPTIONS)
+        optimizer = cls(model, **options, **OPTIONS, assignment=assignment)
         trusts = trusts_of(model, optimizer, 10, shape=SHAPE, rank=rank, world_size=world_size)
         found[kind] = whole(model), trusts
     return found
 
 
-def test_turned_and_repeated_steps_on_shards() -> None:
-    outcomes, expected = run_ranks(2, train_turning), train_turning(0, 1)
+@pytest.mark.fast("layer-wise")
+@pytest.mark.parametrize("assignment", ["factor-wise", "layer-wise"])
+def test_turned_and_repeated_steps_on_shards(assignment: str) -> None:
+    outcomes, expected = run_ranks(2, train_turning, assignment), train_turning(0, 1, assignment)
     for kind, (weights, trusts) in expected.items():
         repeated = [step for step in range(1, 10, 2) if min(trusts[step - 1 : step + 1]) > 0]
         assert repeated, trusts
@@ -183,7 +236,7 @@ def test_a_nan_in_one_shard_is_a_skipped_step_everywhere() -> None:
 def train_hybrid(rank: int, world_size: int) -> dict[str, list[Tensor]]:
     """HSDP: shards over two ranks, replicated over two."""
     found = {}
-    for assignment in ("factor-wise", "layer-wise"):
+    for assignment in ("factor-wise", "layer-wise", KAISA(grad_worker_fraction=0.5)):
         model = make()
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         for part in (model[0], model):
@@ -191,7 +244,7 @@ def train_hybrid(rank: int, world_size: int) -> dict[str, list[Tensor]]:
         optimizer = KFACSGD(model, lr=0.1, momentum=0.9, assignment=assignment, **OPTIONS)
         assert len(optimizer.curvature.layers) == 4
         train(model, optimizer, range(7), shape=SHAPE, rank=rank, world_size=world_size)
-        found[assignment] = whole(model)
+        found[str(assignment)] = whole(model)
     return found
 
 
@@ -351,16 +404,18 @@ def test_tensor_parallel_layers_are_declined() -> None:
         assert any("tensor parallel" in note for note in notes)
 
 
-def partly_sharded(rank: int, world_size: int) -> list[Tensor]:
+def partly_sharded(rank: int, world_size: int, assignment: str) -> list[Tensor]:
     """Only the first layer is sharded; the others' gradients are averaged by hand."""
     model = make()
     fully_shard(model[0])
-    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, weight_decay=1e-3, **OPTIONS)
+    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, weight_decay=1e-3, **OPTIONS, assignment=assignment)
     plain = [p for p in model.parameters() if not isinstance(p, DTensor)]
     everyone = {"shape": SHAPE, "rank": rank, "world_size": world_size}
     train(model, optimizer, range(7), before_step=lambda: average_gradients(plain), **everyone)
     return whole(model)
 
 
-def test_sharded_and_plain_parameters_in_one_model() -> None:
-    assert_all_near(run_ranks(2, partly_sharded), trained(0, 1, "sgd", "", {}))
+@pytest.mark.fast("layer-wise")
+@pytest.mark.parametrize("assignment", ["factor-wise", "layer-wise"])
+def test_sharded_and_plain_parameters_in_one_model(assignment: str) -> None:
+    assert_all_near(run_ranks(2, partly_sharded, assignment), trained(0, 1, "sgd", "", {}))

@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, CurvatureEngine, EigenSolver, InverseSolver, growing
+from kfac_optim.directions import by_parameter
 from kfac_optim.factors import FactorSpec
 from kfac_optim.jobs import RefreshInProgress, batch_of, together
 from kfac_optim.layers import gram
-from kfac_optim.preconditioning import by_parameter, stack_of
+from kfac_optim.preconditioning import stack_of
 from kfac_optim.refresh import Refresher, _decompose
 from kfac_optim.solvers import Batch, Failure, decompose_all, decompose_safely, grouped_by_key
 

@@ -11,15 +11,17 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_optim import KFACLAMB, KFACSGD, KFACAdam, OfMean
+from kfac_optim import KFACLAMB, KFACSGD, InverseSolver, KFACAdam, OfMean
+from kfac_optim.directions import by_parameter
+from kfac_optim.layers import RowsLayer
 from kfac_optim.optimizers import KFACMixin
-from kfac_optim.preconditioning import by_parameter
 from tests.helpers.compare import assert_near, assert_same_factors, assert_same_weights, factors_of, twins
 from tests.helpers.training import Batch, clipping, train
 
@@ -270,13 +272,60 @@ def test_curvature_in_half_precision(
         assert_near(rounded[name], expected, name, STORED_TOL[dtype])
 
 
+def test_steps_under_autocast_are_the_steps_outside() -> None:
+    inside, outside = twins(network)
+    first, second = sgd(inside), sgd(outside)
+    for batch in batches(3):
+        for model, optimizer, mixed in ((inside, first, True), (outside, second, False)):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                optimizer.step()
+    assert_same_weights(inside, outside, rel=0.0)
+
+
 # TF32 ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chosen", ["high", "medium"])
+def test_factors_are_exact_and_directions_as_the_user_chose(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs as well: some compute with bfloat16 where they may."""
+    noted: dict[str, set[str]] = {}
+
+    def note(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def noting(*args: Any, **keywords: Any) -> Any:
+            noted.setdefault(name, set()).add(torch.get_float32_matmul_precision())
+            return method(*args, **keywords)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    for owner, name in WATCHED:
+        note(owner, name)
+    model = network()
+    try:
+        torch.set_float32_matmul_precision(chosen)
+        train(model, sgd(model, solver="inverse"), batches(2))
+        assert torch.get_float32_matmul_precision() == chosen
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert noted == {name: {chosen if name == "precondition" else "highest"} for _, name in WATCHED}
+
+
+WATCHED = [
+    (RowsLayer, "observe"),
+    (RowsLayer, "output_moment"),
+    (InverseSolver, "decompose"),
+    (InverseSolver, "precondition"),
+]
 
 # Ways to turn it on, and to read what is chosen: torch refuses to have them mixed, so each has a process of its own.
 TF32 = {
     "function": ("torch.set_float32_matmul_precision('medium')", "torch.get_float32_matmul_precision()"),
     "flag": ("matmul.allow_tf32 = True", "matmul.allow_tf32"),
     "attribute of matmul": ("matmul.fp32_precision = 'tf32'", "matmul.fp32_precision"),
+    "attribute of CPUs": ("mkldnn.fp32_precision = 'bf16'", "mkldnn.fp32_precision"),
     "attribute of all": ("torch.backends.fp32_precision = 'tf32'", "matmul.fp32_precision"),
 }
 if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # before torch 2.9 there are no such attributes
@@ -291,7 +340,7 @@ def test_tf32_is_off_for_factors_and_back_afterwards(how: str) -> None:
     script = f"""
         import contextlib, torch
         from kfac_optim.layers import full_precision
-        matmul = torch.backends.cuda.matmul
+        matmul, mkldnn = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
         {choose}
         print({read})
         with contextlib.suppress(ZeroDivisionError), full_precision("cuda"):
@@ -304,7 +353,7 @@ def test_tf32_is_off_for_factors_and_back_afterwards(how: str) -> None:
     assert done.returncode == 0, done.stderr
     before, inside, after = done.stdout.split()
     assert before == after
-    assert (before, inside) in [("medium", "highest"), ("True", "False"), ("tf32", "ieee")]
+    assert (before, inside) in [("medium", "highest"), ("True", "False"), ("tf32", "ieee"), ("bf16", "ieee")]
 
 
 @pytest.mark.fast("^flag")

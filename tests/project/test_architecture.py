@@ -30,7 +30,7 @@ LAYERS = (
     ("damping",),
     ("layers", "solvers", "scaling", "distributed"),
     ("capture", "trust", "bases", "layout", "tiles"),
-    ("blocks", "config", "objective"),
+    ("blocks", "config", "directions", "objective"),
     ("coverage", "diagnostics", "pacing", "sharing"),
     ("averages", "jobs", "preconditioning"),
     ("refresh",),

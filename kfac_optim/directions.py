@@ -1,0 +1,111 @@
+"""The directions of a step: matrices of layers of one shape, and what each parameter has in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .distributed import ShardExchange, gathered, is_sharded, may_be_sharded, sharded_like
+from .layout import Layout, Part
+from .scaling import Direction
+
+__all__ = ["Directions", "StackedDirection", "by_parameter"]
+
+
+@dataclass(frozen=True)
+class StackedDirection:
+    """The preconditioned and scaled matrices of some layers of one shape.
+
+    Attributes:
+        layout: Where the parameters lie in the matrices.
+        vectors: What was preconditioned, by parameter; the layers' other parameters take no part in the step.
+        scaled: The direction, scaled, with all that a scaling knows of the layers.
+    """
+
+    layout: Layout
+    vectors: Mapping[nn.Parameter, Tensor]
+    scaled: Direction
+
+    def parts(self, matrices: Tensor) -> list[Part]:
+        """What each parameter has in some matrices of this shape."""
+        return self.layout.read(matrices, self.vectors)
+
+
+@dataclass(frozen=True)
+class Directions:
+    """The preconditioned and scaled vectors of a step.
+
+    Attributes:
+        stacks: The layers that have a decomposition and a vector; without those whose shards have gone to other ranks.
+        dtype: That of all matrices.
+        exchange: The layers whose shards have gone to some ranks alone; None where there are none.
+    """
+
+    stacks: Sequence[StackedDirection]
+    dtype: torch.dtype
+    exchange: ShardExchange | None = None
+
+    @property
+    def are_none(self) -> bool:
+        """Whether there are none, on any rank."""
+        return not self.stacks and self.exchange is None
+
+    @property
+    def scaled(self) -> list[Direction]:
+        """Those of the stacks."""
+        return [stack.scaled for stack in self.stacks]
+
+    def laid_out(self, matrices: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
+        """What each parameter has in matrices of the stacks' shapes, laid out as the parameter is.
+
+        A collective, where there are shards that have gone to other ranks: those ranks send them back.
+        """
+        whole = _assembled(self.stacks, matrices)
+        if not may_be_sharded():
+            return whole
+        back = {} if self.exchange is None else self.exchange.scatter(whole, self.dtype)
+        return {**{p: sharded_like(part, p) for p, part in whole.items() if p not in back}, **back}
+
+
+def _assembled(stacks: Sequence[StackedDirection], matrices: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
+    """What each parameter has in matrices of the stacks' shapes; 0 in parts that no layer covers."""
+    result: dict[nn.Parameter, Tensor] = {}
+    for d, whole in zip(stacks, matrices, strict=True):
+        for p, index, part in d.parts(whole):
+            if index == slice(None):
+                result[p] = part
+            else:
+                result.setdefault(p, part.new_zeros(p.shape))[index] = part
+    return result
+
+
+def by_parameter(directions: Directions, vectors: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+    """The directions of single parameters, laid out as their vectors; parts that no layer covers keep their vector.
+
+    A collective, as :meth:`Directions.laid_out`.
+    """
+    result: dict[nn.Parameter, Tensor] = {}
+    if directions.exchange is not None:
+        found = directions.laid_out([d.direction for d in directions.scaled])
+        result.update((p, found[p].to(vectors[p].dtype)) for p in directions.exchange.workers)
+    back = set(result)
+    for d in directions.stacks:
+        for p, index, part in d.parts(d.scaled.direction):
+            if p in back:
+                continue
+            if is_sharded(vectors[p]):
+                whole = part.to(vectors[p].dtype)
+                if index != slice(None):
+                    whole = gathered(vectors[p]).clone()
+                    whole[index] = part
+                result[p] = sharded_like(whole, vectors[p])
+            elif index == slice(None) and (part.dtype, part.stride()) == (vectors[p].dtype, vectors[p].stride()):
+                result[p] = part
+            else:  # fused kernels expect the layout of the parameter
+                if p not in result:
+                    result[p] = torch.empty_like(vectors[p]) if index == slice(None) else vectors[p].clone()
+                result[p][index] = part
+    return result

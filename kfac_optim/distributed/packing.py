@@ -1,0 +1,31 @@
+"""Tensors of any dtypes as one flat tensor of bytes, and back, so that they share a bucket and nothing is rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["packed", "room_for", "unpack"]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, as flat uint8."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def packed(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of some tensors, one after the other."""
+    return torch.cat([_bytes(tensor.contiguous()) for tensor in tensors])
+
+
+def room_for(tensors: Sequence[Tensor]) -> Tensor:
+    """An uninitialised flat tensor for what :func:`packed` gives on the source."""
+    return torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, device=tensors[0].device)
+
+
+def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copies packed bytes into contiguous tensors, in place."""
+    for tensor, piece in zip(tensors, flat.split([tensor.nbytes for tensor in tensors]), strict=True):
+        _bytes(tensor).copy_(piece)

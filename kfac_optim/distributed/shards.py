@@ -1,0 +1,164 @@
+"""The shards of FSDP2's parameters on their way to the ranks that precondition them, and back.
+
+Where some ranks alone precondition a layer, nobody else needs its gradient as a whole. So every rank sends its rows to
+these workers, and they send each rank its rows of the result::
+
+      rows of   rank 0   rank 1   rank 2               rank 0   rank 1   rank 2
+      layer a    [a0]     [a1]     [a2]                 [a0]
+      layer b    [b0]     [b1]     [b2]      <---->     [a1]     [b0
+      layer c    [c0]     [c1]     [c2]                 [a2]      b1       [c0
+                                                                  b2]       c1  c2]
+
+With R ranks and one worker for each layer a rank sends and receives ``1 / R`` of what it would if all of them gathered
+all layers, and holds as little.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .communicator import Communicator
+from .sharding import is_sharded
+
+__all__ = ["ShardExchange", "are_exchangeable"]
+
+
+def are_exchangeable(parameters: Sequence[Tensor], comm: Communicator) -> bool:
+    """Whether these are shards by rows that lie on all ranks of ``comm`` (FSDP2, HSDP), which can exchange them."""
+    return comm.can_exchange and all(is_sharded(p) and _lies_on(cast(Any, p), comm) for p in parameters)
+
+
+def _lies_on(parameter: Any, comm: Communicator) -> bool:
+    """Whether a DTensor is split by rows over the last dimension of a mesh of the ranks of ``comm``, and no other."""
+    *others, last = parameter.placements
+    by_rows = last.is_shard(0) and all(placement.is_replicate() for placement in others)
+    return by_rows and _grid(parameter, comm) is not None
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The ranks of a communicator as they lie on a mesh.
+
+    Attributes:
+        replicas: The ranks that hold all rows of a parameter together, in the order of the rows; one such list, or one
+            for each replica of HSDP.
+        place: For each rank the number of its replica, and its number there.
+    """
+
+    replicas: list[list[int]]
+    place: dict[int, tuple[int, int]]
+
+    def holders(self, rank: int) -> list[int]:
+        """The ranks of the replica that ``rank`` is in."""
+        return self.replicas[self.place[rank][0]]
+
+    def rows(self, parameter: Any, rank: int) -> slice:
+        """The rows of a parameter that a rank holds."""
+        number, count = self.place[rank][1], len(self.holders(rank))
+        size = -(-len(parameter) // count)  # as torch.chunk divides them; the last ranks may have none
+        return slice(min(number * size, len(parameter)), min((number + 1) * size, len(parameter)))
+
+
+def _grid(parameter: Any, comm: Communicator) -> _Grid | None:
+    """The grid of a parameter's mesh; None if that has other ranks than ``comm``."""
+    return _grid_of(parameter.device_mesh, cast(Any, comm).group)
+
+
+@functools.lru_cache(maxsize=8)  # of a model there are seldom two; making one takes longer than all the rest of a step
+def _grid_of(mesh: Any, group: Any) -> _Grid | None:
+    number = {place: rank for rank, place in enumerate(dist.get_process_group_ranks(group))}
+    rows = mesh.mesh.view(-1, mesh.mesh.shape[-1]).tolist()
+    if sorted(place for row in rows for place in row) != sorted(number):
+        return None
+    replicas = [[number[place] for place in row] for row in rows]
+    return _Grid(replicas, {rank: (i, j) for i, replica in enumerate(replicas) for j, rank in enumerate(replica)})
+
+
+class ShardExchange:
+    """Gathers tensors laid out as parameters are on their workers, and scatters what the workers make of them.
+
+    Args:
+        workers: For each parameter (see :func:`are_exchangeable`) the ranks that need it whole; in the same order on
+            all ranks.
+        comm: The ranks.
+    """
+
+    def __init__(self, workers: Mapping[Any, Sequence[int]], comm: Communicator) -> None:
+        self.workers, self.comm = dict(workers), comm
+
+    def gather(self, vectors: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
+        """Whole tensors of those parameters that this rank works on (a collective).
+
+        Args:
+            vectors: By parameter a tensor that is laid out as the parameter is.
+        """
+        rank, whole = self.comm.rank, {}
+        for batch in self._batches():
+            sent: list[tuple[int, Tensor]] = []
+            received: list[tuple[int, Tensor]] = []
+            for p in batch:
+                own = cast(Any, vectors[p]).redistribute(placements=p.placements).to_local()
+                grid = self._grid_of(p)
+                replica = grid.place[rank][0]
+                sent += [(worker, own) for worker in self.workers[p] if grid.place[worker][0] == replica]
+                if rank in self.workers[p]:
+                    whole[p] = torch.empty(p.shape, dtype=own.dtype, device=own.device)
+                    received += [(holder, whole[p][grid.rows(p, holder)]) for holder in grid.holders(rank)]
+            self.comm.exchange(sent, received, "gradients")
+        return whole
+
+    def scatter(self, whole: Mapping[Any, Tensor], dtype: torch.dtype) -> dict[Any, Tensor]:
+        """Every rank's shards of what the workers have, laid out as the parameters are (a collective).
+
+        Args:
+            whole: A tensor of each parameter that this rank works on.
+            dtype: That of all of them.
+        """
+        from torch.distributed.tensor import DTensor
+
+        rank, shards = self.comm.rank, {}
+        for batch in self._batches():
+            sent: list[tuple[int, Tensor]] = []
+            received: list[tuple[int, Tensor]] = []
+            for p in batch:
+                if rank in self.workers[p]:
+                    grid, others = self._grid_of(p), range(self.comm.world_size)
+                    sent += [(r, whole[p][grid.rows(p, r)]) for r in others if self._source(p, r) == rank]
+                shape = p.to_local().shape
+                shards[p] = torch.empty(shape, dtype=dtype, device=p.device)
+                received.append((self._source(p, rank), shards[p]))
+            self.comm.exchange(sent, received, "directions")
+        return {
+            p: DTensor.from_local(shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+            for p, shard in shards.items()
+        }
+
+    def _grid_of(self, parameter: Any) -> _Grid:
+        grid = _grid(parameter, self.comm)
+        assert grid is not None
+        return grid
+
+    def _source(self, parameter: Any, rank: int) -> int:
+        """The worker that sends a rank its shard: the rank itself where it is one."""
+        workers = self.workers[parameter]
+        return rank if rank in workers else workers[rank % len(workers)]
+
+    def _batches(self) -> Iterator[list[Any]]:
+        """The parameters, as many at a time as fill a bucket on each rank."""
+        batch: list[Any] = []
+        size = 0
+        for p in self.workers:
+            if batch and size + p.numel() * 4 > self.comm.bucket_bytes * self.comm.world_size:
+                yield batch
+                batch, size = [], 0
+            batch.append(p)
+            size += p.numel() * 4
+        if batch:
+            yield batch
