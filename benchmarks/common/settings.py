@@ -125,7 +125,7 @@ RECIPES: dict[str, Recipe] = {
             "KFACLAMB": _DIRECT,
         },
         by_task={
-            "curves": {"kfac": {"inv_update_steps": "growing:0.1:5"}},
+            "curves": {"kfac": {"damping": 0.001, "inv_update_steps": "growing:0.1:5"}},
             "text": {
                 "rest": "AdamW",
                 "rest_lr": 0.01,
