@@ -30,7 +30,7 @@ from benchmarks.convergence.__main__ import LENGTHS, RECIPE, SHORT, Results, Row
 PEERS = {"digits": "SGD", "curves": "Muon", "text": "Muon"}
 CONTENDERS = {"digits": ("KFACSGD",), "curves": ("KFACSGD", "KFAC"), "text": ("KFACSGD",)}
 SHORTER = 0.8  # of the peer's steps
-EVALUATIONS = 10  # of a run, beside the first
+EVALUATIONS = 25  # of a run, about
 
 
 def side_by_side(task: Task, contest: Mapping[str, Settings]) -> dict[str, Record]:
@@ -93,13 +93,17 @@ def measure(results: Results, length: Mapping[str, Any], draws: int, seeds: Sequ
     names = (PEERS[task.name], *CONTENDERS[task.name])
     rows = {name: Row(name, RECIPE if name in KFAC else None) for name in names}
     given = {name: tune(results, row, draws, length)[0] for name, row in rows.items()}
+    steps = rows[names[0]].settings(task, length).steps
+    runs = [(name, name, steps) for name in names]
+    runs += [(f"{name}, shorter", name, max(1, round(SHORTER * steps))) for name in CONTENDERS[task.name]]
+    more = {key: value for key, value in length.items() if key != "epochs"}
+    more["eval_every"] = max(1, steps // EVALUATIONS)
     contests = []
     for seed in seeds:
-        contest = {name: row.settings(task, {**length, "seed": seed, **given[name]}) for name, row in rows.items()}
-        for name in CONTENDERS[task.name]:
-            steps = {"steps": max(1, round(SHORTER * contest[name].steps))}
-            shorter = {**{key: value for key, value in length.items() if key != "epochs"}, **steps}
-            contest[f"{name}, shorter"] = rows[name].settings(task, {**shorter, "seed": seed, **given[name]})
+        contest = {
+            label: rows[name].settings(task, {**more, "steps": count, "seed": seed, **given[name]})
+            for label, name, count in runs
+        }
         contests.append(side_by_side(task, contest))
     size = contests[0][names[0]].header["settings"]["batch_size"]
     title = f"{task.name}, batches of {size}: times are shares of {names[0]}'s; {task.goal}"
@@ -128,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.task or TASKS:
         length: dict[str, Any] = dict(SHORT if options.smoke else LENGTHS[name])
         if options.steps:
-            length = {"steps": options.steps, "eval_every": max(1, options.steps // EVALUATIONS)}
+            length = {"steps": options.steps, "eval_every": options.steps}
         stem = f"seconds-{name}"
         if options.batch_size:
             length["batch_size"], stem = options.batch_size, f"{stem}-{options.batch_size}"
