@@ -23,7 +23,7 @@ import random
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.common import plots
@@ -71,6 +71,7 @@ class Row:
     name: str  # Name of the optimizer
     recipe: str | None = None  # Recipe of the K-FAC options
     settings_of: str | None = None  # The optimizer whose tuned settings it takes; None: it is tuned itself
+    kfac: Mapping[str, Any] = field(default_factory=dict)  # K-FAC options in place of the recipe's
 
     @property
     def label(self) -> str:
@@ -80,6 +81,7 @@ class Row:
     def settings(self, task: Task, given: Mapping[str, Any]) -> Settings:
         """Return its settings on ``task``."""
         given = {**STARTS.get((task.name, self.name), {}), **given}
+        given["kfac"] = {**self.kfac, **given.get("kfac", {})}
         return resolve(task, self.name, recipe=self.recipe, given=given)
 
 
@@ -169,10 +171,15 @@ def final_loss(run: Line) -> float:
 
 
 def tune(results: Results, row: Row, draws: int, length: Mapping[str, int]) -> tuple[dict[str, Any], Settings]:
-    """Train every draw of ``row``; return what the best was given, and all its settings."""
+    """Train every draw of ``row``, in batches of the size in ``length`` if that gives one.
+
+    Returns:
+        What the best was given, and all its settings.
+    """
     start = row.settings(results.task, length)
     steps = min(TUNING_STEPS[start.task], start.steps)
-    shared = {"steps": steps, "eval_every": start.eval_every, "seed": TUNING_SEED}
+    more = {name: value for name, value in length.items() if name != "epochs"}
+    shared = {**more, "steps": steps, "eval_every": start.eval_every, "seed": TUNING_SEED}
     losses = {}
     for draw in range(draws):
         settings = row.settings(results.task, {**shared, **drawn(start, draw)})

@@ -201,7 +201,9 @@ def test_side_by_side_times_are_shares_of_the_peers(task):
     assert (behind["peer's loss after"], behind["target after"]) == (None, None)
 
 
-def test_side_by_side_every_run_is_the_run_alone(tmp_path, task, capsys):
+def test_side_by_side_every_run_is_the_run_alone(tmp_path, task, capsys, monkeypatch):
+    monkeypatch.delitem(convergence.SHORT, "batch_size")
+    monkeypatch.setitem(seconds.ENOUGH, ("digits", 8), {"factor_batch_fraction": 0.5})
     shared = ["--smoke", "--task", "digits", "--draws", "2", "--seeds", "0,1", "--batch-size", "8"]
     assert seconds.main([*shared, "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "seconds-digits-8.json").read_text())
@@ -213,3 +215,6 @@ def test_side_by_side_every_run_is_the_run_alone(tmp_path, task, capsys):
         _, alone = convergence.train(task, convergence.Settings(**run["settings"]), "alone", quiet=True)
         assert [e["train_loss"] for e in alone.evaluations] == [e["train_loss"] for e in run["evaluations"]]
     assert runs[2]["settings"]["steps"] == 3 < runs[1]["settings"]["steps"] == 4
+    assert {run["settings"]["batch_size"] for run in result["runs"]} == {8}  # when they are tuned as well
+    fractions = {run["settings"]["kfac"].get("factor_batch_fraction") for run in result["runs"] if run["of"] != "SGD"}
+    assert fractions == {0.5}
