@@ -31,8 +31,8 @@ PEERS = {"digits": "SGD", "curves": "Muon", "text": "Muon"}
 CONTENDERS = {"digits": ("KFACSGD",), "curves": ("KFACSGD", "KFAC"), "text": ("KFACSGD",)}
 SHORTER = 0.8  # of the peer's steps
 EVALUATIONS = 25  # of a run, about
-# In K-FAC's recipe for text statistics come from a quarter of the batch; of large ones 16 sequences of 128 bytes are enough.
-ENOUGH = {("text", 256): {"factor_batch_fraction": 1 / 16}}
+# In K-FAC's recipe for text statistics come from a quarter of the batch; of large ones 16 sequences are enough.
+ENOUGH: dict[tuple[str, int | None], dict[str, float]] = {("text", 256): {"factor_batch_fraction": 1 / 16}}
 
 
 def side_by_side(task: Task, contest: Mapping[str, Settings]) -> dict[str, Record]:
