@@ -25,6 +25,7 @@ from tqdm import tqdm
 from benchmarks.common.reports import table
 from benchmarks.common.tasks import TASKS
 from benchmarks.scaling.cluster import KINDS
+from benchmarks.scaling.measure import leave
 from kfac_optim import KFACSGD, LayerWise, OfMean, growing
 from kfac_optim.distributed.assignment import FactorPlace
 
@@ -99,8 +100,7 @@ def _spawned(rank: int, store: str, out: str, training: Training) -> None:
         rows.append({"factors": place, "seed": seed, "ranks": everyone})
     if rank == 0:
         Path(out).write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def compare(training: Training) -> list[dict[str, Any]]:
