@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from benchmarks.common.reports import Command, table
 from benchmarks.common.works import SMOKE_WORKS, WORKS
+from benchmarks.launches.device import obstacle
 
 # Model, batch, optimizer.
 MODELS = {"resnet50": (32, "KFACSGD"), "gpt-small": (8, "KFACAdam"), "bert-base": (32, "KFACLAMB")}
@@ -78,6 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--bf16", action="store_true", help="forward and backward under autocast")
     add("--top", type=int, default=10, metavar="N", help="places listed for each kind of step (default: 10)")
     options, output = command.start(arguments, "tiny models")
+    if reason := obstacle():
+        command.error(reason)
     works = SMALL if options.smoke else {name: MODELS[name] for name in options.only or MODELS}
     settings = {"paper": options.paper, "solver": options.solver, "bf16": options.bf16}
     words = [*(options.only or ()), *(word for word in ("paper", "bf16") if settings[word])]

@@ -10,6 +10,7 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,14 +20,24 @@ SOURCE = Path(__file__).with_name("device.cpp")
 BUILDS = Path("runs", "launches")
 
 
+def obstacle() -> str:
+    """Say why the device cannot be made here; empty if it can."""
+    return "" if shutil.which("g++") else f"the simulated device ({SOURCE.name}) is compiled by g++: install it"
+
+
 def library(torch: Path) -> Path:
     """Return the compiled library, and compile it first where that has not been done.
 
     Args:
         torch: The folder of the installed torch.
+
+    Raises:
+        RuntimeError: If there is no compiler.
     """
     built = BUILDS / f"device-{importlib.metadata.version('torch')}.so"
     if not built.exists() or built.stat().st_mtime < SOURCE.stat().st_mtime:
+        if reason := obstacle():
+            raise RuntimeError(reason)
         BUILDS.mkdir(parents=True, exist_ok=True)
         headers = [f"-I{torch / 'include' / more}" for more in ("", "torch/csrc/api/include")]
         half = built.with_suffix(".tmp")
@@ -39,7 +50,7 @@ def load() -> None:
     """Load the device.
 
     Raises:
-        RuntimeError: If torch is imported already, and has looked for devices.
+        RuntimeError: If torch is imported already, and has looked for devices; if there is no compiler.
     """
     if "torch" in sys.modules:
         raise RuntimeError("the simulated device has to be loaded before torch is imported")

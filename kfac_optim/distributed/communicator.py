@@ -18,12 +18,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from .packing import packed, room_for, unpack
+from .packing import by_rank, packed, room_for, unpack
 
 __all__ = ["BUCKET_BYTES", "Broadcast", "Communicator", "LocalCommunicator", "Work"]
 
@@ -61,8 +61,8 @@ class Communicator(ABC):
     """The connection to the other processes; pass one as ``communicator=`` to replace the default.
 
     A subclass for another library implements ``_start_sum``, ``_start_max`` and ``_start_broadcast``. It overrides
-    ``_start_reduce`` and ``_start_exchange`` (with ``can_exchange``) where the library has them, and ``prepare``,
-    ``check_groups`` and ``wire_device`` where it needs them.
+    ``_start_reduce`` and ``_start_exchange`` where the library has them, and ``prepare``, ``check_groups`` and
+    ``wire_device`` where it needs them.
 
     Args:
         rank: This process, 0 <= rank < world_size.
@@ -115,9 +115,6 @@ class Communicator(ABC):
         """
         return None
 
-    #: Whether ``exchange`` is possible, among the ranks of a ``group`` of torch.distributed.
-    can_exchange: ClassVar[bool] = False
-
     def _start_exchange(self, sent: Tensor, sizes: Sequence[int], received: Tensor, into: Sequence[int]) -> Work:
         """Starts to send each rank its part of a flat tensor, and to fill another with what each rank sends.
 
@@ -127,7 +124,12 @@ class Communicator(ABC):
             received: What to fill, in the order of the ranks.
             into: The lengths of its parts.
         """
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__}.exchange: needs _start_exchange, which this communicator lacks")
+
+    @property
+    def can_exchange(self) -> bool:
+        """Whether ``exchange`` is possible: whether the class has a ``_start_exchange`` of its own."""
+        return type(self)._start_exchange is not Communicator._start_exchange
 
     @abstractmethod
     def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
@@ -267,8 +269,9 @@ class Communicator(ABC):
 
         Raises:
             RuntimeError: If another rank has died, or the group's time-out has passed.
+            TypeError: If the library cannot (see :attr:`can_exchange`).
         """
-        away, room = self._by_rank(sent), self._by_rank(received)
+        away, room = by_rank(sent, self.world_size), by_rank(received, self.world_size)
         for tensor, own in zip(room[self.rank], away[self.rank], strict=True):
             tensor.copy_(own)
         if self.world_size == 1:
@@ -284,12 +287,6 @@ class Communicator(ABC):
         with self._explaining_errors(f"the exchange of {kind}"):
             self._start_exchange(flat, sizes, filled, into).wait()
         unpack(filled, incoming)
-
-    def _by_rank(self, tensors: Sequence[tuple[int, Tensor]]) -> list[list[Tensor]]:
-        found: list[list[Tensor]] = [[] for _ in range(self.world_size)]
-        for rank, tensor in tensors:
-            found[rank].append(tensor)
-        return found
 
     # Parts of the verbs ---------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["packed", "room_for", "unpack"]
+__all__ = ["by_rank", "packed", "room_for", "unpack"]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -29,3 +29,11 @@ def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copies packed bytes into contiguous tensors, in place."""
     for tensor, piece in zip(tensors, flat.split([tensor.nbytes for tensor in tensors]), strict=True):
         _bytes(tensor).copy_(piece)
+
+
+def by_rank(tensors: Sequence[tuple[int, Tensor]], world_size: int) -> list[list[Tensor]]:
+    """For each rank the tensors that are given with it, in their order."""
+    found: list[list[Tensor]] = [[] for _ in range(world_size)]
+    for rank, tensor in tensors:
+        found[rank].append(tensor)
+    return found

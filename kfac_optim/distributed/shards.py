@@ -67,8 +67,9 @@ class _Grid:
 
 
 def _grid(parameter: Any, comm: Communicator) -> _Grid | None:
-    """The grid of a parameter's mesh; None if that has other ranks than ``comm``."""
-    return _grid_of(parameter.device_mesh, cast(Any, comm).group)
+    """The grid of a parameter's mesh; None if that has other ranks than ``comm``, or it is not torch.distributed's."""
+    group = getattr(comm, "group", None)
+    return None if group is None else _grid_of(parameter.device_mesh, group)
 
 
 @functools.lru_cache(maxsize=8)  # of a model there are seldom two; making one takes longer than all the rest of a step

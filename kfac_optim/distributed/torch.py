@@ -67,8 +67,6 @@ class TorchCommunicator(Communicator):
         work: Any = dist.broadcast(tensor, self._global(source), group=self._groups[members], async_op=True)
         return work
 
-    can_exchange = True
-
     def _start_exchange(self, sent: Tensor, sizes: Sequence[int], received: Tensor, into: Sequence[int]) -> Work:
         work: Any = dist.all_to_all_single(received, sent, list(into), list(sizes), group=self.group, async_op=True)
         return work

@@ -1,7 +1,6 @@
 """``python -m benchmarks.launches``: what it counts, of programs whose kernels and waits can be counted by hand."""
 
 import json
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -9,12 +8,9 @@ import textwrap
 import pytest
 
 from benchmarks.launches import __main__ as launches
-from benchmarks.launches.device import load
+from benchmarks.launches.device import load, obstacle
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None,
-    reason="the simulated device is C++ (benchmarks/launches/device.cpp), and no compiler is there: install g++",
-)
+pytestmark = pytest.mark.skipif(bool(obstacle()), reason=obstacle())
 
 
 def counted(program):
@@ -116,3 +112,10 @@ def test_the_command(tmp_path):
         places = [place["place"] for place in result["places"]["refresh"]]
         assert len(places) >= 10 and "elsewhere" not in places
     assert "share" in (tmp_path / "main.txt").read_text()
+
+
+def test_without_a_compiler_the_command_names_it(monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit):
+        launches.main(["--smoke"])
+    assert "compiled by g++: install it" in capsys.readouterr().err

@@ -391,6 +391,13 @@ def test_one_process_has_nobody_to_talk_to() -> None:
     assert comm.traffic == {}
 
 
+def test_a_library_that_cannot_exchange_says_so() -> None:
+    comm = LocalCommunicator(0, world_size=2)
+    assert not comm.can_exchange
+    with pytest.raises(TypeError, match="LocalCommunicator.exchange: needs _start_exchange"):
+        comm.exchange([(1, torch.ones(2))], [(1, torch.ones(2))], "x")
+
+
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """torch.distributed with one process."""

@@ -7,7 +7,6 @@ cases run in it, and train as they do on the CPU.
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.launches.device import obstacle
 from kfac_optim import KAISA, KFACSGD, CurvatureEngine, EigenSolver, InverseSolver
 from kfac_optim.distributed import Broadcast, share_gradients
 from tests.helpers.settings import OFTEN
@@ -215,10 +215,7 @@ def outcomes() -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    shutil.which("g++") is None,
-    reason="the simulated device is C++ (benchmarks/launches/device.cpp), and no compiler is there: install g++",
-)
+@pytest.mark.skipif(bool(obstacle()), reason=obstacle())  # newcomers may have no compiler; .ci/run has
 @pytest.mark.parametrize("name", CASES)
 def test_host_and_device(outcomes: dict[str, str], name: str) -> None:
     assert not outcomes[name], outcomes[name]
