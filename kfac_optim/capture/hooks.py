@@ -172,14 +172,19 @@ class Capture:
                 self._before(module, Hook(self, "_on_attention_start"))
                 self._after(module, Hook(self, "_on_attention_end"), always_call=True)
             if module in called:
-                self._after(module, Hook(self, "_record_input", *called[module]))
+                # First, or it would take the output of a hook that changes it for the layer's own. Those of tensor
+                # parallelism come before: they make local tensors of DTensors.
+                index, _ = called[module]
+                first = not hasattr(self.layers[index].weight, "device_mesh")
+                self._after(module, Hook(self, "_record_input", *called[module]), prepend=first)
             self._after(module, Hook(self, "_on_model_call_end"), always_call=True)
 
     def _before(self, module: nn.Module, hook: Hook, *, prepend: bool = False) -> None:
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend))
 
-    def _after(self, module: nn.Module, hook: Hook, *, always_call: bool = False) -> None:
-        self._handles.append(module.register_forward_hook(hook, with_kwargs=True, always_call=always_call))
+    def _after(self, module: nn.Module, hook: Hook, *, prepend: bool = False, always_call: bool = False) -> None:
+        register = module.register_forward_hook
+        self._handles.append(register(hook, with_kwargs=True, prepend=prepend, always_call=always_call))
 
     # Model calls ----------------------------------------------------------------------------------------------------
 

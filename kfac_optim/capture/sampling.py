@@ -129,7 +129,8 @@ class PendingGradient:
     """A tensor hook that takes a gradient once, or as often as the graph is kept for another backward pass.
 
     A training loop holds its last loss, and with it graph and hooks, until the next forward pass has ended. What they
-    hold is not to live as long.
+    hold is not to live as long. A pass that ends at the tensor, ``torch.autograd.grad(loss, output)``, leaves the graph
+    behind it to another one.
     """
 
     def __init__(self, take: Callable[[Tensor], None]) -> None:
@@ -139,5 +140,14 @@ class PendingGradient:
         if self.take is None:
             return
         self.take(g)
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if _goes_on() and not torch._C._autograd._get_current_graph_task_keep_graph():
             self.take = None
+
+
+def _goes_on() -> bool:
+    """Whether the backward pass in progress goes through the node of the tensor whose hook runs."""
+    behind = (node for node, _ in torch._C._current_autograd_node().next_functions if node is not None)
+    try:
+        return any(torch._C._will_engine_execute_node(node) for node in behind)
+    except RuntimeError:  # raised for leaves whose gradient the pass returns
+        return True

@@ -335,6 +335,21 @@ def test_saliency_maps_and_clearing_between_them() -> None:
     assert_as(run, passes(1, 2))
 
 
+@pytest.mark.parametrize("fisher", ["empirical", "categorical"])
+def test_a_backward_pass_in_two_parts(fisher: str) -> None:
+    """As gradient caching has it: the first part, which frees its graph, ends at the model's output."""
+
+    def run(model: nn.Module, optimizer: KFACSGD) -> None:
+        outputs: list[Tensor] = []
+        handle = model.register_forward_hook(lambda module, args, output: outputs.append(output))
+        loss = loss_of(model, 1)
+        handle.remove()
+        (gradient,) = torch.autograd.grad(loss, outputs)
+        outputs[0].backward(gradient)
+
+    assert_as(run, passes(1), fisher=fisher)
+
+
 def test_a_backward_pass_that_raised_leaves_no_trace_if_its_graph_is_used_again() -> None:
     """No call of the model comes between the two passes."""
     raised = []

@@ -93,3 +93,29 @@ def test_in_place_on_the_output_of_the_model(fisher: str) -> None:
         second.step()
     assert_same_factors(first, second)
     assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("fisher", ["empirical", "categorical"])
+def test_a_forward_hook_that_changes_the_output(fisher: str, when: str) -> None:
+    """Whether it was there before the optimizer or not."""
+    plain = nn.Sequential(nn.Linear(3, 4), Twice(), nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Identity(), nn.Linear(4, 2))
+    model.load_state_dict(plain.state_dict())
+    if when == "before":
+        model[0].register_forward_hook(lambda module, args, output: 2 * output)
+    first, second = (KFACSGD(m, fisher=fisher, **(OPTIONS | {"lr": 0.01})) for m in (model, plain))
+    if when == "after":
+        model[0].register_forward_hook(lambda module, args, output: 2 * output)
+    x, y = torch.randn(6, 3), torch.randint(2, (6,))
+    for m, optimizer in ((model, first), (plain, second)):
+        nn.functional.cross_entropy(m(x), y).backward()
+        optimizer.step()
+    assert_same_factors(first, second)
+
+
+class Twice(nn.Module):
+    """Doubles."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
