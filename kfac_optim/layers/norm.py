@@ -56,9 +56,14 @@ class _NormLayer(KroneckerLayer):
         """
 
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
-        # Keeps a reference to what autograd saves anyway; it is normalised again once the gradient has arrived.
+        # It is normalised again once the gradient has arrived. What autograd saves anyway nothing can write over.
+        kept = a.detach() if self.is_saved(a) else a.detach().clone()
         one = torch.ones((), dtype=dtype)  # nobody looks at it
-        return Observation(one, one, context=(a.detach(), module.training))
+        return Observation(one, one, context=(kept, module.training))
+
+    def is_saved(self, a: Tensor) -> bool:
+        """Whether autograd saves the input of a call; autocast makes it save a copy in float32 instead."""
+        return a.dtype.itemsize >= 4 or not torch.is_autocast_enabled(a.device.type)
 
     @property
     def combined_with(self) -> Hashable:
@@ -104,6 +109,10 @@ class _ChannelsLastNorm(_NormLayer):
     def eps_of(self, module: Any) -> Any:
         """The number that is added to the variance."""
         return module.eps if self.eps is None else self.eps
+
+    def is_saved(self, a: Tensor) -> bool:
+        # Modules with an eps of their own compute in steps, of which the first may have been to subtract the mean.
+        return self.eps is None and super().is_saved(a)
 
     @abstractmethod
     def normalized(self, module: Any, x: Tensor) -> Tensor:
@@ -189,6 +198,9 @@ class ChannelsFirstLayerNormLayer(LayerNormLayer):
 class RMSNormLayer(_ChannelsLastNorm):
     """``nn.RMSNorm``: it has a scale and no shift, so that its blocks are 1x1."""
 
+    def is_saved(self, a: Tensor) -> bool:
+        return super().is_saved(a) and a.dtype.itemsize >= 4  # in half precision a copy in float32 is
+
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight_shape, eps=self.eps_of(module))
 
@@ -207,6 +219,9 @@ class GroupNormLayer(_ChannelsFirstNorm):
 @register_layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class BatchNormLayer(_ChannelsFirstNorm):
     """``nn.BatchNorm1d/2d/3d``: batch statistics, taken as constants, in train mode; running ones in eval mode."""
+
+    def is_saved(self, a: Tensor) -> bool:
+        return True  # autocast leaves its input alone
 
     def statistics(self, module: Any, x: Tensor, mode_or_statistics: Any) -> tuple[Tensor, Tensor]:
         if mode_or_statistics or module.running_mean is None:
@@ -227,7 +242,7 @@ class SyncBatchNormLayer(BatchNormLayer):
         if not (module.training or module.running_mean is None):
             return seen
         statistics = self._global_statistics(module, a.detach().to(dtype), output.detach().to(dtype))
-        return Observation(seen.a, seen.count, context=(a.detach(), statistics))
+        return Observation(seen.a, seen.count, context=(seen.context[0], statistics))
 
     def _global_statistics(self, module: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and inverse standard deviation per channel, from ``y = weight * inv * (x - mean) + bias``."""

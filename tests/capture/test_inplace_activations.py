@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KFACSGD
+from kfac_optim import KFACSGD, CurvatureEngine
 from tests.helpers.compare import assert_applied, assert_same_factors, assert_same_weights, snapshot
 from tests.helpers.reference import Oracle, averaged, log_cosh, take_step
 from tests.helpers.settings import OPTIONS
@@ -119,3 +120,59 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * x
+
+
+class Centred(nn.Module):
+    """A LayerNorm in steps: autograd saves the input less its mean, not the input."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(-1, keepdim=True)
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)) + self.bias
+
+
+class Residual(nn.Module):
+    """``x + f(norm(x))``, on request in the place of x."""
+
+    def __init__(self, norm: Callable[[int], nn.Module], inplace: bool) -> None:
+        super().__init__()
+        self.first, self.norm, self.branch, self.head = nn.Linear(4, 6), norm(6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.inplace = inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        branch = self.branch(self.norm(x))
+        return self.head(x.add_(branch) if self.inplace else x + branch)
+
+
+@pytest.mark.parametrize(
+    ("norm", "dtype"), [(nn.RMSNorm, torch.bfloat16), (Centred, torch.float64)], ids=["RMSNorm", "lookalike"]
+)
+def test_a_residual_that_is_added_in_the_place_of_a_norms_input(norm: Any, dtype: torch.dtype) -> None:
+    """Autograd lets the input of a norm layer be written over where it has saved something else."""
+    plain, model = Residual(norm, False).to(dtype), Residual(norm, True).to(dtype)
+    model.load_state_dict(plain.state_dict())
+    first, second = (KFACSGD(m, **(OPTIONS | {"lr": 0.0})) for m in (model, plain))
+    x, y = torch.randn(8, 4, dtype=dtype), torch.randint(3, (8,))
+    for m, optimizer in ((model, first), (plain, second)):
+        nn.functional.cross_entropy(m(x), y).backward()
+        optimizer.step()
+    assert "norm" in [layer.name for layer in first.curvature.layers]
+    assert_same_factors(first, second)
+
+
+@pytest.mark.parametrize(
+    ("norm", "copied"), [(nn.LayerNorm(4), True), (nn.GroupNorm(2, 4), True), (nn.BatchNorm1d(4), False)]
+)
+def test_under_autocast_a_norm_layer_may_save_a_copy_of_its_input(norm: nn.Module, copied: bool) -> None:
+    """On GPUs it does, so that users can write over the input; BatchNorm runs as it is."""
+    (layer,) = CurvatureEngine(norm).layers
+    x = torch.randn(3, 4, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        kept = layer.observe(norm, x, norm(x), torch.float32).context[0]
+    assert (kept.data_ptr() != x.data_ptr()) == copied
+    assert layer.observe(norm, x, x, torch.float32).context[0].data_ptr() == x.data_ptr()
