@@ -53,9 +53,11 @@ def _factory_for(module: nn.Module) -> tuple[LayerFactory | None, str]:
         factory = _FACTORIES.get(cls) or _FACTORIES.get(f"{cls.__module__}.{cls.__qualname__}")
         if factory is None:
             continue
-        if type(module).forward is not getattr(cls, "forward", None):
-            problem = f"{_path(type(module))} overrides {cls.__name__}.forward; see register_layer"
-            return _like(module) or (None, problem)
+        # What a convolution's forward calls: there weights are standardised, or modulated.
+        for name in ("forward", "_conv_forward"):
+            if getattr(type(module), name, None) is not getattr(cls, name, None):
+                problem = f"{_path(type(module))} overrides {cls.__name__}.{name}; see register_layer"
+                return _like(module) or (None, problem)
         return factory, ""
     return _like(module) or (None, f"no Kronecker rule for {_path(type(module))}")
 

@@ -49,6 +49,20 @@ def test_an_empty_weight_is_declined_and_trains_as_before(shape: tuple[int, int]
     assert shape[1] == 0 or not torch.equal(model.empty.bias, before.empty.bias)
 
 
+def test_a_convolution_of_other_weights_than_its_own_is_declined() -> None:
+    """Whose gradient is no product with patches; ``forward`` is as it was."""
+
+    class Standardised(nn.Conv2d):
+        def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            weight = (weight - weight.mean((1, 2, 3), keepdim=True)) / weight.std((1, 2, 3), keepdim=True)
+            return super()._conv_forward(input, weight, bias)
+
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), Standardised(3, 4, 3))
+    optimizer = KFACSGD(model, lr=0.1)
+    assert [layer.name for layer in optimizer.curvature.layers] == ["0"]
+    assert "Standardised overrides Conv2d._conv_forward" in reasons_of(optimizer)["1.weight"]
+
+
 def test_parameters_that_no_module_owns_train_by_the_base_rule() -> None:
     log_alpha, twin = (nn.Parameter(torch.zeros(1)) for _ in range(2))
     with pytest.warns(UserWarning, match=r"no module was found.*base rule.*model=") as warned:
