@@ -16,7 +16,6 @@ __all__ = ["MultiTensorLamb", "debiasing"]
 class MultiTensorLamb(torch_optimizer.Lamb):
     """The update of ``torch_optimizer.Lamb`` for all parameters of a group at once, with the same options and state."""
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step."""
         loss = closure() if closure is not None else None
@@ -28,6 +27,7 @@ class MultiTensorLamb(torch_optimizer.Lamb):
                 self._update(params, group)
         return loss
 
+    @torch.no_grad()
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
         gradients, states = [p.grad for p in params if p.grad is not None], [self.state[p] for p in params]
         for p, state in zip(params, states, strict=True):

@@ -10,10 +10,11 @@ import torch_optimizer
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, KFACAdam, KFACAdamW
+from kfac_optim.lamb import MultiTensorLamb
 from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
 from tests.helpers.reads import HostReads
 from tests.helpers.settings import ALL_CLASSES, BASES, FLOAT64
-from tests.helpers.training import make_model, train
+from tests.helpers.training import backward, make_model, train
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -148,3 +149,19 @@ def test_lamb_does_not_wait_for_the_device_per_tensor() -> None:
     keywords = {"weight_decay": 0.1, "debias": True}
     assert host_reads(torch_optimizer.Lamb, 20, **keywords) >= 3 * 20, "the counter does not count"
     assert host_reads(KFACLAMB, 20, **keywords) == host_reads(KFACLAMB, 1, **keywords) <= 1
+
+
+def test_the_base_of_lamb_evaluates_a_closure_with_gradients() -> None:
+    """As ``torch_optimizer.Lamb`` does, whose place it takes."""
+    ours, theirs = make_model(), make_model()
+    for model, optimizer in (
+        (ours, MultiTensorLamb(ours.parameters(), lr=0.1)),
+        (theirs, torch_optimizer.Lamb(theirs.parameters(), lr=0.1)),
+    ):
+
+        def closure(model: nn.Module = model) -> Tensor:
+            backward(model, 0)
+            return torch.ones(())
+
+        assert float(optimizer.step(closure)) == 1.0
+    assert_close(ours, theirs, LAMB_TOL)
