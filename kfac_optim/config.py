@@ -226,8 +226,9 @@ class Config:
 
     def statistics_interval(self, step: int) -> int:
         """Steps between statistics updates at ``step``."""
-        if self.factor_update_steps is not None:
-            return int(value_at(self.factor_update_steps, step))
+        given = self.at("factor_update_steps", step)
+        if given is not None:
+            return int(given)
         return max(1, self.refresh_interval(step) // 2) if isinstance(self.inv_update_steps, growing) else 10
 
     def refresh_interval(self, step: int) -> int:

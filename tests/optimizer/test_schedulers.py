@@ -282,7 +282,7 @@ def test_spread_over_time() -> None:
 OVER_TIME: dict[str, dict[str, Any]] = {
     "damping": {"damping": exponential_decay(0.5, 0.5, 4)},
     "factor_decay": {"factor_decay": lambda step: 0.9 / (1 + step / 4)},
-    "factor_update_steps": {"factor_update_steps": lambda step: 1 + step // 5},
+    "factor_update_steps": {"factor_update_steps": lambda step: max(1, 1 + step // 5)},
     "factor_batch_fraction": {"factor_batch_fraction": lambda step: 1.0 if step % 5 < 2 else 0.3},
     "inv_update_steps": {"inv_update_steps": growing(fraction=0.3, minimum=2)},
     "spread": {"spread": lambda step: step % 3, "inv_update_steps": 4},
@@ -362,7 +362,10 @@ def test_growing_refuses_what_can_not_be(keywords: dict[str, Any], named: str) -
 
 # A schedule's values are checked when they come up: each of these would turn every weight into NaN, or the step around.
 
-BAD_VALUES = [("damping", -1.0), ("damping", float("nan")), ("kappa", -1.0), ("factor_decay", float("nan"))]
+BAD_VALUES = [
+    *[("damping", -1.0), ("damping", float("nan")), ("kappa", -1.0), ("factor_decay", float("nan"))],
+    *[("factor_batch_fraction", 0.0), ("factor_update_steps", 0), ("inv_update_steps", 0), ("spread", -1)],
+]
 
 
 @pytest.mark.parametrize(("name", "value"), BAD_VALUES)
