@@ -70,14 +70,17 @@ class Sgd:
 
 
 class Adam:
-    """Adam's, with decay in the gradient (Adam) or beside it (AdamW)."""
+    """Adam's, with decay in the gradient (Adam) or beside it (AdamW), to minimise or to maximise."""
 
-    def __init__(self, decay: float = 0.0, coupled: bool = True) -> None:
-        self.decay, self.coupled, self.book = decay, coupled, TextbookAdam()
+    def __init__(self, decay: float = 0.0, coupled: bool = True, amsgrad: bool = False, sign: float = 1.0) -> None:
+        self.decay, self.coupled, self.amsgrad, self.sign = decay, coupled, amsgrad, sign
+        self.book, self.largest = TextbookAdam(), torch.zeros(())
 
     def __call__(self, g: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         decayed = self.decay * w
-        m, v = self.book.moments(g + self.coupled * decayed)
+        m, v = self.book.moments(self.sign * g + self.coupled * decayed)
+        if self.amsgrad:
+            v = self.largest = torch.maximum(self.largest, v)
         weight1, weight2 = (1 - beta**self.book.t for beta in (self.book.beta1, self.book.beta2))
         root = (v / weight2).sqrt() + self.book.eps
         if not self.coupled:
@@ -86,16 +89,18 @@ class Adam:
 
 
 class Lamb:
-    """LAMB's, whose trust ratio is that of the update with its decay."""
+    """LAMB's, whose trust ratio is that of the update with its decay; without one it is called adam."""
 
-    def __init__(self, decay: float = 0.0) -> None:
-        self.decay, self.book = decay, TextbookAdam(eps=1e-6)
+    def __init__(self, decay: float = 0.0, debias: bool = False, adam: bool = False) -> None:
+        self.decay, self.debias, self.adam, self.book = decay, debias, adam, TextbookAdam(eps=1e-6)
 
     def __call__(self, g: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         m, v = self.book.moments(g)
         update = m / (v.sqrt() + self.book.eps)
         whole = (update + self.decay * w).norm()
-        ratio = min(float(w.norm()), 10.0) / whole if w.norm() > 0 else 1.0
+        ratio = min(float(w.norm()), 10.0) / whole if w.norm() > 0 and not self.adam else torch.ones(())
+        if self.debias:
+            ratio = ratio * (1 - self.book.beta2**self.book.t) ** 0.5 / (1 - self.book.beta1**self.book.t)
         return m, ratio * update, ratio * self.decay * w
 
 
@@ -212,6 +217,32 @@ def test_adam_and_its_kin_against_the_textbook(
     assert_trains_as(textbook, model, optimizer)
     for name, p in model.named_parameters():
         assert_near(optimizer.state[p]["exp_avg"], textbook.rules[name].book.m, name, SAME)
+
+
+WAYS: list[tuple[Any, Callable[[float], Rule], dict[str, Any]]] = [
+    (KFACAdam, lambda decay: Adam(decay, amsgrad=True), {"amsgrad": True, "betas": (0.9, 0.5)}),
+    (KFACAdam, lambda decay: Adam(decay, coupled=False), {"decoupled_weight_decay": True}),
+    (KFACAdam, lambda decay: Adam(decay, sign=-1.0), {"maximize": True}),
+    (KFACLAMB, lambda decay: Lamb(decay, debias=True), {"debias": True}),
+    (KFACLAMB, lambda decay: Lamb(decay, adam=True), {"adam": True}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kfac", "rule", "how"), WAYS, ids=lambda value: next(iter(value), "") if isinstance(value, dict) else ""
+)
+def test_the_ways_of_the_base_classes_against_the_textbook(
+    kfac: Any, rule: Callable[[float], Rule], how: dict[str, Any]
+) -> None:
+    def made() -> Rule:
+        found = rule(0.05)
+        found.book.beta1, found.book.beta2 = how.get("betas", (0.9, 0.999))
+        return found
+
+    model = Net()
+    options = {key: value for key, value in MODE.items() if key != "momentum"}
+    optimizer = kfac(model, **(options | {"scaling": FULL, "weight_decay": 0.05} | how))
+    assert_trains_as(Textbook(model, made, FULL), model, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -450,6 +481,33 @@ def test_at_trust_1_three_steps_repeat_the_one_before_them(monkeypatch: pytest.M
     assert optimizer.curvature.trust == 1
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_without_a_first_moment_no_step_repeats_another(momentum: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of two batches have little in common. It is enough that one layer has none."""
+    monkeypatch.setattr(Trust, "learn", lambda *_: None)
+
+    def made(model: Net, scaling: Any) -> KFACSGD:
+        first, second = ([*layer.parameters()] for layer in (model.first, model.second))
+        groups = [{"params": first, "momentum": momentum}, {"params": second}]
+        return KFACSGD(groups, **(MODE | {"scaling": scaling, "momentum": 0.0}))
+
+    model = Net()
+    other = copy.deepcopy(model)
+    learned, full = made(model, "graft"), made(other, FULL)
+    learned.curvature._trust.notches = 10
+    train_alike((model, learned), (other, full))
+    assert_same_weights(model, other)
+
+
+def test_while_steps_do_not_turn_directions_are_computed_ever_more_rarely() -> None:
+    trust = Trust()
+    measured = [step for step in range(1025) if trust.is_measured(step)]
+    expected = [*range(0, 128, 4), *range(128, 256, 8), *range(256, 512, 16), *range(512, 1024, 32), 1024]
+    assert measured == expected
+    trust.notches = 1
+    assert all(map(trust.is_measured, range(100)))
+
+
 @pytest.mark.parametrize("before", [4, 5, 6, 7])
 def test_a_resumed_run_repeats_what_the_other_would_have(before: int) -> None:
     options = MODE | {"momentum": 0.9, "scaling": "graft", "lr": 2.0}
@@ -516,11 +574,12 @@ def test_without_trust_it_is_the_base_class_bit_for_bit(kfac: Any) -> None:
         assert torch.equal(p, q), name
 
 
-def test_a_maximised_objective_turns_the_other_way() -> None:
+@pytest.mark.parametrize("how", [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.0}])
+def test_a_maximised_objective_turns_the_other_way(how: dict[str, Any]) -> None:
     """Minus the objective, maximised, is trained as the objective is."""
     model = Net()
     other = copy.deepcopy(model)
-    options = MODE | {"momentum": 0.9, "scaling": "graft", "lr": 2.0}
+    options = MODE | {"scaling": "graft", "lr": 2.0} | how
     first, second = KFACSGD(model, **options), KFACSGD(other, **options, maximize=True)
     batch = data()
     for _ in range(8):
