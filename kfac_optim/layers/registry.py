@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +89,8 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
     """Finds the Kronecker layers of some modules.
 
     A weight that several modules use under the same rule and with the same bias is one layer. If the rules differ, or
-    one of the modules has none, the weight is declined, because its Fisher block is no Kronecker product. Names are
+    one of the modules has none, the weight is declined, because its Fisher block is no Kronecker product; so are layers
+    of different weights with the same bias. Names are
     those of ``root.named_modules()``, with the root's class in front if several roots have the same names.
 
     Args:
@@ -119,6 +120,7 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
                 _, declined = reasons.setdefault(parameter, (parameter_name, reason))
                 if reason and not declined:
                     _decline_layers_of(parameter, layers.values(), reasons, f"shared with {parameter_name}: {reason}")
+    _decline_whole_layers(layers.values(), reasons)
     kept = [layer for layer in layers.values() if not reasons[layer.weight][1] and options.trains(layer.weight)]
     covered = {parameter for layer in kept for parameter in layer.parameters}
     uncovered = {}
@@ -184,6 +186,22 @@ def _add(
     for parameter in (*first.parameters, *layer.parameters):
         name, _ = reasons.get(parameter, (f"{layer.name}.bias", ""))
         reasons[parameter] = (name, reason)
+
+
+def _decline_whole_layers(layers: Collection[KroneckerLayer], reasons: dict[nn.Parameter, tuple[str, str]]) -> None:
+    """Declines layers of which a parameter is declined, and those that share a bias (attention's have parts of it)."""
+    users: dict[tuple[nn.Parameter, int | None], KroneckerLayer] = {}
+    for layer in layers:
+        if layer.bias is not None:
+            first = users.setdefault((layer.bias, layer.bias_part.start), layer)
+            name, declined = reasons[layer.bias]
+            if first is not layer and not declined:
+                reasons[layer.bias] = (name, f"bias shared by {first.name} and {layer.name}")
+    for layer in layers:
+        found = [reason for parameter in layer.parameters if (reason := reasons[parameter][1])]
+        for parameter in layer.parameters if found else ():
+            name, own = reasons[parameter]
+            reasons[parameter] = (name, own or found[0])
 
 
 def _decline_layers_of(

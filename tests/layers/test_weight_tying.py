@@ -29,13 +29,14 @@ loss = averaged(log_cosh, "batch")
 
 
 class Shared(nn.Module):
-    """Two Linears with one weight, with or without one bias."""
+    """Two Linears with one weight, with or without one bias, or with one bias alone."""
 
     def __init__(self, bias: str = "shared") -> None:
         super().__init__()
         self.first, self.second = (nn.Linear(4, 4, bias=bias != "none") for _ in range(2))
-        self.second.weight = self.first.weight
-        if bias == "shared":
+        if bias != "alone":
+            self.second.weight = self.first.weight
+        if bias in ("shared", "alone"):
             self.second.bias = self.first.bias
         self.head = nn.Linear(4, 2)
 
@@ -117,9 +118,10 @@ def print_of(optimizer: KFACSGD) -> dict[str, str]:
     ("factory", "declined", "reason"),
     [
         (lambda: Shared("different"), ("first.weight", "first.bias", "second.bias"), "weight shared by first"),
+        (lambda: Shared("alone"), ("first.weight", "first.bias", "second.weight"), "bias shared by first and second"),
         (Language, ("embed.weight",), "weight shared by embed"),
     ],
-    ids=["different biases", "embedding and head"],
+    ids=["different biases", "a bias alone", "embedding and head"],
 )
 def test_declined_sharing_trains_by_the_base_rule(
     factory: Callable[[], nn.Module], declined: tuple[str, ...], reason: str
@@ -314,3 +316,24 @@ def test_a_call_on_no_examples_is_no_call(case: tuple[Callable[[], nn.Module], t
         if first:
             assert_same_factors(*optimizers)
     assert_same_weights(*models)
+
+
+def test_a_bias_of_a_declined_layer_declines_the_other_layer_that_has_it() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    model[1].weight, model[2].bias = model[0].weight, model[1].bias
+    optimizer = KFACSGD(model, **OPTIONS)
+    assert [layer.name for layer in optimizer.curvature.layers] == ["3"]
+    reasons = dict(optimizer.curvature.uncovered.values())
+    assert sorted(reasons) == ["0.bias", "0.weight", "1.bias", "2.weight"]
+    assert all("weight shared by 0" in reason for reason in reasons.values())
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_bias_tells_why_its_layer_is_declined(last: bool) -> None:
+    """Wherever the module without a rule stands that uses the layer's weight, too."""
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Bilinear(2, 2, 4)])
+    model[1].weight = model[0].weight
+    optimizer = KFACSGD(nn.ModuleList(reversed(model)) if last else model, **OPTIONS)
+    reasons = dict(optimizer.curvature.uncovered.values())
+    assert len(reasons) == 3
+    assert all("no Kronecker rule for Bilinear" in reason for reason in reasons.values())
