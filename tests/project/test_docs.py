@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import importlib.util
 import os
 import re
 import socket
@@ -157,6 +158,14 @@ def test_every_place_that_the_method_page_names_exists() -> None:
         assert (ROOT / path).is_file(), path
         for name in re.findall(r"``([\w.]+)``", names):
             functools.reduce(getattr, name.split("."), importlib.import_module(path[:-3].replace("/", ".")))
+
+
+def test_every_module_that_the_pages_run_exists() -> None:
+    """``python -m name``."""
+    names = {name for page in PAGES for name in re.findall(r"python -m ([\w.]*\w)", page.read_text(encoding="utf-8"))}
+    assert len(names) > 8
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    assert not missing
 
 
 @pytest.fixture
