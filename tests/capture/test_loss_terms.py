@@ -54,6 +54,9 @@ def test_what_the_loss_is_averaged_over_is_one_value() -> None:
         assert LossTerms(average).count(inputs, {}, output) == count
     assert LossTerms(lambda inputs, output: inputs[0].shape[1] * len(output)).count(inputs, {}, output) == 12
     assert LossTerms(lambda inputs, output: len(inputs["x"])).count((), {"x": inputs[0]}, output) == 4
+    tokens, loss = torch.zeros(4, 3, dtype=torch.long), torch.zeros(())  # which have no features
+    for average, count in (("batch", 4), ("batch+sequence", 12)):
+        assert LossTerms(average).count((tokens,), {}, loss) == count
 
 
 # Against the dense definition ----------------------------------------------------------------------------------------

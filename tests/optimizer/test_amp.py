@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, InverseSolver, KFACAdam, OfMean
+from kfac_optim.capture.statistics import MicroBatch, StepStatistics
 from kfac_optim.directions import by_parameter
 from kfac_optim.layers import RowsLayer
 from kfac_optim.optimizers import KFACMixin
@@ -189,6 +190,19 @@ def test_overflowed_micro_batch_of_an_accumulated_step() -> None:
         second.step()
     assert_same_factors(first, second, FLOAT32_TOL)
     assert_same_weights(model, plain, FLOAT32_TOL)
+
+
+def test_a_smaller_loss_scale_leaves_out_what_came_before() -> None:
+    """Those micro-batches are of a step that was not taken, whether or not anybody clears the gradients."""
+    statistics = StepStatistics()
+    for scale, value in ((4.0, 1.0), (4.0, 2.0), (2.0, 3.0), (2.0, 4.0)):
+        batch = MicroBatch()
+        batch.add(0, torch.tensor([[value]]), 5, torch.tensor([[10 * value]]))
+        statistics.add(batch, torch.tensor(scale), drop_overflowed=True)
+    settled = statistics.settle(iter(float(flag) for flag in statistics.flags))
+    assert settled.taken == settled.finite == [False, False, True, True]
+    assert (float(settled.sums[0].a), float(settled.sums[0].g)) == (7.0, 70.0)
+    assert settled.rows(0) == 10 and settled.loss_terms(0) == (2, 2)
 
 
 def test_scaler_given_between_two_micro_batches() -> None:
