@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal
 
@@ -73,17 +73,24 @@ def _is_one_example(x: Tensor | None, output: Tensor) -> bool:
 
 def first_tensor(value: Any) -> Tensor | None:
     """The first tensor in nested tuples, lists, dicts and dataclasses."""
-    if isinstance(value, Tensor):
-        return value
-    items: Iterable[Any] = value if isinstance(value, (tuple, list)) else ()
-    if isinstance(value, dict):
-        items = value.values()
-    elif is_dataclass(value):
-        items = vars(value).values()
-    return next((found for item in items if (found := first_tensor(item)) is not None), None)
+    return next(_tensors(value), None)
 
 
 def main_tensor(output: Any) -> Tensor | None:
-    """The tensor that stands for a model's output: itself, ``.logits``, else the first one in it."""
+    """The tensor that stands for a model's output: itself, ``.logits``, else the first one in it, integers left out."""
     logits = getattr(output, "logits", None)
-    return logits if isinstance(logits, Tensor) else first_tensor(output)
+    if isinstance(logits, Tensor):
+        return logits
+    return next((t for t in _tensors(output) if t.is_floating_point() or t.is_complex()), None)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    items: Iterable[Any] = value if isinstance(value, (tuple, list)) else ()
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        items = value.values()
+    elif is_dataclass(value):
+        items = vars(value).values()
+    for item in items:
+        yield from _tensors(item)

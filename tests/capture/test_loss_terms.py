@@ -209,7 +209,9 @@ class Wrapped(nn.Module):
         loss = logits.square().sum() / logits[..., 0].numel()
         nested = {"outputs": [(logits, y)], "loss": loss}
         kinds = {"tensor": logits, "tuple": (logits, loss), "dataclass": Output(loss, logits), "nested": nested}
-        return (kinds | {"scalar": loss, "none first": (None, logits)})[self.kind]
+        return (
+            kinds | {"scalar": loss, "none first": (None, logits), "integers first": (logits.argmax(-1)[:1], logits)}
+        )[self.kind]
 
 
 def loss_in(output: Any) -> Tensor:
@@ -219,11 +221,11 @@ def loss_in(output: Any) -> Tensor:
     if isinstance(output, dict):
         return output["loss"]
     if isinstance(output, tuple):
-        output = output[1] if output[0] is None else output[0]
+        output = output[0] if isinstance(output[0], Tensor) and output[0].is_floating_point() else output[1]
     return output if output.dim() == 0 else output.square().sum() / output[..., 0].numel()
 
 
-@pytest.mark.parametrize("kind", ["tuple", "dataclass", "nested", "scalar", "none first"])
+@pytest.mark.parametrize("kind", ["tuple", "dataclass", "nested", "scalar", "none first", "integers first"])
 @pytest.mark.parametrize("average", ["batch", "batch+sequence"])
 @pytest.mark.parametrize("shape", [(4,), (4, 3)])
 def test_models_that_return_other_things_count_the_same(kind: str, average: str, shape: tuple[int, ...]) -> None:
