@@ -37,6 +37,8 @@ def destination(layer: KroneckerLayer) -> Literal["gradient", "caller"] | None:
         "gradient" for ``.grad``, "caller" where ``torch.autograd.grad()`` returns it, None for a pass that does not
         compute it: ``torch.autograd.grad(loss, inputs)`` for adversarial examples and saliency maps is no training.
     """
+    if not layer.weight.requires_grad:  # frozen since the forward pass
+        return None
     owned = any(own is layer.weight for module in layer.modules for own in module._parameters.values())
     if not owned or hasattr(layer.weight, "device_mesh"):  # FSDP2 (DTensors): in its graph another tensor stands for it
         return "gradient"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -348,6 +349,22 @@ def test_a_backward_pass_in_two_parts(fisher: str) -> None:
         outputs[0].backward(gradient)
 
     assert_as(run, passes(1), fisher=fisher)
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "categorical"])
+def test_a_layer_that_is_frozen_between_forward_and_backward(fisher: str) -> None:
+    """As one frozen before; the graph of the forward pass would still lead to its weight."""
+
+    def run(model: nn.Module, optimizer: KFACSGD, *, before: bool) -> None:
+        loss_of(model, 1).backward()
+        if before:
+            model[0].requires_grad_(False)
+        loss = loss_of(model, 2)
+        model[0].requires_grad_(False)
+        loss.backward()
+        model[0].requires_grad_(True)
+
+    assert_as(functools.partial(run, before=False), functools.partial(run, before=True), fisher=fisher)
 
 
 def test_a_backward_pass_that_raised_leaves_no_trace_if_its_graph_is_used_again() -> None:
