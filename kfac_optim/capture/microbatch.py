@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -171,6 +172,7 @@ class BackwardPasses:
         self.transformed = False
         self._watch = GradientWatch(recorder.layers)
         self._batch: MicroBatch | None = None
+        self._end: Callable[[], Any] = lambda: None  # what its pass calls at the end, held weakly
         self._lock = threading.RLock()  # one thread's pass may begin while another's is being added
 
     def record_output_gradient(self, layer_call: LayerCall, call: ModelCall | None, g: Tensor) -> None:
@@ -215,10 +217,11 @@ class BackwardPasses:
         """
         task = torch._C._current_graph_task_id()
         with self._lock:
-            if self._batch is None:
+            if self._batch is None or self._end() is None:  # a pass that raised lets go of what it was to call
                 self._compare_gradients()
-                self._batch = MicroBatch(task=task)
-                torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+                self._batch, end = MicroBatch(task=task), functools.partial(self._on_backward_end)
+                self._end = weakref.ref(end)
+                torch.autograd.Variable._execution_engine.queue_callback(end)
             batch = self._batch
             if call is not None and call not in batch.calls:
                 # The hooks of a pass on a GPU run in a thread of torch's own; the calls know whose pass it is. A

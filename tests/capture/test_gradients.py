@@ -388,3 +388,24 @@ def test_a_backward_pass_that_raised_leaves_no_trace_if_its_graph_is_used_again(
         loss.backward()
 
     assert_as(run, passes(1))
+
+
+def test_a_backward_pass_that_raised_leaves_no_trace_in_that_of_an_earlier_forward() -> None:
+    """Nothing is called and nothing cleared between the two passes."""
+
+    def out_of_memory(g: Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    def run(model: nn.Module, optimizer: KFACSGD) -> None:
+        loss = loss_of(model, 1)
+        handle = model[0].register_forward_hook(
+            lambda module, args, output: output.register_hook(out_of_memory) and None
+        )
+        other = loss_of(model, 2)
+        handle.remove()
+        with pytest.raises(RuntimeError, match="out of memory"):
+            other.backward()
+        model.zero_grad()
+        loss.backward()
+
+    assert_as(run, passes(1))
