@@ -18,7 +18,7 @@ from kfac_optim import objective as objective_module
 from kfac_optim.capture import replay as replay_module
 from kfac_optim.capture.fisher import TargetCheck
 from kfac_optim.objective import Objective
-from kfac_optim.quadratic import LevenbergMarquardt, QuadraticModel
+from kfac_optim.quadratic import LevenbergMarquardt, QuadraticModel, SecantCheck
 from tests.helpers.compare import assert_near
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -253,3 +253,20 @@ def test_damping_has_a_floor_and_learns_nothing_from_nothing() -> None:
     assert rule.value == 1e-5
     rule.learn(0.0, 0.0)
     assert rule.value == 1e-5
+
+
+@pytest.mark.parametrize(("actual", "factor"), [(-2.0, 0.95**5), (-0.2, 0.95**-5), (0.1, 2.0)])
+def test_damping_of_a_step_that_stands_for_five(actual: float, factor: float) -> None:
+    rule = LevenbergMarquardt(1e-5)
+    rule.set(0.5)
+    rule.learn(actual, predicted=-1.0, steps=5)
+    assert rule.value == pytest.approx(0.5 * factor)
+
+
+def test_an_unusual_curvature_is_told_once_after_some_steps() -> None:
+    """Slopes of -1 before and 1 after a step, whose curvature the model said was 1."""
+    check, found = SecantCheck(), []
+    for _ in range(2 * SecantCheck.steps):
+        check.expect(-1.0, 1.0)
+        found.append(check.observe(1.0))
+    assert [(i, ratio) for i, ratio in enumerate(found, 1) if ratio is not None] == [(SecantCheck.steps, 2.0)]
