@@ -274,3 +274,21 @@ def test_micro_batches_that_are_not_finite_are_left_out(sizes: tuple[float, ...]
     if finite:
         for sums, expected in ((settled.sums[0].a, sum(finite)), (settled.sums[0].g, len(finite))):
             assert torch.equal(sums, torch.full((1, 3), float(expected)))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_micro_batch_whose_moments_overflow_does_not_count_in_g(order: tuple[int, int]) -> None:
+    """Its gradient is finite, so that the step is taken; what is left is the mean over the other's examples."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    plain = copy.deepcopy(model)
+    both, alone = (KFACSGD(m, **(OPTIONS | {"lr": 0.0, "factor_dtype": torch.float32})) for m in (model, plain))
+    x = torch.randn(4, 3)
+    losses = [lambda m: m(x).square().sum(), lambda m: 1e-60 * m(1e25 * torch.ones(12, 3)).square().sum()]
+    for i in order:
+        (losses[i](model) / 16).backward()
+    (losses[0](plain) / 4).backward()
+    both.step()
+    alone.step()
+    assert both.curvature.skipped_batches == 1 and both.curvature.skipped_steps == 0
+    assert_same_factors(both, alone, 1e-6)
