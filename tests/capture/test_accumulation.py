@@ -292,3 +292,15 @@ def test_a_micro_batch_whose_moments_overflow_does_not_count_in_g(order: tuple[i
     alone.step()
     assert both.curvature.skipped_batches == 1 and both.curvature.skipped_steps == 0
     assert_same_factors(both, alone, 1e-6)
+
+
+def test_where_the_first_statistics_were_left_out_the_next_step_collects() -> None:
+    model = nn.Linear(3, 2)
+    late = {"factor_update_steps": 10, "inv_update_steps": 10, "factor_dtype": torch.float32}
+    optimizer = KFACSGD(model, **(OPTIONS | late))
+    x = torch.randn(4, 3)
+    for size, loss_scale in ((1e25, 1e-60), (1.0, 1.0), (1.0, 1.0)):
+        optimizer.zero_grad()
+        (loss_scale * model(size * x).square().sum()).backward()
+        optimizer.step()
+    assert optimizer.curvature.last_statistics == optimizer.curvature.last_refresh == 1
