@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ Lr = float | Tensor
 # Layers of one shape are preconditioned together up to this many numbers in their gradients and decompositions (64 MiB
 # in float32, 256 MiB where launches count), which are copied to lie side by side. Larger ones gain nothing on a CPU,
 # and the copy would be the peak of all.
-_STACK_NUMEL = {"cpu": 2**24, "accelerator": 2**26}
+_STACK_NUMEL = {"cpu": 2**24, "accelerator": 2**28}
 
 
 @dataclass
@@ -362,11 +362,18 @@ def _layer_of_pair(blocks: Sequence[Block]) -> Tensor:
 def _cat(tensors: Sequence[Tensor]) -> Tensor:
     """One after the other along the first dimension.
 
-    A single one as it is, unless it would keep a larger tensor alive: factors are decomposed in batches.
+    Not copied where they are all that their storage has, as where a batch of factors was decomposed for this stack. A
+    part of a storage would keep the rest of it alive.
     """
-    first = tensors[0]
-    alone = len(tensors) == 1 and first.untyped_storage().nbytes() == first.nbytes
-    return first if alone else torch.cat(list(tensors))
+    first, storage = tensors[0], tensors[0].untyped_storage()
+    starts = accumulate((tensor.numel() for tensor in tensors), initial=0)
+    places = [(tensor.untyped_storage()._cdata, tensor.storage_offset()) for tensor in tensors]
+    adjacent = first.is_contiguous() and all(
+        at == (storage._cdata, start) for at, start in zip(places, starts, strict=False)
+    )
+    if adjacent and sum(tensor.nbytes for tensor in tensors) == storage.nbytes():
+        return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
+    return torch.cat(list(tensors))
 
 
 def common_rate(rates: Sequence[Lr]) -> Lr | None:
