@@ -72,6 +72,11 @@ class Stack:
         """The number of pairs of each layer."""
         return [block.layer.pairs for block in self.blocks]
 
+    @property
+    def scaled_together(self) -> list[int]:
+        """The same of layers whose pairs are scaled together; none of others."""
+        return [] if self.layer_of_pair is None else self.pairs_per_layer
+
     def single(self, block: Block, damping: Damping) -> Stack:
         """One of the blocks on its own; kept, because a layer without a vector seldom has one in the next step."""
         if block not in self.singles:
@@ -213,12 +218,12 @@ class Preconditioner:
         if update is None:
             update = stack.layout.fill(updates, self.dtype)
         if not isinstance(lr, Mapping):
-            return Direction(direction, gradient, update, lr, stack.layer_of_pair)
+            return Direction(direction, gradient, update, lr, stack.layer_of_pair, stack.scaled_together)
         moved = [p for layer in stack.layers for p in layer.parameters if p in vectors]
         rate = common_rate([lr[p] for p in moved])
         if rate is None:
             rate = stack.layout.fill({p: torch.ones_like(vectors[p]) * lr[p] for p in moved}, self.dtype)
-        return Direction(direction, gradient, update, rate, stack.layer_of_pair)
+        return Direction(direction, gradient, update, rate, stack.layer_of_pair, stack.scaled_together)
 
     def _send_directions(
         self, blocks: Sequence[Block], stacks: Sequence[Stack], directions: Sequence[Direction], comm: Communicator
