@@ -29,8 +29,8 @@ __all__ = ["Lr", "Preconditioner", "Stack", "common_rate", "stack_of"]
 Lr = float | Tensor
 
 # Layers of one shape are preconditioned together up to this many numbers in their gradients and decompositions (64 MiB
-# in float32, 256 MiB where launches count), which are copied to lie side by side. Larger ones gain nothing on a CPU,
-# and the copy would be the peak of all.
+# in float32, 1 GiB where launches count), which are copied to lie side by side. Larger ones gain nothing on a CPU. On
+# accelerators each stack costs a dozen launches in a step, and a refresh hardly needs more memory (docs/results.rst).
 _STACK_NUMEL = {"cpu": 2**24, "accelerator": 2**28}
 
 
