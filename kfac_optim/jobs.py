@@ -12,15 +12,11 @@ from torch import Tensor
 from .blocks import Block, Extent, Source
 from .distributed import longest_first
 from .factors import FactorSpec
-from .solvers import Batch, Decomposition, Failure, MaybeDecomposition, Solver, Spectral, grouped_by_key
+from .solvers import BATCH_NUMEL, Batch, Decomposition, Failure, MaybeDecomposition, Solver, Spectral, grouped_by_key
 
 __all__ = ["FactorJob", "RefreshInProgress", "batch_of", "together"]
 
 FactorJob = tuple[Block, int]  # the decomposition of A (0) or G (1) of a block
-
-# Up to this many numbers factors of one shape are decomposed together (128 MiB in float32), so that the copy that takes
-# stays small beside the factors themselves.
-_BATCH_NUMEL = 2**25
 
 
 class RefreshInProgress:
@@ -123,7 +119,7 @@ def together(jobs: Sequence[FactorJob]) -> list[list[FactorJob]]:
         # depend on the matrix's place in memory. A resumed run has other batches, and is to continue bit for bit.
         return math.inf if device(job).type == "cpu" else math.prod(shape(job))
 
-    return grouped_by_key(jobs, lambda job: (shape(job)[1:], device(job)), size, _BATCH_NUMEL)
+    return grouped_by_key(jobs, lambda job: (shape(job)[1:], device(job)), size, BATCH_NUMEL)
 
 
 def batch_of(jobs: Sequence[FactorJob], refresh: RefreshInProgress, solver: Solver, inv_dtype: torch.dtype) -> Batch:
@@ -147,7 +143,11 @@ def batch_of(jobs: Sequence[FactorJob], refresh: RefreshInProgress, solver: Solv
         shifts = [block.specs[side].for_blocks(_shift_of(block, side, refresh, solver)) for block, side in jobs]
         return factors, torch.cat(shifts).to(factors)
 
-    return Batch(inputs, [block.specs[side].matrices for block, side in jobs])
+    block, side = jobs[0]
+    # On the CPU each on its own, see above; what is padded is rounded differently.
+    device, spec = block.layer.weight.device, block.specs[side]
+    rows = None if device.type == "cpu" or spec.diagonal else (spec.size, device)
+    return Batch(inputs, [block.specs[side].matrices for block, side in jobs], rows)
 
 
 def _shift_of(block: Block, side: int, refresh: RefreshInProgress, solver: Solver) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,9 +53,30 @@ class MultiTensorLamb(torch_optimizer.Lamb):
         for state, (weight, adam, ratio) in zip(states, found, strict=True):
             state.update(weight_norm=weight, adam_norm=adam, trust_ratio=ratio)
         if not self.adam:
-            torch._foreach_mul_(updates, [state["trust_ratio"] for state in states])
+            updates = _times_own(updates, ratios)
         torch._foreach_mul_(updates, [-group["lr"] * debiasing(self, group, state) for state in states])
         torch._foreach_add_(params, updates)
+
+
+def _times_own(tensors: Sequence[Tensor], factors: Tensor) -> tuple[Tensor, ...]:
+    """Each tensor times its own factor, in place or not; vectors of one length side by side.
+
+    A multi-tensor operation with factors that are on the device launches a kernel for each tensor, and two of three
+    tensors of a transformer are vectors.
+    """
+    found, alike = list(tensors), dict[Hashable, list[int]]()
+    for i, tensor in enumerate(tensors):
+        is_vector = tensor.dim() == 1 and tensor.dtype is factors.dtype
+        alike.setdefault((len(tensor), tensor.device) if is_vector else i, []).append(i)
+    apart = factors.unbind()
+    for places in alike.values():
+        if len(places) == 1:
+            found[places[0]].mul_(apart[places[0]])
+            continue
+        products = torch.stack([tensors[i] for i in places]) * torch.stack([apart[i] for i in places])[:, None]
+        for i, product in zip(places, products.unbind(), strict=True):
+            found[i] = product
+    return tuple(found)
 
 
 def debiasing(optimizer: torch_optimizer.Lamb, group: Mapping[str, Any], state: Mapping[str, Any]) -> float:

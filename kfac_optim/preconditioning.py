@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -29,9 +29,9 @@ __all__ = ["Lr", "Preconditioner", "Stack", "common_rate", "stack_of"]
 Lr = float | Tensor
 
 # Layers of one shape are preconditioned together up to this many numbers in their gradients and decompositions (64 MiB
-# in float32, 256 MiB where launches count), which are copied to lie side by side. Larger ones gain nothing on a CPU,
-# and the copy would be the peak of all.
-_STACK_NUMEL = {"cpu": 2**24, "accelerator": 2**26}
+# in float32, 1 GiB where launches count), which are copied to lie side by side. Larger ones gain nothing on a CPU. On
+# accelerators each stack costs a dozen launches in a step, and a refresh hardly needs more memory (docs/results.rst).
+_STACK_NUMEL = {"cpu": 2**24, "accelerator": 2**28}
 
 
 @dataclass
@@ -71,6 +71,11 @@ class Stack:
     def pairs_per_layer(self) -> list[int]:
         """The number of pairs of each layer."""
         return [block.layer.pairs for block in self.blocks]
+
+    @property
+    def scaled_together(self) -> list[int]:
+        """The same of layers whose pairs are scaled together; none of others."""
+        return [] if self.layer_of_pair is None else self.pairs_per_layer
 
     def single(self, block: Block, damping: Damping) -> Stack:
         """One of the blocks on its own; kept, because a layer without a vector seldom has one in the next step."""
@@ -213,12 +218,12 @@ class Preconditioner:
         if update is None:
             update = stack.layout.fill(updates, self.dtype)
         if not isinstance(lr, Mapping):
-            return Direction(direction, gradient, update, lr, stack.layer_of_pair)
+            return Direction(direction, gradient, update, lr, stack.layer_of_pair, stack.scaled_together)
         moved = [p for layer in stack.layers for p in layer.parameters if p in vectors]
         rate = common_rate([lr[p] for p in moved])
         if rate is None:
             rate = stack.layout.fill({p: torch.ones_like(vectors[p]) * lr[p] for p in moved}, self.dtype)
-        return Direction(direction, gradient, update, rate, stack.layer_of_pair)
+        return Direction(direction, gradient, update, rate, stack.layer_of_pair, stack.scaled_together)
 
     def _send_directions(
         self, blocks: Sequence[Block], stacks: Sequence[Stack], directions: Sequence[Direction], comm: Communicator
@@ -362,11 +367,18 @@ def _layer_of_pair(blocks: Sequence[Block]) -> Tensor:
 def _cat(tensors: Sequence[Tensor]) -> Tensor:
     """One after the other along the first dimension.
 
-    A single one as it is, unless it would keep a larger tensor alive: factors are decomposed in batches.
+    Not copied where they are all that their storage has, as where a batch of factors was decomposed for this stack. A
+    part of a storage would keep the rest of it alive.
     """
-    first = tensors[0]
-    alone = len(tensors) == 1 and first.untyped_storage().nbytes() == first.nbytes
-    return first if alone else torch.cat(list(tensors))
+    first, storage = tensors[0], tensors[0].untyped_storage()
+    starts = accumulate((tensor.numel() for tensor in tensors), initial=0)
+    places = [(tensor.untyped_storage()._cdata, tensor.storage_offset()) for tensor in tensors]
+    adjacent = first.is_contiguous() and all(
+        at == (storage._cdata, start) for at, start in zip(places, starts, strict=False)
+    )
+    if adjacent and sum(tensor.nbytes for tensor in tensors) == storage.nbytes():
+        return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
+    return torch.cat(list(tensors))
 
 
 def common_rate(rates: Sequence[Lr]) -> Lr | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from .schedules import Schedule, value_at
 
-__all__ = ["Direction", "Graft", "KLClip", "Scaling", "Unit", "norms", "ratios"]
+__all__ = ["Direction", "Graft", "KLClip", "Scaling", "Unit", "norms", "ratios", "update_norms"]
 
-_FEW_PAIRS = 64  # up to so many pairs of a stack are looked at one by one where launches count
+_FEW_PARTS = 64  # up to so many parts of a stack are looked at one by one where launches count
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,9 @@ class Direction:
             different ones.
         layer_of_pair: For norm layers, whose pairs (channels) are scaled together: the number of the layer that each
             pair belongs to, ``[p]``. None where every pair is scaled on its own.
+        pairs_per_layer: Likewise how many pairs each layer has, one after the other; empty where every pair is scaled
+            on its own.
+        update_norms: What :func:`update_norms` has found, for whoever asks again in this step.
     """
 
     direction: Tensor
@@ -41,6 +44,8 @@ class Direction:
     update: Tensor
     lr: Tensor | float
     layer_of_pair: Tensor | None = None
+    pairs_per_layer: Sequence[int] = ()
+    update_norms: list[Tensor] = field(default_factory=list, repr=False)
 
     def times(self, multiplier: Tensor) -> Direction:
         """The same with the direction multiplied, by a 0-dim tensor or ``[p]``."""
@@ -50,6 +55,16 @@ class Direction:
         """For each pair the Frobenius norm of ``matrix [p, d_out, d_in]`` over all pairs scaled with it, ``[p]``."""
         norms = torch.linalg.matrix_norm(matrix)
         return norms if self.layer_of_pair is None else self._over_layers(norms.square()).sqrt()
+
+    def parts(self, matrix: Tensor) -> Sequence[Tensor]:
+        """The parts of ``matrix [p, d_out, d_in]`` that are scaled each on its own: pairs, or the layers' pairs."""
+        return matrix.unbind() if self.layer_of_pair is None else matrix.split(list(self.pairs_per_layer))
+
+    @property
+    def few_parts(self) -> bool:
+        """Whether there are so few of them that one after the other can be looked at."""
+        known = self.layer_of_pair is None or bool(self.pairs_per_layer)
+        return known and len(self.pairs_per_layer or self.direction) <= _FEW_PARTS
 
     @property
     def pairs(self) -> Tensor | int:
@@ -129,19 +144,33 @@ def _check_kappa(kappa: Any, step: int | None = None) -> float:
 
 def norms(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[Tensor]:
     """For each direction the ``norm`` of a matrix, ``[p]``; where launches count by few operations."""
+    devices = {matrix.device for matrix in matrices}
+    if len(devices) != 1 or devices.pop().type == "cpu":
+        return [d.norm(matrix) for d, matrix in zip(directions, matrices, strict=True)]
+    return _few_norms(directions, matrices)
+
+
+def _few_norms(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[Tensor]:
+    """:func:`norms` by one operation on a list of all that has a norm, but for stacks of many pairs."""
     stacks = list(zip(directions, matrices, strict=True))
-    few = [d.layer_of_pair is None and len(matrix) <= _FEW_PAIRS for d, matrix in stacks]
-    listed = [matrix for matrix, is_listed in zip(matrices, few, strict=True) if is_listed]
-    if not listed or listed[0].device.type == "cpu" or len({matrix.device for matrix in listed}) > 1:
-        return [d.norm(matrix) for d, matrix in stacks]
-    found = iter(_pair_by_pair(listed))
-    return [next(found) if is_listed else d.norm(matrix) for (d, matrix), is_listed in zip(stacks, few, strict=True)]
+    parts = [d.parts(matrix) if d.few_parts else () for d, matrix in stacks]
+    listed = [part for of_stack in parts for part in of_stack]
+    of_parts = torch.stack(torch._foreach_norm(listed)) if listed else matrices[0].new_empty(0)
+    found: list[Tensor] = []
+    for (d, matrix), own in zip(stacks, of_parts.split([len(of_stack) for of_stack in parts]), strict=True):
+        if not d.few_parts:
+            found.append(d.norm(matrix))
+        else:
+            found.append(own if d.layer_of_pair is None else own[d.layer_of_pair])
+    return found
 
 
-def _pair_by_pair(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """The Frobenius norms of the pairs of each stack ``[p, d_out, d_in]``, by one operation on a list of all pairs."""
-    found = torch.stack(torch._foreach_norm([pair for matrix in matrices for pair in matrix.unbind()]))
-    return list(found.split([len(matrix) for matrix in matrices]))
+def update_norms(directions: Sequence[Direction]) -> list[Tensor]:
+    """For each direction the ``norm`` of the base optimizer's update, ``[p]``; computed once in a step."""
+    new = [d for d in directions if not d.update_norms]
+    for d, found in zip(new, norms(new, [d.update for d in new]), strict=True):
+        d.update_norms.append(found)
+    return [d.update_norms[0] for d in directions]
 
 
 def ratios(numerators: Sequence[Tensor], denominators: Sequence[Tensor]) -> list[Tensor]:
@@ -205,5 +234,4 @@ class Graft:
 
     def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
         """See :class:`Scaling`."""
-        own = norms(directions, [d.update for d in directions])
-        return ratios(own, norms(directions, [d.direction for d in directions]))
+        return ratios(update_norms(directions), norms(directions, [d.direction for d in directions]))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .distributed import gathered, is_sharded, may_be_sharded
-from .scaling import Direction, norms, ratios
+from .scaling import Direction, norms, ratios, update_norms
 from .solvers import grouped_by_key
 
 __all__ = ["Trust", "alignment", "changes_at", "turns"]
@@ -31,7 +31,7 @@ _NOTCHES = 10  # trust moves by a tenth per step, which averages over the noise 
 _PATIENCE = 4  # while steps do not turn, k is computed in one of so many or more
 # Gradients are copied side by side up to so many numbers, for one dot product: copies take time on a CPU, launches on a
 # GPU.
-_BATCH_NUMEL = {"cpu": 2**14, "cuda": 2**24}
+_BATCH_NUMEL = {"cpu": 2**14, "cuda": 2**25}
 
 
 class Trust:
@@ -120,7 +120,7 @@ def changes_at(directions: Sequence[Direction], trust: float) -> Tensors:
     if trust == 1 or not directions:
         return turns(directions)
     steps = torch._foreach_lerp(updates, towards, trust)
-    for step, length in zip(steps, ratios(norms(directions, updates), norms(directions, steps)), strict=True):
+    for step, length in zip(steps, ratios(update_norms(directions), norms(directions, steps)), strict=True):
         step *= length.reshape(-1, 1, 1)
     torch._foreach_sub_(steps, updates)
     return steps

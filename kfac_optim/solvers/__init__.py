@@ -9,7 +9,7 @@ with ``pi^2 = mean eigenvalue(A) / mean eigenvalue(G)`` (Martens & Grosse 2015, 
 the same Tikhonov damping. A diagonal factor is decomposed by its diagonal alone.
 
 A solver may also tell which part of its decompositions matters at the damping at hand (:class:`Truncating`),
-and whether a decomposition is one (:class:`Verifying`).
+whether a decomposition is one (:class:`Verifying`), and decompose factors of nearly one size as one (:class:`Padding`).
 
 A decomposition is a tuple of tensors, so that any solver's results can be sent between ranks. Matrices in it are stored
 in ``inv_dtype``, vectors and scalars (which carry the magnitude) in float32 at least.
@@ -19,23 +19,25 @@ Where to look::
     protocol.py     what a solver is
     eigen.py        eqs. 11-13
     inverse.py      eqs. 8-10
-    decompose.py    batches of one shape, retries
+    decompose.py    batches of one shape or nearly so, retries
     worker.py       decompositions in the background
 """
 
-from .decompose import Batch, decompose_all, decompose_safely, grouped_by_key
+from .decompose import BATCH_NUMEL, Batch, decompose_all, decompose_safely, grouped_by_key
 from .eigen import EigenSolver
 from .inverse import InverseSolver
-from .protocol import Decomposition, Failure, MaybeDecomposition, Solver, Spectral, Truncating, Verifying
+from .protocol import Decomposition, Failure, MaybeDecomposition, Padding, Solver, Spectral, Truncating, Verifying
 from .worker import Worker
 
 __all__ = [
+    "BATCH_NUMEL",
     "Batch",
     "Decomposition",
     "EigenSolver",
     "Failure",
     "InverseSolver",
     "MaybeDecomposition",
+    "Padding",
     "Solver",
     "Spectral",
     "Truncating",

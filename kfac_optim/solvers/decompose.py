@@ -12,11 +12,17 @@ import torch
 from torch import Tensor
 
 from ..precision import full_precision
-from .protocol import Failure, MaybeDecomposition, Solver, Verifying
+from .protocol import Decomposition, Failure, MaybeDecomposition, Padding, Solver, Verifying
 
-__all__ = ["Batch", "decompose_all", "decompose_safely", "grouped_by_key"]
+__all__ = ["BATCH_NUMEL", "Batch", "decompose_all", "decompose_safely", "grouped_by_key"]
 
 Item = TypeVar("Item")
+
+# Up to this many numbers factors are decomposed together (256 MiB in float32). The host waits for each call of a
+# library, but a batch is held three times: as it was, as the library leaves it, and as it is stored.
+BATCH_NUMEL = 2**26
+# Factors are decomposed with larger ones if that takes at most so many times as many operations.
+_PADDED_COST = 1.6
 
 # Cheapest first; the CPU's LAPACK is the most robust.
 _ATTEMPTS: tuple[Callable[[Tensor], Tensor], ...] = (
@@ -26,7 +32,7 @@ _ATTEMPTS: tuple[Callable[[Tensor], Tensor], ...] = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """Factors of one shape on one device, which are decomposed as one.
 
@@ -34,10 +40,13 @@ class Batch:
         make: Makes them, one after the other, ``[p, n, n]`` or ``[p, n]``, in float32 or float64, and what the solver
             adds to their diagonals, ``[p]``. Called again if their decomposition fails.
         sizes: The pairs of each factor, p in all.
+        rows: How many each has, n, and their device, where they may be decomposed with others of nearly as many rows;
+            None: they may not.
     """
 
     make: Callable[[], tuple[Tensor, Tensor]]
     sizes: Sequence[int]
+    rows: tuple[int, torch.device] | None = None
 
 
 @dataclass(frozen=True)
@@ -78,10 +87,13 @@ def decompose_all(
         For each factor of each batch what :func:`decompose_safely` returns.
     """
     batches = list(batches)
-    attempts = [_attempt(solver, *batch.make(), stored) for batch in batches]
-    passed = iter(_read([check for attempt in attempts for check in attempt.checks]))
+    attempts: dict[Batch, _Attempt] = {}
+    for group in _called_together(batches) if isinstance(solver, Padding) else [[batch] for batch in batches]:
+        attempts.update(zip(group, _attempt(solver, [batch.make() for batch in group], stored), strict=True))
+    passed = iter(_read([check for batch in batches for check in attempts[batch].checks]))
     found: list[list[MaybeDecomposition]] = []
-    for batch, attempt in zip(batches, attempts, strict=True):
+    for batch in batches:
+        attempt = attempts[batch]
         result = attempt.judged(list(islice(passed, len(attempt.checks))))
         if isinstance(result, Failure):
             factors, shifts = (of_all.split(list(batch.sizes)) for of_all in batch.make())
@@ -109,20 +121,48 @@ def decompose_safely(
     result: MaybeDecomposition = Failure("")
     for prepare in _ATTEMPTS:
         prepared = prepare(factor)
-        attempt = _attempt(solver, prepared, shift.to(prepared), lambda part: stored(part.to(factor)))
+        (attempt,) = _attempt(solver, [(prepared, shift.to(prepared))], lambda part: stored(part.to(factor)))
         result = attempt.judged(_read(attempt.checks))
         if not isinstance(result, Failure):
             break
     return result
 
 
-def _attempt(solver: Solver, factor: Tensor, shift: Tensor, stored: Callable[[Tensor], Tensor]) -> _Attempt:
-    """One attempt, with the checks of what it gives."""
+def _called_together(batches: Sequence[Batch]) -> list[list[Batch]]:
+    """Batches of nearly one number of rows together, and each of the others alone."""
+    padded: dict[int, int] = {}  # by number of rows, to how many they are filled up
+    most = 0
+    for rows in sorted({batch.rows[0] for batch in batches if batch.rows is not None}, reverse=True):
+        if most**3 > _PADDED_COST * rows**3 or not padded:
+            most = rows
+        padded[rows] = most
+
+    def kind(batch: Batch) -> Hashable:
+        return batch if batch.rows is None else (padded[batch.rows[0]], batch.rows[1])
+
+    def numel(batch: Batch) -> int:
+        return 0 if batch.rows is None else sum(batch.sizes) * padded[batch.rows[0]] ** 2
+
+    return grouped_by_key(batches, kind, numel, BATCH_NUMEL)
+
+
+def _attempt(
+    solver: Solver, inputs: Sequence[tuple[Tensor, Tensor]], stored: Callable[[Tensor], Tensor]
+) -> list[_Attempt]:
+    """One attempt at each of some inputs, by a single call of the solver, with the checks of what it gives."""
     try:
-        with _precision_of(solver, factor.device.type):
-            result = solver.decompose(factor, shift)
+        with _precision_of(solver, inputs[0][0].device.type):
+            if len(inputs) == 1:
+                found = [solver.decompose(*inputs[0])]
+            else:
+                assert isinstance(solver, Padding)
+                found = solver.decompose_padded([factor for factor, _ in inputs])
     except RuntimeError as error:  # LinAlgError, GPU libraries' own errors, and out of memory, which the CPU may solve
-        return _Attempt(Failure(f"{type(error).__name__}: {error}"))
+        return [_Attempt(Failure(f"{type(error).__name__}: {error}"))] * len(inputs)
+    return [_checked(solver, result, stored) for result in found]
+
+
+def _checked(solver: Solver, result: Decomposition, stored: Callable[[Tensor], Tensor]) -> _Attempt:
     checks = [part.isfinite().all() for part in result]
     if isinstance(solver, Verifying):
         checks.append(solver.is_valid(result))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .protocol import Decomposition
@@ -53,9 +54,19 @@ class EigenSolver:
         """``(eigenvalues [p, n],)`` of a diagonal factor, else ``(eigenvalues [p, n], eigenvectors [p, n, n])``."""
         if factor.dim() == 2:
             return (factor.clamp(min=0),)
+        if factor.shape[-1] == 1:
+            return factor[:, 0].clamp(min=0), torch.ones_like(factor)
         values, vectors = _of_two_rows(factor) if factor.shape[-1] == 2 else torch.linalg.eigh(factor)
         # A factor is positive semi-definite; what rounding pushes below zero would eat up the damping.
         return values.clamp_(min=0), vectors
+
+    def decompose_padded(self, factors: Sequence[Tensor]) -> list[Decomposition]:
+        """Decomposes factors ``[p, n, n]`` of several n as one, the smaller ones in a corner of larger matrices."""
+        sizes = [factor.shape[-1] for factor in factors]
+        whole = torch.cat([_in_corner(factor, max(sizes)) for factor in factors])
+        parts = (part.split([len(factor) for factor in factors]) for part in self.decompose(whole, whole.new_zeros(())))
+        found = zip(*parts, sizes, strict=True)
+        return [(values[:, -n:], vectors[:, :n, -n:]) for values, vectors, n in found]
 
     def largest(self, decomposition: Decomposition) -> Tensor:
         """The largest eigenvalue of each pair, ``[p]``."""
@@ -110,6 +121,21 @@ class EigenSolver:
         return v if whole else v.addcdiv_(gradient, gamma)
 
 
+def _in_corner(factor: Tensor, size: int) -> Tensor:
+    """Factors ``[p, n, n]`` in the first rows and columns of larger matrices ``[p, size, size]``.
+
+    The other rows have nothing but a diagonal, so that no eigenvector has a part in both, and that is negative: its
+    eigenvalues come first, before those of the factor.
+    """
+    n = factor.shape[-1]
+    if n == size:
+        return factor
+    largest = factor.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
+    whole = F.pad(factor, (0, size - n, 0, size - n))
+    whole.diagonal(dim1=-2, dim2=-1)[:, n:] = -largest.clamp(min=torch.finfo(factor.dtype).tiny)
+    return whole
+
+
 def _of_two_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues, smallest first, and eigenvectors of 2 x 2 matrices: norm layers have one for each channel."""
     (a, b), (_, d) = (row.unbind(-1) for row in matrix.unbind(-2))
@@ -123,7 +149,9 @@ def _of_two_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def _count_above(side: Decomposition, limit: Tensor) -> Tensor:
     """How many eigenvalues exceed a limit, ``[p]``, in some pair; all of a diagonal factor, where none is left out."""
     values, *vectors = side
-    return (values > limit[:, None]).any(0).sum() if vectors else values.new_tensor(values.shape[-1], dtype=torch.int64)
+    if not vectors:
+        return values.new_full((), values.shape[-1], dtype=torch.int64)
+    return (values > limit[:, None]).any(0).sum()
 
 
 def _largest(side: Decomposition, limit: Tensor, count: int) -> Decomposition:

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Decomposition", "Failure", "MaybeDecomposition", "Solver", "Spectral", "Truncating", "Verifying"]
+__all__ = ["Decomposition", "Failure", "MaybeDecomposition", "Padding", "Solver", "Spectral", "Truncating", "Verifying"]
 
 Decomposition = tuple[Tensor, ...]
 
@@ -93,6 +93,15 @@ class Spectral(Solver, Protocol):
 
     def largest(self, decomposition: Decomposition) -> Tensor:
         """The largest eigenvalue of each pair of the factor that was decomposed, ``[p]``."""
+        ...
+
+
+@runtime_checkable
+class Padding(Spectral, Protocol):
+    """A solver that decomposes factors of several sizes by one call of a library, for which the host waits once."""
+
+    def decompose_padded(self, factors: Sequence[Tensor]) -> list[Decomposition]:
+        """What ``decompose`` gives for each of some factors ``[p, n, n]``, each with its own p and n."""
         ...
 
 

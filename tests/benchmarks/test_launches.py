@@ -72,6 +72,73 @@ def test_counts_of_known_programs(program, expected):
     assert counted(program) == expected
 
 
+# The package -------------------------------------------------------------------------------------------------------
+
+STEPS = """
+import kfac_optim
+torch.manual_seed(0)
+model = torch.nn.Sequential({layers}).cuda()
+optimizer = kfac_optim.{cls}(model, lr=0.1, spread=0, inv_update_steps=1, {options})
+def step():
+    simulation.take()
+    optimizer.zero_grad()
+    model(torch.zeros({shape}, device="cuda")).square().mean().backward()
+    {after_backward}
+    optimizer.step()
+for _ in range({steps}):
+    step()
+"""
+
+
+def after_steps(layers, shape, *, cls="KFACSGD", steps=2, options="", after_backward="pass"):
+    """Launches and waits of the last of some steps, each of which refreshes."""
+    given = {"layers": layers, "shape": shape, "cls": cls, "steps": steps, "options": options}
+    return counted(STEPS.format(**given, after_backward=after_backward))[:2]
+
+
+@pytest.mark.slow
+def test_a_refresh_waits_once_for_factors_of_nearly_one_size():
+    """Beside the decompositions: are gradients finite, are decompositions, and which eigenvalues matter."""
+    linear = "torch.nn.Linear({}, {}), "
+    sizes = [(40, 41), (41, 39), (39, 20)]  # A has 41, 42 and 40 rows, G 41, 39 and 20
+    layers = "".join(linear.format(*size) for size in sizes)
+    assert after_steps(layers, (8, 40))[1] == 3 + 2
+    assert after_steps(layers + "torch.nn.LayerNorm(20)", (8, 40))[1] == 3 + 2, "of 1 and 2 rows: no library"
+    assert after_steps("torch.nn.Embedding(9, 20), ", "4, dtype=torch.int64")[1] == 3 + 1, "a diagonal is there"
+
+
+@pytest.mark.slow
+def test_vectors_are_multiplied_by_their_trust_ratios_side_by_side():
+    """``skip_layers``: what is left is the base class's own step."""
+    options = {"cls": "KFACLAMB", "options": "skip_layers=('',)"}
+    few, many = (
+        after_steps("torch.nn.LayerNorm(6), " * n, (8, 6), after_backward="simulation.take()", **options)[0]
+        for n in (4, 16)
+    )
+    assert few == many
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["BatchNorm2d(4)", "BatchNorm2d(4).eval()", "GroupNorm(2, 4)"])
+def test_statistics_of_a_norm_layer_take_few_launches(norm):
+    """The sum of g, the normalised input, its product with g and the sum of that, and both side by side."""
+    program = f"""
+        from kfac_optim import LayerOptions
+        from kfac_optim.layers import find_layers
+        module = torch.nn.{norm}.cuda()
+        (layer,) = find_layers([module], LayerOptions()).layers
+        x = torch.zeros(3, 4, 5, 5, device="cuda")
+        observation = layer.observe(module, x, x, torch.float32)
+        simulation.take()
+        with torch.no_grad():
+            layer.output_moment(module, x, observation)
+    """
+    assert counted(program)[0] == 5
+
+
+# The command -------------------------------------------------------------------------------------------------------
+
+
 def test_the_device_has_to_come_before_torch():
     with pytest.raises(RuntimeError, match="before torch"):
         load()

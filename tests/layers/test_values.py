@@ -6,8 +6,10 @@ convolutions against an explicit equivalent.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,6 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, LayerOptions, OfMean
 from kfac_optim.layers import find_layers
-from kfac_optim.layers.norm import _by_sums, _in_one_pass
 from tests.helpers.compare import assert_applied, assert_near, parameters
 from tests.helpers.reference import (
     Inputs,
@@ -644,12 +645,37 @@ def test_norm_layers_of_inputs_far_from_zero(module: nn.Module) -> None:
     assert moment(1e5, torch.float32).norm() < 1.1 * moment(0.0, torch.float64).norm()
 
 
-@pytest.mark.parametrize(("shape", "dim"), [((5, 4), 0), ((5, 2, 2), 2)], ids=["batch", "group"])
-def test_norm_layers_on_accelerators(shape: tuple[int, ...], dim: int) -> None:
-    """Where mean and variance are taken by one operation."""
-    x = torch.randn(5, 4, 7, dtype=torch.float64)
-    for found, expected in zip(_in_one_pass(x, shape, dim), _by_sums(x, shape, dim), strict=True):
-        torch.testing.assert_close(found, expected)
+@pytest.mark.parametrize("positions", [(), (7,), (3, 2)])
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.BatchNorm2d(4),
+        nn.BatchNorm2d(4).eval(),
+        nn.BatchNorm2d(4, track_running_stats=False).eval(),
+        nn.SyncBatchNorm(4),
+        nn.SyncBatchNorm(4).eval(),
+        nn.GroupNorm(2, 4),
+        nn.GroupNorm(2, 4, affine=True, eps=0.1),
+    ],
+    ids=["batch", "running", "untracked", "sync", "sync running", "group", "eps"],
+)
+def test_norm_layers_on_accelerators(module: Any, positions: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where inputs are normalised, by an operation of torch."""
+    (layer,) = find_layers([module], LayerOptions()).layers
+    module = copy.deepcopy(module).double()
+    torch.manual_seed(0)
+    for statistics, at_least in (
+        (getattr(module, "running_mean", None), -1.0),
+        (getattr(module, "running_var", None), 1.0),
+    ):
+        if statistics is not None:
+            statistics.uniform_(at_least, 2.0)
+    x, g = torch.randn(2, 5, 4, *positions, dtype=torch.float64)
+    observation = layer.observe(module, x, 3 * x + 1, torch.float64)
+    expected = layer.output_moment(module, g, observation)
+    monkeypatch.setattr("kfac_optim.layers.norm.machine", lambda device_type: "accelerator")
+    monkeypatch.setattr(type(layer), "statistics", None)
+    torch.testing.assert_close(layer.output_moment(module, g, observation), expected)
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (6, 4, 3), (6, 4, 2, 3)])

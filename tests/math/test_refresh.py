@@ -24,7 +24,7 @@ from kfac_optim.directions import by_parameter
 from kfac_optim.factors import FactorSpec
 from kfac_optim.jobs import RefreshInProgress, batch_of, together
 from kfac_optim.layers import gram
-from kfac_optim.preconditioning import stack_of
+from kfac_optim.preconditioning import _cat, stack_of
 from kfac_optim.refresh import Refresher, _decompose
 from kfac_optim.solvers import Batch, Failure, decompose_all, decompose_safely, grouped_by_key
 
@@ -141,6 +141,51 @@ def test_a_batch_gives_what_each_factor_gives_alone(
             torch.testing.assert_close(part, expected, rtol=1e-12, atol=1e-12)
 
 
+NEAR = ((1, 10), (2, 9), (3, 9), (1, 4))  # pairs and rows; 4 are too few to go with the others
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_factors_of_nearly_one_size_are_decomposed_by_one_call(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those without full rank, and zeros."""
+    factors = [factor(pairs, n, n).to(dtype) for pairs, n in NEAR]
+    factors[1][0] = torch.eye(9)[:2].mT @ torch.eye(9)[:2] * 1e-12
+    factors[2][1] = 0.0
+    device = factors[0].device
+    batches = [
+        Batch(lambda f=f: (f, f.new_zeros(len(f))), [1] * len(f), (n, device))  # type: ignore[misc]
+        for f, (_, n) in zip(factors, NEAR, strict=True)
+    ]
+    shapes: list[torch.Size] = []
+    eigh = torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: (shapes.append(matrix.shape), eigh(matrix))[1])
+    found = decompose_all(EigenSolver(), batches)
+    assert shapes == [(1 + 2 + 3, 10, 10), (1, 4, 4)], "none was retried"
+    accuracy = 100 * torch.finfo(dtype).eps
+    for f, of_batch in zip(factors, found, strict=True):
+        for matrix, parts in zip(f, of_batch, strict=True):
+            assert isinstance(parts, tuple)
+            (values,), (q,) = parts
+            scale = float(matrix.abs().max())
+            torch.testing.assert_close(values, eigh(matrix)[0].clamp(min=0), rtol=0, atol=accuracy * scale)
+            torch.testing.assert_close(q @ values.diag() @ q.mT, matrix, rtol=0, atol=accuracy * scale)
+            torch.testing.assert_close(q.mT @ q, torch.eye(len(q), dtype=dtype), rtol=0, atol=accuracy)
+
+
+def test_a_bad_factor_does_not_take_those_of_other_sizes_along() -> None:
+    bad, good = factor(1, 9, 0) * math.nan, factor(1, 10, 1)
+    shift = torch.zeros(1, dtype=torch.float64)
+    batches = [
+        Batch(lambda f=f: (f, shift), [1], (f.shape[-1], f.device))  # type: ignore[misc]
+        for f in (bad, good)
+    ]
+    (failed,), (found,) = decompose_all(EigenSolver(), batches)
+    assert isinstance(failed, Failure) and isinstance(found, tuple)
+    alone = decompose_safely(EigenSolver(), good, shift)
+    assert all(torch.equal(x, y) for x, y in zip(found, alone, strict=True))
+
+
 class Counting(InverseSolver):
     """Counts the pairs in each call."""
 
@@ -204,6 +249,18 @@ def test_what_is_decomposed_together_is_of_one_shape_on_one_device(factors: list
         else:
             assert len(batch) == 1
     assert len(on_gpu) == len(set(on_gpu)), "as few batches as can be"
+
+
+def test_only_on_accelerators_sizes_are_mixed() -> None:
+    refresh = RefreshInProgress(0, 0, "current")
+    rows = {}
+    for device in ("cpu", "cuda:0"):
+        layer = SimpleNamespace(weight=SimpleNamespace(device=torch.device(device)))
+        for spec in (FactorSpec(1, 9), FactorSpec(1, 9, diagonal=True)):
+            block: Any = Block(spec, layer)
+            rows[device, spec.diagonal] = batch_of([(block, 0)], refresh, EigenSolver(), torch.float32).rows
+    assert rows.pop(("cuda:0", False)) == (9, torch.device("cuda:0"))
+    assert set(rows.values()) == {None}
 
 
 @pytest.mark.parametrize("max_factor_dim", [None, 4])
@@ -465,6 +522,17 @@ def test_layers_of_one_shape_together_equal_each_on_its_own(
                 torch.testing.assert_close(direction, alone[p], rtol=1e-12, atol=1e-14)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_a_stack_of_what_was_decomposed_together_is_no_copy() -> None:
+    """Else it is one: a part of a storage would keep all of it alive, and other orders are no tensor."""
+    whole = torch.arange(24.0).view(6, 2, 2)
+    parts = whole.split([1, 2, 3])
+    stack = _cat(parts)
+    assert torch.equal(stack, whole) and stack.data_ptr() == whole.data_ptr()
+    for some in ([parts[1], parts[0], parts[2]], parts[:2], [parts[0]], [*parts[:2], parts[2].clone()], [whole, whole]):
+        assert torch.equal(_cat(some), torch.cat(list(some))) and _cat(some).data_ptr() != whole.data_ptr()
+    assert torch.equal(_cat([whole.mT]), whole.mT)
 
 
 # The default ---------------------------------------------------------------------------------------------------------
