@@ -26,7 +26,8 @@ from benchmarks.common.settings import KFAC, Settings
 from benchmarks.common.tasks import TASKS, Task
 from benchmarks.convergence.__main__ import LENGTHS, RECIPE, SHORT, Results, Row, tune, whole
 
-# The peer on each task: the best in seconds of those in the table of ``benchmarks.convergence``.
+# The peer on each task: on curves and text the best in seconds in the table of ``benchmarks.convergence``, on digits
+# the base class (there Adam and AdamW are at the target sooner).
 PEERS = {"digits": "SGD", "curves": "Muon", "text": "Muon"}
 CONTENDERS = {"digits": ("KFACSGD",), "curves": ("KFACSGD", "KFAC"), "text": ("KFACSGD",)}
 SHORTER = 0.8  # of the peer's steps

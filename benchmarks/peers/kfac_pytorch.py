@@ -1,6 +1,6 @@
 """Preconditioners of other projects as optimizers; imported only for one of its classes.
 
-``KFACPyTorch`` needs kfac-pytorch (``pip install --no-deps kfac-pytorch``).
+``KFACPyTorch`` needs kfac-pytorch (https://github.com/gpauloski/kfac-pytorch), which package indexes do not have.
 """
 
 from __future__ import annotations

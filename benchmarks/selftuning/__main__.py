@@ -40,7 +40,8 @@ from benchmarks.convergence.__main__ import cells, record_of
 
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1)  # of AdamW where none was chosen
 MUON = {"lr": 0.02, "rest_lr": 0.01}  # on curves, as benchmarks.convergence has chosen
-PRACTICAL = {"lr": 0.05, "kfac": {"damping": 0.01, "solver": "eigen"}}  # KFACSGD's, likewise
+# KFACSGD's, as it had chosen when the recipe had the eigen solver
+PRACTICAL = {"lr": 0.05, "kfac": {"damping": 0.01, "solver": "eigen"}}
 WIDTHS = (64, 48, 32, 16, 6)  # of the small autoencoder, from the image to the code
 PICTURES_TARGET = 20.0
 
