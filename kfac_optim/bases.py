@@ -9,6 +9,10 @@ of the update is turned towards the preconditioned first moment, as far as trust
 Weight decay is neither preconditioned nor does it count for the length. Bases that add it to the gradient ("coupled")
 have it in their first moment as well; there it is ``c D'``, with ``D'`` the decay of one gradient and ``c`` the weight
 of all gradients so far in the moment, as if the weights had stood still for as long as the moment remembers.
+
+Of bases that keep no first moment (SGD without momentum, Adagrad, RMSprop, Adadelta) an average of the gradients is
+kept here while trust is learned (:mod:`~kfac_optim.trust`). It gives K-FAC's direction, the base's own update its
+length.
 """
 
 from __future__ import annotations
@@ -27,17 +31,21 @@ from .distributed import is_sharded, may_be_sharded
 from .lamb import debiasing
 
 __all__ = [
+    "MOMENT",
     "BaseStep",
     "base_step",
     "bias_correction",
     "gradient_weight_tracked",
     "has_first_moment",
+    "keep_first_moments",
     "subtract_",
     "weights_before",
 ]
 
 # Classes of torch that shrink the weights by lr * weight_decay beside their update; Muon is not in every version.
 _DECOUPLED = tuple(getattr(torch.optim, name) for name in ("AdamW", "Adafactor", "Muon") if hasattr(torch.optim, name))
+
+MOMENT = "kfac_moment"  # key in the state of a parameter of the average of its gradients that is kept here
 
 Scale = float | Tensor
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -48,8 +56,8 @@ class BaseStep:
     """The base class's step, taken apart; by parameter.
 
     Attributes:
-        moments: The first moments of the raw gradients, in the direction of descent; the gradients themselves where the
-            base class keeps none.
+        moments: The first moments of the raw gradients, in the direction of descent; the gradients themselves where
+            none is kept.
         updates: What the base class took off the weights because of the gradients, per unit of the learning rate; the
             very tensors of ``moments`` where that is the moment itself.
     """
@@ -88,7 +96,8 @@ def _take_apart(
 ) -> None:
     """Fills in parameters of one group."""
     states = [optimizer.state[p] for p in params]
-    moments: Tensors = _first_moments(group, states, gradients)
+    descent: Tensors = torch._foreach_neg(gradients) if group.get("maximize") else gradients
+    moments = _first_moments(group, states, descent)
     decayed: Tensors = before
     if group.get("weight_decay"):
         shares = [_decay(optimizer, group, state) for state in states]
@@ -98,7 +107,7 @@ def _take_apart(
         if not isinstance(optimizer, torch.optim.SGD):
             decayed = torch._foreach_sub(before, _scaled(before, in_update))
     if isinstance(optimizer, torch.optim.SGD):
-        updates = moments  # exactly; a difference of weights would be rounded
+        updates = moments if group["momentum"] else descent  # exactly; a difference of weights would be rounded
     else:
         lr = group["lr"]
         updates = list(decayed)  # copies, of which nobody needs the values any more
@@ -108,22 +117,50 @@ def _take_apart(
     parts.updates.update(zip(params, updates, strict=True))
 
 
-def _first_moments(group: dict[str, Any], states: list[dict[str, Any]], gradients: Tensors) -> Tensors:
-    """The first moments, in the direction of descent."""
-    known = all(has_first_moment(group, state) for state in states)
-    if known and all("exp_avg" in state for state in states):  # Adam and its kin, LAMB
+def _first_moments(group: dict[str, Any], states: list[dict[str, Any]], descent: Tensors) -> Tensors:
+    """The first moments, in the direction of descent; ``descent``: the gradients, in that direction."""
+    if not all(has_first_moment(group, state) for state in states):
+        kept = [state[MOMENT] for state in states if MOMENT in state]
+        if len(kept) < len(states):
+            return descent
+        return torch._foreach_neg(kept) if group.get("maximize") else kept
+    if all("exp_avg" in state for state in states):  # Adam and its kin, LAMB
         return [state["exp_avg"] for state in states]
-    if group.get("maximize"):
-        gradients = torch._foreach_neg(gradients)
-    if not known:
-        return gradients
     buffers = [state["momentum_buffer"] for state in states]
-    return torch._foreach_add(gradients, buffers, alpha=group["momentum"]) if group.get("nesterov") else buffers
+    return torch._foreach_add(descent, buffers, alpha=group["momentum"]) if group.get("nesterov") else buffers
 
 
 def has_first_moment(group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
     """Whether the base class keeps a first moment of a parameter."""
     return "exp_avg" in state or (bool(group.get("momentum")) and state.get("momentum_buffer") is not None)
+
+
+def keep_first_moments(
+    optimizer: torch.optim.Optimizer,
+    params: Collection[nn.Parameter],
+    gradients: Mapping[nn.Parameter, Tensor],
+    decay: float,
+) -> None:
+    """Takes gradients into averages in the optimizer's state, after a step of a base class that keeps none.
+
+    Args:
+        optimizer: The optimizer.
+        params: The parameters of interest.
+        gradients: The raw gradients of these.
+        decay: How much of the last average is left, in [0, 1).
+    """
+    for group in optimizer.param_groups:
+        without: list[nn.Parameter] = []
+        for p in [p for p in group["params"] if p in params]:
+            state = optimizer.state[p]
+            if has_first_moment(group, state):
+                state.pop(MOMENT, None)  # a scheduler has given the base class one
+                continue
+            if MOMENT not in state:
+                state[MOMENT] = torch.zeros_like(p)
+            without.append(p)
+        for alike in _of_one_type(without):
+            torch._foreach_lerp_([optimizer.state[p][MOMENT] for p in alike], [gradients[p] for p in alike], 1 - decay)
 
 
 def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[str, Any]) -> tuple[Scale, Scale]:

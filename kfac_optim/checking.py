@@ -278,6 +278,7 @@ def _base_problem(
         if isinstance(value, Tensor) and bool(value.isnan().any()):
             return f"is damaged, or was saved after training had failed: {key!r} is not a number"
         counts = key == "step" and isinstance(value, Tensor | int | float)
-        if value is None and kinds or counts and not 0 <= float(value) < math.inf:
+        none = value is None and (kinds or key.startswith(PREFIX))
+        if none or counts and not 0 <= float(value) < math.inf:
             return f"is damaged: its {key!r} is {value}"
     return ""

@@ -83,15 +83,20 @@ class CurvatureEngine(BuiltEngine):
 
     __signature__ = signature(BuiltEngine.__init__)
 
-    def update(self, gradients: Sequence[Tensor], lrs: Iterable[Lr] = (1.0,), alignment: Tensor | None = None) -> bool:
+    def update(
+        self,
+        gradients: Sequence[Tensor],
+        lrs: Iterable[Lr] = (1.0,),
+        alignments: Mapping[str, Tensor] | None = None,
+    ) -> bool:
         """The first half of a step: takes up what was captured and refreshes the decompositions if that is due.
 
         Args:
             gradients: The gradients of all trained parameters.
             lrs: The learning rates of the step. A step on zero gradients with all of them 0 (in one process also: with
                 nothing captured), as torch.distributed.checkpoint takes it, does no more than make room for factors.
-            alignment: Of the gradients with the last step's turn, 0-dim (:func:`kfac_optim.trust.alignment`); None
-                where there was none.
+            alignments: Of the gradients with the last ``turn``, and with their ``average`` where one is kept, 0-dim
+                (:meth:`kfac_optim.trust.Trust.learn`).
 
         Returns:
             Whether the step is to be taken; False if a gradient is not finite.
@@ -107,10 +112,10 @@ class CurvatureEngine(BuiltEngine):
         # Before the return of a no-op: torch.distributed.checkpoint takes one to make the state exist.
         for block in self._blocks:
             block.make_room(self.factor_dtype, self.comm.rank, spreads=self.may_spread)
-        statistics = self._capture.take()
+        statistics, alignments = self._capture.take(), alignments or {}
         largest, rates = largest_entry(gradients), list(lrs)
         moved = [lr != 0 for lr in rates if isinstance(lr, Tensor)]
-        flags = [largest, *moved, *(() if alignment is None else (alignment,)), *statistics.flags]
+        flags = [largest, *moved, *alignments.values(), *statistics.flags]
         together = torch.cat([flag.to(largest.device, torch.float32).view(-1) for flag in flags])
         values = iter(together.tolist())  # the sync
         largest_gradient = next(values)
@@ -128,8 +133,7 @@ class CurvatureEngine(BuiltEngine):
         if not finite:
             self._skip()
             return False
-        if alignment is not None:
-            self._trust.learn(next(values))
+        self._trust.learn(**{name: next(values) for name in alignments})
         settled = statistics.settle(values)
         if self._capture.enabled and trains and self._blocks:
             unseen = not any(settled.taken) and statistics.has_gradients()

@@ -9,6 +9,11 @@ This is hypergradient descent (Baydin et al. 2018) on one number for the whole m
 gradient, of a batch that had no part in the step, tells whether more of k would have lowered the loss. Where rates are
 too small for curvature to matter the base optimizer's own update wins and trust stays at 0; where they are large,
 steep directions are exhausted by the step, and trust rises to 1. A sign depends on no scale, and costs one dot product.
+
+A base optimizer without a first moment takes steps on single gradients. K-FAC's direction is then that of an average
+``m = decay m + (1 - decay) g``, whose decay is learned in the same way: while gradients agree with the average before
+them, ``<g', m> > 0``, they differ by noise, and a longer average is better; once they go to and fro between steep
+walls, a step along old gradients would leave the valley.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ __all__ = ["Trust", "alignment", "changes_at", "turns"]
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
 _NOTCHES = 10  # trust moves by a tenth per step, which averages over the noise of about ten batches
+_LONGEST = 9  # tenths: the average remembers some ten gradients, as the usual momentum of 0.9
 _PATIENCE = 4  # while steps do not turn, k is computed in one of so many or more
 # Gradients are copied side by side up to so many numbers, for one dot product: copies take time on a CPU, launches on a
 # GPU.
@@ -39,15 +45,21 @@ class Trust:
 
     Attributes:
         notches: Trust in tenths.
+        memory: The decay of averaged gradients in tenths, where the base optimizer keeps no first moment.
     """
 
     def __init__(self) -> None:
-        self.notches = 0
+        self.notches = self.memory = 0
 
     @property
     def value(self) -> float:
         """The trust, in [0, 1]."""
         return self.notches / _NOTCHES
+
+    @property
+    def decay(self) -> float:
+        """The decay of averaged gradients, in [0, 0.9]."""
+        return self.memory / 10
 
     def is_measured(self, step: int) -> bool:
         """Whether k is computed at this step: always where steps turn, else now and then, to see if they should.
@@ -65,21 +77,34 @@ class Trust:
         """
         return self.notches > 0 and step % (4 if self.notches == _NOTCHES else 2) != 0
 
-    def learn(self, alignment: float) -> None:
-        """Moves a tenth towards K-FAC's directions if the gradients say so, else a tenth towards the base's updates."""
-        self.notches = min(_NOTCHES, self.notches + 1) if alignment > 0 else max(0, self.notches - 1)
+    def learn(self, turn: float = 0.0, average: float = 0.0) -> None:
+        """Moves a tenth towards K-FAC's directions if the gradients say so, else a tenth towards the base's updates.
+
+        Args:
+            turn: The alignment of the gradients with the last k - u. 0 (the rate was 0, say) tells nothing.
+            average: That with the average of those before them, by which its decay moves likewise.
+        """
+        self.notches = _moved(self.notches, turn, _NOTCHES)
+        self.memory = _moved(self.memory, average, _LONGEST)
 
     def counters(self) -> dict[str, int]:
         """Its part of the saved counters."""
-        return {"trust": self.notches}
+        return {"trust": self.notches, "memory": self.memory}
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""
-        self.notches = int(counters.get("trust", 0))
+        self.notches, self.memory = (int(counters.get(name, 0)) for name in ("trust", "memory"))
+
+
+def _moved(notches: int, alignment: float, most: int) -> int:
+    """A notch up or down, between 0 and ``most``."""
+    if alignment == 0:
+        return notches
+    return min(most, notches + 1) if alignment > 0 else max(0, notches - 1)
 
 
 def alignment(parameters: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> Tensor:
-    """``lr <g', k - u>``, summed over all parameters, 0-dim: of each the gradient, the last turn, and the rate."""
+    """``lr <g', v>``, summed over all parameters, 0-dim: of each the gradient, what it is compared with, the rate."""
 
     def kind(parameter: tuple[Tensor, Tensor, float | Tensor]) -> tuple[Any, ...]:
         g, turn, lr = parameter

@@ -12,12 +12,20 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from .bases import base_step, gradient_weight_tracked, has_first_moment, subtract_, weights_before
+from .bases import (
+    MOMENT,
+    base_step,
+    gradient_weight_tracked,
+    has_first_moment,
+    keep_first_moments,
+    subtract_,
+    weights_before,
+)
 from .engine import CurvatureEngine
 from .preconditioning import Lr
 from .trust import alignment, changes_at, turns
 
-__all__ = ["CHANGE", "TURN", "alignment_of", "forget_turns", "take_turned_step"]
+__all__ = ["CHANGE", "TURN", "alignments_of", "forget_turns", "take_turned_step"]
 
 # Keys in the state of a parameter, of the step that last computed directions: K-FAC's direction less the base's update,
 # which the next gradients judge; and what the base's update was changed by, which the next step may repeat.
@@ -46,6 +54,8 @@ def take_turned_step(
     before = weights_before(optimizer, covered) if computes else {}
     with gradient_weight_tracked(optimizer, covered):
         take_base_step()
+    if engine.learns_trust:
+        keep_first_moments(optimizer, covered, gradients, engine.moment_decay)
     if not changes:
         forget_turns(optimizer)
     if not computes:
@@ -66,19 +76,21 @@ def take_turned_step(
         _remember(optimizer, whole, changes)
 
 
-def alignment_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter, Tensor]) -> Tensor | None:
-    """How far the gradients agree with the last turn from the base's updates to K-FAC's directions, 0-dim.
+def alignments_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter, Tensor]) -> dict[str, Tensor]:
+    """How far the gradients agree with what :meth:`~kfac_optim.trust.Trust.learn` compares them with, 0-dim.
 
-    None where none was computed lately.
+    That is the last ``turn`` from the base's updates to K-FAC's directions, where one was computed lately, and the
+    ``average`` of the gradients before them, where one is kept.
     """
-    pairs: list[tuple[Tensor, Tensor, Lr]] = []
+    turns: list[tuple[Tensor, Tensor, Lr]] = []
+    averages: list[tuple[Tensor, Tensor, Lr]] = []
     for group in optimizer.param_groups:
-        found = ((gradients.get(p), optimizer.state.get(p, {}).get(TURN)) for p in group["params"])
-        turns = [(g, last) for g, last in found if g is not None and last is not None]
-        if turns:
-            lr = -group["lr"] if group.get("maximize") else group["lr"]
-            pairs += [(g, last, lr) for g, last in turns]
-    return alignment(pairs) if pairs else None
+        states = ((gradients.get(p), optimizer.state.get(p, {})) for p in group["params"])
+        known = [(g, state) for g, state in states if g is not None]
+        lr = -group["lr"] if group.get("maximize") else group.get("lr", 1.0)
+        turns += [(g, state[TURN], lr) for g, state in known if TURN in state]
+        averages += [(g, state[MOMENT], 1.0) for g, state in known if MOMENT in state]
+    return {name: alignment(pairs) for name, pairs in (("turn", turns), ("average", averages)) if pairs}
 
 
 def _subtract(optimizer: torch.optim.Optimizer, changes: Mapping[nn.Parameter, Tensor]) -> None:

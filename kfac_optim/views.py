@@ -39,6 +39,14 @@ class ViewedEngine(StatefulEngine):
         return float(getattr(self.scaling, "trust", 1.0)) if self._turns else 1.0
 
     @property
+    def moment_decay(self) -> float:
+        """The decay of the averaged gradients that give the direction where the base optimizer keeps no first moment.
+
+        It is learned, in [0, 0.9].
+        """
+        return self._trust.decay
+
+    @property
     def learns_trust(self) -> bool:
         """Whether trust is learned."""
         return self._turns and getattr(self.scaling, "trust", 1.0) is None

@@ -119,6 +119,8 @@ class Textbook:
         self.trust: float | None = None  # in tenths, where it is learned
         self.turns: Named = {}
         self.changes: Named = {}
+        self.memory: int | None = None  # tenths of the decay of averaged gradients, where the rule has no momentum
+        self.averages: Named = {}
         self.rules = {name: rule() for name, _ in model.named_parameters()}
 
     def step(self, passes: list[tuple[tuple[Tensor], Tensor]], lr: float = LR) -> None:
@@ -131,6 +133,13 @@ class Textbook:
         parts = {name: rule(step.gradients[name], weights[name].detach()) for name, rule in self.rules.items()}
         covered = {name: moment for name, (moment, _, _) in parts.items() if name != "scale"}
         updates = {name: update for name, (_, update, _) in parts.items() if name != "scale"}
+        if self.memory is not None:
+            gradients = {name: step.gradients[name] for name in covered}
+            product = sum(float((g * self.averages[name]).sum()) for name, g in gradients.items() if self.averages)
+            if product:
+                self.memory = min(9, self.memory + 1) if product > 0 else max(0, self.memory - 1)
+            old, decay = self.averages or dict.fromkeys(covered, 0), self.memory / 10
+            covered = self.averages = {name: decay * old[name] + (1 - decay) * g for name, g in gradients.items()}
         found = self.oracle.directions(covered, DAMPING)
         vectors = {layer.name: layer.of(covered) for layer in self.oracle.layers}
         if self.scaling == "unit":
@@ -155,7 +164,7 @@ class Textbook:
                 whole = {layer.name: layer.of(updates) for layer in self.oracle.layers}
                 steps = {name: turned(whole[name], k, self.trust / 10) for name, k in found.items()}
                 directions = named(self.model, steps, self.oracle)
-                repeatable = self.trust > 0 and any(updates[n] is not step.gradients[n] for n in updates)
+                repeatable = self.trust > 0 and self.memory is None
                 self.changes = {name: d - updates[name] for name, d in directions.items() if repeatable}
         with torch.no_grad():
             for name, p in weights.items():  # "scale" moves by the base rule
@@ -441,14 +450,15 @@ def test_a_base_that_decouples_its_decay_shrinks_the_weights_as_much() -> None:
 # Trust ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("rate", [0.01, 2.0])
-def test_trust_is_learned_from_the_next_gradient(rate: float) -> None:
+def test_trust_is_learned_from_the_next_gradient(rate: float, momentum: float) -> None:
     """At a small rate the base's own updates win, at a large one the steps turn; the textbook takes the same ones."""
     model = Net()
-    textbook = Textbook(model, lambda: Sgd(momentum=0.9), FULL)
-    textbook.trust = 0
-    optimizer = KFACSGD(model, **(MODE | {"momentum": 0.9, "scaling": "graft", "lr": rate}))
-    batch, seen = data(), []
+    textbook = Textbook(model, lambda: Sgd(momentum=momentum), FULL)
+    textbook.trust, textbook.memory = 0, None if momentum else 0
+    optimizer = KFACSGD(model, **(MODE | {"momentum": momentum, "scaling": "graft", "lr": rate}))
+    batch, seen, decays = data(), [], []
     for _ in range(12):
         textbook.step(batch, rate)
         backward(model, batch, loss)
@@ -456,6 +466,8 @@ def test_trust_is_learned_from_the_next_gradient(rate: float) -> None:
         assert_same_weights(model, textbook.model)
         seen.append(optimizer.curvature.report()["trust"])
         assert seen[-1] == textbook.trust / 10
+        assert optimizer.curvature.moment_decay == (textbook.memory or 0) / 10
+        decays.append(optimizer.curvature.moment_decay)
         for name, p in model.named_parameters():
             if name in textbook.turns:
                 assert_near(optimizer.state[p]["kfac_turn"], textbook.turns[name], name, 1e-9)
@@ -463,11 +475,12 @@ def test_trust_is_learned_from_the_next_gradient(rate: float) -> None:
                 assert "kfac_turn" not in optimizer.state[p]
     assert f"trust {seen[-1]:.1f}" in repr(optimizer.curvature)
     assert seen[0] == 0 and (max(seen) == 0 if rate < 0.1 else max(seen) >= 0.3)
+    assert decays[0] == 0 and max(decays) == (0 if momentum else 0.9 if rate < 0.1 else max(0.1, *decays))
 
 
 def test_at_trust_1_three_steps_repeat_the_one_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trust is held at 1, at which on this net it would not stay for so long."""
-    monkeypatch.setattr(Trust, "learn", lambda *_: None)
+    monkeypatch.setattr(Trust, "learn", lambda *_, **__: None)
     model, batch = Net(), data()
     textbook = Textbook(model, lambda: Sgd(momentum=0.9), FULL)
     optimizer = KFACSGD(model, **(MODE | {"momentum": 0.9, "scaling": "graft", "lr": 0.5}))
@@ -484,7 +497,7 @@ def test_at_trust_1_three_steps_repeat_the_one_before_them(monkeypatch: pytest.M
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_without_a_first_moment_no_step_repeats_another(momentum: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of two batches have little in common. It is enough that one layer has none."""
-    monkeypatch.setattr(Trust, "learn", lambda *_: None)
+    monkeypatch.setattr(Trust, "learn", lambda *_, **__: None)
 
     def made(model: Net, scaling: Any) -> KFACSGD:
         first, second = ([*layer.parameters()] for layer in (model.first, model.second))
@@ -499,6 +512,29 @@ def test_without_a_first_moment_no_step_repeats_another(momentum: float, monkeyp
     assert_same_weights(model, other)
 
 
+def test_where_a_gradient_is_orthogonal_to_everything_nothing_is_learned() -> None:
+    """As at a rate of 0, at which a schedule may begin."""
+    trust = Trust()
+    for turn, average, expected in [(1.0, -1.0, (1, 0)), (1.0, 2.0, (2, 1)), (0.0, 0.0, (2, 1)), (-1e-9, 1.0, (1, 2))]:
+        trust.learn(turn=turn, average=average)
+        assert (trust.notches, trust.memory) == expected
+    for _ in range(20):
+        trust.learn(turn=1.0, average=1.0)
+    assert (trust.value, trust.decay) == (1.0, 0.9)
+
+
+def test_a_schedule_that_brings_momentum_takes_over_from_the_average() -> None:
+    model = Net()
+    optimizer = KFACSGD(model, **(MODE | {"momentum": 0.0, "scaling": "graft"}))
+    covered = {p for layer in optimizer.curvature.layers for p in layer.parameters}
+    for momentum in (0.0, 0.0, 0.9, 0.9):
+        optimizer.param_groups[0]["momentum"] = momentum
+        backward(model, data(), loss)
+        optimizer.step()
+        kept = {p for p, state in optimizer.state.items() if "kfac_moment" in state}
+        assert kept == (set() if momentum else covered)
+
+
 def test_while_steps_do_not_turn_directions_are_computed_ever_more_rarely() -> None:
     trust = Trust()
     measured = [step for step in range(1025) if trust.is_measured(step)]
@@ -508,9 +544,10 @@ def test_while_steps_do_not_turn_directions_are_computed_ever_more_rarely() -> N
     assert all(map(trust.is_measured, range(100)))
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("before", [4, 5, 6, 7])
-def test_a_resumed_run_repeats_what_the_other_would_have(before: int) -> None:
-    options = MODE | {"momentum": 0.9, "scaling": "graft", "lr": 2.0}
+def test_a_resumed_run_repeats_what_the_other_would_have(before: int, momentum: float) -> None:
+    options = MODE | {"momentum": momentum, "scaling": "graft", "lr": 2.0}
     model, batch, trusts = Net(), data(), []
     optimizer = KFACSGD(model, **options)
 
@@ -532,10 +569,10 @@ def test_a_resumed_run_repeats_what_the_other_would_have(before: int) -> None:
     assert min(trusts[before - 1 :]) > 0, "no step was turned"
 
 
-@pytest.mark.parametrize("key", ["kfac_turn", "kfac_change"])
+@pytest.mark.parametrize("key", ["kfac_turn", "kfac_change", "kfac_moment"])
 @pytest.mark.parametrize("damage", [lambda saved: saved[:1], lambda saved: saved * float("nan"), lambda saved: None])
 def test_a_damaged_turn_is_refused(key: str, damage: Callable[[Tensor], Any]) -> None:
-    options = MODE | {"momentum": 0.9, "scaling": "graft", "lr": 2.0}
+    options = MODE | {"momentum": 0.0 if key == "kfac_moment" else 0.9, "scaling": "graft", "lr": 2.0}
     model, batch = Net(), data()
     optimizer = KFACSGD(model, **options)
     for _ in range(5):
