@@ -59,10 +59,10 @@ class KFACMixin(_Optimizer):
         *args: The base class's positional arguments, in its order.
         model: The module, where ``params`` is not one.
         precondition: "momentum" (default): the base class steps on the raw gradients; then the update of each layer is
-            turned towards the direction of its preconditioned first moment (momentum buffer, ``exp_avg``; the gradient
-            where the base class keeps none). With ``scaling="graft"`` (default) it stays as long as it was, so that
-            ``lr`` means what it means there, and turns as far as trust goes, which is learned
-            (:mod:`kfac_optim.trust`). Weight decay is as strong as in the base class and not preconditioned (where a
+            turned towards the direction of its preconditioned first moment (momentum buffer, ``exp_avg``; where the
+            base class keeps none an average of the gradients while trust is learned, else the gradient). With
+            ``scaling="graft"`` (default) it stays as long as it was, so that ``lr`` means what it means there, and
+            turns as far as trust goes, which is learned (:mod:`kfac_optim.trust`). Weight decay is as strong as in the base class and not preconditioned (where a
             class of other origin adds it to the gradient, it is). "gradient", as in the paper: gradients are
             preconditioned, and the base class steps on them.
         **options: The base class's keywords, and those of :class:`~kfac_optim.CurvatureEngine`, documented there; some
