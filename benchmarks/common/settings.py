@@ -83,6 +83,7 @@ class Recipe:
 # KFACAdam and KFACLAMB take their momentum after preconditioning; they did better with the empirical Fisher and more
 # damping.
 _DIRECT = {"kfac": {"precondition": "gradient", "damping": 0.3, "fisher": "empirical"}}
+_DIRECT_ON_CURVES = {"damping": 1.0, "inv_update_steps": "growing:0.3:3", "solver": "eigen"}  # inverses fail there
 
 RECIPES: dict[str, Recipe] = {
     "paper": Recipe(
@@ -136,8 +137,8 @@ RECIPES: dict[str, Recipe] = {
             ("digits", "KFACSGD"): {"lr": 0.02, "kfac": {"damping": 0.1}},
             ("digits", "KFACLAMB"): {"lr": 0.02, "kfac": {"damping": 1.0}},
             ("curves", "KFACSGD"): {"lr": 0.05},
-            ("curves", "KFACAdam"): {"lr": 0.006, "kfac": {"damping": 1.0, "inv_update_steps": "growing:0.3:3"}},
-            ("curves", "KFACLAMB"): {"lr": 0.04, "kfac": {"damping": 1.0, "inv_update_steps": "growing:0.3:3"}},
+            ("curves", "KFACAdam"): {"lr": 0.006, "kfac": _DIRECT_ON_CURVES},
+            ("curves", "KFACLAMB"): {"lr": 0.04, "kfac": _DIRECT_ON_CURVES},
             ("text", "KFACSGD"): {"lr": 0.06, "rest_lr": 0.03},
         },
     ),
