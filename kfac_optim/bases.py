@@ -156,11 +156,14 @@ def keep_first_moments(
             if has_first_moment(group, state):
                 state.pop(MOMENT, None)  # a scheduler has given the base class one
                 continue
-            if MOMENT not in state:
-                state[MOMENT] = torch.zeros_like(p)
             without.append(p)
         for alike in _of_one_type(without):
-            torch._foreach_lerp_([optimizer.state[p][MOMENT] for p in alike], [gradients[p] for p in alike], 1 - decay)
+            # New tensors: torch's load_state_dict() makes two optimizers share those of a state that is not copied.
+            known = [(p, optimizer.state[p].get(MOMENT)) for p in alike]
+            last = [torch.zeros_like(p) if moment is None else moment for p, moment in known]
+            moments = torch._foreach_lerp(last, [gradients[p] for p in alike], 1 - decay)
+            for p, moment in zip(alike, moments, strict=True):
+                optimizer.state[p][MOMENT] = moment
 
 
 def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[str, Any]) -> tuple[Scale, Scale]:

@@ -27,7 +27,7 @@ from .lamb import MultiTensorLamb
 from .preconditioning import Lr, common_rate
 from .schedules import growing, inverse_time_decay
 from .solvers import EigenSolver
-from .turning import alignments_of, forget_turns, take_turned_step
+from .turning import alignments_of, forget, take_turned_step
 
 __all__ = ["KFACLAMB", "KFACAdam", "KFACAdamW", "KFACMixin", "KFACSGD"]
 
@@ -62,9 +62,9 @@ class KFACMixin(_Optimizer):
             turned towards the direction of its preconditioned first moment (momentum buffer, ``exp_avg``; where the
             base class keeps none an average of the gradients while trust is learned, else the gradient). With
             ``scaling="graft"`` (default) it stays as long as it was, so that ``lr`` means what it means there, and
-            turns as far as trust goes, which is learned (:mod:`kfac_optim.trust`). Weight decay is as strong as in the base class and not preconditioned (where a
-            class of other origin adds it to the gradient, it is). "gradient", as in the paper: gradients are
-            preconditioned, and the base class steps on them.
+            turns as far as trust goes, which is learned (:mod:`kfac_optim.trust`). Weight decay is as strong as in the
+            base class and not preconditioned (where a class of other origin adds it to the gradient, it is).
+            "gradient", as in the paper: gradients are preconditioned, and the base class steps on them.
         **options: The base class's keywords, and those of :class:`~kfac_optim.CurvatureEngine`, documented there; some
             have other defaults here, which the signatures show: ``damping=OfLargest(inverse_time_decay(0.03, steps=10,
             final=1e-4))``, ``scaling="graft"``, ``inv_update_steps=growing(fraction=0.5, minimum=10,
@@ -179,7 +179,7 @@ class KFACMixin(_Optimizer):
     def _update_weights(self, gradients: Mapping[nn.Parameter, Tensor], closure: Callable[[], Any] | None) -> None:
         """The step itself; ``closure``: what evaluates the loss, if the loop has one."""
         if self.precondition == "gradient" or self.curvature.closed:
-            forget_turns(self)
+            forget(self)
             self._precondition_gradients(gradients)
         else:
             take_turned_step(self, self.curvature, gradients, self._base_step, self._rates())

@@ -25,7 +25,7 @@ from .engine import CurvatureEngine
 from .preconditioning import Lr
 from .trust import alignment, changes_at, turns
 
-__all__ = ["CHANGE", "TURN", "alignments_of", "forget_turns", "take_turned_step"]
+__all__ = ["CHANGE", "TURN", "alignments_of", "forget", "take_turned_step"]
 
 # Keys in the state of a parameter, of the step that last computed directions: K-FAC's direction less the base's update,
 # which the next gradients judge; and what the base's update was changed by, which the next step may repeat.
@@ -56,8 +56,10 @@ def take_turned_step(
         take_base_step()
     if engine.learns_trust:
         keep_first_moments(optimizer, covered, gradients, engine.moment_decay)
+    else:
+        forget(optimizer, MOMENT)
     if not changes:
-        forget_turns(optimizer)
+        forget(optimizer, TURN, CHANGE)
     if not computes:
         _subtract(optimizer, changes)
         engine.skip_directions()
@@ -111,14 +113,14 @@ def _remember(
                 state[CHANGE] = state[TURN] if changes is turns else changes[p].to(p.dtype)
 
 
-def forget_turns(optimizer: torch.optim.Optimizer) -> None:
-    """Drops what the last step has noted."""
-    noted = [p for p, state in optimizer.state.items() if TURN in state]
-    for p in noted:
-        state = optimizer.state[p]
-        del state[TURN]
-        state.pop(CHANGE, None)
-        if not state:
+def forget(optimizer: torch.optim.Optimizer, *keys: str) -> None:
+    """Drops what earlier steps have noted, all of it by default."""
+    keys = keys or (TURN, CHANGE, MOMENT)
+    for p, state in list(optimizer.state.items()):
+        noted = [key for key in keys if key in state]
+        for key in noted:
+            del state[key]
+        if noted and not state:
             del optimizer.state[p]  # the base class keeps nothing of it
 
 

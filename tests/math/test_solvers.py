@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, InverseSolver, KLClip, OfMean
-from kfac_optim.scaling import _pair_by_pair
 from tests.helpers.compare import assert_applied, assert_near, snapshot
 from tests.helpers.reference import (
     SOLVES,
@@ -415,13 +414,6 @@ def test_unit_scaling_with_relative_damping_ignores_the_scale_of_the_loss(
         results.append(model)
     for first, second in zip(*(model.parameters() for model in results), strict=False):
         assert_near(second.detach(), first.detach(), rel=1e-7)  # three steps, each amplifies the rounding of the last
-
-
-def test_norms_on_accelerators() -> None:
-    """Where they are taken by one operation on a list of all pairs."""
-    stacks = [torch.randn(shape) for shape in ((3, 4, 5), (1, 2, 2), (2, 1, 7))]
-    for found, stack in zip(_pair_by_pair(stacks), stacks, strict=True):
-        torch.testing.assert_close(found, torch.linalg.matrix_norm(stack))
 
 
 def test_scalings_do_not_change_what_they_need_not() -> None:
