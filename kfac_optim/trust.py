@@ -135,15 +135,14 @@ def turns(directions: Sequence[Direction]) -> Tensors:
 
 
 def changes_at(directions: Sequence[Direction], trust: float) -> Tensors:
-    """The step of each stack less u, ``[p, d_out, d_in]``: u is turned towards k by the share ``trust``.
+    """The step of each stack less u, ``[p, d_out, d_in]``: u is turned towards k by the share ``trust``, below 1.
 
-    At 1 the step is k, at whatever length the scaling gave it. Below 1, which only ``Graft`` gives, it is brought back
-    to the length of u: mixtures of two directions are shorter than either, and without this 3 of the 64 points of
-    ``benchmarks.swap`` ended behind their base optimizer instead of none.
+    It is brought back to the length of u: mixtures of two directions are shorter than either, and without this 3 of the
+    64 points of ``benchmarks.swap`` ended behind their base optimizer instead of none. At 1 it is :func:`turns`.
     """
+    if not directions:
+        return []
     updates, towards = [d.update for d in directions], [d.direction for d in directions]
-    if trust == 1 or not directions:
-        return turns(directions)
     steps = torch._foreach_lerp(updates, towards, trust)
     for step, length in zip(steps, ratios(update_norms(directions), norms(directions, steps)), strict=True):
         step *= length.reshape(-1, 1, 1)
