@@ -161,7 +161,8 @@ def keep_first_moments(
             # New tensors: torch's load_state_dict() makes two optimizers share those of a state that is not copied.
             known = [(p, optimizer.state[p].get(MOMENT)) for p in alike]
             last = [torch.zeros_like(p) if moment is None else moment for p, moment in known]
-            moments = torch._foreach_lerp(last, [gradients[p] for p in alike], 1 - decay)
+            # A gradient may have another type than its parameter (``grad_dtype``).
+            moments = torch._foreach_lerp(last, [gradients[p].to(p.dtype) for p in alike], 1 - decay)
             for p, moment in zip(alike, moments, strict=True):
                 optimizer.state[p][MOMENT] = moment
 

@@ -8,9 +8,10 @@ import textwrap
 import pytest
 
 from benchmarks.launches import __main__ as launches
-from benchmarks.launches.device import load, obstacle
+from benchmarks.launches.device import load
+from tests.helpers.compiler import needs_compiler
 
-pytestmark = pytest.mark.skipif(bool(obstacle()), reason=obstacle())
+pytestmark = needs_compiler
 
 
 def counted(program):

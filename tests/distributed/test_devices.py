@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.launches.device import obstacle
 from kfac_optim import KAISA, KFACSGD, CurvatureEngine, EigenSolver, InverseSolver
 from kfac_optim.distributed import Broadcast, share_gradients
+from tests.helpers.compiler import needs_compiler
 from tests.helpers.settings import OFTEN
 from tests.helpers.training import train
 
@@ -215,7 +215,7 @@ def outcomes() -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(obstacle()), reason=obstacle())  # newcomers may have no compiler; .ci/run has
+@needs_compiler
 @pytest.mark.parametrize("name", CASES)
 def test_host_and_device(outcomes: dict[str, str], name: str) -> None:
     assert not outcomes[name], outcomes[name]

@@ -535,6 +535,19 @@ def test_a_schedule_that_brings_momentum_takes_over_from_the_average() -> None:
         assert kept == (set() if momentum else covered)
 
 
+def test_gradients_of_another_type_are_averaged_in_that_of_the_parameter() -> None:
+    model = Net()
+    twin = copy.deepcopy(model)
+    for p in model.parameters():
+        p.grad_dtype = torch.float32
+    runs = [(net, KFACSGD(net, **(MODE | {"momentum": 0.0, "scaling": "graft", "lr": 2.0}))) for net in (model, twin)]
+    train_alike(*runs)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_near(p.detach(), q.detach(), rel=1e-5)
+    moments = [state["kfac_moment"] for state in runs[0][1].state.values() if "kfac_moment" in state]
+    assert moments and {moment.dtype for moment in moments} == {torch.float64}
+
+
 def test_while_steps_do_not_turn_directions_are_computed_ever_more_rarely() -> None:
     trust = Trust()
     measured = [step for step in range(1025) if trust.is_measured(step)]
