@@ -27,7 +27,7 @@ import torch
 import torch_optimizer
 from torch import Tensor, nn
 
-from .distributed import is_sharded, may_be_sharded
+from .distributed import gathered_together, is_sharded, may_be_sharded
 from .lamb import debiasing
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "has_first_moment",
     "keep_first_moments",
     "subtract_",
+    "update_lengths",
     "weights_before",
 ]
 
@@ -165,6 +166,25 @@ def keep_first_moments(
             moments = torch._foreach_lerp(last, [gradients[p].to(p.dtype) for p in alike], 1 - decay)
             for p, moment in zip(alike, moments, strict=True):
                 optimizer.state[p][MOMENT] = moment
+
+
+def update_lengths(
+    optimizer: torch.optim.Optimizer, updates: Mapping[nn.Parameter, Tensor]
+) -> dict[nn.Parameter, Tensor]:
+    """The Frobenius norms of updates, 0-dim, per unit of the weight that gradients have in the momentum of SGD.
+
+    That weight grows from 1 to ``1 / (1 - momentum)``; other bases correct their moments for it. A collective where
+    updates are sharded.
+    """
+    weights = [optimizer.state.get(p, {}).get("gradient_weight", 1.0) for p in updates]
+    whole = list(updates.values())
+    dtype = torch.float64 if any(update.dtype == torch.float64 for update in whole) else torch.float32
+    if may_be_sharded() and any(map(is_sharded, whole)):
+        squares = gathered_together([update.to(dtype).square().sum() for update in whole])
+        norms: Tensors = torch._foreach_sqrt(squares)
+    else:
+        norms = torch._foreach_norm(whole, 2, dtype=dtype)
+    return dict(zip(updates, torch._foreach_div(norms, weights), strict=True))
 
 
 def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[str, Any]) -> tuple[Scale, Scale]:

@@ -87,7 +87,7 @@ class CurvatureEngine(BuiltEngine):
         self,
         gradients: Sequence[Tensor],
         lrs: Iterable[Lr] = (1.0,),
-        alignments: Mapping[str, Tensor] | None = None,
+        lessons: Mapping[str, Tensor] | None = None,
     ) -> bool:
         """The first half of a step: takes up what was captured and refreshes the decompositions if that is due.
 
@@ -95,8 +95,7 @@ class CurvatureEngine(BuiltEngine):
             gradients: The gradients of all trained parameters.
             lrs: The learning rates of the step. A step on zero gradients with all of them 0 (in one process also: with
                 nothing captured), as torch.distributed.checkpoint takes it, does no more than make room for factors.
-            alignments: Of the gradients with the last ``turn``, and with their ``average`` where one is kept, 0-dim
-                (:meth:`kfac_optim.trust.Trust.learn`).
+            lessons: What the gradients and the last step teach trust, 0-dim (:meth:`kfac_optim.trust.Trust.learn`).
 
         Returns:
             Whether the step is to be taken; False if a gradient is not finite.
@@ -112,10 +111,10 @@ class CurvatureEngine(BuiltEngine):
         # Before the return of a no-op: torch.distributed.checkpoint takes one to make the state exist.
         for block in self._blocks:
             block.make_room(self.factor_dtype, self.comm.rank, spreads=self.may_spread)
-        statistics, alignments = self._capture.take(), alignments or {}
+        statistics, lessons = self._capture.take(), lessons or {}
         largest, rates = largest_entry(gradients), list(lrs)
         moved = [lr != 0 for lr in rates if isinstance(lr, Tensor)]
-        flags = [largest, *moved, *alignments.values(), *statistics.flags]
+        flags = [largest, *moved, *lessons.values(), *statistics.flags]
         together = torch.cat([flag.to(largest.device, torch.float32).view(-1) for flag in flags])
         values = iter(together.tolist())  # the sync
         largest_gradient = next(values)
@@ -133,7 +132,7 @@ class CurvatureEngine(BuiltEngine):
         if not finite:
             self._skip()
             return False
-        self._trust.learn(**{name: next(values) for name in alignments})
+        self._trust.learn(**{name: next(values) for name in lessons})
         settled = statistics.settle(values)
         if self._capture.enabled and trains and self._blocks:
             unseen = not any(settled.taken) and statistics.has_gradients()

@@ -27,7 +27,7 @@ from .lamb import MultiTensorLamb
 from .preconditioning import Lr, common_rate
 from .schedules import growing, inverse_time_decay
 from .solvers import EigenSolver
-from .turning import alignments_of, forget, take_turned_step
+from .turning import forget, lessons_of, take_turned_step
 
 __all__ = ["KFACLAMB", "KFACAdam", "KFACAdamW", "KFACMixin", "KFACSGD"]
 
@@ -169,7 +169,7 @@ class KFACMixin(_Optimizer):
         gradients = {p: p.grad for group in groups for p in group["params"] if p.grad is not None}
         try:
             lrs = [group.get("lr", 1.0) for group in groups]
-            if engine.update(list(gradients.values()), lrs, alignments_of(self, gradients)):
+            if engine.update(list(gradients.values()), lrs, lessons_of(self, gradients)):
                 self._update_weights(gradients, closure)
                 engine.advance()
         finally:  # also of a step that was interrupted or ran out of memory a state can be saved

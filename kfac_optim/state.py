@@ -98,7 +98,7 @@ class StatefulEngine(Config, ABC):
         for block in self._blocks:
             block.adopt(states.get(block.layer.weight, block.state))
 
-    def stage_counters(self) -> dict[str, int]:
+    def stage_counters(self) -> dict[str, float]:
         """The counters of the engine and of its stages; -1: never."""
         return {
             "step": self.step_count,

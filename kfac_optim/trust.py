@@ -14,26 +14,38 @@ A base optimizer without a first moment takes steps on single gradients. K-FAC's
 ``m = decay m + (1 - decay) g``, whose decay is learned in the same way: while gradients agree with the average before
 them, ``<g', m> > 0``, they differ by noise, and a longer average is better; once they go to and fro between steep
 walls, a step along old gradients would leave the valley.
+
+What curvature has measured as flat is not always flat. A step that was too long there raises the gradient, a base
+optimizer whose steps grow with the gradient then takes a longer one, and K-FAC's direction, of that length, leads
+further astray. So a turned step is braked where the base's update is much longer than usual::
+
+    length of the step = |u| (1 - trust + trust brake),    brake = min(1, 1.3 usual / |u|)^3
+
+with ``usual`` the running average of |u| over steps in which k was computed. What is left of the base's own update at
+lower trust is as long as ever: the base optimizer gets along with its own steps.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .distributed import gathered, is_sharded, may_be_sharded
+from .distributed import gathered_together, is_sharded, may_be_sharded
 from .scaling import Direction, norms, ratios, update_norms
 from .solvers import grouped_by_key
 
-__all__ = ["Trust", "alignment", "changes_at", "turns"]
+__all__ = ["Trust", "alignment", "brake", "changes_at", "turns"]
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
 _NOTCHES = 10  # trust moves by a tenth per step, which averages over the noise of about ten batches
 _LONGEST = 9  # tenths: the average remembers some ten gradients, as the usual momentum of 0.9
+_REMEMBERED = 10  # lengths of updates that their running average remembers
+_SLACK, _POWER = 1.3, 3  # a step is braked where the update is longer than 1.3 times the usual, by the cube of the rest
 _PATIENCE = 4  # while steps do not turn, k is computed in one of so many or more
 # Gradients are copied side by side up to so many numbers, for one dot product: copies take time on a CPU, launches on a
 # GPU.
@@ -46,10 +58,15 @@ class Trust:
     Attributes:
         notches: Trust in tenths.
         memory: The decay of averaged gradients in tenths, where the base optimizer keeps no first moment.
+        usual: The usual length of the base optimizer's update, per unit of the learning rate and of the gradients in
+            its momentum; 0 before the first.
+        seen: The number of updates that this is an average of, at most 10.
+        brake: That of the last step in which k was computed, in (0, 1]; 1: it was as long as the base's.
     """
 
     def __init__(self) -> None:
-        self.notches = self.memory = 0
+        self.notches = self.memory = self.seen = 0
+        self.usual, self.brake = 0.0, 1.0
 
     @property
     def value(self) -> float:
@@ -77,23 +94,29 @@ class Trust:
         """
         return self.notches > 0 and step % (4 if self.notches == _NOTCHES else 2) != 0
 
-    def learn(self, turn: float = 0.0, average: float = 0.0) -> None:
+    def learn(self, turn: float = 0.0, average: float = 0.0, length: float = 0.0) -> None:
         """Moves a tenth towards K-FAC's directions if the gradients say so, else a tenth towards the base's updates.
 
         Args:
             turn: The alignment of the gradients with the last k - u. 0 (the rate was 0, say) tells nothing.
             average: That with the average of those before them, by which its decay moves likewise.
+            length: The length of the base's update in the step before, if it was turned.
         """
         self.notches = _moved(self.notches, turn, _NOTCHES)
         self.memory = _moved(self.memory, average, _LONGEST)
+        if 0 < length < math.inf:
+            self.brake = min(1.0, _SLACK * self.usual / length) ** _POWER if self.usual else 1.0
+            self.seen = min(_REMEMBERED, self.seen + 1)
+            self.usual += (length - self.usual) / self.seen
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         """Its part of the saved counters."""
-        return {"trust": self.notches, "memory": self.memory}
+        return {"trust": self.notches, "memory": self.memory, "usual_length": self.usual, "lengths": self.seen}
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""
-        self.notches, self.memory = (int(counters.get(name, 0)) for name in ("trust", "memory"))
+        self.notches, self.memory, self.seen = (int(counters.get(name, 0)) for name in ("trust", "memory", "lengths"))
+        self.usual, self.brake = float(counters.get("usual_length", 0.0)), 1.0
 
 
 def _moved(notches: int, alignment: float, most: int) -> int:
@@ -112,7 +135,7 @@ def alignment(parameters: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> Te
 
     sharded = [parameter for parameter in parameters if is_sharded(parameter[0])] if may_be_sharded() else []
     plain = [parameter for parameter in parameters if not is_sharded(parameter[0])] if sharded else parameters
-    products = [gathered((g.float() * turn.float()).sum() * lr) for g, turn, lr in sharded]
+    products = gathered_together([(g.float() * turn.float()).sum() * lr for g, turn, lr in sharded])
     limit = _BATCH_NUMEL["cpu" if all(g.device.type == "cpu" for g, _, _ in plain) else "cuda"]
     for batch in grouped_by_key(plain, kind, lambda parameter: parameter[0].numel(), limit):
         gradients, turns, (lr, *_) = zip(*batch, strict=True)
@@ -134,17 +157,38 @@ def turns(directions: Sequence[Direction]) -> Tensors:
     return torch._foreach_sub([d.direction for d in directions], [d.update for d in directions])
 
 
-def changes_at(directions: Sequence[Direction], trust: float) -> Tensors:
-    """The step of each stack less u, ``[p, d_out, d_in]``: u is turned towards k by the share ``trust``, below 1.
+def brake(length: Tensor, usual: float) -> Tensor | None:
+    """The brake where the base's update is so long, 0-dim; None: there is none.
+
+    A device is not waited for: there it may turn out to be 1.
+    """
+    if not usual:
+        return None
+    factor = (_SLACK * usual / length).clamp(max=1.0) ** _POWER
+    return None if factor.device.type == "cpu" and factor == 1 else factor
+
+
+def changes_at(directions: Sequence[Direction], trust: float, braked: Tensor | None = None) -> Tensors:
+    """The step of each stack less u, ``[p, d_out, d_in]``: u is turned towards k by the share ``trust``.
 
     It is brought back to the length of u: mixtures of two directions are shorter than either, and without this 3 of the
     64 points of ``benchmarks.swap`` ended behind their base optimizer instead of none. At 1 it is :func:`turns`.
+
+    Args:
+        directions: The stacks, with k of the length of u.
+        trust: In [0, 1].
+        braked: What :func:`brake` has found.
     """
     if not directions:
         return []
     updates, towards = [d.update for d in directions], [d.direction for d in directions]
     steps = torch._foreach_lerp(updates, towards, trust)
-    for step, length in zip(steps, ratios(update_norms(directions), norms(directions, steps)), strict=True):
-        step *= length.reshape(-1, 1, 1)
+    if trust < 1:
+        for step, length in zip(steps, ratios(update_norms(directions), norms(directions, steps)), strict=True):
+            step *= length.reshape(-1, 1, 1)
+    if braked is not None:
+        share = 1 - trust + trust * braked
+        for step in steps:
+            step *= share.to(step)
     torch._foreach_sub_(steps, updates)
     return steps

@@ -7,7 +7,7 @@ stands in the state of the parameters, so that a resumed run goes on as if it ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +19,19 @@ from .bases import (
     has_first_moment,
     keep_first_moments,
     subtract_,
+    update_lengths,
     weights_before,
 )
 from .engine import CurvatureEngine
 from .preconditioning import Lr
-from .trust import alignment, changes_at, turns
+from .trust import alignment, brake, changes_at, turns
 
-__all__ = ["CHANGE", "TURN", "alignments_of", "forget", "take_turned_step"]
+__all__ = ["CHANGE", "LENGTH", "TURN", "forget", "lessons_of", "take_turned_step"]
 
 # Keys in the state of a parameter, of the step that last computed directions: K-FAC's direction less the base's update,
-# which the next gradients judge; and what the base's update was changed by, which the next step may repeat.
-TURN, CHANGE = "kfac_turn", "kfac_change"
+# which the next gradients judge; what the base's update was changed by, which the next step may repeat; and the length
+# of the update, which the next step takes into the usual one.
+TURN, CHANGE, LENGTH = "kfac_turn", "kfac_change", "kfac_length"
 
 
 def take_turned_step(
@@ -59,7 +61,7 @@ def take_turned_step(
     else:
         forget(optimizer, MOMENT)
     if not changes:
-        forget(optimizer, TURN, CHANGE)
+        forget(optimizer, TURN, CHANGE, LENGTH)
     if not computes:
         _subtract(optimizer, changes)
         engine.skip_directions()
@@ -71,28 +73,41 @@ def take_turned_step(
         return
     of_stacks = directions.scaled
     whole = directions.laid_out(turns(of_stacks)) if engine.learns_trust or trust == 1 else {}
+    lengths = update_lengths(optimizer, base.updates) if engine.learns_trust else {}
     if trust > 0:
-        changes = whole if trust == 1 else directions.laid_out(changes_at(of_stacks, trust))
+        braked = brake(_total(lengths.values()), engine.usual_length) if lengths else None
+        plain = trust == 1 and braked is None
+        changes = whole if plain else directions.laid_out(changes_at(of_stacks, trust, braked))
         _subtract(optimizer, changes)
     if engine.learns_trust:
-        _remember(optimizer, whole, changes)
+        _remember(optimizer, whole, changes, lengths)
 
 
-def alignments_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter, Tensor]) -> dict[str, Tensor]:
-    """How far the gradients agree with what :meth:`~kfac_optim.trust.Trust.learn` compares them with, 0-dim.
+def lessons_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter, Tensor]) -> dict[str, Tensor]:
+    """What gradients and the last step teach trust, 0-dim: arguments of :meth:`~kfac_optim.trust.Trust.learn`.
 
-    That is the last ``turn`` from the base's updates to K-FAC's directions, where one was computed lately, and the
-    ``average`` of the gradients before them, where one is kept.
+    That is how far the gradients agree with the last ``turn`` from the base's updates to K-FAC's directions, where one
+    was computed lately, and with the ``average`` of the gradients before them, where one is kept; and the ``length`` of
+    the base's update, which is taken from the state: it is learned once.
     """
     turns: list[tuple[Tensor, Tensor, Lr]] = []
     averages: list[tuple[Tensor, Tensor, Lr]] = []
+    lengths: list[Tensor] = []
     for group in optimizer.param_groups:
         states = ((gradients.get(p), optimizer.state.get(p, {})) for p in group["params"])
         known = [(g, state) for g, state in states if g is not None]
         lr = -group["lr"] if group.get("maximize") else group.get("lr", 1.0)
         turns += [(g, state[TURN], lr) for g, state in known if TURN in state]
         averages += [(g, state[MOMENT], 1.0) for g, state in known if MOMENT in state]
-    return {name: alignment(pairs) for name, pairs in (("turn", turns), ("average", averages)) if pairs}
+        lengths += [state.pop(LENGTH) for _, state in known if LENGTH in state]
+    lessons = {name: alignment(pairs) for name, pairs in (("turn", turns), ("average", averages)) if pairs}
+    return {**lessons, "length": _total(lengths)} if lengths else lessons
+
+
+def _total(lengths: Iterable[Tensor]) -> Tensor:
+    """The length of an update of which these are the lengths of parts, 0-dim."""
+    first, *others = lengths
+    return torch.linalg.vector_norm(torch.stack([first, *(length.to(first.device) for length in others)]))
 
 
 def _subtract(optimizer: torch.optim.Optimizer, changes: Mapping[nn.Parameter, Tensor]) -> None:
@@ -102,9 +117,14 @@ def _subtract(optimizer: torch.optim.Optimizer, changes: Mapping[nn.Parameter, T
 
 
 def _remember(
-    optimizer: torch.optim.Optimizer, turns: Mapping[nn.Parameter, Tensor], changes: Mapping[nn.Parameter, Tensor]
+    optimizer: torch.optim.Optimizer,
+    turns: Mapping[nn.Parameter, Tensor],
+    changes: Mapping[nn.Parameter, Tensor],
+    lengths: Mapping[nn.Parameter, Tensor],
 ) -> None:
-    """Notes turns and changes of this step."""
+    """Notes turns and changes of this step, and the lengths of the base's updates."""
+    for p, length in lengths.items():
+        optimizer.state[p][LENGTH] = length.to(p.dtype)  # as torch's load_state_dict() would round it
     for group in optimizer.param_groups:
         for p in [p for p in group["params"] if p in turns]:
             state = optimizer.state[p]
@@ -115,7 +135,7 @@ def _remember(
 
 def forget(optimizer: torch.optim.Optimizer, *keys: str) -> None:
     """Drops what earlier steps have noted, all of it by default."""
-    keys = keys or (TURN, CHANGE, MOMENT)
+    keys = keys or (TURN, CHANGE, LENGTH, MOMENT)
     for p, state in list(optimizer.state.items()):
         noted = [key for key in keys if key in state]
         for key in noted:

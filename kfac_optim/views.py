@@ -47,6 +47,11 @@ class ViewedEngine(StatefulEngine):
         return self._trust.decay
 
     @property
+    def usual_length(self) -> float:
+        """The usual length of the base optimizer's update; steps are braked by it (:func:`kfac_optim.trust.brake`)."""
+        return self._trust.usual
+
+    @property
     def learns_trust(self) -> bool:
         """Whether trust is learned."""
         return self._turns and getattr(self.scaling, "trust", 1.0) is None
@@ -110,7 +115,8 @@ class ViewedEngine(StatefulEngine):
 
         Returns:
             ``step``, ``trust`` (how far the coming step turns from the base optimizer's own update to K-FAC's
-            direction, 0 to 1; see :mod:`kfac_optim.trust`), ``skipped_steps`` (gradients not finite),
+            direction, 0 to 1; see :mod:`kfac_optim.trust`), ``brake`` (what K-FAC's direction was shortened
+            by in the last such step, 1: nothing), ``skipped_steps`` (gradients not finite),
             ``skipped_batches`` (statistics not finite),
             ``failed_decompositions``, ``staleness`` (steps since the factors in use were frozen, None before the first
             refresh), ``traffic`` (by kind, bytes ``sent`` and ``received`` by this rank per step: "counts", "factors",
@@ -127,6 +133,7 @@ class ViewedEngine(StatefulEngine):
         return {
             "step": self.step_count,
             "trust": self.trust,
+            "brake": self._trust.brake,
             "skipped_steps": self.skipped_steps,
             "skipped_batches": self.skipped_batches,
             "failed_decompositions": self.failed_decompositions,

@@ -25,6 +25,7 @@ from .join import join_hook, notify_join_context, register_joinable, share_gradi
 from .sharding import (
     full_gradient,
     gathered,
+    gathered_together,
     is_sharded,
     largest_entry,
     may_be_sharded,
@@ -56,6 +57,7 @@ __all__ = [
     "are_exchangeable",
     "full_gradient",
     "gathered",
+    "gathered_together",
     "is_sharded",
     "join_hook",
     "largest_entry",

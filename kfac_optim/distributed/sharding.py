@@ -15,6 +15,7 @@ from .communicator import Communicator
 __all__ = [
     "full_gradient",
     "gathered",
+    "gathered_together",
     "is_sharded",
     "largest_entry",
     "may_be_sharded",
@@ -71,6 +72,26 @@ def gathered(tensor: Tensor, *, shard: bool = False) -> Tensor:
     if not is_sharded(tensor):
         return tensor
     return cast(Any, tensor).to_local() if shard else cast(Any, tensor).full_tensor()
+
+
+def gathered_together(scalars: Sequence[Tensor]) -> list[Tensor]:
+    """Numbers, 0-dim, as every rank is to have them: those that FSDP2's shards make up are summed (a collective).
+
+    One for all that are laid out alike.
+    """
+    found = list(scalars)
+    kinds: dict[Any, list[int]] = {}
+    for i, scalar in enumerate(scalars):
+        if is_sharded(scalar):
+            kinds.setdefault((cast(Any, scalar).device_mesh, cast(Any, scalar).placements), []).append(i)
+    for (mesh, placements), places in kinds.items():
+        from torch.distributed.tensor import DTensor
+
+        own = torch.stack([cast(Any, scalars[i]).to_local() for i in places])
+        together = DTensor.from_local(own, mesh, placements, run_check=False).full_tensor()
+        for i, number in zip(places, together.unbind(), strict=True):
+            found[i] = number
+    return found
 
 
 def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ TURNING: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def train_turning(rank: int, world_size: int, assignment: str) -> dict[str, tuple[list[Tensor], list[float]]]:
+def train_turning(rank: int, world_size: int, assignment: str) -> dict[str, tuple[list[Tensor], list[float], float]]:
     """At rates so large that trust rises, and every second step repeats the change of the one before."""
     found = {}
     for kind, (cls, options) in TURNING.items():
@@ -149,7 +149,7 @@ def train_turning(rank: int, world_size: int, assignment: str) -> dict[str, tupl
             shard(model, "per layer")
         optimizer = cls(model, **options, **OPTIONS, assignment=assignment)
         trusts = trusts_of(model, optimizer, 10, shape=SHAPE, rank=rank, world_size=world_size)
-        found[kind] = whole(model), trusts
+        found[kind] = whole(model), trusts, optimizer.curvature.usual_length
     return found
 
 
@@ -157,10 +157,11 @@ def train_turning(rank: int, world_size: int, assignment: str) -> dict[str, tupl
 @pytest.mark.parametrize("assignment", ["factor-wise", "layer-wise"])
 def test_turned_and_repeated_steps_on_shards(assignment: str) -> None:
     outcomes, expected = run_ranks(2, train_turning, assignment), train_turning(0, 1, assignment)
-    for kind, (weights, trusts) in expected.items():
+    for kind, (weights, trusts, usual) in expected.items():
         repeated = [step for step in range(1, 10, 2) if min(trusts[step - 1 : step + 1]) > 0]
         assert repeated, trusts
         assert all(found[kind][1] == trusts for found in outcomes)
+        assert usual > 0 and all(found[kind][2] == pytest.approx(usual, rel=1e-5) for found in outcomes)
         assert_all_near([found[kind][0] for found in outcomes], weights)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,7 @@ class Sgd:
     def __call__(self, g: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         decayed = self.decay * w
         moment, weight = self.moment(g + decayed), self.ones(torch.ones(()))
+        self.weight = self.ones.buffer
         return moment - weight * decayed, moment - weight * decayed, weight * decayed
 
 
@@ -110,6 +112,14 @@ def turned(u: Tensor, k: Tensor, trust: float) -> Tensor:
     return step * u.norm() / step.norm()
 
 
+def usual(lengths: list[float]) -> float:
+    """The mean of the first ten, and from then on an average in which a new one counts a tenth."""
+    mean = sum(lengths[:10]) / len(lengths[:10])
+    for length in lengths[10:]:
+        mean = 0.9 * mean + 0.1 * length
+    return mean
+
+
 class Textbook:
     """The mode written out for one model: the base rule, the dense solve of its moment, scaling, and decay apart."""
 
@@ -119,6 +129,9 @@ class Textbook:
         self.trust: float | None = None  # in tenths, where it is learned
         self.turns: Named = {}
         self.changes: Named = {}
+        self.length: float | None = None  # of the base's update in the last step, where that was turned
+        self.lengths: list[float] = []  # the same of those before it
+        self.factor = 1.0  # by which K-FAC's direction was shortened in the last turned step
         self.memory: int | None = None  # tenths of the decay of averaged gradients, where the rule has no momentum
         self.averages: Named = {}
         self.rules = {name: rule() for name, _ in model.named_parameters()}
@@ -156,6 +169,9 @@ class Textbook:
                 product = sum(float((step.gradients[name] * turn).sum()) for name, turn in self.turns.items())
                 self.trust = min(10, self.trust + 1) if product > 0 else max(0, self.trust - 1)
             step_number = self.steps - 1
+            if self.length is not None:  # the step reads what it learns in float32
+                self.lengths.append(float(torch.tensor(self.length, dtype=torch.float32)))
+            self.length = None
             if self.trust > 0 and step_number % (4 if self.trust == 10 else 2) and self.changes:
                 directions = {name: updates[name] + change for name, change in self.changes.items()}
             else:
@@ -163,6 +179,12 @@ class Textbook:
                 self.turns = {name: k - updates[name] for name, k in directions.items() if measured}
                 whole = {layer.name: layer.of(updates) for layer in self.oracle.layers}
                 steps = {name: turned(whole[name], k, self.trust / 10) for name, k in found.items()}
+                if measured:
+                    weight = next(float(getattr(rule, "weight", 1.0)) for rule in self.rules.values())
+                    self.length = math.sqrt(sum(float(u.square().sum()) for u in whole.values())) / weight
+                    self.factor = min(1.0, 1.3 * usual(self.lengths) / self.length) ** 3 if self.lengths else 1.0
+                    share = 1 - self.trust / 10 * (1 - self.factor)
+                    steps = {name: share * step for name, step in steps.items()}
                 directions = named(self.model, steps, self.oracle)
                 repeatable = self.trust > 0 and self.memory is None
                 self.changes = {name: d - updates[name] for name, d in directions.items() if repeatable}
@@ -458,14 +480,18 @@ def test_trust_is_learned_from_the_next_gradient(rate: float, momentum: float) -
     textbook = Textbook(model, lambda: Sgd(momentum=momentum), FULL)
     textbook.trust, textbook.memory = 0, None if momentum else 0
     optimizer = KFACSGD(model, **(MODE | {"momentum": momentum, "scaling": "graft", "lr": rate}))
-    batch, seen, decays = data(), [], []
+    batch, seen, decays, factors = data(), [], [], []
     for _ in range(12):
+        last, known = textbook.factor, len(textbook.lengths)
         textbook.step(batch, rate)
         backward(model, batch, loss)
         optimizer.step()
         assert_same_weights(model, textbook.model)
         seen.append(optimizer.curvature.report()["trust"])
         assert seen[-1] == textbook.trust / 10
+        if len(textbook.lengths) > known:  # told when its length is learned, one step later
+            factors.append(optimizer.curvature.report()["brake"])
+            assert factors[-1] == pytest.approx(last, rel=1e-5)
         assert optimizer.curvature.moment_decay == (textbook.memory or 0) / 10
         decays.append(optimizer.curvature.moment_decay)
         for name, p in model.named_parameters():
@@ -473,6 +499,7 @@ def test_trust_is_learned_from_the_next_gradient(rate: float, momentum: float) -
                 assert_near(optimizer.state[p]["kfac_turn"], textbook.turns[name], name, 1e-9)
             else:  # of no use to the next step
                 assert "kfac_turn" not in optimizer.state[p]
+    assert factors[0] == 1 and (min(factors) < 0.9) == (rate > 0.1)
     assert f"trust {seen[-1]:.1f}" in repr(optimizer.curvature)
     assert seen[0] == 0 and (max(seen) == 0 if rate < 0.1 else max(seen) >= 0.3)
     assert decays[0] == 0 and max(decays) == (0 if momentum else 0.9 if rate < 0.1 else max(0.1, *decays))
@@ -486,7 +513,7 @@ def test_at_trust_1_three_steps_repeat_the_one_before_them(monkeypatch: pytest.M
     optimizer = KFACSGD(model, **(MODE | {"momentum": 0.9, "scaling": "graft", "lr": 0.5}))
     textbook.trust = optimizer.curvature._trust.notches = 10
     for _ in range(10):
-        textbook.turns = {}  # from which it would learn
+        textbook.turns, textbook.lengths = {}, []  # from which it would learn
         textbook.step(batch, 0.5)
         backward(model, batch, loss)
         optimizer.step()
@@ -582,8 +609,10 @@ def test_a_resumed_run_repeats_what_the_other_would_have(before: int, momentum: 
     assert min(trusts[before - 1 :]) > 0, "no step was turned"
 
 
-@pytest.mark.parametrize("key", ["kfac_turn", "kfac_change", "kfac_moment"])
-@pytest.mark.parametrize("damage", [lambda saved: saved[:1], lambda saved: saved * float("nan"), lambda saved: None])
+@pytest.mark.parametrize("key", ["kfac_turn", "kfac_change", "kfac_moment", "kfac_length"])
+@pytest.mark.parametrize(
+    "damage", [lambda saved: saved.flatten()[:1], lambda saved: saved * float("nan"), lambda saved: None]
+)
 def test_a_damaged_turn_is_refused(key: str, damage: Callable[[Tensor], Any]) -> None:
     options = MODE | {"momentum": 0.0 if key == "kfac_moment" else 0.9, "scaling": "graft", "lr": 2.0}
     model, batch = Net(), data()
@@ -592,7 +621,7 @@ def test_a_damaged_turn_is_refused(key: str, damage: Callable[[Tensor], Any]) ->
         backward(model, batch, loss)
         optimizer.step()
     state = copy.deepcopy(optimizer.state_dict())
-    saved = next(own for own in state["state"].values() if key in own and own[key].dim() > 1)
+    saved = next(own for own in state["state"].values() if key in own and own[key].dim() != 1)
     saved[key] = damage(saved[key])
     fresh = KFACSGD(copy.deepcopy(model), **options)
     before = str(fresh.state_dict())
@@ -610,6 +639,7 @@ def test_without_momentum_a_step_that_does_not_turn_leaves_nothing_behind() -> N
         optimizer.step()
         turned = {p for p, state in optimizer.state.items() if "kfac_turn" in state}
         assert turned == (covered if step % 4 == 0 or optimizer.curvature.trust > 0 else set())
+        assert turned == {p for p, state in optimizer.state.items() if "kfac_length" in state}
         assert all(optimizer.state.values())
 
 
