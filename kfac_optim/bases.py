@@ -39,7 +39,7 @@ __all__ = [
     "has_first_moment",
     "keep_first_moments",
     "subtract_",
-    "update_lengths",
+    "update_length",
     "weights_before",
 ]
 
@@ -168,10 +168,8 @@ def keep_first_moments(
                 optimizer.state[p][MOMENT] = moment
 
 
-def update_lengths(
-    optimizer: torch.optim.Optimizer, updates: Mapping[nn.Parameter, Tensor]
-) -> dict[nn.Parameter, Tensor]:
-    """The Frobenius norms of updates, 0-dim, per unit of the weight that gradients have in the momentum of SGD.
+def update_length(optimizer: torch.optim.Optimizer, updates: Mapping[nn.Parameter, Tensor]) -> Tensor:
+    """The norm of all updates together, 0-dim, per unit of the weight that gradients have in the momentum of SGD.
 
     That weight grows from 1 to ``1 / (1 - momentum)``; other bases correct their moments for it. A collective where
     updates are sharded.
@@ -180,11 +178,12 @@ def update_lengths(
     whole = list(updates.values())
     dtype = torch.float64 if any(update.dtype == torch.float64 for update in whole) else torch.float32
     if may_be_sharded() and any(map(is_sharded, whole)):
-        squares = gathered_together([update.to(dtype).square().sum() for update in whole])
-        norms: Tensors = torch._foreach_sqrt(squares)
+        norms: Tensors = torch._foreach_sqrt(gathered_together([update.to(dtype).square().sum() for update in whole]))
     else:
         norms = torch._foreach_norm(whole, 2, dtype=dtype)
-    return dict(zip(updates, torch._foreach_div(norms, weights), strict=True))
+    if any(weight != 1 for weight in weights):
+        norms = torch._foreach_div(norms, weights)
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 
 def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[str, Any]) -> tuple[Scale, Scale]:

@@ -115,7 +115,8 @@ class CurvatureEngine(BuiltEngine):
         largest, rates = largest_entry(gradients), list(lrs)
         moved = [lr != 0 for lr in rates if isinstance(lr, Tensor)]
         flags = [largest, *moved, *lessons.values(), *statistics.flags]
-        together = torch.cat([flag.to(largest.device, torch.float32).view(-1) for flag in flags])
+        dtype = torch.float64 if any(flag.dtype == torch.float64 for flag in flags) else torch.float32
+        together = torch.cat([flag.to(largest.device, dtype).view(-1) for flag in flags])
         values = iter(together.tolist())  # the sync
         largest_gradient = next(values)
         moves = any([next(values) if isinstance(lr, Tensor) else lr for lr in rates])

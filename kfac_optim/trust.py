@@ -19,7 +19,7 @@ What curvature has measured as flat is not always flat. A step that was too long
 optimizer whose steps grow with the gradient then takes a longer one, and K-FAC's direction, of that length, leads
 further astray. So a turned step is braked where the base's update is much longer than usual::
 
-    length of the step = |u| (1 - trust + trust brake),    brake = min(1, 1.3 usual / |u|)^3
+    length of the step = |u| (1 - trust + trust brake),    brake = min(1, 1.3 usual / |u|)^2
 
 with ``usual`` the running average of |u| over steps in which k was computed. What is left of the base's own update at
 lower trust is as long as ever: the base optimizer gets along with its own steps.
@@ -45,7 +45,7 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 _NOTCHES = 10  # trust moves by a tenth per step, which averages over the noise of about ten batches
 _LONGEST = 9  # tenths: the average remembers some ten gradients, as the usual momentum of 0.9
 _REMEMBERED = 10  # lengths of updates that their running average remembers
-_SLACK, _POWER = 1.3, 3  # a step is braked where the update is longer than 1.3 times the usual, by the cube of the rest
+_SLACK, _POWER = 1.3, 2  # steps are braked where the update is longer than 1.3 times the usual, by that squared
 _PATIENCE = 4  # while steps do not turn, k is computed in one of so many or more
 # Gradients are copied side by side up to so many numbers, for one dot product: copies take time on a CPU, launches on a
 # GPU.
@@ -187,8 +187,8 @@ def changes_at(directions: Sequence[Direction], trust: float, braked: Tensor | N
         for step, length in zip(steps, ratios(update_norms(directions), norms(directions, steps)), strict=True):
             step *= length.reshape(-1, 1, 1)
     if braked is not None:
-        share = 1 - trust + trust * braked
-        for step in steps:
-            step *= share.to(step)
+        share = (1 - trust + trust * braked).to(steps[0].dtype)
+        for device in {step.device for step in steps}:
+            torch._foreach_mul_([step for step in steps if step.device == device], share.to(device))
     torch._foreach_sub_(steps, updates)
     return steps

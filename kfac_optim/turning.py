@@ -7,7 +7,7 @@ stands in the state of the parameters, so that a resumed run goes on as if it ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from .bases import (
     has_first_moment,
     keep_first_moments,
     subtract_,
-    update_lengths,
+    update_length,
     weights_before,
 )
 from .engine import CurvatureEngine
@@ -29,8 +29,8 @@ from .trust import alignment, brake, changes_at, turns
 __all__ = ["CHANGE", "LENGTH", "TURN", "forget", "lessons_of", "take_turned_step"]
 
 # Keys in the state of a parameter, of the step that last computed directions: K-FAC's direction less the base's update,
-# which the next gradients judge; what the base's update was changed by, which the next step may repeat; and the length
-# of the update, which the next step takes into the usual one.
+# which the next gradients judge; and what the base's update was changed by, which the next step may repeat. In the
+# state of one of them: the length of the whole update, which the next step takes into the usual one.
 TURN, CHANGE, LENGTH = "kfac_turn", "kfac_change", "kfac_length"
 
 
@@ -73,14 +73,16 @@ def take_turned_step(
         return
     of_stacks = directions.scaled
     whole = directions.laid_out(turns(of_stacks)) if engine.learns_trust or trust == 1 else {}
-    lengths = update_lengths(optimizer, base.updates) if engine.learns_trust else {}
+    length = update_length(optimizer, base.updates) if engine.learns_trust else None
     if trust > 0:
-        braked = brake(_total(lengths.values()), engine.usual_length) if lengths else None
+        braked = None if length is None else brake(length, engine.usual_length)
         plain = trust == 1 and braked is None
         changes = whole if plain else directions.laid_out(changes_at(of_stacks, trust, braked))
         _subtract(optimizer, changes)
-    if engine.learns_trust:
-        _remember(optimizer, whole, changes, lengths)
+    if length is not None:
+        _remember(optimizer, whole, changes)
+        first = next(iter(base.updates))
+        optimizer.state[first][LENGTH] = length.to(first.dtype)  # as torch's load_state_dict() would round it
 
 
 def lessons_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter, Tensor]) -> dict[str, Tensor]:
@@ -101,13 +103,7 @@ def lessons_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter
         averages += [(g, state[MOMENT], 1.0) for g, state in known if MOMENT in state]
         lengths += [state.pop(LENGTH) for _, state in known if LENGTH in state]
     lessons = {name: alignment(pairs) for name, pairs in (("turn", turns), ("average", averages)) if pairs}
-    return {**lessons, "length": _total(lengths)} if lengths else lessons
-
-
-def _total(lengths: Iterable[Tensor]) -> Tensor:
-    """The length of an update of which these are the lengths of parts, 0-dim."""
-    first, *others = lengths
-    return torch.linalg.vector_norm(torch.stack([first, *(length.to(first.device) for length in others)]))
+    return {**lessons, "length": lengths[0]} if lengths else lessons
 
 
 def _subtract(optimizer: torch.optim.Optimizer, changes: Mapping[nn.Parameter, Tensor]) -> None:
@@ -117,14 +113,9 @@ def _subtract(optimizer: torch.optim.Optimizer, changes: Mapping[nn.Parameter, T
 
 
 def _remember(
-    optimizer: torch.optim.Optimizer,
-    turns: Mapping[nn.Parameter, Tensor],
-    changes: Mapping[nn.Parameter, Tensor],
-    lengths: Mapping[nn.Parameter, Tensor],
+    optimizer: torch.optim.Optimizer, turns: Mapping[nn.Parameter, Tensor], changes: Mapping[nn.Parameter, Tensor]
 ) -> None:
-    """Notes turns and changes of this step, and the lengths of the base's updates."""
-    for p, length in lengths.items():
-        optimizer.state[p][LENGTH] = length.to(p.dtype)  # as torch's load_state_dict() would round it
+    """Notes turns and changes of this step."""
     for group in optimizer.param_groups:
         for p in [p for p in group["params"] if p in turns]:
             state = optimizer.state[p]

@@ -134,7 +134,7 @@ def test_only_gradient_workers_gather_a_layer() -> None:
 
 
 TURNING: dict[str, tuple[Any, dict[str, Any]]] = {
-    "sgd": (KFACSGD, {"lr": 2.0, "momentum": 0.9}),
+    "sgd": (KFACSGD, {"lr": 1.2, "momentum": 0.9}),
     "without momentum": (KFACSGD, {"lr": 2.0}),
     "adamw": (KFACAdamW, {"lr": 0.1, "weight_decay": 0.1}),
 }
