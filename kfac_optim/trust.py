@@ -21,8 +21,8 @@ further astray. So a turned step is braked where the base's update is much longe
 
     length of the step = |u| (1 - trust + trust brake),    brake = min(1, 1.3 usual / |u|)^2
 
-with ``usual`` the running average of |u| over steps in which k was computed. What is left of the base's own update at
-lower trust is as long as ever: the base optimizer gets along with its own steps.
+with ``usual`` the running average of ``|u|`` over steps in which k was computed. What is left of the base's own update
+at lower trust is as long as ever: the base optimizer gets along with its own steps.
 """
 
 from __future__ import annotations
