@@ -168,12 +168,14 @@ def keep_first_moments(
                 optimizer.state[p][MOMENT] = moment
 
 
-def update_length(optimizer: torch.optim.Optimizer, updates: Mapping[nn.Parameter, Tensor]) -> Tensor:
+def update_length(optimizer: torch.optim.Optimizer, updates: Mapping[nn.Parameter, Tensor]) -> Tensor | None:
     """The norm of all updates together, 0-dim, per unit of the weight that gradients have in the momentum of SGD.
 
-    That weight grows from 1 to ``1 / (1 - momentum)``; other bases correct their moments for it. A collective where
-    updates are sharded.
+    That weight grows from 1 to ``1 / (1 - momentum)``. None for Adam and its kin, whose updates do not grow with the
+    gradient. A collective where updates are sharded.
     """
+    if any("exp_avg" in optimizer.state.get(p, {}) for p in updates):
+        return None
     weights = [optimizer.state.get(p, {}).get("gradient_weight", 1.0) for p in updates]
     whole = list(updates.values())
     dtype = torch.float64 if any(update.dtype == torch.float64 for update in whole) else torch.float32

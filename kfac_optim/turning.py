@@ -79,8 +79,9 @@ def take_turned_step(
         plain = trust == 1 and braked is None
         changes = whole if plain else directions.laid_out(changes_at(of_stacks, trust, braked))
         _subtract(optimizer, changes)
-    if length is not None:
+    if engine.learns_trust:
         _remember(optimizer, whole, changes)
+    if length is not None:
         first = next(iter(base.updates))
         optimizer.state[first][LENGTH] = length.to(first.dtype)  # as torch's load_state_dict() would round it
 
