@@ -188,7 +188,7 @@ def changes_at(directions: Sequence[Direction], trust: float, braked: Tensor | N
         for step, length in zip(steps, ratios(update_norms(directions), norms(directions, steps)), strict=True):
             step *= length.reshape(-1, 1, 1)
     if braked is not None:
-        share = (1 - trust + trust * braked).to(steps[0].dtype)
+        share = 1 - trust + trust * braked.to(steps[0].dtype)
         for device in {step.device for step in steps}:
             torch._foreach_mul_([step for step in steps if step.device == device], share.to(device))
     torch._foreach_sub_(steps, updates)

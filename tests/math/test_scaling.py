@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kfac_optim import Graft
 from kfac_optim.scaling import Direction, _few_norms, norms
-from kfac_optim.trust import changes_at
+from kfac_optim.trust import brake, changes_at
 
 
 def direction(layers: list[int] | None, shape: tuple[int, ...] = (3, 2)) -> Direction:
@@ -40,3 +40,22 @@ def test_the_norm_of_an_update_is_taken_once(monkeypatch: pytest.MonkeyPatch) ->
     (change,) = changes_at([scaled], 0.3)
     assert [x is d.update for x in taken] == [True, False, False]
     torch.testing.assert_close(scaled.norm(d.update + change), d.norm(d.update), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("trust", [0.3, 1.0])
+def test_a_brake_shortens_what_trust_gives_to_the_direction(trust: float) -> None:
+    d = direction([2, 4])
+    (multiplier,) = Graft().multipliers([d], 0)
+    scaled = d.times(multiplier)
+    (free,) = changes_at([scaled], trust)
+    (braked,) = changes_at([scaled], trust, torch.tensor(0.25))
+    step = (1 - trust + 0.25 * trust) * (d.update + free)
+    torch.testing.assert_close(d.update + braked, step, rtol=1e-12, atol=1e-12)
+
+
+def test_a_brake_acts_where_an_update_is_longer_than_usual() -> None:
+    length = torch.tensor(2.6)
+    assert brake(length, 0.0) is None, "nothing is known yet"
+    assert brake(length, 2.0) is None, "1.3 times as long is not much"
+    torch.testing.assert_close(brake(length, 1.0), torch.tensor(0.25))
+    assert brake(torch.tensor(0.0), 1.0) is None

@@ -504,20 +504,22 @@ def test_trust_is_learned_from_the_next_gradient(rate: float, momentum: float) -
     assert decays[0] == 0 and max(decays) == (0 if momentum else 0.9 if rate < 0.1 else max(0.1, *decays))
 
 
-def test_at_trust_1_three_steps_repeat_the_one_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trust is held at 1, at which on this net it would not stay for so long."""
+@pytest.mark.parametrize("known", [[], [0.1]], ids=["free", "braked"])
+def test_at_trust_1_three_steps_repeat_the_one_before_them(known: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trust is held at 1, at which on this net it would not stay for so long, and so is the usual length."""
     monkeypatch.setattr(Trust, "learn", lambda *_, **__: None)
     model, batch = Net(), data()
     textbook = Textbook(model, lambda: Sgd(momentum=0.9), FULL)
     optimizer = KFACSGD(model, **(MODE | {"momentum": 0.9, "scaling": "graft", "lr": 0.5}))
     textbook.trust = optimizer.curvature._trust.notches = 10
+    optimizer.curvature._trust.usual = sum(known)
     for _ in range(10):
-        textbook.turns, textbook.lengths = {}, []  # from which it would learn
+        textbook.turns, textbook.lengths, textbook.length = {}, known, None  # from which it would learn
         textbook.step(batch, 0.5)
         backward(model, batch, loss)
         optimizer.step()
         assert_same_weights(model, textbook.model)
-    assert optimizer.curvature.trust == 1
+    assert optimizer.curvature.trust == 1 and (textbook.factor < 0.9) == bool(known)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
