@@ -177,6 +177,8 @@ class Preconditioner:
 
     def send_zeros(self, blocks: Sequence[Block], scaling: Scaling | None, comm: Communicator) -> None:
         """Takes part in the exchange of directions where this rank has none to send (a collective)."""
+        if not any(block.route for block in blocks):
+            return
         known = [block for block in blocks if block.has_direction]
         exchanged = _exchanged(known, scaling, comm)
         if any(block.route for block in blocks if block not in exchanged):

@@ -42,15 +42,14 @@ from .solvers import grouped_by_key
 __all__ = ["Trust", "alignment", "brake", "changes_at", "turns"]
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
+Pair = tuple[Tensor, Tensor]
 
 _NOTCHES = 10  # trust moves by a tenth per step, which averages over the noise of about ten batches
 _LONGEST = 9  # tenths: the average remembers some ten gradients, as the usual momentum of 0.9
 _REMEMBERED = 10  # lengths of updates that their running average remembers
 _SLACK, _POWER = 1.3, 2  # steps are braked where the update is longer than 1.3 times the usual, by that squared
 _PATIENCE = 4  # while steps do not turn, k is computed in one of so many or more
-# Gradients are copied side by side up to so many numbers, for one dot product: copies take time on a CPU, launches on a
-# GPU.
-_BATCH_NUMEL = {"cpu": 2**14, "cuda": 2**25}
+_BATCH_NUMEL = 2**25  # on a GPU gradients are copied side by side up to so many numbers, for one dot product
 
 
 class Trust:
@@ -129,26 +128,25 @@ def _moved(notches: int, alignment: float, most: int) -> int:
 
 def alignment(parameters: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> Tensor:
     """``lr <g', v>``, summed over all parameters, 0-dim: of each the gradient, what it is compared with, the rate."""
-
-    def kind(parameter: tuple[Tensor, Tensor, float | Tensor]) -> tuple[Any, ...]:
-        g, turn, lr = parameter
-        return g.device, g.dtype, turn.dtype, id(lr) if isinstance(lr, Tensor) else lr
-
-    sharded = [parameter for parameter in parameters if is_sharded(parameter[0])] if may_be_sharded() else []
-    plain = [parameter for parameter in parameters if not is_sharded(parameter[0])] if sharded else parameters
-    products = gathered_together([(g.float() * turn.float()).sum() * lr for g, turn, lr in sharded])
-    limit = _BATCH_NUMEL["cpu" if all(g.device.type == "cpu" for g, _, _ in plain) else "cuda"]
-    for batch in grouped_by_key(plain, kind, lambda parameter: parameter[0].numel(), limit):
-        gradients, turns, (lr, *_) = zip(*batch, strict=True)
-        flat_g, flat_turn = (_side_by_side(of).float() for of in (gradients, turns))
-        products.append(torch.dot(flat_g, flat_turn) * lr)
+    products: list[Tensor] = []
+    alike: dict[Any, tuple[float | Tensor, list[Pair]]] = {}
+    if may_be_sharded():
+        sharded = [(g, v, lr) for g, v, lr in parameters if is_sharded(g)]
+        parameters = [(g, v, lr) for g, v, lr in parameters if not is_sharded(g)] if sharded else parameters
+        products += gathered_together([(g.float() * v.float()).sum() * lr for g, v, lr in sharded])
+    for g, v, lr in parameters:
+        kind = g.device, g.dtype, v.dtype, id(lr) if isinstance(lr, Tensor) else lr
+        alike.setdefault(kind, (lr, []))[1].append((g.reshape(-1), v.reshape(-1)))
+    products += [_dots(pairs).sum() * lr for lr, pairs in alike.values()]
     return torch.stack([product.to(products[0].device) for product in products]).sum()
 
 
-def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:
-    """All numbers of some tensors, ``[n]``; a single one is not copied."""
-    flat = [tensor.reshape(-1) for tensor in tensors]
-    return flat[0] if len(flat) == 1 else torch.cat(flat)
+def _dots(pairs: Sequence[Pair]) -> Tensor:
+    """Dot products of vectors on one device, ``[n]``, each of one or of several pairs."""
+    if pairs[0][0].device.type != "cpu":  # where launches count
+        batches = grouped_by_key(pairs, lambda pair: None, lambda pair: pair[0].numel(), _BATCH_NUMEL)
+        pairs = [(torch.cat([g for g, _ in batch]), torch.cat([v for _, v in batch])) for batch in batches]
+    return torch.stack([torch.dot(g.float(), v.float()) for g, v in pairs])
 
 
 def turns(directions: Sequence[Direction]) -> Tensors:
