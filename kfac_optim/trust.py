@@ -152,18 +152,20 @@ def _dots(pairs: Sequence[Pair]) -> Tensor:
     return torch.stack([torch.dot(g.float(), v.float()) for g, v in pairs])
 
 
-def brake(length: Tensor, usual: float) -> Tensor | None:
-    """The brake where the base's update is so long, 0-dim; None: there is none.
+def brake(length: Tensor, usual: float) -> Tensor | float | None:
+    """The brake where the base's update is so long; None: there is none.
 
-    A device is not waited for: there it may turn out to be 1.
+    A device is not waited for: there it is a 0-dim tensor, which may turn out to be 1.
     """
     if not usual:
         return None
-    factor = (_SLACK * usual / length).clamp(max=1.0) ** _POWER
-    return None if factor.device.type == "cpu" and factor == 1 else factor
+    if length.device.type != "cpu":
+        return (_SLACK * usual / length).clamp(max=1.0) ** _POWER
+    known = float(length)
+    return (_SLACK * usual / known) ** _POWER if known > _SLACK * usual else None
 
 
-def changes_at(directions: Sequence[Direction], trust: float, braked: Tensor | None = None) -> Tensors:
+def changes_at(directions: Sequence[Direction], trust: float, braked: Tensor | float | None = None) -> Tensors:
     """The step of each stack less u, ``[p, d_out, d_in]``: u is turned towards k by the share ``trust``.
 
     It is brought back to the length of u: mixtures of two directions are shorter than either, and without this 3 of the
@@ -184,8 +186,9 @@ def changes_at(directions: Sequence[Direction], trust: float, braked: Tensor | N
         for step, length in zip(steps, ratios(update_norms(directions), norms(directions, steps)), strict=True):
             step *= length.reshape(-1, 1, 1)
     if braked is not None:
-        share = 1 - trust + trust * braked.to(steps[0].dtype)
+        share = 1 - trust * (1 - braked)
         for device in {step.device for step in steps}:
-            torch._foreach_mul_([step for step in steps if step.device == device], share.to(device))
+            by = share.to(device, steps[0].dtype) if isinstance(share, Tensor) else share
+            torch._foreach_mul_([step for step in steps if step.device == device], by)
     torch._foreach_sub_(steps, updates)
     return steps

@@ -43,12 +43,13 @@ def test_the_norm_of_an_update_is_taken_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("trust", [0.3, 1.0])
-def test_a_brake_shortens_what_trust_gives_to_the_direction(trust: float) -> None:
+@pytest.mark.parametrize("factor", [0.25, torch.tensor(0.25)], ids=["cpu", "device"])
+def test_a_brake_shortens_what_trust_gives_to_the_direction(trust: float, factor: float | torch.Tensor) -> None:
     d = direction([2, 4])
     (multiplier,) = Graft().multipliers([d], 0)
     scaled = d.times(multiplier)
     (free,) = changes_at([scaled], trust)
-    (braked,) = changes_at([scaled], trust, torch.tensor(0.25))
+    (braked,) = changes_at([scaled], trust, factor)
     step = (1 - trust + 0.25 * trust) * (d.update + free)
     torch.testing.assert_close(d.update + braked, step, rtol=1e-12, atol=1e-12)
 
@@ -57,5 +58,5 @@ def test_a_brake_acts_where_an_update_is_longer_than_usual() -> None:
     length = torch.tensor(2.6)
     assert brake(length, 0.0) is None, "nothing is known yet"
     assert brake(length, 2.0) is None, "1.3 times as long is not much"
-    torch.testing.assert_close(brake(length, 1.0), torch.tensor(0.25))
+    assert brake(length, 1.0) == pytest.approx(0.25)
     assert brake(torch.tensor(0.0), 1.0) is None
