@@ -186,9 +186,10 @@ def changes_at(directions: Sequence[Direction], trust: float, braked: Tensor | f
         for step, length in zip(steps, ratios(update_norms(directions), norms(directions, steps)), strict=True):
             step *= length.reshape(-1, 1, 1)
     if braked is not None:
+        braked = braked.to(steps[0].dtype) if isinstance(braked, Tensor) else braked
         share = 1 - trust * (1 - braked)
         for device in {step.device for step in steps}:
-            by = share.to(device, steps[0].dtype) if isinstance(share, Tensor) else share
+            by = share.to(device) if isinstance(share, Tensor) else share
             torch._foreach_mul_([step for step in steps if step.device == device], by)
     torch._foreach_sub_(steps, updates)
     return steps
