@@ -93,7 +93,8 @@ class Trust:
 
         First moments hardly differ between two steps, and neither does what K-FAC makes of them. So k is computed in
         every third step; while trust is 1, in every fourth, as there is nothing to learn that could move it further.
-        A change that was computed at trust 0, and has not been part of a step, is not repeated.
+        At the least trust it is computed in all of them: a change that was computed at trust 0, and has not been part
+        of a step, is not repeated.
         """
         return self.notches > 1 and step % (4 if self.notches == _NOTCHES else 3) != 0
 

@@ -77,8 +77,7 @@ def take_turned_step(
     if trust > 0:
         _subtract(optimizer, changes)
     if engine.learns_trust:
-        for p, change in changes.items():
-            optimizer.state[p][CHANGE] = change.to(p.dtype)
+        _note(optimizer, changes)
     if length is not None:
         first = next(iter(base.updates))
         optimizer.state[first][LENGTH] = length.to(first.dtype)  # as torch's load_state_dict() would round it
@@ -109,6 +108,14 @@ def _subtract(optimizer: torch.optim.Optimizer, changes: Mapping[nn.Parameter, T
     """Takes the changes, per unit of the learning rate, off the weights."""
     for group in optimizer.param_groups if changes else ():
         subtract_([(p, changes[p]) for p in group["params"] if p in changes], group["lr"])
+
+
+def _note(optimizer: torch.optim.Optimizer, changes: Mapping[nn.Parameter, Tensor]) -> None:
+    """Keeps the changes for the next steps; at a rate of 0 nothing has moved, and they may be of an update of 0."""
+    for group in optimizer.param_groups:
+        moves = isinstance(group["lr"], Tensor) or group["lr"] != 0
+        for p in [p for p in group["params"] if p in changes and moves]:
+            optimizer.state[p][CHANGE] = changes[p].to(p.dtype)
 
 
 def forget(optimizer: torch.optim.Optimizer, *keys: str) -> None:

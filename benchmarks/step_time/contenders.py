@@ -104,7 +104,7 @@ def defaults(optimizer: str) -> list[Contender]:
     """Return the base of a K-FAC optimizer, what the package does by itself, and that where it is dearest.
 
     On noise trust stays near 0, where most steps are the base optimizer's own; and refreshes that take long wait. In
-    the last row trust is held at 0.5, so that every second step computes directions, and no refresh waits.
+    the last row trust is held at 0.5, so that every third step computes directions, and no refresh waits.
     """
     options = {"inv_update_steps": "growing:0.5:10"}
     dearest = Contender(f"{optimizer} defaults, trust 0.5, no waits", optimizer, options, trust=0.5)

@@ -49,14 +49,11 @@ class CompiledCalls:
         recorder: Makes moments of inputs.
         passes: Takes output gradients.
         sampled: Whether the Fisher is a sampled one, which compiled graphs can't serve.
-
-    Attributes:
-        in_use: Whether graphs of the model have run, or may be compiled.
     """
 
     def __init__(self, calls: ModelCalls, recorder: Recorder, passes: BackwardPasses, *, sampled: bool) -> None:
         self.calls, self.recorder, self.passes, self.sampled = calls, recorder, passes, sampled
-        self._enabled = self.in_use = False
+        self._enabled = False
         self._running: ModelCall | None = None  # stands for the call whose graph runs
         self._traced: ModelCall | None = None  # that call itself, as its Python code made it
         self._handle = next(_HANDLES)  # by which graphs know this object
@@ -65,10 +62,6 @@ class CompiledCalls:
     def plan(self, *, enabled: bool) -> None:
         """Sets whether the coming step collects statistics."""
         self._enabled = enabled
-
-    def note_use(self) -> None:
-        """Graphs of the model may be compiled."""
-        self.in_use = True
 
     @property
     def enabled(self) -> bool:
@@ -99,7 +92,6 @@ class CompiledCalls:
         self, index: int, use: int, a: Tensor, output: Tensor, part: Sequence[int]
     ) -> Callable[[Tensor], None]:
         """A layer of the graph was applied; returns what takes the gradient of its output."""
-        self.note_use()
         # A copy, because an observation may keep its input, and compiled code writes over what it needs no more.
         layer_call = self.recorder.observe(index, use, a.clone(), output, part)
         if self._traced is not None:

@@ -16,10 +16,6 @@ and those of a micro-batch (``microbatch.py``)::
 
 For the sampled Fisher ``sampling.py`` stands between the model's output and the micro-batch. While a graph is traced,
 each hook hands over to ``compiled.py``.
-
-Between two steps that collect statistics the hooks are taken off: on small models they take a tenth of a step. They
-stay where somebody must be told of them: while graphs are compiled, which would otherwise be without them for good, and
-on a GPU, where they refuse to be recorded in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -47,8 +43,6 @@ from .sampling import PendingGradient, SampledBackward
 from .statistics import StepStatistics, Taken
 
 __all__ = ["Capture", "Hook", "remove_all"]
-
-_RESTING: weakref.WeakSet[Capture] = weakref.WeakSet()  # those whose hooks are off at present
 
 
 class Capture:
@@ -88,14 +82,9 @@ class Capture:
         self._passes = BackwardPasses(self._recorder)
         self._sampling = None if fisher is None else SampledBackward(fisher, rank, self._recorder, self._passes)
         self._compiled = CompiledCalls(self._calls, self._recorder, self._passes, sampled=fisher is not None)
-        self._seen = False  # whether a step was, without a graph
-        self._handles: list[Any] = []  # of the hooks, while they are on
-        self._states: list[Any] = []  # of what keeps them out of copies
-        self._registrations: list[Callable[[], Any]] = []
+        self._handles: list[Any] = []
         self._attach(roots)
-        self._put_on()
-        for handles in (self._handles, self._states):
-            weakref.finalize(self, remove_all, handles)
+        weakref.finalize(self, remove_all, self._handles)
 
     @property
     def statistics(self) -> StepStatistics:
@@ -111,10 +100,6 @@ class Capture:
             fraction: The share of the examples that they are collected from.
             grad_scaler: Whose loss scale the gradients carry; None for none.
         """
-        if enabled:
-            self._put_on()
-        elif not self._rests and self._seen and all(layer.weight.device.type == "cpu" for layer in self.layers):
-            self._rest()
         self.enabled = enabled
         self._recorder.plan(fraction=fraction, grad_scaler=grad_scaler)
         self._compiled.plan(enabled=enabled)
@@ -135,14 +120,10 @@ class Capture:
         self._compiled.plan(enabled=False)
         self.discard()
         self._passes.abandon()
-        self._registrations.clear()
-        for handles in (self._handles, self._states):
-            remove_all(handles)
+        remove_all(self._handles)
 
     def discard(self) -> None:
         """Forgets the micro-batches of this step; a forward that still awaits its backward is kept."""
-        if self._rests:
-            return
         self._passes.discard()
         if self._sampling is not None:
             self._sampling.restart()
@@ -156,12 +137,9 @@ class Capture:
             RuntimeError: If gradients have come through calls of layers inside ``torch.func``, or another thread is in
                 a forward or backward pass.
         """
-        if self._rests:
-            return self._passes.take()
         self._calls.require_alone()
         self._passes.require_alone()
         statistics, hidden = self._passes.take(), self._passes.hidden
-        self._seen |= statistics.captured
         self.discard()
         self._compiled.settle()
         self._calls.forget_last()
@@ -174,35 +152,8 @@ class Capture:
             )
         return statistics
 
-    @property
-    def _rests(self) -> bool:
-        """Whether the hooks are off, so that nothing is seen."""
-        return not self._handles
-
-    def _put_on(self) -> None:
-        """Puts the hooks on, unless they are on."""
-        _RESTING.discard(self)
-        if self._rests:
-            self._handles += [register() for register in self._registrations]
-
-    def _rest(self) -> None:
-        """Takes the hooks off until a step collects statistics or a graph is compiled; not those of compiled graphs."""
-        if self._compiled.in_use:
-            return
-        from torch._dynamo.callback import callback_handler  # late: base classes import it, in seconds
-
-        if _wake not in callback_handler.start_callbacks:  # torch.compiler.reset() forgets it
-            callback_handler.register_start_callback(_wake)
-        _RESTING.add(self)
-        remove_all(self._handles)
-
-    def wake(self) -> None:
-        """Puts the hooks on for good: a graph is about to be compiled, which is to contain them."""
-        self._compiled.note_use()
-        self._put_on()
-
     def _attach(self, roots: Iterable[nn.Module]) -> None:
-        """Hooks for every layer, and every module that contains one (any of them may be the outermost call)."""
+        """Hooks on every layer, and on every module that contains one (any of them may be the outermost call)."""
         own = [(i, layer.modules) for i, layer in enumerate(self.layers) if layer.host is None]
         called = {module: (i, use) for i, modules in own for use, module in enumerate(modules)}
         hosts = {layer.host for layer in self.layers if layer.host is not None}
@@ -215,7 +166,7 @@ class Capture:
         for module in containers:
             state = leave_hooks_behind(module, Hook)
             if state is not None:
-                self._states.append(state)
+                self._handles.append(state)
             self._before(module, _FirstHook(self, "_on_model_call_start"), prepend=True)
             if module in hosts:
                 self._before(module, Hook(self, "_on_attention_start"))
@@ -229,12 +180,11 @@ class Capture:
             self._after(module, Hook(self, "_on_model_call_end"), always_call=True)
 
     def _before(self, module: nn.Module, hook: Hook, *, prepend: bool = False) -> None:
-        register = functools.partial(module.register_forward_pre_hook, hook, with_kwargs=True, prepend=prepend)
-        self._registrations.append(register)
+        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend))
 
     def _after(self, module: nn.Module, hook: Hook, *, prepend: bool = False, always_call: bool = False) -> None:
-        register = functools.partial(module.register_forward_hook, hook, with_kwargs=True, prepend=prepend)
-        self._registrations.append(functools.partial(register, always_call=always_call))
+        register = module.register_forward_hook
+        self._handles.append(register(hook, with_kwargs=True, prepend=prepend, always_call=always_call))
 
     # Model calls ----------------------------------------------------------------------------------------------------
 
@@ -369,12 +319,6 @@ def remove_all(handles: list[Any]) -> None:
     """Removes hooks, by their handles; the list is empty then."""
     while handles:
         handles.pop().remove()
-
-
-def _wake(*_: object) -> None:
-    """Called by dynamo whenever it starts to compile something."""
-    for capture in list(_RESTING):
-        capture.wake()
 
 
 def _exporting() -> bool:

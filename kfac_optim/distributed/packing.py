@@ -12,7 +12,8 @@ __all__ = ["by_rank", "packed", "room_for", "unpack"]
 
 def _bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor, as flat uint8."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    # Of none or one entry any stride is contiguous, and view() keeps it, under which bytes are not to be had.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def packed(tensors: Sequence[Tensor]) -> Tensor:

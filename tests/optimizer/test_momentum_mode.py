@@ -551,6 +551,24 @@ def test_where_a_gradient_is_orthogonal_to_everything_nothing_is_learned() -> No
     assert (trust.value, trust.decay) == (1.0, 0.9)
 
 
+@pytest.mark.parametrize("base", [KFACSGD, KFACAdam])
+def test_a_step_at_a_rate_of_0_teaches_nothing_and_is_not_repeated(base: type[KFACMixin]) -> None:
+    """Nothing has moved in it; Adam's update of it, the way that the weights have gone by the rate, is 0."""
+    model, options = Net(), {name: value for name, value in MODE.items() if name != "momentum"}
+    momentum = {"momentum": 0.9} if base is KFACSGD else {}
+    optimizer: Any = base(model, **(options | {"scaling": "graft"} | momentum))
+    trust = optimizer.curvature._trust
+    for rate in (0.05, 0.05, 0.05, 0.0, 0.05):
+        trust.notches = 6  # at which the last of these steps would repeat the one before
+        optimizer.param_groups[0]["lr"] = rate
+        backward(model, data(), loss)
+        optimizer.step()
+        sizes = [float(state["kfac_change"].norm()) for state in optimizer.state.values() if "kfac_change" in state]
+        assert bool(sizes) == (rate > 0)
+        assert all(size > 0 for size in sizes)
+    assert optimizer.curvature.trust == 0.6
+
+
 def test_a_schedule_that_brings_momentum_takes_over_from_the_average() -> None:
     model = Net()
     optimizer = KFACSGD(model, **(MODE | {"momentum": 0.0, "scaling": "graft"}))
