@@ -3,13 +3,12 @@
 With the base's own update u and K-FAC's direction k, of the same length::
 
     step = (1 - trust) u + trust k,    made as long as u again
-    loss(w - lr u) - loss(w - lr step)  ~  lr <g', step - u>,    g': the gradient at the next step
+    d loss(w - lr step) / d trust  ~  -lr <g', k - u>,    g': the gradient at the next step
 
-Trust is a tenth higher from then on where this is positive, else a tenth lower: the next gradient, of a batch that had
-no part in the step, tells whether the base's own update would have ended higher. At trust 0 the step of the least trust
-is asked about. This is hypergradient descent (Baydin et al. 2018) on one number for the whole model, with the sign of
-the difference that was made in place of a derivative; <g', k - u>, which is all of the way to k, says no where a part
-of it does good. A sign depends on no scale, and costs one dot product.
+This is hypergradient descent (Baydin et al. 2018) on one number for the whole model, with its sign alone: the next
+gradient, of a batch that had no part in the step, tells whether more of k would have lowered the loss. Where rates are
+too small for curvature to matter the base optimizer's own update wins and trust stays at 0; where they are large,
+steep directions are exhausted by the step, and trust rises to 1. A sign depends on no scale, and costs one dot product.
 
 A base optimizer without a first moment takes steps on single gradients. K-FAC's direction is then that of an average
 ``m = decay m + (1 - decay) g``, whose decay is learned in the same way: while gradients agree with the average before
@@ -40,13 +39,12 @@ from .distributed import gathered_together, is_sharded, may_be_sharded
 from .scaling import Direction, norms, ratios, update_norms
 from .solvers import grouped_by_key
 
-__all__ = ["LEAST", "Trust", "alignment", "brake", "changes_at"]
+__all__ = ["Trust", "alignment", "brake", "changes_at", "turns"]
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 Pair = tuple[Tensor, Tensor]
 
 _NOTCHES = 10  # trust moves by a tenth per step, which averages over the noise of about ten batches
-LEAST = 1 / _NOTCHES  # the least trust above 0
 _LONGEST = 9  # tenths: the average remembers some ten gradients, as the usual momentum of 0.9
 _REMEMBERED = 10  # lengths of updates that their running average remembers
 _SLACK, _POWER = 1.3, 2  # steps are braked where the update is longer than 1.3 times the usual, by that squared
@@ -93,20 +91,18 @@ class Trust:
 
         First moments hardly differ between two steps, and neither does what K-FAC makes of them. So k is computed in
         every third step; while trust is 1, in every fourth, as there is nothing to learn that could move it further.
-        At the least trust it is computed in all of them: a change that was computed at trust 0, and has not been part
-        of a step, is not repeated.
         """
-        return self.notches > 1 and step % (4 if self.notches == _NOTCHES else 3) != 0
+        return self.notches > 0 and step % (4 if self.notches == _NOTCHES else 3) != 0
 
-    def learn(self, change: float = 0.0, average: float = 0.0, length: float = 0.0) -> None:
+    def learn(self, turn: float = 0.0, average: float = 0.0, length: float = 0.0) -> None:
         """Moves a tenth towards K-FAC's directions if the gradients say so, else a tenth towards the base's updates.
 
         Args:
-            change: The alignment of the gradients with the last change. 0 (the rate was 0, say) tells nothing.
+            turn: The alignment of the gradients with the last k - u. 0 (the rate was 0, say) tells nothing.
             average: That with the average of those before them, by which its decay moves likewise.
             length: The length of the base's update in the step before, if it was turned.
         """
-        self.notches = _moved(self.notches, change, _NOTCHES)
+        self.notches = _moved(self.notches, turn, _NOTCHES)
         self.memory = _moved(self.memory, average, _LONGEST)
         if 0 < length < math.inf:
             self.brake = min(1.0, _SLACK * self.usual / length) ** _POWER if self.usual else 1.0
@@ -153,6 +149,13 @@ def _dots(pairs: Sequence[Pair]) -> Tensor:
     return torch.stack([torch.dot(g.float(), v.float()) for g, v in pairs])
 
 
+def turns(directions: Sequence[Direction]) -> Tensors:
+    """``k - u`` of each stack of layers, ``[p, d_out, d_in]``."""
+    if not directions:
+        return []
+    return torch._foreach_sub([d.direction for d in directions], [d.update for d in directions])
+
+
 def brake(length: Tensor, usual: float) -> Tensor | float | None:
     """The brake where the base's update is so long; None: there is none.
 
@@ -170,7 +173,7 @@ def changes_at(directions: Sequence[Direction], trust: float, braked: Tensor | f
     """The step of each stack less u, ``[p, d_out, d_in]``: u is turned towards k by the share ``trust``.
 
     It is brought back to the length of u: mixtures of two directions are shorter than either, and without this 3 of the
-    64 points of ``benchmarks.swap`` ended behind their base optimizer instead of none.
+    64 points of ``benchmarks.swap`` ended behind their base optimizer instead of none. At 1 it is :func:`turns`.
 
     Args:
         directions: The stacks, with k of the length of u.
@@ -180,8 +183,6 @@ def changes_at(directions: Sequence[Direction], trust: float, braked: Tensor | f
     if not directions:
         return []
     updates, towards = [d.update for d in directions], [d.direction for d in directions]
-    if trust == 1 and braked is None:
-        return torch._foreach_sub(towards, updates)
     steps = torch._foreach_lerp(updates, towards, trust)
     if trust < 1:
         for step, length in zip(steps, ratios(update_norms(directions), norms(directions, steps)), strict=True):

@@ -24,14 +24,14 @@ from .bases import (
 )
 from .engine import CurvatureEngine
 from .preconditioning import Lr
-from .trust import LEAST, alignment, brake, changes_at
+from .trust import alignment, brake, changes_at, turns
 
-__all__ = ["CHANGE", "LENGTH", "forget", "lessons_of", "take_turned_step"]
+__all__ = ["CHANGE", "LENGTH", "TURN", "forget", "lessons_of", "take_turned_step"]
 
-# Keys in the state of a parameter, of the step that last computed directions: what the base's update was changed by, or
-# would have been, which the next gradients judge and the next step may repeat. In the state of one of them: the length
-# of the whole update, which the next step takes into the usual one.
-CHANGE, LENGTH = "kfac_change", "kfac_length"
+# Keys in the state of a parameter, of the step that last computed directions: K-FAC's direction less the base's update,
+# which the next gradients judge; and what the base's update was changed by, which the next step may repeat. In the
+# state of one of them: the length of the whole update, which the next step takes into the usual one.
+TURN, CHANGE, LENGTH = "kfac_turn", "kfac_change", "kfac_length"
 
 
 def take_turned_step(
@@ -61,7 +61,7 @@ def take_turned_step(
     else:
         forget(optimizer, MOMENT)
     if not changes:
-        forget(optimizer, CHANGE, LENGTH)
+        forget(optimizer, TURN, CHANGE, LENGTH)
     if not computes:
         _subtract(optimizer, changes)
         engine.skip_directions()
@@ -71,13 +71,16 @@ def take_turned_step(
     directions, trust = engine.directions(base.moments, lr, base.updates), engine.trust
     if directions.are_none:
         return
+    of_stacks = directions.scaled
+    whole = directions.laid_out(turns(of_stacks)) if engine.learns_trust or trust == 1 else {}
     length = update_length(optimizer, base.updates) if engine.learns_trust else None
-    braked = None if length is None else brake(length, engine.usual_length)
-    changes = directions.laid_out(changes_at(directions.scaled, trust or LEAST, braked))
     if trust > 0:
+        braked = None if length is None else brake(length, engine.usual_length)
+        plain = trust == 1 and braked is None
+        changes = whole if plain else directions.laid_out(changes_at(of_stacks, trust, braked))
         _subtract(optimizer, changes)
     if engine.learns_trust:
-        _note(optimizer, changes)
+        _remember(optimizer, whole, changes)
     if length is not None:
         first = next(iter(base.updates))
         optimizer.state[first][LENGTH] = length.to(first.dtype)  # as torch's load_state_dict() would round it
@@ -86,21 +89,21 @@ def take_turned_step(
 def lessons_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter, Tensor]) -> dict[str, Tensor]:
     """What gradients and the last step teach trust, 0-dim: arguments of :meth:`~kfac_optim.trust.Trust.learn`.
 
-    That is how far the gradients agree with the last ``change`` of the base's update, where one was computed lately,
-    and with the ``average`` of the gradients before them, where one is kept; and the ``length`` of the base's update,
-    which is taken from the state: it is learned once.
+    That is how far the gradients agree with the last ``turn`` from the base's updates to K-FAC's directions, where one
+    was computed lately, and with the ``average`` of the gradients before them, where one is kept; and the ``length`` of
+    the base's update, which is taken from the state: it is learned once.
     """
-    changes: list[tuple[Tensor, Tensor, Lr]] = []
+    turns: list[tuple[Tensor, Tensor, Lr]] = []
     averages: list[tuple[Tensor, Tensor, Lr]] = []
     lengths: list[Tensor] = []
     for group in optimizer.param_groups:
         states = ((gradients.get(p), optimizer.state.get(p, {})) for p in group["params"])
         known = [(g, state) for g, state in states if g is not None]
         lr = -group["lr"] if group.get("maximize") else group.get("lr", 1.0)
-        changes += [(g, state[CHANGE], lr) for g, state in known if CHANGE in state]
+        turns += [(g, state[TURN], lr) for g, state in known if TURN in state]
         averages += [(g, state[MOMENT], 1.0) for g, state in known if MOMENT in state]
         lengths += [state.pop(LENGTH) for _, state in known if LENGTH in state]
-    lessons = {name: alignment(pairs) for name, pairs in (("change", changes), ("average", averages)) if pairs}
+    lessons = {name: alignment(pairs) for name, pairs in (("turn", turns), ("average", averages)) if pairs}
     return {**lessons, "length": lengths[0]} if lengths else lessons
 
 
@@ -110,17 +113,22 @@ def _subtract(optimizer: torch.optim.Optimizer, changes: Mapping[nn.Parameter, T
         subtract_([(p, changes[p]) for p in group["params"] if p in changes], group["lr"])
 
 
-def _note(optimizer: torch.optim.Optimizer, changes: Mapping[nn.Parameter, Tensor]) -> None:
-    """Keeps the changes for the next steps; at a rate of 0 nothing has moved, and they may be of an update of 0."""
+def _remember(
+    optimizer: torch.optim.Optimizer, turns: Mapping[nn.Parameter, Tensor], changes: Mapping[nn.Parameter, Tensor]
+) -> None:
+    """Notes turns and changes of this step; at a rate of 0 nothing has moved, and they may be of an update of 0."""
     for group in optimizer.param_groups:
         moves = isinstance(group["lr"], Tensor) or group["lr"] != 0
-        for p in [p for p in group["params"] if p in changes and moves]:
-            optimizer.state[p][CHANGE] = changes[p].to(p.dtype)
+        for p in [p for p in group["params"] if p in turns and moves]:
+            state = optimizer.state[p]
+            state[TURN] = turns[p].to(p.dtype)
+            if changes and has_first_moment(group, state):
+                state[CHANGE] = state[TURN] if changes is turns else changes[p].to(p.dtype)
 
 
 def forget(optimizer: torch.optim.Optimizer, *keys: str) -> None:
     """Drops what earlier steps have noted, all of it by default."""
-    keys = keys or (CHANGE, LENGTH, MOMENT)
+    keys = keys or (TURN, CHANGE, LENGTH, MOMENT)
     for p, state in list(optimizer.state.items()):
         noted = [key for key in keys if key in state]
         for key in noted:
@@ -139,11 +147,10 @@ def _changes_to_repeat(
     if not engine.repeats_turn(engine.step_count):
         return {}
     changes: dict[nn.Parameter, Tensor] = {}
-    for group in optimizer.param_groups:
-        for p in [p for p in group["params"] if p in covered]:
-            state = optimizer.state.get(p, {})
-            if CHANGE in state:
-                if not has_first_moment(group, state):
-                    return {}
-                changes[p] = state[CHANGE]
+    for p in covered:
+        state = optimizer.state.get(p, {})
+        if TURN in state:
+            if CHANGE not in state:
+                return {}
+            changes[p] = state[CHANGE]
     return changes

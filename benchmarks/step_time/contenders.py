@@ -32,7 +32,7 @@ class Held(Trust):
         super().__init__()
         self.load({"trust": round(10 * value)})
 
-    def learn(self, change: float = 0.0, average: float = 0.0, length: float = 0.0) -> None:
+    def learn(self, turn: float = 0.0, average: float = 0.0, length: float = 0.0) -> None:
         """Learn nothing."""
 
 

@@ -43,9 +43,9 @@ class Step:
     trust: float | None  # With which it was taken; None: of the base optimizer
 
 
-def last_change(run: Run) -> Tensor | None:
-    """Return what the optimizer last changed an update by, of one weight; None: it has noted nothing."""
-    return next((state["kfac_change"] for state in run.optimizer.state.values() if "kfac_change" in state), None)
+def last_turn(run: Run) -> Tensor | None:
+    """Return what the optimizer has noted of its last turn, of one weight; None: it has noted nothing."""
+    return next((state["kfac_turn"] for state in run.optimizer.state.values() if "kfac_turn" in state), None)
 
 
 def take(run: Run) -> Step:
@@ -53,14 +53,14 @@ def take(run: Run) -> Step:
     engine = run.keeper
     if not isinstance(engine, CurvatureEngine):
         return Step(run.step(), BASE, None)
-    step, change, pending = engine.step_count, last_change(run), engine.frozen_at != engine.last_refresh
-    seconds, now = run.step(), last_change(run)
+    step, turn, pending = engine.step_count, last_turn(run), engine.frozen_at != engine.last_refresh
+    seconds, now = run.step(), last_turn(run)
     if pending or engine.last_refresh == step:
         kind = REFRESH
     elif engine.last_statistics == step:
         kind = STATISTICS
     else:
-        kind = BASE if now is None else REPEATED if now is change else ORDINARY
+        kind = BASE if now is None else REPEATED if now is turn else ORDINARY
     return Step(seconds, kind, engine.trust)
 
 
