@@ -13,8 +13,8 @@ _ROUNDINGS = 100  # a remainder of less than so many roundings ends the iteratio
 
 
 def eigenvalues(factor: Tensor) -> Tensor:
-    """All eigenvalues of a factor ``[p, n, n]`` or ``[p, n]``, largest first, ``[p n]``, on the CPU."""
-    values = factor.cpu() if factor.dim() == 2 else torch.linalg.eigvalsh(factor.cpu())
+    """All eigenvalues of a factor ``[p, n, n]`` or ``[p, n]``, largest first, ``[p n]``, on the CPU; else NaN."""
+    values = factor.cpu() if factor.dim() == 2 else _all_of(factor.cpu())
     return values.flatten().sort(descending=True).values.clamp_(min=0)  # below zero is rounding
 
 
@@ -48,6 +48,16 @@ def largest_eigenvalue(factor: Tensor) -> Tensor:
     off = torch.stack(beside[:-1], -1)
     tridiagonal = torch.stack(diagonal, -1).diag_embed() + off.diag_embed(1) + off.diag_embed(-1)
     return _largest_of(tridiagonal)
+
+
+def _all_of(matrix: Tensor) -> Tensor:
+    """All eigenvalues, in float64 where float32 does not converge; NaN where that does not either."""
+    for dtype in (matrix.dtype, torch.float64):
+        try:
+            return torch.linalg.eigvalsh(matrix.to(dtype)).to(matrix.dtype)
+        except RuntimeError:  # a look at a factor does not end a training that goes on without its decomposition
+            continue
+    return torch.full_like(matrix[..., 0], torch.nan)
 
 
 def _largest_of(matrix: Tensor) -> Tensor:

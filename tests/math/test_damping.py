@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -205,3 +206,26 @@ def test_a_resumed_run_is_the_uninterrupted_one(schedule: Any, solver: str, spre
     other, _ = build(OfMean(schedule))
     train(other, _, range(2 * STEPS), shape=(8, 70))
     assert not torch.equal(other[0].weight, model[0].weight), "the kind tells"
+
+
+@pytest.mark.parametrize("fails", [(torch.float32,), (torch.float32, torch.float64)], ids=["float32", "both"])
+def test_a_report_survives_a_solver_that_does_not_converge(
+    fails: tuple[torch.dtype, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training does, too: the layer keeps its last decomposition."""
+    solve = torch.linalg.eigvalsh
+
+    def eigvalsh(matrix: Tensor) -> Tensor:
+        if matrix.dtype in fails:
+            raise torch.linalg.LinAlgError("the algorithm failed to converge")
+        return solve(matrix)
+
+    model = torch.nn.Linear(4, 3).float()
+    optimizer = KFACSGD(model, lr=0.1)
+    model(torch.randn(8, 4, dtype=torch.float32)).square().sum().backward()
+    optimizer.step()
+    expected = optimizer.curvature.report()["layers"][""]["A"]["max"]
+    optimizer.curvature._blocks[0]._spectra = None
+    monkeypatch.setattr(torch.linalg, "eigvalsh", eigvalsh)
+    found = optimizer.curvature.report()["layers"][""]["A"]["max"]
+    assert found == pytest.approx(expected, rel=1e-5) if len(fails) == 1 else math.isnan(found)
