@@ -13,7 +13,7 @@ _ROUNDINGS = 100  # a remainder of less than so many roundings ends the iteratio
 
 
 def eigenvalues(factor: Tensor) -> Tensor:
-    """All eigenvalues of a factor ``[p, n, n]`` or ``[p, n]``, largest first, ``[p n]``, on the CPU; else NaN."""
+    """All eigenvalues of a factor ``[p, n, n]`` or ``[p, n]``, largest first, ``[p n]``, on the CPU; NaN: not found."""
     values = factor.cpu() if factor.dim() == 2 else _all_of(factor.cpu())
     return values.flatten().sort(descending=True).values.clamp_(min=0)  # below zero is rounding
 

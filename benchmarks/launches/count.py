@@ -82,7 +82,6 @@ def count(name: str, batch: int | None, optimizer: str, *, paper: bool, solver: 
         found["statistics"] = coming(repeats=False)
         engine.factor_update_steps = NEVER
         runner.step(own)
-        runner.step(own)
         engine.inv_update_steps = 1
         found["refresh"] = coming(repeats=False)
     return found

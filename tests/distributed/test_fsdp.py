@@ -103,6 +103,25 @@ def test_shards_equal_one_process(world_size: int) -> None:
         assert_all_near([found[f"sgd, {name}"] for found in outcomes], trained(0, 1, "sgd", "", options))
 
 
+def narrow_head(rank: int, world_size: int) -> list[Tensor]:
+    """One output: the bias has one row on the first rank and none on the others, the weight likewise."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 1)).double()
+    if world_size > 1:
+        shard(model, "per layer")
+    optimizer = KFACSGD(model, lr=0.05, momentum=0.9, assignment=LayerWise("sharded"), **OPTIONS)
+
+    def loss(output: Tensor, classes: Tensor) -> Tensor:
+        return F.mse_loss(output.squeeze(-1), classes.double())
+
+    train(model, optimizer, range(7), shape=SHAPE, loss=loss, rank=rank, world_size=world_size)
+    return whole(model)
+
+
+def test_a_head_of_one_row_with_sharded_factors() -> None:
+    assert_all_near(run_ranks(2, narrow_head), narrow_head(0, 1))
+
+
 def exchanged(rank: int, world_size: int) -> dict[str, bool]:
     """Whether only shards travelled, as many bytes as it takes, while nothing was gathered on all ranks."""
     model = make()
