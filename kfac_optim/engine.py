@@ -12,7 +12,7 @@ What a step does, in order::
     capture/            what backward passes have shown since the last step
     averages.py         what this rank has seen since the ranks last pooled it           (eqs. 14-15)
     refresh.py          the refresh in progress, and when the next one is due            (eqs. 8-13, by the solver)
-    preconditioning.py  stacks of layers of one shape                                    (eqs. 8-13, by the solver)
+    preconditioning.py  layers of one shape side by side, see stacks.py                  (eqs. 8-13, by the solver)
     scaling.py          nothing                                                          (eq. 16)
 
 The class is built up in five files: its options (:mod:`~kfac_optim.config`), what is saved of it

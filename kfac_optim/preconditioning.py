@@ -5,87 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .blocks import Block
-from .damping import Damping, kind_of, value_of
+from .damping import Damping, OfLargest, value_of
 from .diagnostics import StageTimes, communicating, cosines
 from .directions import Directions, StackedDirection
 from .distributed import Broadcast, Communicator, ShardExchange, are_exchangeable, gathered, may_be_sharded
-from .layers import KroneckerLayer
-from .layout import Layout
 from .precision import without_autocast
 from .scaling import Direction, Scaling
-from .solvers import Decomposition, Solver, Truncating, grouped_by_key
-from .tiles import Tile, precondition, tiles_of
+from .solvers import Solver, Truncating
+from .stacks import Stack, layer_of_pair, made_of, stacks_of, with_vectors
+from .tiles import precondition
 
-__all__ = ["Lr", "Preconditioner", "Stack", "common_rate", "stack_of"]
+__all__ = ["Lr", "Preconditioner", "common_rate"]
 
 Lr = float | Tensor
-
-# Layers of one shape are preconditioned together up to this many numbers in their gradients and decompositions (64 MiB
-# in float32, 1 GiB where launches count), which are copied to lie side by side. Larger ones gain nothing on a CPU. On
-# accelerators each stack costs a dozen launches in a step, and a refresh hardly needs more memory (docs/results.rst).
-_STACK_NUMEL = {"cpu": 2**24, "accelerator": 2**28}
-
-
-@dataclass
-class Stack:
-    """Layers of one shape, preconditioned as one.
-
-    Attributes:
-        blocks: The layers' blocks.
-        decomposed: The decompositions of A and G; None where another rank preconditions.
-        damping_unit: What gamma is a multiple of, for each pair, ``[p]``.
-        layer_of_pair: See :class:`~kfac_optim.scaling.Direction`.
-        tiles: The parts of the stack's matrices, each with decompositions of one block of A and of one of G.
-        relevant: A damping, and the tiles with what matters of their decompositions at it; None: not yet computed.
-        layout: Where the parameters lie in the stack's matrices.
-        singles: Stacks of single blocks, of steps in which others of the stack have no vector.
-    """
-
-    blocks: list[Block]
-    decomposed: tuple[Decomposition, Decomposition] | None
-    damping_unit: Tensor
-    layer_of_pair: Tensor | None
-    tiles: list[Tile] = field(init=False)
-    relevant: tuple[float, list[Tile]] | None = None
-    layout: Layout = field(init=False)
-    singles: dict[Block, Stack] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.layout = Layout(self.layers)
-        self.tiles = [] if self.decomposed is None else tiles_of(self.decomposed, self.blocks[0].specs)
-
-    @property
-    def layers(self) -> list[KroneckerLayer]:
-        """The layers."""
-        return [block.layer for block in self.blocks]
-
-    @property
-    def pairs_per_layer(self) -> list[int]:
-        """The number of pairs of each layer."""
-        return [block.layer.pairs for block in self.blocks]
-
-    @property
-    def scaled_together(self) -> list[int]:
-        """The same of layers whose pairs are scaled together; none of others."""
-        return [] if self.layer_of_pair is None else self.pairs_per_layer
-
-    def single(self, block: Block, damping: Damping) -> Stack:
-        """One of the blocks on its own; kept, because a layer without a vector seldom has one in the next step."""
-        if block not in self.singles:
-            self.singles[block] = stack_of([block], damping)
-        return self.singles[block]
-
-    def keep(self, value: float, tiles: list[Tile]) -> None:
-        """Notes what matters of the tiles' decompositions at a damping of ``value`` units."""
-        self.relevant = value, tiles
 
 
 class Preconditioner:
@@ -135,14 +74,15 @@ class Preconditioner:
         exchanged = _exchanged(known, scaling, comm)
         with communicating("gradient", self.stages, comm.world_size) if exchanged else nullcontext():
             vectors, updates, exchange = _gathered(known, exchanged, vectors, updates, comm)
-        stacks = [part for stack in self._current(known, damping) for part in _with_vectors(stack, vectors, damping)]
+        stacks = [part for stack in self._current(known, damping) for part in with_vectors(stack, vectors, damping)]
         device = stacks[0].damping_unit.device.type if stacks else "cpu"
         self._select(stacks, value)
         with self.stages.stage("preconditioning"), without_autocast(device):
             gammas = torch._foreach_mul([stack.damping_unit for stack in stacks], value) if stacks else ()
+            steepest = _steepest(stacks, gammas, damping)
             found = [
-                self._direction(stack, vectors, lr, updates, gamma.to(self.dtype))
-                for stack, gamma in zip(stacks, gammas, strict=True)
+                self._direction(stack, vectors, lr, updates, gamma.to(self.dtype), largest)
+                for stack, gamma, largest in zip(stacks, gammas, steepest, strict=True)
             ]
         if any(block.route for block in blocks if block not in exchanged):
             with communicating("gradient", self.stages, comm.world_size):
@@ -186,15 +126,15 @@ class Preconditioner:
 
     def _current(self, known: Sequence[Block], damping: Damping) -> list[Stack]:
         """The stacks of the blocks that have decompositions, made anew when one of these has changed."""
-        made_of = _made_of(known, damping)
-        if made_of != self._made_of:
-            self._stacks, self._made_of = _stacks_of(known, damping), made_of
+        current = made_of(known, damping)
+        if current != self._made_of:
+            self._stacks, self._made_of = stacks_of(known, damping), current
         return self._stacks
 
     def release(self, blocks: Sequence[Block], damping: Damping) -> None:
         """Lets go of decompositions that are no longer in use."""
         known = [block for block in blocks if block.has_direction]
-        if self._made_of != _made_of(known, damping):
+        if self._made_of != made_of(known, damping):
             self.clear()
 
     def clear(self) -> None:
@@ -208,8 +148,12 @@ class Preconditioner:
         lr: Lr | Mapping[nn.Parameter, Lr],
         updates: Mapping[nn.Parameter, Tensor],
         gamma: Tensor,
+        steepest: Tensor | None,
     ) -> Direction:
-        """The preconditioned gradient of a stack (eqs. 8 and 11-13); ``gamma``: the damping of its pairs, ``[p]``."""
+        """The preconditioned gradient of a stack (eqs. 8 and 11-13).
+
+        ``gamma`` is the damping of its pairs, ``[p]``, ``steepest`` that of :class:`~kfac_optim.scaling.Direction`.
+        """
         gradient = stack.layout.fill(vectors, self.dtype)
         if stack.decomposed is not None:
             tiles = stack.tiles if stack.relevant is None else stack.relevant[1]
@@ -219,13 +163,16 @@ class Preconditioner:
         update = gradient if updates[stack.layers[0].weight] is vectors[stack.layers[0].weight] else None
         if update is None:
             update = stack.layout.fill(updates, self.dtype)
-        if not isinstance(lr, Mapping):
-            return Direction(direction, gradient, update, lr, stack.layer_of_pair, stack.scaled_together)
+        rate = lr if not isinstance(lr, Mapping) else self._rate(stack, lr, vectors)
+        return Direction(direction, gradient, update, rate, stack.layer_of_pair, stack.scaled_together, steepest)
+
+    def _rate(self, stack: Stack, lr: Mapping[nn.Parameter, Lr], vectors: Mapping[nn.Parameter, Tensor]) -> Lr:
+        """The learning rate of a stack; where weights and biases have different ones a tensor of the stack's shape."""
         moved = [p for layer in stack.layers for p in layer.parameters if p in vectors]
         rate = common_rate([lr[p] for p in moved])
         if rate is None:
-            rate = stack.layout.fill({p: torch.ones_like(vectors[p]) * lr[p] for p in moved}, self.dtype)
-        return Direction(direction, gradient, update, rate, stack.layer_of_pair, stack.scaled_together)
+            return stack.layout.fill({p: torch.ones_like(vectors[p]) * lr[p] for p in moved}, self.dtype)
+        return rate
 
     def _send_directions(
         self, blocks: Sequence[Block], stacks: Sequence[Stack], directions: Sequence[Direction], comm: Communicator
@@ -302,85 +249,22 @@ def _gathered(
     return {**whole, **own}, {**of_updates, **(own if alike else exchange.gather(updates))}, exchange
 
 
-# Stacks --------------------------------------------------------------------------------------------------------------
+# Parts of a direction -----------------------------------------------------------------------------------------------
 
 
-def _stacks_of(blocks: Sequence[Block], damping: Damping) -> list[Stack]:
-    """Layers of one shape together; their decompositions move into the stack and become views of it.
-
-    All ranks make the same stacks, whatever they hold, or their sums would differ in the last bits.
-    """
-
-    def kind(block: Block) -> tuple[Any, ...]:
-        layer = block.layer
-        shape = (layer.d_out, layer.d_in, layer.diagonal, layer.blocks, layer.joint, layer.weight.device)
-        return (*shape, block.workers.gradient_workers)
-
-    def size(block: Block) -> int:
-        layer = block.layer
-        return layer.pairs * layer.d_out * layer.d_in + sum(math.prod(spec.shape) for spec in block.specs)
-
-    limit = _STACK_NUMEL["cpu" if all(b.layer.weight.device.type == "cpu" for b in blocks) else "accelerator"]
-    return [stack_of(group, damping) for group in grouped_by_key(blocks, kind, size, limit)]
-
-
-def stack_of(blocks: list[Block], damping: Damping) -> Stack:
-    """Stacks blocks of one shape. Side effect: their decompositions become views of the stack."""
-    layer_of_pair = _layer_of_pair(blocks) if blocks[0].layer.joint else None
-    damping_unit = _cat([block.damping_unit(damping) for block in blocks])
-    decomposed = [block.decomposed for block in blocks if block.decomposed is not None]
-    if not decomposed:
-        return Stack(blocks, None, damping_unit, layer_of_pair)
-    whole = [tuple(_cat(parts) for parts in zip(*side, strict=True)) for side in zip(*decomposed, strict=True)]
-    stack = Stack(blocks, (whole[0], whole[1]), damping_unit, layer_of_pair)
-    sizes = ([block.specs[side].matrices for block in blocks] for side in range(2))
-    views = [zip(*(part.split(n) for part in side), strict=True) for side, n in zip(whole, sizes, strict=True)]
-    for block, in_a, in_g in zip(blocks, *views, strict=True):
-        block.share_storage((in_a, in_g))
-    return stack
-
-
-def _made_of(known: Sequence[Block], damping: Damping) -> Any:
-    """What stacks of these blocks depend on: the kind of damping, and versions of the decompositions."""
-    return kind_of(damping), [(block, block.version) for block in known]
-
-
-def _with_vectors(stack: Stack, vectors: Mapping[nn.Parameter, Tensor], damping: Damping) -> list[Stack]:
-    """The stack if all of its layers have a vector in this step, else those that have one, each on its own."""
-    present = [block for block in stack.blocks if block.layer.weight in vectors]
-    return [stack] if len(present) == len(stack.blocks) else [stack.single(block, damping) for block in present]
+def _steepest(stacks: Sequence[Stack], gammas: Sequence[Tensor], damping: Damping) -> Sequence[Tensor] | Sequence[None]:
+    """The largest eigenvalue plus gamma of each stack's pairs, ``[p]``, where it is known."""
+    if not stacks or not isinstance(damping, OfLargest):
+        return [None] * len(stacks)
+    return torch._foreach_add([stack.damping_unit for stack in stacks], list(gammas))
 
 
 def _note_cosines(stack: Stack, d: Direction) -> None:
     if all(block.cosine is not None for block in stack.blocks):
         return
-    found = cosines(d.gradient, d.direction, _layer_of_pair(stack.blocks), len(stack.blocks))
+    found = cosines(d.gradient, d.direction, layer_of_pair(stack.blocks), len(stack.blocks))
     for block, value in zip(stack.blocks, found.unbind(), strict=True):
         block.note_cosine(value)
-
-
-def _layer_of_pair(blocks: Sequence[Block]) -> Tensor:
-    """For each pair of some blocks the number of the block that it belongs to, ``[p]``."""
-    pairs = torch.tensor([block.layer.pairs for block in blocks])
-    # Repeated on the CPU: to know the length of the result, torch would wait for a device.
-    return torch.arange(len(blocks)).repeat_interleave(pairs).to(blocks[0].layer.weight.device, non_blocking=True)
-
-
-def _cat(tensors: Sequence[Tensor]) -> Tensor:
-    """One after the other along the first dimension.
-
-    Not copied where they are all that their storage has, as where a batch of factors was decomposed for this stack. A
-    part of a storage would keep the rest of it alive.
-    """
-    first, storage = tensors[0], tensors[0].untyped_storage()
-    starts = accumulate((tensor.numel() for tensor in tensors), initial=0)
-    places = [(tensor.untyped_storage()._cdata, tensor.storage_offset()) for tensor in tensors]
-    adjacent = first.is_contiguous() and all(
-        at == (storage._cdata, start) for at, start in zip(places, starts, strict=False)
-    )
-    if adjacent and sum(tensor.nbytes for tensor in tensors) == storage.nbytes():
-        return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
-    return torch.cat(list(tensors))
 
 
 def common_rate(rates: Sequence[Lr]) -> Lr | None:

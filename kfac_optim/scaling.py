@@ -36,6 +36,9 @@ class Direction:
             pair belongs to, ``[p]``. None where every pair is scaled on its own.
         pairs_per_layer: Likewise how many pairs each layer has, one after the other; empty where every pair is scaled
             on its own.
+        steepest: What eqs. 11-13 divide a component of the steepest curvature by, the largest eigenvalue of ``A (x) G``
+            plus gamma, ``[p]``, divided by what the direction was multiplied by since. None where damping is not
+            relative to that eigenvalue.
         update_norms: What :func:`update_norms` has found, for whoever asks again in this step.
     """
 
@@ -45,11 +48,18 @@ class Direction:
     lr: Tensor | float
     layer_of_pair: Tensor | None = None
     pairs_per_layer: Sequence[int] = ()
+    steepest: Tensor | None = None
     update_norms: list[Tensor] = field(default_factory=list, repr=False)
 
     def times(self, multiplier: Tensor) -> Direction:
         """The same with the direction multiplied, by a 0-dim tensor or ``[p]``."""
-        return replace(self, direction=self.direction * multiplier.reshape(-1, 1, 1))
+        steepest = None if self.steepest is None else _ratio(self.steepest, multiplier)
+        return replace(self, direction=self.direction * multiplier.reshape(-1, 1, 1), steepest=steepest)
+
+    def inner(self, one: Tensor, other: Tensor) -> Tensor:
+        """For each pair the inner product of two matrices over all pairs scaled with it, ``[p]``."""
+        products = (one * other).sum((1, 2))
+        return products if self.layer_of_pair is None else self._over_layers(products)
 
     def norm(self, matrix: Tensor) -> Tensor:
         """For each pair the Frobenius norm of ``matrix [p, d_out, d_in]`` over all pairs scaled with it, ``[p]``."""

@@ -1,4 +1,4 @@
-"""How far a step turns from the base optimizer's own update to the K-FAC direction, learned while training.
+"""How far a step turns to the K-FAC direction, and how much further it goes where it is flat, learned while training.
 
 With the base's own update u and K-FAC's direction k, of the same length::
 
@@ -9,6 +9,19 @@ This is hypergradient descent (Baydin et al. 2018) on one number for the whole m
 gradient, of a batch that had no part in the step, tells whether more of k would have lowered the loss. Where rates are
 too small for curvature to matter the base optimizer's own update wins and trust stays at 0; where they are large,
 steep directions are exhausted by the step, and trust rises to 1. A sign depends on no scale, and costs one dot product.
+
+The learning rate is what the steepest direction bears. In flat ones steps may be longer by as much as these are
+flatter. So besides being turned a step is stretched, where damping is relative to the largest eigenvalue L of a layer's
+``A (x) G``. With the first moment m and the rate c at which the base follows it::
+
+    stretch = c ((L + gamma) (A (x) G + gamma I)^-1 - I) m,    c = <u, m> / <m, m>
+    step   += reach stretch
+
+The stretch has nothing in the steepest direction, and ``L / gamma`` times the base's own step in the flattest. What is
+steep is left to the base, whose rate was chosen for it: a stretch only ever adds to its step. Whether the next gradient
+still points down along the stretch, ``<g', stretch> > 0``, tells whether more of it would have been better; reach then
+rises by a tenth of itself, else it falls, and by much more where that gradient has turned round: a stretch that was far
+too long has met a wall.
 
 A base optimizer without a first moment takes steps on single gradients. K-FAC's direction is then that of an average
 ``m = decay m + (1 - decay) g``, whose decay is learned in the same way: while gradients agree with the average before
@@ -39,7 +52,7 @@ from .distributed import gathered_together, is_sharded, may_be_sharded
 from .scaling import Direction, norms, ratios, update_norms
 from .solvers import grouped_by_key
 
-__all__ = ["Trust", "alignment", "brake", "changes_at", "turns"]
+__all__ = ["Trust", "alignment", "brake", "changes_at", "stretches", "turns"]
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 Pair = tuple[Tensor, Tensor]
@@ -48,12 +61,15 @@ _NOTCHES = 10  # trust moves by a tenth per step, which averages over the noise 
 _LONGEST = 9  # tenths: the average remembers some ten gradients, as the usual momentum of 0.9
 _REMEMBERED = 10  # lengths of updates that their running average remembers
 _SLACK, _POWER = 1.3, 2  # steps are braked where the update is longer than 1.3 times the usual, by that squared
+_LEAST, _FIRST, _MOST = 3e-4, 0.01, 1 / 3  # reach: its bounds, and where it starts
+_GROWTH = 1.1  # of reach per step, or its inverse
+_TURNED, _FALL = 0.3, 30.0  # where the gradient has turned round by more than this share, reach falls by up to that
 _PATIENCE = 4  # while steps do not turn, k is computed in one of so many or more
 _BATCH_NUMEL = 2**25  # on a GPU gradients are copied side by side up to so many numbers, for one dot product
 
 
 class Trust:
-    """The trust in K-FAC's directions, from 0 (the base optimizer's updates) to 1.
+    """The trust in K-FAC's directions, from 0 (the base optimizer's updates) to 1, and the reach of steps in flat ones.
 
     Attributes:
         notches: Trust in tenths.
@@ -61,12 +77,15 @@ class Trust:
         usual: The usual length of the base optimizer's update, per unit of the learning rate and of the gradients in
             its momentum; 0 before the first.
         seen: The number of updates that this is an average of, at most 10.
+        reach: The share of the stretch that is added to a step, from 0.0003 to 1/3.
+        calm: Whether the loss still fell along the last stretch.
         brake: That of the last step in which k was computed, in (0, 1]; 1: it was as long as the base's.
     """
 
     def __init__(self) -> None:
         self.notches = self.memory = self.seen = 0
-        self.usual, self.brake = 0.0, 1.0
+        self.usual, self.brake, self.reach = 0.0, 1.0, _FIRST
+        self.calm = True
 
     @property
     def value(self) -> float:
@@ -78,30 +97,48 @@ class Trust:
         """The decay of averaged gradients, in [0, 0.9]."""
         return self.memory / 10
 
-    def is_measured(self, step: int) -> bool:
-        """Whether k is computed at this step: always where steps turn, else now and then, to see if they should.
+    def is_measured(self, step: int, reach: float) -> bool:
+        """Whether k is computed at this step: always where steps change, else now and then, to see if they should.
 
         That is every fourth step at first, and later every 8th, 16th and so on, between 1/32 and 1/16 of the steps
         so far apart. In between a step is the base optimizer's own and costs no more.
         """
-        return self.notches > 0 or step % max(_PATIENCE, 2 ** max(0, step.bit_length() - 5)) == 0
+        return self._changes(reach) or step % max(_PATIENCE, 2 ** max(0, step.bit_length() - 5)) == 0
 
-    def repeats(self, step: int) -> bool:
+    def repeats(self, step: int, reach: float) -> bool:
         """Whether this step changes the base's update as the step before did, if that is known.
 
         First moments hardly differ between two steps, and neither does what K-FAC makes of them. So k is computed in
-        every third step; while trust is 1, in every fourth, as there is nothing to learn that could move it further.
+        every second step; while trust is 1, in every fourth, as there is nothing to learn that could move it further.
+        Where the last stretch was too long it is computed anew: at the edge of stability directions of the step before
+        are what fails.
         """
-        return self.notches > 0 and step % (4 if self.notches == _NOTCHES else 3) != 0
+        return self._changes(reach) and self.calm and step % (4 if self.notches == _NOTCHES else 2) != 0
 
-    def learn(self, turn: float = 0.0, average: float = 0.0, length: float = 0.0) -> None:
+    def _changes(self, reach: float) -> bool:
+        """Whether steps differ from the base optimizer's own; ``reach``: 0 where they are not stretched."""
+        return self.notches > 0 or reach > _LEAST
+
+    def learn(
+        self,
+        turn: float = 0.0,
+        average: float = 0.0,
+        length: float = 0.0,
+        stretch: float = 0.0,
+        descent: float = 0.0,
+    ) -> None:
         """Moves a tenth towards K-FAC's directions if the gradients say so, else a tenth towards the base's updates.
 
         Args:
             turn: The alignment of the gradients with the last k - u. 0 (the rate was 0, say) tells nothing.
             average: That with the average of those before them, by which its decay moves likewise.
             length: The length of the base's update in the step before, if it was turned.
+            stretch: The alignment of the gradients with the last stretch, by which reach grows or shrinks.
+            descent: The alignment of the moment that it was made of with it, > 0.
         """
+        if descent > 0:
+            self.calm = stretch > 0
+            self.reach = _reached(self.reach, stretch / descent)
         self.notches = _moved(self.notches, turn, _NOTCHES)
         self.memory = _moved(self.memory, average, _LONGEST)
         if 0 < length < math.inf:
@@ -111,12 +148,14 @@ class Trust:
 
     def counters(self) -> dict[str, float]:
         """Its part of the saved counters."""
-        return {"trust": self.notches, "memory": self.memory, "usual_length": self.usual, "lengths": self.seen}
+        known = {"trust": self.notches, "memory": self.memory, "usual_length": self.usual, "lengths": self.seen}
+        return {**known, "reach": self.reach, "calm": int(self.calm)}
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""
         self.notches, self.memory, self.seen = (int(counters.get(name, 0)) for name in ("trust", "memory", "lengths"))
         self.usual, self.brake = float(counters.get("usual_length", 0.0)), 1.0
+        self.reach, self.calm = float(counters.get("reach", _FIRST)), bool(counters.get("calm", 1))
 
 
 def _moved(notches: int, alignment: float, most: int) -> int:
@@ -124,6 +163,14 @@ def _moved(notches: int, alignment: float, most: int) -> int:
     if alignment == 0:
         return notches
     return min(most, notches + 1) if alignment > 0 else max(0, notches - 1)
+
+
+def _reached(reach: float, slope: float) -> float:
+    """The next reach; ``slope``: that of the loss along the last stretch, beside the one before the step."""
+    if slope > 0:
+        return min(_MOST, reach * _GROWTH)
+    fall = max(1.0, min((slope / _TURNED) ** 2, _FALL / _GROWTH)) if math.isfinite(slope) else _FALL / _GROWTH
+    return max(_LEAST, reach / (_GROWTH * fall))
 
 
 def alignment(parameters: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> Tensor:
@@ -154,6 +201,21 @@ def turns(directions: Sequence[Direction]) -> Tensors:
     if not directions:
         return []
     return torch._foreach_sub([d.direction for d in directions], [d.update for d in directions])
+
+
+def stretches(directions: Sequence[Direction]) -> Tensors:
+    """The stretch of each stack of layers, ``[p, d_out, d_in]``; none where damping is relative to something else."""
+    found: list[Tensor] = []
+    for d in directions:
+        if d.steepest is None:
+            return []
+        stretch = d.direction * d.steepest.reshape(-1, 1, 1)
+        stretch -= d.gradient
+        if d.update is not d.gradient:
+            (rate,) = ratios([d.inner(d.update, d.gradient)], [d.inner(d.gradient, d.gradient)])
+            stretch *= rate.clamp_(min=0).reshape(-1, 1, 1)
+        found.append(stretch)
+    return found
 
 
 def brake(length: Tensor, usual: float) -> Tensor | float | None:

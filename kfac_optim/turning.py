@@ -24,14 +24,17 @@ from .bases import (
 )
 from .engine import CurvatureEngine
 from .preconditioning import Lr
-from .trust import alignment, brake, changes_at, turns
+from .trust import alignment, brake, changes_at, stretches, turns
 
-__all__ = ["CHANGE", "LENGTH", "TURN", "forget", "lessons_of", "take_turned_step"]
+__all__ = ["CHANGE", "DESCENT", "LENGTH", "STRETCH", "TURN", "forget", "lessons_of", "take_turned_step"]
 
 # Keys in the state of a parameter, of the step that last computed directions: K-FAC's direction less the base's update,
 # which the next gradients judge; and what the base's update was changed by, which the next step may repeat. In the
-# state of one of them: the length of the whole update, which the next step takes into the usual one.
+# state of one of them: the length of the whole update, which the next step takes into the usual one. Likewise the
+# stretch, and in the state of one the alignment of the moments with it.
 TURN, CHANGE, LENGTH = "kfac_turn", "kfac_change", "kfac_length"
+STRETCH, DESCENT = "kfac_stretch", "kfac_descent"
+_OF_STEP = (TURN, CHANGE, LENGTH, STRETCH, DESCENT)
 
 
 def take_turned_step(
@@ -61,7 +64,7 @@ def take_turned_step(
     else:
         forget(optimizer, MOMENT)
     if not changes:
-        forget(optimizer, TURN, CHANGE, LENGTH)
+        forget(optimizer, *_OF_STEP)
     if not computes:
         _subtract(optimizer, changes)
         engine.skip_directions()
@@ -72,18 +75,25 @@ def take_turned_step(
     if directions.are_none:
         return
     of_stacks = directions.scaled
-    whole = directions.laid_out(turns(of_stacks)) if engine.learns_trust or trust == 1 else {}
-    length = update_length(optimizer, base.updates) if engine.learns_trust else None
-    if trust > 0:
-        braked = None if length is None else brake(length, engine.usual_length)
-        plain = trust == 1 and braked is None
-        changes = whole if plain else directions.laid_out(changes_at(of_stacks, trust, braked))
-        _subtract(optimizer, changes)
-    if engine.learns_trust:
-        _remember(optimizer, whole, changes)
-    if length is not None:
-        first = next(iter(base.updates))
-        optimizer.state[first][LENGTH] = length.to(first.dtype)  # as torch's load_state_dict() would round it
+    if not engine.learns_trust:
+        matrices = turns(of_stacks) if trust == 1 else changes_at(of_stacks, trust)
+        _subtract(optimizer, directions.laid_out(matrices) if trust > 0 else {})
+        return
+    length = update_length(optimizer, base.updates)
+    braked = None if length is None else brake(length, engine.usual_length)
+    stretched = stretches(of_stacks) if engine.stretches else []
+    changes = directions.laid_out(changes_at(of_stacks, trust, braked)) if trust > 0 else {}
+    _subtract(optimizer, changes)
+    judged, numbers = {TURN: directions.laid_out(turns(of_stacks))}, {} if length is None else {LENGTH: length}
+    if engine.stretches:
+        judged[STRETCH] = directions.laid_out(stretched)
+        numbers[DESCENT] = _aligned(optimizer, base.moments, judged[STRETCH])
+        reach = engine.reach if braked is None else engine.reach * braked
+        _subtract(optimizer, {p: stretch * reach for p, stretch in judged[STRETCH].items()})
+    _remember(optimizer, judged, changes)
+    first = next(iter(base.updates))
+    for key, number in numbers.items():
+        optimizer.state[first][key] = number.to(first.dtype)  # as torch's load_state_dict() would round it
 
 
 def lessons_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter, Tensor]) -> dict[str, Tensor]:
@@ -91,20 +101,35 @@ def lessons_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter
 
     That is how far the gradients agree with the last ``turn`` from the base's updates to K-FAC's directions, where one
     was computed lately, and with the ``average`` of the gradients before them, where one is kept; and the ``length`` of
-    the base's update, which is taken from the state: it is learned once.
+    the base's update, which is taken from the state: it is learned once. Of the last ``stretch`` likewise, and its
+    alignment with the moments that it was made of, the ``descent`` along it.
     """
     turns: list[tuple[Tensor, Tensor, Lr]] = []
+    stretches: list[tuple[Tensor, Tensor, Lr]] = []
     averages: list[tuple[Tensor, Tensor, Lr]] = []
     lengths: list[Tensor] = []
+    descents: list[Tensor] = []
     for group in optimizer.param_groups:
         states = ((gradients.get(p), optimizer.state.get(p, {})) for p in group["params"])
         known = [(g, state) for g, state in states if g is not None]
         lr = -group["lr"] if group.get("maximize") else group.get("lr", 1.0)
         turns += [(g, state[TURN], lr) for g, state in known if TURN in state]
+        stretches += [(g, state[STRETCH], lr) for g, state in known if STRETCH in state]
         averages += [(g, state[MOMENT], 1.0) for g, state in known if MOMENT in state]
         lengths += [state.pop(LENGTH) for _, state in known if LENGTH in state]
-    lessons = {name: alignment(pairs) for name, pairs in (("turn", turns), ("average", averages)) if pairs}
-    return {**lessons, "length": lengths[0]} if lengths else lessons
+        descents += [state[DESCENT] for _, state in known if DESCENT in state]
+    compared = {"turn": turns, "average": averages, "stretch": stretches}
+    lessons = {name: alignment(pairs) for name, pairs in compared.items() if pairs}
+    numbers = {"length": lengths, "descent": descents}
+    return {**lessons, **{name: found[0] for name, found in numbers.items() if found}}
+
+
+def _aligned(
+    optimizer: torch.optim.Optimizer, moments: Mapping[nn.Parameter, Tensor], stretch: Mapping[nn.Parameter, Tensor]
+) -> Tensor:
+    """``lr <m, stretch>``, summed over all parameters, 0-dim (a collective where they are sharded)."""
+    rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    return alignment([(moments[p], along, rates[p]) for p, along in stretch.items()])
 
 
 def _subtract(optimizer: torch.optim.Optimizer, changes: Mapping[nn.Parameter, Tensor]) -> None:
@@ -114,21 +139,23 @@ def _subtract(optimizer: torch.optim.Optimizer, changes: Mapping[nn.Parameter, T
 
 
 def _remember(
-    optimizer: torch.optim.Optimizer, turns: Mapping[nn.Parameter, Tensor], changes: Mapping[nn.Parameter, Tensor]
+    optimizer: torch.optim.Optimizer,
+    judged: Mapping[str, Mapping[nn.Parameter, Tensor]],
+    changes: Mapping[nn.Parameter, Tensor],
 ) -> None:
-    """Notes turns and changes of this step; at a rate of 0 nothing has moved, and they may be of an update of 0."""
+    """Notes what is judged and changes of this step; at a rate of 0 nothing has moved, and they may be of no update."""
     for group in optimizer.param_groups:
         moves = isinstance(group["lr"], Tensor) or group["lr"] != 0
-        for p in [p for p in group["params"] if p in turns and moves]:
+        for p in [p for p in group["params"] if p in judged[TURN] and moves]:
             state = optimizer.state[p]
-            state[TURN] = turns[p].to(p.dtype)
+            state.update((key, of_key[p].to(p.dtype)) for key, of_key in judged.items())
             if changes and has_first_moment(group, state):
-                state[CHANGE] = state[TURN] if changes is turns else changes[p].to(p.dtype)
+                state[CHANGE] = changes[p].to(p.dtype)
 
 
 def forget(optimizer: torch.optim.Optimizer, *keys: str) -> None:
     """Drops what earlier steps have noted, all of it by default."""
-    keys = keys or (TURN, CHANGE, LENGTH, MOMENT)
+    keys = keys or (*_OF_STEP, MOMENT)
     for p, state in list(optimizer.state.items()):
         noted = [key for key in keys if key in state]
         for key in noted:
@@ -140,17 +167,23 @@ def forget(optimizer: torch.optim.Optimizer, *keys: str) -> None:
 def _changes_to_repeat(
     optimizer: torch.optim.Optimizer, engine: CurvatureEngine, covered: Mapping[nn.Parameter, None]
 ) -> dict[nn.Parameter, Tensor]:
-    """The changes of the last step, where this one repeats them; else nothing.
+    """The changes of the last step, where this one repeats them, with the stretch as far as reach goes now.
 
-    Where the base class keeps no first moment updates differ from step to step, and nothing is repeated.
+    Nothing where one parameter has none to repeat, as where the base class keeps no first moment: there updates differ
+    from step to step.
     """
     if not engine.repeats_turn(engine.step_count):
         return {}
     changes: dict[nn.Parameter, Tensor] = {}
-    for p in covered:
-        state = optimizer.state.get(p, {})
-        if TURN in state:
-            if CHANGE not in state:
+    for group in optimizer.param_groups:
+        for p in [p for p in group["params"] if p in covered]:
+            state = optimizer.state.get(p, {})
+            if TURN not in state:
+                continue
+            if not has_first_moment(group, state):
                 return {}
-            changes[p] = state[CHANGE]
+            parts = [state[CHANGE]] if CHANGE in state else []
+            parts += [state[STRETCH] * engine.reach] if STRETCH in state and engine.reach else []
+            if parts:
+                changes[p] = parts[0] if len(parts) == 1 else parts[1].add_(parts[0])
     return changes

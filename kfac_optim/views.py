@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .blocks import Block
-from .damping import as_damping, value_of
+from .damping import OfLargest, as_damping, value_of
 from .diagnostics import Row, StageTimes, count, human_bytes, memory_of, report_of, row_of, table, total, workers_of
 from .distributed import Assignment, LocalCommunicator
 from .layers import KroneckerLayer
@@ -52,17 +52,27 @@ class ViewedEngine(StatefulEngine):
         return self._trust.usual
 
     @property
+    def reach(self) -> float:
+        """The share of the stretch along flat directions that is added to a step, learned (:mod:`kfac_optim.trust`)."""
+        return self._trust.reach if self.stretches else 0.0
+
+    @property
+    def stretches(self) -> bool:
+        """Whether steps are stretched along flat directions."""
+        return self.learns_trust and isinstance(self.damping, OfLargest)
+
+    @property
     def learns_trust(self) -> bool:
         """Whether trust is learned."""
         return self._turns and getattr(self.scaling, "trust", 1.0) is None
 
     def computes_directions(self, step: int) -> bool:
         """Whether K-FAC's directions are computed at this step; else the base optimizer's own step is all."""
-        return self._trust.is_measured(step) if self.learns_trust else self.trust > 0
+        return self._trust.is_measured(step, self.reach) if self.learns_trust else self.trust > 0
 
     def repeats_turn(self, step: int) -> bool:
         """Whether this step may be turned by what the last one was turned by."""
-        return self.learns_trust and self._trust.repeats(step)
+        return self.learns_trust and self._trust.repeats(step, self.reach)
 
     @property
     def _turns(self) -> bool:
@@ -116,7 +126,8 @@ class ViewedEngine(StatefulEngine):
         Returns:
             ``step``, ``trust`` (how far the coming step turns from the base optimizer's own update to K-FAC's
             direction, 0 to 1; see :mod:`kfac_optim.trust`), ``brake`` (what K-FAC's direction was shortened
-            by in the last such step, 1: nothing), ``skipped_steps`` (gradients not finite),
+            by in the last such step, 1: nothing), ``reach`` (the share of the stretch along flat directions that a step
+            gets, 0.0003 to 1/3; 0: steps are not stretched), ``skipped_steps`` (gradients not finite),
             ``skipped_batches`` (statistics not finite),
             ``failed_decompositions``, ``staleness`` (steps since the factors in use were frozen, None before the first
             refresh), ``traffic`` (by kind, bytes ``sent`` and ``received`` by this rank per step: "counts", "factors",
@@ -134,6 +145,7 @@ class ViewedEngine(StatefulEngine):
             "step": self.step_count,
             "trust": self.trust,
             "brake": self._trust.brake,
+            "reach": self.reach,
             "skipped_steps": self.skipped_steps,
             "skipped_batches": self.skipped_batches,
             "failed_decompositions": self.failed_decompositions,
@@ -184,4 +196,6 @@ class ViewedEngine(StatefulEngine):
                 f"\na refresh is as much work as {self._refresher.pace.work} steps: one in {interval} steps{first}"
             )
         title = f"Curvature after {self.step_count} steps"
-        return table(rows, f"{title}, trust {self.trust:.1f}" if self.learns_trust else title, footer)
+        title += f", trust {self.trust:.1f}" if self.learns_trust else ""
+        title += f", reach {self.reach:.2g}" if self.stretches else ""
+        return table(rows, title, footer)

@@ -22,7 +22,7 @@ SOLVERS: dict[str, Any] = {"eigen": "eigen", "inverse": "inverse", "eigen-exact"
 
 
 class Held(Trust):
-    """Trust that stays where it is, at the cost of one that is learned.
+    """Trust that stays where it is, at the cost of one that is learned; at 0 steps are not stretched either.
 
     Args:
         value: The trust, in [0, 1].
@@ -30,9 +30,16 @@ class Held(Trust):
 
     def __init__(self, value: float) -> None:
         super().__init__()
-        self.load({"trust": round(10 * value)})
+        self.load({"trust": round(10 * value), **({} if value else {"reach": 0.0})})
 
-    def learn(self, turn: float = 0.0, average: float = 0.0, length: float = 0.0) -> None:
+    def learn(
+        self,
+        turn: float = 0.0,
+        average: float = 0.0,
+        length: float = 0.0,
+        stretch: float = 0.0,
+        descent: float = 0.0,
+    ) -> None:
         """Learn nothing."""
 
 
@@ -104,7 +111,7 @@ def defaults(optimizer: str) -> list[Contender]:
     """Return the base of a K-FAC optimizer, what the package does by itself, and that where it is dearest.
 
     On noise trust stays near 0, where most steps are the base optimizer's own; and refreshes that take long wait. In
-    the last row trust is held at 0.5, so that every third step computes directions, and no refresh waits.
+    the last row trust is held at 0.5, so that every second step computes directions, and no refresh waits.
     """
     options = {"inv_update_steps": "growing:0.5:10"}
     dearest = Contender(f"{optimizer} defaults, trust 0.5, no waits", optimizer, options, trust=0.5)

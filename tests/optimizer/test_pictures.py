@@ -334,7 +334,16 @@ def test_flat_names_and_values() -> None:
                 assert flat.pop(f"kfac/{name}/{side}/{number}") == row[side][number]
         for number in ("damping", "condition", "cosine"):
             assert flat.pop(f"kfac/{name}/{number}") == row[number]
-    counts = ("step", "trust", "brake", "staleness", "skipped_steps", "skipped_batches", "failed_decompositions")
+    counts = (
+        "step",
+        "trust",
+        "brake",
+        "reach",
+        "staleness",
+        "skipped_steps",
+        "skipped_batches",
+        "failed_decompositions",
+    )
     assert flat == {f"kfac/{name}": float(report[name]) for name in counts}
     assert all(type(value) is float for value in flat.values())
     memory = diagnostics.flatten(engine.memory_estimate(), "memory")
