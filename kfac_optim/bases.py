@@ -1,10 +1,12 @@
 """What the base class's own step did: its first moment, the length of its update, and its weight decay, apart.
 
 By default the base class runs as it is, on raw gradients and with its own state. Then each preconditioned layer's part
-of the update is turned towards the preconditioned first moment, as far as trust goes, and keeps its length::
+of the update is turned towards the preconditioned first moment, as far as trust goes, at its own length; then it is
+stretched (:mod:`~kfac_optim.trust`)::
 
     base:        w <- w - D - lr u,                     D: weight decay, u: the rest of the update
     at trust 1:  w <- w - D - lr |u| P m / |P m|        m: the first moment, P: eqs. 8-13; |.|: of a pair (``Graft``)
+    stretched:   w <- w - reach lr c ((L + gamma) P m - m), besides; L: the largest eigenvalue, c = <u, m> / <m, m>
 
 Weight decay is neither preconditioned nor does it count for the length. Bases that add it to the gradient ("coupled")
 have it in their first moment as well; there it is ``c D'``, with ``D'`` the decay of one gradient and ``c`` the weight

@@ -1,9 +1,10 @@
 """``KFACSGD``, ``KFACAdam``, ``KFACAdamW``, ``KFACLAMB``: torch's optimizers with K-FAC, over one mixin.
 
 A step of any of them: the base class's own step on ``.grad``; then the preconditioned layers' part of it is turned
-towards the preconditioned first moment, as far as trust goes, and keeps its length (:mod:`~kfac_optim.bases`). Or, as
-in the paper: ``.grad`` is turned into directions, the base class's own update runs on them, ``.grad`` is put back. What
-the base class does (momentum, moments, weight decay, trust ratio, foreach and fused kernels) it goes on doing.
+towards the preconditioned first moment, as far as trust goes, and made longer along flat directions, as far as reach
+goes (:mod:`~kfac_optim.turning`, :mod:`~kfac_optim.trust`). Or, as in the paper: ``.grad`` is turned into directions,
+the base class's own update runs on them, ``.grad`` is put back. What the base class does (momentum, moments, weight
+decay, trust ratio, foreach and fused kernels) it goes on doing.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ class KFACMixin(_Optimizer):
         precondition: "momentum" (default): the base class steps on the raw gradients; then the update of each layer is
             turned towards the direction of its preconditioned first moment (momentum buffer, ``exp_avg``; where the
             base class keeps none an average of the gradients while trust is learned, else the gradient). With
-            ``scaling="graft"`` (default) it stays as long as it was, so that ``lr`` means what it means there, and
-            turns as far as trust goes, which is learned (:mod:`kfac_optim.trust`). Weight decay is as strong as in the
+            ``scaling="graft"`` (default) it turns as far as trust goes and stays as long as it was, so that ``lr``
+            means what it means there; along directions flatter than the steepest it is then made longer, as far as
+            reach goes. Both are learned (:mod:`kfac_optim.trust`). Weight decay is as strong as in the
             base class and not preconditioned (where a class of other origin adds it to the gradient, it is).
             "gradient", as in the paper: gradients are preconditioned, and the base class steps on them.
         **options: The base class's keywords, and those of :class:`~kfac_optim.CurvatureEngine`, documented there; some

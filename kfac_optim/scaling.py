@@ -230,17 +230,23 @@ class Graft:
     Args:
         trust: How far the step turns from the base's own update to K-FAC's direction, in [0, 1]; 1: all the way. None
             (default): learned while training, from 0 on (:mod:`kfac_optim.trust`).
+        stretch: Whether steps are also stretched along flat directions, where trust is learned and damping is relative
+            to the largest eigenvalue; steps are then longer than the base optimizer's own. Default True.
 
     Raises:
         ValueError: If trust is out of range.
+        TypeError: If stretch is no bool.
     """
 
     trust: float | None = None
+    stretch: bool = True
     by_layer: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.trust is not None and not 0 <= self.trust <= 1:
             raise ValueError(f"Graft(trust={self.trust!r}): must be in [0, 1], or None to learn it")
+        if not isinstance(self.stretch, bool):
+            raise TypeError(f"Graft(stretch={self.stretch!r}): must be True or False")
 
     def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
         """See :class:`Scaling`."""

@@ -59,7 +59,8 @@ class ViewedEngine(StatefulEngine):
     @property
     def stretches(self) -> bool:
         """Whether steps are stretched along flat directions."""
-        return self.learns_trust and isinstance(self.damping, OfLargest)
+        wanted = getattr(self.scaling, "stretch", False) and isinstance(self.damping, OfLargest)
+        return self.learns_trust and wanted
 
     @property
     def learns_trust(self) -> bool:

@@ -126,6 +126,11 @@ def test_steps_go_further_where_it_is_flat(kfac: Any, base: Any, how: dict[str, 
     assert f"reach {seen[-1]:.2g}" in repr(optimizer.curvature)
 
 
+def test_stretch_is_a_switch() -> None:
+    with pytest.raises(TypeError, match=r"Graft\(stretch=0.5\): must be True or False"):
+        Graft(stretch=0.5)  # type: ignore[arg-type]
+
+
 def test_reach_falls_by_as_much_as_the_gradient_has_turned_round() -> None:
     for slope, expected in [(0.5, 1.1), (1e-9, 1.1), (-0.1, 1 / 1.1), (-0.3, 1 / 1.1), (-0.6, 1 / 4.4), (-9.0, 1 / 30)]:
         learned = Trust()
@@ -145,8 +150,11 @@ def test_a_stretch_of_nothing_teaches_nothing() -> None:
     assert (learned.reach, learned.calm) == (0.01, True)
 
 
-@pytest.mark.parametrize("how", [{"damping": OfMean(0.1)}, {"damping": 0.1}, {"scaling": Graft(trust=0.0)}])
-def test_other_dampings_and_a_given_trust_are_not_stretched(how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [{"damping": OfMean(0.1)}, {"damping": 0.1}, {"scaling": Graft(trust=0.0)}, {"scaling": Graft(stretch=False)}],
+)
+def test_who_is_not_stretched(how: dict[str, Any]) -> None:
     model = net()
     optimizer = KFACSGD(model, **options(0.1, momentum=0.9, **how))
     backward(model, data(), loss)
