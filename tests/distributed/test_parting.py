@@ -77,7 +77,7 @@ def test_damping_as_a_function_shows_its_value_at_the_step() -> None:
     ("what", "text"),
     [
         ("kind", "damping is 0.1 on rank 0, ('OfMean', 0.1) on rank 1"),
-        ("scaling", "scaling is ('Graft', None) on rank 0, ('KLClip', 0.5) on rank 1"),
+        ("scaling", "scaling is ('Graft', None, True) on rank 0, ('KLClip', 0.5) on rank 1"),
         ("decay", "factor_decay is 0.95 on rank 0, 0.5 on rank 1"),
     ],
 )

@@ -342,11 +342,13 @@ def test_estimated_memory_is_what_is_then_held(options: str) -> None:
         optimizer.zero_grad()
         model(torch.randn(4, 3, 5, 5, dtype=torch.float32)).square().mean().backward()
         optimizer.step()
-    # The estimates leave out the weights of averages, and of each pair gamma and its largest eigenvalues.
+    # The estimates leave out the weights of averages and the cosine of each layer, gamma, the unit of damping and the
+    # two largest eigenvalues of each pair, and of channels the layer that they belong to.
     layers = optimizer.curvature.layers
     weights, gammas = 4 * 8 * len(layers), 4 * sum(layer.pairs for layer in layers)
+    cosines, channels = 4 * len(layers), 8 * model.bn.num_features
     held = reachable_bytes(optimizer.curvature)
-    assert held == pytest.approx(ahead["total"] + weights + 3 * gammas, rel=WITHIN)
+    assert held == pytest.approx(ahead["total"] + weights + cosines + 4 * gammas + channels, rel=WITHIN)
     assert ahead["total"] == ahead["factors"] + ahead["snapshots"] + ahead["decompositions"] + ahead["refresh"]
     assert bool(ahead["refresh"]) == (options in ("spread", "default interval"))
 
