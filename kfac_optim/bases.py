@@ -40,6 +40,8 @@ __all__ = [
     "gradient_weight_tracked",
     "has_first_moment",
     "keep_first_moments",
+    "multiplied",
+    "of_one_kind",
     "subtract_",
     "update_length",
     "weights_before",
@@ -84,7 +86,7 @@ def base_step(
     parts = BaseStep()
     for group in optimizer.param_groups:
         present = [p for p in group["params"] if p in before]
-        for alike in _of_one_type(present):
+        for alike in of_one_kind(present):
             _take_apart(optimizer, group, alike, [gradients[p] for p in alike], [before[p] for p in alike], parts)
     return parts
 
@@ -160,7 +162,7 @@ def keep_first_moments(
                 state.pop(MOMENT, None)  # a scheduler has given the base class one
                 continue
             without.append(p)
-        for alike in _of_one_type(without):
+        for alike in of_one_kind(without):
             # New tensors: torch's load_state_dict() makes two optimizers share those of a state that is not copied.
             known = [(p, optimizer.state[p].get(MOMENT)) for p in alike]
             last = [torch.zeros_like(p) if moment is None else moment for p, moment in known]
@@ -233,7 +235,7 @@ def weights_before(optimizer: torch.optim.Optimizer, params: Collection[nn.Param
         if isinstance(optimizer, torch.optim.SGD) and not group["weight_decay"]:
             before.update((p, p) for p in present)
             continue
-        for alike in _of_one_type(present):
+        for alike in of_one_kind(present):
             before.update(zip(alike, torch._foreach_mul(tuple(alike), 1.0), strict=True))
     return before
 
@@ -278,12 +280,22 @@ def gradient_weight_tracked(optimizer: torch.optim.Optimizer, params: Collection
         optimizer.state[p]["gradient_weight"] = weight
 
 
-def _of_one_type(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+def of_one_kind(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Parameters by the type of their tensors: multi-tensor operations take no mixture."""
     found: dict[type, list[nn.Parameter]] = {}
     for p in params:
         found.setdefault(type(p), []).append(p)
     return list(found.values())
+
+
+def multiplied(vectors: Mapping[nn.Parameter, Tensor], factor: Scale) -> dict[nn.Parameter, Tensor]:
+    """Vectors laid out as their parameters are, times a number or a 0-dim tensor, which may be on another device."""
+    if isinstance(factor, Tensor) and len({vector.device for vector in vectors.values()}) > 1:
+        return {p: vector * factor.to(vector.device) for p, vector in vectors.items()}
+    found: dict[nn.Parameter, Tensor] = {}
+    for alike in of_one_kind(vectors):
+        found.update(zip(alike, torch._foreach_mul([vectors[p] for p in alike], factor), strict=True))
+    return found
 
 
 def _scaled(tensors: Sequence[Tensor], scales: Sequence[Scale]) -> Tensors:

@@ -18,6 +18,8 @@ from .bases import (
     gradient_weight_tracked,
     has_first_moment,
     keep_first_moments,
+    multiplied,
+    of_one_kind,
     subtract_,
     update_length,
     weights_before,
@@ -89,7 +91,7 @@ def take_turned_step(
         judged[STRETCH] = directions.laid_out(stretched)
         numbers[DESCENT] = _aligned(optimizer, base.moments, judged[STRETCH])
         reach = engine.reach if braked is None else engine.reach * braked
-        _subtract(optimizer, {p: stretch * reach for p, stretch in judged[STRETCH].items()})
+        _subtract(optimizer, multiplied(judged[STRETCH], reach))
     _remember(optimizer, judged, changes)
     first = next(iter(base.updates))
     for key, number in numbers.items():
@@ -174,7 +176,7 @@ def _changes_to_repeat(
     """
     if not engine.repeats_turn(engine.step_count):
         return {}
-    changes: dict[nn.Parameter, Tensor] = {}
+    known: dict[nn.Parameter, dict[str, Tensor]] = {}
     for group in optimizer.param_groups:
         for p in [p for p in group["params"] if p in covered]:
             state = optimizer.state.get(p, {})
@@ -182,8 +184,11 @@ def _changes_to_repeat(
                 continue
             if not has_first_moment(group, state):
                 return {}
-            parts = [state[CHANGE]] if CHANGE in state else []
-            parts += [state[STRETCH] * engine.reach] if STRETCH in state and engine.reach else []
-            if parts:
-                changes[p] = parts[0] if len(parts) == 1 else parts[1].add_(parts[0])
-    return changes
+            known[p] = state
+    turned = {p: state[CHANGE] for p, state in known.items() if CHANGE in state}
+    stretched = {p: state[STRETCH] for p, state in known.items() if STRETCH in state and engine.reach}
+    changes = {**turned, **multiplied(stretched, engine.reach)}
+    both = [p for p in stretched if p in turned]
+    for alike in of_one_kind(both):
+        torch._foreach_add_([changes[p] for p in alike], [turned[p] for p in alike])
+    return {p: changes[p] for p in known if p in changes}
