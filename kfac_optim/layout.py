@@ -113,11 +113,16 @@ class Layout:
                     growing[kind] = _Run([p], [index], [len(part)], part.shape[1:], part.stride(), offset)
                     self._runs.append(growing[kind])
 
-    def fill(self, vectors: Mapping[nn.Parameter, Tensor], dtype: torch.dtype) -> Tensor:
-        """The matrices of the parameters' vectors, ``[p, d_out, d_in]``; parameters without one have zeros."""
+    def fill(self, vectors: Mapping[nn.Parameter, Tensor], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """The matrices of the parameters' vectors, ``[p, d_out, d_in]``; parameters without one have zeros.
+
+        ``out``: contiguous matrices of that dtype to fill; None: new ones.
+        """
         complete = all(p in vectors for run in self._runs for p in run.parameters)
         make = torch.empty if complete and not self._unused else torch.zeros
-        whole = make(self.shape, dtype=dtype, device=self.device)
+        whole = make(self.shape, dtype=dtype, device=self.device) if out is None else out
+        if out is not None and make is torch.zeros:
+            whole.zero_()
         for run in self._runs:
             (run.fill if complete else run.fill_in_part)(whole, vectors)
         for layer, pairs in self._computed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
@@ -11,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .beside import SideBySide, launches_count, times
 from .blocks import Block
 from .damping import Damping, OfLargest, value_of
 from .diagnostics import StageTimes, communicating, cosines
 from .directions import Directions, StackedDirection
 from .distributed import Broadcast, Communicator, ShardExchange, are_exchangeable, gathered, may_be_sharded
 from .precision import without_autocast
-from .scaling import Direction, Scaling
-from .solvers import Solver, Truncating
+from .scaling import Direction, Scaling, scaled
+from .solvers import Decomposition, Joining, Joint, Solver, Truncating
 from .stacks import Stack, layer_of_pair, made_of, stacks_of, with_vectors
 from .tiles import precondition
 
@@ -40,6 +42,9 @@ class Preconditioner:
         self.solver, self.dtype, self.stages = solver, torch.promote_types(inv_dtype, torch.float32), stages
         self._stacks: list[Stack] = []
         self._truncating = solver if isinstance(solver, Truncating) else None  # the check takes long for a step
+        self._joining = solver if isinstance(solver, Joining) else None
+        self._beside: SideBySide | None = None
+        self._joint: tuple[list[Any], Joint] | None = None  # the decompositions that it was made of, and what was
         self._made_of: Any = None  # versions of the decompositions that the stacks hold, and the kind of damping
 
     def directions(
@@ -80,9 +85,17 @@ class Preconditioner:
         with self.stages.stage("preconditioning"), without_autocast(device):
             gammas = torch._foreach_mul([stack.damping_unit for stack in stacks], value) if stacks else ()
             steepest = _steepest(stacks, gammas, damping)
+            matrices = self._matrices(stacks, vectors, updates, [gamma.to(self.dtype) for gamma in gammas], value)
             found = [
-                self._direction(stack, vectors, lr, updates, gamma.to(self.dtype), largest)
-                for stack, gamma, largest in zip(stacks, gammas, steepest, strict=True)
+                Direction(
+                    *of_stack,
+                    self._rate(stack, lr, vectors),
+                    stack.layer_of_pair,
+                    stack.scaled_together,
+                    steepest=largest,
+                    beside=self._beside,
+                )
+                for stack, of_stack, largest in zip(stacks, matrices, steepest, strict=True)
             ]
         if any(block.route for block in blocks if block not in exchanged):
             with communicating("gradient", self.stages, comm.world_size):
@@ -92,9 +105,9 @@ class Preconditioner:
                 _note_cosines(stack, d)
             if scaling is not None:
                 multipliers = scaling.multipliers(found, step)
-                found = [d.times(by) for d, by in zip(found, multipliers, strict=True)]
-            scaled = [StackedDirection(stack.layout, vectors, d) for stack, d in zip(stacks, found, strict=True)]
-            return Directions(scaled, self.dtype, exchange)
+                found = scaled(found, multipliers)
+            parts = [StackedDirection(stack.layout, vectors, d) for stack, d in zip(stacks, found, strict=True)]
+            return Directions(parts, self.dtype, exchange)
 
     def _select(self, stacks: Sequence[Stack], value: float) -> None:
         """Selects the parts of the decompositions that matter at a damping of ``value`` units.
@@ -128,6 +141,7 @@ class Preconditioner:
         """The stacks of the blocks that have decompositions, made anew when one of these has changed."""
         current = made_of(known, damping)
         if current != self._made_of:
+            self.clear()
             self._stacks, self._made_of = stacks_of(known, damping), current
         return self._stacks
 
@@ -139,35 +153,76 @@ class Preconditioner:
 
     def clear(self) -> None:
         """Lets go of all decompositions."""
-        self._stacks, self._made_of = [], None
+        self._stacks, self._made_of, self._joint = [], None, None
 
-    def _direction(
+    def _matrices(
+        self,
+        stacks: Sequence[Stack],
+        vectors: Mapping[nn.Parameter, Tensor],
+        updates: Mapping[nn.Parameter, Tensor],
+        gammas: Sequence[Tensor],
+        value: float,
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The preconditioned matrices of each stack (eqs. 8 and 11-13), what was preconditioned, and the updates.
+
+        ``gammas`` is the damping of the stacks' pairs, ``[p]``: so many times what their layers' dampings are multiples
+        of as ``value`` says.
+        """
+        joint = self._joined(stacks)
+        if joint is None or self._beside is None:
+            return [self._of_one(*each, vectors, updates) for each in zip(stacks, gammas, strict=True)]
+        gradients, directions = (self._beside.empty(self.dtype) for _ in range(2))
+        for stack, gradient in zip(stacks, gradients, strict=True):
+            stack.layout.fill(vectors, self.dtype, gradient)
+        joint.precondition(gradients, value, directions)
+        times(directions, torch._foreach_reciprocal(list(gammas)), self._beside, in_place=True)
+        if all(updates[stack.layers[0].weight] is vectors[stack.layers[0].weight] for stack in stacks):
+            return list(zip(directions, gradients, gradients, strict=True))
+        filled = self._beside.empty(self.dtype)
+        for stack, update in zip(stacks, filled, strict=True):
+            stack.layout.fill(updates, self.dtype, update)
+        return list(zip(directions, gradients, filled, strict=True))
+
+    def _joined(self, stacks: Sequence[Stack]) -> Joint | None:
+        """The decompositions of all stacks together, where launches count; then their matrices lie side by side."""
+        tiles = [stack.tiles if stack.relevant is None else stack.relevant[1] for stack in stacks]
+        devices = {stack.layout.device for stack in stacks}
+        if self._joining is None or len(stacks) < 2 or len(devices) > 1 or not launches_count(*devices):
+            self._beside = self._joint = None
+            return None
+        if any(len(of_stack) != 1 or not _are_of(self.dtype, of_stack[0].decomposed) for of_stack in tiles):
+            self._beside = self._joint = None
+            return None
+        shapes = [stack.layout.shape for stack in stacks]
+        if self._beside is None or self._beside.shapes != shapes:
+            self._beside = SideBySide(shapes, *devices)
+        if self._joint is None or not all(map(operator.is_, self._joint[0], tiles)):
+            units = [stack.damping_unit.to(self.dtype) for stack in stacks]
+            self._joint = tiles, self._joining.joint([of_stack[0].decomposed for of_stack in tiles], units)
+        return self._joint[1]
+
+    def _of_one(
         self,
         stack: Stack,
-        vectors: Mapping[nn.Parameter, Tensor],
-        lr: Lr | Mapping[nn.Parameter, Lr],
-        updates: Mapping[nn.Parameter, Tensor],
         gamma: Tensor,
-        steepest: Tensor | None,
-    ) -> Direction:
-        """The preconditioned gradient of a stack (eqs. 8 and 11-13).
-
-        ``gamma`` is the damping of its pairs, ``[p]``, ``steepest`` that of :class:`~kfac_optim.scaling.Direction`.
-        """
+        vectors: Mapping[nn.Parameter, Tensor],
+        updates: Mapping[nn.Parameter, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of one stack."""
         gradient = stack.layout.fill(vectors, self.dtype)
         if stack.decomposed is not None:
             tiles = stack.tiles if stack.relevant is None else stack.relevant[1]
             direction = precondition(self.solver, gradient, tiles, gamma)
         else:  # buffer for the direction that a gradient worker will send
             direction = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-        update = gradient if updates[stack.layers[0].weight] is vectors[stack.layers[0].weight] else None
-        if update is None:
-            update = stack.layout.fill(updates, self.dtype)
-        rate = lr if not isinstance(lr, Mapping) else self._rate(stack, lr, vectors)
-        return Direction(direction, gradient, update, rate, stack.layer_of_pair, stack.scaled_together, steepest)
+        if updates[stack.layers[0].weight] is vectors[stack.layers[0].weight]:
+            return direction, gradient, gradient
+        return direction, gradient, stack.layout.fill(updates, self.dtype)
 
-    def _rate(self, stack: Stack, lr: Mapping[nn.Parameter, Lr], vectors: Mapping[nn.Parameter, Tensor]) -> Lr:
+    def _rate(self, stack: Stack, lr: Lr | Mapping[nn.Parameter, Lr], vectors: Mapping[nn.Parameter, Tensor]) -> Lr:
         """The learning rate of a stack; where weights and biases have different ones a tensor of the stack's shape."""
+        if not isinstance(lr, Mapping):
+            return lr
         moved = [p for layer in stack.layers for p in layer.parameters if p in vectors]
         rate = common_rate([lr[p] for p in moved])
         if rate is None:
@@ -257,6 +312,10 @@ def _steepest(stacks: Sequence[Stack], gammas: Sequence[Tensor], damping: Dampin
     if not stacks or not isinstance(damping, OfLargest):
         return [None] * len(stacks)
     return torch._foreach_add([stack.damping_unit for stack in stacks], list(gammas))
+
+
+def _are_of(dtype: torch.dtype, decomposed: tuple[Decomposition, Decomposition]) -> bool:
+    return all(part.dtype == dtype for side in decomposed for part in side)
 
 
 def _note_cosines(stack: Stack, d: Direction) -> None:

@@ -15,9 +15,21 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from .beside import SideBySide, apart, each, joined, launches_count, times
 from .schedules import Schedule, value_at
 
-__all__ = ["Direction", "Graft", "KLClip", "Scaling", "Unit", "norms", "ratios", "update_norms"]
+__all__ = [
+    "Direction",
+    "Graft",
+    "KLClip",
+    "Scaling",
+    "Unit",
+    "inners",
+    "norms",
+    "ratios",
+    "scaled",
+    "update_norms",
+]
 
 _FEW_PARTS = 64  # up to so many parts of a stack are looked at one by one where launches count
 
@@ -39,6 +51,7 @@ class Direction:
         steepest: What eqs. 11-13 divide a component of the steepest curvature by, the largest eigenvalue of ``A (x) G``
             plus gamma, ``[p]``, divided by what the direction was multiplied by since. None where damping is not
             relative to that eigenvalue.
+        beside: Where the matrices of all stacks lie in one storage; None: each in its own.
         update_norms: What :func:`update_norms` has found, for whoever asks again in this step.
     """
 
@@ -49,22 +62,22 @@ class Direction:
     layer_of_pair: Tensor | None = None
     pairs_per_layer: Sequence[int] = ()
     steepest: Tensor | None = None
+    beside: SideBySide | None = None
     update_norms: list[Tensor] = field(default_factory=list, repr=False)
 
     def times(self, multiplier: Tensor) -> Direction:
         """The same with the direction multiplied, by a 0-dim tensor or ``[p]``."""
-        steepest = None if self.steepest is None else _ratio(self.steepest, multiplier)
-        return replace(self, direction=self.direction * multiplier.reshape(-1, 1, 1), steepest=steepest)
+        return scaled([self], [multiplier])[0]
 
     def inner(self, one: Tensor, other: Tensor) -> Tensor:
         """For each pair the inner product of two matrices over all pairs scaled with it, ``[p]``."""
         products = (one * other).sum((1, 2))
-        return products if self.layer_of_pair is None else self._over_layers(products)
+        return products if self.layer_of_pair is None else self.over_layers(products)
 
     def norm(self, matrix: Tensor) -> Tensor:
         """For each pair the Frobenius norm of ``matrix [p, d_out, d_in]`` over all pairs scaled with it, ``[p]``."""
         norms = torch.linalg.matrix_norm(matrix)
-        return norms if self.layer_of_pair is None else self._over_layers(norms.square()).sqrt()
+        return norms if self.layer_of_pair is None else self.over_layers(norms.square()).sqrt()
 
     def parts(self, matrix: Tensor) -> Sequence[Tensor]:
         """The parts of ``matrix [p, d_out, d_in]`` that are scaled each on its own: pairs, or the layers' pairs."""
@@ -79,9 +92,9 @@ class Direction:
     @property
     def pairs(self) -> Tensor | int:
         """For each pair the number of pairs scaled together, ``[p]``; 1 where every pair is scaled on its own."""
-        return 1 if self.layer_of_pair is None else self._over_layers(torch.ones_like(self.direction[:, 0, 0]))
+        return 1 if self.layer_of_pair is None else self.over_layers(torch.ones_like(self.direction[:, 0, 0]))
 
-    def _over_layers(self, values: Tensor) -> Tensor:
+    def over_layers(self, values: Tensor) -> Tensor:
         """Replaces each pair's value by the sum over its layer's pairs; ``[p]`` to ``[p]``."""
         assert self.layer_of_pair is not None
         return torch.zeros_like(values).index_add(0, self.layer_of_pair, values)[self.layer_of_pair]
@@ -155,14 +168,14 @@ def _check_kappa(kappa: Any, step: int | None = None) -> float:
 def norms(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[Tensor]:
     """For each direction the ``norm`` of a matrix, ``[p]``; where launches count by few operations."""
     devices = {matrix.device for matrix in matrices}
-    if len(devices) != 1 or devices.pop().type == "cpu":
+    if len(devices) != 1 or not launches_count(devices.pop()):
         return [d.norm(matrix) for d, matrix in zip(directions, matrices, strict=True)]
     return _few_norms(directions, matrices)
 
 
 def _few_norms(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[Tensor]:
     """:func:`norms` by one operation on a list of all that has a norm, but for stacks of many pairs."""
-    stacks = list(zip(directions, matrices, strict=True))
+    stacks = list(zip(directions, _by_rows(directions, matrices), strict=True))
     parts = [d.parts(matrix) if d.few_parts else () for d, matrix in stacks]
     listed = [part for of_stack in parts for part in of_stack]
     of_parts = torch.stack(torch._foreach_norm(listed)) if listed else matrices[0].new_empty(0)
@@ -173,6 +186,52 @@ def _few_norms(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> l
         else:
             found.append(own if d.layer_of_pair is None else own[d.layer_of_pair])
     return found
+
+
+def _by_rows(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Matrices of the same norms, with one number for each row where they lie side by side."""
+    beside = directions[0].beside
+    if beside is None or not beside.fits(matrices):
+        return list(matrices)
+    whole = joined(matrices[: beside.few])
+    if whole is None:
+        return list(matrices)
+    of_rows = torch.linalg.vector_norm(whole.view(-1, beside.row), dim=1)
+    shapes = [(p, d_out * d_in // beside.row, 1) for p, d_out, d_in in beside.shapes[: beside.few]]
+    return [*apart(of_rows, shapes), *matrices[beside.few :]]
+
+
+def inners(directions: Sequence[Direction], matrices: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """For each direction the ``inner`` product of two matrices, ``[p]``; where launches count by few operations."""
+    beside = directions[0].beside if directions else None
+    if beside is None or not (beside.fits(matrices) and beside.fits(others)):
+        return [d.inner(*both) for d, *both in zip(directions, matrices, others, strict=True)]
+    products = each("mul", matrices, others)
+    whole = joined(products)
+    assert whole is not None
+    of_rows = whole[: beside.rows * beside.row].view(-1, beside.row).sum(1)
+    found: list[Tensor] = []
+    for d, product in zip(directions, products, strict=True):
+        if len(found) < beside.few:
+            rows = product.numel() // beside.row
+            of_pairs, of_rows = of_rows[:rows].view(len(product), -1).sum(1), of_rows[rows:]
+        else:
+            of_pairs = product.sum((1, 2))
+        found.append(of_pairs if d.layer_of_pair is None else d.over_layers(of_pairs))
+    return found
+
+
+def scaled(directions: Sequence[Direction], multipliers: Sequence[Tensor]) -> list[Direction]:
+    """Directions times multipliers, ``[p]`` or 0-dim."""
+    if not directions:
+        return []
+    matrices = times([d.direction for d in directions], multipliers, directions[0].beside)
+    steepest: Sequence[Tensor | None] = [None] * len(directions)
+    known = [d.steepest for d in directions if d.steepest is not None]
+    if len(known) == len(directions):
+        steepest = ratios(known, [by.expand(len(of)) for by, of in zip(multipliers, known, strict=True)])
+    parts = zip(directions, matrices, steepest, strict=True)
+    return [replace(d, direction=matrix, steepest=of) for d, matrix, of in parts]
 
 
 def update_norms(directions: Sequence[Direction]) -> list[Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .beside import launches_count, stands_alone
 from .blocks import Block
 from .damping import Damping, kind_of
 from .layers import KroneckerLayer
@@ -96,7 +97,10 @@ def stacks_of(blocks: Sequence[Block], damping: Damping) -> list[Stack]:
         return layer.pairs * layer.d_out * layer.d_in + sum(math.prod(spec.shape) for spec in block.specs)
 
     limit = _STACK_NUMEL["cpu" if all(b.layer.weight.device.type == "cpu" for b in blocks) else "accelerator"]
-    return [stack_of(group, damping) for group in grouped_by_key(blocks, kind, size, limit)]
+    stacks = [stack_of(group, damping) for group in grouped_by_key(blocks, kind, size, limit)]
+    if any(launches_count(stack.layout.device) for stack in stacks):
+        stacks.sort(key=lambda stack: stands_alone(stack.layout.shape))
+    return stacks
 
 
 def stack_of(blocks: list[Block], damping: Damping) -> Stack:

@@ -48,8 +48,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .beside import each, launches_count, times
 from .distributed import gathered_together, is_sharded, may_be_sharded
-from .scaling import Direction, norms, ratios, update_norms
+from .scaling import Direction, inners, norms, ratios, update_norms
 from .solvers import grouped_by_key
 
 __all__ = ["Trust", "alignment", "brake", "changes_at", "stretches", "turns"]
@@ -190,7 +191,7 @@ def alignment(parameters: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> Te
 
 def _dots(pairs: Sequence[Pair]) -> Tensor:
     """Dot products of vectors on one device, ``[n]``, each of one or of several pairs."""
-    if pairs[0][0].device.type != "cpu":  # where launches count
+    if launches_count(pairs[0][0].device):
         batches = grouped_by_key(pairs, lambda pair: None, lambda pair: pair[0].numel(), _BATCH_NUMEL)
         pairs = [(torch.cat([g for g, _ in batch]), torch.cat([v for _, v in batch])) for batch in batches]
     return torch.stack([torch.dot(g.float(), v.float()) for g, v in pairs])
@@ -200,21 +201,22 @@ def turns(directions: Sequence[Direction]) -> Tensors:
     """``k - u`` of each stack of layers, ``[p, d_out, d_in]``."""
     if not directions:
         return []
-    return torch._foreach_sub([d.direction for d in directions], [d.update for d in directions])
+    return each("sub", [d.direction for d in directions], [d.update for d in directions])
 
 
 def stretches(directions: Sequence[Direction]) -> Tensors:
     """The stretch of each stack of layers, ``[p, d_out, d_in]``; none where damping is relative to something else."""
-    found: list[Tensor] = []
-    for d in directions:
-        if d.steepest is None:
-            return []
-        stretch = d.direction * d.steepest.reshape(-1, 1, 1)
-        stretch -= d.gradient
-        if d.update is not d.gradient:
-            (rate,) = ratios([d.inner(d.update, d.gradient)], [d.inner(d.gradient, d.gradient)])
-            stretch *= rate.clamp_(min=0).reshape(-1, 1, 1)
-        found.append(stretch)
+    steepest = [d.steepest for d in directions if d.steepest is not None]
+    if not directions or len(steepest) < len(directions):
+        return []
+    beside = directions[0].beside
+    found = times([d.direction for d in directions], steepest, beside)
+    each("sub_", found, [d.gradient for d in directions])
+    followed = [i for i, d in enumerate(directions) if d.update is not d.gradient]
+    if followed:
+        of, moments = [directions[i] for i in followed], [directions[i].gradient for i in followed]
+        rates = ratios(inners(of, [d.update for d in of], moments), inners(of, moments, moments))
+        times([found[i] for i in followed], each("clamp_min", rates, 0), beside, in_place=True)
     return found
 
 
@@ -245,15 +247,14 @@ def changes_at(directions: Sequence[Direction], trust: float, braked: Tensor | f
     if not directions:
         return []
     updates, towards = [d.update for d in directions], [d.direction for d in directions]
-    steps = torch._foreach_lerp(updates, towards, trust)
+    steps = each("lerp", updates, towards, trust)
     if trust < 1:
-        for step, length in zip(steps, ratios(update_norms(directions), norms(directions, steps)), strict=True):
-            step *= length.reshape(-1, 1, 1)
+        lengths = ratios(update_norms(directions), norms(directions, steps))
+        times(steps, lengths, directions[0].beside, in_place=True)
     if braked is not None:
         braked = braked.to(steps[0].dtype) if isinstance(braked, Tensor) else braked
         share = 1 - trust * (1 - braked)
         for device in {step.device for step in steps}:
             by = share.to(device) if isinstance(share, Tensor) else share
-            torch._foreach_mul_([step for step in steps if step.device == device], by)
-    torch._foreach_sub_(steps, updates)
-    return steps
+            each("mul_", [step for step in steps if step.device == device], by)
+    return each("sub_", steps, updates)

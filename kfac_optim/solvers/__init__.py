@@ -18,6 +18,7 @@ Where to look::
 
     protocol.py     what a solver is
     eigen.py        eqs. 11-13
+    joint.py        the same for several stacks at once, where launches count
     inverse.py      eqs. 8-10
     decompose.py    batches of one shape or nearly so, retries
     worker.py       decompositions in the background
@@ -26,7 +27,18 @@ Where to look::
 from .decompose import BATCH_NUMEL, Batch, decompose_all, decompose_safely, grouped_by_key
 from .eigen import EigenSolver
 from .inverse import InverseSolver
-from .protocol import Decomposition, Failure, MaybeDecomposition, Padding, Solver, Spectral, Truncating, Verifying
+from .protocol import (
+    Decomposition,
+    Failure,
+    Joining,
+    Joint,
+    MaybeDecomposition,
+    Padding,
+    Solver,
+    Spectral,
+    Truncating,
+    Verifying,
+)
 from .worker import Worker
 
 __all__ = [
@@ -36,6 +48,8 @@ __all__ = [
     "EigenSolver",
     "Failure",
     "InverseSolver",
+    "Joining",
+    "Joint",
     "MaybeDecomposition",
     "Padding",
     "Solver",

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .joint import JointEigen
 from .protocol import Decomposition
 
 __all__ = ["EigenSolver"]
@@ -119,6 +120,10 @@ class EigenSolver:
         for q, left in _in_order(vectors_g, vectors_a, not g_first):
             v = torch.bmm(q, v) if left else torch.bmm(v, q.mT)
         return v if whole else v.addcdiv_(gradient, gamma)
+
+    def joint(self, decomposed: Sequence[tuple[Decomposition, Decomposition]], units: Sequence[Tensor]) -> JointEigen:
+        """Some stacks together."""
+        return JointEigen(decomposed, units)
 
 
 def _in_corner(factor: Tensor, size: int) -> Tensor:

@@ -8,7 +8,18 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Decomposition", "Failure", "MaybeDecomposition", "Padding", "Solver", "Spectral", "Truncating", "Verifying"]
+__all__ = [
+    "Decomposition",
+    "Failure",
+    "Joining",
+    "Joint",
+    "MaybeDecomposition",
+    "Padding",
+    "Solver",
+    "Spectral",
+    "Truncating",
+    "Verifying",
+]
 
 Decomposition = tuple[Tensor, ...]
 
@@ -84,6 +95,23 @@ class Truncating(Solver, Protocol):
 
         A pair's contribution must not depend on other pairs in the stack.
         """
+        ...
+
+
+class Joint(Protocol):
+    """The decompositions of several stacks, which precondition all of them by few operations."""
+
+    def precondition(self, gradients: Sequence[Tensor], value: float, out: Sequence[Tensor]) -> None:
+        """Writes gamma times the preconditioned gradients ``[p, d_out, d_in]`` to ``out``; gamma: ``value`` units."""
+        ...
+
+
+@runtime_checkable
+class Joining(Solver, Protocol):
+    """A solver that can precondition several stacks at once, where launches count."""
+
+    def joint(self, decomposed: Sequence[tuple[Decomposition, Decomposition]], units: Sequence[Tensor]) -> Joint:
+        """Some stacks together; ``decomposed``: of each A and G; ``units``: what gamma is a multiple of, ``[p]``."""
         ...
 
 

@@ -26,7 +26,7 @@ TREES = {
 
 # From the bottom up: a module or package imports from the rows above its own alone, not from its own row.
 LAYERS = (
-    ("schedules", "checks", "factors", "lamb", "spectra", "precision", "cuda_graphs", "quadratic"),
+    ("beside", "schedules", "checks", "factors", "lamb", "spectra", "precision", "cuda_graphs", "quadratic"),
     ("damping",),
     ("layers", "solvers", "scaling", "distributed"),
     ("capture", "trust", "bases", "layout", "tiles"),

@@ -1,0 +1,143 @@
+"""Matrices of several stacks in one storage, so that one kernel does to all of them what else takes one for each.
+
+On an accelerator a step of a small batch costs what its launches cost. There the matrices of a step lie side by side:
+an elementwise operation sees one vector, whatever shapes there are. On the CPU launches cost little and large vectors
+leave the cache, so matrices are made one by one, and operations go over the list.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["SideBySide", "apart", "each", "joined", "launches_count", "stands_alone", "times"]
+
+_PATIENT = {"cpu"}  # types of devices on which launches cost little
+_FEW_PAIRS = 64  # stacks of more pairs, as norm layers have them, get their factors by a kernel of their own
+_LEAST_ROW = 8  # numbers that share a factor; with fewer, all factors together would take too much memory
+
+Shape = tuple[int, int, int]
+
+
+def launches_count(device: torch.device) -> bool:
+    """Whether steps are short of launches on a device, rather than of arithmetic."""
+    return device.type not in _PATIENT
+
+
+def stands_alone(shape: Shape) -> bool:
+    """Whether a stack gets its factors by a kernel of its own: of many pairs, or of an odd number of entries."""
+    p, d_out, d_in = shape
+    return p > _FEW_PAIRS or d_out * d_in % _LEAST_ROW != 0
+
+
+class SideBySide:
+    """Where the matrices ``[p, d_out, d_in]`` of some stacks lie in one storage.
+
+    Args:
+        shapes: Theirs; those that stand alone last.
+        device: Theirs.
+
+    Attributes:
+        few: How many stacks there are before the first that stands alone.
+        row: The numbers in a row, which all belong to one pair in each of these.
+        rows: How many rows they have.
+    """
+
+    def __init__(self, shapes: Sequence[Shape], device: torch.device) -> None:
+        self.shapes, self.device = list(shapes), device
+        self.few = next((i for i, shape in enumerate(shapes) if stands_alone(shape)), len(shapes))
+        self.row = math.gcd(*(d_out * d_in for _, d_out, d_in in shapes[: self.few])) if self.few else 0
+        pairs = [(p, d_out * d_in) for p, d_out, d_in in shapes[: self.few]]
+        self.rows = sum(p * numel for p, numel in pairs) // self.row if self.row else 0
+        self._pair_of_row: Tensor | None = None
+
+    def empty(self, dtype: torch.dtype) -> list[Tensor]:
+        """Matrices without values."""
+        whole = torch.empty(sum(map(math.prod, self.shapes)), dtype=dtype, device=self.device)
+        return apart(whole, self.shapes)
+
+    def fits(self, matrices: Sequence[Tensor]) -> bool:
+        """Whether these are matrices of all stacks, side by side, of which some have rows."""
+        return self.rows > 0 and [tuple(m.shape) for m in matrices] == self.shapes and _are_adjacent(matrices)
+
+    def by_row(self, of_pairs: Sequence[Tensor]) -> Tensor:
+        """Values of the pairs of the first stacks, ``[p]`` each, for each row of :attr:`row` numbers, ``[rows, 1]``."""
+        if self._pair_of_row is None:  # computed once, on the host: it would wait for a device
+            lengths = [d_out * d_in // self.row for p, d_out, d_in in self.shapes[: self.few] for _ in range(p)]
+            index = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
+            self._pair_of_row = index.to(self.device, non_blocking=True)
+        return torch.cat(list(of_pairs)).index_select(0, self._pair_of_row)[:, None]
+
+
+def apart(whole: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The parts of a vector that have these shapes, views."""
+    parts = whole.split([math.prod(shape) for shape in shapes])
+    return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Tensors as one vector, a view; None where they do not lie side by side in one storage."""
+    if not _are_adjacent(tensors):
+        return None
+    return tensors[0].as_strided((sum(t.numel() for t in tensors),), (1,), tensors[0].storage_offset())
+
+
+def _are_adjacent(tensors: Sequence[Tensor]) -> bool:
+    if len(tensors) < 2:
+        return False
+    storage, dtype, start = tensors[0].untyped_storage()._cdata, tensors[0].dtype, tensors[0].storage_offset()
+    for tensor in tensors:
+        same = tensor.dtype == dtype and tensor.storage_offset() == start and tensor.is_contiguous()
+        if not same or tensor.untyped_storage()._cdata != storage:
+            return False
+        start += tensor.numel()
+    return True
+
+
+def each(operation: str, first: Sequence[Tensor], *others: Sequence[Tensor] | Tensor | float) -> list[Tensor]:
+    """What an elementwise operation of torch gives for each of some tensors, and for each of the others where listed.
+
+    Args:
+        operation: Its name as that of a method, "lerp" or "sub_".
+        first: The tensors; the results lie side by side where these, and those of the other lists, do.
+        others: What else the operation takes: lists of tensors of the same shapes, or numbers.
+    """
+    if not first:
+        return []
+    together = [joined(given) if isinstance(given, (list, tuple)) else given for given in (first, *others)]
+    if all(given is not None for given in together):
+        found = getattr(torch.Tensor, operation)(*together)
+        return list(first) if operation.endswith("_") else apart(found, [tensor.shape for tensor in first])
+    found = getattr(torch, f"_foreach_{operation}")(list(first), *others)
+    return list(first) if operation.endswith("_") else list(found)
+
+
+def times(
+    matrices: Sequence[Tensor], factors: Sequence[Tensor], beside: SideBySide | None = None, *, in_place: bool = False
+) -> list[Tensor]:
+    """Each stack of matrices ``[p, d_out, d_in]`` times factors of its pairs, ``[p]`` or 0-dim.
+
+    Args:
+        matrices: Those of the stacks.
+        factors: Those of each stack.
+        beside: Where the matrices lie.
+        in_place: Whether the matrices themselves are multiplied.
+    """
+    by_pair = [factor.reshape(-1, 1, 1) for factor in factors]
+    if beside is None or not beside.fits(matrices):
+        if in_place:
+            return [matrix.mul_(by) for matrix, by in zip(matrices, by_pair, strict=True)]
+        return [matrix * by for matrix, by in zip(matrices, by_pair, strict=True)]
+    results = list(matrices) if in_place else beside.empty(matrices[0].dtype)
+    given, out = joined(matrices), joined(results)
+    assert given is not None and out is not None
+    of_few = slice(0, beside.rows * beside.row)
+    expanded = [by.view(-1).expand(len(matrix)) for matrix, by in zip(matrices, by_pair, strict=True)]
+    rows = beside.by_row(expanded[: beside.few])
+    torch.mul(given[of_few].view(-1, beside.row), rows, out=out[of_few].view(-1, beside.row))
+    for i in range(beside.few, len(matrices)):
+        torch.mul(matrices[i], by_pair[i], out=results[i])
+    return results

@@ -1,0 +1,116 @@
+"""Eqs. 11-13 for several stacks at once: of each stack the products alone, all else by one kernel for all of them.
+
+With values in multiples of what the damping is relative to, ``gamma = value unit``, and the eigenvectors that matter::
+
+    P = d_G d_A^T / unit,   V' = Q_G^T V Q_A
+    gamma direction = V - Q_G (V' P / (P + value)) Q_A^T      some eigenvectors are left out, with eigenvalues of 0
+                    = Q_G (V' value / (P + value)) Q_A^T      none are
+
+This is what :meth:`~kfac_optim.EigenSolver.precondition` computes for one stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..beside import apart
+from .protocol import Decomposition
+
+__all__ = ["JointEigen"]
+
+_KEPT_NUMEL = 2**22  # stacks with up to so many products of eigenvalues keep them (16 MiB in float32)
+
+
+class JointEigen:
+    """The eigendecompositions of several stacks.
+
+    Args:
+        decomposed: Of each stack the parts of A and of G that matter.
+        units: What gamma is a multiple of, of each stack ``[p]``.
+    """
+
+    def __init__(self, decomposed: Sequence[tuple[Decomposition, Decomposition]], units: Sequence[Tensor]) -> None:
+        stacks = [_OfStack(*sides, unit) for sides, unit in zip(decomposed, units, strict=True)]
+        order = sorted(range(len(stacks)), key=lambda i: stacks[i].is_whole)  # what is left out comes first
+        small = [i for i in order if stacks[i].numel <= _KEPT_NUMEL]
+        large = [i for i in order if stacks[i].numel > _KEPT_NUMEL]
+        self._stacks = stacks
+        self._groups = [(small, _products([stacks[i] for i in small])), (large, None)]
+
+    def precondition(self, gradients: Sequence[Tensor], value: float, out: Sequence[Tensor]) -> None:
+        """Writes ``gamma`` times the preconditioned gradient of each stack.
+
+        Args:
+            gradients: Those of the stacks, ``[p, d_out, d_in]``.
+            value: Gamma in units.
+            out: Where the results go; contiguous, of the same shapes.
+        """
+        for members, kept in self._groups:
+            if not members:
+                continue
+            stacks = [self._stacks[i] for i in members]
+            products = _products(stacks) if kept is None else kept
+            rotated = torch.empty_like(products)
+            of_stacks = apart(rotated, [stack.shape for stack in stacks])
+            for i, stack, v in zip(members, stacks, of_stacks, strict=True):
+                stack.rotate(gradients[i], v)
+            in_part = slice(0, sum(stack.numel for stack in stacks if not stack.is_whole))
+            rotated[in_part].mul_(products[in_part])
+            rotated.div_(products + value if products is kept else products.add_(value))
+            for i, stack, v in zip(members, stacks, of_stacks, strict=True):
+                stack.rotate_back(gradients[i], v, value, out[i])
+
+
+class _OfStack:
+    """The eigenvectors of a stack, and its eigenvalues in units."""
+
+    def __init__(self, a: Decomposition, g: Decomposition, unit: Tensor) -> None:
+        (values_a, *vectors_a), (values_g, *vectors_g) = a, g
+        self.values_a, self.values_g = values_a, values_g / unit[:, None]
+        self.shape = (len(values_a), values_g.shape[-1], values_a.shape[-1])
+        self.numel = self.shape[0] * self.shape[1] * self.shape[2]
+        sides = [(vectors_g[0], True)] if vectors_g else []
+        sides += [(vectors_a[0], False)] if vectors_a else []
+        self.is_whole = all(q.shape[-1] == q.shape[-2] for q, _ in sides)
+        of_rows = [q for q in sides if q[0].shape[-2:] != (1, 1)]  # of one row, the eigenvector is 1
+        if len(of_rows) == 2 and not self._g_first(*(q.shape[-2] for q, _ in of_rows)):
+            of_rows.reverse()
+        self.sides = of_rows
+
+    def _g_first(self, d_out: int, d_in: int) -> bool:
+        """Whether it takes fewer operations to multiply by the eigenvectors of G first."""
+        _, kept_out, kept_in = self.shape
+        return kept_out * d_in * (d_out + kept_in) <= d_out * kept_in * (d_in + kept_out)
+
+    def rotate(self, gradient: Tensor, out: Tensor) -> None:
+        """``V'``."""
+        v = gradient
+        for q, left in self.sides[:-1]:
+            v = torch.bmm(q.mT, v) if left else torch.bmm(v, q)
+        for q, left in self.sides[-1:]:
+            torch.bmm(q.mT if left else v, v if left else q, out=out)
+        if not self.sides:
+            out.copy_(gradient)
+
+    def rotate_back(self, gradient: Tensor, v: Tensor, value: float, out: Tensor) -> None:
+        """Gamma times the direction, from ``V' P / (P + value)`` or ``V' / (P + value)``."""
+        beta, alpha = (0.0, value) if self.is_whole else (1.0, -1.0)
+        for q, left in self.sides[:0:-1]:
+            v = torch.bmm(q, v) if left else torch.bmm(v, q.mT)
+        for q, left in self.sides[:1]:
+            torch.baddbmm(gradient, q if left else v, v if left else q.mT, beta=beta, alpha=alpha, out=out)
+        if not self.sides:
+            torch.mul(v, value, out=out)
+
+
+def _products(stacks: Sequence[_OfStack]) -> Tensor:
+    """Those of the eigenvalues of G and A, in units, of one stack after the other."""
+    if not stacks:
+        return torch.empty(0)
+    whole = stacks[0].values_a.new_empty(sum(stack.numel for stack in stacks))
+    for stack, part in zip(stacks, apart(whole, [stack.shape for stack in stacks]), strict=True):
+        torch.mul(stack.values_g[:, :, None], stack.values_a[:, None, :], out=part)
+    return whole

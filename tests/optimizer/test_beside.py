@@ -1,0 +1,103 @@
+"""Where launches count matrices lie side by side: the same steps, by other operations."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, Graft, KFACAdam, KFACAdamW, OfLargest, OfMean, beside
+from kfac_optim.beside import SideBySide, each, joined, times
+from kfac_optim.solvers.joint import JointEigen
+from tests.helpers.compare import assert_near
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+# The first and third leave eigenvectors out, the second none.
+OPTIONS: list[tuple[Any, dict[str, Any]]] = [
+    (KFACSGD, {"lr": 0.02, "momentum": 0.9, "weight_decay": 1e-3, "damping": OfLargest(0.3)}),
+    (KFACSGD, {"lr": 0.02, "momentum": 0.9, "solver": EigenSolver(negligible=0)}),
+    (KFACSGD, {"lr": 0.02, "momentum": 0.9, "nesterov": True, "solver": EigenSolver(negligible=0.9)}),
+    (KFACSGD, {"lr": 0.02}),
+    (KFACSGD, {"lr": 0.02, "precondition": "gradient", "scaling": "kl_clip", "damping": OfMean(0.1)}),
+    (KFACSGD, {"lr": 0.02, "precondition": "gradient", "scaling": None, "damping": 0.1}),
+    (KFACSGD, {"lr": 0.02, "momentum": 0.9, "scaling": "unit"}),
+    (KFACSGD, {"lr": 0.02, "momentum": 0.9, "scaling": Graft(trust=0.5)}),
+    (KFACSGD, {"lr": 0.02, "momentum": 0.9, "solver": "inverse"}),
+    (KFACAdam, {"lr": 0.01}),
+    (KFACAdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    (KFACLAMB, {"lr": 0.01}),
+]
+
+
+class Net(nn.Module):
+    """Several layers of each shape, rows of odd lengths, an embedding, norm layers, a layer that some steps skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(12, 8)
+        self.convolutions = nn.Sequential(nn.Conv1d(8, 8, 3, padding=1, bias=False), nn.Conv1d(8, 8, 3, padding=1))
+        self.norms = nn.ModuleList([nn.LayerNorm(8), nn.BatchNorm1d(8)])
+        self.linear = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)])
+        self.extra, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, words: Tensor, skips: bool) -> Tensor:
+        x = self.norms[1](self.words(words).mT)  # not behind biases: of these it would leave no gradient
+        x = self.norms[0](self.convolutions(x).mT).mean(1)
+        for layer in self.linear:
+            x = x + layer(x).tanh()
+        return self.head(x if skips else x + self.extra(x).tanh())
+
+
+def trained(model: nn.Module, cls: Any, options: dict[str, Any]) -> dict[str, Tensor]:
+    """The weights after some steps."""
+    more = {"inv_update_steps": 4, "factor_update_steps": 2, "spread": 0, "inv_dtype": torch.float64}
+    optimizer = cls(model, factor_dtype=torch.float64, **more, **options)
+    torch.manual_seed(1)
+    for step in range(11):
+        words, labels = torch.randint(12, (6, 5)), torch.randint(3, (6,))
+        optimizer.zero_grad()
+        F.cross_entropy(model(words, step in (5, 6)), labels).backward()
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("cls", "options"), OPTIONS)
+def test_steps_are_the_same_where_launches_count(
+    cls: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Net()
+    expected = trained(copy.deepcopy(model), cls, options)
+    monkeypatch.setattr(beside, "_PATIENT", set())
+    taken: list[int] = []
+    precondition = JointEigen.precondition
+    monkeypatch.setattr(
+        JointEigen, "precondition", lambda self, *given: (taken.append(len(given[0])), precondition(self, *given))
+    )
+    found = trained(copy.deepcopy(model), cls, options)
+    assert len(set(taken)) == (0 if options.get("solver") == "inverse" else 2), "with and without the extra layer"
+    for name, weight in expected.items():
+        assert_near(found[name], weight, name)
+
+
+def test_factors_of_pairs_reach_the_rows_of_their_matrices() -> None:
+    """Of stacks that stand alone, too: of many pairs, and of matrices that no whole number of rows fills."""
+    shapes = [(2, 8, 3), (3, 4, 4), (1, 5, 5), (100, 2, 1)]
+    side = SideBySide(shapes, torch.device("cpu"))
+    assert (side.few, side.row, side.rows) == (2, 8, 12)
+    matrices, others = side.empty(torch.float64), side.empty(torch.float64)
+    for matrix in (*matrices, *others):
+        matrix.normal_()
+    assert side.fits(matrices)
+    assert not side.fits(matrices[:3])
+    assert not side.fits([matrix.clone() for matrix in matrices])
+    factors = [torch.randn(2), torch.randn(3), torch.randn(()), torch.randn(100)]
+    expected = times([matrix.clone() for matrix in matrices], factors)
+    torch.testing.assert_close(times(matrices, factors, side), expected, rtol=0, atol=0)
+    assert joined(each("sub", matrices, others)) is not None, "side by side again"
+    times(matrices, factors, side, in_place=True)
+    torch.testing.assert_close(list(matrices), expected, rtol=0, atol=0)
