@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .layers import KroneckerLayer
 
-__all__ = ["Layout", "Part"]
+__all__ = ["Layout", "Part", "fill_all"]
 
 # A parameter, the slice of it that a layer covers, and a tensor of that shape.
 Part = tuple[nn.Parameter, slice, Tensor]
@@ -113,24 +113,43 @@ class Layout:
                     growing[kind] = _Run([p], [index], [len(part)], part.shape[1:], part.stride(), offset)
                     self._runs.append(growing[kind])
 
-    def fill(self, vectors: Mapping[nn.Parameter, Tensor], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """The matrices of the parameters' vectors, ``[p, d_out, d_in]``; parameters without one have zeros.
-
-        ``out``: contiguous matrices of that dtype to fill; None: new ones.
-        """
+    def fill(self, vectors: Mapping[nn.Parameter, Tensor], dtype: torch.dtype) -> Tensor:
+        """The matrices of the parameters' vectors, ``[p, d_out, d_in]``; parameters without one have zeros."""
         complete = all(p in vectors for run in self._runs for p in run.parameters)
         make = torch.empty if complete and not self._unused else torch.zeros
-        whole = make(self.shape, dtype=dtype, device=self.device) if out is None else out
-        if out is not None and make is torch.zeros:
-            whole.zero_()
+        whole = make(self.shape, dtype=dtype, device=self.device)
         for run in self._runs:
             (run.fill if complete else run.fill_in_part)(whole, vectors)
+        self._compute(whole, vectors)
+        return whole
+
+    def places(self, whole: Tensor, vectors: Mapping[nn.Parameter, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Parts of contiguous matrices, and what belongs there; the rest is filled here."""
+        if self._unused or not all(p in vectors for run in self._runs for p in run.parameters):
+            whole.zero_()
+        copied: list[tuple[Tensor, Tensor]] = []
+        for run in self._runs:
+            parts = zip(run.parameters, run.indices, run.of(whole).split(run.lengths), strict=True)
+            given = [
+                (part, vectors[p] if index == _WHOLE else vectors[p][index]) for p, index, part in parts if p in vectors
+            ]
+            if all(part.stride() == vector.stride() and part.is_contiguous() for part, vector in given):
+                copied += given
+            elif len(given) == len(run.parameters):
+                run.fill(whole, vectors)
+            else:
+                run.fill_in_part(whole, vectors)
+        self._compute(whole, vectors)
+        return copied
+
+    def _compute(self, whole: Tensor, vectors: Mapping[nn.Parameter, Tensor]) -> None:
+        """Fills in what is not a part of the matrices in the order of the parameter."""
+        dtype = whole.dtype
         for layer, pairs in self._computed:
             bias = None if layer.bias is None else whole.new_zeros(layer.bias.shape)[layer.bias_part]
             if layer.bias is not None and layer.bias in vectors:
                 bias = vectors[layer.bias][layer.bias_part].to(dtype)
             whole[pairs] = layer.to_matrix(vectors[layer.weight].to(dtype), bias)
-        return whole
 
     def read(self, matrices: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
         """What each of these parameters has in some matrices ``[p, d_out, d_in]``; views of them where possible."""
@@ -140,3 +159,10 @@ class Layout:
             parts = zip(layer.parameters, (_WHOLE, layer.bias_part), layer.from_matrix(whole[pairs]), strict=False)
             found += [part for part in parts if part[0] in parameters]
         return found
+
+
+def fill_all(layouts: Sequence[Layout], vectors: Mapping[nn.Parameter, Tensor], matrices: Sequence[Tensor]) -> None:
+    """Fills contiguous matrices of several layouts, all that is contiguous in both by one multi-tensor operation."""
+    copied = [place for layout, whole in zip(layouts, matrices, strict=True) for place in layout.places(whole, vectors)]
+    if copied:
+        torch._foreach_copy_(*(list(side) for side in zip(*copied, strict=True)))

@@ -18,6 +18,7 @@ from .damping import Damping, OfLargest, value_of
 from .diagnostics import StageTimes, communicating, cosines
 from .directions import Directions, StackedDirection
 from .distributed import Broadcast, Communicator, ShardExchange, are_exchangeable, gathered, may_be_sharded
+from .layout import fill_all
 from .precision import without_autocast
 from .scaling import Direction, Scaling, scaled
 from .solvers import Decomposition, Joining, Joint, Solver, Truncating
@@ -27,6 +28,8 @@ from .tiles import precondition
 __all__ = ["Lr", "Preconditioner", "common_rate"]
 
 Lr = float | Tensor
+
+_MOST_NUMEL = 2**30  # numbers that are put side by side; some operations take no more than 2^31
 
 
 class Preconditioner:
@@ -83,9 +86,18 @@ class Preconditioner:
         device = stacks[0].damping_unit.device.type if stacks else "cpu"
         self._select(stacks, value)
         with self.stages.stage("preconditioning"), without_autocast(device):
-            gammas = torch._foreach_mul([stack.damping_unit for stack in stacks], value) if stacks else ()
-            steepest = _steepest(stacks, gammas, damping)
-            matrices = self._matrices(stacks, vectors, updates, [gamma.to(self.dtype) for gamma in gammas], value)
+            joint = self._joined(stacks)
+            # Then eqs. 8-13 times gamma will do: for all pairs the steepest is divided by as much.
+            bare = joint is not None and getattr(scaling, "of_any_length", False) and not any(b.route for b in blocks)
+            gammas = torch._foreach_mul([stack.damping_unit for stack in stacks], value) if stacks and not bare else ()
+            steepest = _steepest(stacks, gammas, damping) if not bare else _of_unit(stacks, value, damping)
+            if joint is None:
+                matrices = [
+                    self._of_one(stack, gamma.to(self.dtype), vectors, updates)
+                    for stack, gamma in zip(stacks, gammas, strict=True)
+                ]
+            else:
+                matrices = self._of_all(stacks, joint, value, gammas, vectors, updates)
             found = [
                 Direction(
                     *of_stack,
@@ -155,39 +167,40 @@ class Preconditioner:
         """Lets go of all decompositions."""
         self._stacks, self._made_of, self._joint = [], None, None
 
-    def _matrices(
+    def _of_all(
         self,
         stacks: Sequence[Stack],
+        joint: Joint,
+        value: float,
+        gammas: Sequence[Tensor],
         vectors: Mapping[nn.Parameter, Tensor],
         updates: Mapping[nn.Parameter, Tensor],
-        gammas: Sequence[Tensor],
-        value: float,
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
         """The preconditioned matrices of each stack (eqs. 8 and 11-13), what was preconditioned, and the updates.
 
-        ``gammas`` is the damping of the stacks' pairs, ``[p]``: so many times what their layers' dampings are multiples
-        of as ``value`` says.
+        They lie side by side. Without ``gammas``, ``[p]`` for each stack, they are gamma times as long.
         """
-        joint = self._joined(stacks)
-        if joint is None or self._beside is None:
-            return [self._of_one(*each, vectors, updates) for each in zip(stacks, gammas, strict=True)]
+        assert self._beside is not None
+        layouts = [stack.layout for stack in stacks]
         gradients, directions = (self._beside.empty(self.dtype) for _ in range(2))
-        for stack, gradient in zip(stacks, gradients, strict=True):
-            stack.layout.fill(vectors, self.dtype, gradient)
+        fill_all(layouts, vectors, gradients)
         joint.precondition(gradients, value, directions)
-        times(directions, torch._foreach_reciprocal(list(gammas)), self._beside, in_place=True)
-        if all(updates[stack.layers[0].weight] is vectors[stack.layers[0].weight] for stack in stacks):
-            return list(zip(directions, gradients, gradients, strict=True))
-        filled = self._beside.empty(self.dtype)
-        for stack, update in zip(stacks, filled, strict=True):
-            stack.layout.fill(updates, self.dtype, update)
+        if gammas:
+            by = torch._foreach_reciprocal([gamma.to(self.dtype) for gamma in gammas])
+            times(directions, by, self._beside, in_place=True)
+        filled = gradients
+        if any(updates[stack.layers[0].weight] is not vectors[stack.layers[0].weight] for stack in stacks):
+            filled = self._beside.empty(self.dtype)
+            fill_all(layouts, updates, filled)
         return list(zip(directions, gradients, filled, strict=True))
 
     def _joined(self, stacks: Sequence[Stack]) -> Joint | None:
         """The decompositions of all stacks together, where launches count; then their matrices lie side by side."""
         tiles = [stack.tiles if stack.relevant is None else stack.relevant[1] for stack in stacks]
         devices = {stack.layout.device for stack in stacks}
-        if self._joining is None or len(stacks) < 2 or len(devices) > 1 or not launches_count(*devices):
+        numbers = sum(math.prod(stack.layout.shape) for stack in stacks)
+        few = len(stacks) < 2 or len(devices) > 1 or numbers > _MOST_NUMEL
+        if self._joining is None or few or not launches_count(*devices):
             self._beside = self._joint = None
             return None
         if any(len(of_stack) != 1 or not _are_of(self.dtype, of_stack[0].decomposed) for of_stack in tiles):
@@ -208,7 +221,7 @@ class Preconditioner:
         vectors: Mapping[nn.Parameter, Tensor],
         updates: Mapping[nn.Parameter, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of one stack."""
+        """The same of one stack, where each has a storage of its own."""
         gradient = stack.layout.fill(vectors, self.dtype)
         if stack.decomposed is not None:
             tiles = stack.tiles if stack.relevant is None else stack.relevant[1]
@@ -312,6 +325,14 @@ def _steepest(stacks: Sequence[Stack], gammas: Sequence[Tensor], damping: Dampin
     if not stacks or not isinstance(damping, OfLargest):
         return [None] * len(stacks)
     return torch._foreach_add([stack.damping_unit for stack in stacks], list(gammas))
+
+
+def _of_unit(stacks: Sequence[Stack], value: float, damping: Damping) -> Sequence[Tensor] | Sequence[None]:
+    """The same divided by gamma, which is ``value`` times the largest eigenvalue."""
+    if not isinstance(damping, OfLargest):
+        return [None] * len(stacks)
+    units = [stack.damping_unit for stack in stacks]
+    return units[0].new_full((sum(map(len, units)),), 1 + 1 / value).split([len(unit) for unit in units])
 
 
 def _are_of(dtype: torch.dtype, decomposed: tuple[Decomposition, Decomposition]) -> bool:

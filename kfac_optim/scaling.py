@@ -28,6 +28,7 @@ __all__ = [
     "norms",
     "ratios",
     "scaled",
+    "squares",
     "update_norms",
 ]
 
@@ -104,7 +105,8 @@ class Scaling(Protocol):
     """Anything with this method can be passed as ``scaling=``.
 
     One that looks at each layer on its own may say so by a class attribute ``by_layer = True``: then it need not see
-    all layers on every rank, and under FSDP2 gradients go to the ranks that precondition them alone.
+    all layers on every rank, and under FSDP2 gradients go to the ranks that precondition them alone. One whose result
+    does not depend on how long the directions are that it is given says ``of_any_length = True``.
     """
 
     def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
@@ -221,6 +223,14 @@ def inners(directions: Sequence[Direction], matrices: Sequence[Tensor], others: 
     return found
 
 
+def squares(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[Tensor]:
+    """For each direction the ``inner`` product of a matrix with itself, ``[p]``; where launches count by few."""
+    beside = directions[0].beside if directions else None
+    if beside is None or not beside.fits(matrices):
+        return [d.inner(matrix, matrix) for d, matrix in zip(directions, matrices, strict=True)]
+    return list(torch._foreach_mul(found := norms(directions, matrices), found))
+
+
 def scaled(directions: Sequence[Direction], multipliers: Sequence[Tensor]) -> list[Direction]:
     """Directions times multipliers, ``[p]`` or 0-dim."""
     if not directions:
@@ -264,6 +274,7 @@ class Unit:
     """
 
     by_layer: ClassVar[bool] = True
+    of_any_length: ClassVar[bool] = True
 
     def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
         """See :class:`Scaling`."""
@@ -300,6 +311,7 @@ class Graft:
     trust: float | None = None
     stretch: bool = True
     by_layer: ClassVar[bool] = True
+    of_any_length: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.trust is not None and not 0 <= self.trust <= 1:

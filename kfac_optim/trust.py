@@ -48,12 +48,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .beside import each, launches_count, times
+from .beside import each, joined, launches_count, times
 from .distributed import gathered_together, is_sharded, may_be_sharded
-from .scaling import Direction, inners, norms, ratios, update_norms
+from .scaling import Direction, inners, norms, ratios, squares, update_norms
 from .solvers import grouped_by_key
 
-__all__ = ["Trust", "alignment", "brake", "changes_at", "stretches", "turns"]
+__all__ = ["Trust", "alignment", "alignment_side_by_side", "brake", "changes_at", "stretches", "turns"]
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 Pair = tuple[Tensor, Tensor]
@@ -185,16 +185,33 @@ def alignment(parameters: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> Te
     for g, v, lr in parameters:
         kind = g.device, g.dtype, v.dtype, id(lr) if isinstance(lr, Tensor) else lr
         alike.setdefault(kind, (lr, []))[1].append((g.reshape(-1), v.reshape(-1)))
-    products += [_dots(pairs).sum() * lr for lr, pairs in alike.values()]
-    return torch.stack([product.to(products[0].device) for product in products]).sum()
+    products += [_sum(_dots(pairs)) * lr for lr, pairs in alike.values()]
+    return _sum([product.to(products[0].device) for product in products])
 
 
-def _dots(pairs: Sequence[Pair]) -> Tensor:
-    """Dot products of vectors on one device, ``[n]``, each of one or of several pairs."""
+def alignment_side_by_side(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> Tensor | None:
+    """``lr <m, v>`` of all stacks, 0-dim, of the moments and some matrices; None: these do not lie side by side.
+
+    Or rates differ, or what a rank has is not all of it.
+    """
+    rates = [d.lr for d in directions]
+    moments, others = joined([d.gradient for d in directions]), joined(matrices)
+    same = all(lr is rates[0] or (isinstance(lr, float) and lr == rates[0]) for lr in rates)
+    if moments is None or others is None or not same or may_be_sharded():
+        return None
+    return torch.dot(moments.float(), others.float()) * rates[0]
+
+
+def _sum(numbers: Sequence[Tensor]) -> Tensor:
+    return numbers[0] if len(numbers) == 1 else torch.stack(list(numbers)).sum()
+
+
+def _dots(pairs: Sequence[Pair]) -> list[Tensor]:
+    """Dot products of vectors on one device, 0-dim, each of one or of several pairs."""
     if launches_count(pairs[0][0].device):
         batches = grouped_by_key(pairs, lambda pair: None, lambda pair: pair[0].numel(), _BATCH_NUMEL)
         pairs = [(torch.cat([g for g, _ in batch]), torch.cat([v for _, v in batch])) for batch in batches]
-    return torch.stack([torch.dot(g.float(), v.float()) for g, v in pairs])
+    return [torch.dot(g.float(), v.float()) for g, v in pairs]
 
 
 def turns(directions: Sequence[Direction]) -> Tensors:
@@ -215,7 +232,7 @@ def stretches(directions: Sequence[Direction]) -> Tensors:
     followed = [i for i, d in enumerate(directions) if d.update is not d.gradient]
     if followed:
         of, moments = [directions[i] for i in followed], [directions[i].gradient for i in followed]
-        rates = ratios(inners(of, [d.update for d in of], moments), inners(of, moments, moments))
+        rates = ratios(inners(of, [d.update for d in of], moments), squares(of, moments))
         times([found[i] for i in followed], each("clamp_min", rates, 0), beside, in_place=True)
     return found
 

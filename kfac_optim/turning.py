@@ -26,7 +26,7 @@ from .bases import (
 )
 from .engine import CurvatureEngine
 from .preconditioning import Lr
-from .trust import alignment, brake, changes_at, stretches, turns
+from .trust import alignment, alignment_side_by_side, brake, changes_at, stretches, turns
 
 __all__ = ["CHANGE", "DESCENT", "LENGTH", "STRETCH", "TURN", "forget", "lessons_of", "take_turned_step"]
 
@@ -89,7 +89,8 @@ def take_turned_step(
     judged, numbers = {TURN: directions.laid_out(turns(of_stacks))}, {} if length is None else {LENGTH: length}
     if engine.stretches:
         judged[STRETCH] = directions.laid_out(stretched)
-        numbers[DESCENT] = _aligned(optimizer, base.moments, judged[STRETCH])
+        descent = alignment_side_by_side(of_stacks, stretched)
+        numbers[DESCENT] = _aligned(optimizer, base.moments, judged[STRETCH]) if descent is None else descent
         reach = engine.reach if braked is None else engine.reach * braked
         _subtract(optimizer, multiplied(judged[STRETCH], reach))
     _remember(optimizer, judged, changes)
