@@ -56,8 +56,12 @@ class SideBySide:
 
     def empty(self, dtype: torch.dtype) -> list[Tensor]:
         """Matrices without values."""
-        whole = torch.empty(sum(map(math.prod, self.shapes)), dtype=dtype, device=self.device)
-        return apart(whole, self.shapes)
+        return self.several(1, dtype)[0]
+
+    def several(self, n: int, dtype: torch.dtype) -> list[list[Tensor]]:
+        """Several times matrices without values, all in one storage."""
+        whole = torch.empty((n, sum(map(math.prod, self.shapes))), dtype=dtype, device=self.device)
+        return [apart(part, self.shapes) for part in whole]
 
     def fits(self, matrices: Sequence[Tensor]) -> bool:
         """Whether these are matrices of all stacks, side by side, of which some have rows."""
@@ -97,18 +101,27 @@ def _are_adjacent(tensors: Sequence[Tensor]) -> bool:
     return True
 
 
-def each(operation: str, first: Sequence[Tensor], *others: Sequence[Tensor] | Tensor | float) -> list[Tensor]:
+def each(
+    operation: str,
+    first: Sequence[Tensor],
+    *others: Sequence[Tensor] | Tensor | float,
+    out: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
     """What an elementwise operation of torch gives for each of some tensors, and for each of the others where listed.
 
     Args:
         operation: Its name as that of a method, "lerp" or "sub_".
         first: The tensors; the results lie side by side where these, and those of the other lists, do.
         others: What else the operation takes: lists of tensors of the same shapes, or numbers.
+        out: Where the results go, if all lie side by side; None: new tensors.
     """
     if not first:
         return []
     together = [joined(given) if isinstance(given, (list, tuple)) else given for given in (first, *others)]
     if all(given is not None for given in together):
+        if out is not None:
+            getattr(torch, operation)(*together, out=joined(out))
+            return list(out)
         found = getattr(torch.Tensor, operation)(*together)
         return list(first) if operation.endswith("_") else apart(found, [tensor.shape for tensor in first])
     found = getattr(torch, f"_foreach_{operation}")(list(first), *others)
@@ -116,7 +129,10 @@ def each(operation: str, first: Sequence[Tensor], *others: Sequence[Tensor] | Te
 
 
 def times(
-    matrices: Sequence[Tensor], factors: Sequence[Tensor], beside: SideBySide | None = None, *, in_place: bool = False
+    matrices: Sequence[Tensor],
+    factors: Sequence[Tensor],
+    beside: SideBySide | None = None,
+    out: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """Each stack of matrices ``[p, d_out, d_in]`` times factors of its pairs, ``[p]`` or 0-dim.
 
@@ -124,20 +140,20 @@ def times(
         matrices: Those of the stacks.
         factors: Those of each stack.
         beside: Where the matrices lie.
-        in_place: Whether the matrices themselves are multiplied.
+        out: Where the results go: the matrices themselves, or others that lie as they do; None: new ones.
     """
     by_pair = [factor.reshape(-1, 1, 1) for factor in factors]
     if beside is None or not beside.fits(matrices):
-        if in_place:
+        if out is matrices:
             return [matrix.mul_(by) for matrix, by in zip(matrices, by_pair, strict=True)]
         return [matrix * by for matrix, by in zip(matrices, by_pair, strict=True)]
-    results = list(matrices) if in_place else beside.empty(matrices[0].dtype)
-    given, out = joined(matrices), joined(results)
-    assert given is not None and out is not None
+    results = beside.empty(matrices[0].dtype) if out is None else list(out)
+    given, found = joined(matrices), joined(results)
+    assert given is not None and found is not None
     of_few = slice(0, beside.rows * beside.row)
     expanded = [by.view(-1).expand(len(matrix)) for matrix, by in zip(matrices, by_pair, strict=True)]
     rows = beside.by_row(expanded[: beside.few])
-    torch.mul(given[of_few].view(-1, beside.row), rows, out=out[of_few].view(-1, beside.row))
+    torch.mul(given[of_few].view(-1, beside.row), rows, out=found[of_few].view(-1, beside.row))
     for i in range(beside.few, len(matrices)):
         torch.mul(matrices[i], by_pair[i], out=results[i])
     return results

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,10 @@ from .distributed import ShardExchange, gathered, is_sharded, may_be_sharded, sh
 from .layout import Layout, Part
 from .scaling import Direction
 
-__all__ = ["Directions", "StackedDirection", "by_parameter"]
+__all__ = ["Directions", "Maker", "StackedDirection", "by_parameter"]
+
+# Makes matrices of all stacks, in those that it is given if any.
+Maker = Callable[[Sequence[Tensor] | None], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -69,17 +72,39 @@ class Directions:
         back = {} if self.exchange is None else self.exchange.scatter(whole, self.dtype)
         return {**{p: sharded_like(part, p) for p, part in whole.items() if p not in back}, **back}
 
+    def several_laid_out(self, makers: Mapping[str, Maker]) -> dict[str, dict[nn.Parameter, Tensor]]:
+        """The same of several matrices, by name, from functions that make those of all stacks.
+
+        Where matrices lie side by side the functions get some to fill, and all are read at once; else one is made
+        after the other.
+        """
+        beside = self.scaled[0].beside if self.stacks else None
+        if beside is None or may_be_sharded():
+            return {name: self.laid_out(make(None)) for name, make in makers.items()}
+        rooms = beside.several(len(makers), self.dtype)
+        made = [make(room) for make, room in zip(makers.values(), rooms, strict=True)]
+        found: list[dict[nn.Parameter, Tensor]] = [{} for _ in makers]
+        for stack, *wholes in zip(self.stacks, *made, strict=True):
+            for result, parts in zip(found, stack.layout.read_several(wholes, stack.vectors), strict=True):
+                _assemble(result, parts)
+        return dict(zip(makers, found, strict=True))
+
 
 def _assembled(stacks: Sequence[StackedDirection], matrices: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
     """What each parameter has in matrices of the stacks' shapes; 0 in parts that no layer covers."""
     result: dict[nn.Parameter, Tensor] = {}
     for d, whole in zip(stacks, matrices, strict=True):
-        for p, index, part in d.parts(whole):
-            if index == slice(None):
-                result[p] = part
-            else:
-                result.setdefault(p, part.new_zeros(p.shape))[index] = part
+        _assemble(result, d.parts(whole))
     return result
+
+
+def _assemble(result: dict[nn.Parameter, Tensor], parts: Sequence[Part]) -> None:
+    """Puts parts of parameters in their places."""
+    for p, index, part in parts:
+        if index == slice(None):
+            result[p] = part
+        else:
+            result.setdefault(p, part.new_zeros(p.shape))[index] = part
 
 
 def by_parameter(directions: Directions, vectors: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:

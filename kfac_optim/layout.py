@@ -79,6 +79,17 @@ class _Run:
         found = zip(self.parameters, self.indices, parts, strict=True)
         return [part for part in found if part[0] in parameters]
 
+    def read_several(self, wholes: Sequence[Tensor], parameters: Collection[nn.Parameter]) -> list[list[Part]]:
+        """As :meth:`read`, from several matrices that lie in one storage at the same distance."""
+        first = self.of(wholes[0])
+        if first.is_contiguous():
+            return [self.read(whole, parameters) for whole in wholes]
+        distance = wholes[1].storage_offset() - wholes[0].storage_offset() if len(wholes) > 1 else 0
+        strided = first.as_strided((len(wholes), *first.shape), (distance, *self.stride), first.storage_offset())
+        copied = [part.split(self.lengths) for part in strided.contiguous()]
+        found = [zip(self.parameters, self.indices, parts, strict=True) for parts in copied]
+        return [[part for part in of_whole if part[0] in parameters] for of_whole in found]
+
 
 class Layout:
     """The matrices of some layers side by side.
@@ -154,7 +165,19 @@ class Layout:
     def read(self, matrices: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
         """What each of these parameters has in some matrices ``[p, d_out, d_in]``; views of them where possible."""
         whole = matrices.contiguous()
-        found = [part for run in self._runs for part in run.read(whole, parameters)]
+        return [part for run in self._runs for part in run.read(whole, parameters)] + self._read(whole, parameters)
+
+    def read_several(self, matrices: Sequence[Tensor], parameters: Collection[nn.Parameter]) -> list[list[Part]]:
+        """The same of several contiguous matrices that lie in one storage at the same distance, by fewer operations."""
+        found = [self._read(whole, parameters) for whole in matrices]
+        for run in self._runs:
+            for of_whole, parts in zip(found, run.read_several(matrices, parameters), strict=True):
+                of_whole += parts
+        return found
+
+    def _read(self, whole: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
+        """What is not a part of the matrices in the order of the parameter."""
+        found: list[Part] = []
         for layer, pairs in self._computed:
             parts = zip(layer.parameters, (_WHOLE, layer.bias_part), layer.from_matrix(whole[pairs]), strict=False)
             found += [part for part in parts if part[0] in parameters]

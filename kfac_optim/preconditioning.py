@@ -187,7 +187,7 @@ class Preconditioner:
         joint.precondition(gradients, value, directions)
         if gammas:
             by = torch._foreach_reciprocal([gamma.to(self.dtype) for gamma in gammas])
-            times(directions, by, self._beside, in_place=True)
+            times(directions, by, self._beside, out=directions)
         filled = gradients
         if any(updates[stack.layers[0].weight] is not vectors[stack.layers[0].weight] for stack in stacks):
             filled = self._beside.empty(self.dtype)

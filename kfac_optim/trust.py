@@ -214,26 +214,27 @@ def _dots(pairs: Sequence[Pair]) -> list[Tensor]:
     return [torch.dot(g.float(), v.float()) for g, v in pairs]
 
 
-def turns(directions: Sequence[Direction]) -> Tensors:
-    """``k - u`` of each stack of layers, ``[p, d_out, d_in]``."""
+def turns(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) -> Tensors:
+    """``k - u`` of each stack of layers, ``[p, d_out, d_in]``; ``out``: see :func:`~kfac_optim.beside.each`."""
     if not directions:
         return []
-    return each("sub", [d.direction for d in directions], [d.update for d in directions])
+    return each("sub", [d.direction for d in directions], [d.update for d in directions], out=out)
 
 
-def stretches(directions: Sequence[Direction]) -> Tensors:
+def stretches(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) -> Tensors:
     """The stretch of each stack of layers, ``[p, d_out, d_in]``; none where damping is relative to something else."""
     steepest = [d.steepest for d in directions if d.steepest is not None]
     if not directions or len(steepest) < len(directions):
         return []
     beside = directions[0].beside
-    found = times([d.direction for d in directions], steepest, beside)
+    found = times([d.direction for d in directions], steepest, beside, out)
     each("sub_", found, [d.gradient for d in directions])
     followed = [i for i, d in enumerate(directions) if d.update is not d.gradient]
     if followed:
         of, moments = [directions[i] for i in followed], [directions[i].gradient for i in followed]
         rates = ratios(inners(of, [d.update for d in of], moments), squares(of, moments))
-        times([found[i] for i in followed], each("clamp_min", rates, 0), beside, in_place=True)
+        changed = [found[i] for i in followed]
+        times(changed, each("clamp_min", rates, 0), beside, out=changed)
     return found
 
 
@@ -250,7 +251,12 @@ def brake(length: Tensor, usual: float) -> Tensor | float | None:
     return (_SLACK * usual / known) ** _POWER if known > _SLACK * usual else None
 
 
-def changes_at(directions: Sequence[Direction], trust: float, braked: Tensor | float | None = None) -> Tensors:
+def changes_at(
+    directions: Sequence[Direction],
+    trust: float,
+    braked: Tensor | float | None = None,
+    out: Sequence[Tensor] | None = None,
+) -> Tensors:
     """The step of each stack less u, ``[p, d_out, d_in]``: u is turned towards k by the share ``trust``.
 
     It is brought back to the length of u: mixtures of two directions are shorter than either, and without this 3 of the
@@ -260,14 +266,15 @@ def changes_at(directions: Sequence[Direction], trust: float, braked: Tensor | f
         directions: The stacks, with k of the length of u.
         trust: In [0, 1].
         braked: What :func:`brake` has found.
+        out: See :func:`~kfac_optim.beside.each`.
     """
     if not directions:
         return []
     updates, towards = [d.update for d in directions], [d.direction for d in directions]
-    steps = each("lerp", updates, towards, trust)
+    steps = each("lerp", updates, towards, trust, out=out)
     if trust < 1:
         lengths = ratios(update_norms(directions), norms(directions, steps))
-        times(steps, lengths, directions[0].beside, in_place=True)
+        times(steps, lengths, directions[0].beside, out=steps)
     if braked is not None:
         braked = braked.to(steps[0].dtype) if isinstance(braked, Tensor) else braked
         share = 1 - trust * (1 - braked)

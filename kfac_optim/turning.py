@@ -7,7 +7,7 @@ stands in the state of the parameters, so that a resumed run goes on as if it ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from .bases import (
     update_length,
     weights_before,
 )
+from .directions import Maker
 from .engine import CurvatureEngine
 from .preconditioning import Lr
 from .trust import alignment, alignment_side_by_side, brake, changes_at, stretches, turns
@@ -83,14 +84,22 @@ def take_turned_step(
         return
     length = update_length(optimizer, base.updates)
     braked = None if length is None else brake(length, engine.usual_length)
-    stretched = stretches(of_stacks) if engine.stretches else []
-    changes = directions.laid_out(changes_at(of_stacks, trust, braked)) if trust > 0 else {}
+    numbers = {} if length is None else {LENGTH: length}
+
+    def stretch(out: Sequence[Tensor] | None) -> Sequence[Tensor]:
+        found = stretches(of_stacks, out)
+        descent = alignment_side_by_side(of_stacks, found)
+        numbers.update({} if descent is None else {DESCENT: descent})
+        return found
+
+    makers: dict[str, Maker] = {CHANGE: lambda out: changes_at(of_stacks, trust, braked, out)} if trust > 0 else {}
+    makers[TURN] = lambda out: turns(of_stacks, out)
+    judged = directions.several_laid_out({**makers, **({STRETCH: stretch} if engine.stretches else {})})
+    changes = judged.pop(CHANGE, {})
     _subtract(optimizer, changes)
-    judged, numbers = {TURN: directions.laid_out(turns(of_stacks))}, {} if length is None else {LENGTH: length}
     if engine.stretches:
-        judged[STRETCH] = directions.laid_out(stretched)
-        descent = alignment_side_by_side(of_stacks, stretched)
-        numbers[DESCENT] = _aligned(optimizer, base.moments, judged[STRETCH]) if descent is None else descent
+        if DESCENT not in numbers:
+            numbers[DESCENT] = _aligned(optimizer, base.moments, judged[STRETCH])
         reach = engine.reach if braked is None else engine.reach * braked
         _subtract(optimizer, multiplied(judged[STRETCH], reach))
     _remember(optimizer, judged, changes)

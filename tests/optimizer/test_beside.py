@@ -99,5 +99,5 @@ def test_factors_of_pairs_reach_the_rows_of_their_matrices() -> None:
     expected = times([matrix.clone() for matrix in matrices], factors)
     torch.testing.assert_close(times(matrices, factors, side), expected, rtol=0, atol=0)
     assert joined(each("sub", matrices, others)) is not None, "side by side again"
-    times(matrices, factors, side, in_place=True)
+    times(matrices, factors, side, out=matrices)
     torch.testing.assert_close(list(matrices), expected, rtol=0, atol=0)
