@@ -29,6 +29,7 @@ import torch
 import torch_optimizer
 from torch import Tensor, nn
 
+from .beside import launches_count
 from .distributed import gathered_together, is_sharded, may_be_sharded
 from .lamb import debiasing
 
@@ -107,7 +108,10 @@ def _take_apart(
     if group.get("weight_decay"):
         shares = [_decay(optimizer, group, state) for state in states]
         in_moment, in_update = (list(share) for share in zip(*shares, strict=True))
-        if any(isinstance(share, Tensor) or share for share in in_moment):
+        known, share = not any(isinstance(of_one, Tensor) for of_one in in_moment), in_moment[0]
+        if known and launches_count(params[0].device) and all(of_one == share for of_one in in_moment):
+            moments = torch._foreach_sub(moments, before, alpha=share) if share else moments
+        elif not known or any(in_moment):
             moments = torch._foreach_sub(moments, _scaled(before, in_moment))
         if not isinstance(optimizer, torch.optim.SGD):
             decayed = torch._foreach_sub(before, _scaled(before, in_update))
@@ -172,15 +176,19 @@ def keep_first_moments(
                 optimizer.state[p][MOMENT] = moment
 
 
-def update_length(optimizer: torch.optim.Optimizer, updates: Mapping[nn.Parameter, Tensor]) -> Tensor | None:
+def update_length(
+    optimizer: torch.optim.Optimizer, updates: Mapping[nn.Parameter, Tensor], together: Tensor | None = None
+) -> Tensor | None:
     """The norm of all updates together, 0-dim, per unit of the weight that gradients have in the momentum of SGD.
 
     That weight grows from 1 to ``1 / (1 - momentum)``. None for Adam and its kin, whose updates do not grow with the
-    gradient. A collective where updates are sharded.
+    gradient. A collective where updates are sharded. ``together``: all updates as one vector, where there is one.
     """
     if any("exp_avg" in optimizer.state.get(p, {}) for p in updates):
         return None
     weights = [optimizer.state.get(p, {}).get("gradient_weight", 1.0) for p in updates]
+    if together is not None and len(set(weights)) == 1:
+        return torch.linalg.vector_norm(together) / weights[0]
     whole = list(updates.values())
     dtype = torch.float64 if any(update.dtype == torch.float64 for update in whole) else torch.float32
     if may_be_sharded() and any(map(is_sharded, whole)):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from .beside import joined
 from .distributed import ShardExchange, gathered, is_sharded, may_be_sharded, sharded_like
 from .layout import Layout, Part
 from .scaling import Direction
@@ -60,6 +61,11 @@ class Directions:
     def scaled(self) -> list[Direction]:
         """Those of the stacks."""
         return [stack.scaled for stack in self.stacks]
+
+    def updates_together(self, updates: Collection[nn.Parameter]) -> Tensor | None:
+        """The base optimizer's updates as one vector, where they lie side by side and are all that there are."""
+        covered = {p for stack in self.stacks for p in stack.layout.parameters}
+        return joined([d.update for d in self.scaled]) if covered.issuperset(updates) else None
 
     def laid_out(self, matrices: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
         """What each parameter has in matrices of the stacks' shapes, laid out as the parameter is.

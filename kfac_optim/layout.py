@@ -104,6 +104,7 @@ class Layout:
         self._runs: list[_Run] = []
         self._computed: list[tuple[KroneckerLayer, slice]] = []  # and their pairs
         whole, start = torch.empty(self.shape, device="meta"), 0
+        self.parameters = {p for layer in layers for p in layer.parameters}
         self._unused = whole.numel()  # entries that belong to no parameter
         growing: dict[int, _Run] = {}  # the last run of weights, and that of biases
         for layer in layers:
@@ -188,4 +189,4 @@ def fill_all(layouts: Sequence[Layout], vectors: Mapping[nn.Parameter, Tensor], 
     """Fills contiguous matrices of several layouts, all that is contiguous in both by one multi-tensor operation."""
     copied = [place for layout, whole in zip(layouts, matrices, strict=True) for place in layout.places(whole, vectors)]
     if copied:
-        torch._foreach_copy_(*(list(side) for side in zip(*copied, strict=True)))
+        torch._foreach_copy_([part for part, _ in copied], [vector for _, vector in copied])

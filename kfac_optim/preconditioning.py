@@ -87,10 +87,10 @@ class Preconditioner:
         self._select(stacks, value)
         with self.stages.stage("preconditioning"), without_autocast(device):
             joint = self._joined(stacks)
-            # Then eqs. 8-13 times gamma will do: for all pairs the steepest is divided by as much.
+            # Then eqs. 11-13 times gamma will do, in which the steepest is divided by the same of all pairs.
             bare = joint is not None and getattr(scaling, "of_any_length", False) and not any(b.route for b in blocks)
             gammas = torch._foreach_mul([stack.damping_unit for stack in stacks], value) if stacks and not bare else ()
-            steepest = _steepest(stacks, gammas, damping) if not bare else _of_unit(stacks, value, damping)
+            steepest = _steepest(stacks, gammas, damping if not bare else None)
             if joint is None:
                 matrices = [
                     self._of_one(stack, gamma.to(self.dtype), vectors, updates)
@@ -105,6 +105,7 @@ class Preconditioner:
                     stack.layer_of_pair,
                     stack.scaled_together,
                     steepest=largest,
+                    bare=(of_stack[0], 1 + 1 / value) if bare and isinstance(damping, OfLargest) else None,
                     beside=self._beside,
                 )
                 for stack, of_stack, largest in zip(stacks, matrices, steepest, strict=True)
@@ -320,19 +321,13 @@ def _gathered(
 # Parts of a direction -----------------------------------------------------------------------------------------------
 
 
-def _steepest(stacks: Sequence[Stack], gammas: Sequence[Tensor], damping: Damping) -> Sequence[Tensor] | Sequence[None]:
+def _steepest(
+    stacks: Sequence[Stack], gammas: Sequence[Tensor], damping: Damping | None
+) -> Sequence[Tensor] | Sequence[None]:
     """The largest eigenvalue plus gamma of each stack's pairs, ``[p]``, where it is known."""
     if not stacks or not isinstance(damping, OfLargest):
         return [None] * len(stacks)
     return torch._foreach_add([stack.damping_unit for stack in stacks], list(gammas))
-
-
-def _of_unit(stacks: Sequence[Stack], value: float, damping: Damping) -> Sequence[Tensor] | Sequence[None]:
-    """The same divided by gamma, which is ``value`` times the largest eigenvalue."""
-    if not isinstance(damping, OfLargest):
-        return [None] * len(stacks)
-    units = [stack.damping_unit for stack in stacks]
-    return units[0].new_full((sum(map(len, units)),), 1 + 1 / value).split([len(unit) for unit in units])
 
 
 def _are_of(dtype: torch.dtype, decomposed: tuple[Decomposition, Decomposition]) -> bool:

@@ -52,6 +52,8 @@ class Direction:
         steepest: What eqs. 11-13 divide a component of the steepest curvature by, the largest eigenvalue of ``A (x) G``
             plus gamma, ``[p]``, divided by what the direction was multiplied by since. None where damping is not
             relative to that eigenvalue.
+        bare: The direction before it was multiplied by anything, and what the scaled one times ``steepest`` is in
+            multiples of that. None where ``steepest`` tells.
         beside: Where the matrices of all stacks lie in one storage; None: each in its own.
         update_norms: What :func:`update_norms` has found, for whoever asks again in this step.
     """
@@ -63,6 +65,7 @@ class Direction:
     layer_of_pair: Tensor | None = None
     pairs_per_layer: Sequence[int] = ()
     steepest: Tensor | None = None
+    bare: tuple[Tensor, float] | None = None
     beside: SideBySide | None = None
     update_norms: list[Tensor] = field(default_factory=list, repr=False)
 

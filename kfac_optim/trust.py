@@ -224,10 +224,14 @@ def turns(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) 
 def stretches(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) -> Tensors:
     """The stretch of each stack of layers, ``[p, d_out, d_in]``; none where damping is relative to something else."""
     steepest = [d.steepest for d in directions if d.steepest is not None]
-    if not directions or len(steepest) < len(directions):
+    bare = [d.bare for d in directions if d.bare is not None]
+    if not directions or max(len(steepest), len(bare)) < len(directions):
         return []
     beside = directions[0].beside
-    found = times([d.direction for d in directions], steepest, beside, out)
+    if bare:
+        found = each("mul", [matrix for matrix, _ in bare], bare[0][1], out=out)
+    else:
+        found = times([d.direction for d in directions], steepest, beside, out)
     each("sub_", found, [d.gradient for d in directions])
     followed = [i for i, d in enumerate(directions) if d.update is not d.gradient]
     if followed:

@@ -82,7 +82,7 @@ def take_turned_step(
         matrices = turns(of_stacks) if trust == 1 else changes_at(of_stacks, trust)
         _subtract(optimizer, directions.laid_out(matrices) if trust > 0 else {})
         return
-    length = update_length(optimizer, base.updates)
+    length = update_length(optimizer, base.updates, directions.updates_together(base.updates))
     braked = None if length is None else brake(length, engine.usual_length)
     numbers = {} if length is None else {LENGTH: length}
 
