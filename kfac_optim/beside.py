@@ -53,6 +53,7 @@ class SideBySide:
         pairs = [(p, d_out * d_in) for p, d_out, d_in in shapes[: self.few]]
         self.rows = sum(p * numel for p, numel in pairs) // self.row if self.row else 0
         self._pair_of_row: Tensor | None = None
+        self._templates = [torch.empty(shape, device="meta") for shape in shapes]
 
     def empty(self, dtype: torch.dtype) -> list[Tensor]:
         """Matrices without values."""
@@ -61,7 +62,7 @@ class SideBySide:
     def several(self, n: int, dtype: torch.dtype) -> list[list[Tensor]]:
         """Several times matrices without values, all in one storage."""
         whole = torch.empty((n, sum(map(math.prod, self.shapes))), dtype=dtype, device=self.device)
-        return [apart(part, self.shapes) for part in whole]
+        return [like(part, self._templates) for part in whole]
 
     def fits(self, matrices: Sequence[Tensor]) -> bool:
         """Whether these are matrices of all stacks, side by side, of which some have rows."""
@@ -78,8 +79,12 @@ class SideBySide:
 
 def apart(whole: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """The parts of a vector that have these shapes, views."""
-    parts = whole.split([math.prod(shape) for shape in shapes])
-    return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
+    return like(whole, [torch.empty(tuple(shape), device="meta") for shape in shapes])
+
+
+def like(whole: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The parts of a vector that have the shapes of some tensors, views; on the host a tenth of what Python takes."""
+    return list(torch._utils._unflatten_dense_tensors(whole, tensors))
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -123,7 +128,7 @@ def each(
             getattr(torch, operation)(*together, out=joined(out))
             return list(out)
         found = getattr(torch.Tensor, operation)(*together)
-        return list(first) if operation.endswith("_") else apart(found, [tensor.shape for tensor in first])
+        return list(first) if operation.endswith("_") else like(found, first)
     found = getattr(torch, f"_foreach_{operation}")(list(first), *others)
     return list(first) if operation.endswith("_") else list(found)
 
@@ -142,8 +147,8 @@ def times(
         beside: Where the matrices lie.
         out: Where the results go: the matrices themselves, or others that lie as they do; None: new ones.
     """
-    by_pair = [factor.reshape(-1, 1, 1) for factor in factors]
     if beside is None or not beside.fits(matrices):
+        by_pair = [factor.reshape(-1, 1, 1) for factor in factors]
         if out is matrices:
             return [matrix.mul_(by) for matrix, by in zip(matrices, by_pair, strict=True)]
         return [matrix * by for matrix, by in zip(matrices, by_pair, strict=True)]
@@ -151,9 +156,9 @@ def times(
     given, found = joined(matrices), joined(results)
     assert given is not None and found is not None
     of_few = slice(0, beside.rows * beside.row)
-    expanded = [by.view(-1).expand(len(matrix)) for matrix, by in zip(matrices, by_pair, strict=True)]
-    rows = beside.by_row(expanded[: beside.few])
+    of_pairs = [f if f.dim() else f.expand(len(m)) for m, f in zip(matrices, factors[: beside.few], strict=False)]
+    rows = beside.by_row(of_pairs)
     torch.mul(given[of_few].view(-1, beside.row), rows, out=found[of_few].view(-1, beside.row))
     for i in range(beside.few, len(matrices)):
-        torch.mul(matrices[i], by_pair[i], out=results[i])
+        torch.mul(matrices[i], factors[i].reshape(-1, 1, 1), out=results[i])
     return results

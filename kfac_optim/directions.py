@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -90,8 +91,12 @@ class Directions:
         rooms = beside.several(len(makers), self.dtype)
         made = [make(room) for make, room in zip(makers.values(), rooms, strict=True)]
         found: list[dict[nn.Parameter, Tensor]] = [{} for _ in makers]
+        # A view in the state of a parameter keeps the matrices of all.
+        contiguous = sum(stack.layout.contiguous for stack in self.stacks)
+        copies = 2 * contiguous < sum(math.prod(shape) for shape in beside.shapes)
         for stack, *wholes in zip(self.stacks, *made, strict=True):
-            for result, parts in zip(found, stack.layout.read_several(wholes, stack.vectors), strict=True):
+            several = stack.layout.read_several(wholes, stack.vectors, copies=copies)
+            for result, parts in zip(found, several, strict=True):
                 _assemble(result, parts)
         return dict(zip(makers, found, strict=True))
 

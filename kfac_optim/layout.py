@@ -8,8 +8,10 @@ one that copies it. What is read is laid out as the parameters are, so that mult
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -79,14 +81,21 @@ class _Run:
         found = zip(self.parameters, self.indices, parts, strict=True)
         return [part for part in found if part[0] in parameters]
 
-    def read_several(self, wholes: Sequence[Tensor], parameters: Collection[nn.Parameter]) -> list[list[Part]]:
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether all of it lies in the matrices side by side."""
+        return self.stride == tuple(torch.empty((sum(self.lengths), *self.shape), device="meta").stride())
+
+    def read_several(
+        self, wholes: Sequence[Tensor], parameters: Collection[nn.Parameter], copies: bool
+    ) -> list[list[Part]]:
         """As :meth:`read`, from several matrices that lie in one storage at the same distance."""
         first = self.of(wholes[0])
-        if first.is_contiguous():
+        if first.is_contiguous() and not copies:
             return [self.read(whole, parameters) for whole in wholes]
         distance = wholes[1].storage_offset() - wholes[0].storage_offset() if len(wholes) > 1 else 0
         strided = first.as_strided((len(wholes), *first.shape), (distance, *self.stride), first.storage_offset())
-        copied = [part.split(self.lengths) for part in strided.contiguous()]
+        copied = [part.split(self.lengths) for part in strided.clone(memory_format=torch.contiguous_format)]
         found = [zip(self.parameters, self.indices, parts, strict=True) for parts in copied]
         return [[part for part in of_whole if part[0] in parameters] for of_whole in found]
 
@@ -168,11 +177,21 @@ class Layout:
         whole = matrices.contiguous()
         return [part for run in self._runs for part in run.read(whole, parameters)] + self._read(whole, parameters)
 
-    def read_several(self, matrices: Sequence[Tensor], parameters: Collection[nn.Parameter]) -> list[list[Part]]:
-        """The same of several contiguous matrices that lie in one storage at the same distance, by fewer operations."""
+    @cached_property
+    def contiguous(self) -> int:
+        """How many entries of the matrices can be read by views."""
+        return sum(sum(run.lengths) * math.prod(run.shape) for run in self._runs if run.is_contiguous)
+
+    def read_several(
+        self, matrices: Sequence[Tensor], parameters: Collection[nn.Parameter], *, copies: bool
+    ) -> list[list[Part]]:
+        """The same of several contiguous matrices that lie in one storage at the same distance, by fewer operations.
+
+        ``copies``: no views, which would keep the storage.
+        """
         found = [self._read(whole, parameters) for whole in matrices]
         for run in self._runs:
-            for of_whole, parts in zip(found, run.read_several(matrices, parameters), strict=True):
+            for of_whole, parts in zip(found, run.read_several(matrices, parameters, copies), strict=True):
                 of_whole += parts
         return found
 

@@ -109,6 +109,20 @@ def test_a_refresh_waits_once_for_factors_of_nearly_one_size():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("cls", "options", "more"), [("KFACSGD", "momentum=0.9, ", 0), ("KFACAdam", "", 1)])
+def test_of_stacks_products_alone_take_launches_of_their_own(cls, options, more):
+    """In an ordinary step, the third; with Adam, whose updates are no moments, also sums of their products."""
+    program = STEPS.replace("inv_update_steps=1", "inv_update_steps=1000, factor_update_steps=1000")
+    few, many = (
+        "".join(f"torch.nn.Linear({8 * i}, {8 * i + 8}, bias=False), " for i in range(1, n + 1)) for n in (3, 9)
+    )
+    given = {"shape": (8, 8), "cls": cls, "steps": 3, "after_backward": "simulation.take()"}
+    given["options"] = options + "damping=kfac_optim.OfLargest(0.01)"
+    launches = [counted(program.format(layers=layers, **given))[0] for layers in (few, many)]
+    assert launches[1] - launches[0] == 6 * (4 + more)
+
+
+@pytest.mark.slow
 def test_vectors_are_multiplied_by_their_trust_ratios_side_by_side():
     """``skip_layers``: what is left is the base class's own step."""
     options = {"cls": "KFACLAMB", "options": "skip_layers=('',)"}

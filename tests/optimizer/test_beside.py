@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, Graft, KFACAdam, KFACAdamW, OfLargest, OfMean, beside
 from kfac_optim.beside import SideBySide, each, joined, times
 from kfac_optim.solvers.joint import JointEigen
+from kfac_optim.turning import STRETCH, TURN
 from tests.helpers.compare import assert_near
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -53,17 +54,18 @@ class Net(nn.Module):
         return self.head(x if skips else x + self.extra(x).tanh())
 
 
-def trained(model: nn.Module, cls: Any, options: dict[str, Any]) -> dict[str, Tensor]:
-    """The weights after some steps."""
+def trained(model: nn.Module, cls: Any, options: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """The weights after some steps, and the optimizer."""
     more = {"inv_update_steps": 4, "factor_update_steps": 2, "spread": 0, "inv_dtype": torch.float64}
     optimizer = cls(model, factor_dtype=torch.float64, **more, **options)
     torch.manual_seed(1)
     for step in range(11):
         words, labels = torch.randint(12, (6, 5)), torch.randint(3, (6,))
         optimizer.zero_grad()
-        F.cross_entropy(model(words, step in (5, 6)), labels).backward()
+        # In the fourth step the layer has a gradient, but no decomposition.
+        F.cross_entropy(model(words, step in (0, 1, 2, 6)), labels).backward()
         optimizer.step()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, optimizer
 
 
 @pytest.mark.parametrize(("cls", "options"), OPTIONS)
@@ -71,17 +73,35 @@ def test_steps_are_the_same_where_launches_count(
     cls: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Net()
-    expected = trained(copy.deepcopy(model), cls, options)
+    expected, there = trained(copy.deepcopy(model), cls, options)
     monkeypatch.setattr(beside, "_PATIENT", set())
     taken: list[int] = []
     precondition = JointEigen.precondition
     monkeypatch.setattr(
         JointEigen, "precondition", lambda self, *given: (taken.append(len(given[0])), precondition(self, *given))
     )
-    found = trained(copy.deepcopy(model), cls, options)
+    found, here = trained(copy.deepcopy(model), cls, options)
     assert len(set(taken)) == (0 if options.get("solver") == "inverse" else 2), "with and without the extra layer"
     for name, weight in expected.items():
-        assert_near(found[name], weight, name)
+        assert_near(found[name], weight, name, rel=1e-6)  # dot products, and with them reach, are of float32
+    usual, expected_usual = (optimizer.curvature._trust.usual for optimizer in (here, there))
+    assert usual == pytest.approx(expected_usual, rel=1e-6), "the length of all updates"
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_view_does_not_keep_the_matrices_of_all_stacks(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step notes are views where most of the matrices are such, else copies."""
+    monkeypatch.setattr(beside, "_PATIENT", set())
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=bias) for _ in range(4)), nn.Linear(16, 8, bias=not bias))
+    optimizer = KFACSGD(model, lr=0.02, momentum=0.9)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(6, 16)).square().mean().backward()
+        optimizer.step()
+    noted = [state[key] for state in optimizer.state.values() for key in (TURN, STRETCH) if key in state]
+    assert len(noted) == 2 * (9 if bias else 6)
+    kept = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in noted}
+    assert sum(kept.values()) < 1.5 * sum(part.nbytes for part in noted)
 
 
 def test_factors_of_pairs_reach_the_rows_of_their_matrices() -> None:
