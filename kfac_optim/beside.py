@@ -19,15 +19,13 @@ _PATIENT = {"cpu"}  # types of devices on which launches cost little
 _FEW_PAIRS = 64  # stacks of more pairs, as norm layers have them, get their factors by a kernel of their own
 _LEAST_ROW = 8  # numbers that share a factor; with fewer, all factors together would take too much memory
 
-Shape = tuple[int, int, int]
-
 
 def launches_count(device: torch.device) -> bool:
     """Whether steps are short of launches on a device, rather than of arithmetic."""
     return device.type not in _PATIENT
 
 
-def stands_alone(shape: Shape) -> bool:
+def stands_alone(shape: tuple[int, int, int]) -> bool:
     """Whether a stack gets its factors by a kernel of its own: of many pairs, or of an odd number of entries."""
     p, d_out, d_in = shape
     return p > _FEW_PAIRS or d_out * d_in % _LEAST_ROW != 0
@@ -46,7 +44,7 @@ class SideBySide:
         rows: How many rows they have.
     """
 
-    def __init__(self, shapes: Sequence[Shape], device: torch.device) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, int, int]], device: torch.device) -> None:
         self.shapes, self.device = list(shapes), device
         self.few = next((i for i, shape in enumerate(shapes) if stands_alone(shape)), len(shapes))
         self.row = math.gcd(*(d_out * d_in for _, d_out, d_in in shapes[: self.few])) if self.few else 0
@@ -115,7 +113,7 @@ def each(
     """What an elementwise operation of torch gives for each of some tensors, and for each of the others where listed.
 
     Args:
-        operation: Its name as that of a method, "lerp" or "sub_".
+        operation: Its name as that of a method: ``lerp``, or ``sub_`` in place.
         first: The tensors; the results lie side by side where these, and those of the other lists, do.
         others: What else the operation takes: lists of tensors of the same shapes, or numbers.
         out: Where the results go, if all lie side by side; None: new tensors.

@@ -196,7 +196,8 @@ def alignment_side_by_side(directions: Sequence[Direction], matrices: Sequence[T
     """
     rates = [d.lr for d in directions]
     moments, others = joined([d.gradient for d in directions]), joined(matrices)
-    same = all(lr is rates[0] or (isinstance(lr, float) and lr == rates[0]) for lr in rates)
+    known = not any(isinstance(lr, Tensor) for lr in rates)  # to compare tensors would be to wait for their device
+    same = all(lr is rates[0] or (known and lr == rates[0]) for lr in rates)
     if moments is None or others is None or not same or may_be_sharded():
         return None
     return torch.dot(moments.float(), others.float()) * rates[0]

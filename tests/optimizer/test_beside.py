@@ -29,6 +29,7 @@ OPTIONS: list[tuple[Any, dict[str, Any]]] = [
     (KFACSGD, {"lr": 0.02, "momentum": 0.9, "scaling": "unit"}),
     (KFACSGD, {"lr": 0.02, "momentum": 0.9, "scaling": Graft(trust=0.5)}),
     (KFACSGD, {"lr": 0.02, "momentum": 0.9, "solver": "inverse"}),
+    (KFACSGD, {"lr": 0.02, "momentum": 0.9, "lr_of_biases": 0.05}),
     (KFACAdam, {"lr": 0.01}),
     (KFACAdamW, {"lr": 0.01, "weight_decay": 0.1}),
     (KFACLAMB, {"lr": 0.01}),
@@ -56,8 +57,11 @@ class Net(nn.Module):
 
 def trained(model: nn.Module, cls: Any, options: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
     """The weights after some steps, and the optimizer."""
+    how = dict(options)
+    biases = {"lr": how.pop("lr_of_biases", how["lr"]), "params": [p for p in model.parameters() if p.dim() == 1]}
+    groups = [{"params": [p for p in model.parameters() if p.dim() > 1]}, biases]
     more = {"inv_update_steps": 4, "factor_update_steps": 2, "spread": 0, "inv_dtype": torch.float64}
-    optimizer = cls(model, factor_dtype=torch.float64, **more, **options)
+    optimizer = cls(groups, model=model, factor_dtype=torch.float64, **more, **how)
     torch.manual_seed(1)
     for step in range(11):
         words, labels = torch.randint(12, (6, 5)), torch.randint(3, (6,))
