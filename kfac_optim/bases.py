@@ -41,6 +41,7 @@ __all__ = [
     "gradient_weight_tracked",
     "has_first_moment",
     "keep_first_moments",
+    "moment_weight",
     "multiplied",
     "of_one_kind",
     "subtract_",
@@ -142,6 +143,12 @@ def _first_moments(group: dict[str, Any], states: list[dict[str, Any]], descent:
 def has_first_moment(group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
     """Whether the base class keeps a first moment of a parameter."""
     return "exp_avg" in state or (bool(group.get("momentum")) and state.get("momentum_buffer") is not None)
+
+
+def moment_weight(group: Mapping[str, Any], state: Mapping[str, Any]) -> float:
+    """The sum of the weights that gradients have in the first moment of SGD; of averages of gradients 1."""
+    weight: float = state.get("gradient_weight", 1.0) if group.get("momentum") else 1.0
+    return 1 + group["momentum"] * weight if group.get("nesterov") else weight
 
 
 def keep_first_moments(
@@ -296,13 +303,19 @@ def of_one_kind(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(found.values())
 
 
-def multiplied(vectors: Mapping[nn.Parameter, Tensor], factor: Scale) -> dict[nn.Parameter, Tensor]:
-    """Vectors laid out as their parameters are, times a number or a 0-dim tensor, which may be on another device."""
-    if isinstance(factor, Tensor) and len({vector.device for vector in vectors.values()}) > 1:
-        return {p: vector * factor.to(vector.device) for p, vector in vectors.items()}
+def multiplied(
+    vectors: Mapping[nn.Parameter, Tensor], factors: Mapping[nn.Parameter, float], shared: Scale = 1.0
+) -> dict[nn.Parameter, Tensor]:
+    """Vectors laid out as their parameters are, times numbers, and all times a number or a 0-dim tensor."""
+    if may_be_sharded():
+        return {p: vector * (factors[p] * shared) for p, vector in vectors.items()}
     found: dict[nn.Parameter, Tensor] = {}
     for alike in of_one_kind(vectors):
-        found.update(zip(alike, torch._foreach_mul([vectors[p] for p in alike], factor), strict=True))
+        several = torch._foreach_mul([vectors[p] for p in alike], [factors[p] for p in alike])
+        for device in {vector.device for vector in several} if isinstance(shared, Tensor) or shared != 1 else ():
+            by = shared.to(device) if isinstance(shared, Tensor) else shared
+            torch._foreach_mul_([vector for vector in several if vector.device == device], by)
+        found.update(zip(alike, several, strict=True))
     return found
 
 

@@ -31,6 +31,7 @@ __all__ = [
 
 SIDES = ("A", "G")
 Source = Literal["current", "pending", "in_use"]
+_FIRST_REACH = 0.01
 _UNSEEN_STEPS = 3  # statistics steps after which a layer that has gradients and was never seen is called so
 
 
@@ -132,8 +133,9 @@ class Block:
         route: How its preconditioned gradient comes to this rank, or leaves it: the source and the members of the
             broadcast; None if it does not travel.
         state: What the optimizer's state holds of the layer: the tensors of its :class:`Factors` "current" (the
-            running averages), "in_use" (what the decompositions in use were made of) and, where refreshes may be spread
-            over steps, "pending" (what a refresh in progress decomposes). Empty before the first step.
+            running averages, and the reach of its steps), "in_use" (what the decompositions in use were made of) and,
+            where refreshes may be spread over steps, "pending" (what a refresh in progress decomposes). Empty before
+            the first step.
         kept_by: The workers under whom the factors of the state were shared out; None before there are any.
         decomposed: The decompositions of A and G in use; None on ranks that do not precondition the layer, and before
             the first refresh.
@@ -175,7 +177,9 @@ class Block:
                     name: spec.empty(dtype, device, kept=self.workers.keeps(side, rank))
                     for side, (name, spec) in enumerate(zip(SIDES, self.specs, strict=True))
                 }
-                if source != "current":
+                if source == "current":
+                    tensors["reach"] = _FIRST_REACH
+                else:
                     precision = torch.promote_types(dtype, torch.float32)
                     tensors["gamma"] = torch.zeros(self.specs[0].pairs, dtype=precision, device=device)
                 self.state[source] = tensors
@@ -184,6 +188,15 @@ class Block:
         """Its factors at one of the three stages; ``extent``: what is known of them beside what the block notes."""
         known = extent or (self._extent if source == "in_use" else None)
         return Factors(self.layer, self.specs, self.state[source], known)
+
+    @property
+    def reach(self) -> float:
+        """The share of the stretch along flat directions that its steps get, learned (:mod:`kfac_optim.reach`)."""
+        return float(self.state["current"]["reach"]) if self.state else _FIRST_REACH
+
+    def set_reach(self, value: float) -> None:
+        """Notes what has been learned."""
+        self.state["current"]["reach"] = value
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Replaces the state."""

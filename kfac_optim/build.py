@@ -291,6 +291,7 @@ class BuiltEngine(ViewedEngine):
         """What has to be the same on all ranks, by name."""
         return {
             **self.stage_counters(),
+            "reach": [block.reach for block in self._blocks],
             **compared_options(self, self.step_count),
             "layers": [block.layer.name for block in self._blocks],
             "factors and workers": [(block.specs, block.workers) for block in self._blocks],

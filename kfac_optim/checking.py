@@ -52,7 +52,9 @@ def _problem(block: Block, state: Any, rank: int, *, pending: bool) -> str:
             problem = spec.problem(tensors.get(side), kept=block.workers.keeps(i, rank))
             if problem:
                 return f"has a factor {side} ({source.replace('_', ' ')}) that {problem}"
-        gamma = tensors.get("gamma")
+        gamma, reach = tensors.get("gamma"), tensors.get("reach")
+        if source == "current" and not (isinstance(reach, int | float) and 0 <= reach < math.inf):
+            return f"has a reach of {reach}"
         if source != "current" and not _is_damping(gamma, block.specs[0].pairs):
             return f"has a damping of {gamma}"
     return ""
@@ -86,7 +88,7 @@ def _counter_problem(known: Iterable[str], counters: Mapping[str, Any]) -> str:
             return f"its counter {name!r} is {value!r}"
     for name in known:
         least = -1 if name in ("last_statistics", "last_refresh", "frozen_at", "pending_spread") else 0
-        whole = name in ("usual_length", "reach") or counters[name] == int(counters[name])
+        whole = name == "usual_length" or counters[name] == int(counters[name])
         if counters[name] < least or not whole:
             return f"its counter {name!r} is {counters[name]}"
     for name, limit in (("last_statistics", "step"), ("last_refresh", "step"), ("frozen_at", "step")):

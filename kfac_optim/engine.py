@@ -48,7 +48,9 @@ from .distributed import (
     largest_entry,
     set_full_gradient_,
 )
+from .lessons import Lessons
 from .preconditioning import Lr
+from .reach import learn
 from .schedules import due
 
 __all__ = ["CurvatureEngine", "memory_estimate"]
@@ -87,7 +89,7 @@ class CurvatureEngine(BuiltEngine):
         self,
         gradients: Sequence[Tensor],
         lrs: Iterable[Lr] = (1.0,),
-        lessons: Mapping[str, Tensor] | None = None,
+        lessons: Lessons | None = None,
     ) -> bool:
         """The first half of a step: takes up what was captured and refreshes the decompositions if that is due.
 
@@ -95,7 +97,7 @@ class CurvatureEngine(BuiltEngine):
             gradients: The gradients of all trained parameters.
             lrs: The learning rates of the step. A step on zero gradients with all of them 0 (in one process also: with
                 nothing captured), as torch.distributed.checkpoint takes it, does no more than make room for factors.
-            lessons: What the gradients and the last step teach trust, 0-dim (:meth:`kfac_optim.trust.Trust.learn`).
+            lessons: What the gradients say of the last step.
 
         Returns:
             Whether the step is to be taken; False if a gradient is not finite.
@@ -111,10 +113,10 @@ class CurvatureEngine(BuiltEngine):
         # Before the return of a no-op: torch.distributed.checkpoint takes one to make the state exist.
         for block in self._blocks:
             block.make_room(self.factor_dtype, self.comm.rank, spreads=self.may_spread)
-        statistics, lessons = self._capture.take(), lessons or {}
+        statistics, lessons = self._capture.take(), lessons or Lessons()
         largest, rates = largest_entry(gradients), list(lrs)
         moved = [lr != 0 for lr in rates if isinstance(lr, Tensor)]
-        flags = [largest, *moved, *lessons.values(), *statistics.flags]
+        flags = [largest, *moved, *lessons.tensors.values(), *statistics.flags]
         dtype = torch.float64 if any(flag.dtype == torch.float64 for flag in flags) else torch.float32
         together = torch.cat([flag.to(largest.device, dtype).view(-1) for flag in flags])
         values = iter(together.tolist())  # the sync
@@ -133,7 +135,8 @@ class CurvatureEngine(BuiltEngine):
         if not finite:
             self._skip()
             return False
-        self._trust.learn(**{name: next(values) for name in lessons})
+        numbers, slopes = lessons.read(values)
+        self._trust.learn(**numbers, calm=learn(self._blocks, slopes))
         settled = statistics.settle(values)
         if self._capture.enabled and trains and self._blocks:
             unseen = not any(settled.taken) and statistics.has_gradients()

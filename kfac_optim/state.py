@@ -233,3 +233,5 @@ def copy_state(target: Mapping[str, dict[str, Any]], saved: Mapping[str, Mapping
             copy_average_(tensors[side], saved[source][side])
         if "gamma" in tensors:
             tensors["gamma"].copy_(saved[source]["gamma"])
+        else:
+            tensors["reach"] = float(saved[source]["reach"])

@@ -1,4 +1,4 @@
-"""How far a step turns to the K-FAC direction, and how much further it goes where it is flat, learned while training.
+"""How far a step turns to the K-FAC direction, learned while training.
 
 With the base's own update u and K-FAC's direction k, of the same length::
 
@@ -9,19 +9,6 @@ This is hypergradient descent (Baydin et al. 2018) on one number for the whole m
 gradient, of a batch that had no part in the step, tells whether more of k would have lowered the loss. Where rates are
 too small for curvature to matter the base optimizer's own update wins and trust stays at 0; where they are large,
 steep directions are exhausted by the step, and trust rises to 1. A sign depends on no scale, and costs one dot product.
-
-The learning rate is what the steepest direction bears. In flat ones steps may be longer by as much as these are
-flatter. So besides being turned a step is stretched, where damping is relative to the largest eigenvalue L of a layer's
-``A (x) G``. With the first moment m and the rate c at which the base follows it::
-
-    stretch = c ((L + gamma) (A (x) G + gamma I)^-1 - I) m,    c = <u, m> / <m, m>
-    step   += reach stretch
-
-The stretch has nothing in the steepest direction, and ``L / gamma`` times the base's own step in the flattest. What is
-steep is left to the base, whose rate was chosen for it: a stretch only ever adds to its step. Whether the next gradient
-still points down along the stretch, ``<g', stretch> > 0``, tells whether more of it would have been better; reach then
-rises by a tenth of itself, else it falls, and by much more where that gradient has turned round: a stretch that was far
-too long has met a wall.
 
 A base optimizer without a first moment takes steps on single gradients. K-FAC's direction is then that of an average
 ``m = decay m + (1 - decay) g``, whose decay is learned in the same way: while gradients agree with the average before
@@ -45,32 +32,24 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .beside import each, joined, launches_count, times
-from .distributed import gathered_together, is_sharded, may_be_sharded
-from .scaling import Direction, inners, norms, ratios, squares, update_norms
-from .solvers import grouped_by_key
+from .beside import each, times
+from .scaling import Direction, norms, ratios, update_norms
 
-__all__ = ["Trust", "alignment", "alignment_side_by_side", "brake", "changes_at", "stretches", "turns"]
+__all__ = ["Trust", "brake", "changes_at", "turns"]
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
-Pair = tuple[Tensor, Tensor]
 
 _NOTCHES = 10  # trust moves by a tenth per step, which averages over the noise of about ten batches
 _LONGEST = 9  # tenths: the average remembers some ten gradients, as the usual momentum of 0.9
 _REMEMBERED = 10  # lengths of updates that their running average remembers
 _SLACK, _POWER = 1.3, 2  # steps are braked where the update is longer than 1.3 times the usual, by that squared
-_LEAST, _FIRST, _MOST = 3e-4, 0.01, 1 / 3  # reach: its bounds, and where it starts
-_GROWTH = 1.1  # of reach per step, or its inverse
-_TURNED, _FALL = 0.3, 30.0  # where the gradient has turned round by more than this share, reach falls by up to that
 _PATIENCE = 4  # while steps do not turn, k is computed in one of so many or more
-_BATCH_NUMEL = 2**25  # on a GPU gradients are copied side by side up to so many numbers, for one dot product
 
 
 class Trust:
-    """The trust in K-FAC's directions, from 0 (the base optimizer's updates) to 1, and the reach of steps in flat ones.
+    """The trust in K-FAC's directions, from 0 (the base optimizer's updates) to 1.
 
     Attributes:
         notches: Trust in tenths.
@@ -78,14 +57,13 @@ class Trust:
         usual: The usual length of the base optimizer's update, per unit of the learning rate and of the gradients in
             its momentum; 0 before the first.
         seen: The number of updates that this is an average of, at most 10.
-        reach: The share of the stretch that is added to a step, from 0.0003 to 1/3.
-        calm: Whether the loss still fell along the last stretch.
+        calm: Whether the loss still fell along the last stretch (:mod:`~kfac_optim.reach`).
         brake: That of the last step in which k was computed, in (0, 1]; 1: it was as long as the base's.
     """
 
     def __init__(self) -> None:
         self.notches = self.memory = self.seen = 0
-        self.usual, self.brake, self.reach = 0.0, 1.0, _FIRST
+        self.usual, self.brake = 0.0, 1.0
         self.calm = True
 
     @property
@@ -98,15 +76,15 @@ class Trust:
         """The decay of averaged gradients, in [0, 0.9]."""
         return self.memory / 10
 
-    def is_measured(self, step: int, reach: float) -> bool:
+    def is_measured(self, step: int, *, stretches: bool) -> bool:
         """Whether k is computed at this step: always where steps change, else now and then, to see if they should.
 
         That is every fourth step at first, and later every 8th, 16th and so on, between 1/32 and 1/16 of the steps
-        so far apart. In between a step is the base optimizer's own and costs no more.
+        so far apart. In between a step is the base optimizer's own and costs no more. ``stretches``: whether steps do.
         """
-        return self._changes(reach) or step % max(_PATIENCE, 2 ** max(0, step.bit_length() - 5)) == 0
+        return self.notches > 0 or stretches or step % max(_PATIENCE, 2 ** max(0, step.bit_length() - 5)) == 0
 
-    def repeats(self, step: int, reach: float) -> bool:
+    def repeats(self, step: int, *, stretches: bool) -> bool:
         """Whether this step changes the base's update as the step before did, if that is known.
 
         First moments hardly differ between two steps, and neither does what K-FAC makes of them. So k is computed in
@@ -114,19 +92,15 @@ class Trust:
         Where the last stretch was too long it is computed anew: at the edge of stability directions of the step before
         are what fails.
         """
-        return self._changes(reach) and self.calm and step % (4 if self.notches == _NOTCHES else 2) != 0
-
-    def _changes(self, reach: float) -> bool:
-        """Whether steps differ from the base optimizer's own; ``reach``: 0 where they are not stretched."""
-        return self.notches > 0 or reach > _LEAST
+        changes = self.notches > 0 or stretches
+        return changes and self.calm and step % (4 if self.notches == _NOTCHES else 2) != 0
 
     def learn(
         self,
         turn: float = 0.0,
         average: float = 0.0,
         length: float = 0.0,
-        stretch: float = 0.0,
-        descent: float = 0.0,
+        calm: bool | None = None,
     ) -> None:
         """Moves a tenth towards K-FAC's directions if the gradients say so, else a tenth towards the base's updates.
 
@@ -134,12 +108,9 @@ class Trust:
             turn: The alignment of the gradients with the last k - u. 0 (the rate was 0, say) tells nothing.
             average: That with the average of those before them, by which its decay moves likewise.
             length: The length of the base's update in the step before, if it was turned.
-            stretch: The alignment of the gradients with the last stretch, by which reach grows or shrinks.
-            descent: The alignment of the moment that it was made of with it, > 0.
+            calm: Whether the loss still falls along the last stretch; None: there was none.
         """
-        if descent > 0:
-            self.calm = stretch > 0
-            self.reach = _reached(self.reach, stretch / descent)
+        self.calm = self.calm if calm is None else calm
         self.notches = _moved(self.notches, turn, _NOTCHES)
         self.memory = _moved(self.memory, average, _LONGEST)
         if 0 < length < math.inf:
@@ -150,13 +121,13 @@ class Trust:
     def counters(self) -> dict[str, float]:
         """Its part of the saved counters."""
         known = {"trust": self.notches, "memory": self.memory, "usual_length": self.usual, "lengths": self.seen}
-        return {**known, "reach": self.reach, "calm": int(self.calm)}
+        return {**known, "calm": int(self.calm)}
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""
         self.notches, self.memory, self.seen = (int(counters.get(name, 0)) for name in ("trust", "memory", "lengths"))
         self.usual, self.brake = float(counters.get("usual_length", 0.0)), 1.0
-        self.reach, self.calm = float(counters.get("reach", _FIRST)), bool(counters.get("calm", 1))
+        self.calm = bool(counters.get("calm", 1))
 
 
 def _moved(notches: int, alignment: float, most: int) -> int:
@@ -166,81 +137,11 @@ def _moved(notches: int, alignment: float, most: int) -> int:
     return min(most, notches + 1) if alignment > 0 else max(0, notches - 1)
 
 
-def _reached(reach: float, slope: float) -> float:
-    """The next reach; ``slope``: that of the loss along the last stretch, beside the one before the step."""
-    if slope > 0:
-        return min(_MOST, reach * _GROWTH)
-    fall = max(1.0, min((slope / _TURNED) ** 2, _FALL / _GROWTH)) if math.isfinite(slope) else _FALL / _GROWTH
-    return max(_LEAST, reach / (_GROWTH * fall))
-
-
-def alignment(parameters: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> Tensor:
-    """``lr <g', v>``, summed over all parameters, 0-dim: of each the gradient, what it is compared with, the rate."""
-    products: list[Tensor] = []
-    alike: dict[Any, tuple[float | Tensor, list[Pair]]] = {}
-    if may_be_sharded():
-        sharded = [(g, v, lr) for g, v, lr in parameters if is_sharded(g)]
-        parameters = [(g, v, lr) for g, v, lr in parameters if not is_sharded(g)] if sharded else parameters
-        products += gathered_together([(g.float() * v.float()).sum() * lr for g, v, lr in sharded])
-    for g, v, lr in parameters:
-        kind = g.device, g.dtype, v.dtype, id(lr) if isinstance(lr, Tensor) else lr
-        alike.setdefault(kind, (lr, []))[1].append((g.reshape(-1), v.reshape(-1)))
-    products += [_sum(_dots(pairs)) * lr for lr, pairs in alike.values()]
-    return _sum([product.to(products[0].device) for product in products])
-
-
-def alignment_side_by_side(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> Tensor | None:
-    """``lr <m, v>`` of all stacks, 0-dim, of the moments and some matrices; None: these do not lie side by side.
-
-    Or rates differ, or what a rank has is not all of it.
-    """
-    rates = [d.lr for d in directions]
-    moments, others = joined([d.gradient for d in directions]), joined(matrices)
-    known = not any(isinstance(lr, Tensor) for lr in rates)  # to compare tensors would be to wait for their device
-    same = all(lr is rates[0] or (known and lr == rates[0]) for lr in rates)
-    if moments is None or others is None or not same or may_be_sharded():
-        return None
-    return torch.dot(moments.float(), others.float()) * rates[0]
-
-
-def _sum(numbers: Sequence[Tensor]) -> Tensor:
-    return numbers[0] if len(numbers) == 1 else torch.stack(list(numbers)).sum()
-
-
-def _dots(pairs: Sequence[Pair]) -> list[Tensor]:
-    """Dot products of vectors on one device, 0-dim, each of one or of several pairs."""
-    if launches_count(pairs[0][0].device):
-        batches = grouped_by_key(pairs, lambda pair: None, lambda pair: pair[0].numel(), _BATCH_NUMEL)
-        pairs = [(torch.cat([g for g, _ in batch]), torch.cat([v for _, v in batch])) for batch in batches]
-    return [torch.dot(g.float(), v.float()) for g, v in pairs]
-
-
 def turns(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) -> Tensors:
     """``k - u`` of each stack of layers, ``[p, d_out, d_in]``; ``out``: see :func:`~kfac_optim.beside.each`."""
     if not directions:
         return []
     return each("sub", [d.direction for d in directions], [d.update for d in directions], out=out)
-
-
-def stretches(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) -> Tensors:
-    """The stretch of each stack of layers, ``[p, d_out, d_in]``; none where damping is relative to something else."""
-    steepest = [d.steepest for d in directions if d.steepest is not None]
-    bare = [d.bare for d in directions if d.bare is not None]
-    if not directions or max(len(steepest), len(bare)) < len(directions):
-        return []
-    beside = directions[0].beside
-    if bare:
-        found = each("mul", [matrix for matrix, _ in bare], bare[0][1], out=out)
-    else:
-        found = times([d.direction for d in directions], steepest, beside, out)
-    each("sub_", found, [d.gradient for d in directions])
-    followed = [i for i, d in enumerate(directions) if d.update is not d.gradient]
-    if followed:
-        of, moments = [directions[i] for i in followed], [directions[i].gradient for i in followed]
-        rates = ratios(inners(of, [d.update for d in of], moments), squares(of, moments))
-        changed = [found[i] for i in followed]
-        times(changed, each("clamp_min", rates, 0), beside, out=changed)
-    return found
 
 
 def brake(length: Tensor, usual: float) -> Tensor | float | None:

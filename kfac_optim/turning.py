@@ -7,7 +7,7 @@ stands in the state of the parameters, so that a resumed run goes on as if it ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from .bases import (
     gradient_weight_tracked,
     has_first_moment,
     keep_first_moments,
+    moment_weight,
     multiplied,
     of_one_kind,
     subtract_,
@@ -26,15 +27,17 @@ from .bases import (
 )
 from .directions import Maker
 from .engine import CurvatureEngine
+from .lessons import Compared, Lessons, alignment, alignments
 from .preconditioning import Lr
-from .trust import alignment, alignment_side_by_side, brake, changes_at, stretches, turns
+from .reach import stretches
+from .trust import brake, changes_at, turns
 
 __all__ = ["CHANGE", "DESCENT", "LENGTH", "STRETCH", "TURN", "forget", "lessons_of", "take_turned_step"]
 
 # Keys in the state of a parameter, of the step that last computed directions: K-FAC's direction less the base's update,
 # which the next gradients judge; and what the base's update was changed by, which the next step may repeat. In the
 # state of one of them: the length of the whole update, which the next step takes into the usual one. Likewise the
-# stretch, and in the state of one the alignment of the moments with it.
+# stretch, and the alignment with it of the gradients that it was made of.
 TURN, CHANGE, LENGTH = "kfac_turn", "kfac_change", "kfac_length"
 STRETCH, DESCENT = "kfac_stretch", "kfac_descent"
 _OF_STEP = (TURN, CHANGE, LENGTH, STRETCH, DESCENT)
@@ -84,64 +87,68 @@ def take_turned_step(
         return
     length = update_length(optimizer, base.updates, directions.updates_together(base.updates))
     braked = None if length is None else brake(length, engine.usual_length)
-    numbers = {} if length is None else {LENGTH: length}
-
-    def stretch(out: Sequence[Tensor] | None) -> Sequence[Tensor]:
-        found = stretches(of_stacks, out)
-        descent = alignment_side_by_side(of_stacks, found)
-        numbers.update({} if descent is None else {DESCENT: descent})
-        return found
-
     makers: dict[str, Maker] = {CHANGE: lambda out: changes_at(of_stacks, trust, braked, out)} if trust > 0 else {}
     makers[TURN] = lambda out: turns(of_stacks, out)
-    judged = directions.several_laid_out({**makers, **({STRETCH: stretch} if engine.stretches else {})})
+    if engine.stretches:
+        makers[STRETCH] = lambda out: stretches(of_stacks, out)
+    judged = directions.several_laid_out(makers)
     changes = judged.pop(CHANGE, {})
     _subtract(optimizer, changes)
     if engine.stretches:
-        if DESCENT not in numbers:
-            numbers[DESCENT] = _aligned(optimizer, base.moments, judged[STRETCH])
-        reach = engine.reach if braked is None else engine.reach * braked
-        _subtract(optimizer, multiplied(judged[STRETCH], reach))
+        _subtract(optimizer, multiplied(judged[STRETCH], engine.reaches(), 1.0 if braked is None else braked))
+        judged[DESCENT] = _descents(optimizer, base.moments, judged[STRETCH])
     _remember(optimizer, judged, changes)
-    first = next(iter(base.updates))
-    for key, number in numbers.items():
-        optimizer.state[first][key] = number.to(first.dtype)  # as torch's load_state_dict() would round it
+    if length is not None:
+        first = next(iter(base.updates))
+        optimizer.state[first][LENGTH] = length.to(first.dtype)  # as torch's load_state_dict() would round it
 
 
-def lessons_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter, Tensor]) -> dict[str, Tensor]:
-    """What gradients and the last step teach trust, 0-dim: arguments of :meth:`~kfac_optim.trust.Trust.learn`.
+def lessons_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter, Tensor]) -> Lessons:
+    """What gradients say of the last step, where directions were computed lately.
 
-    That is how far the gradients agree with the last ``turn`` from the base's updates to K-FAC's directions, where one
-    was computed lately, and with the ``average`` of the gradients before them, where one is kept; and the ``length`` of
-    the base's update, which is taken from the state: it is learned once. Of the last ``stretch`` likewise, and its
-    alignment with the moments that it was made of, the ``descent`` along it.
+    The length of the base's update is taken from the state: it is learned once.
     """
-    turns: list[tuple[Tensor, Tensor, Lr]] = []
-    stretches: list[tuple[Tensor, Tensor, Lr]] = []
-    averages: list[tuple[Tensor, Tensor, Lr]] = []
+    turns: list[Compared] = []
+    stretches: list[Compared] = []
+    averages: list[Compared] = []
     lengths: list[Tensor] = []
     descents: list[Tensor] = []
+    stretched: list[nn.Parameter] = []
     for group in optimizer.param_groups:
-        states = ((gradients.get(p), optimizer.state.get(p, {})) for p in group["params"])
-        known = [(g, state) for g, state in states if g is not None]
+        states = ((p, gradients.get(p), optimizer.state.get(p, {})) for p in group["params"])
+        known = [(p, g, state) for p, g, state in states if g is not None]
         lr = -group["lr"] if group.get("maximize") else group.get("lr", 1.0)
-        turns += [(g, state[TURN], lr) for g, state in known if TURN in state]
-        stretches += [(g, state[STRETCH], lr) for g, state in known if STRETCH in state]
-        averages += [(g, state[MOMENT], 1.0) for g, state in known if MOMENT in state]
-        lengths += [state.pop(LENGTH) for _, state in known if LENGTH in state]
-        descents += [state[DESCENT] for _, state in known if DESCENT in state]
-    compared = {"turn": turns, "average": averages, "stretch": stretches}
-    lessons = {name: alignment(pairs) for name, pairs in compared.items() if pairs}
-    numbers = {"length": lengths, "descent": descents}
-    return {**lessons, **{name: found[0] for name, found in numbers.items() if found}}
+        turns += [(g, state[TURN], lr) for _, g, state in known if TURN in state]
+        averages += [(g, state[MOMENT], 1.0) for _, g, state in known if MOMENT in state]
+        lengths += [state.pop(LENGTH) for _, _, state in known if LENGTH in state]
+        along = [(p, g, state) for p, g, state in known if STRETCH in state]
+        stretched += [p for p, _, _ in along]
+        stretches += [(g, state[STRETCH], lr) for _, g, state in along]
+        descents += [state[DESCENT] for _, _, state in along]
+    return Lessons(
+        turn=alignment(turns) if turns else None,
+        average=alignment(averages) if averages else None,
+        length=lengths[0] if lengths else None,
+        stretch=alignments(stretches) if stretches else None,
+        descent=torch.stack([descent.to(descents[0]) for descent in descents]) if descents else None,
+        stretched=stretched,
+    )
 
 
-def _aligned(
+def _descents(
     optimizer: torch.optim.Optimizer, moments: Mapping[nn.Parameter, Tensor], stretch: Mapping[nn.Parameter, Tensor]
-) -> Tensor:
-    """``lr <m, stretch>``, summed over all parameters, 0-dim (a collective where they are sharded)."""
-    rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    return alignment([(moments[p], along, rates[p]) for p, along in stretch.items()])
+) -> dict[nn.Parameter, Tensor]:
+    """``lr <g, stretch>`` of each parameter, 0-dim, of the gradients that its moment is an average of.
+
+    A collective where they are sharded.
+    """
+    rates: dict[nn.Parameter, Lr] = {}
+    for group in optimizer.param_groups:
+        weights = {p: moment_weight(group, optimizer.state[p]) for p in group["params"] if p in stretch}
+        of_weights = {weight: group["lr"] / weight for weight in set(weights.values())}
+        rates.update((p, of_weights[weight]) for p, weight in weights.items())
+    found = alignments([(moments[p], along, rates[p]) for p, along in stretch.items()])
+    return dict(zip(stretch, found.unbind(), strict=True))
 
 
 def _subtract(optimizer: torch.optim.Optimizer, changes: Mapping[nn.Parameter, Tensor]) -> None:
@@ -196,8 +203,8 @@ def _changes_to_repeat(
                 return {}
             known[p] = state
     turned = {p: state[CHANGE] for p, state in known.items() if CHANGE in state}
-    stretched = {p: state[STRETCH] for p, state in known.items() if STRETCH in state and engine.reach}
-    changes = {**turned, **multiplied(stretched, engine.reach)}
+    stretched = {p: state[STRETCH] for p, state in known.items() if STRETCH in state and engine.stretches}
+    changes = {**turned, **multiplied(stretched, engine.reaches())}
     both = [p for p in stretched if p in turned]
     for alike in of_one_kind(both):
         torch._foreach_add_([changes[p] for p in alike], [turned[p] for p in alike])

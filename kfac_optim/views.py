@@ -12,6 +12,7 @@ from .damping import OfLargest, as_damping, value_of
 from .diagnostics import Row, StageTimes, count, human_bytes, memory_of, report_of, row_of, table, total, workers_of
 from .distributed import Assignment, LocalCommunicator
 from .layers import KroneckerLayer
+from .reach import LEAST
 from .schedules import value_at
 from .state import StatefulEngine
 
@@ -53,8 +54,12 @@ class ViewedEngine(StatefulEngine):
 
     @property
     def reach(self) -> float:
-        """The share of the stretch along flat directions that is added to a step, learned (:mod:`kfac_optim.trust`)."""
-        return self._trust.reach if self.stretches else 0.0
+        """The largest share of the stretch along flat directions that a layer's steps get (:mod:`kfac_optim.reach`)."""
+        return max((block.reach for block in self._blocks), default=0.0) if self.stretches else 0.0
+
+    def reaches(self) -> dict[nn.Parameter, float]:
+        """The share of the stretch that each parameter gets: its layer's, the first one's where several share it."""
+        return {p: block.reach for block in reversed(self._blocks) for p in block.layer.parameters}
 
     @property
     def stretches(self) -> bool:
@@ -69,11 +74,11 @@ class ViewedEngine(StatefulEngine):
 
     def computes_directions(self, step: int) -> bool:
         """Whether K-FAC's directions are computed at this step; else the base optimizer's own step is all."""
-        return self._trust.is_measured(step, self.reach) if self.learns_trust else self.trust > 0
+        return self._trust.is_measured(step, stretches=self.reach > LEAST) if self.learns_trust else self.trust > 0
 
     def repeats_turn(self, step: int) -> bool:
         """Whether this step may be turned by what the last one was turned by."""
-        return self.learns_trust and self._trust.repeats(step, self.reach)
+        return self.learns_trust and self._trust.repeats(step, stretches=self.reach > LEAST)
 
     @property
     def _turns(self) -> bool:
@@ -127,16 +132,18 @@ class ViewedEngine(StatefulEngine):
         Returns:
             ``step``, ``trust`` (how far the coming step turns from the base optimizer's own update to K-FAC's
             direction, 0 to 1; see :mod:`kfac_optim.trust`), ``brake`` (what K-FAC's direction was shortened
-            by in the last such step, 1: nothing), ``reach`` (the share of the stretch along flat directions that a step
-            gets, 0.0003 to 1/3; 0: steps are not stretched), ``skipped_steps`` (gradients not finite),
+            by in the last such step, 1: nothing), ``reach`` (the largest of the layers'; 0: steps are
+            not stretched), ``skipped_steps`` (gradients not finite),
             ``skipped_batches`` (statistics not finite),
             ``failed_decompositions``, ``staleness`` (steps since the factors in use were frozen, None before the first
             refresh), ``traffic`` (by kind, bytes ``sent`` and ``received`` by this rank per step: "counts", "factors",
             "decompositions", "directions", "gradients" where their shards went to some ranks alone, "state" where
             factors were moved or gathered; see :mod:`kfac_optim.distributed`) and ``layers``: per layer name the
             spectra of A and G in use (``min``, ``mean``, ``max``, ``condition``), ``damping`` (gamma of the coming
-            step, the mean over the layer's pairs), ``condition`` (of ``A (x) G + gamma I``, from these extremes) and
-            ``cosine`` between gradient and direction in the first step after the last refresh. The spectrum of a factor
+            step, the mean over the layer's pairs), ``condition`` (of ``A (x) G + gamma I``, from these extremes),
+            ``cosine`` between gradient and direction in the first step after the last refresh, and ``reach``: the share
+            of the stretch along flat directions that a step gets, 0.0003 to 3; 0 where steps are not stretched
+            (:mod:`kfac_optim.reach`). The spectrum of a factor
             that another rank alone keeps is None, and so is ``condition``; ``cosine`` is None where the gradient's
             shards went to another rank.
         """
@@ -156,7 +163,10 @@ class ViewedEngine(StatefulEngine):
                 for kind, (sent, received) in self.comm.traffic.items()
             },
             "layers": {
-                block.layer.name: report_of(block, value * block.damping_unit(damping), full=eigenvalues)
+                block.layer.name: {
+                    **report_of(block, value * block.damping_unit(damping), full=eigenvalues),
+                    "reach": block.reach if self.stretches else 0.0,
+                }
                 for block in self._blocks
                 if block.has_direction
             },
@@ -198,5 +208,5 @@ class ViewedEngine(StatefulEngine):
             )
         title = f"Curvature after {self.step_count} steps"
         title += f", trust {self.trust:.1f}" if self.learns_trust else ""
-        title += f", reach {self.reach:.2g}" if self.stretches else ""
+        title += f", reach up to {self.reach:.2g}" if self.stretches else ""
         return table(rows, title, footer)

@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks.common.optimizers import find, interval
 from benchmarks.common.settings import KFAC, OPTIMIZER_DEFAULTS, RECIPES
 from benchmarks.common.works import Work
-from kfac_optim import EigenSolver
+from kfac_optim import EigenSolver, Graft
 from kfac_optim.trust import Trust
 
 LARGEST = 8192  # factor that kfac-pytorch gets
@@ -22,7 +22,7 @@ SOLVERS: dict[str, Any] = {"eigen": "eigen", "inverse": "inverse", "eigen-exact"
 
 
 class Held(Trust):
-    """Trust that stays where it is, at the cost of one that is learned; at 0 steps are not stretched either.
+    """Trust that stays where it is, at the cost of one that is learned.
 
     Args:
         value: The trust, in [0, 1].
@@ -30,15 +30,14 @@ class Held(Trust):
 
     def __init__(self, value: float) -> None:
         super().__init__()
-        self.load({"trust": round(10 * value), **({} if value else {"reach": 0.0})})
+        self.load({"trust": round(10 * value)})
 
     def learn(
         self,
         turn: float = 0.0,
         average: float = 0.0,
         length: float = 0.0,
-        stretch: float = 0.0,
-        descent: float = 0.0,
+        calm: bool | None = None,
     ) -> None:
         """Learn nothing."""
 
@@ -67,6 +66,8 @@ class Contender:
         optimizer: Any = find(self.optimizer)(model.parameters(), **keywords)
         if self.trust is not None:
             optimizer.curvature._trust = Held(self.trust)
+            if not self.trust:  # steps that do not turn are not stretched either
+                optimizer.curvature.scaling = Graft(stretch=False)
         return optimizer, getattr(optimizer, "curvature", getattr(optimizer, "preconditioner", None))
 
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, Graft, KFACAdam, KFACAdamW, KFACMixin
 from kfac_optim.bases import base_step
-from kfac_optim.trust import Trust, alignment
+from kfac_optim.lessons import alignment
+from kfac_optim.trust import Trust
 from tests.helpers.compare import SAME, assert_near, assert_same_weights, snapshot
 from tests.helpers.reference import Named, Oracle, averaged, backward, log_cosh
 from tests.helpers.settings import ALL_CLASSES, BASES, OPTIONS
@@ -596,11 +597,11 @@ def test_gradients_of_another_type_are_averaged_in_that_of_the_parameter() -> No
 
 def test_while_steps_do_not_turn_directions_are_computed_ever_more_rarely() -> None:
     trust = Trust()
-    measured = [step for step in range(1025) if trust.is_measured(step, 0.0)]
+    measured = [step for step in range(1025) if trust.is_measured(step, stretches=False)]
     expected = [*range(0, 128, 4), *range(128, 256, 8), *range(256, 512, 16), *range(512, 1024, 32), 1024]
     assert measured == expected
     trust.notches = 1
-    assert all(trust.is_measured(step, 0.0) for step in range(100))
+    assert all(trust.is_measured(step, stretches=False) for step in range(100))
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -9,8 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KFACSGD, EigenSolver, Graft, KFACAdam, KFACAdamW, OfLargest, OfMean, trust, turning
-from kfac_optim.trust import Trust
+from kfac_optim import (
+    KFACSGD,
+    EigenSolver,
+    Graft,
+    KFACAdam,
+    KFACAdamW,
+    OfLargest,
+    OfMean,
+    lessons,
+    reach,
+    trust,
+    turning,
+)
 from tests.helpers.compare import assert_near, snapshot
 from tests.helpers.reference import Oracle, averaged, backward, log_cosh
 from tests.helpers.settings import OPTIONS
@@ -25,6 +36,7 @@ CASES: list[tuple[Any, Any, dict[str, Any]]] = [
     (KFACAdam, torch.optim.Adam, {}),
     (KFACAdamW, torch.optim.AdamW, {"weight_decay": 0.1}),
 ]
+PARTS = ("weight", "bias")
 loss = averaged(log_cosh, "batch")
 
 
@@ -42,9 +54,10 @@ class Stretched:
     def __init__(self, model: nn.Module, base: Any, how: dict[str, Any], lr: float) -> None:
         self.model, self.oracle = copy.deepcopy(model), Oracle(copy.deepcopy(model))
         self.optimizer, self.how, self.lr = base(self.model.parameters(), lr=lr, **how), how, lr
-        self.reach, self.falling, self.steps = 0.01, True, 0
+        self.falling, self.steps = True, 0
+        self.reach = {layer.name: 0.01 for layer in self.oracle.layers}
+        self.descent: dict[str, float] = {}
         self.stretch: dict[str, Tensor] = {}
-        self.descent = 0.0
 
     def step(self, passes: list[tuple[tuple[Tensor], Tensor]]) -> None:
         seen = self.oracle.observe(passes, loss, snapshot(self.model))
@@ -53,10 +66,9 @@ class Stretched:
         before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         backward(self.model, passes, loss)
         if self.stretch:
-            slope = sum(float((seen.gradients[name] * along).sum()) for name, along in self.stretch.items())
-            self.learn(slope / self.descent)
+            self.learn(seen.gradients)
         self.optimizer.step()
-        added = self.reach > 3e-4  # else, while it does not turn, steps are the base's own, but for every fourth
+        added = max(self.reach.values()) > 3e-4  # else, while it does not turn, steps are the base's own, mostly
         repeats = added and self.falling and self.how.get("momentum", 0.9) > 0 and self.steps % 2 == 1
         if not repeats:
             self.stretch = {}
@@ -64,33 +76,42 @@ class Stretched:
             self.look(seen.gradients, before)
         with torch.no_grad():
             for name, p in self.model.named_parameters():
-                p -= self.lr * self.reach * self.stretch.get(name, torch.zeros(()))
+                reach = self.reach[name.rpartition(".")[0]]
+                p -= self.lr * reach * self.stretch.get(name, torch.zeros(()))
         self.steps += 1
 
-    def learn(self, slope: float) -> None:
-        self.falling = slope > 0
-        if slope > 0:
-            self.reach = min(1 / 3, self.reach * 1.1)
-        else:
-            self.reach = max(3e-4, self.reach / max(1.1, min(30.0, 1.1 * (slope / 0.3) ** 2)))
+    def learn(self, gradients: dict[str, Tensor]) -> None:
+        slopes = {
+            layer: sum(float((gradients[f"{layer}.{p}"] * self.stretch[f"{layer}.{p}"]).sum()) for p in PARTS)
+            for layer in self.reach
+        }
+        self.falling = sum(slopes.values()) > 0
+        for layer, slope in slopes.items():
+            share = slope / self.descent[layer]
+            if share > 0:
+                self.reach[layer] = min(3.0, self.reach[layer] * 1.1)
+            else:
+                self.reach[layer] = max(3e-4, self.reach[layer] / max(1.1, min(30.0, 1.1 * (share / 0.3) ** 2)))
 
     def look(self, gradients: dict[str, Tensor], before: dict[str, Tensor]) -> None:
-        moments, updates = {}, {}
+        moments, updates, weight = {}, {}, 1.0
         for name, p in self.model.named_parameters():
             state = self.optimizer.state[p]
             moment = state.get("exp_avg", state.get("momentum_buffer"))
             if self.how.get("nesterov"):
                 moment = gradients[name] + self.how["momentum"] * moment
+            if momentum := self.how.get("momentum"):  # the weights of all gradients so far in the moment
+                weight = (1 - momentum ** (self.steps + 1)) / (1 - momentum)
+                weight = 1 + momentum * weight if self.how.get("nesterov") else weight
             moments[name] = (gradients[name] if moment is None else moment).detach().clone()
             decay = self.lr * self.how.get("weight_decay", 0.0) * before[name]
             updates[name] = (before[name] - decay - p.detach()) / self.lr
-        self.descent = 0.0
         for layer in self.oracle.layers:
             (pair,), m, u = self.oracle.curvature[layer.name].pairs, layer.of(moments)[0], layer.of(updates)[0]
             steepest = float(torch.linalg.eigvalsh(pair.a)[-1] * torch.linalg.eigvalsh(pair.g)[-1])
             gain = (1 + DAMPING) * steepest * pair.solve(m, DAMPING * steepest, False, "eigen") - m
             stretch = max(0.0, float((u * m).sum() / (m * m).sum())) * gain
-            self.descent += float((m * stretch).sum())
+            self.descent[layer.name] = float((m * stretch).sum()) / weight
             self.stretch[f"{layer.name}.weight"], self.stretch[f"{layer.name}.bias"] = stretch[:, :-1], stretch[:, -1]
 
 
@@ -113,17 +134,22 @@ def test_steps_go_further_where_it_is_flat(kfac: Any, base: Any, how: dict[str, 
     """Reach grows at a small rate; at a large one it also falls."""
     model, batch = net(), data()
     textbook, optimizer = Stretched(model, base, how, rate), kfac(model, **options(rate, **how))
-    seen = []
+    seen, differ = [], False
     for _ in range(8):
         textbook.step(batch)
         backward(model, batch, loss)
         optimizer.step()
         for (name, p), q in zip(model.named_parameters(), textbook.model.parameters(), strict=True):
             assert_near(p.detach(), q.detach(), name, 1e-5)  # how far a gradient has turned is known in float32
-        seen.append(optimizer.curvature.report()["reach"])
-        assert seen[-1] == pytest.approx(textbook.reach, rel=1e-5)
+        report = optimizer.curvature.report()
+        for layer, reached in textbook.reach.items():
+            assert report["layers"][layer]["reach"] == pytest.approx(reached, rel=1e-5)
+        differ |= textbook.reach["0"] != textbook.reach["2"]
+        seen.append(report["reach"])
+        assert seen[-1] == pytest.approx(max(textbook.reach.values()), rel=1e-5)
     assert seen[0] == 0.01 and (seen[-1] == pytest.approx(0.01 * 1.1**7)) == (rate < 0.1)
-    assert f"reach {seen[-1]:.2g}" in repr(optimizer.curvature)
+    assert differ == (rate > 0.1)
+    assert f"reach up to {seen[-1]:.2g}" in repr(optimizer.curvature)
 
 
 def test_stretch_is_a_switch() -> None:
@@ -131,23 +157,49 @@ def test_stretch_is_a_switch() -> None:
         Graft(stretch=0.5)  # type: ignore[arg-type]
 
 
+def learned(slope: float, descent: float, times: int = 1) -> tuple[float, bool | None]:
+    """The reach of a layer that has learned this so often, and whether the loss still falls."""
+    model = net()
+    optimizer = KFACSGD(model, **options(0.1))
+    backward(model, data(), loss)
+    optimizer.step()
+    blocks, weight = optimizer.curvature._blocks, model[2].weight
+    assert isinstance(weight, nn.Parameter)
+    for _ in range(times):
+        falls = reach.learn(blocks, {weight: (slope, descent)})
+    assert blocks[0].reach == 0.01, "that of another layer"
+    return blocks[1].reach, falls
+
+
 def test_reach_falls_by_as_much_as_the_gradient_has_turned_round() -> None:
     for slope, expected in [(0.5, 1.1), (1e-9, 1.1), (-0.1, 1 / 1.1), (-0.3, 1 / 1.1), (-0.6, 1 / 4.4), (-9.0, 1 / 30)]:
-        learned = Trust()
-        learned.learn(stretch=2 * slope, descent=2.0)
-        assert learned.reach == pytest.approx(0.01 * expected)
-        assert learned.calm == (slope > 0)
-    for slope, bound in [(1.0, 1 / 3), (-1.0, 3e-4)]:
-        for _ in range(200):
-            learned.learn(stretch=slope, descent=1.0)
-        assert learned.reach == bound
+        assert learned(2 * slope, 2.0) == (pytest.approx(0.01 * expected), slope > 0)
+    assert learned(1.0, 1.0, 200) == (3.0, True)
+    assert learned(-1.0, 1.0, 200) == (3e-4, False)
 
 
 def test_a_stretch_of_nothing_teaches_nothing() -> None:
     """At a rate of 0, or on gradients of 0."""
-    learned = Trust()
-    learned.learn(stretch=0.0, descent=0.0)
-    assert (learned.reach, learned.calm) == (0.01, True)
+    assert learned(0.0, 0.0) == (0.01, None)
+
+
+def test_alignments_are_those_of_each_parameter() -> None:
+    """In their order, whatever their kinds and rates are; also where they lie side by side on an accelerator."""
+    shapes = [(3, 2), (4,), (2, 2), (5,)]
+    g, v = ([torch.randn(*shape) for shape in shapes] for _ in range(2))
+    v[1], rates = v[1].float(), [0.5, 2.0, torch.tensor(3.0), 0.5]
+    expected = torch.stack([(a * b).sum() * lr for a, b, lr in zip(g, v, rates, strict=True)])
+    found = lessons.alignments(list(zip(g, v, rates, strict=True)))
+    assert_near(found.double(), expected, rel=1e-5)
+    assert_near(lessons.alignment(list(zip(g, v, rates, strict=True))).double(), expected.sum(), rel=1e-5)
+
+
+def test_alignments_on_an_accelerator_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [(torch.randn(n), torch.randn(n), 0.5) for n in (3, 1, 700, 20)]
+    expected = lessons.alignments(pairs)
+    monkeypatch.setattr(lessons, "launches_count", lambda _: True)
+    monkeypatch.setattr(lessons, "_BATCH_NUMEL", 701)
+    assert_near(lessons.alignments(pairs), expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +234,8 @@ def test_a_resumed_run_stretches_alike(kfac: Any, base: Any, how: dict[str, Any]
     for _ in range(4):
         step(model, optimizer)
         step(other, resumed)
-        assert resumed.curvature.reach == optimizer.curvature.reach > 0.01
+        ours, theirs = (list(engine.reaches().values()) for engine in (optimizer.curvature, resumed.curvature))
+        assert ours == theirs and max(ours) > 0.01
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(p, q)
 

@@ -1,0 +1,136 @@
+"""What the next gradients say of the last step: how they agree with vectors that were noted in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .beside import launches_count
+from .distributed import gathered_together, is_sharded, may_be_sharded
+from .solvers import grouped_by_key
+
+__all__ = ["Compared", "Lessons", "alignment", "alignments"]
+
+Compared = tuple[Tensor, Tensor, float | Tensor]  # the gradient of a parameter, what it is compared with, the rate
+
+_BATCH_NUMEL = 2**25  # on a GPU gradients are copied side by side up to so many numbers
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """What a step learns from the last one, on the device: it is read together with all else that a step reads.
+
+    Attributes:
+        turn: How far the gradients agree with the last ``k - u``, 0-dim (:mod:`kfac_optim.trust`).
+        average: Likewise with the average of the gradients before them, where one is kept.
+        length: The length of the base optimizer's last update, if it was turned.
+        stretch: How far they agree with the last stretch, of each parameter that has one, ``[n]``.
+        descent: How far the gradients that this was made of did, ``[n]``.
+        stretched: These parameters.
+    """
+
+    turn: Tensor | None = None
+    average: Tensor | None = None
+    length: Tensor | None = None
+    stretch: Tensor | None = None
+    descent: Tensor | None = None
+    stretched: Sequence[nn.Parameter] = ()
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that is known, by name."""
+        known = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in known.items() if isinstance(value, Tensor)}
+
+    def read(self, values: Iterator[float]) -> tuple[dict[str, float], dict[nn.Parameter, tuple[float, float]]]:
+        """Takes its numbers from those that were read.
+
+        Returns:
+            ``turn``, ``average`` and ``length`` as far as they are known, and by parameter ``stretch`` and ``descent``.
+        """
+        found = {name: [next(values) for _ in range(of.numel())] for name, of in self.tensors.items()}
+        slopes = zip(found.pop("stretch", ()), found.pop("descent", ()), strict=True)
+        return {name: value for name, (value,) in found.items()}, dict(zip(self.stretched, slopes, strict=True))
+
+
+def alignment(parameters: Sequence[Compared]) -> Tensor:
+    """``lr <g, v>``, summed over all parameters, 0-dim."""
+    products: list[Tensor] = []
+    if may_be_sharded():
+        sharded = [(g, v, lr) for g, v, lr in parameters if is_sharded(g)]
+        parameters = [(g, v, lr) for g, v, lr in parameters if not is_sharded(g)] if sharded else parameters
+        products += _of_shards(sharded)
+    for lr, places in _alike(parameters):
+        pairs = [(parameters[i][0].reshape(-1), parameters[i][1].reshape(-1)) for i in places]
+        products.append(_sum(_dots(pairs)) * lr)
+    return _sum([product.to(products[0].device) for product in products])
+
+
+def alignments(parameters: Sequence[Compared]) -> Tensor:
+    """``lr <g, v>`` of each parameter, ``[n]``."""
+    found: list[Tensor] = []
+    order: list[int] = []
+    if may_be_sharded():
+        order = [i for i, (g, _, _) in enumerate(parameters) if is_sharded(g)]
+        found = [product.reshape(1) for product in _of_shards([parameters[i] for i in order])]
+    left = set(order)
+    for lr, places in _alike(parameters):
+        places = [i for i in places if i not in left]
+        pairs = [(parameters[i][0].reshape(-1), parameters[i][1].reshape(-1)) for i in places]
+        found += [_each_dot(pairs) * lr] if pairs else []
+        order += places
+    whole = torch.cat([part.to(found[0].device) for part in found])
+    if order == sorted(order):
+        return whole
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return whole[torch.tensor(back).to(whole.device, non_blocking=True)]
+
+
+def _of_shards(parameters: Sequence[Compared]) -> list[Tensor]:
+    """The same of shards, 0-dim each (a collective)."""
+    return gathered_together([(g.float() * v.float()).sum() * lr for g, v, lr in parameters])
+
+
+def _alike(parameters: Sequence[Compared]) -> list[tuple[float | Tensor, list[int]]]:
+    """The places of parameters of one rate whose gradients are of one kind and on one device, with that rate."""
+    found: dict[Any, tuple[float | Tensor, list[int]]] = {}
+    for i, (g, v, lr) in enumerate(parameters):
+        kind = g.device, g.dtype, v.dtype, id(lr) if isinstance(lr, Tensor) else lr
+        found.setdefault(kind, (lr, []))[1].append(i)
+    return list(found.values())
+
+
+def _sum(numbers: Sequence[Tensor]) -> Tensor:
+    return numbers[0] if len(numbers) == 1 else torch.stack(list(numbers)).sum()
+
+
+Pair = tuple[Tensor, Tensor]
+
+
+def _batches(pairs: Sequence[Pair]) -> list[list[Pair]]:
+    """Pairs of vectors that are copied side by side, in order."""
+    return list(grouped_by_key(pairs, lambda pair: None, lambda pair: pair[0].numel(), _BATCH_NUMEL))
+
+
+def _dots(pairs: Sequence[Pair]) -> list[Tensor]:
+    """Dot products of vectors on one device, 0-dim, each of one or of several pairs."""
+    if launches_count(pairs[0][0].device):
+        pairs = [(torch.cat([g for g, _ in batch]), torch.cat([v for _, v in batch])) for batch in _batches(pairs)]
+    return [torch.dot(g.float(), v.float()) for g, v in pairs]
+
+
+def _each_dot(pairs: Sequence[Pair]) -> Tensor:
+    """The dot product of each pair of vectors on one device, ``[n]``."""
+    device = pairs[0][0].device
+    if not launches_count(device):
+        return torch.stack([torch.dot(g.float(), v.float()) for g, v in pairs])
+    found: list[Tensor] = []
+    for batch in _batches(pairs):
+        products = torch.cat([g for g, _ in batch]).float() * torch.cat([v for _, v in batch]).float()
+        lengths = torch.tensor([g.numel() for g, _ in batch]).to(device, non_blocking=True)
+        found.append(torch.segment_reduce(products, "sum", lengths=lengths, unsafe=True))
+    return found[0] if len(found) == 1 else torch.cat(found)

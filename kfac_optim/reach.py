@@ -1,0 +1,88 @@
+"""How much further the step of a layer goes where it is flat, learned while training.
+
+The learning rate is what the steepest direction bears. In flat ones steps may be longer by as much as these are
+flatter. So besides being turned (:mod:`~kfac_optim.trust`) a step is stretched, where damping is relative to the
+largest eigenvalue L of a layer's ``A (x) G``. With the first moment m and the rate c at which the base follows it::
+
+    stretch = c ((L + gamma) (A (x) G + gamma I)^-1 - I) m,    c = <u, m> / <m, m>
+    step   += reach stretch
+
+The stretch has nothing in the steepest direction, and ``L / gamma`` times the base's own step in the flattest. What is
+steep is left to the base, whose rate was chosen for it: a stretch only ever adds to its step. At reach 1 the step is
+the natural gradient's, as long as the base's along the steepest direction of the layer. The whole model may have
+steeper ones, which are what the rate was chosen for; so a reach may go up to 3.
+
+Each layer has a reach of its own, which starts low. Whether the next gradient still points down along its stretch::
+
+    slope = <g', stretch> / <g, stretch> > 0,    g = m / (the weight of all gradients in m)
+
+tells whether more of it would have been better; reach then rises by a tenth of itself, else it falls, and by much more
+where that gradient has turned round: a stretch that was far too long has met a wall.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from .beside import each, times
+from .blocks import Block
+from .scaling import Direction, inners, ratios, squares
+
+__all__ = ["LEAST", "learn", "stretches"]
+
+LEAST, _MOST = 3e-4, 3.0  # at the least nothing is added to a step that one could tell
+_GROWTH = 1.1  # of reach per step, or its inverse
+_TURNED, _FALL = 0.3, 30.0  # where the gradient has turned round by more than this share, reach falls by up to that
+
+
+def learn(blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[float, float]]) -> bool | None:
+    """Moves the reach of each layer.
+
+    Args:
+        blocks: Those of the layers.
+        slopes: Of each parameter that was stretched: the alignment with that stretch of the gradient after the step,
+            and that of the gradients before it.
+
+    Returns:
+        Whether the loss of the whole model still falls along the last stretch; None: there was none.
+    """
+    if not any(descent for _, descent in slopes.values()):
+        return None
+    for block in blocks:
+        known = [slopes[p] for p in block.layer.parameters if p in slopes]
+        after, before = (sum(values) for values in zip(*known, strict=True)) if known else (0.0, 0.0)
+        if before > 0:
+            block.set_reach(_moved(block.reach, after / before))
+    return sum(after for after, _ in slopes.values()) > 0
+
+
+def _moved(reach: float, slope: float) -> float:
+    """The next reach; ``slope``: that of the loss along the last stretch, beside the one before the step."""
+    if slope > 0:
+        return min(_MOST, reach * _GROWTH)
+    fall = max(1.0, min((slope / _TURNED) ** 2, _FALL / _GROWTH)) if math.isfinite(slope) else _FALL / _GROWTH
+    return max(LEAST, reach / (_GROWTH * fall))
+
+
+def stretches(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
+    """The stretch of each stack of layers, ``[p, d_out, d_in]``; none where damping is relative to something else."""
+    steepest = [d.steepest for d in directions if d.steepest is not None]
+    bare = [d.bare for d in directions if d.bare is not None]
+    if not directions or max(len(steepest), len(bare)) < len(directions):
+        return []
+    beside = directions[0].beside
+    if bare:
+        found = each("mul", [matrix for matrix, _ in bare], bare[0][1], out=out)
+    else:
+        found = times([d.direction for d in directions], steepest, beside, out)
+    each("sub_", found, [d.gradient for d in directions])
+    followed = [i for i, d in enumerate(directions) if d.update is not d.gradient]
+    if followed:
+        of, moments = [directions[i] for i in followed], [directions[i].gradient for i in followed]
+        rates = ratios(inners(of, [d.update for d in of], moments), squares(of, moments))
+        changed = [found[i] for i in followed]
+        times(changed, each("clamp_min", rates, 0), beside, out=changed)
+    return found
