@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ def alignments(parameters: Sequence[Compared]) -> Tensor:
         pairs = [(parameters[i][0].reshape(-1), parameters[i][1].reshape(-1)) for i in places]
         found += [_each_dot(pairs) * lr] if pairs else []
         order += places
-    whole = torch.cat([part.to(found[0].device) for part in found])
+    whole = found[0] if len(found) == 1 else torch.cat([part.to(found[0].device) for part in found])
     if order == sorted(order):
         return whole
     back = sorted(range(len(order)), key=order.__getitem__)
@@ -131,6 +132,12 @@ def _each_dot(pairs: Sequence[Pair]) -> Tensor:
     found: list[Tensor] = []
     for batch in _batches(pairs):
         products = torch.cat([g for g, _ in batch]).float() * torch.cat([v for _, v in batch]).float()
-        lengths = torch.tensor([g.numel() for g, _ in batch]).to(device, non_blocking=True)
+        lengths = _on_device(tuple(g.numel() for g, _ in batch), device)
         found.append(torch.segment_reduce(products, "sum", lengths=lengths, unsafe=True))
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+@lru_cache(maxsize=16)
+def _on_device(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """The same in every step, so that they are sent there once."""
+    return torch.tensor(lengths).to(device, non_blocking=True)

@@ -7,7 +7,7 @@ stands in the state of the parameters, so that a resumed run goes on as if it ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from .bases import (
     update_length,
     weights_before,
 )
+from .beside import joined
 from .directions import Maker
 from .engine import CurvatureEngine
 from .lessons import Compared, Lessons, alignment, alignments
@@ -130,9 +131,15 @@ def lessons_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter
         average=alignment(averages) if averages else None,
         length=lengths[0] if lengths else None,
         stretch=alignments(stretches) if stretches else None,
-        descent=torch.stack([descent.to(descents[0]) for descent in descents]) if descents else None,
+        descent=_together(descents) if descents else None,
         stretched=stretched,
     )
+
+
+def _together(numbers: Sequence[Tensor]) -> Tensor:
+    """0-dim tensors as one, which they were before a state was loaded."""
+    known = joined(numbers)
+    return torch.stack([number.to(numbers[0]) for number in numbers]) if known is None else known
 
 
 def _descents(

@@ -192,6 +192,8 @@ def largest_entry(tensors: Sequence[Tensor]) -> Tensor:
         if tensor.numel():
             kinds.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
     largest = [_largest_of_one_kind(alike, mesh) for mesh, alike in kinds.items()]
+    if len(largest) == 1:
+        return largest[0]
     return torch.stack([entry.to(largest[0].device) for entry in largest]).max() if largest else torch.zeros(())
 
 
