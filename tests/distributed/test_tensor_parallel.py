@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from kfac_optim import KFACSGD, EigenSolver, KFACAdamW, TorchCommunicator
+from kfac_optim import KFACSGD, EigenSolver, KFACAdamW, TorchCommunicator, engine, reach
+from kfac_optim.blocks import Block
 from kfac_optim.distributed import LocalCommunicator
 from tests.helpers.compare import assert_all_near
 from tests.helpers.ranks import run_ranks
@@ -105,7 +108,22 @@ def on_a_mesh(rank: int, world_size: int, kind: str, data_ranks: int) -> list[Te
         optimizer.step()
     if kind == "sgd":
         assert optimizer.curvature.trust > 0, "or K-FAC would have changed nothing"
+        assert len(set(optimizer.curvature.reaches().values())) > 1, "or all layers might share what they learn"
     return [local(p) for p in model.parameters()]
+
+
+def learn_together(
+    blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[float, float]]
+) -> bool | None:  # as reach.learn
+    """Shards of one layer have one reach, which they learn from all of them."""
+    whole: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for block in blocks:
+        for p in block.layer.parameters:
+            for side, value in enumerate(slopes.get(p, ())):
+                whole[block.layer.name.partition(".")[0]][side] += value
+    together = {block.layer.weight: whole[block.layer.name.partition(".")[0]] for block in blocks}
+    reach.learn(blocks, {p: (after, before) for p, (after, before) in together.items()})
+    return sum(after for after, _ in slopes.values()) > 0 if slopes else None
 
 
 def in_one_process(kind: str, parts: int) -> Shards:
@@ -127,7 +145,10 @@ def all_kinds(rank: int, world_size: int, data_ranks: int) -> dict[str, list[Ten
 
 @pytest.mark.fast("1-2")
 @pytest.mark.parametrize(("data_ranks", "parts"), [(1, 2), (1, 4), (2, 2)])
-def test_shards_equal_one_process_with_these_blocks(data_ranks: int, parts: int) -> None:
+def test_shards_equal_one_process_with_these_blocks(
+    data_ranks: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "learn", learn_together)
     outcomes = run_ranks(data_ranks * parts, all_kinds, data_ranks)
     for kind in KINDS:
         model = in_one_process(kind, parts)
