@@ -332,7 +332,7 @@ def test_flat_names_and_values() -> None:
         for side in "AG":
             for number in ("min", "mean", "max", "condition"):
                 assert flat.pop(f"kfac/{name}/{side}/{number}") == row[side][number]
-        for number in ("damping", "condition", "cosine"):
+        for number in ("damping", "condition", "cosine", "reach"):
             assert flat.pop(f"kfac/{name}/{number}") == row[number]
     counts = (
         "step",
