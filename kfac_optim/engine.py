@@ -136,7 +136,8 @@ class CurvatureEngine(BuiltEngine):
             self._skip()
             return False
         numbers, slopes = lessons.read(values)
-        self._trust.learn(**numbers, calm=learn(self._blocks, slopes))
+        contested = statistics.thrown_away if self._capture.enabled and self.step_count else None
+        self._trust.learn(**numbers, calm=learn(self._blocks, slopes), contested=contested)
         settled = statistics.settle(values)
         if self._capture.enabled and trains and self._blocks:
             unseen = not any(settled.taken) and statistics.has_gradients()

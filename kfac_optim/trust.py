@@ -58,13 +58,15 @@ class Trust:
             its momentum; 0 before the first.
         seen: The number of updates that this is an average of, at most 10.
         calm: Whether the loss still fell along the last stretch (:mod:`~kfac_optim.reach`).
+        contested: Whether gradients were thrown away before the last step that collected statistics; true until the
+            second of these steps, which is the first that tells.
         brake: That of the last step in which k was computed, in (0, 1]; 1: it was as long as the base's.
     """
 
     def __init__(self) -> None:
         self.notches = self.memory = self.seen = 0
         self.usual, self.brake = 0.0, 1.0
-        self.calm = True
+        self.calm = self.contested = True
 
     @property
     def value(self) -> float:
@@ -101,6 +103,7 @@ class Trust:
         average: float = 0.0,
         length: float = 0.0,
         calm: bool | None = None,
+        contested: bool | None = None,
     ) -> None:
         """Moves a tenth towards K-FAC's directions if the gradients say so, else a tenth towards the base's updates.
 
@@ -109,8 +112,10 @@ class Trust:
             average: That with the average of those before them, by which its decay moves likewise.
             length: The length of the base's update in the step before, if it was turned.
             calm: Whether the loss still falls along the last stretch; None: there was none.
+            contested: Whether gradients were thrown away before this step; None: nobody has looked.
         """
         self.calm = self.calm if calm is None else calm
+        self.contested = self.contested if contested is None else contested
         self.notches = _moved(self.notches, turn, _NOTCHES)
         self.memory = _moved(self.memory, average, _LONGEST)
         if 0 < length < math.inf:
@@ -121,13 +126,13 @@ class Trust:
     def counters(self) -> dict[str, float]:
         """Its part of the saved counters."""
         known = {"trust": self.notches, "memory": self.memory, "usual_length": self.usual, "lengths": self.seen}
-        return {**known, "calm": int(self.calm)}
+        return {**known, "calm": int(self.calm), "contested": int(self.contested)}
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""
         self.notches, self.memory, self.seen = (int(counters.get(name, 0)) for name in ("trust", "memory", "lengths"))
         self.usual, self.brake = float(counters.get("usual_length", 0.0)), 1.0
-        self.calm = bool(counters.get("calm", 1))
+        self.calm, self.contested = bool(counters.get("calm", 1)), bool(counters.get("contested", 1))
 
 
 def _moved(notches: int, alignment: float, most: int) -> int:

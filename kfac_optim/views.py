@@ -63,9 +63,9 @@ class ViewedEngine(StatefulEngine):
 
     @property
     def stretches(self) -> bool:
-        """Whether steps are stretched along flat directions."""
+        """Whether steps are stretched along flat directions; not where two networks train against each other."""
         wanted = getattr(self.scaling, "stretch", False) and isinstance(self.damping, OfLargest)
-        return self.learns_trust and wanted
+        return self.learns_trust and wanted and not self._trust.contested
 
     @property
     def learns_trust(self) -> bool:

@@ -38,6 +38,7 @@ class Held(Trust):
         average: float = 0.0,
         length: float = 0.0,
         calm: bool | None = None,
+        contested: bool | None = None,
     ) -> None:
         """Learn nothing."""
 

@@ -163,13 +163,14 @@ class BackwardPasses:
         to_caller: Of the passes that have returned gradients to their caller instead of adding them to ``.grad``.
         hidden: The layers, by index, whose gradients have come through calls inside ``torch.func``.
         transformed: Whether a layer was called inside ``torch.func``.
+        thrown_away: Whether a pass has added to gradients that were then removed, before a step was taken.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.statistics, self.to_caller = StepStatistics(), StepStatistics()
         self.hidden: set[int] = set()
-        self.transformed = False
+        self.transformed = self.thrown_away = False
         self._watch = GradientWatch(recorder.layers)
         self._batch: MicroBatch | None = None
         self._end: Callable[[], Any] = lambda: None  # what its pass calls at the end, held weakly
@@ -240,7 +241,9 @@ class BackwardPasses:
     def _compare_gradients(self) -> None:
         """A backward pass begins: layers whose gradient was removed or zeroed start their statistics anew."""
         statistics, watch = self.statistics, self._watch
-        statistics.restart(watch.removed(statistics.sums))
+        removed = watch.removed(statistics.sums)
+        self.thrown_away |= bool(removed)
+        statistics.restart(removed)
         changed = watch.changed(statistics.sums)
         if changed:
             statistics.check(changed, watch.largest(changed))
@@ -269,10 +272,15 @@ class BackwardPasses:
 
     def take(self) -> Taken:
         """The statistics of the step, which is being taken."""
-        return Taken(self.statistics, self.to_caller, self._watch, transformed=self.transformed)
+        taken = Taken(
+            self.statistics, self.to_caller, self._watch, transformed=self.transformed, thrown_away=self.thrown_away
+        )
+        self.statistics, self.thrown_away = StepStatistics(), False
+        return taken
 
     def discard(self) -> None:
         """Forgets the micro-batches of this step; a backward pass that is running goes on."""
+        self.thrown_away |= bool(self.statistics.sums)
         self.statistics, self.to_caller = StepStatistics(), StepStatistics()
         self.hidden, self.transformed = set(), False
         self._watch.forget()
