@@ -97,7 +97,7 @@ def test_a_view_does_not_keep_the_matrices_of_all_stacks(bias: bool, monkeypatch
     """What a step notes are views where most of the matrices are such, else copies."""
     monkeypatch.setattr(beside, "_PATIENT", set())
     model = nn.Sequential(*(nn.Linear(16, 16, bias=bias) for _ in range(4)), nn.Linear(16, 8, bias=not bias))
-    optimizer = KFACSGD(model, lr=0.02, momentum=0.9)
+    optimizer = KFACSGD(model, lr=0.02, momentum=0.9, factor_update_steps=1)  # the second one tells: stretch
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.randn(6, 16)).square().mean().backward()
