@@ -141,6 +141,27 @@ class Verdict:
         """The swap's CPU seconds over the base's, of all seeds."""
         return sum(run["cpu_seconds"] for run in self.swap) / sum(run["cpu_seconds"] for run in self.base)
 
+    @property
+    def steps_to_the_end(self) -> float:
+        """After which share of the base's steps the swap has its final loss, median over the seeds; inf: never."""
+        ends = [mean(run["points"][-1:]) for run in self.base]
+        return statistics.median(reached(run, end) for run, end in zip(self.swap, ends, strict=True))
+
+    @property
+    def seconds_to_the_end(self) -> float:
+        """The same of the base's CPU seconds."""
+        return self.steps_to_the_end * self.time_ratio
+
+
+def reached(run: Line, loss: float) -> float:
+    """Return the share of a run after which its mean over the window is at ``loss``; infinite where it never is."""
+    steps = [0, *(step for step, _ in run["curve"])]
+    for last in range(1, len(steps)):
+        first = max((i for i in range(last) if steps[last] - steps[i] >= window(steps[-1])), default=None)
+        if first is not None and mean(value for _, value in run["curve"][first:last]) <= loss:
+            return steps[last] / steps[-1]
+    return math.inf
+
 
 def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """Return the figures that stand for all of ``verdicts``."""
@@ -154,12 +175,21 @@ def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
         "held out not worse": share(held_out),
         "final loss": geometric([swap / base for base, swap in ends if swap > 0 and base > 0]),
         "time": geometric([verdict.time_ratio for verdict in verdicts]),
+        "steps": middle([verdict.steps_to_the_end for verdict in verdicts]),
+        "seconds": middle([verdict.seconds_to_the_end for verdict in verdicts]),
+        "sooner": share([verdict.seconds_to_the_end < 1 for verdict in verdicts]),
     }
 
 
 def share(flags: Sequence[bool]) -> str:
     """Return "true / all"."""
     return f"{sum(flags)} / {len(flags)}"
+
+
+def middle(values: Sequence[float]) -> float | None:
+    """Return the median; None where that is infinite."""
+    found = statistics.median(values)
+    return found if math.isfinite(found) else None
 
 
 def geometric(ratios: Sequence[float]) -> float | None:

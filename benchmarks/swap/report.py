@@ -42,6 +42,8 @@ def row(verdict: Verdict) -> Line:
         "held out": "" if held_out is None else percent(held_out),
         "s": verdict.seconds,
         "time": verdict.time_ratio,
+        "steps": verdict.steps_to_the_end,
+        "seconds": verdict.seconds_to_the_end,
     }
 
 
@@ -64,8 +66,10 @@ NOTE = """
 10% to 100%: swap less base as a share of the base's loss (of its whole drop for flows, returns and the GAN's
 distance), means over seeds and over the last 5 % of all steps before the point, at least 10; *: behind, above by more
 than 2 %. seeds: points behind, of each seed alone. held out: the same at the end. s: CPU seconds of a base run; time:
-the swap's over the base's. Summary: points behind of all points; runs lower at the end, and held out not above by more
-than 2 %, of all runs; geometric means over the trainings."""
+the swap's over the base's. steps, seconds: after which share of the base's the swap has the base's final loss, median
+over seeds (inf: never). Summary: points behind of all points; runs lower at the end, and held out not above by more
+than 2 %, of all runs; geometric means over the trainings, of steps and seconds medians; trainings in which the swap has
+the base's final loss sooner in seconds."""
 
 
 def summaries(verdicts: Sequence[Verdict]) -> dict[str, dict[str, Any]]:

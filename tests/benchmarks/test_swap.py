@@ -134,8 +134,8 @@ def test_where_losses_can_be_negative_the_slack_is_a_share_of_the_drop():
     assert Pair(**above, of_drop=False).lower_at_the_end
 
 
-def line(points, held_out, seconds):
-    return {"first": 2.0, "points": points, "held_out": held_out, "cpu_seconds": seconds}
+def line(points, held_out, seconds, curve=()):
+    return {"first": 2.0, "points": points, "held_out": held_out, "cpu_seconds": seconds, "curve": curve}
 
 
 def test_the_summary_counts_points_and_runs():
@@ -148,6 +148,17 @@ def test_the_summary_counts_points_and_runs():
     assert figures["held out not worse"] == "1 / 2"
     assert figures["final loss"] == pytest.approx(0.5)
     assert figures["time"] == pytest.approx(3.0)
+    assert (figures["steps"], figures["seconds"], figures["sooner"]) == (None, None, "0 / 1"), "it never gets there"
+
+
+def test_the_swap_is_there_when_a_mean_over_the_window_is():
+    """Ten steps of 100, in which the curve has a point every four: twelve of them."""
+    base = line([4.0, 3.0, 2.0, 1.0], 1.0, 1.0)
+    curve = [(step, 0.5 if step == 20 else 3.0 if step <= 40 else 0.9) for step in range(4, 101, 4)]
+    swap = line([4.0, 3.0, 0.9, 0.9], 1.0, 1.5, curve)
+    figures = summary([Verdict("mlp", "choose", False, [base], [swap])])
+    assert (figures["steps"], figures["sooner"]) == (pytest.approx(0.52), "1 / 1")
+    assert figures["seconds"] == pytest.approx(0.78)
 
 
 # The command ---------------------------------------------------------------------------------------------------------
