@@ -17,6 +17,7 @@ __all__ = ["AVERAGES", "PREFIX", "check_counters", "check_states", "check_sums",
 AVERAGES = "kfac"  # the averages of a layer stand under this key in the optimizer's state of its weight
 PREFIX = "kfac_"  # of the engine's numbers in every parameter group
 
+_MAY_BE_NEVER = ("last_statistics", "last_refresh", "frozen_at", "pending_spread", "opposes")  # counters: -1
 _SOURCES: tuple[Source, ...] = ("current", "in_use", "pending")
 
 
@@ -87,7 +88,7 @@ def _counter_problem(known: Iterable[str], counters: Mapping[str, Any]) -> str:
         if not isinstance(value, int | float) or not math.isfinite(value):
             return f"its counter {name!r} is {value!r}"
     for name in known:
-        least = -1 if name in ("last_statistics", "last_refresh", "frozen_at", "pending_spread") else 0
+        least = -1 if name in _MAY_BE_NEVER else 0
         whole = name == "usual_length" or counters[name] == int(counters[name])
         if counters[name] < least or not whole:
             return f"its counter {name!r} is {counters[name]}"

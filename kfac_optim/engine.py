@@ -136,8 +136,8 @@ class CurvatureEngine(BuiltEngine):
             self._skip()
             return False
         numbers, slopes = lessons.read(values)
-        contested = statistics.thrown_away if self._capture.enabled and self.step_count else None
-        self._trust.learn(**numbers, calm=learn(self._blocks, slopes), contested=contested)
+        opposes = statistics.thrown_away if self._capture.enabled and self.step_count else None
+        self._trust.learn(**numbers, calm=learn(self._blocks, slopes), opposes=opposes)
         settled = statistics.settle(values)
         if self._capture.enabled and trains and self._blocks:
             unseen = not any(settled.taken) and statistics.has_gradients()

@@ -19,10 +19,7 @@ Each layer has a reach of its own, which starts low. Whether the next gradient s
 tells whether more of it would have been better; reach then rises by a tenth of itself, else it falls, and by much more
 where that gradient has turned round: a stretch that was far too long has met a wall.
 
-A network that is part of the loss of another one, as the discriminator of a GAN, is not stretched: it would win at
-once, and the other would have nothing to learn from. It is known by gradients that are thrown away, those of the
-backward passes by which the other one trains; so nothing is stretched before there could have been one, the second
-step that collects statistics.
+Networks that train against each other are not stretched (:mod:`~kfac_optim.opponents`).
 """
 
 from __future__ import annotations

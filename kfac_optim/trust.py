@@ -35,6 +35,7 @@ from typing import Any
 from torch import Tensor
 
 from .beside import each, times
+from .opponents import OPPONENTS
 from .scaling import Direction, norms, ratios, update_norms
 
 __all__ = ["Trust", "brake", "changes_at", "turns"]
@@ -58,15 +59,16 @@ class Trust:
             its momentum; 0 before the first.
         seen: The number of updates that this is an average of, at most 10.
         calm: Whether the loss still fell along the last stretch (:mod:`~kfac_optim.reach`).
-        contested: Whether gradients were thrown away before the last step that collected statistics; true until the
-            second of these steps, which is the first that tells.
+        opposes: Whether the network trains against another one (:mod:`~kfac_optim.opponents`): gradients were thrown
+            away before the last step that collected statistics. None until the second of these steps.
         brake: That of the last step in which k was computed, in (0, 1]; 1: it was as long as the base's.
     """
 
     def __init__(self) -> None:
         self.notches = self.memory = self.seen = 0
         self.usual, self.brake = 0.0, 1.0
-        self.calm = self.contested = True
+        self.calm = True
+        self.opposes: bool | None = None
 
     @property
     def value(self) -> float:
@@ -103,7 +105,7 @@ class Trust:
         average: float = 0.0,
         length: float = 0.0,
         calm: bool | None = None,
-        contested: bool | None = None,
+        opposes: bool | None = None,
     ) -> None:
         """Moves a tenth towards K-FAC's directions if the gradients say so, else a tenth towards the base's updates.
 
@@ -112,10 +114,11 @@ class Trust:
             average: That with the average of those before them, by which its decay moves likewise.
             length: The length of the base's update in the step before, if it was turned.
             calm: Whether the loss still falls along the last stretch; None: there was none.
-            contested: Whether gradients were thrown away before this step; None: nobody has looked.
+            opposes: Whether gradients were thrown away before this step; None: nobody has looked.
         """
         self.calm = self.calm if calm is None else calm
-        self.contested = self.contested if contested is None else contested
+        self.opposes = self.opposes if opposes is None else opposes
+        OPPONENTS.step(self, opposes=bool(self.opposes))
         self.notches = _moved(self.notches, turn, _NOTCHES)
         self.memory = _moved(self.memory, average, _LONGEST)
         if 0 < length < math.inf:
@@ -126,13 +129,15 @@ class Trust:
     def counters(self) -> dict[str, float]:
         """Its part of the saved counters."""
         known = {"trust": self.notches, "memory": self.memory, "usual_length": self.usual, "lengths": self.seen}
-        return {**known, "calm": int(self.calm), "contested": int(self.contested)}
+        return {**known, "calm": int(self.calm), "opposes": -1 if self.opposes is None else int(self.opposes)}
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""
         self.notches, self.memory, self.seen = (int(counters.get(name, 0)) for name in ("trust", "memory", "lengths"))
         self.usual, self.brake = float(counters.get("usual_length", 0.0)), 1.0
-        self.calm, self.contested = bool(counters.get("calm", 1)), bool(counters.get("contested", 1))
+        self.calm, known = bool(counters.get("calm", 1)), int(counters.get("opposes", -1))
+        self.opposes = None if known < 0 else bool(known)
+        OPPONENTS.step(self, opposes=bool(self.opposes))
 
 
 def _moved(notches: int, alignment: float, most: int) -> int:

@@ -12,6 +12,7 @@ from .damping import OfLargest, as_damping, value_of
 from .diagnostics import Row, StageTimes, count, human_bytes, memory_of, report_of, row_of, table, total, workers_of
 from .distributed import Assignment, LocalCommunicator
 from .layers import KroneckerLayer
+from .opponents import OPPONENTS
 from .reach import LEAST
 from .schedules import value_at
 from .state import StatefulEngine
@@ -63,9 +64,12 @@ class ViewedEngine(StatefulEngine):
 
     @property
     def stretches(self) -> bool:
-        """Whether steps are stretched along flat directions; not where two networks train against each other."""
+        """Whether steps are stretched along flat directions; not where two networks train against each other.
+
+        Nor before that is known, in the second step that collects statistics.
+        """
         wanted = getattr(self.scaling, "stretch", False) and isinstance(self.damping, OfLargest)
-        return self.learns_trust and wanted and not self._trust.contested
+        return self.learns_trust and wanted and self._trust.opposes is False and not OPPONENTS.are_there()
 
     @property
     def learns_trust(self) -> bool:

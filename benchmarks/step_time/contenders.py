@@ -30,7 +30,7 @@ class Held(Trust):
 
     def __init__(self, value: float) -> None:
         super().__init__()
-        self.load({"trust": round(10 * value)})
+        self.load({"trust": round(10 * value), "opposes": 0})
 
     def learn(
         self,
@@ -38,7 +38,7 @@ class Held(Trust):
         average: float = 0.0,
         length: float = 0.0,
         calm: bool | None = None,
-        contested: bool | None = None,
+        opposes: bool | None = None,
     ) -> None:
         """Learn nothing."""
 

@@ -26,7 +26,18 @@ TREES = {
 
 # From the bottom up: a module or package imports from the rows above its own alone, not from its own row.
 LAYERS = (
-    ("beside", "schedules", "checks", "factors", "lamb", "spectra", "precision", "cuda_graphs", "quadratic"),
+    (
+        "beside",
+        "opponents",
+        "schedules",
+        "checks",
+        "factors",
+        "lamb",
+        "spectra",
+        "precision",
+        "cuda_graphs",
+        "quadratic",
+    ),
     ("damping",),
     ("layers", "solvers", "scaling", "distributed"),
     ("capture", "trust", "bases", "layout", "tiles", "lessons"),
