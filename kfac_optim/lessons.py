@@ -32,6 +32,7 @@ class Lessons:
         stretch: How far they agree with the last stretch, of each parameter that has one, ``[n]``.
         descent: How far the gradients that this was made of did, ``[n]``.
         stretched: These parameters.
+        rates: Their learning rates, where these are numbers, which the device need not know; else 1.
     """
 
     turn: Tensor | None = None
@@ -40,6 +41,7 @@ class Lessons:
     stretch: Tensor | None = None
     descent: Tensor | None = None
     stretched: Sequence[nn.Parameter] = ()
+    rates: Sequence[float] = ()
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -54,8 +56,9 @@ class Lessons:
             ``turn``, ``average`` and ``length`` as far as they are known, and by parameter ``stretch`` and ``descent``.
         """
         found = {name: [next(values) for _ in range(of.numel())] for name, of in self.tensors.items()}
-        slopes = zip(found.pop("stretch", ()), found.pop("descent", ()), strict=True)
-        return {name: value for name, (value,) in found.items()}, dict(zip(self.stretched, slopes, strict=True))
+        slopes = zip(found.pop("stretch", ()), found.pop("descent", ()), self.rates, strict=True)
+        by_parameter = zip(self.stretched, ((after * lr, before * lr) for after, before, lr in slopes), strict=True)
+        return {name: value for name, (value,) in found.items()}, dict(by_parameter)
 
 
 def alignment(parameters: Sequence[Compared]) -> Tensor:
@@ -67,7 +70,7 @@ def alignment(parameters: Sequence[Compared]) -> Tensor:
         products += _of_shards(sharded)
     for lr, places in _alike(parameters):
         pairs = [(parameters[i][0].reshape(-1), parameters[i][1].reshape(-1)) for i in places]
-        products.append(_sum(_dots(pairs)) * lr)
+        products.append(_times(_sum(_dots(pairs)), lr))
     return _sum([product.to(products[0].device) for product in products])
 
 
@@ -82,7 +85,7 @@ def alignments(parameters: Sequence[Compared]) -> Tensor:
     for lr, places in _alike(parameters):
         places = [i for i in places if i not in left]
         pairs = [(parameters[i][0].reshape(-1), parameters[i][1].reshape(-1)) for i in places]
-        found += [_each_dot(pairs) * lr] if pairs else []
+        found += [_times(_each_dot(pairs), lr)] if pairs else []
         order += places
     whole = found[0] if len(found) == 1 else torch.cat([part.to(found[0].device) for part in found])
     if order == sorted(order):
@@ -103,6 +106,10 @@ def _alike(parameters: Sequence[Compared]) -> list[tuple[float | Tensor, list[in
         kind = g.device, g.dtype, v.dtype, id(lr) if isinstance(lr, Tensor) else lr
         found.setdefault(kind, (lr, []))[1].append(i)
     return list(found.values())
+
+
+def _times(product: Tensor, lr: float | Tensor) -> Tensor:
+    return product * lr if isinstance(lr, Tensor) or lr != 1 else product
 
 
 def _sum(numbers: Sequence[Tensor]) -> Tensor:

@@ -115,6 +115,7 @@ def lessons_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter
     lengths: list[Tensor] = []
     descents: list[Tensor] = []
     stretched: list[nn.Parameter] = []
+    rates: list[float] = []
     for group in optimizer.param_groups:
         states = ((p, gradients.get(p), optimizer.state.get(p, {})) for p in group["params"])
         known = [(p, g, state) for p, g, state in states if g is not None]
@@ -124,8 +125,14 @@ def lessons_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter
         lengths += [state.pop(LENGTH) for _, _, state in known if LENGTH in state]
         along = [(p, g, state) for p, g, state in known if STRETCH in state]
         stretched += [p for p, _, _ in along]
-        stretches += [(g, state[STRETCH], lr) for _, g, state in along]
-        descents += [state[DESCENT] for _, _, state in along]
+        if isinstance(lr, Tensor):
+            rates += [1.0] * len(along)
+            stretches += [(g, state[STRETCH], lr) for _, g, state in along]
+            descents += [state[DESCENT] * abs(lr) for _, _, state in along]
+        else:
+            rates += [abs(lr)] * len(along)
+            stretches += [(g, state[STRETCH], -1.0 if lr < 0 else 1.0) for _, g, state in along]
+            descents += [state[DESCENT] for _, _, state in along]
     return Lessons(
         turn=alignment(turns) if turns else None,
         average=alignment(averages) if averages else None,
@@ -133,6 +140,7 @@ def lessons_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter
         stretch=alignments(stretches) if stretches else None,
         descent=_together(descents) if descents else None,
         stretched=stretched,
+        rates=rates,
     )
 
 
@@ -145,16 +153,17 @@ def _together(numbers: Sequence[Tensor]) -> Tensor:
 def _descents(
     optimizer: torch.optim.Optimizer, moments: Mapping[nn.Parameter, Tensor], stretch: Mapping[nn.Parameter, Tensor]
 ) -> dict[nn.Parameter, Tensor]:
-    """``lr <g, stretch>`` of each parameter, 0-dim, of the gradients that its moment is an average of.
+    """``<g, stretch>`` of each parameter, 0-dim, of the gradients that its moment is an average of.
 
     A collective where they are sharded.
     """
-    rates: dict[nn.Parameter, Lr] = {}
-    for group in optimizer.param_groups:
-        weights = {p: moment_weight(group, optimizer.state[p]) for p in group["params"] if p in stretch}
-        of_weights = {weight: group["lr"] / weight for weight in set(weights.values())}
-        rates.update((p, of_weights[weight]) for p, weight in weights.items())
-    found = alignments([(moments[p], along, rates[p]) for p, along in stretch.items()])
+    shares = {
+        p: 1 / moment_weight(group, optimizer.state[p])
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p in stretch
+    }
+    found = alignments([(moments[p], along, shares[p]) for p, along in stretch.items()])
     return dict(zip(stretch, found.unbind(), strict=True))
 
 

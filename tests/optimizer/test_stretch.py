@@ -327,3 +327,25 @@ def test_micro_batches_are_no_other_player() -> None:
             optimizer.zero_grad()
             optimizer.zero_grad()
     assert optimizer.curvature.reach > 0
+
+
+@pytest.mark.parametrize("how", [{"maximize": True}, {"lr": torch.tensor(0.02)}, {"foreach": True}])
+def test_reach_is_learned_alike_however_the_step_is_taken(how: dict[str, Any]) -> None:
+    """Upwards on the negative loss, and at a rate that is a tensor; also from groups of different rates."""
+    model, batch = net(), data()
+    other = copy.deepcopy(model)
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), "lr": 0.01}]
+    others = [{"params": list(other[0].parameters())}, {"params": list(other[2].parameters()), "lr": 0.01}]
+    kept = {**options(0.02, momentum=0.9), "loss_average": "batch"}
+    optimizer = KFACSGD(groups, model=model, **kept)
+    changed = KFACSGD(others, model=other, **{**kept, **how})
+    for _ in range(6):
+        backward(model, batch, loss)
+        backward(other, batch, (lambda *given: -loss(*given)) if how.get("maximize") else loss)
+        optimizer.step()
+        changed.step()
+        assert_near(
+            torch.tensor(list(changed.curvature.reaches().values())),
+            torch.tensor(list(optimizer.curvature.reaches().values())),
+        )
+    assert optimizer.curvature.reach > 0.012
