@@ -49,7 +49,7 @@ def learn(blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[float, fl
             and that of the gradients before it.
 
     Returns:
-        Whether the loss of the whole model still falls along the last stretch; None: there was none.
+        Whether the loss of the whole model still falls along the last stretch, or None if there was none.
     """
     if not any(descent for _, descent in slopes.values()):
         return None
