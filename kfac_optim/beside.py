@@ -64,7 +64,7 @@ class SideBySide:
 
     def fits(self, matrices: Sequence[Tensor]) -> bool:
         """Whether these are matrices of all stacks, side by side, of which some have rows."""
-        return self.rows > 0 and [tuple(m.shape) for m in matrices] == self.shapes and _are_adjacent(matrices)
+        return [tuple(m.shape) for m in matrices] == self.shapes and _are_adjacent(matrices)
 
     def by_row(self, of_pairs: Sequence[Tensor]) -> Tensor:
         """Values of the pairs of the first stacks, ``[p]`` each, for each row of :attr:`row` numbers, ``[rows, 1]``."""
@@ -155,8 +155,9 @@ def times(
     assert given is not None and found is not None
     of_few = slice(0, beside.rows * beside.row)
     of_pairs = [f if f.dim() else f.expand(len(m)) for m, f in zip(matrices, factors[: beside.few], strict=False)]
-    rows = beside.by_row(of_pairs)
-    torch.mul(given[of_few].view(-1, beside.row), rows, out=found[of_few].view(-1, beside.row))
+    if beside.rows:
+        rows = beside.by_row(of_pairs)
+        torch.mul(given[of_few].view(-1, beside.row), rows, out=found[of_few].view(-1, beside.row))
     for i in range(beside.few, len(matrices)):
         torch.mul(matrices[i], factors[i].reshape(-1, 1, 1), out=results[i])
     return results

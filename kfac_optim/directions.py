@@ -89,7 +89,12 @@ class Directions:
         if beside is None or may_be_sharded():
             return {name: self.laid_out(make(None)) for name, make in makers.items()}
         rooms = beside.several(len(makers), self.dtype)
-        made = [make(room) for make, room in zip(makers.values(), rooms, strict=True)]
+        made = []
+        for make, room in zip(makers.values(), rooms, strict=True):
+            given = make(room)
+            if given[0] is not room[0]:  # made elsewhere after all
+                torch._foreach_copy_(room, list(given))
+            made.append(room)
         found: list[dict[nn.Parameter, Tensor]] = [{} for _ in makers]
         # A view in the state of a parameter keeps the matrices of all.
         contiguous = sum(stack.layout.contiguous for stack in self.stacks)

@@ -136,7 +136,8 @@ class CurvatureEngine(BuiltEngine):
             self._skip()
             return False
         numbers, slopes = lessons.read(values)
-        opposes = statistics.thrown_away if self._capture.enabled and self.step_count else None
+        # Of several ranks one may have thrown something away that the others have not.
+        opposes = statistics.thrown_away and alone if self._capture.enabled and self.step_count else None
         self._trust.learn(**numbers, calm=learn(self._blocks, slopes), opposes=opposes)
         settled = statistics.settle(values)
         if self._capture.enabled and trains and self._blocks:

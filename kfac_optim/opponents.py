@@ -16,23 +16,34 @@ _LATELY = 16  # steps of all optimizers of the process: several of one network m
 
 
 class Opponents:
-    """Who has lately been seen to train against others."""
+    """Who has lately been seen to train against others; all of them are held weakly."""
 
     def __init__(self) -> None:
         self._steps = 0
+        self._first_steps: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._last_steps: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
     def step(self, who: object, *, opposes: bool) -> None:
         """Somebody takes a step; ``opposes``: whether it is known to train against others."""
         self._steps += 1
+        self._first_steps.setdefault(who, self._steps)
+        self._note(who, opposes=opposes)
+
+    def resume(self, who: object, *, opposes: bool) -> None:
+        """Somebody goes on from a saved state, and so do those that others of these days are resumed with."""
+        self._first_steps[who] = -1
+        self._note(who, opposes=opposes)
+
+    def _note(self, who: object, *, opposes: bool) -> None:
         if opposes:
             self._last_steps[who] = self._steps
         else:
             self._last_steps.pop(who, None)
 
-    def are_there(self) -> bool:
-        """Whether some network trains against others in these steps."""
-        return any(self._steps - last < _LATELY for last in self._last_steps.values())
+    def are_there(self, who: object) -> bool:
+        """Whether some network trains against others in these steps, and has since the first step of this one."""
+        first = self._first_steps.get(who, self._steps)
+        return any(last > first and self._steps - last < _LATELY for last in list(self._last_steps.values()))
 
 
 OPPONENTS = Opponents()  # of this process

@@ -210,7 +210,11 @@ class Preconditioner:
         shapes = [stack.layout.shape for stack in stacks]
         if self._beside is None or self._beside.shapes != shapes:
             self._beside = SideBySide(shapes, *devices)
-        if self._joint is None or not all(map(operator.is_, self._joint[0], tiles)):
+        if (
+            self._joint is None
+            or len(self._joint[0]) != len(tiles)
+            or not all(map(operator.is_, self._joint[0], tiles))
+        ):
             units = [stack.damping_unit.to(self.dtype) for stack in stacks]
             self._joint = tiles, self._joining.joint([of_stack[0].decomposed for of_stack in tiles], units)
         return self._joint[1]

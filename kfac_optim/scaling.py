@@ -196,7 +196,7 @@ def _few_norms(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> l
 def _by_rows(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[Tensor]:
     """Matrices of the same norms, with one number for each row where they lie side by side."""
     beside = directions[0].beside
-    if beside is None or not beside.fits(matrices):
+    if beside is None or not beside.rows or not beside.fits(matrices):
         return list(matrices)
     whole = joined(matrices[: beside.few])
     if whole is None:
@@ -209,7 +209,7 @@ def _by_rows(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> lis
 def inners(directions: Sequence[Direction], matrices: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
     """For each direction the ``inner`` product of two matrices, ``[p]``; where launches count by few operations."""
     beside = directions[0].beside if directions else None
-    if beside is None or not (beside.fits(matrices) and beside.fits(others)):
+    if beside is None or not beside.rows or not (beside.fits(matrices) and beside.fits(others)):
         return [d.inner(*both) for d, *both in zip(directions, matrices, others, strict=True)]
     products = each("mul", matrices, others)
     whole = joined(products)

@@ -60,7 +60,10 @@ class Trust:
         seen: The number of updates that this is an average of, at most 10.
         calm: Whether the loss still fell along the last stretch (:mod:`~kfac_optim.reach`).
         opposes: Whether the network trains against another one (:mod:`~kfac_optim.opponents`): gradients were thrown
-            away before the last step that collected statistics. None until the second of these steps.
+            away before the last step that collected statistics, and before the one before, if that tells. None until
+            the second of these steps.
+        suspected: Whether gradients were thrown away before the last of these steps. A step that was skipped, because
+            its gradients had overflowed for instance, makes nobody an opponent.
         brake: That of the last step in which k was computed, in (0, 1]; 1: it was as long as the base's.
     """
 
@@ -69,6 +72,7 @@ class Trust:
         self.usual, self.brake = 0.0, 1.0
         self.calm = True
         self.opposes: bool | None = None
+        self.suspected = True
 
     @property
     def value(self) -> float:
@@ -97,7 +101,7 @@ class Trust:
         are what fails.
         """
         changes = self.notches > 0 or stretches
-        return changes and self.calm and step % (4 if self.notches == _NOTCHES else 2) != 0
+        return changes and (self.calm or not stretches) and step % (4 if self.notches == _NOTCHES else 2) != 0
 
     def learn(
         self,
@@ -117,7 +121,8 @@ class Trust:
             opposes: Whether gradients were thrown away before this step; None: nobody has looked.
         """
         self.calm = self.calm if calm is None else calm
-        self.opposes = self.opposes if opposes is None else opposes
+        if opposes is not None:
+            self.opposes, self.suspected = opposes and self.suspected, opposes
         OPPONENTS.step(self, opposes=bool(self.opposes))
         self.notches = _moved(self.notches, turn, _NOTCHES)
         self.memory = _moved(self.memory, average, _LONGEST)
@@ -129,15 +134,21 @@ class Trust:
     def counters(self) -> dict[str, float]:
         """Its part of the saved counters."""
         known = {"trust": self.notches, "memory": self.memory, "usual_length": self.usual, "lengths": self.seen}
-        return {**known, "calm": int(self.calm), "opposes": -1 if self.opposes is None else int(self.opposes)}
+        return {
+            **known,
+            "calm": int(self.calm),
+            "opposes": -1 if self.opposes is None else int(self.opposes),
+            "suspected": int(self.suspected),
+            "brake": self.brake,
+        }
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""
         self.notches, self.memory, self.seen = (int(counters.get(name, 0)) for name in ("trust", "memory", "lengths"))
-        self.usual, self.brake = float(counters.get("usual_length", 0.0)), 1.0
+        self.usual, self.brake = float(counters.get("usual_length", 0.0)), float(counters.get("brake", 1.0))
         self.calm, known = bool(counters.get("calm", 1)), int(counters.get("opposes", -1))
-        self.opposes = None if known < 0 else bool(known)
-        OPPONENTS.step(self, opposes=bool(self.opposes))
+        self.opposes, self.suspected = None if known < 0 else bool(known), bool(counters.get("suspected", 1))
+        OPPONENTS.resume(self, opposes=bool(self.opposes))
 
 
 def _moved(notches: int, alignment: float, most: int) -> int:

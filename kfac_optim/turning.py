@@ -220,7 +220,7 @@ def _changes_to_repeat(
             known[p] = state
     turned = {p: state[CHANGE] for p, state in known.items() if CHANGE in state}
     stretched = {p: state[STRETCH] for p, state in known.items() if STRETCH in state and engine.stretches}
-    changes = {**turned, **multiplied(stretched, engine.reaches())}
+    changes = {**turned, **multiplied(stretched, engine.reaches(), engine.brake)}
     both = [p for p in stretched if p in turned]
     for alike in of_one_kind(both):
         torch._foreach_add_([changes[p] for p in alike], [turned[p] for p in alike])

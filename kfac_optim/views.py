@@ -54,6 +54,11 @@ class ViewedEngine(StatefulEngine):
         return self._trust.usual
 
     @property
+    def brake(self) -> float:
+        """What the last turned and stretched step was shortened by (:func:`kfac_optim.trust.brake`); 1: nothing."""
+        return self._trust.brake
+
+    @property
     def reach(self) -> float:
         """The largest share of the stretch along flat directions that a layer's steps get (:mod:`kfac_optim.reach`)."""
         return max((block.reach for block in self._blocks), default=0.0) if self.stretches else 0.0
@@ -69,7 +74,7 @@ class ViewedEngine(StatefulEngine):
         Nor before that is known, in the second step that collects statistics.
         """
         wanted = getattr(self.scaling, "stretch", False) and isinstance(self.damping, OfLargest)
-        return self.learns_trust and wanted and self._trust.opposes is False and not OPPONENTS.are_there()
+        return self.learns_trust and wanted and self._trust.opposes is False and not OPPONENTS.are_there(self._trust)
 
     @property
     def learns_trust(self) -> bool:
@@ -156,7 +161,7 @@ class ViewedEngine(StatefulEngine):
         return {
             "step": self.step_count,
             "trust": self.trust,
-            "brake": self._trust.brake,
+            "brake": self.brake,
             "reach": self.reach,
             "skipped_steps": self.skipped_steps,
             "skipped_batches": self.skipped_batches,

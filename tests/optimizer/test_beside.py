@@ -125,3 +125,44 @@ def test_factors_of_pairs_reach_the_rows_of_their_matrices() -> None:
     assert joined(each("sub", matrices, others)) is not None, "side by side again"
     times(matrices, factors, side, out=matrices)
     torch.testing.assert_close(list(matrices), expected, rtol=0, atol=0)
+
+
+class Heads(nn.Module):
+    """Layers of three shapes, the last of which some steps skip."""
+
+    def __init__(self, shapes: list[tuple[int, int]]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(*shape) for shape in shapes)
+
+    def forward(self, x: Tensor, skips: bool) -> Tensor:
+        given = zip(self.layers, x.split([layer.in_features for layer in self.layers], 1), strict=True)
+        outputs = [layer(part).tanh().square().mean() for layer, part in given]
+        return torch.stack(outputs[:-1] if skips else outputs).sum()
+
+
+@pytest.mark.parametrize(("cls", "lr"), [(KFACSGD, 0.05), (KFACAdam, 0.01)])
+@pytest.mark.parametrize(
+    "shapes", [[(7, 8), (15, 4), (3, 16)], [(2, 3), (4, 5), (6, 3)]], ids=["rows", "each stands alone"]
+)
+def test_stacks_come_and_go(
+    cls: Any, lr: float, shapes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole stack without a gradient; matrices of which none has rows of eight numbers."""
+    torch.manual_seed(0)
+    model = Heads(shapes)
+    batches = [torch.randn(6, sum(d_in for d_in, _ in shapes)) for _ in range(9)]
+
+    def weights() -> list[Tensor]:
+        own = copy.deepcopy(model)
+        more = {"inv_update_steps": 2, "factor_update_steps": 1, "spread": 0, "inv_dtype": torch.float64}
+        optimizer = cls(own.parameters(), lr=lr, factor_dtype=torch.float64, **more)
+        for step, batch in enumerate(batches):
+            optimizer.zero_grad()
+            own(batch, step in (3, 4, 6)).backward()
+            optimizer.step()
+        return [p.detach() for p in own.parameters()]
+
+    expected = weights()
+    monkeypatch.setattr(beside, "_PATIENT", set())
+    for found, weight in zip(weights(), expected, strict=True):
+        assert_near(found, weight, rel=1e-6)

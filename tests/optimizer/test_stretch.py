@@ -18,6 +18,7 @@ from kfac_optim import (
     OfLargest,
     OfMean,
     lessons,
+    opponents,
     reach,
     trust,
     turning,
@@ -253,6 +254,7 @@ def test_the_stretch_is_braked_with_the_step(monkeypatch: pytest.MonkeyPatch) ->
     backward(other, batch, loss)
     plain.step()
     monkeypatch.setattr(turning, "brake", lambda *_: 0.25)
+    monkeypatch.setattr(type(optimizer.curvature), "brake", 0.25)  # as the next step learns it
     backward(model, batch, loss)
     backward(other, batch, loss)
     optimizer.step()
@@ -260,6 +262,19 @@ def test_the_stretch_is_braked_with_the_step(monkeypatch: pytest.MonkeyPatch) ->
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         shortened = 0.1 * 0.01 * 0.25 * optimizer.state[p]["kfac_stretch"]
         torch.testing.assert_close(q - p, shortened, rtol=1e-4, atol=1e-12)
+        q.data.copy_(p)
+    assert optimizer.curvature.repeats_turn(3)
+    for _ in range(2):  # of which the second repeats
+        noted = {p: optimizer.state[p]["kfac_stretch"] for p in model.parameters()}
+        before = [p.detach().clone() for p in model.parameters()]
+        reaches = optimizer.curvature.reaches()
+        backward(model, batch, loss)
+        optimizer.step()
+    reaches = optimizer.curvature.reaches()
+    for p, last in zip(model.parameters(), before, strict=True):
+        assert optimizer.state[p]["kfac_stretch"] is noted[p], "it repeats"
+        moved = last - p - 0.1 * optimizer.state[p]["momentum_buffer"]
+        torch.testing.assert_close(moved, 0.1 * reaches[p] * 0.25 * noted[p], rtol=1e-4, atol=1e-12)
 
 
 def zero_by_model(player: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -349,3 +364,27 @@ def test_reach_is_learned_alike_however_the_step_is_taken(how: dict[str, Any]) -
             torch.tensor(list(optimizer.curvature.reaches().values())),
         )
     assert optimizer.curvature.reach > 0.012
+
+
+def test_a_skipped_step_makes_no_opponent() -> None:
+    """Whose gradients were thrown away once; nor does an optimizer that was one before this one began."""
+    model = net()
+    optimizer = KFACSGD(model, **options(0.01))
+    known = []
+    for step in range(6):
+        backward(model, data(), loss)
+        if step == 3:
+            optimizer.zero_grad()
+            backward(model, data(), loss)
+        optimizer.step()
+        known.append(optimizer.curvature._trust.opposes)
+    assert known == [None, False, False, False, False, False]
+    registry, here, there = opponents.Opponents(), nn.Identity(), nn.Identity()
+    registry.step(there, opposes=True)
+    registry.step(here, opposes=False)
+    assert not registry.are_there(here)
+    registry.step(there, opposes=True)
+    assert registry.are_there(here)
+    for _ in range(20):
+        registry.step(here, opposes=False)
+    assert not registry.are_there(here)
