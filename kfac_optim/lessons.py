@@ -96,7 +96,7 @@ def alignments(parameters: Sequence[Compared]) -> Tensor:
 
 def _of_shards(parameters: Sequence[Compared]) -> list[Tensor]:
     """The same of shards, 0-dim each (a collective)."""
-    return gathered_together([(g.float() * v.float()).sum() * lr for g, v, lr in parameters])
+    return gathered_together([torch.mul(*_widened(g, v)).sum() * lr for g, v, lr in parameters])
 
 
 def _alike(parameters: Sequence[Compared]) -> list[tuple[float | Tensor, list[int]]]:
@@ -128,20 +128,27 @@ def _dots(pairs: Sequence[Pair]) -> list[Tensor]:
     """Dot products of vectors on one device, 0-dim, each of one or of several pairs."""
     if launches_count(pairs[0][0].device):
         pairs = [(torch.cat([g for g, _ in batch]), torch.cat([v for _, v in batch])) for batch in _batches(pairs)]
-    return [torch.dot(g.float(), v.float()) for g, v in pairs]
+    return [torch.dot(*_widened(g, v)) for g, v in pairs]
 
 
 def _each_dot(pairs: Sequence[Pair]) -> Tensor:
     """The dot product of each pair of vectors on one device, ``[n]``."""
     device = pairs[0][0].device
     if not launches_count(device):
-        return torch.stack([torch.dot(g.float(), v.float()) for g, v in pairs])
+        return torch.stack([torch.dot(*_widened(g, v)) for g, v in pairs])
     found: list[Tensor] = []
     for batch in _batches(pairs):
-        products = torch.cat([g for g, _ in batch]).float() * torch.cat([v for _, v in batch]).float()
-        lengths = _on_device(tuple(g.numel() for g, _ in batch), device)
+        g, v = _widened(torch.cat([g for g, _ in batch]), torch.cat([v for _, v in batch]))
+        products = g * v
+        lengths = _on_device(tuple(part.numel() for part, _ in batch), device)
         found.append(torch.segment_reduce(products, "sum", lengths=lengths, unsafe=True))
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _widened(g: Tensor, v: Tensor) -> Pair:
+    """Both in float32, in float64 where one of them is."""
+    dtype = torch.promote_types(torch.promote_types(g.dtype, v.dtype), torch.float32)
+    return g.to(dtype), v.to(dtype)
 
 
 @lru_cache(maxsize=16)

@@ -111,8 +111,10 @@ def test_a_refresh_waits_once_for_factors_of_nearly_one_size():
 @pytest.mark.slow
 @pytest.mark.parametrize(("cls", "options", "more"), [("KFACSGD", "momentum=0.9, ", 0), ("KFACAdam", "", 1)])
 def test_of_stacks_products_alone_take_launches_of_their_own(cls, options, more):
-    """In an ordinary step, the third; with Adam, whose updates are no moments, also sums of their products."""
-    program = STEPS.replace("inv_update_steps=1", "inv_update_steps=1000, factor_update_steps=1000")
+    """In the third step, which is stretched; with Adam, whose updates are no moments, also sums of their products."""
+    program = STEPS.replace(
+        "inv_update_steps=1", "inv_update_steps=1000, factor_update_steps=lambda t: 1 if t < 2 else 999"
+    )
     few, many = (
         "".join(f"torch.nn.Linear({8 * i}, {8 * i + 8}, bias=False), " for i in range(1, n + 1)) for n in (3, 9)
     )
