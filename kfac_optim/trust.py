@@ -8,7 +8,7 @@ With the base's own update u and K-FAC's direction k, of the same length::
 This is hypergradient descent (Baydin et al. 2018) on one number for the whole model, with its sign alone: the next
 gradient, of a batch that had no part in the step, tells whether more of k would have lowered the loss. Where rates are
 too small for curvature to matter the base optimizer's own update wins and trust stays at 0; where they are large,
-steep directions are exhausted by the step, and trust rises to 1. A sign depends on no scale, and costs one dot product.
+steep directions are exhausted by the step, and trust rises. A sign depends on no scale, and costs one dot product.
 
 A base optimizer without a first moment takes steps on single gradients. K-FAC's direction is then that of an average
 ``m = decay m + (1 - decay) g``, whose decay is learned in the same way: while gradients agree with the average before
@@ -23,7 +23,8 @@ kin, whose updates do not grow with the gradient)::
     length of the step = |u| (1 - trust + trust brake),    brake = min(1, 1.3 usual / |u|)^2
 
 with ``usual`` the running average of ``|u|`` over steps in which k was computed. What is left of the base's own update
-at lower trust is as long as ever: the base optimizer gets along with its own steps.
+is as long as ever: the base optimizer gets along with its own steps. So with these bases something of it is always
+left: trust goes up to 0.6.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ __all__ = ["Trust", "brake", "changes_at", "turns"]
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
 _NOTCHES = 10  # trust moves by a tenth per step, which averages over the noise of about ten batches
+_MOST_WHERE_UPDATES_GROW = 6  # tenths, where the base's update grows with the gradient
 _LONGEST = 9  # tenths: the average remembers some ten gradients, as the usual momentum of 0.9
 _REMEMBERED = 10  # lengths of updates that their running average remembers
 _SLACK, _POWER = 1.3, 2  # steps are braked where the update is longer than 1.3 times the usual, by that squared
@@ -96,12 +98,10 @@ class Trust:
         """Whether this step changes the base's update as the step before did, if that is known.
 
         First moments hardly differ between two steps, and neither does what K-FAC makes of them. So k is computed in
-        every second step; while trust is 1, in every fourth, as there is nothing to learn that could move it further.
-        Where the last stretch was too long it is computed anew: at the edge of stability directions of the step before
-        are what fails.
+        every third step; while trust is 1, in every fourth, as there is nothing to learn that could move it further.
+        Where the last stretch was too long it is not repeated, but left out until k is computed anew.
         """
-        changes = self.notches > 0 or stretches
-        return changes and (self.calm or not stretches) and step % (4 if self.notches == _NOTCHES else 2) != 0
+        return (self.notches > 0 or stretches) and step % (4 if self.notches == _NOTCHES else 3) != 0
 
     def learn(
         self,
@@ -124,7 +124,7 @@ class Trust:
         if opposes is not None:
             self.opposes, self.suspected = opposes and self.suspected, opposes
         OPPONENTS.step(self, opposes=bool(self.opposes))
-        self.notches = _moved(self.notches, turn, _NOTCHES)
+        self.notches = _moved(self.notches, turn, _MOST_WHERE_UPDATES_GROW if self.usual or length else _NOTCHES)
         self.memory = _moved(self.memory, average, _LONGEST)
         if 0 < length < math.inf:
             self.brake = min(1.0, _SLACK * self.usual / length) ** _POWER if self.usual else 1.0

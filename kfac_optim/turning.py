@@ -204,8 +204,8 @@ def _changes_to_repeat(
 ) -> dict[nn.Parameter, Tensor]:
     """The changes of the last step, where this one repeats them, with the stretch as far as reach goes now.
 
-    Nothing where one parameter has none to repeat, as where the base class keeps no first moment: there updates differ
-    from step to step.
+    Of a base class that keeps no first moment updates differ from step to step. There only the stretch is repeated,
+    which is made of an average of gradients, if that is what it is of; else nothing.
     """
     if not engine.repeats_turn(engine.step_count):
         return {}
@@ -215,11 +215,11 @@ def _changes_to_repeat(
             state = optimizer.state.get(p, {})
             if TURN not in state:
                 continue
-            if not has_first_moment(group, state):
+            if not has_first_moment(group, state) and not engine.moment_decay:
                 return {}
             known[p] = state
     turned = {p: state[CHANGE] for p, state in known.items() if CHANGE in state}
-    stretched = {p: state[STRETCH] for p, state in known.items() if STRETCH in state and engine.stretches}
+    stretched = {p: state[STRETCH] for p, state in known.items() if STRETCH in state and engine.repeats_stretch}
     changes = {**turned, **multiplied(stretched, engine.reaches(), engine.brake)}
     both = [p for p in stretched if p in turned]
     for alike in of_one_kind(both):

@@ -77,6 +77,11 @@ class ViewedEngine(StatefulEngine):
         return self.learns_trust and wanted and self._trust.opposes is False and not OPPONENTS.are_there(self._trust)
 
     @property
+    def repeats_stretch(self) -> bool:
+        """Whether a step that repeats the changes of the last one is stretched as well."""
+        return self.stretches and self._trust.calm
+
+    @property
     def learns_trust(self) -> bool:
         """Whether trust is learned."""
         return self._turns and getattr(self.scaling, "trust", 1.0) is None
@@ -86,7 +91,7 @@ class ViewedEngine(StatefulEngine):
         return self._trust.is_measured(step, stretches=self.reach > LEAST) if self.learns_trust else self.trust > 0
 
     def repeats_turn(self, step: int) -> bool:
-        """Whether this step may be turned by what the last one was turned by."""
+        """Whether this step may be changed as the last one was."""
         return self.learns_trust and self._trust.repeats(step, stretches=self.reach > LEAST)
 
     @property

@@ -70,7 +70,7 @@ class Stretched:
             self.learn(seen.gradients)
         self.optimizer.step()
         added = max(self.reach.values()) > 3e-4  # else, while it does not turn, steps are the base's own, mostly
-        repeats = self.stretch and added and self.falling and self.how.get("momentum", 0.9) > 0 and self.steps % 2 == 1
+        repeats = self.stretch and added and self.falling and self.how.get("momentum", 0.9) > 0 and self.steps % 3 > 0
         if not repeats:
             self.stretch = {}
         if not repeats and self.steps and (added or self.steps % 4 == 0):
@@ -263,18 +263,42 @@ def test_the_stretch_is_braked_with_the_step(monkeypatch: pytest.MonkeyPatch) ->
         shortened = 0.1 * 0.01 * 0.25 * optimizer.state[p]["kfac_stretch"]
         torch.testing.assert_close(q - p, shortened, rtol=1e-4, atol=1e-12)
         q.data.copy_(p)
-    assert optimizer.curvature.repeats_turn(3)
-    for _ in range(2):  # of which the second repeats
-        noted = {p: optimizer.state[p]["kfac_stretch"] for p in model.parameters()}
-        before = [p.detach().clone() for p in model.parameters()]
-        reaches = optimizer.curvature.reaches()
-        backward(model, batch, loss)
-        optimizer.step()
+    noted = {p: optimizer.state[p]["kfac_stretch"] for p in model.parameters()}
+    before = [p.detach().clone() for p in model.parameters()]
+    backward(model, batch, loss)
+    optimizer.step()
     reaches = optimizer.curvature.reaches()
     for p, last in zip(model.parameters(), before, strict=True):
         assert optimizer.state[p]["kfac_stretch"] is noted[p], "it repeats"
         moved = last - p - 0.1 * optimizer.state[p]["momentum_buffer"]
         torch.testing.assert_close(moved, 0.1 * reaches[p] * 0.25 * noted[p], rtol=1e-4, atol=1e-12)
+
+
+@pytest.mark.parametrize(("momentum", "calm"), [(0.9, True), (0.9, False), (0.0, True)])
+def test_what_a_step_repeats(momentum: float, calm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No stretch that was too long; and of plain SGD no turn, which is of another gradient's update."""
+    model, batch = net(), data()
+    optimizer: Any = KFACSGD(model, **options(0.1, momentum=momentum))
+
+    def step() -> None:
+        backward(model, batch, loss)
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    learned = optimizer.curvature._trust
+    learned.notches, learned.memory, learned.calm, learned.brake = 5, 5, calm, 1.0
+    monkeypatch.setattr(type(learned), "learn", lambda *_, **__: None)
+    monkeypatch.setattr(turning, "brake", lambda *_: None)
+    step()  # computes
+    noted = {p: dict(optimizer.state[p]) for p in model.parameters()}
+    before = {p: p.detach().clone() for p in model.parameters()}
+    step()
+    for p, reached in optimizer.curvature.reaches().items():
+        update = optimizer.state[p]["momentum_buffer"] if momentum else p.grad
+        turned, stretched = noted[p].get("kfac_change", torch.zeros_like(p)), noted[p]["kfac_stretch"]
+        assert bool(turned.any()) == (momentum > 0) and bool(stretched.any())
+        assert_near((before[p] - p.detach()) / 0.1 - update, turned + calm * reached * stretched, rel=1e-9)
 
 
 def zero_by_model(player: nn.Module, optimizer: torch.optim.Optimizer) -> None:
