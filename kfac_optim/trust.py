@@ -48,6 +48,7 @@ _MOST_WHERE_UPDATES_GROW = 6  # tenths, where the base's update grows with the g
 _LONGEST = 9  # tenths: the average remembers some ten gradients, as the usual momentum of 0.9
 _REMEMBERED = 10  # lengths of updates that their running average remembers
 _SLACK, _POWER = 1.3, 2  # steps are braked where the update is longer than 1.3 times the usual, by that squared
+_YOUNG = 20  # steps until k is repeated once, and so many more until it is repeated twice
 _PATIENCE = 4  # while steps do not turn, k is computed in one of so many or more
 
 
@@ -97,11 +98,13 @@ class Trust:
     def repeats(self, step: int, *, stretches: bool) -> bool:
         """Whether this step changes the base's update as the step before did, if that is known.
 
-        First moments hardly differ between two steps, and neither does what K-FAC makes of them. So k is computed in
-        every third step; while trust is 1, in every fourth, as there is nothing to learn that could move it further.
-        Where the last stretch was too long it is not repeated, but left out until k is computed anew.
+        First moments hardly differ between two steps once they are averages of many gradients, and neither does what
+        K-FAC makes of them. So k is computed in every step at first, then in every second, and later in every third;
+        while trust is 1, in every fourth, as there is nothing to learn that could move it further. Where the last
+        stretch was too long it is not repeated, but left out until k is computed anew.
         """
-        return (self.notches > 0 or stretches) and step % (4 if self.notches == _NOTCHES else 3) != 0
+        most = 4 if self.notches == _NOTCHES else 3
+        return (self.notches > 0 or stretches) and step % min(most, 1 + step // _YOUNG) != 0
 
     def learn(
         self,

@@ -76,3 +76,9 @@ def fresh_accelerate() -> Iterator[None]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that the tests of a module share."""
     return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture
+def soon_grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What changes a step is repeated from the second step on, instead of the twentieth."""
+    monkeypatch.setattr("kfac_optim.trust._YOUNG", 1)

@@ -75,7 +75,7 @@ def count(name: str, batch: int | None, optimizer: str, *, paper: bool, solver: 
         engine.factor_update_steps = engine.inv_update_steps = NEVER
         runner.step(own)
         found["ordinary"] = coming(repeats=False)
-        found["repeated"] = coming(repeats=True)  # as every second one is; the others are ordinary ones
+        found["repeated"] = coming(repeats=True)  # as two of three are; the others are ordinary ones
         engine.damping = unit(DAMPING / 2)
         found["damping"] = coming(repeats=False)
         engine.factor_update_steps = 1

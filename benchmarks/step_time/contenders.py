@@ -19,10 +19,11 @@ LARGEST = 8192  # factor that kfac-pytorch gets
 LR = 1e-4  # no time depends on it
 PEER = "KFACPyTorch"
 SOLVERS: dict[str, Any] = {"eigen": "eigen", "inverse": "inverse", "eigen-exact": EigenSolver(negligible=0)}
+LATER = 60  # By so many steps, at which directions are no longer computed more often than they are later on
 
 
 class Held(Trust):
-    """Trust that stays where it is, at the cost of one that is learned.
+    """Trust that stays where it is, at the cost of one that is learned, and of steps later in a training.
 
     Args:
         value: The trust, in [0, 1].
@@ -41,6 +42,10 @@ class Held(Trust):
         opposes: bool | None = None,
     ) -> None:
         """Learn nothing."""
+
+    def repeats(self, step: int, *, stretches: bool) -> bool:
+        """Say what a later step of the same place in the schedule would do."""
+        return super().repeats(step + LATER, stretches=stretches)
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ def defaults(optimizer: str) -> list[Contender]:
     """Return the base of a K-FAC optimizer, what the package does by itself, and that where it is dearest.
 
     On noise trust stays near 0, where most steps are the base optimizer's own; and refreshes that take long wait. In
-    the last row trust is held at 0.5, so that every second step computes directions, and no refresh waits.
+    the last row trust is held at 0.5, so that every third step computes directions, and no refresh waits.
     """
     options = {"inv_update_steps": "growing:0.5:10"}
     dearest = Contender(f"{optimizer} defaults, trust 0.5, no waits", optimizer, options, trust=0.5)

@@ -172,7 +172,7 @@ class Textbook:
             step_number = self.steps - 1
             self.lengths += [] if self.length is None else [self.length]
             self.length = None
-            if self.trust > 0 and step_number % (4 if self.trust == 10 else 3) and self.changes:
+            if self.trust > 0 and step_number % min(4 if self.trust == 10 else 3, 1 + step_number) and self.changes:
                 directions = {name: updates[name] + change for name, change in self.changes.items()}
             else:
                 measured = self.trust > 0 or step_number % 4 == 0
@@ -472,6 +472,7 @@ def test_a_base_that_decouples_its_decay_shrinks_the_weights_as_much() -> None:
 # Trust ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("soon_grown")
 @pytest.mark.parametrize(("momentum", "rate"), [(0.0, 0.01), (0.0, 2.0), (0.9, 0.01), (0.9, 3.0)])
 def test_trust_is_learned_from_the_next_gradient(rate: float, momentum: float) -> None:
     """At a small rate the base's own updates win, at a large one the steps turn; the textbook takes the same ones."""
@@ -504,6 +505,7 @@ def test_trust_is_learned_from_the_next_gradient(rate: float, momentum: float) -
     assert decays[0] == 0 and max(decays) == (0 if momentum else 0.9 if rate < 0.1 else max(0.1, *decays))
 
 
+@pytest.mark.usefixtures("soon_grown")
 @pytest.mark.parametrize("known", [[], [0.1]], ids=["free", "braked"])
 def test_at_trust_1_three_steps_repeat_the_one_before_them(known: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Trust is held at 1, at which on this net it would not stay for so long, and so is the usual length."""
@@ -522,6 +524,7 @@ def test_at_trust_1_three_steps_repeat_the_one_before_them(known: list[float], m
     assert optimizer.curvature.trust == 1 and (textbook.factor < 0.9) == bool(known)
 
 
+@pytest.mark.usefixtures("soon_grown")
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_without_a_first_moment_no_step_repeats_another(momentum: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of two batches have little in common, and no average is kept. One such layer is enough."""
@@ -560,6 +563,21 @@ def test_something_is_left_of_updates_that_grow_with_the_gradient() -> None:
         assert trust.value == most
 
 
+def test_how_often_steps_repeat_what_changed_the_last_one() -> None:
+    """Once first moments are averages of many gradients."""
+    trust = Trust()
+    assert not any(trust.repeats(step, stretches=False) for step in range(100))
+    trust.notches = 3
+    computed = [step for step in range(61) if not trust.repeats(step, stretches=False)]
+    assert computed == [*range(20), *range(20, 40, 2), *range(42, 61, 3)]
+    trust.notches = 10
+    assert [step for step in range(40, 73) if not trust.repeats(step, stretches=False)] == [
+        *range(42, 60, 3),
+        *range(60, 73, 4),
+    ]
+
+
+@pytest.mark.usefixtures("soon_grown")
 @pytest.mark.parametrize("base", [KFACSGD, KFACAdam])
 def test_a_step_at_a_rate_of_0_teaches_nothing_and_is_not_repeated(base: type[KFACMixin]) -> None:
     """Nothing has moved in it; Adam's update of it, the way that the weights have gone by the rate, is 0."""
@@ -613,6 +631,7 @@ def test_while_steps_do_not_turn_directions_are_computed_ever_more_rarely() -> N
     assert all(trust.is_measured(step, stretches=False) for step in range(100))
 
 
+@pytest.mark.usefixtures("soon_grown")
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("before", [4, 5, 6, 7])
 def test_a_resumed_run_repeats_what_the_other_would_have(before: int, momentum: float) -> None:

@@ -70,7 +70,8 @@ class Stretched:
             self.learn(seen.gradients)
         self.optimizer.step()
         added = max(self.reach.values()) > 3e-4  # else, while it does not turn, steps are the base's own, mostly
-        repeats = self.stretch and added and self.falling and self.how.get("momentum", 0.9) > 0 and self.steps % 3 > 0
+        due, kept = self.steps % min(3, 1 + self.steps) == 0, self.how.get("momentum", 0.9) > 0
+        repeats = self.stretch and added and self.falling and kept and not due
         if not repeats:
             self.stretch = {}
         if not repeats and self.steps and (added or self.steps % 4 == 0):
@@ -128,7 +129,7 @@ def never_turned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turning, "brake", lambda *_: None)
 
 
-@pytest.mark.usefixtures("never_turned")
+@pytest.mark.usefixtures("never_turned", "soon_grown")
 @pytest.mark.parametrize(("kfac", "base", "how"), CASES)
 @pytest.mark.parametrize("rate", [0.02, 1.0])
 def test_steps_go_further_where_it_is_flat(kfac: Any, base: Any, how: dict[str, Any], rate: float) -> None:
@@ -218,6 +219,7 @@ def test_who_is_not_stretched(how: dict[str, Any]) -> None:
     assert not any("kfac_stretch" in state for state in optimizer.state.values())
 
 
+@pytest.mark.usefixtures("soon_grown")
 @pytest.mark.parametrize("before", [3, 4])
 @pytest.mark.parametrize(("kfac", "base", "how"), CASES)
 def test_a_resumed_run_stretches_alike(kfac: Any, base: Any, how: dict[str, Any], before: int) -> None:
@@ -242,6 +244,7 @@ def test_a_resumed_run_stretches_alike(kfac: Any, base: Any, how: dict[str, Any]
             assert torch.equal(p, q)
 
 
+@pytest.mark.usefixtures("soon_grown")
 def test_the_stretch_is_braked_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the base's update is much longer than usual."""
     monkeypatch.setattr(trust, "_moved", lambda *_: 0)
@@ -274,6 +277,7 @@ def test_the_stretch_is_braked_with_the_step(monkeypatch: pytest.MonkeyPatch) ->
         torch.testing.assert_close(moved, 0.1 * reaches[p] * 0.25 * noted[p], rtol=1e-4, atol=1e-12)
 
 
+@pytest.mark.usefixtures("soon_grown")
 @pytest.mark.parametrize(("momentum", "calm"), [(0.9, True), (0.9, False), (0.0, True)])
 def test_what_a_step_repeats(momentum: float, calm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No stretch that was too long; and of plain SGD no turn, which is of another gradient's update."""
