@@ -128,14 +128,14 @@ def _dots(pairs: Sequence[Pair]) -> list[Tensor]:
     """Dot products of vectors on one device, 0-dim, each of one or of several pairs."""
     if launches_count(pairs[0][0].device):
         pairs = [(torch.cat([g for g, _ in batch]), torch.cat([v for _, v in batch])) for batch in _batches(pairs)]
-    return [torch.dot(*_widened(g, v)) for g, v in pairs]
+    return [torch.dot(g, v) for g, v in _all_widened(pairs)]
 
 
 def _each_dot(pairs: Sequence[Pair]) -> Tensor:
     """The dot product of each pair of vectors on one device, ``[n]``."""
     device = pairs[0][0].device
     if not launches_count(device):
-        return torch.stack([torch.dot(*_widened(g, v)) for g, v in pairs])
+        return torch.stack([torch.dot(g, v) for g, v in _all_widened(pairs)])
     found: list[Tensor] = []
     for batch in _batches(pairs):
         g, v = _widened(torch.cat([g for g, _ in batch]), torch.cat([v for _, v in batch]))
@@ -143,6 +143,12 @@ def _each_dot(pairs: Sequence[Pair]) -> Tensor:
         lengths = _on_device(tuple(part.numel() for part, _ in batch), device)
         found.append(torch.segment_reduce(products, "sum", lengths=lengths, unsafe=True))
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _all_widened(pairs: Sequence[Pair]) -> Sequence[Pair]:
+    """The same of pairs of one kind, nearly always of float32."""
+    kinds = {part.dtype for part in pairs[0]}
+    return pairs if kinds in ({torch.float32}, {torch.float64}) else [_widened(g, v) for g, v in pairs]
 
 
 def _widened(g: Tensor, v: Tensor) -> Pair:

@@ -42,6 +42,8 @@ class Opponents:
 
     def are_there(self, who: object) -> bool:
         """Whether some network trains against others in these steps, and has since the first step of this one."""
+        if not self._last_steps:
+            return False
         first = self._first_steps.get(who, self._steps)
         return any(last > first and self._steps - last < _LATELY for last in list(self._last_steps.values()))
 

@@ -227,11 +227,8 @@ def inners(directions: Sequence[Direction], matrices: Sequence[Tensor], others: 
 
 
 def squares(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[Tensor]:
-    """For each direction the ``inner`` product of a matrix with itself, ``[p]``; where launches count by few."""
-    beside = directions[0].beside if directions else None
-    if beside is None or not beside.fits(matrices):
-        return [d.inner(matrix, matrix) for d, matrix in zip(directions, matrices, strict=True)]
-    return list(torch._foreach_mul(found := norms(directions, matrices), found))
+    """For each direction the ``inner`` product of a matrix with itself, ``[p]``."""
+    return list(torch._foreach_mul(found := norms(directions, matrices), found)) if directions else []
 
 
 def scaled(directions: Sequence[Direction], multipliers: Sequence[Tensor]) -> list[Direction]:
