@@ -14,9 +14,12 @@ from .beside import launches_count
 from .distributed import gathered_together, is_sharded, may_be_sharded
 from .solvers import grouped_by_key
 
-__all__ = ["Compared", "Lessons", "alignment", "alignments"]
+__all__ = ["Compared", "Copies", "Lessons", "alignment", "alignments"]
 
 Compared = tuple[Tensor, Tensor, float | Tensor]  # the gradient of a parameter, what it is compared with, the rate
+
+Pair = tuple[Tensor, Tensor]
+Copies = dict[tuple[int, ...], Tensor]  # gradients side by side, by the identities of the single ones
 
 _BATCH_NUMEL = 2**25  # on a GPU gradients are copied side by side up to so many numbers
 
@@ -61,21 +64,24 @@ class Lessons:
         return {name: value for name, (value,) in found.items()}, dict(by_parameter)
 
 
-def alignment(parameters: Sequence[Compared]) -> Tensor:
-    """``lr <g, v>``, summed over all parameters, 0-dim."""
+def alignment(parameters: Sequence[Compared], copies: Copies | None = None) -> Tensor:
+    """``lr <g, v>``, summed over all parameters, 0-dim.
+
+    ``copies``: gradients that are side by side already; new ones are noted in it.
+    """
     products: list[Tensor] = []
     if may_be_sharded():
         sharded = [(g, v, lr) for g, v, lr in parameters if is_sharded(g)]
         parameters = [(g, v, lr) for g, v, lr in parameters if not is_sharded(g)] if sharded else parameters
         products += _of_shards(sharded)
     for lr, places in _alike(parameters):
-        pairs = [(parameters[i][0].reshape(-1), parameters[i][1].reshape(-1)) for i in places]
-        products.append(_times(_sum(_dots(pairs)), lr))
+        pairs = [parameters[i][:2] for i in places]
+        products.append(_times(_sum(_dots(pairs, copies)), lr))
     return _sum([product.to(products[0].device) for product in products])
 
 
-def alignments(parameters: Sequence[Compared]) -> Tensor:
-    """``lr <g, v>`` of each parameter, ``[n]``."""
+def alignments(parameters: Sequence[Compared], copies: Copies | None = None) -> Tensor:
+    """``lr <g, v>`` of each parameter, ``[n]``; ``copies``: see :func:`alignment`."""
     found: list[Tensor] = []
     order: list[int] = []
     if may_be_sharded():
@@ -84,8 +90,8 @@ def alignments(parameters: Sequence[Compared]) -> Tensor:
     left = set(order)
     for lr, places in _alike(parameters):
         places = [i for i in places if i not in left]
-        pairs = [(parameters[i][0].reshape(-1), parameters[i][1].reshape(-1)) for i in places]
-        found += [_times(_each_dot(pairs), lr)] if pairs else []
+        pairs = [parameters[i][:2] for i in places]
+        found += [_times(_each_dot(pairs, copies), lr)] if pairs else []
         order += places
     whole = found[0] if len(found) == 1 else torch.cat([part.to(found[0].device) for part in found])
     if order == sorted(order):
@@ -116,33 +122,40 @@ def _sum(numbers: Sequence[Tensor]) -> Tensor:
     return numbers[0] if len(numbers) == 1 else torch.stack(list(numbers)).sum()
 
 
-Pair = tuple[Tensor, Tensor]
+def _dots(pairs: Sequence[Pair], copies: Copies | None) -> list[Tensor]:
+    """Dot products of tensors on one device, 0-dim, each of one or of several pairs."""
+    if launches_count(pairs[0][0].device):
+        pairs = list(_side_by_side(pairs, copies))
+    return [torch.dot(g.reshape(-1), v.reshape(-1)) for g, v in _all_widened(pairs)]
+
+
+def _each_dot(pairs: Sequence[Pair], copies: Copies | None) -> Tensor:
+    """The dot product of each pair of tensors on one device, ``[n]``."""
+    device = pairs[0][0].device
+    if not launches_count(device):
+        return torch.stack([torch.dot(g.reshape(-1), v.reshape(-1)) for g, v in _all_widened(pairs)])
+    products = [torch.mul(*_widened(g, v)) for g, v in _side_by_side(pairs, copies)]
+    lengths = [_on_device(tuple(g.numel() for g, _ in batch), device) for batch in _batches(pairs)]
+    found = [
+        torch.segment_reduce(of_batch, "sum", lengths=of_parts, unsafe=True)
+        for of_batch, of_parts in zip(products, lengths, strict=True)
+    ]
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _batches(pairs: Sequence[Pair]) -> list[list[Pair]]:
-    """Pairs of vectors that are copied side by side, in order."""
+    """Pairs that are copied side by side, in order."""
     return list(grouped_by_key(pairs, lambda pair: None, lambda pair: pair[0].numel(), _BATCH_NUMEL))
 
 
-def _dots(pairs: Sequence[Pair]) -> list[Tensor]:
-    """Dot products of vectors on one device, 0-dim, each of one or of several pairs."""
-    if launches_count(pairs[0][0].device):
-        pairs = [(torch.cat([g for g, _ in batch]), torch.cat([v for _, v in batch])) for batch in _batches(pairs)]
-    return [torch.dot(g, v) for g, v in _all_widened(pairs)]
-
-
-def _each_dot(pairs: Sequence[Pair]) -> Tensor:
-    """The dot product of each pair of vectors on one device, ``[n]``."""
-    device = pairs[0][0].device
-    if not launches_count(device):
-        return torch.stack([torch.dot(g, v) for g, v in _all_widened(pairs)])
-    found: list[Tensor] = []
+def _side_by_side(pairs: Sequence[Pair], copies: Copies | None) -> Iterator[Pair]:
+    """The pairs of each batch as one pair of vectors."""
+    copies = {} if copies is None else copies
     for batch in _batches(pairs):
-        g, v = _widened(torch.cat([g for g, _ in batch]), torch.cat([v for _, v in batch]))
-        products = g * v
-        lengths = _on_device(tuple(part.numel() for part, _ in batch), device)
-        found.append(torch.segment_reduce(products, "sum", lengths=lengths, unsafe=True))
-    return found[0] if len(found) == 1 else torch.cat(found)
+        gradients = tuple(id(g) for g, _ in batch)
+        if gradients not in copies:
+            copies[gradients] = torch.cat([g.reshape(-1) for g, _ in batch])
+        yield copies[gradients], torch.cat([v.reshape(-1) for _, v in batch])
 
 
 def _all_widened(pairs: Sequence[Pair]) -> Sequence[Pair]:

@@ -8,6 +8,7 @@ stands in the state of the parameters, so that a resumed run goes on as if it ha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from .bases import (
 from .beside import joined
 from .directions import Maker
 from .engine import CurvatureEngine
-from .lessons import Compared, Lessons, alignment, alignments
+from .lessons import Compared, Copies, Lessons, alignment, alignments
 from .preconditioning import Lr
 from .reach import stretches
 from .trust import brake, changes_at, turns
@@ -116,11 +117,12 @@ def lessons_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter
     descents: list[Tensor] = []
     stretched: list[nn.Parameter] = []
     rates: list[float] = []
+    unit = _unit(optimizer.param_groups)
     for group in optimizer.param_groups:
         states = ((p, gradients.get(p), optimizer.state.get(p, {})) for p in group["params"])
         known = [(p, g, state) for p, g, state in states if g is not None]
         lr = -group["lr"] if group.get("maximize") else group.get("lr", 1.0)
-        turns += [(g, state[TURN], lr) for _, g, state in known if TURN in state]
+        turns += [(g, state[TURN], lr / unit) for _, g, state in known if TURN in state]
         averages += [(g, state[MOMENT], 1.0) for _, g, state in known if MOMENT in state]
         lengths += [state.pop(LENGTH) for _, _, state in known if LENGTH in state]
         along = [(p, g, state) for p, g, state in known if STRETCH in state]
@@ -133,15 +135,22 @@ def lessons_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter
             rates += [abs(lr)] * len(along)
             stretches += [(g, state[STRETCH], -1.0 if lr < 0 else 1.0) for _, g, state in along]
             descents += [state[DESCENT] for _, _, state in along]
+    copies: Copies = {}
     return Lessons(
-        turn=alignment(turns) if turns else None,
-        average=alignment(averages) if averages else None,
+        turn=alignment(turns, copies) if turns else None,
+        average=alignment(averages, copies) if averages else None,
         length=lengths[0] if lengths else None,
-        stretch=alignments(stretches) if stretches else None,
+        stretch=alignments(stretches, copies) if stretches else None,
         descent=_together(descents) if descents else None,
         stretched=stretched,
         rates=rates,
     )
+
+
+def _unit(groups: Sequence[Mapping[str, Any]]) -> float:
+    """The rate of all groups, if it is one: of a sum over all parameters only the sign tells, which stays."""
+    rates = {0.0 if isinstance(group.get("lr", 1.0), Tensor) else abs(group.get("lr", 1.0)) for group in groups}
+    return (rates.pop() if len(rates) == 1 else 0.0) or 1.0
 
 
 def _together(numbers: Sequence[Tensor]) -> Tensor:
@@ -163,8 +172,8 @@ def _descents(
         for p in group["params"]
         if p in stretch
     }
-    found = alignments([(moments[p], along, shares[p]) for p, along in stretch.items()])
-    return dict(zip(stretch, found.unbind(), strict=True))
+    found = alignments([(moments[p], stretch[p], share) for p, share in shares.items()])
+    return dict(zip(shares, found.unbind(), strict=True))  # side by side in the order in which they will be read
 
 
 def _subtract(optimizer: torch.optim.Optimizer, changes: Mapping[nn.Parameter, Tensor]) -> None:
