@@ -17,7 +17,15 @@ from .blocks import Block
 from .damping import Damping, OfLargest, value_of
 from .diagnostics import StageTimes, communicating, cosines
 from .directions import Directions, StackedDirection
-from .distributed import Broadcast, Communicator, ShardExchange, are_exchangeable, gathered, may_be_sharded
+from .distributed import (
+    Broadcast,
+    Communicator,
+    ShardExchange,
+    all_gathered,
+    are_exchangeable,
+    gathered,
+    may_be_sharded,
+)
 from .layout import fill_all
 from .precision import without_autocast
 from .scaling import Direction, Scaling, scaled
@@ -310,9 +318,11 @@ def _gathered(
     present = [block for block in known if block.layer.weight in vectors]
     sent = [block for block in present if block in exchanged]
     moving = {p: b.layer.is_shard for b in present if b not in exchanged for p in b.layer.parameters if p in vectors}
-    whole = {p: gathered(vectors[p], shard=shard) for p, shard in moving.items()}
-    same = {p for p in moving if updates[p] is vectors[p]}
-    of_updates = {p: whole[p] if p in same else gathered(updates[p], shard=shard) for p, shard in moving.items()}
+    others = [p for p in moving if updates[p] is not vectors[p]]
+    parts = [(vectors[p], moving[p]) for p in moving] + [(updates[p], moving[p]) for p in others]
+    found = all_gathered([gathered(part, shard=True) if shard else part for part, shard in parts])
+    whole = dict(zip(moving, found, strict=False))
+    of_updates = {**whole, **dict(zip(others, found[len(moving) :], strict=True))}
     if not sent:
         return whole, of_updates, None
     places = {p: b.workers.gradient_workers for b in sent for p in b.layer.parameters if p in vectors}

@@ -23,6 +23,7 @@ from .communicator import Broadcast, Communicator, LocalCommunicator
 from .horovod import HorovodCommunicator
 from .join import join_hook, notify_join_context, register_joinable, share_gradients
 from .sharding import (
+    all_gathered,
     full_gradient,
     gathered,
     gathered_together,
@@ -56,6 +57,7 @@ __all__ = [
     "agreement",
     "are_exchangeable",
     "full_gradient",
+    "all_gathered",
     "gathered",
     "gathered_together",
     "is_sharded",

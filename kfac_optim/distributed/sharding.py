@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .communicator import Communicator
 
 __all__ = [
+    "all_gathered",
     "full_gradient",
     "gathered",
     "gathered_together",
@@ -26,6 +27,7 @@ __all__ = [
     "sharding_problem",
 ]
 
+_BUCKET_NUMEL = 2**25  # numbers that are gathered by one collective: 128 MiB in float32
 _SMALL = 2**12  # tensors of so few numbers are copied side by side: an operation takes longer than the copy
 
 
@@ -71,6 +73,54 @@ def gathered(tensor: Tensor, *, shard: bool = False) -> Tensor:
     if not is_sharded(tensor):
         return tensor
     return cast(Any, tensor).to_local() if shard else cast(Any, tensor).full_tensor()
+
+
+def all_gathered(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Each whole tensor where FSDP2 has sharded it; any other tensor as it is.
+
+    A collective, one for as many as fit in a bucket, of those that are laid out alike. FSDP2 gives every rank as many
+    rows, but the last ones, which may have fewer or none: each sends its rows as if it had all of them.
+    """
+    found = list(tensors)
+    buckets: dict[Any, list[list[int]]] = {}
+    for i, tensor in enumerate(tensors):
+        if not is_sharded(tensor):
+            continue
+        kind = cast(Any, tensor).device_mesh, cast(Any, tensor).placements, tensor.dtype
+        if not _are_rows(kind[1]):
+            found[i] = gathered(tensor)
+            continue
+        of_kind = buckets.setdefault(kind, [[]])
+        if of_kind[-1] and sum(tensors[j].numel() for j in of_kind[-1]) + tensor.numel() > _BUCKET_NUMEL:
+            of_kind.append([])
+        of_kind[-1].append(i)
+    for (mesh, placements, _), of_kind in buckets.items():
+        for places in of_kind:
+            wholes = _gathered_by_rows([tensors[i] for i in places], mesh, placements)
+            for i, whole in zip(places, wholes, strict=True):
+                found[i] = whole
+    return found
+
+
+def _are_rows(placements: Sequence[Any]) -> bool:
+    """Whether the ranks have rows, as FSDP2 shards: over the last dimension of its mesh, replicated over the others."""
+    return placements[-1].is_shard(0) and all(placement.is_replicate() for placement in placements[:-1])
+
+
+def _gathered_by_rows(tensors: Sequence[Tensor], mesh: Any, placements: Sequence[Any]) -> list[Tensor]:
+    """Tensors of which every rank has some rows, whole (a collective)."""
+    from torch.distributed.tensor import DTensor
+
+    ranks = mesh.size(mesh.ndim - 1)
+    own: list[Tensor] = []
+    for tensor in tensors:
+        part = cast(DTensor, tensor).to_local().reshape(-1)
+        most = -(-tensor.shape[0] // ranks) * tensor.shape[1:].numel()
+        own.append(torch.nn.functional.pad(part, (0, most - len(part))))
+    lengths = list(map(len, own))
+    together = DTensor.from_local(torch.cat(own), mesh, placements, run_check=False).full_tensor().view(ranks, -1)
+    parts = zip(together.split(lengths, dim=1), tensors, strict=True)
+    return [part.reshape(-1)[: tensor.numel()].view(tensor.shape) for part, tensor in parts]
 
 
 def gathered_together(scalars: Sequence[Tensor]) -> list[Tensor]:
@@ -128,9 +178,7 @@ def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module], comm: Commun
     if not is_sharded(parameter):
         return ""
     placements, roots = cast(Any, parameter).placements, list(roots)
-    # FSDP2 shards rows over the last dimension of its mesh and replicates over the others (HSDP).
-    rows = placements[-1].is_shard(0) and all(placement.is_replicate() for placement in placements[:-1])
-    if rows and _uses_fsdp(roots):
+    if _are_rows(placements) and _uses_fsdp(roots):
         return ""
     if not _is_split(parameter, roots):
         return f"split by tensor parallelism, or not by rows: {placements}"

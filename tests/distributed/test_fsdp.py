@@ -19,12 +19,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 from kfac_optim import KAISA, KFACSGD, KFACAdamW, LayerWise, TorchCommunicator, trust
-from kfac_optim.distributed import Communicator
+from kfac_optim.distributed import Communicator, sharding
 from tests.helpers.compare import assert_all_near, assert_equal_on_ranks
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, KINDS, OFTEN
@@ -184,6 +185,49 @@ def test_turned_and_repeated_steps_on_shards(assignment: str) -> None:
         assert (usual > 0) == (kind != "adamw"), "Adam's updates do not grow with the gradient"
         assert all(found[kind][2] == pytest.approx(usual, rel=1e-5) for found in outcomes)
         assert_all_near([found[kind][0] for found in outcomes], weights)
+
+
+def gather_shards(rank: int, world_size: int, limit: int) -> tuple[bool, int, bool]:
+    """Rows that do not divide by the ranks, and fewer than there are ranks; of two types and on a mesh of two kinds."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("rows",))
+    shapes = [(7, 4), (1,), (5, 2, 3), (2, 3), (3,)]
+    wholes = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(shapes)]
+    wholes.append(wholes[0].double())
+    shards: list[Tensor] = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in wholes]
+    columns = distribute_tensor(wholes[0], mesh, [Shard(1)])
+    with mock.patch.object(sharding, "_BUCKET_NUMEL", limit), CommDebugMode() as counted:
+        found = sharding.all_gathered([*shards, wholes[3], columns])
+    equal = all(torch.equal(a, b) for a, b in zip(found, [*wholes, wholes[3], wholes[0]], strict=True))
+    return equal, sum(counted.get_comm_counts().values()), found[6] is wholes[3]
+
+
+@pytest.mark.parametrize(("world_size", "limit", "expected"), [(2, 2**20, 3), (3, 2**20, 3), (3, 30, 5)])
+def test_shards_are_gathered_together(world_size: int, limit: int, expected: int) -> None:
+    """Those of one type by one collective for each bucket; columns, which FSDP2 does not make, on their own."""
+    assert run_ranks(world_size, gather_shards, limit) == [(True, expected, True)] * world_size
+
+
+def count_gathers(rank: int, world_size: int) -> list[int]:
+    model, counts = make(), []
+    shard(model, "whole")
+    optimizer = KFACAdamW(model, lr=0.1, **OPTIONS)
+    directions = optimizer.curvature.directions
+
+    def counted(*args: Any, **keywords: Any) -> Any:
+        with CommDebugMode() as seen:
+            found = directions(*args, **keywords)
+        counts.append(sum(seen.get_comm_counts().values()))
+        return found
+
+    with mock.patch.object(type(optimizer.curvature), "directions", staticmethod(counted)):
+        trusts_of(model, optimizer, 3, shape=SHAPE, rank=rank, world_size=world_size)
+    return counts
+
+
+def test_a_step_gathers_all_layers_by_one_collective() -> None:
+    """Moments and updates, factor-wise, where every rank preconditions each layer."""
+    for counts in run_ranks(2, count_gathers):
+        assert counts and set(counts) == {1}
 
 
 def train_bf16(rank: int, world_size: int) -> list[Tensor]:
