@@ -61,7 +61,7 @@ class Trust:
         usual: The usual length of the base optimizer's update, per unit of the learning rate and of the gradients in
             its momentum; 0 before the first.
         seen: The number of updates that this is an average of, at most 10.
-        calm: Whether the loss still fell along the last stretch (:mod:`~kfac_optim.reach`).
+        went_too_far: Whether the loss rises along the last stretch (:mod:`~kfac_optim.reach`), as far as that is known.
         opposes: Whether the network trains against another one (:mod:`~kfac_optim.opponents`): gradients were thrown
             away before the last step that collected statistics, and before the one before, if that tells. None until
             the second of these steps.
@@ -73,7 +73,7 @@ class Trust:
     def __init__(self) -> None:
         self.notches = self.memory = self.seen = 0
         self.usual, self.brake = 0.0, 1.0
-        self.calm = True
+        self.went_too_far = False
         self.opposes: bool | None = None
         self.suspected = True
 
@@ -100,8 +100,8 @@ class Trust:
 
         First moments hardly differ between two steps once they are averages of many gradients, and neither does what
         K-FAC makes of them. So k is computed in every step at first, then in every second, and later in every third;
-        while trust is 1, in every fourth, as there is nothing to learn that could move it further. Where the last
-        stretch was too long it is not repeated, but left out until k is computed anew.
+        while trust is 1, in every fourth, as there is nothing to learn that could move it further. A stretch
+        that was too long is left out until k is computed anew.
         """
         most = 4 if self.notches == _NOTCHES else 3
         return (self.notches > 0 or stretches) and step % min(most, 1 + step // _YOUNG) != 0
@@ -111,7 +111,7 @@ class Trust:
         turn: float = 0.0,
         average: float = 0.0,
         length: float = 0.0,
-        calm: bool | None = None,
+        falls: bool | None = None,
         opposes: bool | None = None,
     ) -> None:
         """Moves a tenth towards K-FAC's directions if the gradients say so, else a tenth towards the base's updates.
@@ -120,10 +120,10 @@ class Trust:
             turn: The alignment of the gradients with the last k - u. 0 (the rate was 0, say) tells nothing.
             average: That with the average of those before them, by which its decay moves likewise.
             length: The length of the base's update in the step before, if it was turned.
-            calm: Whether the loss still falls along the last stretch; None: there was none.
+            falls: Whether the loss still falls along the last stretch; None: there was none.
             opposes: Whether gradients were thrown away before this step; None: nobody has looked.
         """
-        self.calm = self.calm if calm is None else calm
+        self.went_too_far = falls is False
         if opposes is not None:
             self.opposes, self.suspected = opposes and self.suspected, opposes
         OPPONENTS.step(self, opposes=bool(self.opposes))
@@ -139,7 +139,6 @@ class Trust:
         known = {"trust": self.notches, "memory": self.memory, "usual_length": self.usual, "lengths": self.seen}
         return {
             **known,
-            "calm": int(self.calm),
             "opposes": -1 if self.opposes is None else int(self.opposes),
             "suspected": int(self.suspected),
             "brake": self.brake,
@@ -149,7 +148,7 @@ class Trust:
         """Restores saved counters."""
         self.notches, self.memory, self.seen = (int(counters.get(name, 0)) for name in ("trust", "memory", "lengths"))
         self.usual, self.brake = float(counters.get("usual_length", 0.0)), float(counters.get("brake", 1.0))
-        self.calm, known = bool(counters.get("calm", 1)), int(counters.get("opposes", -1))
+        known = int(counters.get("opposes", -1))
         self.opposes, self.suspected = None if known < 0 else bool(known), bool(counters.get("suspected", 1))
         OPPONENTS.resume(self, opposes=bool(self.opposes))
 

@@ -62,8 +62,10 @@ def take_turned_step(
         lr: The learning rate; by parameter where there are several.
     """
     covered = {p: None for layer in engine.layers for p in layer.parameters if p in gradients}
+    if engine.went_too_far:
+        forget(optimizer, STRETCH, DESCENT)
     changes = _changes_to_repeat(optimizer, engine, covered)
-    computes = not changes and engine.computes_directions(engine.step_count)
+    computes = changes is None and engine.computes_directions(engine.step_count)
     before = weights_before(optimizer, covered) if computes else {}
     with gradient_weight_tracked(optimizer, covered):
         take_base_step()
@@ -71,10 +73,10 @@ def take_turned_step(
         keep_first_moments(optimizer, covered, gradients, engine.moment_decay)
     else:
         forget(optimizer, MOMENT)
-    if not changes:
+    if changes is None:
         forget(optimizer, *_OF_STEP)
     if not computes:
-        _subtract(optimizer, changes)
+        _subtract(optimizer, changes or {})
         engine.skip_directions()
         return
     base = base_step(optimizer, gradients, before)
@@ -210,14 +212,15 @@ def forget(optimizer: torch.optim.Optimizer, *keys: str) -> None:
 
 def _changes_to_repeat(
     optimizer: torch.optim.Optimizer, engine: CurvatureEngine, covered: Mapping[nn.Parameter, None]
-) -> dict[nn.Parameter, Tensor]:
-    """The changes of the last step, where this one repeats them, with the stretch as far as reach goes now.
+) -> dict[nn.Parameter, Tensor] | None:
+    """The changes of the last step, with the stretch as far as reach goes now; None where this one repeats nothing.
 
     Of a base class that keeps no first moment updates differ from step to step. There only the stretch is repeated,
-    which is made of an average of gradients, if that is what it is of; else nothing.
+    which is made of an average of gradients, if that is what it is of. With nothing to repeat a step that does not turn
+    is the base class's own.
     """
     if not engine.repeats_turn(engine.step_count):
-        return {}
+        return None
     known: dict[nn.Parameter, dict[str, Tensor]] = {}
     for group in optimizer.param_groups:
         for p in [p for p in group["params"] if p in covered]:
@@ -225,12 +228,16 @@ def _changes_to_repeat(
             if TURN not in state:
                 continue
             if not has_first_moment(group, state) and not engine.moment_decay:
-                return {}
+                return None
             known[p] = state
+    if not known:
+        return None
     turned = {p: state[CHANGE] for p, state in known.items() if CHANGE in state}
-    stretched = {p: state[STRETCH] for p, state in known.items() if STRETCH in state and engine.repeats_stretch}
+    stretched = {p: state[STRETCH] for p, state in known.items() if STRETCH in state and engine.stretches}
     changes = {**turned, **multiplied(stretched, engine.reaches(), engine.brake)}
     both = [p for p in stretched if p in turned]
     for alike in of_one_kind(both):
         torch._foreach_add_([changes[p] for p in alike], [turned[p] for p in alike])
+    if not changes and engine.trust > 0:
+        return None
     return {p: changes[p] for p in known if p in changes}

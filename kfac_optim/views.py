@@ -77,9 +77,9 @@ class ViewedEngine(StatefulEngine):
         return self.learns_trust and wanted and self._trust.opposes is False and not OPPONENTS.are_there(self._trust)
 
     @property
-    def repeats_stretch(self) -> bool:
-        """Whether a step that repeats the changes of the last one is stretched as well."""
-        return self.stretches and self._trust.calm
+    def went_too_far(self) -> bool:
+        """Whether the loss of the whole model rises along the last stretch: no other step is to repeat it."""
+        return self._trust.went_too_far
 
     @property
     def learns_trust(self) -> bool:
