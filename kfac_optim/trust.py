@@ -100,7 +100,7 @@ class Trust:
 
         First moments hardly differ between two steps once they are averages of many gradients, and neither does what
         K-FAC makes of them. So k is computed in every step at first, then in every second, and later in every third;
-        while trust is 1, in every fourth, as there is nothing to learn that could move it further. A stretch
+        while trust is 1, in every fourth at last, as there is nothing to learn that could move it further. A stretch
         that was too long is left out until k is computed anew.
         """
         most = 4 if self.notches == _NOTCHES else 3

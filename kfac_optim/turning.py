@@ -73,8 +73,7 @@ def take_turned_step(
         keep_first_moments(optimizer, covered, gradients, engine.moment_decay)
     else:
         forget(optimizer, MOMENT)
-    if changes is None:
-        forget(optimizer, *_OF_STEP)
+    forget(optimizer, *(_OF_STEP if changes is None else (LENGTH,)))  # that has been learned
     if not computes:
         _subtract(optimizer, changes or {})
         engine.skip_directions()
@@ -108,10 +107,7 @@ def take_turned_step(
 
 
 def lessons_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter, Tensor]) -> Lessons:
-    """What gradients say of the last step, where directions were computed lately.
-
-    The length of the base's update is taken from the state: it is learned once.
-    """
+    """What gradients say of the last step, where directions were computed lately."""
     turns: list[Compared] = []
     stretches: list[Compared] = []
     averages: list[Compared] = []
@@ -124,9 +120,11 @@ def lessons_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter
         states = ((p, gradients.get(p), optimizer.state.get(p, {})) for p in group["params"])
         known = [(p, g, state) for p, g, state in states if g is not None]
         lr = -group["lr"] if group.get("maximize") else group.get("lr", 1.0)
-        turns += [(g, state[TURN], lr / unit) for _, g, state in known if TURN in state]
+        of_turns = lr if isinstance(lr, Tensor) else lr / unit
+        turns += [(g, state[TURN], of_turns) for _, g, state in known if TURN in state]
         averages += [(g, state[MOMENT], 1.0) for _, g, state in known if MOMENT in state]
-        lengths += [state.pop(LENGTH) for _, _, state in known if LENGTH in state]
+        noted = (optimizer.state.get(p, {}) for p in group["params"])
+        lengths += [state[LENGTH] for state in noted if LENGTH in state]
         along = [(p, g, state) for p, g, state in known if STRETCH in state]
         stretched += [p for p, _, _ in along]
         if isinstance(lr, Tensor):
@@ -191,12 +189,16 @@ def _remember(
 ) -> None:
     """Notes what is judged and changes of this step; at a rate of 0 nothing has moved, and they may be of no update."""
     for group in optimizer.param_groups:
-        moves = isinstance(group["lr"], Tensor) or group["lr"] != 0
-        for p in [p for p in group["params"] if p in judged[TURN] and moves]:
+        for p in [p for p in group["params"] if p in judged[TURN] and _moves(group)]:
             state = optimizer.state[p]
             state.update((key, of_key[p].to(p.dtype)) for key, of_key in judged.items())
             if changes and has_first_moment(group, state):
                 state[CHANGE] = changes[p].to(p.dtype)
+
+
+def _moves(group: Mapping[str, Any]) -> bool:
+    """Whether parameters of a group move, as far as the host knows."""
+    return isinstance(group["lr"], Tensor) or group["lr"] != 0
 
 
 def forget(optimizer: torch.optim.Optimizer, *keys: str) -> None:
@@ -215,17 +217,21 @@ def _changes_to_repeat(
 ) -> dict[nn.Parameter, Tensor] | None:
     """The changes of the last step, with the stretch as far as reach goes now; None where this one repeats nothing.
 
+    So where a layer had no gradient when directions were computed last: of heads that are used in turn each has some.
     Of a base class that keeps no first moment updates differ from step to step. There only the stretch is repeated,
     which is made of an average of gradients, if that is what it is of. With nothing to repeat a step that does not turn
     is the base class's own.
     """
     if not engine.repeats_turn(engine.step_count):
         return None
+    ready = engine.weights_with_directions()
     known: dict[nn.Parameter, dict[str, Tensor]] = {}
     for group in optimizer.param_groups:
         for p in [p for p in group["params"] if p in covered]:
             state = optimizer.state.get(p, {})
             if TURN not in state:
+                if p in ready and _moves(group):
+                    return None
                 continue
             if not has_first_moment(group, state) and not engine.moment_decay:
                 return None

@@ -67,6 +67,10 @@ class ViewedEngine(StatefulEngine):
         """The share of the stretch that each parameter gets: its layer's, the first one's where several share it."""
         return {p: block.reach for block in reversed(self._blocks) for p in block.layer.parameters}
 
+    def weights_with_directions(self) -> set[nn.Parameter]:
+        """Those of the layers that have been decomposed somewhere."""
+        return {block.layer.weight for block in self._blocks if block.has_direction}
+
     @property
     def stretches(self) -> bool:
         """Whether steps are stretched along flat directions; not where two networks train against each other.

@@ -452,3 +452,50 @@ def test_a_stretch_that_was_too_long_is_left_out_until_the_next_directions(monke
     step()
     assert optimizer.curvature.reaches() == fallen
     assert all("kfac_stretch" in optimizer.state[p] for p in fallen)
+
+
+class Heads(nn.Module):
+    """Heads that are used in turn, before the trunk in the order of parameters."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(4, 2) for _ in range(heads))
+        self.trunk = nn.Linear(3, 4)
+        self.used = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.heads[self.used](torch.tanh(self.trunk(x)))
+        return found
+
+
+@pytest.mark.usefixtures("soon_grown")
+@pytest.mark.parametrize("heads", [2, 3])
+@pytest.mark.parametrize(("kfac", "how"), [(KFACSGD, {"momentum": 0.9}), (KFACSGD, {}), (KFACAdam, {})])
+def test_heads_that_are_used_in_turn_all_get_directions(kfac: Any, how: dict[str, Any], heads: int) -> None:
+    """Also where they change in the rhythm of directions; and lengths are learned without the first parameter."""
+    model = Heads(heads)
+    optimizer = kfac(model, **options(0.1, **how))
+    for number in range(12):
+        model.used = number % heads
+        optimizer.zero_grad(set_to_none=True)
+        loss(model(torch.randn(6, 3)), torch.randn(6, 2)).backward()
+        optimizer.step()
+        if number >= heads:
+            assert "kfac_turn" in optimizer.state[model.heads[model.used].weight]
+        if number:
+            assert (optimizer.curvature.usual_length > 0) == (kfac is KFACSGD)
+
+
+def test_a_skipped_step_keeps_what_the_next_one_learns() -> None:
+    """A gradient that is not finite teaches nothing; the length of the update before it is still to be learned."""
+    model, batch = net(), data()
+    optimizer: Any = KFACSGD(model, **options(0.1, momentum=0.9))
+    seen = []
+    for broken in (False, False, True, True, False):
+        backward(model, batch, loss)
+        if broken:
+            model[0].weight.grad.fill_(float("nan"))  # type: ignore[union-attr, operator]
+        optimizer.step()
+        noted = sum("kfac_length" in state for state in optimizer.state.values())
+        seen.append((noted, optimizer.curvature._trust.seen))
+    assert seen == [(1, 0), (1, 1), (1, 1), (1, 1), (1, 2)]
