@@ -76,6 +76,7 @@ class BuiltEngine(ViewedEngine):
         self._refresher = Refresher(self.solver, self.inv_dtype, self._stages)
         self._trust = Trust()
         self._blocks: list[Block] = []
+        self._overstretched: set[nn.Parameter] = set()
         self._find_layers()
         if self._trained and not self._roots:
             warnings.warn(

@@ -138,7 +138,8 @@ class CurvatureEngine(BuiltEngine):
         numbers, slopes = lessons.read(values)
         # Of several ranks one may have thrown something away that the others have not.
         opposes = statistics.thrown_away and alone if self._capture.enabled and self.step_count else None
-        self._trust.learn(**numbers, falls=learn(self._blocks, slopes), opposes=opposes)
+        self._trust.learn(**numbers, opposes=opposes)
+        self._overstretched = learn(self._blocks, slopes)
         settled = statistics.settle(values)
         if self._capture.enabled and trains and self._blocks:
             unseen = not any(settled.taken) and statistics.has_gradients()

@@ -40,7 +40,7 @@ _GROWTH = 1.1  # of reach per step, or its inverse
 _TURNED, _FALL = 0.3, 30.0  # where the gradient has turned round by more than this share, reach falls by up to that
 
 
-def learn(blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[float, float]]) -> bool | None:
+def learn(blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[float, float]]) -> set[nn.Parameter]:
     """Moves the reach of each layer.
 
     Args:
@@ -49,16 +49,16 @@ def learn(blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[float, fl
             and that of the gradients before it.
 
     Returns:
-        Whether the loss of the whole model still falls along the last stretch, or None if there was none.
+        The parameters of layers whose stretch was too long, so that the loss no longer falls along it.
     """
-    if not any(descent for _, descent in slopes.values()):
-        return None
+    too_long: set[nn.Parameter] = set()
     for block in blocks:
         known = [slopes[p] for p in block.layer.parameters if p in slopes]
         after, before = (sum(values) for values in zip(*known, strict=True)) if known else (0.0, 0.0)
         if before > 0:
             block.set_reach(_moved(block.reach, after / before))
-    return sum(after for after, _ in slopes.values()) > 0
+            too_long.update(block.layer.parameters if after <= 0 else ())
+    return too_long
 
 
 def _moved(reach: float, slope: float) -> float:

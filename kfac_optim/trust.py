@@ -61,7 +61,6 @@ class Trust:
         usual: The usual length of the base optimizer's update, per unit of the learning rate and of the gradients in
             its momentum; 0 before the first.
         seen: The number of updates that this is an average of, at most 10.
-        went_too_far: Whether the loss rises along the last stretch (:mod:`~kfac_optim.reach`), as far as that is known.
         opposes: Whether the network trains against another one (:mod:`~kfac_optim.opponents`): gradients were thrown
             away before the last step that collected statistics, and before the one before, if that tells. None until
             the second of these steps.
@@ -73,7 +72,6 @@ class Trust:
     def __init__(self) -> None:
         self.notches = self.memory = self.seen = 0
         self.usual, self.brake = 0.0, 1.0
-        self.went_too_far = False
         self.opposes: bool | None = None
         self.suspected = True
 
@@ -101,7 +99,7 @@ class Trust:
         First moments hardly differ between two steps once they are averages of many gradients, and neither does what
         K-FAC makes of them. So k is computed in every step at first, then in every second, and later in every third;
         while trust is 1, in every fourth at last, as there is nothing to learn that could move it further. A stretch
-        that was too long is left out until k is computed anew.
+        that was too long is forgotten: its layer goes without one until k is computed anew.
         """
         most = 4 if self.notches == _NOTCHES else 3
         return (self.notches > 0 or stretches) and step % min(most, 1 + step // _YOUNG) != 0
@@ -111,7 +109,6 @@ class Trust:
         turn: float = 0.0,
         average: float = 0.0,
         length: float = 0.0,
-        falls: bool | None = None,
         opposes: bool | None = None,
     ) -> None:
         """Moves a tenth towards K-FAC's directions if the gradients say so, else a tenth towards the base's updates.
@@ -120,10 +117,8 @@ class Trust:
             turn: The alignment of the gradients with the last k - u. 0 (the rate was 0, say) tells nothing.
             average: That with the average of those before them, by which its decay moves likewise.
             length: The length of the base's update in the step before, if it was turned.
-            falls: Whether the loss still falls along the last stretch; None: there was none.
             opposes: Whether gradients were thrown away before this step; None: nobody has looked.
         """
-        self.went_too_far = falls is False
         if opposes is not None:
             self.opposes, self.suspected = opposes and self.suspected, opposes
         OPPONENTS.step(self, opposes=bool(self.opposes))

@@ -62,8 +62,9 @@ def take_turned_step(
         lr: The learning rate; by parameter where there are several.
     """
     covered = {p: None for layer in engine.layers for p in layer.parameters if p in gradients}
-    if engine.went_too_far:
-        forget(optimizer, STRETCH, DESCENT)
+    for state in [optimizer.state[p] for p in engine.overstretched if p in optimizer.state]:
+        for key in (STRETCH, DESCENT):
+            state.pop(key, None)
     changes = _changes_to_repeat(optimizer, engine, covered)
     computes = changes is None and engine.computes_directions(engine.step_count)
     before = weights_before(optimizer, covered) if computes else {}

@@ -27,6 +27,7 @@ class ViewedEngine(StatefulEngine):
     work: Assignment
     _stages: StageTimes
     _steps_taken: int
+    _overstretched: set[nn.Parameter]
 
     @property
     def layers(self) -> list[KroneckerLayer]:
@@ -81,9 +82,9 @@ class ViewedEngine(StatefulEngine):
         return self.learns_trust and wanted and self._trust.opposes is False and not OPPONENTS.are_there(self._trust)
 
     @property
-    def went_too_far(self) -> bool:
-        """Whether the loss of the whole model rises along the last stretch: no other step is to repeat it."""
-        return self._trust.went_too_far
+    def overstretched(self) -> set[nn.Parameter]:
+        """The parameters of layers whose last stretch was too long, which no other step is to repeat."""
+        return self._overstretched
 
     @property
     def learns_trust(self) -> bool:

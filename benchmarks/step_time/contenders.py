@@ -38,7 +38,6 @@ class Held(Trust):
         turn: float = 0.0,
         average: float = 0.0,
         length: float = 0.0,
-        falls: bool | None = None,
         opposes: bool | None = None,
     ) -> None:
         """Learn nothing."""
