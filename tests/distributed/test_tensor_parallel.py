@@ -114,7 +114,7 @@ def on_a_mesh(rank: int, world_size: int, kind: str, data_ranks: int) -> list[Te
 
 def learn_together(
     blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[float, float]]
-) -> bool | None:  # as reach.learn
+) -> set[nn.Parameter]:  # as reach.learn
     """Shards of one layer have one reach, which they learn from all of them."""
     whole: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for block in blocks:
@@ -122,8 +122,7 @@ def learn_together(
             for side, value in enumerate(slopes.get(p, ())):
                 whole[block.layer.name.partition(".")[0]][side] += value
     together = {block.layer.weight: whole[block.layer.name.partition(".")[0]] for block in blocks}
-    reach.learn(blocks, {p: (after, before) for p, (after, before) in together.items()})
-    return sum(after for after, _ in slopes.values()) > 0 if slopes else None
+    return reach.learn(blocks, {p: (after, before) for p, (after, before) in together.items()})
 
 
 def in_one_process(kind: str, parts: int) -> Shards:
