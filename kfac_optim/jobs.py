@@ -12,7 +12,8 @@ from torch import Tensor
 from .blocks import Block, Extent, Source
 from .distributed import longest_first
 from .factors import FactorSpec
-from .solvers import BATCH_NUMEL, Batch, Decomposition, Failure, MaybeDecomposition, Solver, Spectral, grouped_by_key
+from .grouping import grouped_by_key
+from .solvers import BATCH_NUMEL, Batch, Decomposition, Failure, MaybeDecomposition, Solver, Spectral
 
 __all__ = ["FactorJob", "RefreshInProgress", "batch_of", "together"]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .beside import launches_count
 from .distributed import gathered_together, is_sharded, may_be_sharded
-from .solvers import grouped_by_key
+from .grouping import grouped_by_key
 
 __all__ = ["Compared", "Copies", "Lessons", "alignment", "alignments"]
 

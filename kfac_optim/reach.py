@@ -57,7 +57,7 @@ def learn(blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[float, fl
         after, before = (sum(values) for values in zip(*known, strict=True)) if known else (0.0, 0.0)
         if before > 0:
             block.set_reach(_moved(block.reach, after / before))
-            too_long.update(block.layer.parameters if after <= 0 else ())
+            too_long.update(() if after > 0 else block.layer.parameters)  # also if that is not a number
     return too_long
 
 

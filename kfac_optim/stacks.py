@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from .beside import launches_count, stands_alone
 from .blocks import Block
 from .damping import Damping, kind_of
+from .grouping import grouped_by_key
 from .layers import KroneckerLayer
 from .layout import Layout
-from .solvers import Decomposition, grouped_by_key
+from .solvers import Decomposition
 from .tiles import Tile, tiles_of
 
 __all__ = ["Stack", "layer_of_pair", "made_of", "stack_of", "stacks_of", "with_vectors"]

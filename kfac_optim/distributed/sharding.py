@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..grouping import grouped_by_key
 from .communicator import Communicator
 
 __all__ = [
@@ -81,24 +82,18 @@ def all_gathered(tensors: Sequence[Tensor]) -> list[Tensor]:
     A collective, one for as many as fit in a bucket, of those that are laid out alike. FSDP2 gives every rank as many
     rows, but the last ones, which may have fewer or none: each sends its rows as if it had all of them.
     """
-    found = list(tensors)
-    buckets: dict[Any, list[list[int]]] = {}
-    for i, tensor in enumerate(tensors):
-        if not is_sharded(tensor):
-            continue
-        kind = cast(Any, tensor).device_mesh, cast(Any, tensor).placements, tensor.dtype
-        if not _are_rows(kind[1]):
-            found[i] = gathered(tensor)
-            continue
-        of_kind = buckets.setdefault(kind, [[]])
-        if of_kind[-1] and sum(tensors[j].numel() for j in of_kind[-1]) + tensor.numel() > _BUCKET_NUMEL:
-            of_kind.append([])
-        of_kind[-1].append(i)
-    for (mesh, placements, _), of_kind in buckets.items():
-        for places in of_kind:
-            wholes = _gathered_by_rows([tensors[i] for i in places], mesh, placements)
-            for i, whole in zip(places, wholes, strict=True):
-                found[i] = whole
+    by_rows = [i for i, t in enumerate(tensors) if is_sharded(t) and _are_rows(cast(Any, t).placements)]
+    left = set(by_rows)
+    found = [tensor if i in left else gathered(tensor) for i, tensor in enumerate(tensors)]
+
+    def kind(i: int) -> Any:
+        return cast(Any, tensors[i]).device_mesh, cast(Any, tensors[i]).placements, tensors[i].dtype
+
+    for bucket in grouped_by_key(by_rows, kind, lambda i: tensors[i].numel(), _BUCKET_NUMEL):
+        mesh, placements, _ = kind(bucket[0])
+        wholes = _gathered_by_rows([tensors[i] for i in bucket], mesh, placements)
+        for i, whole in zip(bucket, wholes, strict=True):
+            found[i] = whole
     return found
 
 

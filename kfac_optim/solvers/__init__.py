@@ -24,7 +24,7 @@ Where to look::
     worker.py       decompositions in the background
 """
 
-from .decompose import BATCH_NUMEL, Batch, decompose_all, decompose_safely, grouped_by_key
+from .decompose import BATCH_NUMEL, Batch, decompose_all, decompose_safely
 from .eigen import EigenSolver
 from .inverse import InverseSolver
 from .protocol import (
@@ -57,7 +57,6 @@ __all__ = [
     "Truncating",
     "Verifying",
     "Worker",
-    "grouped_by_key",
     "decompose_all",
     "decompose_safely",
 ]

@@ -6,17 +6,15 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from ..grouping import grouped_by_key
 from ..precision import full_precision
 from .protocol import Decomposition, Failure, MaybeDecomposition, Padding, Solver, Verifying
 
-__all__ = ["BATCH_NUMEL", "Batch", "decompose_all", "decompose_safely", "grouped_by_key"]
-
-Item = TypeVar("Item")
+__all__ = ["BATCH_NUMEL", "Batch", "decompose_all", "decompose_safely"]
 
 # Up to this many numbers factors are decomposed together (256 MiB in float32). The host waits for each call of a
 # library, but a batch is held three times: as it was, as the library leaves it, and as it is stored.
@@ -184,26 +182,6 @@ def _precision_of(solver: Solver, device_type: str) -> AbstractContextManager[No
     one would be compiled again.
     """
     return nullcontext() if getattr(solver, "calls_libraries_only", False) else full_precision(device_type)
-
-
-def grouped_by_key(
-    items: Iterable[Item], key: Callable[[Item], Hashable], size: Callable[[Item], float], limit: float
-) -> list[list[Item]]:
-    """Items of one key together, in their order, as long as their sizes add up to ``limit`` at most.
-
-    An item that exceeds the limit alone is a batch of its own.
-    """
-    found: list[list[Item]] = []
-    latest: dict[Hashable, tuple[list[Item], float]] = {}
-    for item in items:
-        kind, weight = key(item), size(item)
-        batch, so_far = latest.get(kind, ([], 0.0))
-        if not batch or so_far + weight > limit:
-            batch, so_far = [], 0.0
-            found.append(batch)
-        batch.append(item)
-        latest[kind] = (batch, so_far + weight)
-    return found
 
 
 def _jittered(factor: Tensor) -> Tensor:

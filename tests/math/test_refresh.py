@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from kfac_optim import KFACSGD, CurvatureEngine, EigenSolver, InverseSolver, growing
 from kfac_optim.directions import by_parameter
 from kfac_optim.factors import FactorSpec
+from kfac_optim.grouping import grouped_by_key
 from kfac_optim.jobs import RefreshInProgress, batch_of, together
 from kfac_optim.layers import gram
 from kfac_optim.refresh import Refresher, _decompose
-from kfac_optim.solvers import Batch, Failure, decompose_all, decompose_safely, grouped_by_key
+from kfac_optim.solvers import Batch, Failure, decompose_all, decompose_safely
 from kfac_optim.stacks import _cat, stack_of
 
 specs = st.builds(FactorSpec, st.integers(1, 3), st.sampled_from([3, 4, 10]), st.booleans())

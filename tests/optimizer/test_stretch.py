@@ -184,6 +184,11 @@ def test_reach_falls_by_as_much_as_the_gradient_has_turned_round() -> None:
     assert learned(-1.0, 1.0, 200) == (3e-4, True)
 
 
+def test_a_slope_that_is_not_a_number_is_that_of_a_wall() -> None:
+    """Squares of large gradients may overflow where the gradients do not."""
+    assert learned(float("nan"), 2.0) == (pytest.approx(0.01 / 30), True)
+
+
 def test_a_stretch_of_nothing_teaches_nothing() -> None:
     """At a rate of 0, or on gradients of 0."""
     assert learned(0.0, 0.0) == (0.01, False)

@@ -32,6 +32,7 @@ LAYERS = (
         "schedules",
         "checks",
         "factors",
+        "grouping",
         "lamb",
         "spectra",
         "precision",

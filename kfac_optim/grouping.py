@@ -1,0 +1,30 @@
+"""Items of one kind together, up to a size: what is decomposed, copied or sent at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
+
+__all__ = ["grouped_by_key"]
+
+Item = TypeVar("Item")
+
+
+def grouped_by_key(
+    items: Iterable[Item], key: Callable[[Item], Hashable], size: Callable[[Item], float], limit: float
+) -> list[list[Item]]:
+    """Items of one key together, in their order, as long as their sizes add up to ``limit`` at most.
+
+    An item that exceeds the limit alone is a batch of its own.
+    """
+    found: list[list[Item]] = []
+    latest: dict[Hashable, tuple[list[Item], float]] = {}
+    for item in items:
+        kind, weight = key(item), size(item)
+        batch, so_far = latest.get(kind, ([], 0.0))
+        if not batch or so_far + weight > limit:
+            batch, so_far = [], 0.0
+            found.append(batch)
+        batch.append(item)
+        latest[kind] = (batch, so_far + weight)
+    return found
