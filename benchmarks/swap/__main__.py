@@ -15,6 +15,9 @@ trainings are for choosing defaults ("choose"), the others are only looked at in
 A variant of the defaults is tried by ``--option``, once for each keyword, in terms of kfac_optim's names:
 ``--option 'damping=OfLargest(0.03)' --option scaling='"graft"' --label largest --reuse
 benchmarks/results/swap/main.json`` runs the swap alone, beside the base runs of the first command.
+
+How much of a difference is chance is told by ``--again --label again``: in the place of the swap the base class runs
+once more, from weights that a thousandth of noise has changed.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from benchmarks.common.reports import Command, Output
 from benchmarks.common.runs import Line, Store
 from benchmarks.common.settings import nearest
 from benchmarks.swap import report
-from benchmarks.swap.jobs import every, identity, keywords
+from benchmarks.swap.jobs import AGAIN, every, identity, keywords
 from benchmarks.swap.judging import Verdict
 from benchmarks.swap.training import Training
 from benchmarks.swap.trainings import HALVES, TRAININGS
@@ -37,7 +40,7 @@ from benchmarks.swap.trainings import HALVES, TRAININGS
 
 def measure(output: Output, options: Any, names: Sequence[str]) -> None:
     """Run what no file has; print the tables, write files and picture."""
-    swap, seeds = tuple(options.option), options.seeds
+    swap, seeds = AGAIN if options.again else tuple(options.option), options.seeds
     steps = 12 if options.smoke else None
     trainings = [TRAININGS[name] if steps is None else replace(TRAININGS[name], steps=steps) for name in names]
     store = Store([options.reuse] if options.reuse else [])
@@ -71,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = Command("swap", __doc__)
     add = command.add_argument
     add("--option", action="append", default=[], metavar="NAME=EXPR", help="a keyword of the swap; may be repeated")
+    add("--again", action="store_true", help="not the swap, but the base again from slightly other weights")
     add("--half", choices=(*HALVES, "both"), default="both", help="which trainings (default: both)")
     add("--only", nargs="+", metavar="NAME", help=f"some trainings alone: {', '.join(TRAININGS)}")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="(default: 0 1 2)")
@@ -79,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--reuse", type=Path, metavar="FILE", help="JSON of an earlier run whose base runs are taken over")
     options, output = command.start(arguments, "twelve steps of each")
     try:
+        if options.again and options.option:
+            raise ValueError("--again runs no swap, for which --option is meant")
         keywords(options.option)
         names = [nearest("training", name, TRAININGS) for name in options.only or TRAININGS]
         if options.reuse and not options.reuse.exists():

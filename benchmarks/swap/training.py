@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch_optimizer
@@ -18,6 +18,8 @@ from benchmarks.common.optimizers import rate
 from benchmarks.common.runs import PATIENCE, Clock, Line, finite
 from benchmarks.common.tasks import generator
 from benchmarks.swap.judging import SHARES, first_window, thinned, window_before
+
+T = TypeVar("T")
 
 BASES: dict[str, type[Optimizer]] = {
     "SGD": torch.optim.SGD,
@@ -51,6 +53,13 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+
+
+@torch.no_grad()
+def nudge_(model: nn.Module, share: float) -> None:
+    """Change each weight by a share of itself, of this size and at random."""
+    for parameter in model.parameters():
+        parameter.mul_(1 + share * torch.randn_like(parameter))
 
 
 # Scripts -------------------------------------------------------------------------------------------------------------
@@ -121,13 +130,16 @@ class Run:
         training: What is trained.
         seed: Of the initial weights and, with the step, of everything drawn in a step: both sides see the same.
         kfac: Keywords of the swap beside the base's; None: the base class runs.
+        nudge: The share by which each initial weight is changed at random.
     """
 
-    def __init__(self, training: Training, seed: int, kfac: Mapping[str, Any] | None) -> None:
+    def __init__(self, training: Training, seed: int, kfac: Mapping[str, Any] | None, nudge: float = 0.0) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(seed)
         self.training, self.seed = training, seed
         self.script = training.make()
+        for part in self.script.parts if nudge else ():
+            self._seeded(0, -2, lambda model=part.model: nudge_(model, nudge))  # type: ignore[misc]
         self.optimizers = [self._optimizer(part, kfac) for part in self.script.parts]
         self.schedulers = [LambdaLR(optimizer, self._rate) for optimizer in self.optimizers]
         self.clock = Clock()
@@ -164,7 +176,7 @@ class Run:
                 self.script.after(number)
         self.losses.append(values[0])
 
-    def _seeded(self, step: int, part: int, function: Callable[[], Tensor]) -> Tensor:
+    def _seeded(self, step: int, part: int, function: Callable[[], T]) -> T:
         """Return what ``function`` returns with torch seeded for this step, whatever was drawn before."""
         torch.set_rng_state(generator(self.seed, 10 * step + part + 2).get_state())
         return function()

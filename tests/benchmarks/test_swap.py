@@ -198,6 +198,16 @@ def test_base_runs_of_an_earlier_file_are_taken_over(folder, monkeypatch):
     ]
 
 
+def test_chance_is_told_by_the_base_again_from_slightly_other_weights(folder):
+    smoke(folder, "--again", "--label", "again", "--seeds", "0", "1", "--reuse", str(folder / "main.json"))
+    runs = json.loads((folder / "again.json").read_text())["runs"]
+    base, again = (
+        [run["first"] for run in runs if (run["run"]["swap"] is None) == of_base] for of_base in (True, False)
+    )
+    assert len(base) == len(again) == 4
+    assert all(a == pytest.approx(b, rel=0.02) and a != b for a, b in zip(again, base, strict=True))
+
+
 def test_a_swap_that_fails_is_behind_and_the_others_go_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(kfac_optim.KFACSGD, "step", lambda self: 1 / 0)
     smoke(tmp_path, "--seeds", "0")
@@ -216,7 +226,10 @@ def test_several_processes_write_the_same_figures(folder, tmp_path):
     assert all(points == pytest.approx(known[run]) for run, points in found.items())
 
 
-@pytest.mark.parametrize("words", [["--option", "damping"], ["--option", "damping=Off(1)"], ["--only", "mpl"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--option", "damping"], ["--option", "damping=Off(1)"], ["--only", "mpl"], ["--option", "lr=1", "--again"]],
+)
 def test_a_wrong_word_is_refused_before_anything_runs(words, tmp_path, capsys):
     with pytest.raises(SystemExit):
         swap.main([*words, "--out", str(tmp_path)])
