@@ -133,7 +133,7 @@ class Block:
         route: How its preconditioned gradient comes to this rank, or leaves it: the source and the members of the
             broadcast; None if it does not travel.
         state: What the optimizer's state holds of the layer: the tensors of its :class:`Factors` "current" (the
-            running averages, and the reach of its steps), "in_use" (what the decompositions in use were made of) and,
+            running averages, the reach of its steps, and whether its weight trains), "in_use" (what the decompositions in use were made of) and,
             where refreshes may be spread over steps, "pending" (what a refresh in progress decomposes). Empty before
             the first step.
         kept_by: The workers under whom the factors of the state were shared out; None before there are any.
@@ -178,7 +178,7 @@ class Block:
                     for side, (name, spec) in enumerate(zip(SIDES, self.specs, strict=True))
                 }
                 if source == "current":
-                    tensors["reach"] = _FIRST_REACH
+                    tensors.update(reach=_FIRST_REACH, trains=False)
                 else:
                     precision = torch.promote_types(dtype, torch.float32)
                     tensors["gamma"] = torch.zeros(self.specs[0].pairs, dtype=precision, device=device)
@@ -197,6 +197,15 @@ class Block:
     def set_reach(self, value: float) -> None:
         """Notes what has been learned."""
         self.state["current"]["reach"] = value
+
+    @property
+    def trains(self) -> bool:
+        """Whether the weight required gradients when this was noted last."""
+        return bool(self.state["current"]["trains"])
+
+    def note_trains(self) -> None:
+        """Notes whether the weight requires gradients now."""
+        self.state["current"]["trains"] = self.layer.weight.requires_grad
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Replaces the state."""

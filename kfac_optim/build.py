@@ -64,7 +64,6 @@ class BuiltEngine(ViewedEngine):
         self._prepared_for: Assignment | None = None  # whose groups of ranks exist
         self._is_noop = False  # the step in progress changes nothing; see update()
         self._closed = False
-        self._training: set[nn.Parameter] | None = None  # the weights that required gradients in the last step
         self._owner: weakref.ref[Any] | None = None
         self._stages = StageTimes()
         self._averaging = Averaging(
@@ -210,8 +209,6 @@ class BuiltEngine(ViewedEngine):
             taken = {p: q for p, q in now.items() if q in self._trained and q.shape == p.shape}
             for layer in self.layers:
                 layer.replace_parameters({p: taken.get(p, p) for p in layer.parameters})
-            if self._training is not None:  # these are no latecomers
-                self._training = {taken.get(p, p) for p in self._training}
         check_parameters(self._trained, self._roots, self._blocks, parameters)
         if not (whole and known) and not new:
             self._renew_layers()

@@ -56,6 +56,8 @@ def _problem(block: Block, state: Any, rank: int, *, pending: bool) -> str:
         gamma, reach = tensors.get("gamma"), tensors.get("reach")
         if source == "current" and not (isinstance(reach, int | float) and 0 <= reach < math.inf):
             return f"has a reach of {reach}"
+        if source == "current" and tensors.get("trains") not in (0, 1):
+            return f"says {tensors.get('trains')!r} where it should say whether the layer trains"
         if source != "current" and not _is_damping(gamma, block.specs[0].pairs):
             return f"has a damping of {gamma}"
     return ""

@@ -113,6 +113,8 @@ class CurvatureEngine(BuiltEngine):
         # Before the return of a no-op: torch.distributed.checkpoint takes one to make the state exist.
         for block in self._blocks:
             block.make_room(self.factor_dtype, self.comm.rank, spreads=self.may_spread)
+            if self.last_refresh is None:  # until then nobody comes late
+                block.note_trains()
         statistics, lessons = self._capture.take(), lessons or Lessons()
         largest, rates = largest_entry(gradients), list(lrs)
         moved = [lr != 0 for lr in rates if isinstance(lr, Tensor)]
@@ -332,11 +334,11 @@ class CurvatureEngine(BuiltEngine):
         """
         if self._refresher.in_progress is not None or self.last_refresh is None:
             return
-        training = {layer.weight for layer in self.layers if layer.weight.requires_grad}
-        if self._training is not None and training - self._training:
+        if any(block.layer.weight.requires_grad and not block.trains for block in self._blocks):
             self.last_statistics = None
             self._refresher.refresh_next_step()
-        self._training = training
+        for block in self._blocks:
+            block.note_trains()
 
 
 # Functions beside the engine -----------------------------------------------------------------------------------------

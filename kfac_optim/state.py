@@ -234,4 +234,4 @@ def copy_state(target: Mapping[str, dict[str, Any]], saved: Mapping[str, Mapping
         if "gamma" in tensors:
             tensors["gamma"].copy_(saved[source]["gamma"])
         else:
-            tensors["reach"] = float(saved[source]["reach"])
+            tensors.update(reach=float(saved[source]["reach"]), trains=bool(saved[source]["trains"]))

@@ -111,9 +111,12 @@ def again_by_copy(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
     return copy.deepcopy((model, optimizer))
 
 
+@pytest.mark.parametrize("wait", [0, 2])
 @pytest.mark.parametrize("again", [again_by_state, again_by_copy])
 @pytest.mark.parametrize("kfac", ALL_CLASSES)
-def test_a_layer_that_has_not_trained_yet_is_resumed(kfac: Any, again: Callable[..., tuple[nn.Module, Any]]) -> None:
+def test_a_layer_that_has_not_trained_yet_is_resumed(
+    kfac: Any, again: Callable[..., tuple[nn.Module, Any]], wait: int
+) -> None:
     """The base class has no state of it, and Adam takes a state with the averages alone for one of its own."""
     model, optimizer = build(kfac)
     model[0].requires_grad_(False)
@@ -121,9 +124,9 @@ def test_a_layer_that_has_not_trained_yet_is_resumed(kfac: Any, again: Callable[
     assert set(optimizer.state[model[0].weight]) == {"kfac"}
     model2, optimizer2 = again(model, optimizer)
     for net, own in ((model, optimizer), (model2, optimizer2)):
-        train(net, own, range(K, K + 2))
+        train(net, own, range(K, K + wait))
         net[0].requires_grad_(True)  # type: ignore[index]
-        train(net, own, range(K + 2, 2 * K))
+        train(net, own, range(K + wait, 2 * K))
     assert_identical(model, model2)
 
 
