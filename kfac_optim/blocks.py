@@ -133,9 +133,9 @@ class Block:
         route: How its preconditioned gradient comes to this rank, or leaves it: the source and the members of the
             broadcast; None if it does not travel.
         state: What the optimizer's state holds of the layer: the tensors of its :class:`Factors` "current" (the
-            running averages, the reach of its steps, and whether its weight trains), "in_use" (what the decompositions in use were made of) and,
-            where refreshes may be spread over steps, "pending" (what a refresh in progress decomposes). Empty before
-            the first step.
+            running averages; beside them the reach of its steps, and whether its weight trains), "in_use" (what the
+            decompositions in use were made of) and, where refreshes may be spread over steps, "pending" (what a refresh
+            in progress decomposes). Empty before the first step.
         kept_by: The workers under whom the factors of the state were shared out; None before there are any.
         decomposed: The decompositions of A and G in use; None on ranks that do not precondition the layer, and before
             the first refresh.

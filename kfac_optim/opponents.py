@@ -30,9 +30,18 @@ class Opponents:
         self._note(who, opposes=opposes)
 
     def resume(self, who: object, *, opposes: bool) -> None:
-        """Somebody goes on from a saved state, and so do those that others of these days are resumed with."""
+        """Somebody goes on from a saved state.
+
+        It counts as older than every step of this process, so that an opponent which is loaded beside it is seen.
+        """
         self._first_steps[who] = -1
         self._note(who, opposes=opposes)
+
+    def copy(self, who: object, copied: object) -> None:
+        """Somebody was copied: the copy has the same opponents, and is one of the same."""
+        for known in (self._first_steps, self._last_steps):
+            if who in known:
+                known[copied] = known[who]
 
     def _note(self, who: object, *, opposes: bool) -> None:
         if opposes:

@@ -253,7 +253,9 @@ class KFACMixin(_Optimizer):
         """As torch's; layers of the new parameters join the curvature."""
         for flag in ("capturable", "differentiable"):
             if param_group.get(flag, self.defaults.get(flag)):
-                raise ValueError(f"{flag}=True: not possible with K-FAC, whose step reads some flags on the host")
+                raise ValueError(
+                    f"{flag}=True: not possible with K-FAC, whose step reads some flags on the host; leave it out"
+                )
         super().add_param_group(param_group)
         if hasattr(self, "curvature"):
             self.curvature.extend(self.param_groups[-1]["params"])
@@ -324,10 +326,16 @@ class KFACMixin(_Optimizer):
         Raises:
             ValueError: If the state is damaged, of another model or of another base class; nothing is changed then.
         """
-        saved, counters = saved_parts(self, state_dict, self._base_function())
-        if saved or counters:
-            self.curvature.check(saved, counters)
+        checked: list[tuple[Any, Any]] = []
+
+        def check(_: Any, given: dict[str, Any]) -> None:
+            saved, counters = saved_parts(self, given, self._base_function())
+            if saved or counters:
+                self.curvature.check(saved, counters)
+            checked.append((saved, counters))
+
         before = dict(self.__dict__)
+        last_hook = self.register_load_state_dict_pre_hook(check)  # users' hooks may put the state in order before
         try:
             super().load_state_dict(state_dict)
             for own, new in zip(before["param_groups"], self.param_groups, strict=True):
@@ -337,13 +345,17 @@ class KFACMixin(_Optimizer):
         except Exception as error:
             self.__dict__.clear()
             self.__dict__.update(before)
+            if not checked:
+                raise
             raise ValueError(
                 f"the base class of {type(self).__name__} cannot load the state: is it of another class of optimizers? "
                 f"({type(error).__name__}: {error})"
             ) from error
+        finally:
+            last_hook.remove()
         for state in self.state.values():
             state.pop(AVERAGES, None)
-        self.curvature.load(saved, counters)
+        self.curvature.load(*checked[0])
         self._show_states()
         self._show_counters()
 

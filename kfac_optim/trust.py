@@ -29,6 +29,7 @@ left: trust goes up to 0.6.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,7 +40,7 @@ from .beside import each, times
 from .opponents import OPPONENTS
 from .scaling import Direction, norms, ratios, update_norms
 
-__all__ = ["Trust", "brake", "changes_at", "turns"]
+__all__ = ["MOST", "Trust", "brake", "changes_at", "turns"]
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
@@ -50,6 +51,9 @@ _REMEMBERED = 10  # lengths of updates that their running average remembers
 _SLACK, _POWER = 1.3, 2  # steps are braked where the update is longer than 1.3 times the usual, by that squared
 _YOUNG = 20  # steps until k is repeated once, and so many more until it is repeated twice
 _PATIENCE = 4  # while steps do not turn, k is computed in one of so many or more
+
+# The largest values of counters that have one.
+MOST = {"trust": _NOTCHES, "memory": _LONGEST, "lengths": _REMEMBERED, "brake": 1, "opposes": 1, "suspected": 1}
 
 
 class Trust:
@@ -128,6 +132,11 @@ class Trust:
             self.brake = min(1.0, _SLACK * self.usual / length) ** _POWER if self.usual else 1.0
             self.seen = min(_REMEMBERED, self.seen + 1)
             self.usual += (length - self.usual) / self.seen
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Trust:
+        copied = copy.copy(self)
+        OPPONENTS.copy(self, copied)
+        return copied
 
     def counters(self) -> dict[str, float]:
         """Its part of the saved counters."""

@@ -115,9 +115,14 @@ class ViewedEngine(StatefulEngine):
         Of a factor in b blocks of m rows ``[p b, m, m]``; zeros may fill up the last one.
 
         Raises:
-            RuntimeError: If another rank keeps one of them.
+            ValueError: If no such layer is preconditioned.
+            RuntimeError: Before the first step, or if another rank keeps one of them.
         """
-        block = next(block for block in self._blocks if layer in (block.layer, block.layer.name))
+        block = next((block for block in self._blocks if layer in (block.layer, block.layer.name)), None)
+        if block is None:
+            raise ValueError(f"layer={layer!r}: no such layer is preconditioned; print(optimizer.curvature) lists them")
+        if not block.state:
+            raise RuntimeError(f"the factors of {block.layer.name!r}: there are none before the first step()")
         current = block.factors("current")
         if not (current.kept(0) and current.kept(1)):
             raise RuntimeError(

@@ -348,6 +348,8 @@ def test_a_discriminator_is_not_stretched(zero: Any, generator_first: bool) -> N
         players[discriminator].step()
         if not generator_first:
             generate()
+    copied = copy.deepcopy(((generator, discriminator), players))
+    assert all(opponents.OPPONENTS.are_there(player.curvature._trust) for player in copied[1].values())
     for player in players.values():
         assert player.curvature.reach == 0
         assert not any("kfac_stretch" in state for state in player.state.values())

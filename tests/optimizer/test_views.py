@@ -140,6 +140,18 @@ def test_report_before_the_first_step() -> None:
     }
 
 
+def test_factors_of_a_layer_that_is_not_there() -> None:
+    model = Zoo()
+    optimizer = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    with pytest.raises(RuntimeError, match=r"'first'.*before the first step"):
+        optimizer.curvature.factors("first")
+    step_zoo(model, optimizer)
+    assert optimizer.curvature.factors("first")[0].shape == (1, 7, 7)
+    for name in ("frist", "bilinear"):
+        with pytest.raises(ValueError, match=f"layer='{name}': no such layer.*print"):
+            optimizer.curvature.factors(name)
+
+
 def test_staleness_is_the_age_of_the_factors_in_use() -> None:
     """Counted from the step at which the factors were frozen, also while a refresh is worked off."""
     model = make_model()

@@ -111,6 +111,39 @@ def again_by_copy(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
     return copy.deepcopy((model, optimizer))
 
 
+def test_hooks_on_loading_are_heard_before_the_state_is_judged() -> None:
+    """They may put in order what would be refused, and what they raise comes through."""
+
+    def built() -> tuple[nn.Sequential, KFACSGD]:
+        model = make_model(0)
+        groups = [{"params": list(model[0].parameters()), "lr": 0.2}, {"params": list(model[2:].parameters())}]
+        return model, KFACSGD(groups, model=model, **{**ALL_CLASSES[KFACSGD], **OFTEN})
+
+    def in_order(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "param_groups": state["param_groups"][::-1]}
+
+    def raising(optimizer: Any, state: dict[str, Any]) -> None:
+        raise KeyError("of the user's")
+
+    model, optimizer = built()
+    train(model, optimizer, range(K))
+    reversed_groups = in_order(optimizer, saved(optimizer.state_dict()))
+    other, resumed = built()
+    other.load_state_dict(model.state_dict())
+    with pytest.raises(ValueError, match="groups of"):
+        resumed.load_state_dict(reversed_groups)
+    hook = resumed.register_load_state_dict_pre_hook(raising)
+    with pytest.raises(KeyError, match="of the user's"):
+        resumed.load_state_dict(reversed_groups)
+    hook.remove()
+    assert not resumed.state and not resumed._optimizer_load_state_dict_pre_hooks
+    resumed.register_load_state_dict_pre_hook(in_order)
+    resumed.load_state_dict(reversed_groups)
+    for net, own in ((model, optimizer), (other, resumed)):
+        train(net, own, range(K, 2 * K))
+    assert_identical(model, other)
+
+
 @pytest.mark.parametrize("wait", [0, 2])
 @pytest.mark.parametrize("again", [again_by_state, again_by_copy])
 @pytest.mark.parametrize("kfac", ALL_CLASSES)

@@ -228,6 +228,10 @@ def none_for_a_source(state: dict[str, Any]) -> None:
     state["state"][0]["kfac"]["in_use"] = None
 
 
+def unclear_whether_it_trains(state: dict[str, Any]) -> None:
+    state["state"][0]["kfac"]["current"]["trains"] = "perhaps"
+
+
 def no_moment(state: dict[str, Any]) -> None:
     del state["state"][0]["exp_avg"]
 
@@ -235,6 +239,7 @@ def no_moment(state: dict[str, Any]) -> None:
 COUNTERS = [
     *(set_counter(name, 10**6) for name in ("last_refresh", "last_statistics", "frozen_at")),
     *(set_counter(name, -3) for name in ("step", "skipped_steps", "skipped_batches", "refreshes", "last_refresh")),
+    *(set_counter(name, value) for name, value in (("trust", 11), ("memory", 10), ("lengths", 11), ("brake", 1.5))),
     set_counter("step", 3.5),
     set_counter("step", None),
     set_counter("refreshes", "many"),
@@ -242,6 +247,7 @@ COUNTERS = [
 ]
 PARTS = [
     indefinite, slightly_indefinite, no_factors, none_for_a_layer, none_for_a_parameter, none_for_a_source, no_moment,
+    unclear_whether_it_trains,
     base(0, "exp_avg", float("nan")), base(1, "exp_avg_sq", float("nan")), base(0, "step", -5.0),
     base(0, "step", float("nan")), base(0, "exp_avg", None),
 ]  # fmt: skip
