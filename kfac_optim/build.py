@@ -110,13 +110,18 @@ class BuiltEngine(ViewedEngine):
             own_shape=functools.partial(own_shape, roots=self._roots),
         )
         self._blocks, self.uncovered = find_blocks(self._trained, self._roots, layer_options, self._blocks, self.comm)
-        if any(layer.is_shard for layer in self.layers) and getattr(self.scaling, "needs_lr", False):
-            raise ValueError(
-                "scaling='kl_clip' adds up over all layers, of which a rank has shards: ranks would scale weights that "
-                "all of them have differently. Take scaling='graft' or 'unit', or leave split layers out by skip_layers"
-            )
+        self._check_scaling()
         self._slots = slots_of(self._blocks)
         self._assign()
+
+    def _check_scaling(self) -> None:
+        """Raises ValueError if the scaling and layers that are split do not go together."""
+        if any(layer.is_shard for layer in self.layers) and getattr(self.scaling, "needs_lr", False):
+            raise ValueError(
+                f"scaling={self.scaling!r} adds up over all layers, of which a rank has shards: ranks would scale "
+                "weights that all of them have differently. Take scaling='graft' or 'unit', or leave split layers out "
+                "by skip_layers"
+            )
 
     def _assign(self) -> None:
         """Decides who decomposes and who preconditions what."""

@@ -210,15 +210,20 @@ class Config:
             close = difflib.get_close_matches(name, [known for known in dir(self) if not known.startswith("_")], 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise AttributeError(f"{type(self).__name__} has no {name!r} to set{hint}")
+        before = self.__dict__.get(name)
         super().__setattr__(name, value)
         if field is not None and constructed:
-            self._option_changed()
+            try:
+                self._option_changed()
+            except ValueError:
+                super().__setattr__(name, before)
+                raise
 
     def _end_construction(self) -> None:
         self.__dict__["_constructed"] = True
 
     def _option_changed(self) -> None:
-        """Called after an option was set during training."""
+        """Called after an option was set during training; a ValueError takes it back."""
 
     def at(self, name: str, step: int) -> Any:
         """The value of an option at ``step``; what a function of the step returns is checked like a given value."""

@@ -284,7 +284,9 @@ class CurvatureEngine(BuiltEngine):
             grad_scaler=self.grad_scaler,
         )
 
-    _option_changed = _plan_statistics
+    def _option_changed(self) -> None:
+        self._check_scaling()
+        self._plan_statistics()
 
     def _state_loaded(self) -> None:
         self._capture.discard()

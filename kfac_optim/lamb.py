@@ -23,8 +23,11 @@ class MultiTensorLamb(torch_optimizer.Lamb):
             params = [p for p in group["params"] if p.grad is not None]
             if any(p.grad.is_sparse for p in params):
                 raise RuntimeError("Lamb does not support sparse gradients, please consider SparseAdam instead")
-            if params:
-                self._update(params, group)
+            alike: dict[Hashable, list[Tensor]] = {}
+            for p in params:  # multi-tensor operations take no mixture of types, nor do norms beside one another
+                alike.setdefault((type(p), p.device), []).append(p)
+            for of_one_kind in alike.values():
+                self._update(of_one_kind, group)
         return loss
 
     @torch.no_grad()

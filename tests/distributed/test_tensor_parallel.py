@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch_optimizer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from kfac_optim import KFACSGD, EigenSolver, KFACAdamW, TorchCommunicator, engine, reach
+from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, KFACAdamW, TorchCommunicator, engine, reach
 from kfac_optim.blocks import Block
 from kfac_optim.distributed import LocalCommunicator
+from kfac_optim.lamb import MultiTensorLamb
 from tests.helpers.compare import assert_all_near
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64
@@ -155,6 +157,34 @@ def test_shards_equal_one_process_with_these_blocks(
             assert_all_near([found[kind]], model.shard(rank % parts), case=f"{kind}, rank {rank}")
 
 
+def lamb_by_class(rank: int, world_size: int) -> dict[str, list[Tensor]]:
+    """The weights by torch_optimizer's Lamb, by ours, and by K-FAC's, of a model with split and with whole layers."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    found = {}
+    for cls in (torch_optimizer.Lamb, MultiTensorLamb, KFACLAMB):
+        model = parallelize_module(network(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        if cls is KFACLAMB:
+            optimizer: Any = cls(model, lr=0.01, weight_decay=0.1, communicator=LocalCommunicator(), **SETTINGS)
+        else:
+            optimizer = cls(model.parameters(), lr=0.01, weight_decay=0.1)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            x, y = data(step)
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        found[cls.__name__] = [local(p) for p in model.parameters()]
+    return found
+
+
+def test_lamb_takes_split_and_whole_weights_in_one_group() -> None:
+    """Its norms are those of whole weights, as in torch_optimizer, which steps through single ones."""
+    for found in run_ranks(2, lamb_by_class):
+        assert_all_near([found["MultiTensorLamb"]], found["Lamb"])
+        assert all(bool(p.isfinite().all()) for p in found["KFACLAMB"])
+        pairs = zip(found["KFACLAMB"], found["Lamb"], strict=True)
+        assert not any(torch.equal(a, b) for a, b in pairs)
+
+
 # What is declined or refused -----------------------------------------------------------------------------------------
 
 
@@ -179,6 +209,11 @@ def tables(rank: int, world_size: int) -> dict[str, str]:
         table_of(network(), mesh, pair, scaling="kl_clip", **alone)
     except ValueError as error:
         found["kl_clip"] = str(error)
+    optimizer = KFACSGD(parallelize_module(network(), mesh, pair), lr=0.1, scaling="unit", **alone)
+    try:
+        optimizer.curvature.scaling = "kl_clip"  # type: ignore[assignment]
+    except ValueError as error:
+        found["kl_clip later"] = f"{error}, as before: {optimizer.curvature.scaling}"
     return found
 
 
@@ -194,4 +229,5 @@ def test_what_of_a_split_model_is_covered() -> None:
         declined = found["with all ranks"]
         assert declined.count("communicator= has ranks with other shards") == 3 and "one bias for all" in declined
         assert "split by tensor parallelism" in found["uneven"] and "split by tensor parallelism" in found["no Linear"]
-        assert "kl_clip" in found["kl_clip"] and "graft" in found["kl_clip"]
+        assert all("scaling=KLClip" in found[when] and "graft" in found[when] for when in ("kl_clip", "kl_clip later"))
+        assert "as before: Unit" in found["kl_clip later"]
