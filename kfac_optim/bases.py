@@ -12,9 +12,9 @@ Weight decay is neither preconditioned nor does it count for the length. Bases t
 have it in their first moment as well; there it is ``c D'``, with ``D'`` the decay of one gradient and ``c`` the weight
 of all gradients so far in the moment, as if the weights had stood still for as long as the moment remembers.
 
-Of bases that keep no first moment (SGD without momentum, Adagrad, RMSprop, Adadelta) an average of the gradients is
-kept here while trust is learned (:mod:`~kfac_optim.trust`). It gives K-FAC's direction, the base's own update its
-length.
+Of bases that keep none that is known here (SGD without momentum, Adagrad, RMSprop, Adadelta, Muon) an average of the
+gradients is kept here while trust is learned (:mod:`~kfac_optim.trust`). It gives K-FAC's direction, the base's own
+update its length.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _take_apart(
     """Fills in parameters of one group."""
     states = [optimizer.state[p] for p in params]
     descent: Tensors = torch._foreach_neg(gradients) if group.get("maximize") else gradients
-    moments = _first_moments(group, states, descent)
+    moments = _first_moments(optimizer, group, states, descent)
     decayed: Tensors = before
     if group.get("weight_decay"):
         shares = [_decay(optimizer, group, state) for state in states]
@@ -127,9 +127,11 @@ def _take_apart(
     parts.updates.update(zip(params, updates, strict=True))
 
 
-def _first_moments(group: dict[str, Any], states: list[dict[str, Any]], descent: Tensors) -> Tensors:
+def _first_moments(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], states: list[dict[str, Any]], descent: Tensors
+) -> Tensors:
     """The first moments, in the direction of descent; ``descent``: the gradients, in that direction."""
-    if not all(has_first_moment(group, state) for state in states):
+    if not all(has_first_moment(optimizer, group, state) for state in states):
         kept = [state[MOMENT] for state in states if MOMENT in state]
         if len(kept) < len(states):
             return descent
@@ -140,15 +142,22 @@ def _first_moments(group: dict[str, Any], states: list[dict[str, Any]], descent:
     return torch._foreach_add(descent, buffers, alpha=group["momentum"]) if group.get("nesterov") else buffers
 
 
-def has_first_moment(group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
-    """Whether the base class keeps a first moment of a parameter."""
-    return "exp_avg" in state or (bool(group.get("momentum")) and state.get("momentum_buffer") is not None)
+def has_first_moment(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+    """Whether the base class keeps a first moment of a parameter that is known here.
+
+    Other classes than SGD have something else in their momentum: RMSprop gradients that it has divided already.
+    """
+    if isinstance(optimizer, torch.optim.SGD):
+        return bool(group["momentum"]) and state.get("momentum_buffer") is not None
+    return "exp_avg" in state
 
 
-def moment_weight(group: Mapping[str, Any], state: Mapping[str, Any]) -> float:
+def moment_weight(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], state: Mapping[str, Any]) -> float:
     """The sum of the weights that gradients have in the first moment of SGD; of averages of gradients 1."""
-    weight: float = state.get("gradient_weight", 1.0) if group.get("momentum") else 1.0
-    return 1 + group["momentum"] * weight if group.get("nesterov") else weight
+    if not isinstance(optimizer, torch.optim.SGD) or not group["momentum"]:
+        return 1.0
+    weight: float = state.get("gradient_weight", 1.0)
+    return 1 + group["momentum"] * weight if group["nesterov"] else weight
 
 
 def keep_first_moments(
@@ -169,7 +178,7 @@ def keep_first_moments(
         without: list[nn.Parameter] = []
         for p in [p for p in group["params"] if p in params]:
             state = optimizer.state[p]
-            if has_first_moment(group, state):
+            if has_first_moment(optimizer, group, state):
                 state.pop(MOMENT, None)  # a scheduler has given the base class one
                 continue
             without.append(p)

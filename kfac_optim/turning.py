@@ -168,7 +168,7 @@ def _descents(
     A collective where they are sharded.
     """
     shares = {
-        p: 1 / moment_weight(group, optimizer.state[p])
+        p: 1 / moment_weight(optimizer, group, optimizer.state[p])
         for group in optimizer.param_groups
         for p in group["params"]
         if p in stretch
@@ -193,7 +193,7 @@ def _remember(
         for p in [p for p in group["params"] if p in judged[TURN] and _moves(group)]:
             state = optimizer.state[p]
             state.update((key, of_key[p].to(p.dtype)) for key, of_key in judged.items())
-            if changes and has_first_moment(group, state):
+            if changes and has_first_moment(optimizer, group, state):
                 state[CHANGE] = changes[p].to(p.dtype)
 
 
@@ -234,7 +234,7 @@ def _changes_to_repeat(
                 if p in ready and _moves(group):
                     return None
                 continue
-            if not has_first_moment(group, state) and not engine.moment_decay:
+            if not has_first_moment(optimizer, group, state) and not engine.moment_decay:
                 return None
             known[p] = state
     if not known:

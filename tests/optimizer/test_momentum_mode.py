@@ -311,6 +311,31 @@ def test_a_base_without_moments_has_its_gradients_preconditioned() -> None:
     assert_trains_as(Textbook(model, Rule, FULL), model, optimizer)
 
 
+def test_momentum_of_divided_gradients_is_no_first_moment() -> None:
+    """RMSprop's: the direction is that of the gradient, the length RMSprop's; while trust is learned of an average."""
+
+    class KFACRMSprop(KFACMixin, torch.optim.RMSprop):
+        pass
+
+    class Rule:
+        def __init__(self) -> None:
+            self.squares, self.buffer = torch.zeros(()), torch.zeros(())
+
+        def __call__(self, g: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            self.squares = 0.99 * self.squares + 0.01 * g * g
+            self.buffer = 0.9 * self.buffer + g / (self.squares.sqrt() + 1e-8)
+            return g, self.buffer, torch.zeros_like(w)
+
+    model = Net()
+    optimizer = KFACRMSprop(model, **(MODE | {"momentum": 0.9, "scaling": FULL}))
+    assert_trains_as(Textbook(model, Rule, FULL), model, optimizer)
+    learning = KFACRMSprop(model, **(MODE | {"momentum": 0.9, "scaling": "graft"}))
+    backward(model, data(), loss)
+    learning.step()
+    for p in (p for layer in learning.curvature.layers for p in layer.parameters):
+        assert torch.equal(learning.state[p]["kfac_moment"], p.grad)
+
+
 def test_every_group_has_its_own_momentum() -> None:
     """Weight and bias of one layer in different groups, one of them with Nesterov."""
     model = Net()
