@@ -6,9 +6,13 @@ One line of a training script changes::
 
 How data flow, and which module does what::
 
-    model --capture--> a, g --layers--> moments --factors--> A, G --assignment + comm--> solvers: (Q_A, d_A), (Q_G, d_G)
-                                                                                             |
-    weights <--base class's step-- .grad <-- optimizers <-- scaled preconditioned gradient <-+
+    model --capture--> a, g --layers--> moments --averages--> A, G --distributed--> solvers: (Q_A, d_A), (Q_G, d_G)
+                                                                                                |
+    weights <--turning: turned, as far as trust goes, and stretched, as far as reach goes-- preconditioning
+       ^                                                                                        |
+       +------ base class's step on .grad --> its first moment, and the length of its update ---+
+
+In the paper's order (``precondition="gradient"``) gradients are preconditioned first, and the base class steps on them.
 """
 
 from .capture import Bernoulli, Categorical, Fisher, Gaussian

@@ -219,15 +219,16 @@ def update_length(
 def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[str, Any]) -> tuple[Scale, Scale]:
     """What of a parameter's first moment and of its update is weight decay, as multiples of the weight.
 
-    Bases that are not known here and do not say ``decoupled_weight_decay`` in their groups are taken for coupled ones;
-    in those decay stays a part of the moment.
+    Of SGD the second is not needed: its update is its moment or its gradient. Bases that are not known here and do not
+    say ``decoupled_weight_decay`` in their groups are taken for coupled ones, in which decay stays a part of the
+    moment.
     """
     lr, decay = group["lr"], group["weight_decay"]
     if isinstance(optimizer, torch.optim.SGD):
         weight = state["gradient_weight"] if group["momentum"] else 1.0
         if group["nesterov"]:  # of the gradient itself the decay is not yet a part
-            return group["momentum"] * weight * decay, lr * (1 + group["momentum"] * weight) * decay
-        return (weight * decay if group["momentum"] else 0.0), lr * weight * decay
+            return group["momentum"] * weight * decay, 0.0
+        return (weight * decay if group["momentum"] else 0.0), 0.0
     if isinstance(optimizer, torch_optimizer.Lamb):
         ratio = 1.0 if optimizer.adam else state["trust_ratio"]
         return 0.0, lr * debiasing(optimizer, group, state) * ratio * decay

@@ -19,6 +19,7 @@ from .spectra import eigenvalues, largest_eigenvalue
 
 __all__ = [
     "SIDES",
+    "UNSEEN_STEPS",
     "Block",
     "Extent",
     "Factors",
@@ -32,7 +33,9 @@ __all__ = [
 SIDES = ("A", "G")
 Source = Literal["current", "pending", "in_use"]
 _FIRST_REACH = 0.01
-_UNSEEN_STEPS = 3  # statistics steps after which a layer that has gradients and was never seen is called so
+# Statistics steps in a row with gradients after which a layer that was never seen is called so; a model of which
+# nothing was seen stops training.
+UNSEEN_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -231,13 +234,13 @@ class Block:
             self.unseen = 0
         elif gradient is not None:
             self.unseen += 1
-            if self.unseen == _UNSEEN_STEPS and not bool(gradient.count_nonzero()):  # zero_grad(set_to_none=False)
+            if self.unseen == UNSEEN_STEPS and not bool(gradient.count_nonzero()):  # zero_grad(set_to_none=False)
                 self.unseen = 0
 
     @property
     def never_seen(self) -> bool:
         """Whether the weight trains, but no rank has ever seen the layer in a forward and backward pass."""
-        return self.unseen >= _UNSEEN_STEPS and not (self.has_direction or self.factors("current").has_data)
+        return self.unseen >= UNSEEN_STEPS and not (self.has_direction or self.factors("current").has_data)
 
     def tell_unseen(self) -> bool:
         """Whether the user has to be told that the layer was never seen; true once."""

@@ -16,7 +16,7 @@ from .scaling import Direction
 
 __all__ = ["Directions", "Maker", "StackedDirection", "by_parameter"]
 
-# Makes matrices of all stacks, in those that it is given if any.
+# Makes one matrix per stack, written into the given ones, if any.
 Maker = Callable[[Sequence[Tensor] | None], Sequence[Tensor]]
 
 
@@ -97,8 +97,8 @@ class Directions:
             made.append(room)
         found: list[dict[nn.Parameter, Tensor]] = [{} for _ in makers]
         # A view in the state of a parameter keeps the matrices of all.
-        contiguous = sum(stack.layout.contiguous for stack in self.stacks)
-        copies = 2 * contiguous < sum(math.prod(shape) for shape in beside.shapes)
+        viewable = sum(stack.layout.viewable_numel for stack in self.stacks)
+        copies = 2 * viewable < sum(math.prod(shape) for shape in beside.shapes)
         for stack, *wholes in zip(self.stacks, *made, strict=True):
             several = stack.layout.read_several(wholes, stack.vectors, copies=copies)
             for result, parts in zip(found, several, strict=True):

@@ -2,24 +2,27 @@
 
 What a step does, in order::
 
+    learn trust and reach from what the new gradients say of the last step
     fold the captured moments into the running averages          (statistics steps; drop non-finite micro-batches)
     if due: pool the factors of all ranks, decompose them on their inverse workers (eqs. 11-13 or 8-10), exchange
     precondition on the gradient workers; exchange
     scale (kl_clip, unit, graft)
 
-``update`` does the first two lines, ``directions`` the last two, ``advance`` ends the step. Each stage owns its state::
+``update`` does the first three lines, ``directions`` the last two, ``advance`` ends the step. Each stage owns its
+state::
 
+    trust.py, blocks    how far steps turn and, layer by layer, how far they stretch
     capture/            what backward passes have shown since the last step
     averages.py         what this rank has seen since the ranks last pooled it           (eqs. 14-15)
     refresh.py          the refresh in progress, and when the next one is due            (eqs. 8-13, by the solver)
     preconditioning.py  layers of one shape side by side, see stacks.py                  (eqs. 8-13, by the solver)
     scaling.py          nothing                                                          (eq. 16)
 
-The class is built up in five files: its options (:mod:`~kfac_optim.config`), what is saved of it
-(:mod:`~kfac_optim.state`), what it tells of itself (:mod:`~kfac_optim.views`), how it is put together
-(:mod:`~kfac_optim.build`), and the conduct of a step, here. It returns directions and leaves ``.grad``
-alone; whoever owns the gradients (an optimizer of this package, or the caller of
-:meth:`~kfac_optim.CurvatureEngine.precondition_`) applies them.
+The class is built up in six files: its options (:mod:`~kfac_optim.config`), what is saved of it
+(:mod:`~kfac_optim.state`), how far steps follow it (:mod:`~kfac_optim.steering`), what it tells of itself
+(:mod:`~kfac_optim.views`), how it is put together (:mod:`~kfac_optim.build`), and the conduct of a step, here. It
+returns directions and leaves ``.grad`` alone; whoever owns the gradients (an optimizer of this package, or the caller
+of :meth:`~kfac_optim.CurvatureEngine.precondition_`) applies them.
 
 ``inv_`` in names of options follows the paper; it refers to decompositions by any solver.
 
@@ -37,6 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .blocks import UNSEEN_STEPS
 from .build import BuiltEngine
 from .config import describe, signature
 from .damping import as_damping, value_of
@@ -55,8 +59,6 @@ from .schedules import due
 
 __all__ = ["CurvatureEngine", "memory_estimate"]
 
-# After so many statistics steps in a row with gradients of which no backward pass was seen, training stops.
-_UNSEEN_STEPS = 3
 _UNSEEN = (
     "the model has gradients, but none of its layers was seen in a forward and backward pass since the last "
     "zero_grad(). Build the optimizer before the forward pass whose gradients it is to take, call the model's modules "
@@ -145,7 +147,7 @@ class CurvatureEngine(BuiltEngine):
         settled = statistics.settle(values)
         if self._capture.enabled and trains and self._blocks:
             unseen = not any(settled.taken) and statistics.has_gradients()
-            self._unseen_steps = unseen * (self._unseen_steps + (_UNSEEN_STEPS if statistics.transformed else 1))
+            self._unseen_steps = unseen * (self._unseen_steps + (UNSEEN_STEPS if statistics.transformed else 1))
         with self._stages.stage("factor update"):
             if self._capture.enabled:
                 self.last_statistics = self.step_count
@@ -313,7 +315,7 @@ class CurvatureEngine(BuiltEngine):
 
     def _require_seen(self) -> None:
         """Raises if the model was trained in some statistics steps, but no rank saw one of its layers."""
-        if self._unseen_steps >= _UNSEEN_STEPS and not self._averaging.seen:
+        if self._unseen_steps >= UNSEEN_STEPS and not self._averaging.seen:
             raise RuntimeError(_UNSEEN)
 
     def _warn_of_unseen_layers(self) -> None:

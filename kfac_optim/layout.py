@@ -178,7 +178,7 @@ class Layout:
         return [part for run in self._runs for part in run.read(whole, parameters)] + self._read(whole, parameters)
 
     @cached_property
-    def contiguous(self) -> int:
+    def viewable_numel(self) -> int:
         """How many entries of the matrices can be read by views."""
         return sum(sum(run.lengths) * math.prod(run.shape) for run in self._runs if run.is_contiguous)
 

@@ -32,8 +32,9 @@ class Lessons:
         turn: How far the gradients agree with the last ``k - u``, 0-dim (:mod:`kfac_optim.trust`).
         average: Likewise with the average of the gradients before them, where one is kept.
         length: The length of the base optimizer's last update, if it was turned.
-        stretch: How far they agree with the last stretch, of each parameter that has one, ``[n]``.
-        descent: How far the gradients that this was made of did, ``[n]``.
+        stretch: ``<g', s>`` of each parameter that was stretched, ``[n]``: g' the gradient, s the last stretch.
+        descent: ``<g, s>`` of each, ``[n]``: g the averaged gradient that s was made of. Their ratio is the slope of
+            :mod:`~kfac_optim.reach`.
         stretched: These parameters.
         rates: Their learning rates, where these are numbers, which the device need not know; else 1.
     """

@@ -50,7 +50,7 @@ else:
 
 @register_joinable
 class KFACMixin(_Optimizer):
-    """Preconditions the gradients of any ``torch.optim.Optimizer`` by K-FAC.
+    """Adds K-FAC to any ``torch.optim.Optimizer``: turns and stretches its updates, or preconditions its gradients.
 
     ``class KFACRMSprop(KFACMixin, torch.optim.RMSprop): pass`` is all it takes to make another optimizer.
 
@@ -64,8 +64,8 @@ class KFACMixin(_Optimizer):
             base class keeps none an average of the gradients while trust is learned, else the gradient). With
             ``scaling="graft"`` (default) it turns as far as trust goes and stays as long as it was, so that ``lr``
             means what it means there; along directions flatter than the steepest it is then made longer, as far as
-            reach goes. Both are learned (:mod:`kfac_optim.trust`). Weight decay is as strong as in the
-            base class and not preconditioned (where a class of other origin adds it to the gradient, it is).
+            reach goes. Both are learned (:mod:`kfac_optim.trust`, :mod:`kfac_optim.reach`). Weight decay is as strong
+            as in the base class and not preconditioned (where a class of other origin adds it to the gradient, it is).
             "gradient", as in the paper: gradients are preconditioned, and the base class steps on them.
         **options: The base class's keywords, and those of :class:`~kfac_optim.CurvatureEngine`, documented there; some
             have other defaults here, which the signatures show: ``damping=OfLargest(inverse_time_decay(0.03, steps=10,

@@ -52,8 +52,8 @@ class Direction:
         steepest: What eqs. 11-13 divide a component of the steepest curvature by, the largest eigenvalue of ``A (x) G``
             plus gamma, ``[p]``, divided by what the direction was multiplied by since. None where damping is not
             relative to that eigenvalue.
-        bare: The direction before it was multiplied by anything, and what the scaled one times ``steepest`` is in
-            multiples of that. None where ``steepest`` tells.
+        bare: The direction D before it was multiplied by anything, and the number f for which ``f D`` is what the
+            stretch of :mod:`~kfac_optim.reach` begins with, ``(L + gamma) P m``. None where ``steepest`` tells.
         beside: Where the matrices of all stacks lie in one storage; None: each in its own.
         update_norms: What :func:`update_norms` has found, for whoever asks again in this step.
     """
@@ -68,10 +68,6 @@ class Direction:
     bare: tuple[Tensor, float] | None = None
     beside: SideBySide | None = None
     update_norms: list[Tensor] = field(default_factory=list, repr=False)
-
-    def times(self, multiplier: Tensor) -> Direction:
-        """The same with the direction multiplied, by a 0-dim tensor or ``[p]``."""
-        return scaled([self], [multiplier])[0]
 
     def inner(self, one: Tensor, other: Tensor) -> Tensor:
         """For each pair the inner product of two matrices over all pairs scaled with it, ``[p]``."""

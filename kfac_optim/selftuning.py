@@ -31,7 +31,7 @@ __all__ = ["KFAC"]
 
 Change = Callable[[Tensor], float]
 
-UPDATE = "last_update"  # key in the state of a parameter
+UPDATE = "kfac_last_update"  # key in the state of a parameter
 
 # Engine options that are given here: the damping changes from step to step, which takes the eigen solver.
 _GIVEN = ("damping", "scaling", "solver")
@@ -213,7 +213,8 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         states = [self.state[p] for p in gradients]
         last = None
         if any(UPDATE in state for state in states):
-            last = [state.get(UPDATE, torch.zeros_like(p)) for state, p in zip(states, gradients, strict=True)]
+            pairs = zip(states, gradients, strict=True)
+            last = [state[UPDATE] if UPDATE in state else torch.zeros_like(p) for state, p in pairs]
         model = objective.model(self._directions(gradients), last)
         c = model.minimum(self.rule.value)
         if interval == 1 and last is not None:

@@ -119,7 +119,7 @@ class Trust:
 
         Args:
             turn: The alignment of the gradients with the last k - u. 0 (the rate was 0, say) tells nothing.
-            average: That with the average of those before them, by which its decay moves likewise.
+            average: ``<g', m>``, m the average of the gradients before, whose sign moves the decay by a tenth.
             length: The length of the base's update in the step before, if it was turned.
             opposes: Whether gradients were thrown away before this step; None: nobody has looked.
         """

@@ -66,7 +66,7 @@ def take_turned_step(
         for key in (STRETCH, DESCENT):
             state.pop(key, None)
     changes = _changes_to_repeat(optimizer, engine, covered)
-    computes = changes is None and engine.computes_directions(engine.step_count)
+    computes = changes is None and engine.computes_directions
     before = weights_before(optimizer, covered) if computes else {}
     with gradient_weight_tracked(optimizer, covered):
         take_base_step()
@@ -223,7 +223,7 @@ def _changes_to_repeat(
     which is made of an average of gradients, if that is what it is of. With nothing to repeat a step that does not turn
     is the base class's own.
     """
-    if not engine.repeats_turn(engine.step_count):
+    if not engine.repeats_turn:
         return None
     ready = engine.weights_with_directions()
     known: dict[nn.Parameter, dict[str, Tensor]] = {}

@@ -2,112 +2,33 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any
 
 from torch import Tensor, nn
 
 from .blocks import Block
-from .damping import OfLargest, as_damping, value_of
+from .damping import as_damping, value_of
 from .diagnostics import Row, StageTimes, count, human_bytes, memory_of, report_of, row_of, table, total, workers_of
 from .distributed import Assignment, LocalCommunicator
 from .layers import KroneckerLayer
-from .opponents import OPPONENTS
-from .reach import LEAST
 from .schedules import value_at
-from .state import StatefulEngine
+from .steering import SteeredEngine
 
 __all__ = ["ViewedEngine"]
 
 
-class ViewedEngine(StatefulEngine):
+class ViewedEngine(SteeredEngine):
     """The read-only part of the engine."""
 
     uncovered: dict[nn.Parameter, tuple[str, str]]
     work: Assignment
     _stages: StageTimes
     _steps_taken: int
-    _overstretched: set[nn.Parameter]
 
     @property
     def layers(self) -> list[KroneckerLayer]:
         """The layers that are preconditioned."""
         return [block.layer for block in self._blocks]
-
-    @property
-    def trust(self) -> float:
-        """How far the coming step turns from the base optimizer's own update to K-FAC's direction, in [0, 1]."""
-        if self.learns_trust:
-            return self._trust.value
-        return float(getattr(self.scaling, "trust", 1.0)) if self._turns else 1.0
-
-    @property
-    def moment_decay(self) -> float:
-        """The decay of the averaged gradients that give the direction where the base optimizer keeps no first moment.
-
-        It is learned, in [0, 0.9].
-        """
-        return self._trust.decay
-
-    @property
-    def usual_length(self) -> float:
-        """The usual length of the base optimizer's update; steps are braked by it (:func:`kfac_optim.trust.brake`)."""
-        return self._trust.usual
-
-    @property
-    def brake(self) -> float:
-        """What the last turned and stretched step was shortened by (:func:`kfac_optim.trust.brake`); 1: nothing."""
-        return self._trust.brake
-
-    @property
-    def reach(self) -> float:
-        """The largest share of the stretch along flat directions that a layer's steps get (:mod:`kfac_optim.reach`)."""
-        return max((block.reach for block in self._blocks), default=0.0) if self.stretches else 0.0
-
-    def reaches(self) -> dict[nn.Parameter, float]:
-        """The share of the stretch that each parameter gets: its layer's, the first one's where several share it."""
-        return {p: block.reach for block in reversed(self._blocks) for p in block.layer.parameters}
-
-    def weights_with_directions(self) -> set[nn.Parameter]:
-        """Those of the layers that have been decomposed somewhere."""
-        return {block.layer.weight for block in self._blocks if block.has_direction}
-
-    @property
-    def stretches(self) -> bool:
-        """Whether steps are stretched along flat directions; not where two networks train against each other.
-
-        Nor before that is known, in the second step that collects statistics.
-        """
-        wanted = getattr(self.scaling, "stretch", False) and isinstance(self.damping, OfLargest)
-        return self.learns_trust and wanted and self._trust.opposes is False and not OPPONENTS.are_there(self._trust)
-
-    @property
-    def overstretched(self) -> set[nn.Parameter]:
-        """The parameters of layers whose last stretch was too long, which no other step is to repeat."""
-        return self._overstretched
-
-    @property
-    def learns_trust(self) -> bool:
-        """Whether trust is learned."""
-        return self._turns and getattr(self.scaling, "trust", 1.0) is None
-
-    def computes_directions(self, step: int) -> bool:
-        """Whether K-FAC's directions are computed at this step; else the base optimizer's own step is all."""
-        return self._trust.is_measured(step, stretches=self.reach > LEAST) if self.learns_trust else self.trust > 0
-
-    def repeats_turn(self, step: int) -> bool:
-        """Whether this step may be changed as the last one was."""
-        return self.learns_trust and self._trust.repeats(step, stretches=self.reach > LEAST)
-
-    @property
-    def _turns(self) -> bool:
-        """Whether the steps of a base optimizer are turned; else gradients are preconditioned, all the way."""
-        return getattr(self.owner, "precondition", "gradient") == "momentum"
-
-    @property
-    @abstractmethod
-    def owner(self) -> Any:
-        """The optimizer of this package that conducts the engine; None for an engine that stands alone."""
 
     def factors(self, layer: KroneckerLayer | str) -> tuple[Tensor, Tensor]:
         """The running averages A ``[p, d_in, d_in]`` and G ``[p, d_out, d_out]`` of a layer (diagonals: ``[p, d]``).

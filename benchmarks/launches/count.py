@@ -68,7 +68,7 @@ def count(name: str, batch: int | None, optimizer: str, *, paper: bool, solver: 
         engine._trust = Held(TRUST)
 
         def coming(*, repeats: bool) -> Counts:
-            while engine.repeats_turn(engine.step_count) != repeats and not paper:
+            while engine.repeats_turn != repeats and not paper:
                 runner.step(own)
             return runner.step(own)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kfac_optim import Graft
-from kfac_optim.scaling import Direction, _few_norms, norms
+from kfac_optim.scaling import Direction, _few_norms, norms, scaled
 from kfac_optim.trust import brake, changes_at
 
 
@@ -36,10 +36,10 @@ def test_the_norm_of_an_update_is_taken_once(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.linalg, "matrix_norm", lambda x: (taken.append(x), matrix_norm(x))[1])
     d = direction([2, 4])
     (multiplier,) = Graft().multipliers([d], 0)
-    scaled = d.times(multiplier)
-    (change,) = changes_at([scaled], 0.3)
+    (longer,) = scaled([d], [multiplier])
+    (change,) = changes_at([longer], 0.3)
     assert [x is d.update for x in taken] == [True, False, False]
-    torch.testing.assert_close(scaled.norm(d.update + change), d.norm(d.update), rtol=1e-12, atol=0)
+    torch.testing.assert_close(longer.norm(d.update + change), d.norm(d.update), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("trust", [0.3, 1.0])
@@ -47,9 +47,9 @@ def test_the_norm_of_an_update_is_taken_once(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_brake_shortens_what_trust_gives_to_the_direction(trust: float, factor: float | torch.Tensor) -> None:
     d = direction([2, 4])
     (multiplier,) = Graft().multipliers([d], 0)
-    scaled = d.times(multiplier)
-    (free,) = changes_at([scaled], trust)
-    (braked,) = changes_at([scaled], trust, factor)
+    (longer,) = scaled([d], [multiplier])
+    (free,) = changes_at([longer], trust)
+    (braked,) = changes_at([longer], trust, factor)
     step = (1 - trust + 0.25 * trust) * (d.update + free)
     torch.testing.assert_close(d.update + braked, step, rtol=1e-12, atol=1e-12)
 

@@ -106,11 +106,11 @@ def test_a_step_that_raises_the_loss_is_undone(monkeypatch: pytest.MonkeyPatch) 
     model, optimizer = make()
     train(model, optimizer, range(2), **BATCH)
     before, damping = values(model), optimizer.param_groups[0]["damping"]
-    update = optimizer.state[model[0].weight]["last_update"].clone()
+    update = optimizer.state[model[0].weight]["kfac_last_update"].clone()
     monkeypatch.setattr("kfac_optim.objective.Objective.change", lambda self, c: 1.0)
     train(model, optimizer, [2], **BATCH)
     assert all(map(torch.equal, values(model), before))
-    assert torch.equal(optimizer.state[model[0].weight]["last_update"], update)
+    assert torch.equal(optimizer.state[model[0].weight]["kfac_last_update"], update)
     assert optimizer.param_groups[0]["damping"] == pytest.approx(2 * damping)
     assert optimizer.param_groups[0]["reduction_ratio"] < 0
 

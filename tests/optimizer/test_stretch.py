@@ -444,7 +444,7 @@ def test_a_stretch_that_was_too_long_is_left_out_until_the_next_directions(monke
     for _ in range(4):
         step()
     monkeypatch.setattr(trust, "_YOUNG", 1)
-    assert optimizer.curvature.repeats_turn(4) and optimizer.curvature.repeats_turn(5)
+    assert all(optimizer.curvature._trust.repeats(step, stretches=True) for step in (4, 5))
     for p in model.parameters():  # as if every layer's stretch had led up a wall
         optimizer.state[p]["kfac_stretch"].neg_()
     before = {p: p.detach().clone() for p in model.parameters()}

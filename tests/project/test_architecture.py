@@ -49,6 +49,7 @@ LAYERS = (
     ("refresh",),
     ("checking",),
     ("state",),
+    ("steering",),
     ("views",),
     ("build",),
     ("engine",),
