@@ -24,8 +24,6 @@ from .quadratic import QuadraticModel
 
 __all__ = ["Objective"]
 
-_Vector = Sequence[Tensor]  # one tensor for each parameter
-
 # Differences are taken over this share of the last update's length; over that of the weights' before there is one, and
 # not over so little of it that nothing but rounding would be left.
 _STEP, _FIRST_STEP, _SMALLEST_STEP = 0.03, 1e-4, 1e-5
@@ -60,7 +58,7 @@ class Objective:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        gradients: _Vector,
+        gradients: Sequence[Tensor],
         parts: Sequence[Part],
         terms: int,
         fisher: FisherProducts,
@@ -72,13 +70,13 @@ class Objective:
         self._share = 1 / comm.world_size if comm.average_gradients else 1.0  # of this rank's loss in the whole
         self._terms = max(1, terms)
         self._weights = [p.detach().clone() for p in parameters]
-        self._directions: list[_Vector] = []
+        self._directions: list[Sequence[Tensor]] = []
         self._changes: list[list[Tensor]] = []  # u, by direction and part
         self._roots: list[list[Tensor]] = []  # H^(1/2) u
         self._model: QuadraticModel | None = None
 
     @torch.no_grad()
-    def model(self, directions: Sequence[_Vector], last_update: _Vector | None) -> QuadraticModel:
+    def model(self, directions: Sequence[Sequence[Tensor]], last_update: Sequence[Tensor] | None) -> QuadraticModel:
         """The quadratic model along some directions (a collective), which :meth:`change` refers to from then on.
 
         Args:
@@ -170,11 +168,11 @@ class Objective:
             return ""
         return self.fisher.target_problem(part.output, part.gradient * self._terms)
 
-    def _move(self, offset: _Vector) -> None:
+    def _move(self, offset: Sequence[Tensor]) -> None:
         self.put_back()
         torch._foreach_add_(self.parameters, tuple(offset))
 
-    def _output_changes(self, v: _Vector, step: Tensor) -> list[Tensor]:
+    def _output_changes(self, v: Sequence[Tensor], step: Tensor) -> list[Tensor]:
         """``J v`` of every part, from so many times v; leaves the weights there."""
         self._move(torch._foreach_mul(list(v), step))
         return [(part.evaluate() - part.output) / step for part in self.parts]
@@ -199,7 +197,7 @@ class Objective:
         return total
 
 
-def _dot(u: _Vector, v: _Vector) -> Tensor:
+def _dot(u: Sequence[Tensor], v: Sequence[Tensor]) -> Tensor:
     """The inner product of two directions, 0-dim."""
     products = [torch.dot(a.reshape(-1), b.reshape(-1)) for a, b in zip(u, v, strict=True)]
     return torch.stack([product.to(products[0]) for product in products]).sum()
