@@ -204,7 +204,7 @@ def terms_of_rank(terms: int, comm: Communicator, *, summed: bool, sampled: bool
     rank_weight = 1 / ranks if comm.average_gradients else 1.0
     if summed:
         return rank_weight**2, 1 / ranks
-    return (rank_weight * ranks) ** 2 * (1 if sampled else terms**2), terms
+    return 1.0 if sampled else (rank_weight * ranks * terms) ** 2, terms
 
 
 def fold_(updates: Sequence[tuple[dict[str, Tensor], float, float]], moments: Sequence[Tensor | None]) -> None:

@@ -146,6 +146,8 @@ class BuiltEngine(ViewedEngine):
             rank=self.comm.rank,
             left_out=self._left_out,
         )
+        if self._closed:
+            self._capture.close()
         self._plan_statistics()
 
     @property

@@ -292,6 +292,7 @@ class KFACMixin(_Optimizer):
         Where the strategy shares factors out (``factors="sharded"``), those of this rank alone, as
         ``torch.distributed.checkpoint`` takes them; :meth:`full_state_dict` has all of them.
         """
+        self._show_counters()
         return self._with_checksums(super().state_dict())
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -306,6 +307,7 @@ class KFACMixin(_Optimizer):
             whole = self.curvature.whole_states()
         finally:
             self._show_states()
+            self._show_counters()
         state_dict: dict[str, Any] = super().state_dict()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, i in zip(group["params"], saved["params"], strict=True):

@@ -43,6 +43,7 @@ class StatefulEngine(Config, ABC):
     _refresher: Refresher
     _trust: Trust
     _communicator_given: bool
+    _closed: bool
 
     @abstractmethod
     def _restore(self) -> None:
@@ -136,16 +137,17 @@ class StatefulEngine(Config, ABC):
         last = int(counters.get("last_statistics", -1))
         self.last_statistics = None if last < 0 else last
         self.skipped_steps = int(counters.get("skipped_steps", 0))
+        spreads = self.may_spread or counters.get("pending_spread", -1) >= 0
         for block in self._blocks:
             block.drop()
             block.adopt({})
             if states:
-                block.make_room(self.factor_dtype, self.comm.rank, spreads=self.may_spread)
+                block.make_room(self.factor_dtype, self.comm.rank, spreads=spreads)
                 copy_state(block.state, states[block.layer.weight])
         self._averaging.load(counters)
         self._trust.load(counters)
         self._refresher.load(counters, self._blocks, self.comm.rank)
-        if states:
+        if states and not self._closed:
             self._refresher.invalidate()
             if self.comm.world_size == 1:  # several ranks do it together, in their next step
                 self._refresher.rebuild(self.step_count, self._blocks, self.comm)

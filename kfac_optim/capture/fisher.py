@@ -44,6 +44,10 @@ class Fisher(ABC):
         """The distribution's parameters in a model's output; no tensor where the output has none."""
         return main_tensor(output) if self.output_fn is None else self.output_fn(output)
 
+    def can_sample(self, output: Tensor) -> Tensor:
+        """Whether targets can be drawn, a 0-dim bool: not from what is not finite."""
+        return output.isfinite().all()
+
     @abstractmethod
     def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
         """Gradient of the negative log likelihood of sampled targets with respect to the output.
@@ -110,6 +114,10 @@ class Categorical(Fisher):
     """
 
     dim: int = -1
+
+    def can_sample(self, output: Tensor) -> Tensor:
+        """Classes may be masked by logits of minus infinity, but not all of them."""
+        return (output < torch.inf).all() & (output > -torch.inf).any(self.dim).all()
 
     def misfit(self, gradient: Tensor) -> str:
         """The gradient of a cross-entropy sums to zero over the classes."""

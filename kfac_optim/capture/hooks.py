@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from ..cuda_graphs import refuse_cuda_graphs
 from ..factors import FactorSpec
-from ..layers import KroneckerLayer
+from ..layers import KroneckerLayer, LinearLayer
 from .attention import ProjectionTap, remove_taps
 from .calls import ModelCall, ModelCalls, in_backward
 from .compiled import CompiledCalls
@@ -241,6 +241,13 @@ class Capture:
         if torch._C._functorch.is_functorch_wrapped_tensor(output):
             self._await_hidden(index, output)
             return None
+        if a.is_nested:  # positions of examples of different lengths, one after the other
+            layer = self.layers[index]
+            if not (isinstance(layer, LinearLayer) and layer.sharing == "expand"):
+                return None
+            a = a.values()
+        elif a.layout is not torch.strided:
+            a = a.to_dense()
         if output.numel() == 0:  # an expert to which no token was routed: nothing was seen
             return None
         call = self._calls.current

@@ -19,7 +19,7 @@ class LossTerms:
 
     Attributes:
         average: The engine's ``loss_average``, documented there.
-        batch_dim: The dimension of the examples in the model's output.
+        batch_dim: The dimension of the examples in outputs and inputs that have positions.
         class_dim: The dimension of the classes in the model's output; the others are positions.
     """
 
@@ -59,7 +59,12 @@ class LossTerms:
             return tensor.numel()
         if self.average == "batch+sequence":
             return batch_times_positions
-        return tensor.shape[self.batch_dim if tensor.dim() > 1 else 0]  # "batch"
+        return tensor.shape[self.dim_of_examples(tensor)]  # "batch"
+
+    def dim_of_examples(self, tensor: Tensor) -> int:
+        """The dimension of the examples in an output or input: the first where it has no positions, ``[N, C]``."""
+        features = tensor.is_floating_point()  # token numbers have none
+        return self.batch_dim if tensor.dim() > 1 + features else 0
 
 
 def _is_one_example(x: Tensor | None, output: Tensor) -> bool:

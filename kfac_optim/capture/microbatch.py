@@ -117,6 +117,7 @@ class Recorder:
         """
         layer = self.layers[call.index]
         with self.stage("factor computation"), full_precision(g.device.type):
+            g = g.values() if g.is_nested else g
             seen = call.observation.subsample(g.detach()).to(self.dtype)
             if seen.numel() < g.numel():  # the examples kept stand for all, and their squares are added up
                 seen = seen * (g.numel() / seen.numel()) ** 0.5
@@ -179,7 +180,7 @@ class BackwardPasses:
     def record_output_gradient(self, layer_call: LayerCall, call: ModelCall | None, g: Tensor) -> None:
         """The gradient of a layer's output has arrived: the pair (a, g) of its call is complete."""
         # Gradients are enabled by create_graph=True: a gradient penalty or a higher derivative, not the loss.
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(g):
             return
         goes_to = destination(self.recorder.layers[layer_call.index])
         if goes_to is not None:
@@ -193,6 +194,9 @@ class BackwardPasses:
         """
         index, observation = layer_call.index, layer_call.observation
         batch = self.reach(call)
+        # Another pass over a retained graph may bring both again, and sums are changed in place.
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            observation, g = dataclasses.replace(observation, a=observation.a.clone()), g.clone()
         if to_caller:
             batch.note_caller()
         if self.recorder.layers[index].by_example:  # calls on as many examples are taken for calls on the same examples

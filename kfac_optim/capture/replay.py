@@ -191,11 +191,12 @@ class Replay:
         output, gradient = call.output, call.gradient
         assert output is not None and gradient is not None
         gradient = _precise(gradient) / loss_scale
-        dim = self.loss_terms.batch_dim if output.dim() > 1 else 0
+        dim = self.loss_terms.dim_of_examples(output)
         examples = output.shape[dim]
         share = max(fraction, min(1.0, _LEAST / examples))
 
         def some(x: Tensor) -> Tensor:
+            dim = self.loss_terms.dim_of_examples(x)
             return spread_examples(x, dim, share) if x.dim() > dim and x.shape[dim] == examples else x
 
         if share < 1:

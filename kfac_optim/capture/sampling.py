@@ -84,7 +84,7 @@ class SampledBackward:
     def _sampled_gradient(self, logits: Tensor, generator: torch.Generator) -> Tensor:
         parameters = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
         # Nothing can be drawn from NaNs; they go on to the moments, so that these are left out.
-        finite = parameters.isfinite().all()
+        finite = self.fisher.can_sample(parameters)
         target = self.fisher.sample_gradient(torch.where(finite, parameters, 0.0), generator)
         return torch.where(finite, target, torch.nan).to(logits.dtype)
 

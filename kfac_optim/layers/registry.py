@@ -120,6 +120,10 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
                 _, declined = reasons.setdefault(parameter, (parameter_name, reason))
                 if reason and not declined:
                     _decline_layers_of(parameter, layers.values(), reasons, f"shared with {parameter_name}: {reason}")
+            for layer in found:
+                pattern = next((p for p in options.skip_layers if re.search(p, layer.name)), None)
+                for parameter in layer.parameters if pattern is not None else ():
+                    reasons[parameter] = (reasons[parameter][0], f"skip_layers matches {pattern!r}")
     _decline_whole_layers(layers.values(), reasons)
     kept = [layer for layer in layers.values() if not reasons[layer.weight][1] and options.trains(layer.weight)]
     covered = {parameter for layer in kept for parameter in layer.parameters}

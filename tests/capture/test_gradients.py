@@ -409,3 +409,62 @@ def test_a_backward_pass_that_raised_leaves_no_trace_in_that_of_an_earlier_forwa
         loss.backward()
 
     assert_as(run, passes(1))
+
+
+# Retained graphs, and inputs of other layouts -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zeroed", [False, True])
+@pytest.mark.parametrize("count", [1, 3, 10])
+def test_passes_over_one_retained_graph_leave_the_inputs_as_they_were(count: int, zeroed: bool) -> None:
+    """A of each pass is that of the same inputs, and so is their mean."""
+    model, x = nn.Linear(3, 2, bias=False), torch.randn(8, 3)
+    engine = CurvatureEngine(model)
+    y = model(x)
+    for _ in range(count):
+        if zeroed:
+            model.zero_grad(set_to_none=False)
+        y.square().sum(1).mean().backward(retain_graph=True)
+    engine.precondition_(lr=1.0)
+    assert_near(engine.factors("")[0][0], x.T @ x / 8, rel=1e-6)
+
+
+def test_sparse_inputs_are_those_of_the_dense_matrix() -> None:
+    def run(model: nn.Module, x: Tensor) -> CurvatureEngine:
+        engine = CurvatureEngine(model)
+        F.cross_entropy(model(x), torch.tensor([0, 1, 1])).backward()
+        engine.precondition_(lr=1.0)
+        return engine
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(5, 2)), torch.eye(5)[:3]
+    sparse, dense = run(copy.deepcopy(model), x.to_sparse()), run(model, x)
+    for found, expected in zip(sparse.factors("0"), dense.factors("0"), strict=True):
+        assert_near(found, expected, rel=1e-6)
+
+
+def test_jagged_inputs_are_those_of_all_positions() -> None:
+    torch.manual_seed(0)
+    model, parts = nn.Linear(5, 2), [torch.randn(3, 5), torch.randn(7, 5)]
+    other = copy.deepcopy(model)
+    engines = [CurvatureEngine(net, loss_average=1) for net in (model, other)]
+    model(torch.nested.nested_tensor(parts, layout=torch.jagged)).values().square().sum().backward()
+    other(torch.cat(parts)).square().sum().backward()
+    for engine in engines:
+        engine.precondition_(lr=1.0)
+    for found, expected in zip(*(engine.factors("") for engine in engines), strict=True):
+        assert_near(found, expected, rel=1e-6)
+
+
+def test_batched_gradients_are_left_alone() -> None:
+    """Those of ``torch.autograd.grad(..., is_grads_batched=True)`` are no passes of a loss."""
+    model = nn.Linear(5, 2)
+    optimizer = KFACSGD(model, lr=0.1)
+    y, directions = model(torch.randn(3, 5)), torch.eye(6).view(6, 3, 2)
+    found = torch.autograd.grad(y, list(model.parameters()), directions, is_grads_batched=True, retain_graph=True)
+    for i, direction in enumerate(directions):
+        for whole, one in zip(
+            found, torch.autograd.grad(y, model.parameters(), direction, retain_graph=True), strict=True
+        ):
+            assert_near(whole[i], one)
+    assert optimizer.curvature.layers

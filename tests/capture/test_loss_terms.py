@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_optim import KFACSGD
+from kfac_optim import KFACSGD, CurvatureEngine
 from kfac_optim.capture import LossTerms
 from tests.helpers.compare import (
     SAME,
@@ -390,3 +390,32 @@ def test_two_halves_of_a_batch_under_one_mean_with_the_number_of_terms_given() -
     first.step()
     second.step()
     assert_same_factors(first, second)
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_examples_of_an_output_without_positions_come_first(tokens: bool) -> None:
+    """Also where ``batch_dim=1`` says where they are in inputs of a sequence-first model."""
+
+    class Pooled(nn.Module):
+        def __init__(self, positions: int) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.positions = positions
+            self.first = nn.Embedding(7, 6) if tokens else nn.Linear(4, 6)
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.tanh(self.first(x)).mean(self.positions))
+
+    torch.manual_seed(1)
+    x = torch.randint(7, (8, 5)) if tokens else torch.randn(8, 5, 4)
+    y, found = torch.randint(3, (8,)), []
+    for first in (True, False):
+        model = Pooled(1 if first else 0)
+        engine = CurvatureEngine(model, batch_dim=0 if first else 1)
+        torch.nn.functional.cross_entropy(model(x if first else x.transpose(0, 1)), y).backward()
+        engine.precondition_(lr=0.1)
+        found.append(engine)
+    for layer in ("first", "head"):
+        for one, other in zip(*(engine.factors(layer) for engine in found), strict=True):
+            torch.testing.assert_close(other, one)

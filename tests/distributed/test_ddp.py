@@ -522,3 +522,26 @@ def test_a_pickle_in_a_spread_refresh_goes_on_alone() -> None:
         train(model, optimizer, range(6, 12), shape=SHAPE)
         assert optimizer.curvature.failed_decompositions == 0
         assert_all_near([values(model)], expected)
+
+
+def sampled_factor(rank: int, world_size: int) -> list[float]:
+    """The mean eigenvalue of G of a squared error under sampled targets, gradients averaged and added up."""
+    found = []
+    for averages in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2, bias=False)
+        communicator = TorchCommunicator(average_gradients=averages)
+        engine = CurvatureEngine(model, fisher="gaussian", communicator=communicator)
+        loss = 0.5 * (model(torch.randn(5000, 3)) - torch.randn(5000, 2)).square().sum(1).mean()
+        (loss / (1 if averages else world_size)).backward()
+        assert model.weight.grad is not None
+        dist.all_reduce(model.weight.grad)
+        model.weight.grad /= world_size if averages else 1
+        engine.precondition_(lr=1.0)
+        found.append(float(engine.factors("")[1].diagonal(dim1=-2, dim2=-1).mean()))
+    return found
+
+
+def test_sampled_targets_do_not_care_how_gradients_are_combined() -> None:
+    for found in run_ranks(2, sampled_factor):
+        assert found == pytest.approx([1.0, 1.0], rel=0.05)

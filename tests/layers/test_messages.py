@@ -105,6 +105,17 @@ def test_a_model_without_any_layer_that_is_preconditioned_is_told_so_once() -> N
         KFACAdam(nn.Linear(3, 2), lr=0.1, skip_layers=[""])  # on purpose
 
 
+def test_projections_of_attention_are_skipped_by_the_names_that_the_table_gives_them() -> None:
+    def names(*patterns: str) -> list[str]:
+        optimizer = KFACAdam(nn.TransformerEncoderLayer(8, 2), lr=0.1, skip_layers=patterns)
+        return [layer.name for layer in optimizer.curvature.layers]
+
+    everything = names()
+    assert {"self_attn.in_proj", "self_attn.out_proj"} <= set(everything)
+    assert names("in_proj") == [name for name in everything if name != "self_attn.in_proj"]
+    assert names(r"attn\.out_proj$") == [name for name in everything if name != "self_attn.out_proj"]
+
+
 def test_the_table_counts_one_layer_and_one_parameter_in_the_singular() -> None:
     table = repr(KFACAdam(nn.Sequential(GraphConvolution(), nn.Linear(3, 2)), lr=0.1).curvature)
     assert table.splitlines()[-1].startswith("1 layer preconditioned, 1 parameter by the base rule, ")

@@ -479,3 +479,35 @@ def test_targets_are_sampled_on_statistics_steps_only() -> None:
         take_step(model, optimizer, small_passes(), averaged(cross_entropy, "batch"))
         counts.append(Counted.calls)
     assert counts == [2, 1, 1, 2, 1, 1]
+
+
+def test_masked_classes_are_never_drawn() -> None:
+    """Logits of minus infinity, as masks of actions or vocabularies have them; a row of nothing else is left out."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits = self.net(x).masked_fill(torch.tensor([False, False, False, True]), -torch.inf)
+            return torch.where(x[:, :1] > 1e6, -torch.inf, logits)
+
+    model = Masked()
+    optimizer = KFACSGD(model, lr=0.0, fisher="categorical", factor_update_steps=1, inv_update_steps=1)
+    x, y = torch.randn(4, 3).repeat(COPIES, 1), torch.randint(3, (4 * COPIES,))
+    averaged_loss = nn.CrossEntropyLoss()
+    averaged_loss(model(x), y).backward()
+    optimizer.step()
+    chances = model(x[:4]).softmax(-1).detach()
+    expected = torch.stack([p.diag() - p.outer(p) for p in chances]).mean(0)
+    assert_near(optimizer.curvature.factors("net")[1][0], expected, rel=MONTE_CARLO_TOL)
+    optimizer.zero_grad()
+    x[0] = 2e6
+    model(x).softmax(-1).nan_to_num().square().sum().backward()
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad.nan_to_num_()
+    optimizer.step()
+    assert optimizer.curvature.skipped_batches == 1

@@ -111,6 +111,33 @@ def again_by_copy(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
     return copy.deepcopy((model, optimizer))
 
 
+def test_a_state_has_the_options_of_its_moment() -> None:
+    """Not those of the last step."""
+    _, optimizer = build(KFACSGD)
+    optimizer.curvature.damping = 0.5
+    for state in (optimizer.state_dict(), optimizer.full_state_dict()):
+        _, resumed = build(KFACSGD)
+        resumed.load_state_dict(saved(state))
+        assert resumed.curvature.damping == 0.5
+
+
+@pytest.mark.parametrize("other", [{"spread": 0}, {"inv_update_steps": 5}])
+def test_a_refresh_in_progress_ends_where_refreshes_are_not_spread(other: dict[str, Any]) -> None:
+    model = make_model(0)
+    optimizer = KFACSGD(model, lr=0.1)
+    step = 0
+    while optimizer.curvature._refresher.in_progress is None:
+        train(model, optimizer, [step])
+        step += 1
+    state = saved(optimizer.state_dict())
+    assert state["param_groups"][0]["kfac_pending_spread"] >= 0
+    resumed = KFACSGD(model, lr=0.1, **other)
+    resumed.load_state_dict(state)
+    train(model, resumed, range(step, step + 12))
+    assert resumed.curvature._refresher.in_progress is None
+    assert resumed.curvature.frozen_at is not None and resumed.curvature.frozen_at >= step - 1
+
+
 def test_hooks_on_loading_are_heard_before_the_state_is_judged() -> None:
     """They may put in order what would be refused, and what they raise comes through."""
 

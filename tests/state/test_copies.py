@@ -121,6 +121,29 @@ def test_the_copy_of_a_closed_optimizer_stays_closed() -> None:
     assert_identical(model, model2)
 
 
+def test_a_closed_optimizer_stays_closed_whatever_happens_to_it() -> None:
+    """A state that is loaded, a parameter group that is added, and copies."""
+    model, optimizer = build(KFACSGD)
+    train(model, optimizer, range(6))
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.curvature.close()
+    optimizer.load_state_dict(state)
+    base_model = copy.deepcopy(model)
+    base = torch.optim.SGD(base_model.parameters(), lr=0.05)
+    for own, group in zip(optimizer.param_groups, base.param_groups, strict=True):
+        group.update({key: own[key] for key in group if key != "params"})
+    for p, q in zip(model.parameters(), base_model.parameters(), strict=True):
+        base.state[q]["momentum_buffer"] = optimizer.state[p]["momentum_buffer"].clone()
+    train(model, optimizer, range(6, 10))
+    train(base_model, base, range(6, 10))
+    assert_identical(model, base_model)
+    more = nn.Linear(2, 2)
+    optimizer.add_param_group({"params": list(more.parameters())})
+    copied = copy.deepcopy((model, optimizer))[0]
+    for module in (*model.modules(), *copied.modules(), more):
+        assert not module._forward_hooks and not module._forward_pre_hooks
+
+
 def test_an_engine_that_stands_alone_can_be_copied() -> None:
     model = make_model()
     engine = CurvatureEngine(model, **SETTINGS)
