@@ -92,7 +92,7 @@ def _counter_problem(known: Iterable[str], counters: Mapping[str, Any]) -> str:
             return f"its counter {name!r} is {value!r}"
     for name in known:
         least = -1 if name in _MAY_BE_NEVER else 0
-        whole = name in ("usual_length", "brake") or counters[name] == int(counters[name])
+        whole = name in ("usual_length", "brake", "rate") or counters[name] == int(counters[name])
         if not least <= counters[name] <= MOST.get(name, math.inf) or not whole:
             return f"its counter {name!r} is {counters[name]}"
     for name, limit in (("last_statistics", "step"), ("last_refresh", "step"), ("frozen_at", "step")):

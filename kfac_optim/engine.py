@@ -54,7 +54,7 @@ from .distributed import (
 )
 from .lessons import Lessons
 from .preconditioning import Lr
-from .reach import learn
+from .reach import follow, learn
 from .schedules import due
 
 __all__ = ["CurvatureEngine", "memory_estimate"]
@@ -119,13 +119,14 @@ class CurvatureEngine(BuiltEngine):
                 block.note_trains()
         statistics, lessons = self._capture.take(), lessons or Lessons()
         largest, rates = largest_entry(gradients), list(lrs)
-        moved = [lr != 0 for lr in rates if isinstance(lr, Tensor)]
-        flags = [largest, *moved, *lessons.tensors.values(), *statistics.flags]
+        on_device = [lr for lr in rates if isinstance(lr, Tensor)]
+        flags = [largest, *on_device, *lessons.tensors.values(), *statistics.flags]
         dtype = torch.float64 if any(flag.dtype == torch.float64 for flag in flags) else torch.float32
         together = torch.cat([flag.to(largest.device, dtype).view(-1) for flag in flags])
         values = iter(together.tolist())  # the sync
         largest_gradient = next(values)
-        moves = any([next(values) if isinstance(lr, Tensor) else lr for lr in rates])
+        highest = max((abs(next(values) if isinstance(lr, Tensor) else lr) for lr in rates), default=0.0)
+        moves = highest != 0
         # What only this rank has seen must not decide anything here: the ranks have to go the same way.
         alone = self.comm.world_size == 1
         trains = largest_gradient > 0 and moves
@@ -144,6 +145,8 @@ class CurvatureEngine(BuiltEngine):
         opposes = statistics.thrown_away and alone if self._capture.enabled and self.step_count else None
         self._trust.learn(**numbers, opposes=opposes)
         self._overstretched = learn(self._blocks, slopes)
+        follow(self._blocks, highest, self._trust.rate)
+        self._trust.note_rate(highest)
         settled = statistics.settle(values)
         if self._capture.enabled and trains and self._blocks:
             unseen = not any(settled.taken) and statistics.has_gradients()

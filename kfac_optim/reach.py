@@ -19,6 +19,9 @@ Each layer has a reach of its own, which starts low. Whether the next gradient s
 tells whether more of it would have been better; reach then rises by a tenth of itself, else it falls, and by much more
 where that gradient has turned round: a stretch that was far too long has met a wall.
 
+A reach is that of steps at the rates of its days. Where the rate jumps, as warm restarts let it, steps along flat
+directions are to be as long as they were, so that reaches fall by as much.
+
 Networks that train against each other are not stretched (:mod:`~kfac_optim.opponents`).
 """
 
@@ -33,9 +36,10 @@ from .beside import each, times
 from .blocks import Block
 from .scaling import Direction, inners, ratios, squares
 
-__all__ = ["LEAST", "learn", "stretches"]
+__all__ = ["LEAST", "follow", "learn", "stretches"]
 
 LEAST, _MOST = 3e-4, 3.0  # at the least nothing is added to a step that one could tell
+_JUMP = 2.0  # a rate that rises by more from one step to the next was not warmed up, but restarted
 _GROWTH = 1.1  # of reach per step, or its inverse
 _TURNED, _FALL = 0.3, 30.0  # where the gradient has turned round by more than this share, reach falls by up to that
 
@@ -59,6 +63,19 @@ def learn(blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[float, fl
             block.set_reach(_moved(block.reach, after / before))
             too_long.update(() if after > 0 else block.layer.parameters)  # also if that is not a number
     return too_long
+
+
+def follow(blocks: Sequence[Block], rate: float, last: float) -> None:
+    """Where the learning rate jumps upwards reaches fall by as much.
+
+    Args:
+        blocks: Those of the layers.
+        rate: The highest learning rate of this step, without its sign.
+        last: That of the step before, or of the last one in which it was not 0; 0: there was none.
+    """
+    if last and rate > _JUMP * last:
+        for block in blocks:
+            block.set_reach(max(LEAST, block.reach * last / rate))
 
 
 def _moved(reach: float, slope: float) -> float:

@@ -71,11 +71,12 @@ class Trust:
         suspected: Whether gradients were thrown away before the last of these steps. A step that was skipped, because
             its gradients had overflowed for instance, makes nobody an opponent.
         brake: That of the last step in which k was computed, in (0, 1]; 1: it was as long as the base's.
+        rate: The highest learning rate of the last step that had one; 0 before (:func:`kfac_optim.reach.follow`).
     """
 
     def __init__(self) -> None:
         self.notches = self.memory = self.seen = 0
-        self.usual, self.brake = 0.0, 1.0
+        self.usual, self.brake, self.rate = 0.0, 1.0, 0.0
         self.opposes: bool | None = None
         self.suspected = True
 
@@ -133,6 +134,10 @@ class Trust:
             self.seen = min(_REMEMBERED, self.seen + 1)
             self.usual += (length - self.usual) / self.seen
 
+    def note_rate(self, rate: float) -> None:
+        """Notes the highest learning rate of a step; one of 0 says nothing."""
+        self.rate = rate or self.rate
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Trust:
         copied = copy.copy(self)
         OPPONENTS.copy(self, copied)
@@ -146,12 +151,14 @@ class Trust:
             "opposes": -1 if self.opposes is None else int(self.opposes),
             "suspected": int(self.suspected),
             "brake": self.brake,
+            "rate": self.rate,
         }
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""
         self.notches, self.memory, self.seen = (int(counters.get(name, 0)) for name in ("trust", "memory", "lengths"))
         self.usual, self.brake = float(counters.get("usual_length", 0.0)), float(counters.get("brake", 1.0))
+        self.rate = float(counters.get("rate", 0.0))
         known = int(counters.get("opposes", -1))
         self.opposes, self.suspected = None if known < 0 else bool(known), bool(counters.get("suspected", 1))
         OPPONENTS.resume(self, opposes=bool(self.opposes))

@@ -407,6 +407,36 @@ def test_reach_is_learned_alike_however_the_step_is_taken(how: dict[str, Any]) -
     assert optimizer.curvature.reach > 0.012
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_rate_that_jumps_leaves_the_stretch_as_long_as_it_was(
+    on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As warm restarts let it; a rate that falls, rests at 0 or is warmed up does not."""
+    model, batch = net(), data()
+    optimizer = KFACSGD(model, **options(torch.tensor(0.01) if on_device else 0.01, momentum=0.9))
+    unmoved = reach._JUMP
+
+    def reaches_at(rate: float, net: nn.Module, own: KFACSGD) -> Tensor:
+        if on_device:
+            own.param_groups[0]["lr"].fill_(rate)
+        else:
+            own.param_groups[0]["lr"] = rate
+        backward(net, batch, loss)
+        own.step()
+        return torch.tensor(list(own.curvature.reaches().values()))
+
+    for rate in (*[0.01] * 4, 0.002, 0.004, 0.0, 0.008, 0.08, 0.08):
+        twin, other = copy.deepcopy((model, optimizer))
+        monkeypatch.setattr(reach, "_JUMP", 1e9)
+        expected = reaches_at(rate, twin, other)
+        monkeypatch.setattr(reach, "_JUMP", unmoved)
+        jump = 10 if (rate, optimizer.curvature._trust.rate) == (0.08, 0.008) else 1
+        saved = optimizer.state_dict()
+        optimizer = KFACSGD(model, **options(torch.tensor(0.01) if on_device else 0.01, momentum=0.9))
+        optimizer.load_state_dict(saved)
+        assert_near(reaches_at(rate, model, optimizer), (expected / jump).clamp(min=reach.LEAST), rel=1e-6)
+
+
 def test_a_skipped_step_makes_no_opponent() -> None:
     """Whose gradients were thrown away once; nor does an optimizer that was one before this one began."""
     model = net()
