@@ -145,8 +145,7 @@ class CurvatureEngine(BuiltEngine):
         opposes = statistics.thrown_away and alone if self._capture.enabled and self.step_count else None
         self._trust.learn(**numbers, opposes=opposes)
         self._overstretched = learn(self._blocks, slopes)
-        follow(self._blocks, highest, self._trust.rate)
-        self._trust.note_rate(highest)
+        follow(self._blocks, self._trust.note_rate(highest))
         settled = statistics.settle(values)
         if self._capture.enabled and trains and self._blocks:
             unseen = not any(settled.taken) and statistics.has_gradients()

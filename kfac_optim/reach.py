@@ -19,8 +19,9 @@ Each layer has a reach of its own, which starts low. Whether the next gradient s
 tells whether more of it would have been better; reach then rises by a tenth of itself, else it falls, and by much more
 where that gradient has turned round: a stretch that was far too long has met a wall.
 
-A reach is that of steps at the rates of its days. Where the rate jumps, as warm restarts let it, steps along flat
-directions are to be as long as they were, so that reaches fall by as much.
+A reach is that of steps at the rates of its days. Where the rate rises again after it has fallen (warm restarts,
+cycles), or jumps, steps along flat directions are to be as long as they were, so that reaches fall by as much. In a
+warm-up they grow with the rate.
 
 Networks that train against each other are not stretched (:mod:`~kfac_optim.opponents`).
 """
@@ -39,7 +40,6 @@ from .scaling import Direction, inners, ratios, squares
 __all__ = ["LEAST", "follow", "learn", "stretches"]
 
 LEAST, _MOST = 3e-4, 3.0  # at the least nothing is added to a step that one could tell
-_JUMP = 2.0  # a rate that rises by more from one step to the next was not warmed up, but restarted
 _GROWTH = 1.1  # of reach per step, or its inverse
 _TURNED, _FALL = 0.3, 30.0  # where the gradient has turned round by more than this share, reach falls by up to that
 
@@ -65,17 +65,10 @@ def learn(blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[float, fl
     return too_long
 
 
-def follow(blocks: Sequence[Block], rate: float, last: float) -> None:
-    """Where the learning rate jumps upwards reaches fall by as much.
-
-    Args:
-        blocks: Those of the layers.
-        rate: The highest learning rate of this step, without its sign.
-        last: That of the step before, or of the last one in which it was not 0; 0: there was none.
-    """
-    if last and rate > _JUMP * last:
-        for block in blocks:
-            block.set_reach(max(LEAST, block.reach * last / rate))
+def follow(blocks: Sequence[Block], rise: float) -> None:
+    """Reaches fall where the learning rate rises; ``rise``: by how much (:meth:`~kfac_optim.trust.Trust.note_rate`)."""
+    for block in blocks if rise > 1 else ():
+        block.set_reach(max(LEAST, block.reach / rise))
 
 
 def _moved(reach: float, slope: float) -> float:

@@ -49,11 +49,20 @@ _MOST_WHERE_UPDATES_GROW = 6  # tenths, where the base's update grows with the g
 _LONGEST = 9  # tenths: the average remembers some ten gradients, as the usual momentum of 0.9
 _REMEMBERED = 10  # lengths of updates that their running average remembers
 _SLACK, _POWER = 1.3, 2  # steps are braked where the update is longer than 1.3 times the usual, by that squared
+_JUMP = 2.0  # a rate that rises by more from one step to the next is not warmed up
 _YOUNG = 20  # steps until k is repeated once, and so many more until it is repeated twice
 _PATIENCE = 4  # while steps do not turn, k is computed in one of so many or more
 
 # The largest values of counters that have one.
-MOST = {"trust": _NOTCHES, "memory": _LONGEST, "lengths": _REMEMBERED, "brake": 1, "opposes": 1, "suspected": 1}
+MOST = {
+    "trust": _NOTCHES,
+    "memory": _LONGEST,
+    "lengths": _REMEMBERED,
+    "brake": 1,
+    "opposes": 1,
+    "suspected": 1,
+    "rate_fell": 1,
+}
 
 
 class Trust:
@@ -71,12 +80,13 @@ class Trust:
         suspected: Whether gradients were thrown away before the last of these steps. A step that was skipped, because
             its gradients had overflowed for instance, makes nobody an opponent.
         brake: That of the last step in which k was computed, in (0, 1]; 1: it was as long as the base's.
-        rate: The highest learning rate of the last step that had one; 0 before (:func:`kfac_optim.reach.follow`).
+        rate: The highest learning rate of the last step that had one; 0 before.
+        rate_fell: Whether it has ever fallen.
     """
 
     def __init__(self) -> None:
         self.notches = self.memory = self.seen = 0
-        self.usual, self.brake, self.rate = 0.0, 1.0, 0.0
+        self.usual, self.brake, self.rate, self.rate_fell = 0.0, 1.0, 0.0, False
         self.opposes: bool | None = None
         self.suspected = True
 
@@ -134,9 +144,18 @@ class Trust:
             self.seen = min(_REMEMBERED, self.seen + 1)
             self.usual += (length - self.usual) / self.seen
 
-    def note_rate(self, rate: float) -> None:
-        """Notes the highest learning rate of a step; one of 0 says nothing."""
-        self.rate = rate or self.rate
+    def note_rate(self, rate: float) -> float:
+        """Notes the highest learning rate of a step, if it is not 0.
+
+        Returns:
+            By how much it has risen, where it has fallen before or jumps; else, as in a warm-up, 1.
+        """
+        last = self.rate
+        if not rate or not last:
+            self.rate = rate or last
+            return 1.0
+        self.rate, self.rate_fell = rate, self.rate_fell or rate < last
+        return rate / last if rate > last * (1.0 if self.rate_fell else _JUMP) else 1.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trust:
         copied = copy.copy(self)
@@ -152,13 +171,14 @@ class Trust:
             "suspected": int(self.suspected),
             "brake": self.brake,
             "rate": self.rate,
+            "rate_fell": int(self.rate_fell),
         }
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""
         self.notches, self.memory, self.seen = (int(counters.get(name, 0)) for name in ("trust", "memory", "lengths"))
         self.usual, self.brake = float(counters.get("usual_length", 0.0)), float(counters.get("brake", 1.0))
-        self.rate = float(counters.get("rate", 0.0))
+        self.rate, self.rate_fell = float(counters.get("rate", 0.0)), bool(counters.get("rate_fell", 0))
         known = int(counters.get("opposes", -1))
         self.opposes, self.suspected = None if known < 0 else bool(known), bool(counters.get("suspected", 1))
         OPPONENTS.resume(self, opposes=bool(self.opposes))

@@ -17,6 +17,7 @@ from kfac_optim import (
     KFACAdamW,
     OfLargest,
     OfMean,
+    engine,
     lessons,
     opponents,
     reach,
@@ -408,13 +409,13 @@ def test_reach_is_learned_alike_however_the_step_is_taken(how: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_rate_that_jumps_leaves_the_stretch_as_long_as_it_was(
+def test_a_rate_that_rises_again_or_jumps_leaves_the_stretch_as_long_as_it_was(
     on_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As warm restarts let it; a rate that falls, rests at 0 or is warmed up does not."""
+    """As warm restarts and cycles let it; in a warm-up, and where a rate falls or rests at 0, nothing happens."""
+    how = options(torch.tensor(0.01) if on_device else 0.01, momentum=0.9)
     model, batch = net(), data()
-    optimizer = KFACSGD(model, **options(torch.tensor(0.01) if on_device else 0.01, momentum=0.9))
-    unmoved = reach._JUMP
+    optimizer = KFACSGD(model, **how)
 
     def reaches_at(rate: float, net: nn.Module, own: KFACSGD) -> Tensor:
         if on_device:
@@ -425,16 +426,17 @@ def test_a_rate_that_jumps_leaves_the_stretch_as_long_as_it_was(
         own.step()
         return torch.tensor(list(own.curvature.reaches().values()))
 
-    for rate in (*[0.01] * 4, 0.002, 0.004, 0.0, 0.008, 0.08, 0.08):
+    rises = [(0.01, 1)] * 5 + [(0.02, 1), (0.06, 3), (0.002, 1), (0.003, 1.5), (0.0, 1), (0.02, 20 / 3), (0.02, 1)]
+    for rate, rise in rises:
         twin, other = copy.deepcopy((model, optimizer))
-        monkeypatch.setattr(reach, "_JUMP", 1e9)
-        expected = reaches_at(rate, twin, other)
-        monkeypatch.setattr(reach, "_JUMP", unmoved)
-        jump = 10 if (rate, optimizer.curvature._trust.rate) == (0.08, 0.008) else 1
-        saved = optimizer.state_dict()
-        optimizer = KFACSGD(model, **options(torch.tensor(0.01) if on_device else 0.01, momentum=0.9))
-        optimizer.load_state_dict(saved)
-        assert_near(reaches_at(rate, model, optimizer), (expected / jump).clamp(min=reach.LEAST), rel=1e-6)
+        with monkeypatch.context() as alone:
+            alone.setattr(engine, "follow", lambda *given: None)
+            expected = reaches_at(rate, twin, other) / rise
+        state = optimizer.state_dict()
+        optimizer = KFACSGD(model, **how)
+        optimizer.load_state_dict(state)
+        assert_near(reaches_at(rate, model, optimizer), expected.clamp(min=reach.LEAST), str(rate), rel=1e-6)
+        assert rise == 1 or bool((expected > reach.LEAST).any())
 
 
 def test_a_skipped_step_makes_no_opponent() -> None:
