@@ -30,6 +30,7 @@ from .cuda_graphs import refuse_cuda_graphs
 from .diagnostics import StageTimes
 from .distributed import Assignment, Communicator, agreement, make_communicator, own_shape, refuse_flattened
 from .layers import LayerOptions, owners_of, unwrap
+from .opponents import Leftover
 from .preconditioning import Preconditioner
 from .refresh import Refresher
 from .sharing import move_factors, refuse_to_move
@@ -76,6 +77,7 @@ class BuiltEngine(ViewedEngine):
         self._trust = Trust()
         self._blocks: list[Block] = []
         self._overstretched: set[nn.Parameter] = set()
+        self._leftover: Leftover | None = None
         self._find_layers()
         if self._trained and not self._roots:
             warnings.warn(
@@ -133,6 +135,7 @@ class BuiltEngine(ViewedEngine):
     def _restore(self) -> None:
         """Builds what a copy or a pickle leaves behind, and puts the hooks on."""
         self._owner = None
+        self._leftover = None
         self._preconditioner = Preconditioner(self.solver, self.inv_dtype, self._stages)
         fisher = self._sampled_fisher
         self._capture = Capture(

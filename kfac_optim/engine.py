@@ -53,6 +53,7 @@ from .distributed import (
     set_full_gradient_,
 )
 from .lessons import Lessons
+from .opponents import Leftover
 from .preconditioning import Lr
 from .reach import follow, learn
 from .schedules import due
@@ -205,8 +206,9 @@ class CurvatureEngine(BuiltEngine):
         """
         self._preconditioner.send_zeros(self._blocks, self.scaling, self.comm)
 
-    def advance(self) -> None:
-        """Ends the step."""
+    def advance(self, left: Mapping[nn.Parameter, Tensor] | None = None) -> None:
+        """Ends the step; ``left``: the gradients that it leaves in ``.grad``, for :meth:`look_back`."""
+        self._leftover = Leftover(*next(iter(left.items()))) if left else None
         if not self._is_noop:
             self.step_count += 1
             self._steps_taken += 1
@@ -244,6 +246,15 @@ class CurvatureEngine(BuiltEngine):
     def discard(self) -> None:
         """Forgets what this step has captured so far (``zero_grad()`` does it)."""
         self._capture.discard()
+
+    def look_back(self) -> None:
+        """Looks whether gradients are thrown away that were added to those of the last step (before ``zero_grad()``).
+
+        Of several ranks one may have thrown something away that the others have not.
+        """
+        if self._leftover is not None and self.comm.world_size == 1:
+            self._trust.note_leftover(grown=self._leftover.has_grown)
+        self._leftover = None
 
     @torch.no_grad()
     def synchronize(self) -> None:

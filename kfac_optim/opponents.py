@@ -2,17 +2,42 @@
 
 A discriminator that trains faster wins at once, and the generator has nothing to learn from; a generator that trains
 faster finds the discriminator's blind spots instead of the data. The discriminator is known by gradients that are
-thrown away, those of the backward passes by which the generator trains. Nothing tells of a generator. So an optimizer
-takes itself for an opponent as long as such a network takes steps in the same process, between its own.
+thrown away, those of the backward passes by which the generator trains. They are seen in two ways: what its layers had
+captured is gone (:class:`~kfac_optim.capture.statistics.Taken`), and what a step has left in ``.grad`` has grown until
+the optimizer clears it (:class:`Leftover`). Nothing tells of a generator. So an optimizer takes itself for an opponent
+as long as such a network takes steps in the same process, between its own.
 """
 
 from __future__ import annotations
 
 import weakref
 
-__all__ = ["OPPONENTS", "Opponents"]
+from torch import Tensor, nn
+
+__all__ = ["OPPONENTS", "Leftover", "Opponents"]
 
 _LATELY = 16  # steps of all optimizers of the process: several of one network may come before the next of the other
+
+
+class Leftover:
+    """A gradient as a step has left it.
+
+    Args:
+        parameter: The parameter.
+        gradient: Its gradient after the step; both are held weakly.
+    """
+
+    def __init__(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        self._parameter, self._gradient = weakref.ref(parameter), weakref.ref(gradient)
+        self._version = gradient._version
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether another backward pass has added to it."""
+        parameter, gradient = self._parameter(), self._gradient()
+        if parameter is None or gradient is None or parameter.grad is not gradient:
+            return False
+        return gradient._version != self._version
 
 
 class Opponents:

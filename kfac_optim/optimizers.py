@@ -173,7 +173,7 @@ class KFACMixin(_Optimizer):
             lrs = [group.get("lr", 1.0) for group in groups]
             if engine.update(list(gradients.values()), lrs, lessons_of(self, gradients)):
                 self._update_weights(gradients, closure)
-                engine.advance()
+                engine.advance(gradients)
         finally:  # also of a step that was interrupted or ran out of memory a state can be saved
             self._show_states()
             self._show_counters()
@@ -245,8 +245,11 @@ class KFACMixin(_Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; statistics of backward passes whose step is not taken are forgotten with their gradients."""
+        known = hasattr(self, "curvature")  # perhaps not in vars(self): Lightning calls this on a stand-in of our class
+        if known:
+            self.curvature.look_back()
         super().zero_grad(set_to_none)
-        if hasattr(self, "curvature"):  # perhaps not in vars(self): Lightning calls this on a stand-in of our class
+        if known:
             self.curvature.discard()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ __all__ = ["StatefulEngine", "copy_state"]
 Engine = TypeVar("Engine", bound="StatefulEngine")
 
 # What a copy or a pickle of an engine leaves behind: it belongs to the process, or is made anew from the rest.
-_LEFT_BEHIND = ("_capture", "_owner", "comm", "grad_scaler", "_preconditioner")
+_LEFT_BEHIND = ("_capture", "_leftover", "_owner", "comm", "grad_scaler", "_preconditioner")
 
 
 class StatefulEngine(Config, ABC):

@@ -49,6 +49,7 @@ _MOST_WHERE_UPDATES_GROW = 6  # tenths, where the base's update grows with the g
 _LONGEST = 9  # tenths: the average remembers some ten gradients, as the usual momentum of 0.9
 _REMEMBERED = 10  # lengths of updates that their running average remembers
 _SLACK, _POWER = 1.3, 2  # steps are braked where the update is longer than 1.3 times the usual, by that squared
+_THROWS = 2**16 - 1  # bits: so many times of clearing gradients are remembered
 _JUMP = 2.0  # a rate that rises by more from one step to the next is not warmed up
 _YOUNG = 20  # steps until k is repeated once, and so many more until it is repeated twice
 _PATIENCE = 4  # while steps do not turn, k is computed in one of so many or more
@@ -62,6 +63,7 @@ MOST = {
     "opposes": 1,
     "suspected": 1,
     "rate_fell": 1,
+    "throws": _THROWS,
 }
 
 
@@ -77,6 +79,9 @@ class Trust:
         opposes: Whether the network trains against another one (:mod:`~kfac_optim.opponents`): gradients were thrown
             away before the last step that collected statistics, and before the one before, if that tells. None until
             the second of these steps.
+        throws: Of the last 16 times that gradients were cleared, whether more had been added to those that a step had
+            left, one bit each, the last one lowest. Two of them make an opponent: it may take several steps for one of
+            the other network's.
         suspected: Whether gradients were thrown away before the last of these steps. A step that was skipped, because
             its gradients had overflowed for instance, makes nobody an opponent.
         brake: That of the last step in which k was computed, in (0, 1]; 1: it was as long as the base's.
@@ -89,6 +94,12 @@ class Trust:
         self.usual, self.brake, self.rate, self.rate_fell = 0.0, 1.0, 0.0, False
         self.opposes: bool | None = None
         self.suspected = True
+        self.throws = 0
+
+    @property
+    def is_opponent(self) -> bool:
+        """Whether it is known that the network trains against another one."""
+        return bool(self.opposes) or self.throws.bit_count() > 1
 
     @property
     def value(self) -> float:
@@ -136,13 +147,17 @@ class Trust:
         """
         if opposes is not None:
             self.opposes, self.suspected = opposes and self.suspected, opposes
-        OPPONENTS.step(self, opposes=bool(self.opposes))
+        OPPONENTS.step(self, opposes=self.is_opponent)
         self.notches = _moved(self.notches, turn, _MOST_WHERE_UPDATES_GROW if self.usual or length else _NOTCHES)
         self.memory = _moved(self.memory, average, _LONGEST)
         if 0 < length < math.inf:
             self.brake = min(1.0, _SLACK * self.usual / length) ** _POWER if self.usual else 1.0
             self.seen = min(_REMEMBERED, self.seen + 1)
             self.usual += (length - self.usual) / self.seen
+
+    def note_leftover(self, *, grown: bool) -> None:
+        """Notes whether gradients that are cleared had been added to those that a step had left."""
+        self.throws = (2 * self.throws + grown) & _THROWS
 
     def note_rate(self, rate: float) -> float:
         """Notes the highest learning rate of a step, if it is not 0.
@@ -169,6 +184,7 @@ class Trust:
             **known,
             "opposes": -1 if self.opposes is None else int(self.opposes),
             "suspected": int(self.suspected),
+            "throws": self.throws,
             "brake": self.brake,
             "rate": self.rate,
             "rate_fell": int(self.rate_fell),
@@ -181,7 +197,8 @@ class Trust:
         self.rate, self.rate_fell = float(counters.get("rate", 0.0)), bool(counters.get("rate_fell", 0))
         known = int(counters.get("opposes", -1))
         self.opposes, self.suspected = None if known < 0 else bool(known), bool(counters.get("suspected", 1))
-        OPPONENTS.resume(self, opposes=bool(self.opposes))
+        self.throws = int(counters.get("throws", 0))
+        OPPONENTS.resume(self, opposes=self.is_opponent)
 
 
 def _moved(notches: int, alignment: float, most: int) -> int:
