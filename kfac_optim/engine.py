@@ -147,8 +147,10 @@ class CurvatureEngine(BuiltEngine):
         self._trust.learn(**numbers, opposes=opposes)
         self._overstretched = learn(self._blocks, slopes)
         follow(self._blocks, self._trust.note_rate(highest))
+        if not self._blocks:  # everything trains by the base rule
+            return True
         settled = statistics.settle(values)
-        if self._capture.enabled and trains and self._blocks:
+        if self._capture.enabled and trains:
             unseen = not any(settled.taken) and statistics.has_gradients()
             self._unseen_steps = unseen * (self._unseen_steps + (UNSEEN_STEPS if statistics.transformed else 1))
         with self._stages.stage("factor update"):
