@@ -88,12 +88,18 @@ class exponential_decay:
         rate: What the value is multiplied by in every ``steps`` steps, usually in (0, 1).
         steps: The number of steps that ``rate`` refers to, > 0.
         final: The smallest value. Default 0: no limit.
+
+    Raises:
+        ValueError: If ``steps`` is out of range.
     """
 
     initial: float
     rate: float
     steps: int
     final: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_steps(self)
 
     def __call__(self, step: int) -> float:
         return max(self.final, self.initial * self.rate ** (step / self.steps))
@@ -107,14 +113,25 @@ class inverse_time_decay:
         initial: The value at step 0.
         steps: After so many steps it has fallen to a half, > 0.
         final: The smallest value. Default 0: no limit.
+
+    Raises:
+        ValueError: If ``steps`` is out of range.
     """
 
     initial: float
     steps: int
     final: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check_steps(self)
+
     def __call__(self, step: int) -> float:
         return max(self.final, self.initial * self.steps / (self.steps + step))
+
+
+def _check_steps(schedule: exponential_decay | inverse_time_decay) -> None:
+    if not schedule.steps > 0:
+        raise ValueError(f"{type(schedule).__name__}(steps={schedule.steps!r}): must be > 0")
 
 
 @dataclass(frozen=True)

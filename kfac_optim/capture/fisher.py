@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -190,6 +191,11 @@ class Gaussian(Fisher):
     """
 
     variance: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.variance < math.inf:
+            raise ValueError(f"Gaussian(variance={self.variance!r}): must be > 0")
 
     def misfit(self, gradient: Tensor) -> str:
         """See ``_like_softmax``."""

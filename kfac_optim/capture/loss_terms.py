@@ -38,7 +38,7 @@ class LossTerms:
             output: What the model returned.
         """
         if callable(self.average):
-            return int(self.average(args if args else kwargs, output))
+            return self._checked(self.average(args if args else kwargs, output))
         if isinstance(self.average, int):
             return self.average
         if self.average is None:
@@ -60,6 +60,17 @@ class LossTerms:
         if self.average == "batch+sequence":
             return batch_times_positions
         return tensor.shape[self.dim_of_examples(tensor)]  # "batch"
+
+    @staticmethod
+    def _checked(terms: Any) -> int:
+        """What a callable has returned, if it is a number of terms; 0 where a batch has none."""
+        try:
+            number = int(terms)
+        except (TypeError, ValueError):
+            number = -1
+        if number < 0:
+            raise ValueError(f"loss_average: the callable has returned {terms!r}; must be the number of loss terms")
+        return number
 
     def dim_of_examples(self, tensor: Tensor) -> int:
         """The dimension of the examples in an output or input: the first where it has no positions, ``[N, C]``."""

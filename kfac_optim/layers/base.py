@@ -360,7 +360,7 @@ def own_parameter(module: nn.Module, name: str) -> nn.Parameter:
     """
     parameter = module._parameters.get(name)
     if parameter is None:
-        raise Declined(f"{name} is not a plain parameter of the module")
+        raise Declined(f"{name} is computed from other parameters (weight_norm, spectral_norm, pruning) or missing")
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ValueError(
             f"{type(module).__name__} is not initialised: run the model once before building the optimizer"

@@ -419,3 +419,12 @@ def test_examples_of_an_output_without_positions_come_first(tokens: bool) -> Non
     for layer in ("first", "head"):
         for one, other in zip(*(engine.factors(layer) for engine in found), strict=True):
             torch.testing.assert_close(other, one)
+
+
+@pytest.mark.parametrize("terms", [None, -3, "many"])
+def test_a_callable_that_returns_no_number_of_terms_is_told_so(terms: Any) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = KFACSGD(model, lr=0.1, loss_average=lambda inputs, output: terms)
+    with pytest.raises(ValueError, match=f"loss_average: the callable has returned {terms!r}; must be"):
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()

@@ -72,7 +72,7 @@ def test_a_layer_whose_weight_is_computed_later_is_declined(cls: type, change: C
     engine = optimizer.curvature
     assert [layer.name for layer in engine.layers] == ["2"]
     assert set(engine.report()["layers"]) == {"2"}
-    assert "0.bias" in repr(engine) and "plain parameter" in repr(engine)
+    assert "0.bias" in repr(engine) and "computed from other parameters" in repr(engine)
     assert "kfac" not in optimizer.state[model[0].bias]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

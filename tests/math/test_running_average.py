@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import KFACSGD, growing
+from kfac_optim import KFACSGD, exponential_decay, growing, inverse_time_decay
 from kfac_optim.factors import pack, packed_diagonal
 from tests.helpers.settings import EXACT
 
@@ -328,3 +328,10 @@ def test_the_diagonal_of_a_packed_matrix(n: int) -> None:
     matrix = torch.randn(2, n, n)
     matrix = matrix + matrix.mT
     assert torch.equal(packed_diagonal(pack(matrix), n), matrix.diagonal(dim1=-2, dim2=-1))
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+def test_decays_need_a_number_of_steps(steps: int) -> None:
+    for make in (lambda: inverse_time_decay(0.1, steps=steps), lambda: exponential_decay(0.1, 0.5, steps=steps)):
+        with pytest.raises(ValueError, match=rf"decay\(steps={steps}\): must be > 0"):
+            make()
