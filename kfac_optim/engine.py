@@ -353,7 +353,8 @@ class CurvatureEngine(BuiltEngine):
         """
         if self._refresher.in_progress is not None or self.last_refresh is None:
             return
-        if any(block.layer.weight.requires_grad and not block.trains for block in self._blocks):
+        late = [block for block in self._blocks if block.layer.weight.requires_grad and not block.trains]
+        if not all(block.has_direction for block in late):  # those that had trained before go on with what they have
             self.last_statistics = None
             self._refresher.refresh_next_step()
         for block in self._blocks:

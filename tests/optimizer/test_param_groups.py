@@ -217,6 +217,16 @@ def test_layers_that_join_late_do_not_wait_for_the_next_refresh(added: bool) -> 
     assert optimizer.curvature.last_refresh == 6
 
 
+def test_layers_that_train_in_turn_cost_no_refresh_in_every_step() -> None:
+    """They have decompositions from before, which are refreshed when it is due."""
+    model = make_model()
+    optimizer = KFACSGD(model, lr=0.1, factor_update_steps=2, inv_update_steps=10)
+    for step in range(40):
+        model[0].requires_grad_(step % 2 == 0)
+        train(model, optimizer, [step])
+    assert optimizer.curvature.refreshes <= 5
+
+
 def test_a_frozen_bias_leaves_the_weight_its_own_block() -> None:
     """The block of the weight alone, not the joint solve with its bias entry thrown away."""
     model, twin = nn.Sequential(nn.Linear(4, 3)), nn.Sequential(nn.Linear(4, 3, bias=False))
