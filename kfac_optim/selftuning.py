@@ -36,6 +36,7 @@ UPDATE = "kfac_last_update"  # key in the state of a parameter
 # Engine options that are given here: the damping changes from step to step, which takes the eigen solver.
 _GIVEN = ("damping", "scaling", "solver")
 _TRIALS = 10  # of the search for the first damping
+_BUMP = 2  # trials in a row that may bring less, with better ones behind them
 _CLOSURE_STEPS = 5  # between steps in which a closure is evaluated once more
 
 
@@ -185,7 +186,8 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
 
         That begins at the curvature along the gradient, and is divided by ten until a trial step lowers the loss by no
         more than a tenth more than the one before. The last trial counts, unless it brought less than half of that: a
-        damping that is too small rises fast, one that is too large falls slowly.
+        damping that is too small rises fast, one that is too large falls slowly. In that case up to two more are tried,
+        because on some networks the loss is higher in between.
         """
         along = objective.model([[-g for g in gradients.values()]], None)
         if not along.products > 0:  # nothing to be seen; torch.distributed.checkpoint takes such a step
@@ -194,17 +196,24 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             objective.check()
         if self.rule.value:
             return
-        damping, best = float(along.curvatures / along.products), 0.0
+        damping = float(along.curvatures / along.products)
+        good, best, worse = 10 * damping, 0.0, 0
         for _ in range(_TRIALS):
             self.rule.set(damping)
             c = objective.model(self._directions(gradients), None).minimum(damping)
             objective.place(c)
             found = change(c)
             objective.put_back()
-            if not found < 1.1 * best:
-                self.rule.set(damping if found < best / 2 else 10 * damping)
+            if found < 1.1 * best:
+                good, best, worse = damping, found, 0
+            elif found < best / 2 and not worse:
                 return
-            best, damping = found, damping / 10
+            else:
+                worse += 1
+                if worse > _BUMP:
+                    break
+            damping /= 10
+        self.rule.set(good)
 
     def _take_best(
         self, objective: Objective, gradients: Mapping[nn.Parameter, Tensor], change: Change, interval: int

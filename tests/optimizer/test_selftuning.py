@@ -116,31 +116,37 @@ def test_a_step_that_raises_the_loss_is_undone(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("changes", "chosen"),
+    ("changes", "more", "chosen"),
     [
-        ([-1.0, -2.0, -2.1], 2),  # hardly better: the last counts
-        ([-1.0, -2.0, -1.1], 2),  # more than half as good: it counts, too
-        ([-1.0, -2.0, -0.9], 1),
-        ([-1.0, -2.0, 3.0], 1),
-        ([-1.0, -2.0, float("nan")], 1),
+        ([-1.0, -2.0, -2.1], 0, 2),  # hardly better: the last counts
+        ([-1.0, -2.0, -1.1], 0, 2),  # more than half as good: it counts, too
+        ([-1.0, -2.0, -0.9], 2, 1),
+        ([-1.0, -2.0, 3.0], 2, 1),
+        ([-1.0, -2.0, float("nan")], 2, 1),
+        ([-1.0, 0.5, -2.0, -1.5], 0, 3),  # a bump
+        ([0.5, 0.1, -1.0, -1.05], 0, 3),
+        ([-1.0, 0.5, -0.9], 1, 0),
+        ([0.5], 2, -1),  # nothing is good
     ],
 )
 def test_the_first_damping_is_found_by_trials(
-    changes: list[float], chosen: int, monkeypatch: pytest.MonkeyPatch
+    changes: list[float], more: int, chosen: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = make()
     tried: list[float] = []
 
+    rest = [-1e-9 if min(changes) < 0 else 1.0] * (more + 1)
+
     def change(self: Objective, c: Tensor) -> float:
         tried.append(optimizer.rule.value)
-        return [*changes, -1e-9][len(tried) - 1]
+        return [*changes, *rest][len(tried) - 1]
 
     monkeypatch.setattr(Objective, "change", change)
     train(model, optimizer, [0], **BATCH)
     *trials, used = tried
-    assert len(trials) == len(changes)
+    assert len(trials) == len(changes) + more
     assert all(a / b == pytest.approx(10) for a, b in zip(trials, trials[1:], strict=False))
-    assert used == pytest.approx(trials[chosen])
+    assert used == pytest.approx(trials[chosen] if chosen >= 0 else 10 * trials[0])
 
 
 def test_a_given_damping_is_where_it_starts_and_may_be_set() -> None:
