@@ -78,6 +78,7 @@ class BuiltEngine(ViewedEngine):
         self._blocks: list[Block] = []
         self._overstretched: set[nn.Parameter] = set()
         self._leftover: Leftover | None = None
+        self._thrown_away = False  # gradients that were added to the last step's, before this one
         self._find_layers()
         if self._trained and not self._roots:
             warnings.warn(

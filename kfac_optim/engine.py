@@ -144,7 +144,8 @@ class CurvatureEngine(BuiltEngine):
         numbers, slopes = lessons.read(values)
         # Of several ranks one may have thrown something away that the others have not.
         opposes = statistics.thrown_away and alone if self._capture.enabled and self.step_count else None
-        self._trust.learn(**numbers, opposes=opposes)
+        thrown_away, self._thrown_away = self._thrown_away and alone, False
+        self._trust.learn(**numbers, opposes=opposes, thrown_away=thrown_away)
         self._overstretched = learn(self._blocks, slopes)
         follow(self._blocks, self._trust.note_rate(highest))
         if not self._blocks:  # everything trains by the base rule
@@ -250,13 +251,9 @@ class CurvatureEngine(BuiltEngine):
         self._capture.discard()
 
     def look_back(self) -> None:
-        """Looks whether gradients are thrown away that were added to those of the last step (before ``zero_grad()``).
-
-        Of several ranks one may have thrown something away that the others have not.
-        """
-        if self._leftover is not None and self.comm.world_size == 1:
-            self._trust.note_leftover(grown=self._leftover.has_grown)
-        self._leftover = None
+        """Looks, before ``zero_grad()``, whether that throws away what was added to the gradients of the last step."""
+        self._thrown_away |= self._leftover is not None and self._leftover.has_grown
+        self._leftover = None  # what is cleared twice was thrown away once
 
     @torch.no_grad()
     def synchronize(self) -> None:

@@ -29,7 +29,6 @@ left: trust goes up to 0.6.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,7 +48,7 @@ _MOST_WHERE_UPDATES_GROW = 6  # tenths, where the base's update grows with the g
 _LONGEST = 9  # tenths: the average remembers some ten gradients, as the usual momentum of 0.9
 _REMEMBERED = 10  # lengths of updates that their running average remembers
 _SLACK, _POWER = 1.3, 2  # steps are braked where the update is longer than 1.3 times the usual, by that squared
-_THROWS = 2**16 - 1  # bits: so many times of clearing gradients are remembered
+_THROWS = 2**16 - 1  # bits: so many steps are remembered
 _JUMP = 2.0  # a rate that rises by more from one step to the next is not warmed up
 _YOUNG = 20  # steps until k is repeated once, and so many more until it is repeated twice
 _PATIENCE = 4  # while steps do not turn, k is computed in one of so many or more
@@ -79,9 +78,9 @@ class Trust:
         opposes: Whether the network trains against another one (:mod:`~kfac_optim.opponents`): gradients were thrown
             away before the last step that collected statistics, and before the one before, if that tells. None until
             the second of these steps.
-        throws: Of the last 16 times that gradients were cleared, whether more had been added to those that a step had
-            left, one bit each, the last one lowest. Two of them make an opponent: it may take several steps for one of
-            the other network's.
+        throws: Of the last 16 steps, whether gradients were cleared before it that had been added to those of the step
+            before; one bit each, the last one lowest. Two of them make an opponent: it may take several steps for one
+            of the other network's.
         suspected: Whether gradients were thrown away before the last of these steps. A step that was skipped, because
             its gradients had overflowed for instance, makes nobody an opponent.
         brake: That of the last step in which k was computed, in (0, 1]; 1: it was as long as the base's.
@@ -136,6 +135,7 @@ class Trust:
         average: float = 0.0,
         length: float = 0.0,
         opposes: bool | None = None,
+        thrown_away: bool = False,
     ) -> None:
         """Moves a tenth towards K-FAC's directions if the gradients say so, else a tenth towards the base's updates.
 
@@ -143,10 +143,12 @@ class Trust:
             turn: The alignment of the gradients with the last k - u. 0 (the rate was 0, say) tells nothing.
             average: ``<g', m>``, m the average of the gradients before, whose sign moves the decay by a tenth.
             length: The length of the base's update in the step before, if it was turned.
-            opposes: Whether gradients were thrown away before this step; None: nobody has looked.
+            opposes: Whether captured gradients were thrown away before this step; None: nobody has looked.
+            thrown_away: Whether gradients were that had been added to those of the step before.
         """
         if opposes is not None:
             self.opposes, self.suspected = opposes and self.suspected, opposes
+        self.throws = (2 * self.throws + thrown_away) & _THROWS
         OPPONENTS.step(self, opposes=self.is_opponent)
         self.notches = _moved(self.notches, turn, _MOST_WHERE_UPDATES_GROW if self.usual or length else _NOTCHES)
         self.memory = _moved(self.memory, average, _LONGEST)
@@ -154,10 +156,6 @@ class Trust:
             self.brake = min(1.0, _SLACK * self.usual / length) ** _POWER if self.usual else 1.0
             self.seen = min(_REMEMBERED, self.seen + 1)
             self.usual += (length - self.usual) / self.seen
-
-    def note_leftover(self, *, grown: bool) -> None:
-        """Notes whether gradients that are cleared had been added to those that a step had left."""
-        self.throws = (2 * self.throws + grown) & _THROWS
 
     def note_rate(self, rate: float) -> float:
         """Notes the highest learning rate of a step, if it is not 0.
@@ -173,9 +171,15 @@ class Trust:
         return rate / last if rate > last * (1.0 if self.rate_fell else _JUMP) else 1.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trust:
-        copied = copy.copy(self)
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
         OPPONENTS.copy(self, copied)
         return copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """That of a pickle."""
+        self.__dict__.update(state)
+        OPPONENTS.resume(self, opposes=self.is_opponent)
 
     def counters(self) -> dict[str, float]:
         """Its part of the saved counters."""

@@ -33,13 +33,7 @@ class Held(Trust):
         super().__init__()
         self.load({"trust": round(10 * value), "opposes": 0})
 
-    def learn(
-        self,
-        turn: float = 0.0,
-        average: float = 0.0,
-        length: float = 0.0,
-        opposes: bool | None = None,
-    ) -> None:
+    def learn(self, *lessons: Any, **more: Any) -> None:
         """Learn nothing."""
 
     def repeats(self, step: int, *, stretches: bool) -> bool:

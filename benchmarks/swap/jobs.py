@@ -17,8 +17,8 @@ from benchmarks.common.runs import Line
 from benchmarks.swap.training import Run, Training
 from benchmarks.swap.trainings import TRAININGS
 
-AGAIN = ("the base again",)  # in the place of the swap's options
-NUDGE = 1e-3
+NUDGE = 1e-3  # the share by which the weights of a base that runs again are changed
+AGAIN = (f"the base again, weights changed by {NUDGE:g}",)  # in the place of the swap's options
 
 Job = tuple[str, int, int | None, tuple[str, ...], bool]  # training, seed, steps if not its own, options, base too
 

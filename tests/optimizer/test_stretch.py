@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -368,6 +369,66 @@ def test_a_discriminator_is_not_stretched(zero: Any, generator_first: bool) -> N
         score(torch.randn(6, 2), 1).backward()
         resumed.step()
     assert resumed.curvature.reach > 0
+
+
+@pytest.mark.parametrize("zeroed", [True, False])
+@pytest.mark.parametrize(("covered", "critic_steps"), [(False, 1), (True, 3), (True, 5)])
+def test_a_discriminator_is_known_by_what_is_added_to_its_last_gradients(
+    covered: bool, critic_steps: int, zeroed: bool
+) -> None:
+    """Also if none of its layers is preconditioned, or if it takes several steps for one of the generator's.
+
+    A resumed or pickled pair knows it at once.
+    """
+    generator, discriminator = net(), nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    models = generator, discriminator
+    how = options(0.01) | {"factor_update_steps": 50}  # its layers are not looked at often
+    ours, theirs = (KFACAdam(model.parameters(), **how) for model in models)
+    if not covered:
+        theirs = KFACAdam(discriminator.parameters(), **how, skip_layers=[""])
+
+    def play(models: Any, ours: KFACAdam, theirs: KFACAdam) -> None:
+        generator, discriminator = models
+        for _ in range(critic_steps):
+            theirs.zero_grad(set_to_none=not zeroed)
+            nn.functional.softplus(discriminator(torch.randn(6, 2))).mean().backward()
+            theirs.step()
+        ours.zero_grad(set_to_none=not zeroed)
+        nn.functional.softplus(-discriminator(generator(torch.randn(6, 3)))).mean().backward()
+        ours.step()
+
+    for _ in range(12):
+        play(models, ours, theirs)
+    again = [KFACAdam(model.parameters(), **how) for model in models]
+    if not covered:
+        again[1] = KFACAdam(discriminator.parameters(), **how, skip_layers=[""])
+    for own, resumed in zip((ours, theirs), again, strict=True):
+        resumed.load_state_dict(own.state_dict())
+    file = io.BytesIO()
+    torch.save((models, ours, theirs), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for trio in ((models, ours, theirs), (models, *again), loaded):
+        assert trio[2].curvature._trust.is_opponent
+        assert trio[1].curvature.reach == 0 and not trio[1].curvature._trust.is_opponent
+        play(*trio)
+        assert trio[2].curvature._trust.is_opponent and trio[1].curvature.reach == 0
+    assert not any("kfac_stretch" in state for state in ours.state.values())
+
+
+def test_what_is_cleared_twice_or_after_a_skipped_step_is_no_opponents() -> None:
+    """In place, in which the numbers change without another pass."""
+    model = net()
+    optimizer = KFACSGD(model, **options(0.01))
+    for step in range(8):
+        backward(model, data(), loss)
+        if step % 3 == 2:  # as a gradient scaler leaves out a step
+            optimizer.zero_grad(set_to_none=False)
+            continue
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad(set_to_none=False)
+    assert optimizer.curvature._trust.throws == 0
 
 
 def test_micro_batches_are_no_other_player() -> None:
