@@ -11,8 +11,8 @@ The rule, layer by layer; "gradient" means that of the layer's weight:
   ``backward()`` does and the loop has set the gradients itself.
 
 Other changes of a gradient (accumulation, clipping, unscaling, a reduction over ranks, a new tensor in its place) leave
-the statistics as they are. Where a framework keeps the gradients elsewhere (ZeRO, FSDP2 without synchronization), they
-were never in ``.grad``, and nothing is taken for removed.
+the statistics as they are. Where a framework keeps the gradients elsewhere (FSDP2 without synchronization), or moves
+them there after the pass (ZeRO), none is remembered, and nothing is taken for removed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..distributed import gradient_moves_away
 from ..layers import KroneckerLayer
 
 __all__ = ["GradientWatch", "destination"]
@@ -67,7 +68,8 @@ class GradientWatch:
 
     def remember(self, layers: Iterable[int]) -> None:
         """Notes the gradients of these layers, by index, and forgets the others."""
-        found = ((i, _local(self.layers[i].weight.grad)) for i in layers)
+        weights = ((i, self.layers[i].weight) for i in layers)
+        found = ((i, _local(weight.grad)) for i, weight in weights if not gradient_moves_away(weight))
         self._marks = {i: _mark(gradient) for i, gradient in found if gradient is not None}
 
     def forget(self) -> None:

@@ -16,6 +16,7 @@ from .communicator import Communicator
 __all__ = [
     "all_gathered",
     "full_gradient",
+    "gradient_moves_away",
     "gathered",
     "gathered_together",
     "is_sharded",
@@ -32,9 +33,14 @@ _BUCKET_NUMEL = 2**25  # numbers that are gathered by one collective: 128 MiB in
 _SMALL = 2**12  # tensors of so few numbers are copied side by side: an operation takes longer than the copy
 
 
+def gradient_moves_away(parameter: Tensor) -> bool:
+    """Whether DeepSpeed ZeRO 1-3 moves the gradient of a parameter out of ``.grad`` once a backward pass has ended."""
+    return hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
+
+
 def full_gradient(parameter: Tensor) -> Tensor | None:
     """The whole gradient, also where DeepSpeed ZeRO 1-3 keeps a part of it on every rank (then a collective)."""
-    if parameter.grad is None and (hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")):
+    if parameter.grad is None and gradient_moves_away(parameter):
         import deepspeed.utils
 
         return deepspeed.utils.safe_get_full_grad(parameter)

@@ -155,8 +155,10 @@ def _tensors(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """The ``taps``, ``members``, ``offsets`` and ``strips`` of a plan as tensors, kept on the device between steps."""
     plan = _plan(windows, lengths)
-    taps, members, offsets = (torch.tensor(part, device=device) for part in (plan.taps, plan.members, plan.offsets))
-    return taps.T, members, offsets, [product.strips.to(device, dtype) for product in plan.products]
+    of_plan = (torch.tensor(part) for part in (plan.taps, plan.members, plan.offsets))
+    taps, members, offsets = (part.to(device, non_blocking=True) for part in of_plan)
+    strips = [product.strips.to(device, dtype, non_blocking=True) for product in plan.products]
+    return taps.T, members, offsets, strips
 
 
 def shifted_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:

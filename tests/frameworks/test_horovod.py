@@ -24,7 +24,8 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-OPTIONS: dict[str, Any] = {**OFTEN, **FLOAT64}
+# Of optimizers and engines, whose solvers are others by default.
+OPTIONS: dict[str, Any] = {**OFTEN, **FLOAT64, "solver": "eigen"}
 CASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "factor-wise": (KFACSGD, {"lr": 0.1, "momentum": 0.9, "precondition": "gradient", "scaling": "kl_clip"}),
     "layer-wise": (KFACSGD, {"lr": 0.1, "momentum": 0.9, "assignment": LayerWise()}),

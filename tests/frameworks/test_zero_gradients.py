@@ -13,7 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kfac_optim.distributed import full_gradient, set_full_gradient_
+from kfac_optim import CurvatureEngine
+from kfac_optim.distributed import LocalCommunicator, full_gradient, set_full_gradient_
+from tests.helpers.settings import SETTINGS
+from tests.helpers.training import data_of
 
 Kept = dict[nn.Parameter, Tensor]
 
@@ -61,3 +64,31 @@ def test_a_gradient_in_its_place_is_taken_from_there(kept: Kept, mark: str) -> N
     set_full_gradient_(p, torch.full((2, 3), 5.0))
     assert p.grad is before and before.tolist() == [[5.0] * 3] * 2
     assert not kept
+
+
+@pytest.mark.parametrize("mark", ["_hp_mapping", "ds_id"])
+def test_passes_count_whose_gradients_are_moved_away(kept: Kept, mark: str) -> None:
+    found: dict[bool, list[list[Tensor]]] = {}
+    for moved in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()  # in four equal parts
+        engine = CurvatureEngine(model, **SETTINGS, communicator=LocalCommunicator())
+        for p in model.parameters() if moved else ():
+            setattr(p, mark, 1)
+            p.ds_process_group = None  # type: ignore[attr-defined]
+        found[moved] = []
+        for step in range(8):
+            inputs, classes = data_of(step)
+            nn.functional.cross_entropy(model(inputs), classes).backward()
+            for p in model.parameters() if moved else ():
+                kept[p], p.grad = p.grad, None  # type: ignore[assignment]
+            before = [full_gradient(p).clone() for p in model.parameters()]  # type: ignore[union-attr]
+            engine.precondition_(lr=0.1)
+            after = [full_gradient(p).view_as(p).clone() for p in model.parameters()]  # type: ignore[union-attr]
+            assert step < 2 or not any(map(torch.equal, before, after))
+            found[moved].append(after)
+            with torch.no_grad():
+                for p, direction in zip(model.parameters(), after, strict=True):
+                    p -= 0.1 * direction
+                    p.grad = None
+    assert all(torch.equal(a, b) for of in zip(*found.values(), strict=True) for a, b in zip(*of, strict=True))
