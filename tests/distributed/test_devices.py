@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KAISA, KFACSGD, CurvatureEngine, EigenSolver, InverseSolver
+from kfac_optim import KAISA, KFACSGD, CurvatureEngine, EigenSolver, FactorWise, InverseSolver, LayerWise
 from kfac_optim.distributed import Broadcast, share_gradients
 from tests.helpers.compiler import needs_compiler
 from tests.helpers.settings import OFTEN
@@ -156,7 +156,7 @@ def share() -> None:
 
 
 def carry() -> None:
-    """Both verbs, of tensors on the host, on the device, and of several dtypes."""
+    """All verbs, of tensors on the host, on the device, and of several dtypes."""
     from tests.helpers.accelerator import Mirrors
 
     for dtype in (None, torch.float16, torch.bfloat16, torch.float64):
@@ -167,9 +167,15 @@ def carry() -> None:
             sums = list(comm.sum(given, "factors", compressed=True))
             assert [total.device for total in sums] == [each.device for each in given]
             assert [total.tolist() for total in sums] == [[[3.0] * 3] * 2, 4.0]
+            owned = comm.reduce(given, [0, 1], "factors", compressed=True)
+            assert [None if total is None else total.tolist() for total in owned] == [[[3.0] * 3] * 2, None]
+            room = [torch.zeros_like(tensor) for tensor in given]
+            comm.exchange([(1, tensor) for tensor in given], [(1, tensor) for tensor in room], "directions")
+            assert [tensor.tolist() for tensor in room] == [[[1.5] * 3] * 2, 2.0]
             for source, expected in ((0, 1.5), (1, 0.0)):
                 comm.send([Broadcast(given[:1], source, (0, 1))], "decompositions")
                 assert given[0].tolist() == [[expected] * 3] * 2
+        assert {*comm.calls} >= {"sum", "reduce", "exchange", "broadcast"}
 
 
 CASES: dict[str, Callable[[], Any]] = {
@@ -179,6 +185,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "built on meta": lambda: compare(to_empty),
     "nothing to precondition": lambda: compare(lambda model: model.to("cuda"), skip_layers=[".*"]),
     "layer-wise": lambda: compare(assignment="layer-wise"),
+    "layer-wise, factors shared out": lambda: compare(assignment=LayerWise("sharded")),
+    "factor-wise, factors shared out": lambda: compare(to_empty, assignment=FactorWise("sharded"), inv_update_steps=4),
     "groups of ranks": lambda: compare(assignment=KAISA(grad_worker_fraction=0.5)),
     "inverse, float16 on the wire": lambda: compare(solver="inverse", comm={"comm_dtype": torch.float16}),
     "in the background": decompose_in_the_background,

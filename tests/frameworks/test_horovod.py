@@ -109,7 +109,8 @@ def on_a_rank() -> dict[str, Any]:
 def outcomes() -> list[dict[str, Any]]:
     import horovod
 
-    added = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    places = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    added = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": places}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in added.items():
             patch.setenv(name, value)

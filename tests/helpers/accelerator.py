@@ -5,7 +5,7 @@ Only for processes that have not imported torch yet: :func:`benchmarks.launches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -100,7 +100,7 @@ class Done:
 
 
 class Mirrors(Communicator):
-    """Rank 0 of two, the other of which has the same tensors, and zeros for what it broadcasts.
+    """Rank 0 of two, the other of which has and sends the same tensors, but zeros for what it broadcasts.
 
     Args:
         refused: A type of device from which nothing can be sent, as NCCL sends nothing from the CPU.
@@ -127,6 +127,15 @@ class Mirrors(Communicator):
 
     def _start_max(self, tensor: Tensor) -> Done:
         return self._carry(tensor, "max")
+
+    def _start_reduce(self, tensor: Tensor, owner: int) -> Done:
+        tensor.mul_(2)
+        return self._carry(tensor, "reduce")
+
+    def _start_exchange(self, sent: Tensor, sizes: Sequence[int], received: Tensor, into: Sequence[int]) -> Done:
+        received.copy_(sent)
+        self._carry(sent, "exchange")
+        return self._carry(received, "exchange")
 
     def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Done:
         if source != self.rank:
