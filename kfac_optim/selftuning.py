@@ -26,7 +26,6 @@ from .objective import Objective
 from .optimizers import KFACMixin
 from .quadratic import LevenbergMarquardt, SecantCheck
 from .schedules import growing
-from .solvers import EigenSolver
 
 __all__ = ["KFAC"]
 
@@ -34,9 +33,8 @@ Change = Callable[[Tensor], float]
 
 UPDATE = "kfac_last_update"  # key in the state of a parameter
 
-# Engine options that are given here: the damping changes from step to step, which takes the eigen solver.
+# Engine options that are given here; the solver is that of the other classes, because the damping changes in every step.
 _GIVEN = ("damping", "scaling", "solver")
-_SOLVER = EigenSolver(negligible=0.3)
 _TRIALS = 10  # of the search for the first damping
 _BUMP = 2  # trials in a row that may bring less, with better ones behind them
 _CLOSURE_STEPS = 5  # between steps in which a closure is evaluated once more
@@ -108,7 +106,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         interval = options.get("inv_update_steps", growing(0.1, minimum=5))
         defaults = {"inv_update_steps": interval, "factor_update_steps": interval, "factor_decay": 0.75}
         options = {**defaults, **options, "fisher": fisher, "damping": self.rule}
-        super().__init__(model, groups, precondition="gradient", scaling=None, solver=_SOLVER, **options)
+        super().__init__(model, groups, precondition="gradient", scaling=None, **options)
         self._watch_calls()
 
     def _watch_calls(self) -> None:

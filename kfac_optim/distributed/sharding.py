@@ -16,9 +16,9 @@ from .communicator import Communicator
 __all__ = [
     "all_gathered",
     "full_gradient",
-    "gradient_moves_away",
     "gathered",
     "gathered_together",
+    "gradient_moves_away",
     "is_sharded",
     "largest_entry",
     "may_be_sharded",
