@@ -33,7 +33,7 @@ Change = Callable[[Tensor], float]
 
 UPDATE = "kfac_last_update"  # key in the state of a parameter
 
-# Engine options that are given here; the solver is that of the other classes, because the damping changes in every step.
+# Engine options that are given here; the solver is the other classes', because the damping changes in every step.
 _GIVEN = ("damping", "scaling", "solver")
 _TRIALS = 10  # of the search for the first damping
 _BUMP = 2  # trials in a row that may bring less, with better ones behind them
