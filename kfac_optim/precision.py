@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 
@@ -26,46 +26,52 @@ class _Switch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holders = 0
-        self._restore: Callable[[], None] = lambda: None
+        self._restore: Callable[[], None] = _nothing
 
-    @contextmanager
-    def highest(self) -> Iterator[None]:
-        """Keeps the switch at the highest precision.
-
-        The first block of any thread sets it, the last one to close puts it back.
-        """
+    def hold(self) -> None:
+        """Keeps the switch at the highest precision; the first of all threads sets it."""
         with self._lock:
             if not self._holders:
                 self._restore = self._set()
             self._holders += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._holders -= 1
-                if not self._holders:
-                    self._restore()
+
+    def release(self) -> None:
+        """The last one to let go of it puts it back."""
+        with self._lock:
+            self._holders -= 1
+            if not self._holders:
+                self._restore()
 
     @staticmethod
     def _set() -> Callable[[], None]:
         """Sets it to the highest precision; returns what undoes that, unless the user has chosen again meanwhile."""
         try:
             before = torch.get_float32_matmul_precision()
+            if before == "highest":
+                return _nothing
+            of_cpu = getattr(cast(Any, torch.backends.mkldnn).matmul, "fp32_precision", None)
             torch.set_float32_matmul_precision("highest")
         except RuntimeError:  # the user has set torch 2.9's attributes, and then these functions refuse to work
             return _set_attributes()
-        return lambda: _undo(before)
+        return lambda: _undo(before, of_cpu)
 
 
-def _undo(before: str) -> None:
+def _nothing() -> None:
+    """What there is to undo where the user's precision is the highest."""
+
+
+def _undo(before: str, of_cpu: str | None) -> None:
     if torch.get_float32_matmul_precision() == "highest":
         torch.set_float32_matmul_precision(before)
+        # That sets the attribute of CPUs as well; cuda.matmul.allow_tf32, which the user may have set, leaves it alone.
+        if of_cpu is not None:
+            _attribute(torch.backends.mkldnn)[1](of_cpu)
 
 
 def _set_attributes() -> Callable[[], None]:
     """As :meth:`_Switch._set`, by torch 2.9's attributes: one for GPUs, one for CPUs."""
     devices: tuple[Any, ...] = (torch.backends.cuda, torch.backends.mkldnn)
-    ways = [_attribute(device.matmul) for device in devices]
+    ways = [_attribute(device) for device in devices]
     before = [read() for read, _ in ways]
     for _, choose in ways:
         choose("ieee")
@@ -78,24 +84,38 @@ def _set_attributes() -> Callable[[], None]:
     return undo
 
 
-def _attribute(matmul: Any) -> tuple[Callable[[], str], Callable[[str], None]]:
+def _attribute(device: Any) -> tuple[Callable[[], str], Callable[[str], None]]:
     """How the attribute of one kind of device is read and set."""
     name = "fp32_precision"
-    return functools.partial(getattr, matmul, name), functools.partial(setattr, matmul, name)
+    return functools.partial(getattr, device.matmul, name), functools.partial(setattr, device.matmul, name)
 
 
 _SWITCH = _Switch()
 
 
-@contextmanager
-def full_precision(device_type: str) -> Iterator[None]:
+class full_precision:
     """Switches autocast, gradients and fast products off in a ``with`` block: second moments need all of float32.
+
+    Entered some hundred times in a step; a generator would take three times as long.
 
     Args:
         device_type: Where the block computes, such as "cuda".
     """
-    with torch.no_grad(), without_autocast(device_type), _SWITCH.highest():
-        yield
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+
+    def __enter__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._autocast = without_autocast(self._device_type)
+        self._autocast.__enter__()
+        torch.set_grad_enabled(False)
+        _SWITCH.hold()
+
+    def __exit__(self, *error: Any) -> None:
+        _SWITCH.release()
+        torch.set_grad_enabled(self._grad)
+        self._autocast.__exit__(*error)
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
