@@ -54,6 +54,10 @@ class SteeredEngine(StatefulEngine):
         """The largest share of the stretch along flat directions that a layer's steps get (:mod:`kfac_optim.reach`)."""
         return max((block.reach for block in self._blocks), default=0.0) if self.stretches else 0.0
 
+    def covered_parameters(self) -> set[nn.Parameter]:
+        """The parameters of layers."""
+        return {p for block in self._blocks for p in block.layer.parameters}
+
     def reaches(self) -> dict[nn.Parameter, float]:
         """The share of the stretch that each parameter gets: its layer's, the first one's where several share it."""
         return {p: block.reach for block in reversed(self._blocks) for p in block.layer.parameters}
@@ -69,7 +73,10 @@ class SteeredEngine(StatefulEngine):
         Nor before that is known, in the second step that collects statistics.
         """
         wanted = getattr(self.scaling, "stretch", False) and isinstance(self.damping, OfLargest)
-        return self.learns_trust and wanted and self._trust.opposes is False and not OPPONENTS.are_there(self._trust)
+        if not (self.learns_trust and wanted and self._trust.opposes is False):
+            return False
+        # Of several ranks one may have opponents that the others have not.
+        return self.comm.world_size > 1 or not OPPONENTS.are_there(self._trust)
 
     @property
     def overstretched(self) -> set[nn.Parameter]:

@@ -78,4 +78,6 @@ def share_gradients(comm: Communicator, parameters: Sequence[nn.Parameter], *, e
     if exhausted:
         received = dict(zip(trained, wires, strict=True))
         for parameter in parameters:
-            parameter.grad = received.get(parameter)
+            wire = received.get(parameter)
+            # In the layout that DDP has given it elsewhere: sums in another order end in other digits.
+            parameter.grad = None if wire is None else torch.empty_like(parameter).copy_(wire)

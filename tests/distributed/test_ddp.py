@@ -18,7 +18,8 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from kfac_optim import KFACSGD, CurvatureEngine, LayerWise, TorchCommunicator
+from kfac_optim import KFACSGD, CurvatureEngine, KFACAdam, LayerWise, TorchCommunicator
+from kfac_optim.distributed import LocalCommunicator
 from tests.helpers.compare import assert_all_near, assert_equal_on_ranks, values
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, OFTEN
@@ -456,6 +457,8 @@ def join_channels_last(rank: int, world_size: int, assignment: str) -> list[Tens
             F.cross_entropy(wrapped(inputs), classes).backward()
             optimizer.step()
             optimizer.zero_grad()  # so that a rank that ends early has no gradient left
+    # Sums in another order would end in other digits.
+    assert rank or all(p.grad.stride() == p.stride() for p in model.parameters())
     return values(model)
 
 
@@ -545,3 +548,28 @@ def sampled_factor(rank: int, world_size: int) -> list[float]:
 def test_sampled_targets_do_not_care_how_gradients_are_combined() -> None:
     for found in run_ranks(2, sampled_factor):
         assert found == pytest.approx([1.0, 1.0], rel=0.05)
+
+
+def train_beside_a_player(rank: int, world_size: int) -> list[Tensor]:
+    """On one rank a local optimizer takes part in a game, in which gradients are thrown away."""
+    torch.manual_seed(0)
+    model, player = DDP(nn.Linear(6, 6)), nn.Linear(6, 6)
+    optimizer = KFACAdam(model, lr=0.01, factor_update_steps=1, inv_update_steps=2)
+    local = KFACAdam(player, lr=0.01, communicator=LocalCommunicator(), factor_update_steps=1)
+    x = torch.randn(64, 6)
+    for _ in range(16):
+        for _ in range(2 if rank == 0 else 0):
+            local.zero_grad()
+            player(x).square().mean().backward()
+        if rank == 0:
+            local.step()
+        optimizer.zero_grad()
+        (model(x) - x.roll(1, 1)).square().mean().backward()
+        optimizer.step()
+    assert rank or local.curvature._trust.is_opponent
+    assert optimizer.curvature.stretches
+    return values(model)
+
+
+def test_a_game_on_one_rank_decides_nothing_for_all() -> None:
+    assert_equal_on_ranks(run_ranks(2, train_beside_a_player))
