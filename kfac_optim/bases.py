@@ -20,7 +20,7 @@ update its length.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,20 +30,24 @@ import torch_optimizer
 from torch import Tensor, nn
 
 from .beside import launches_count
-from .distributed import gathered_together, is_sharded, may_be_sharded
+from .distributed import any_sharded, gathered_together, is_sharded
 from .lamb import debiasing
 
 __all__ = [
     "MOMENT",
+    "Alike",
     "BaseStep",
+    "Member",
     "base_step",
     "bias_correction",
     "gradient_weight_tracked",
+    "gradients_of",
     "has_first_moment",
     "keep_first_moments",
+    "members_of",
     "moment_weight",
     "multiplied",
-    "of_one_kind",
+    "rate_of",
     "subtract_",
     "update_length",
     "weights_before",
@@ -56,6 +60,48 @@ MOMENT = "kfac_moment"  # key in the state of a parameter of the average of its 
 
 Scale = float | Tensor
 Tensors = list[Tensor] | tuple[Tensor, ...]
+
+
+@dataclass(slots=True)
+class Member:
+    """A parameter in a step.
+
+    Attributes:
+        p: The parameter.
+        gradient: Its gradient.
+        group: Its group.
+        state: What the optimizer's state has of it; an empty dict, of its own, where that is nothing.
+    """
+
+    p: nn.Parameter
+    gradient: Tensor
+    group: dict[str, Any]
+    state: dict[str, Any]
+
+    def take_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Looks its state up again, which the base class may have made; makes one where there is none."""
+        self.state = optimizer.state[self.p]
+
+
+Alike = list[Member]  # of one group, device and type: what multi-tensor operations take together
+
+
+def members_of(optimizer: torch.optim.Optimizer) -> list[Alike]:
+    """The parameters that have a gradient."""
+    found: list[Alike] = []
+    for group in optimizer.param_groups:
+        kinds: dict[Any, Alike] = {}
+        for p in group["params"]:
+            if (gradient := p.grad) is not None:
+                kind = type(p), p.device, p.dtype, gradient.dtype
+                kinds.setdefault(kind, []).append(Member(p, gradient, group, optimizer.state.get(p) or {}))
+        found += kinds.values()
+    return found
+
+
+def gradients_of(members: Sequence[Alike]) -> dict[nn.Parameter, Tensor]:
+    """Their gradients, by parameter."""
+    return {m.p: m.gradient for alike in members for m in alike}
 
 
 @dataclass(frozen=True)
@@ -73,58 +119,47 @@ class BaseStep:
     updates: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
 
-def base_step(
-    optimizer: torch.optim.Optimizer,
-    gradients: Mapping[nn.Parameter, Tensor],
-    before: Mapping[nn.Parameter, Tensor],
-) -> BaseStep:
+def base_step(optimizer: torch.optim.Optimizer, members: Sequence[Alike], before: Sequence[Tensors]) -> BaseStep:
     """Takes apart the step that the base class has just taken, in :func:`gradient_weight_tracked`.
 
     Args:
         optimizer: The optimizer, after its step.
-        gradients: The raw gradients.
-        before: The weights before the step, of the parameters of interest.
+        members: The parameters of interest, with their states after it.
+        before: Their weights before it.
     """
     parts = BaseStep()
-    for group in optimizer.param_groups:
-        present = [p for p in group["params"] if p in before]
-        for alike in of_one_kind(present):
-            _take_apart(optimizer, group, alike, [gradients[p] for p in alike], [before[p] for p in alike], parts)
+    for alike, weights in zip(members, before, strict=True):
+        moments, updates = _take_apart(optimizer, alike, weights)
+        params = [m.p for m in alike]
+        parts.moments.update(zip(params, moments, strict=True))
+        parts.updates.update(zip(params, updates, strict=True))
     return parts
 
 
-def _take_apart(
-    optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    params: Sequence[nn.Parameter],
-    gradients: list[Tensor],
-    before: list[Tensor],
-    parts: BaseStep,
-) -> None:
-    """Fills in parameters of one group."""
-    states = [optimizer.state[p] for p in params]
+def _take_apart(optimizer: torch.optim.Optimizer, alike: Alike, before: Tensors) -> tuple[Tensors, Tensors]:
+    """The first moments and the updates of some parameters."""
+    group, states = alike[0].group, [m.state for m in alike]
+    gradients = [m.gradient for m in alike]
     descent: Tensors = torch._foreach_neg(gradients) if group.get("maximize") else gradients
     moments = _first_moments(optimizer, group, states, descent)
-    decayed: Tensors = before
+    decayed = before
     if group.get("weight_decay"):
         shares = [_decay(optimizer, group, state) for state in states]
         in_moment, in_update = (list(share) for share in zip(*shares, strict=True))
         known, share = not any(isinstance(of_one, Tensor) for of_one in in_moment), in_moment[0]
-        if known and launches_count(params[0].device) and all(of_one == share for of_one in in_moment):
+        if known and launches_count(before[0].device) and all(of_one == share for of_one in in_moment):
             moments = torch._foreach_sub(moments, before, alpha=share) if share else moments
         elif not known or any(in_moment):
             moments = torch._foreach_sub(moments, _scaled(before, in_moment))
         if not isinstance(optimizer, torch.optim.SGD):
             decayed = torch._foreach_sub(before, _scaled(before, in_update))
     if isinstance(optimizer, torch.optim.SGD):
-        updates = moments if group["momentum"] else descent  # exactly; a difference of weights would be rounded
-    else:
-        lr = group["lr"]
-        updates = list(decayed)  # copies, of which nobody needs the values any more
-        torch._foreach_sub_(updates, list(params))
-        torch._foreach_div_(updates, torch.where(lr == 0, 1.0, lr) if isinstance(lr, Tensor) else lr or 1.0)
-    parts.moments.update(zip(params, moments, strict=True))
-    parts.updates.update(zip(params, updates, strict=True))
+        return moments, moments if group["momentum"] else descent  # exactly; a difference of weights would be rounded
+    lr = rate_of(group)
+    updates = list(decayed)  # copies, of which nobody needs the values any more
+    torch._foreach_sub_(updates, [m.p for m in alike])
+    torch._foreach_div_(updates, torch.where(lr == 0, 1.0, lr) if isinstance(lr, Tensor) else lr or 1.0)
+    return moments, updates
 
 
 def _first_moments(
@@ -140,6 +175,12 @@ def _first_moments(
         return [state["exp_avg"] for state in states]
     buffers = [state["momentum_buffer"] for state in states]
     return torch._foreach_add(descent, buffers, alpha=group["momentum"]) if group.get("nesterov") else buffers
+
+
+def rate_of(group: Mapping[str, Any]) -> Scale:
+    """The learning rate of a group; 1 where the base class has none, or finds it itself (``None``)."""
+    rate: Scale | None = group.get("lr")
+    return 1.0 if rate is None else rate
 
 
 def has_first_moment(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
@@ -160,57 +201,57 @@ def moment_weight(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], st
     return 1 + group["momentum"] * weight if group["nesterov"] else weight
 
 
-def keep_first_moments(
-    optimizer: torch.optim.Optimizer,
-    params: Collection[nn.Parameter],
-    gradients: Mapping[nn.Parameter, Tensor],
-    decay: float,
-) -> None:
+def keep_first_moments(optimizer: torch.optim.Optimizer, members: Sequence[Alike], decay: float) -> None:
     """Takes gradients into averages in the optimizer's state, after a step of a base class that keeps none.
 
     Args:
         optimizer: The optimizer.
-        params: The parameters of interest.
-        gradients: The raw gradients of these.
+        members: The parameters of interest.
         decay: How much of the last average is left, in [0, 1).
     """
-    for group in optimizer.param_groups:
-        without: list[nn.Parameter] = []
-        for p in [p for p in group["params"] if p in params]:
-            state = optimizer.state[p]
-            if has_first_moment(optimizer, group, state):
-                state.pop(MOMENT, None)  # a scheduler has given the base class one
-                continue
-            without.append(p)
-        for alike in of_one_kind(without):
+    for alike in members:
+        without: Alike = []
+        for m in alike:
+            if has_first_moment(optimizer, m.group, m.state):
+                m.state.pop(MOMENT, None)  # a scheduler has given the base class one
+            else:
+                without.append(m)
+        if without:
             # New tensors: torch's load_state_dict() makes two optimizers share those of a state that is not copied.
-            known = [(p, optimizer.state[p].get(MOMENT)) for p in alike]
-            last = [torch.zeros_like(p) if moment is None else moment for p, moment in known]
+            last = [torch.zeros_like(m.p) if MOMENT not in m.state else m.state[MOMENT] for m in without]
             # A gradient may have another type than its parameter (``grad_dtype``).
-            moments = torch._foreach_lerp(last, [gradients[p].to(p.dtype) for p in alike], 1 - decay)
-            for p, moment in zip(alike, moments, strict=True):
-                optimizer.state[p][MOMENT] = moment
+            new = torch._foreach_lerp(last, [m.gradient.to(m.p.dtype) for m in without], 1 - decay)
+            for m, moment in zip(without, new, strict=True):
+                m.state[MOMENT] = moment
 
 
 def update_length(
-    optimizer: torch.optim.Optimizer, updates: Mapping[nn.Parameter, Tensor], together: Tensor | None = None
+    optimizer: torch.optim.Optimizer,
+    members: Sequence[Alike],
+    updates: Sequence[Tensor],
+    together: Tensor | None = None,
 ) -> Tensor | None:
     """The norm of all updates together, 0-dim, per unit of the weight that gradients have in the momentum of SGD.
 
     That weight grows from 1 to ``1 / (1 - momentum)``. None for Adam and its kin, whose updates do not grow with the
-    gradient. A collective where updates are sharded. ``together``: all updates as one vector, where there is one.
+    gradient. A collective where updates are sharded.
+
+    Args:
+        optimizer: The optimizer.
+        members: The parameters, with their states after the step.
+        updates: Their updates, in this order.
+        together: All updates as one vector, where there is one.
     """
-    if any("exp_avg" in optimizer.state.get(p, {}) for p in updates):
+    if any("exp_avg" in m.state for alike in members for m in alike):
         return None
-    weights = [optimizer.state.get(p, {}).get("gradient_weight", 1.0) for p in updates]
+    weights = [moment_weight(optimizer, m.group, m.state) for alike in members for m in alike]
     if together is not None and len(set(weights)) == 1:
         return torch.linalg.vector_norm(together) / weights[0]
-    whole = list(updates.values())
-    dtype = torch.float64 if any(update.dtype == torch.float64 for update in whole) else torch.float32
-    if may_be_sharded() and any(map(is_sharded, whole)):
-        norms: Tensors = torch._foreach_sqrt(gathered_together([update.to(dtype).square().sum() for update in whole]))
+    dtype = torch.float64 if any(update.dtype == torch.float64 for update in updates) else torch.float32
+    if any_sharded(updates):
+        norms: Tensors = torch._foreach_sqrt(gathered_together([update.to(dtype).square().sum() for update in updates]))
     else:
-        norms = torch._foreach_norm(whole, 2, dtype=dtype)
+        norms = torch._foreach_norm(list(updates), 2, dtype=dtype)
     if any(weight != 1 for weight in weights):
         norms = torch._foreach_div(norms, weights)
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
@@ -223,7 +264,7 @@ def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[
     say ``decoupled_weight_decay`` in their groups are taken for coupled ones, in which decay stays a part of the
     moment.
     """
-    lr, decay = group["lr"], group["weight_decay"]
+    lr, decay = rate_of(group), group["weight_decay"]
     if isinstance(optimizer, torch.optim.SGD):
         weight = state["gradient_weight"] if group["momentum"] else 1.0
         if group["nesterov"]:  # of the gradient itself the decay is not yet a part
@@ -252,81 +293,59 @@ def bias_correction(beta: float, steps: float | Tensor) -> Scale:
     return -torch.expm1(steps * math.log(beta)) if beta else 1.0  # float32 would round 1 - beta^steps
 
 
-def weights_before(optimizer: torch.optim.Optimizer, params: Collection[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+def weights_before(optimizer: torch.optim.Optimizer, members: Sequence[Alike]) -> list[Tensors]:
     """Copies of weights before the base class's step; where SGD has no decay the weights themselves: nobody looks."""
-    before: dict[nn.Parameter, Tensor] = {}
-    for group in optimizer.param_groups:
-        present = [p for p in group["params"] if p in params]
-        if isinstance(optimizer, torch.optim.SGD) and not group["weight_decay"]:
-            before.update((p, p) for p in present)
-            continue
-        for alike in of_one_kind(present):
-            before.update(zip(alike, torch._foreach_mul(tuple(alike), 1.0), strict=True))
+    before: list[Tensors] = []
+    for alike in members:
+        params: list[Tensor] = [m.p for m in alike]
+        unused = isinstance(optimizer, torch.optim.SGD) and not alike[0].group["weight_decay"]
+        before.append(params if unused else torch._foreach_mul(params, 1.0))
     return before
 
 
-def subtract_(changes: Sequence[tuple[nn.Parameter, Tensor]], lr: Scale) -> None:
-    """Takes ``lr`` times the changes, laid out as the parameters are, off the parameters."""
-    some_sharded = may_be_sharded()
-    plain: dict[type, tuple[list[Tensor], list[Tensor]]] = {}  # multi-tensor operations take no mixture of types
-    for p, change in changes:
-        if some_sharded and is_sharded(p):
+def subtract_(params: list[Tensor], changes: list[Tensor], lr: Scale) -> None:
+    """Takes ``lr`` times the changes, laid out as the parameters are, off parameters of one type and device."""
+    if is_sharded(params[0]):
+        for p, change in zip(params, changes, strict=True):
             p.sub_(change * lr)
-            continue
-        params, values = plain.setdefault(type(p), ([], []))
-        params.append(p)
-        values.append(change)
-    for params, values in plain.values():
-        if isinstance(lr, Tensor):
-            torch._foreach_sub_(params, torch._foreach_mul(values, lr))
-        else:
-            torch._foreach_sub_(params, values, alpha=lr)
+    elif isinstance(lr, Tensor):
+        torch._foreach_sub_(params, torch._foreach_mul(changes, lr))
+    else:
+        torch._foreach_sub_(params, changes, alpha=lr)
 
 
 @contextmanager
-def gradient_weight_tracked(optimizer: torch.optim.Optimizer, params: Collection[nn.Parameter]) -> Iterator[None]:
+def gradient_weight_tracked(optimizer: torch.optim.Optimizer, members: Sequence[Alike]) -> Iterator[None]:
     """Keeps ``state["gradient_weight"]`` through a step of SGD: :func:`base_step` needs it to take its moments apart.
 
     It is the sum of the weights with which gradients, and the decay that was added to them, stand in the momentum
     buffer: 1 after the first, then ``momentum * c + 1 - dampening``; in a buffer that plain SGD has filled, its limit.
     """
     weights: dict[nn.Parameter, float] = {}
-    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
-        momentum, kept = group["momentum"], 1 - group["dampening"]
-        for p in [p for p in group["params"] if p in params] if momentum else ():
-            state = optimizer.state.get(p, {})
-            known, filled = state.get("gradient_weight"), state.get("momentum_buffer") is not None
+    for alike in members if isinstance(optimizer, torch.optim.SGD) else ():
+        momentum, kept = alike[0].group["momentum"], 1 - alike[0].group["dampening"]
+        for m in alike if momentum else ():
+            known, filled = m.state.get("gradient_weight"), m.state.get("momentum_buffer") is not None
             if known is not None:
-                weights[p] = momentum * known + kept
+                weights[m.p] = momentum * known + kept
             else:
-                weights[p] = kept / (1 - momentum) if filled and momentum < 1 else 1.0
+                weights[m.p] = kept / (1 - momentum) if filled and momentum < 1 else 1.0
     yield
     for p, weight in weights.items():  # not before: base classes take a state that is not empty for their own
         optimizer.state[p]["gradient_weight"] = weight
 
 
-def of_one_kind(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters by the type of their tensors: multi-tensor operations take no mixture."""
-    found: dict[type, list[nn.Parameter]] = {}
-    for p in params:
-        found.setdefault(type(p), []).append(p)
-    return list(found.values())
-
-
-def multiplied(
-    vectors: Mapping[nn.Parameter, Tensor], factors: Mapping[nn.Parameter, float], shared: Scale = 1.0
-) -> dict[nn.Parameter, Tensor]:
-    """Vectors laid out as their parameters are, times numbers, and all times a number or a 0-dim tensor."""
-    if may_be_sharded():
-        return {p: vector * (factors[p] * shared) for p, vector in vectors.items()}
-    found: dict[nn.Parameter, Tensor] = {}
-    for alike in of_one_kind(vectors):
-        several = torch._foreach_mul([vectors[p] for p in alike], [factors[p] for p in alike])
-        for device in {vector.device for vector in several} if isinstance(shared, Tensor) or shared != 1 else ():
-            by = shared.to(device) if isinstance(shared, Tensor) else shared
-            torch._foreach_mul_([vector for vector in several if vector.device == device], by)
-        found.update(zip(alike, several, strict=True))
-    return found
+def multiplied(vectors: list[Tensor], factors: list[float], shared: Scale = 1.0) -> list[Tensor]:
+    """Vectors on one device times numbers, and all times a number or a 0-dim tensor."""
+    if not vectors:
+        return []
+    if is_sharded(vectors[0]):
+        return [vector * (factor * shared) for vector, factor in zip(vectors, factors, strict=True)]
+    if not isinstance(shared, Tensor):
+        return list(torch._foreach_mul(vectors, [factor * shared for factor in factors]))
+    found = torch._foreach_mul(vectors, factors)
+    torch._foreach_mul_(found, shared.to(found[0].device))
+    return list(found)
 
 
 def _scaled(tensors: Sequence[Tensor], scales: Sequence[Scale]) -> Tensors:

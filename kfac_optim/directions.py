@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .beside import joined
-from .distributed import ShardExchange, gathered, is_sharded, may_be_sharded, sharded_like
+from .distributed import ShardExchange, any_sharded, gathered, is_sharded, sharded_like
 from .layout import Layout, Part
 from .scaling import Direction
 
@@ -59,6 +59,12 @@ class Directions:
         return not self.stacks and self.exchange is None
 
     @property
+    def has_shards(self) -> bool:
+        """Whether some parameters are laid out over several ranks."""
+        parameters = (p for stack in self.stacks for p in stack.layout.parameters)
+        return self.exchange is not None or any_sharded(parameters)
+
+    @property
     def scaled(self) -> list[Direction]:
         """Those of the stacks."""
         return [stack.scaled for stack in self.stacks]
@@ -74,7 +80,7 @@ class Directions:
         A collective, where there are shards that have gone to other ranks: those ranks send them back.
         """
         whole = _assembled(self.stacks, matrices)
-        if not may_be_sharded():
+        if not self.has_shards:
             return whole
         back = {} if self.exchange is None else self.exchange.scatter(whole, self.dtype)
         return {**{p: sharded_like(part, p) for p, part in whole.items() if p not in back}, **back}
@@ -86,7 +92,7 @@ class Directions:
         after the other.
         """
         beside = self.scaled[0].beside if self.stacks else None
-        if beside is None or may_be_sharded():
+        if beside is None or self.has_shards:
             return {name: self.laid_out(make(None)) for name, make in makers.items()}
         rooms = beside.several(len(makers), self.dtype)
         made = []

@@ -5,23 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .beside import launches_count
-from .distributed import gathered_together, is_sharded, may_be_sharded
+from .distributed import gathered_together, is_sharded
 from .grouping import grouped_by_key
 
 __all__ = ["Compared", "Copies", "Lessons", "alignment", "alignments"]
 
-Compared = tuple[Tensor, Tensor, float | Tensor]  # the gradient of a parameter, what it is compared with, the rate
-
-Pair = tuple[Tensor, Tensor]
 Copies = dict[tuple[int, ...], Tensor]  # gradients side by side, by the identities of the single ones
 
 _BATCH_NUMEL = 2**25  # on a GPU gradients are copied side by side up to so many numbers
+_SMALL_NUMEL = 2**12  # on the CPU those that have no more: there an operation on each takes longer than the copy
+_FEW = 3  # of which there are more than so many
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Gradients of one device and one type, what each is compared with, and the rate with which that counts."""
+
+    gradients: Sequence[Tensor]
+    vectors: Sequence[Tensor]
+    rate: float | Tensor = 1.0
+
+    @property
+    def are_shards(self) -> bool:
+        """Whether other ranks have the rest of them."""
+        return is_sharded(self.gradients[0])
 
 
 @dataclass(frozen=True)
@@ -65,54 +77,112 @@ class Lessons:
         return {name: value for name, (value,) in found.items()}, dict(by_parameter)
 
 
-def alignment(parameters: Sequence[Compared], copies: Copies | None = None) -> Tensor:
-    """``lr <g, v>``, summed over all parameters, 0-dim.
+def alignment(compared: Sequence[Compared], copies: Copies | None = None) -> Tensor:
+    """``lr <g, v>``, summed over all parameters, 0-dim (a collective where they are sharded).
 
     ``copies``: gradients that are side by side already; new ones are noted in it.
     """
-    products: list[Tensor] = []
-    if may_be_sharded():
-        sharded = [(g, v, lr) for g, v, lr in parameters if is_sharded(g)]
-        parameters = [(g, v, lr) for g, v, lr in parameters if not is_sharded(g)] if sharded else parameters
-        products += _of_shards(sharded)
-    for lr, places in _alike(parameters):
-        pairs = [parameters[i][:2] for i in places]
-        products.append(_times(_sum(_dots(pairs, copies)), lr))
+    copies = {} if copies is None else copies
+    products = _of_shards(compared)
+    for of_one_kind in compared:
+        if not of_one_kind.are_shards:
+            batches = _batches_of(of_one_kind).batches
+            dots = [torch.dot(*_side_by_side(of_one_kind, places, copies)) for places, _ in batches]
+            products.append(_times(_sum(dots), of_one_kind.rate))
     return _sum([product.to(products[0].device) for product in products])
 
 
-def alignments(parameters: Sequence[Compared], copies: Copies | None = None) -> Tensor:
+def alignments(compared: Sequence[Compared], copies: Copies | None = None) -> Tensor:
     """``lr <g, v>`` of each parameter, ``[n]``; ``copies``: see :func:`alignment`."""
+    copies = {} if copies is None else copies
+    of_shards = iter(_of_shards(compared))
     found: list[Tensor] = []
-    order: list[int] = []
-    if may_be_sharded():
-        order = [i for i, (g, _, _) in enumerate(parameters) if is_sharded(g)]
-        found = [product.reshape(1) for product in _of_shards([parameters[i] for i in order])]
-    left = set(order)
-    for lr, places in _alike(parameters):
-        places = [i for i in places if i not in left]
-        pairs = [parameters[i][:2] for i in places]
-        found += [_times(_each_dot(pairs, copies), lr)] if pairs else []
-        order += places
-    whole = found[0] if len(found) == 1 else torch.cat([part.to(found[0].device) for part in found])
-    if order == sorted(order):
-        return whole
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return whole[torch.tensor(back).to(whole.device, non_blocking=True)]
+    for of_one_kind in compared:
+        if of_one_kind.are_shards:
+            found.append(torch.stack([next(of_shards) for _ in of_one_kind.gradients]))
+        else:
+            found.append(_times(_each_dot(of_one_kind, copies), of_one_kind.rate))
+    return found[0] if len(found) == 1 else torch.cat([part.to(found[0].device) for part in found])
 
 
-def _of_shards(parameters: Sequence[Compared]) -> list[Tensor]:
-    """The same of shards, 0-dim each (a collective)."""
-    return gathered_together([torch.mul(*_widened(g, v)).sum() * lr for g, v, lr in parameters])
+def _of_shards(compared: Sequence[Compared]) -> list[Tensor]:
+    """The same of each shard, 0-dim."""
+    sharded = [some for some in compared if some.are_shards]
+    if not sharded:
+        return []
+    pairs = ((g, v, some.rate) for some in sharded for g, v in zip(some.gradients, some.vectors, strict=True))
+    return gathered_together([torch.mul(*_widened(g, v)).sum() * rate for g, v, rate in pairs])
 
 
-def _alike(parameters: Sequence[Compared]) -> list[tuple[float | Tensor, list[int]]]:
-    """The places of parameters of one rate whose gradients are of one kind and on one device, with that rate."""
-    found: dict[Any, tuple[float | Tensor, list[int]]] = {}
-    for i, (g, v, lr) in enumerate(parameters):
-        kind = g.device, g.dtype, v.dtype, id(lr) if isinstance(lr, Tensor) else lr
-        found.setdefault(kind, (lr, []))[1].append(i)
-    return list(found.values())
+def _each_dot(compared: Compared, copies: Copies) -> Tensor:
+    """The dot product of each gradient with its vector, ``[n]``."""
+    plan = _batches_of(compared)
+    found: list[Tensor] = []
+    for places, lengths in plan.batches:
+        g, v = _side_by_side(compared, places, copies)
+        alone = len(places) == 1
+        found.append(
+            torch.dot(g, v).view(1) if alone else torch.segment_reduce(g * v, "sum", lengths=lengths, unsafe=True)
+        )
+    whole = found[0] if len(found) == 1 else torch.cat(found)
+    return whole if plan.back is None else whole.index_select(0, plan.back)
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """Which tensors are copied side by side.
+
+    Attributes:
+        batches: The places of those of each batch, and on their device their lengths.
+        back: Where their results are in the order of the batches; None: that is the order of the tensors.
+    """
+
+    batches: Sequence[tuple[Sequence[int], Tensor]]
+    back: Tensor | None
+
+
+def _batches_of(compared: Compared) -> _Batches:
+    return _batches(tuple(g.numel() for g in compared.gradients), compared.gradients[0].device)
+
+
+@lru_cache(maxsize=64)
+def _batches(numels: tuple[int, ...], device: torch.device) -> _Batches:
+    """The same in every step, so that what a device needs to know of it is sent there once."""
+    places = range(len(numels))
+    if launches_count(device):
+        batches = grouped_by_key(places, lambda i: None, numels.__getitem__, _BATCH_NUMEL)
+    else:
+        small = [i for i in places if numels[i] <= _SMALL_NUMEL]
+        small = small if len(small) > _FEW else []
+        batches = [[i] for i in places if i not in small] + ([small] if small else [])
+    order = [i for batch in batches for i in batch]
+    back = None if order == list(places) else _sent(sorted(places, key=order.__getitem__), device)
+    return _Batches([(batch, _sent([numels[i] for i in batch], device)) for batch in batches], back)
+
+
+def _sent(numbers: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(numbers).to(device, non_blocking=True)
+
+
+def _side_by_side(compared: Compared, places: Sequence[int], copies: Copies) -> tuple[Tensor, Tensor]:
+    """The gradients of a batch and what they are compared with, as two vectors."""
+    gradients = [compared.gradients[i] for i in places]
+    key = tuple(map(id, gradients))
+    if key not in copies:
+        copies[key] = _flat(gradients)
+    return _widened(copies[key], _flat([compared.vectors[i] for i in places]))
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0].reshape(-1) if len(tensors) == 1 else torch._utils._flatten_dense_tensors(tensors)
+
+
+def _widened(g: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in float32, in float64 where one of them is."""
+    if g.dtype == v.dtype == torch.float32:
+        return g, v
+    dtype = torch.promote_types(torch.promote_types(g.dtype, v.dtype), torch.float32)
+    return g.to(dtype), v.to(dtype)
 
 
 def _times(product: Tensor, lr: float | Tensor) -> Tensor:
@@ -121,57 +191,3 @@ def _times(product: Tensor, lr: float | Tensor) -> Tensor:
 
 def _sum(numbers: Sequence[Tensor]) -> Tensor:
     return numbers[0] if len(numbers) == 1 else torch.stack(list(numbers)).sum()
-
-
-def _dots(pairs: Sequence[Pair], copies: Copies | None) -> list[Tensor]:
-    """Dot products of tensors on one device, 0-dim, each of one or of several pairs."""
-    if launches_count(pairs[0][0].device):
-        pairs = list(_side_by_side(pairs, copies))
-    return [torch.dot(g.reshape(-1), v.reshape(-1)) for g, v in _all_widened(pairs)]
-
-
-def _each_dot(pairs: Sequence[Pair], copies: Copies | None) -> Tensor:
-    """The dot product of each pair of tensors on one device, ``[n]``."""
-    device = pairs[0][0].device
-    if not launches_count(device):
-        return torch.stack([torch.dot(g.reshape(-1), v.reshape(-1)) for g, v in _all_widened(pairs)])
-    products = [torch.mul(*_widened(g, v)) for g, v in _side_by_side(pairs, copies)]
-    lengths = [_on_device(tuple(g.numel() for g, _ in batch), device) for batch in _batches(pairs)]
-    found = [
-        torch.segment_reduce(of_batch, "sum", lengths=of_parts, unsafe=True)
-        for of_batch, of_parts in zip(products, lengths, strict=True)
-    ]
-    return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def _batches(pairs: Sequence[Pair]) -> list[list[Pair]]:
-    """Pairs that are copied side by side, in order."""
-    return list(grouped_by_key(pairs, lambda pair: None, lambda pair: pair[0].numel(), _BATCH_NUMEL))
-
-
-def _side_by_side(pairs: Sequence[Pair], copies: Copies | None) -> Iterator[Pair]:
-    """The pairs of each batch as one pair of vectors."""
-    copies = {} if copies is None else copies
-    for batch in _batches(pairs):
-        gradients = tuple(id(g) for g, _ in batch)
-        if gradients not in copies:
-            copies[gradients] = torch.cat([g.reshape(-1) for g, _ in batch])
-        yield copies[gradients], torch.cat([v.reshape(-1) for _, v in batch])
-
-
-def _all_widened(pairs: Sequence[Pair]) -> Sequence[Pair]:
-    """The same of pairs of one kind, nearly always of float32."""
-    kinds = {part.dtype for part in pairs[0]}
-    return pairs if kinds in ({torch.float32}, {torch.float64}) else [_widened(g, v) for g, v in pairs]
-
-
-def _widened(g: Tensor, v: Tensor) -> Pair:
-    """Both in float32, in float64 where one of them is."""
-    dtype = torch.promote_types(torch.promote_types(g.dtype, v.dtype), torch.float32)
-    return g.to(dtype), v.to(dtype)
-
-
-@lru_cache(maxsize=16)
-def _on_device(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """The same in every step, so that they are sent there once."""
-    return torch.tensor(lengths).to(device, non_blocking=True)

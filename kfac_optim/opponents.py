@@ -20,24 +20,32 @@ _LATELY = 16  # steps of all optimizers of the process: several of one network m
 
 
 class Leftover:
-    """A gradient as a step has left it.
+    """What becomes of a gradient that a step has left in ``.grad``, as long as this object is held.
 
     Args:
-        parameter: The parameter.
-        gradient: Its gradient after the step; both are held weakly.
+        parameter: The parameter; it gets a hook.
+        gradient: Its gradient after the step, held weakly.
+
+    Attributes:
+        has_grown: Whether another backward pass has added to it.
     """
 
     def __init__(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        self._parameter, self._gradient = weakref.ref(parameter), weakref.ref(gradient)
-        self._version = gradient._version
+        self.has_grown = False
+        if parameter.requires_grad:
+            self._gradient, of_self = weakref.ref(gradient), weakref.ref(self)
+            handle = parameter.register_post_accumulate_grad_hook(lambda p: _note(of_self, p))
+            weakref.finalize(self, handle.remove)
 
-    @property
-    def has_grown(self) -> bool:
-        """Whether another backward pass has added to it."""
-        parameter, gradient = self._parameter(), self._gradient()
-        if parameter is None or gradient is None or parameter.grad is not gradient:
-            return False
-        return gradient._version != self._version
+    def look_at(self, parameter: Tensor) -> None:
+        """A backward pass has added to the gradient of the parameter."""
+        self.has_grown |= parameter.grad is not None and parameter.grad is self._gradient()
+
+
+def _note(leftover: weakref.ref[Leftover], parameter: Tensor) -> None:
+    known = leftover()
+    if known is not None:
+        known.look_at(parameter)
 
 
 class Opponents:
@@ -63,7 +71,7 @@ class Opponents:
         self._note(who, opposes=opposes)
 
     def copy(self, who: object, copied: object) -> None:
-        """Somebody was copied: the copy has the same opponents, and is one of the same."""
+        """Somebody was copied: the copy inherits its original's opponents, and its status as one."""
         for known in (self._first_steps, self._last_steps):
             if who in known:
                 known[copied] = known[who]

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from .bases import Alike, gradients_of, members_of, rate_of
 from .checking import AVERAGES, PREFIX, checksums, saved_parts
 from .config import options as engine_options
 from .config import refuse_unknown, signature
@@ -167,24 +168,23 @@ class KFACMixin(_Optimizer):
         engine = self.curvature
         engine.require(self._parameters())
         self._hand_over_states()
-        groups = self.param_groups
-        gradients = {p: p.grad for group in groups for p in group["params"] if p.grad is not None}
+        members = members_of(self)
+        gradients, lrs = gradients_of(members), [rate_of(group) for group in self.param_groups]
         try:
-            lrs = [group.get("lr", 1.0) for group in groups]
-            if engine.update(list(gradients.values()), lrs, lessons_of(self, gradients)):
-                self._update_weights(gradients, closure)
+            if engine.update(list(gradients.values()), lrs, lessons_of(self, members)):
+                self._update_weights(members, closure)
                 engine.advance(gradients)
         finally:  # also of a step that was interrupted or ran out of memory a state can be saved
             self._show_states()
             self._show_counters()
 
-    def _update_weights(self, gradients: Mapping[nn.Parameter, Tensor], closure: Callable[[], Any] | None) -> None:
+    def _update_weights(self, members: Sequence[Alike], closure: Callable[[], Any] | None) -> None:
         """The step itself; ``closure``: what evaluates the loss, if the loop has one."""
         if self.precondition == "gradient" or self.curvature.closed:
             forget(self)
-            self._precondition_gradients(gradients)
+            self._precondition_gradients(gradients_of(members))
         else:
-            take_turned_step(self, self.curvature, gradients, self._base_step, self._rates())
+            take_turned_step(self, self.curvature, members, self._base_step, self._rates())
 
     def _precondition_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """The base class's step on directions; afterwards logging and clipping see the true gradients."""
@@ -199,10 +199,10 @@ class KFACMixin(_Optimizer):
 
     def _rates(self) -> Lr | dict[nn.Parameter, Lr]:
         """The learning rate, by parameter if the groups differ in it."""
-        rate = common_rate([group["lr"] for group in self.param_groups])
+        rate = common_rate([rate_of(group) for group in self.param_groups])
         if rate is not None:
             return rate
-        return {p: group["lr"] for group in self.param_groups for p in group["params"]}
+        return {p: rate_of(group) for group in self.param_groups for p in group["params"]}
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]

@@ -22,9 +22,9 @@ from .distributed import (
     Communicator,
     ShardExchange,
     all_gathered,
+    any_sharded,
     are_exchangeable,
     gathered,
-    may_be_sharded,
 )
 from .layout import fill_all
 from .precision import without_autocast
@@ -198,7 +198,7 @@ class Preconditioner:
             by = torch._foreach_reciprocal([gamma.to(self.dtype) for gamma in gammas])
             times(directions, by, self._beside, out=directions)
         filled = gradients
-        if any(updates[stack.layers[0].weight] is not vectors[stack.layers[0].weight] for stack in stacks):
+        if not all(_are_alike(stack, vectors, updates) for stack in stacks):
             filled = self._beside.empty(self.dtype)
             fill_all(layouts, updates, filled)
         return list(zip(directions, gradients, filled, strict=True))
@@ -241,7 +241,7 @@ class Preconditioner:
             direction = precondition(self.solver, gradient, tiles, gamma)
         else:  # buffer for the direction that a gradient worker will send
             direction = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-        if updates[stack.layers[0].weight] is vectors[stack.layers[0].weight]:
+        if _are_alike(stack, vectors, updates):
             return direction, gradient, gradient
         return direction, gradient, stack.layout.fill(updates, self.dtype)
 
@@ -289,7 +289,8 @@ def _exchanged(known: Sequence[Block], scaling: Scaling | None, comm: Communicat
 
     That follows from how the parameters are laid out and from who works for them, so all ranks find the same.
     """
-    if not may_be_sharded() or not getattr(scaling, "by_layer", scaling is None):
+    sharded = any_sharded(p for block in known for p in block.layer.parameters)
+    if not sharded or not getattr(scaling, "by_layer", scaling is None):
         return set()
     workers: dict[nn.Parameter, set[tuple[int, ...]]] = {}
     for block in known:
@@ -313,7 +314,7 @@ def _gathered(
     comm: Communicator,
 ) -> tuple[Mapping[nn.Parameter, Tensor], Mapping[nn.Parameter, Tensor], ShardExchange | None]:
     """Whole vectors and updates of what this rank works on, and how the others' get there (a collective)."""
-    if not may_be_sharded():
+    if not exchanged and not any_sharded(vectors):
         return vectors, updates, None
     present = [block for block in known if block.layer.weight in vectors]
     sent = [block for block in present if block in exchanged]
@@ -342,6 +343,11 @@ def _steepest(
     if not stacks or not isinstance(damping, OfLargest):
         return [None] * len(stacks)
     return torch._foreach_add([stack.damping_unit for stack in stacks], list(gammas))
+
+
+def _are_alike(stack: Stack, vectors: Mapping[nn.Parameter, Tensor], updates: Mapping[nn.Parameter, Tensor]) -> bool:
+    """Whether the base optimizer's updates are what is preconditioned."""
+    return vectors is updates or all(updates.get(p) is vectors.get(p) for p in stack.layout.parameters)
 
 
 def _are_of(dtype: torch.dtype, decomposed: tuple[Decomposition, Decomposition]) -> bool:

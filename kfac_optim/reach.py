@@ -19,9 +19,9 @@ Each layer has a reach of its own, which starts low. Whether the next gradient s
 tells whether more of it would have been better; reach then rises by a tenth of itself, else it falls, and by much more
 where that gradient has turned round: a stretch that was far too long has met a wall.
 
-A reach is that of steps at the rates of its days. Where the rate rises again after it has fallen (warm restarts,
-cycles), or jumps, steps along flat directions are to be as long as they were, so that reaches fall by as much. In a
-warm-up they grow with the rate.
+A reach is tied to the learning rate at which it was learned. Where the rate rises again after it has fallen (warm
+restarts, cycles), or jumps, steps along flat directions are to be as long as they were, so that reaches fall by as
+much. In a warm-up they grow with the rate.
 
 Networks that train against each other are not stretched (:mod:`~kfac_optim.opponents`).
 """
@@ -56,9 +56,11 @@ def learn(blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[float, fl
         The parameters of layers whose stretch was too long, so that the loss no longer falls along it.
     """
     too_long: set[nn.Parameter] = set()
-    for block in blocks:
-        known = [slopes[p] for p in block.layer.parameters if p in slopes]
-        after, before = (sum(values) for values in zip(*known, strict=True)) if known else (0.0, 0.0)
+    for block in blocks if slopes else ():
+        after = before = 0.0
+        for p in block.layer.parameters:
+            of_p = slopes.get(p, (0.0, 0.0))
+            after, before = after + of_p[0], before + of_p[1]
         if before > 0:
             block.set_reach(_moved(block.reach, after / before))
             too_long.update(() if after > 0 else block.layer.parameters)  # also if that is not a number

@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from .bases import Alike, gradients_of
 from .capture import Fisher, LossTerms, RandomState, Replay, frozen
 from .capture.fisher import FisherProducts, TargetCheck
 from .config import options as engine_options
@@ -150,8 +151,8 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         """
         return super().step(None if closure is None else _Closure(closure, self._parameters()[0].device))
 
-    def _update_weights(self, gradients: Mapping[nn.Parameter, Tensor], closure: Callable[[], Any] | None) -> None:
-        engine = self.curvature
+    def _update_weights(self, members: Sequence[Alike], closure: Callable[[], Any] | None) -> None:
+        engine, gradients = self.curvature, gradients_of(members)
         if engine.closed:
             self._replay.close()
             raise RuntimeError("the curvature of this optimizer is closed, and KFAC has nothing else: build a new one")

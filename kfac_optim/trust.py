@@ -18,7 +18,7 @@ walls, a step along old gradients would leave the valley.
 What curvature has measured as flat is not always flat. A step that was too long there raises the gradient, a base
 optimizer whose steps grow with the gradient then takes a longer one, and K-FAC's direction, of that length, leads
 further astray. So a turned step is braked where the base's update is much longer than usual (not with Adam and its
-kin, whose updates do not grow with the gradient)::
+kin, whose updates do not grow with the gradient; of all bases without ``exp_avg`` they are taken to)::
 
     length of the step = |u| (1 - trust + trust brake),    brake = min(1, 1.3 usual / |u|)^2
 

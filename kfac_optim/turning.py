@@ -7,7 +7,10 @@ stands in the state of the parameters, so that a resumed run goes on as if it ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -15,13 +18,14 @@ from torch import Tensor, nn
 
 from .bases import (
     MOMENT,
+    Alike,
     base_step,
     gradient_weight_tracked,
     has_first_moment,
     keep_first_moments,
     moment_weight,
     multiplied,
-    of_one_kind,
+    rate_of,
     subtract_,
     update_length,
     weights_before,
@@ -44,11 +48,14 @@ TURN, CHANGE, LENGTH = "kfac_turn", "kfac_change", "kfac_length"
 STRETCH, DESCENT = "kfac_stretch", "kfac_descent"
 _OF_STEP = (TURN, CHANGE, LENGTH, STRETCH, DESCENT)
 
+# Parameters of one group and type, and what is taken off each, per unit of the learning rate; of several groups.
+Changes = list[tuple[Alike, list[Tensor]]]
+
 
 def take_turned_step(
     optimizer: torch.optim.Optimizer,
     engine: CurvatureEngine,
-    gradients: Mapping[nn.Parameter, Tensor],
+    members: Sequence[Alike],
     take_base_step: Callable[[], None],
     lr: Lr | Mapping[nn.Parameter, Lr],
 ) -> None:
@@ -57,29 +64,33 @@ def take_turned_step(
     Args:
         optimizer: The optimizer.
         engine: Its engine, after :meth:`~kfac_optim.CurvatureEngine.update`.
-        gradients: The gradients, which the base class finds in ``.grad``.
+        members: The parameters that have a gradient, which the base class finds in ``.grad``.
         take_base_step: Takes the base class's step.
         lr: The learning rate; by parameter where there are several.
     """
-    covered = {p: None for layer in engine.layers for p in layer.parameters if p in gradients}
+    of_layers = engine.covered_parameters()
+    covered = [some for alike in members if (some := [m for m in alike if m.p in of_layers])]
     for state in [optimizer.state[p] for p in engine.overstretched if p in optimizer.state]:
         for key in (STRETCH, DESCENT):
             state.pop(key, None)
     changes = _changes_to_repeat(optimizer, engine, covered)
     computes = changes is None and engine.computes_directions
-    before = weights_before(optimizer, covered) if computes else {}
+    before = weights_before(optimizer, covered) if computes else []
     with gradient_weight_tracked(optimizer, covered):
         take_base_step()
+    if engine.learns_trust or computes:
+        for m in chain.from_iterable(covered):
+            m.take_state(optimizer)
     if engine.learns_trust:
-        keep_first_moments(optimizer, covered, gradients, engine.moment_decay)
+        keep_first_moments(optimizer, covered, engine.moment_decay)
     else:
         forget(optimizer, MOMENT)
     forget(optimizer, *(_OF_STEP if changes is None else (LENGTH,)))  # that has been learned
     if not computes:
-        _subtract(optimizer, changes or {})
+        _subtract(changes or [])
         engine.skip_directions()
         return
-    base = base_step(optimizer, gradients, before)
+    base = base_step(optimizer, covered, before)
     del before
     directions, trust = engine.directions(base.moments, lr, base.updates), engine.trust
     if directions.are_none:
@@ -87,60 +98,65 @@ def take_turned_step(
     of_stacks = directions.scaled
     if not engine.learns_trust:
         matrices = turns(of_stacks) if trust == 1 else changes_at(of_stacks, trust)
-        _subtract(optimizer, directions.laid_out(matrices) if trust > 0 else {})
+        _subtract(_changes_of(covered, directions.laid_out(matrices)))
         return
-    length = update_length(optimizer, base.updates, directions.updates_together(base.updates))
+    length = update_length(optimizer, covered, list(base.updates.values()), directions.updates_together(base.updates))
     braked = None if length is None else brake(length, engine.usual_length)
     makers: dict[str, Maker] = {CHANGE: lambda out: changes_at(of_stacks, trust, braked, out)} if trust > 0 else {}
     makers[TURN] = lambda out: turns(of_stacks, out)
     if engine.stretches:
         makers[STRETCH] = lambda out: stretches(of_stacks, out)
     judged = directions.several_laid_out(makers)
-    changes = judged.pop(CHANGE, {})
-    _subtract(optimizer, changes)
-    if engine.stretches:
-        _subtract(optimizer, multiplied(judged[STRETCH], engine.reaches(), 1.0 if braked is None else braked))
-        judged[DESCENT] = _descents(optimizer, base.moments, judged[STRETCH])
-    _remember(optimizer, judged, changes)
+    turned = _changes_of(covered, judged.pop(CHANGE, {}))
+    _subtract(turned)
+    if STRETCH in judged:
+        stretched = _changes_of(covered, judged[STRETCH])
+        reaches, shared = engine.reaches(), 1.0 if braked is None else braked
+        _subtract([(alike, multiplied(of, [reaches[m.p] for m in alike], shared)) for alike, of in stretched])
+        judged[DESCENT] = _descents(optimizer, base.moments, stretched)
+    _remember(optimizer, covered, judged, turned)
     if length is not None:
-        first = next(iter(base.updates))
-        optimizer.state[first][LENGTH] = length.to(first.dtype)  # as torch's load_state_dict() would round it
+        first = covered[0][0]
+        first.state[LENGTH] = length.to(first.p.dtype)  # as torch's load_state_dict() would round it
 
 
-def lessons_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter, Tensor]) -> Lessons:
-    """What gradients say of the last step, where directions were computed lately."""
+def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Alike]) -> Lessons:
+    """What gradients say of the last step, where directions were computed lately.
+
+    Args:
+        optimizer: The optimizer, before its step.
+        members: The parameters that have a gradient.
+    """
     turns: list[Compared] = []
     stretches: list[Compared] = []
     averages: list[Compared] = []
-    lengths: list[Tensor] = []
     descents: list[Tensor] = []
     stretched: list[nn.Parameter] = []
     rates: list[float] = []
     unit = _unit(optimizer.param_groups)
-    for group in optimizer.param_groups:
-        states = ((p, gradients.get(p), optimizer.state.get(p, {})) for p in group["params"])
-        known = [(p, g, state) for p, g, state in states if g is not None]
-        lr = -group["lr"] if group.get("maximize") else group.get("lr", 1.0)
-        of_turns = lr if isinstance(lr, Tensor) else lr / unit
-        turns += [(g, state[TURN], of_turns) for _, g, state in known if TURN in state]
-        averages += [(g, state[MOMENT], 1.0) for _, g, state in known if MOMENT in state]
-        noted = (optimizer.state.get(p, {}) for p in group["params"])
-        lengths += [state[LENGTH] for state in noted if LENGTH in state]
-        along = [(p, g, state) for p, g, state in known if STRETCH in state]
-        stretched += [p for p, _, _ in along]
-        if isinstance(lr, Tensor):
-            rates += [1.0] * len(along)
-            stretches += [(g, state[STRETCH], lr) for _, g, state in along]
-            descents += [state[DESCENT] * abs(lr) for _, _, state in along]
-        else:
-            rates += [abs(lr)] * len(along)
-            stretches += [(g, state[STRETCH], -1.0 if lr < 0 else 1.0) for _, g, state in along]
-            descents += [state[DESCENT] for _, _, state in along]
+    # The parameter that keeps the length of the last update may have no gradient now.
+    length = next((state[LENGTH] for state in optimizer.state.values() if LENGTH in state), None)
+    for alike in members:
+        lr = rate_of(alike[0].group)
+        lr = -lr if alike[0].group.get("maximize") else lr
+        of_turn: float | Tensor = lr
+        of_stretch: float | Tensor = lr
+        size = 1.0
+        if not isinstance(lr, Tensor):
+            of_turn, of_stretch, size = lr / unit, math.copysign(1, lr), abs(lr)
+        for key, compared, rate in ((TURN, turns, of_turn), (MOMENT, averages, 1.0), (STRETCH, stretches, of_stretch)):
+            noted = [m for m in alike if key in m.state]
+            if noted:
+                compared.append(Compared([m.gradient for m in noted], [m.state[key] for m in noted], rate))
+        along = [m for m in alike if STRETCH in m.state]
+        stretched += [m.p for m in along]
+        rates += [size] * len(along)
+        descents += [m.state[DESCENT] * abs(lr) if isinstance(lr, Tensor) else m.state[DESCENT] for m in along]
     copies: Copies = {}
     return Lessons(
         turn=alignment(turns, copies) if turns else None,
         average=alignment(averages, copies) if averages else None,
-        length=lengths[0] if lengths else None,
+        length=length,
         stretch=alignments(stretches, copies) if stretches else None,
         descent=_together(descents) if descents else None,
         stretched=stretched,
@@ -149,8 +165,8 @@ def lessons_of(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter
 
 
 def _unit(groups: Sequence[Mapping[str, Any]]) -> float:
-    """The rate of all groups, if it is one: of a sum over all parameters only the sign tells, which stays."""
-    rates = {0.0 if isinstance(group.get("lr", 1.0), Tensor) else abs(group.get("lr", 1.0)) for group in groups}
+    """The learning rate if all groups share one, else 1: a common factor does not change the sign."""
+    rates = {0.0 if isinstance(rate, Tensor) else abs(rate) for rate in map(rate_of, groups)}
     return (rates.pop() if len(rates) == 1 else 0.0) or 1.0
 
 
@@ -161,45 +177,62 @@ def _together(numbers: Sequence[Tensor]) -> Tensor:
 
 
 def _descents(
-    optimizer: torch.optim.Optimizer, moments: Mapping[nn.Parameter, Tensor], stretch: Mapping[nn.Parameter, Tensor]
+    optimizer: torch.optim.Optimizer, moments: Mapping[nn.Parameter, Tensor], stretched: Changes
 ) -> dict[nn.Parameter, Tensor]:
     """``<g, stretch>`` of each parameter, 0-dim, of the gradients that its moment is an average of.
 
     A collective where they are sharded.
     """
-    shares = {
-        p: 1 / moment_weight(optimizer, group, optimizer.state[p])
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p in stretch
-    }
-    found = alignments([(moments[p], stretch[p], share) for p, share in shares.items()])
-    return dict(zip(shares, found.unbind(), strict=True))  # side by side in the order in which they will be read
+    params = [m.p for alike, _ in stretched for m in alike]
+    compared: list[Compared] = []
+    for alike, vectors in stretched:
+        weighted = [(moment_weight(optimizer, m.group, m.state), m, v) for m, v in zip(alike, vectors, strict=True)]
+        for weight, of_weight in groupby(weighted, key=itemgetter(0)):
+            _, some, along = zip(*of_weight, strict=True)
+            compared.append(Compared([moments[m.p] for m in some], along, 1 / weight))
+    # Side by side in the order in which they will be read.
+    return dict(zip(params, alignments(compared).unbind(), strict=True)) if params else {}
 
 
-def _subtract(optimizer: torch.optim.Optimizer, changes: Mapping[nn.Parameter, Tensor]) -> None:
+def _changes_of(members: Sequence[Alike], changes: Mapping[nn.Parameter, Tensor]) -> Changes:
+    """Those of the parameters that have some."""
+    found: Changes = []
+    for alike in members if changes else ():
+        some = [m for m in alike if m.p in changes]
+        if some:
+            found.append((some, [changes[m.p] for m in some]))
+    return found
+
+
+def _subtract(changes: Changes) -> None:
     """Takes the changes, per unit of the learning rate, off the weights."""
-    for group in optimizer.param_groups if changes else ():
-        subtract_([(p, changes[p]) for p in group["params"] if p in changes], group["lr"])
+    for alike, vectors in changes:
+        subtract_([m.p for m in alike], vectors, rate_of(alike[0].group))
 
 
 def _remember(
     optimizer: torch.optim.Optimizer,
+    members: Sequence[Alike],
     judged: Mapping[str, Mapping[nn.Parameter, Tensor]],
-    changes: Mapping[nn.Parameter, Tensor],
+    changes: Changes,
 ) -> None:
     """Notes what is judged and changes of this step; at a rate of 0 nothing has moved, and they may be of no update."""
-    for group in optimizer.param_groups:
-        for p in [p for p in group["params"] if p in judged[TURN] and _moves(group)]:
-            state = optimizer.state[p]
-            state.update((key, of_key[p].to(p.dtype)) for key, of_key in judged.items())
-            if changes and has_first_moment(optimizer, group, state):
-                state[CHANGE] = changes[p].to(p.dtype)
+    for alike in [alike for alike in members if _moves(alike[0].group)]:
+        for key, of_key in judged.items():
+            for m in alike:
+                if (vector := of_key.get(m.p)) is not None:
+                    m.state[key] = vector.to(m.p.dtype)
+    for alike, vectors in changes:
+        if _moves(alike[0].group):
+            for m, vector in zip(alike, vectors, strict=True):
+                if has_first_moment(optimizer, m.group, m.state):
+                    m.state[CHANGE] = vector.to(m.p.dtype)
 
 
 def _moves(group: Mapping[str, Any]) -> bool:
     """Whether parameters of a group move, as far as the host knows."""
-    return isinstance(group["lr"], Tensor) or group["lr"] != 0
+    rate = rate_of(group)
+    return isinstance(rate, Tensor) or rate != 0
 
 
 def forget(optimizer: torch.optim.Optimizer, *keys: str) -> None:
@@ -214,37 +247,38 @@ def forget(optimizer: torch.optim.Optimizer, *keys: str) -> None:
 
 
 def _changes_to_repeat(
-    optimizer: torch.optim.Optimizer, engine: CurvatureEngine, covered: Mapping[nn.Parameter, None]
-) -> dict[nn.Parameter, Tensor] | None:
+    optimizer: torch.optim.Optimizer, engine: CurvatureEngine, members: Sequence[Alike]
+) -> Changes | None:
     """The changes of the last step, with the stretch as far as reach goes now; None where this one repeats nothing.
 
-    So where a layer had no gradient when directions were computed last: of heads that are used in turn each has some.
+    Also None if a layer had no gradient when directions were last computed, as of heads that are used in turn.
     Of a base class that keeps no first moment updates differ from step to step. There only the stretch is repeated,
     which is made of an average of gradients, if that is what it is of. With nothing to repeat a step that does not turn
     is the base class's own.
     """
     if not engine.repeats_turn:
         return None
-    ready = engine.weights_with_directions()
-    known: dict[nn.Parameter, dict[str, Tensor]] = {}
-    for group in optimizer.param_groups:
-        for p in [p for p in group["params"] if p in covered]:
-            state = optimizer.state.get(p, {})
-            if TURN not in state:
-                if p in ready and _moves(group):
+    ready, averages = engine.weights_with_directions(), engine.moment_decay > 0
+    known: list[Alike] = []
+    for alike in members:
+        for m in alike:
+            if TURN not in m.state:
+                if m.p in ready and _moves(m.group):
                     return None
-                continue
-            if not has_first_moment(optimizer, group, state) and not engine.moment_decay:
+            elif not (averages or has_first_moment(optimizer, m.group, m.state)):
                 return None
-            known[p] = state
-    if not known:
+        known.append([m for m in alike if TURN in m.state])
+    if not any(known):
         return None
-    turned = {p: state[CHANGE] for p, state in known.items() if CHANGE in state}
-    stretched = {p: state[STRETCH] for p, state in known.items() if STRETCH in state and engine.stretches}
-    changes = {**turned, **multiplied(stretched, engine.reaches(), engine.brake)}
-    both = [p for p in stretched if p in turned]
-    for alike in of_one_kind(both):
-        torch._foreach_add_([changes[p] for p in alike], [turned[p] for p in alike])
-    if not changes and engine.trust > 0:
-        return None
-    return {p: changes[p] for p in known if p in changes}
+    stretches, changes = engine.stretches, []
+    reaches = engine.reaches() if stretches else {}
+    for alike in known:
+        stretched = [m for m in alike if STRETCH in m.state] if stretches else []
+        vectors = multiplied([m.state[STRETCH] for m in stretched], [reaches[m.p] for m in stretched], engine.brake)
+        both = [(vector, m.state[CHANGE]) for m, vector in zip(stretched, vectors, strict=True) if CHANGE in m.state]
+        if both:
+            torch._foreach_add_(*(list(of) for of in zip(*both, strict=True)))
+        others = [m for m in alike if CHANGE in m.state and not (stretches and STRETCH in m.state)]
+        if stretched or others:
+            changes.append(([*stretched, *others], [*vectors, *(m.state[CHANGE] for m in others)]))
+    return None if not changes and engine.trust > 0 else changes

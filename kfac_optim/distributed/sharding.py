@@ -15,13 +15,13 @@ from .communicator import Communicator
 
 __all__ = [
     "all_gathered",
+    "any_sharded",
     "full_gradient",
     "gathered",
     "gathered_together",
     "gradient_moves_away",
     "is_sharded",
     "largest_entry",
-    "may_be_sharded",
     "own_shape",
     "refuse_flattened",
     "set_full_gradient_",
@@ -60,16 +60,16 @@ def set_full_gradient_(parameter: Tensor, gradient: Tensor) -> None:
         deepspeed.utils.safe_set_full_grad(parameter, gradient)
 
 
-def may_be_sharded() -> bool:
-    """Whether there can be DTensors that work: only then are parameters looked at one by one."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def is_sharded(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor."""
+    return any_sharded((tensor,))
+
+
+def any_sharded(tensors: Iterable[Tensor]) -> bool:
+    """Whether one of some tensors is a DTensor; where there can be none, they are not looked at."""
     # Whoever has one has imported their module, which takes longer than importing this whole package.
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
 
 
 def gathered(tensor: Tensor, *, shard: bool = False) -> Tensor:
@@ -278,8 +278,12 @@ def _largest_of_plain(tensors: Sequence[Tensor]) -> Tensor:
 
 def _largest_on_cpu(tensors: Sequence[Tensor]) -> Tensor:
     """The same of tensors on the CPU, where torch takes 15 times as long for the maximum norm as for both extremes."""
-    small = [t.reshape(-1) for t in tensors if t.numel() <= _SMALL]
-    parts = [t for t in tensors if t.numel() > _SMALL] + ([torch.cat(small)] if small else [])
+    small = [t for t in tensors if t.numel() <= _SMALL]
+    parts = [t for t in tensors if t.numel() > _SMALL]
+    if small and len({t.dtype for t in small}) == 1:
+        parts.append(torch._utils._flatten_dense_tensors(small))
+    else:
+        parts += small
     return torch.stack([extreme for part in parts for extreme in part.aminmax()]).abs().max()
 
 

@@ -187,3 +187,38 @@ def test_and_refuses_the_state_of_another_model(kfac: Any, plain: bool, width: i
     with pytest.raises(ValueError, match="another model"):
         optimizer.load_state_dict(through_a_file(first.state_dict()))
     assert not optimizer.state
+
+
+# No learning rate ----------------------------------------------------------------------------------------------------
+
+
+class Relative(torch.optim.Optimizer):
+    """Knows no learning rate, or finds its own, as transformers' Adafactor does."""
+
+    def __init__(self, params: Any, *, lr: float | None = None, named: bool = False) -> None:
+        super().__init__(params, {"lr": lr} if named else {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(0.05 * p.grad / p.grad.norm() * p.norm())
+
+
+class KFACRelative(KFACMixin, Relative):
+    """Steps of the length of the weights."""
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("mode", [{}, {"precondition": "gradient", "scaling": None}])
+def test_a_base_without_a_learning_rate(named: bool, mode: dict[str, Any]) -> None:
+    model = make_model()
+    twin = copy.deepcopy(model)
+    optimizer = KFACRelative(model, named=named, **mode, **OFTEN)
+    turned = False
+    for step in range(12):
+        train(model, optimizer, [step])
+        turned |= any("kfac_turn" in state for state in optimizer.state.values())
+    assert turned != bool(mode)
+    train(twin, Relative(twin.parameters()), range(12))
+    assert not all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, Graft, KFACAdam, KFACAdamW, KFACMixin
-from kfac_optim.bases import base_step
-from kfac_optim.lessons import alignment
+from kfac_optim.bases import base_step, members_of
+from kfac_optim.lessons import Compared, alignment
 from kfac_optim.trust import Trust
 from tests.helpers.compare import SAME, assert_near, assert_same_weights, snapshot
 from tests.helpers.reference import Named, Oracle, averaged, backward, log_cosh
@@ -467,11 +467,12 @@ def test_the_decay_in_a_mature_buffer_of_plain_sgd_is_known(how: dict[str, float
         sgd.step()
     ours = KFACSGD(model, **(MODE | how | {"weight_decay": 0.5, "lr": 0.0}))
     ours.load_state_dict(copy.deepcopy(sgd.state_dict()))
-    covered = [p for layer in ours.curvature.layers for p in layer.parameters]
+    covered = {p for layer in ours.curvature.layers for p in layer.parameters}
     for _ in range(2):
         backward(model, passes, loss)
         ours.step()
-        found = base_step(ours, {p: p.grad for p in covered}, {p: p.data for p in covered})
+        members = [[m for alike in members_of(ours) for m in alike if m.p in covered]]
+        found = base_step(ours, members, [[m.p.data for m in members[0]]])
         for p in covered:
             assert_near(found.moments[p], weight * p.grad, rel=1e-9)
 
@@ -755,8 +756,8 @@ def test_preconditioned_gradients_are_not_turned() -> None:
 
 
 def test_parameters_count_by_their_rates() -> None:
-    g, turn = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
-    found = alignment([(g[0], turn[0], 0.5), (g[1], turn[1], torch.tensor(2.0))])
+    g, turn = torch.randn(2, 3, 4).unbind(), torch.randn(2, 3, 4).unbind()
+    found = alignment([Compared(g[:1], turn[:1], 0.5), Compared(g[1:], turn[1:], torch.tensor(2.0))])
     expected = 0.5 * (g[0] * turn[0]).sum() + 2 * (g[1] * turn[1]).sum()
     torch.testing.assert_close(found, expected, check_dtype=False)
 
@@ -765,3 +766,22 @@ def test_parameters_count_by_their_rates() -> None:
 def test_trust_out_of_range(trust: float) -> None:
     with pytest.raises(ValueError, match=r"Graft\(trust=.*must be in \[0, 1\], or None"):
         Graft(trust=trust)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_pause_of_the_momentum_brakes_nothing(nesterov: bool) -> None:
+    """Lengths are per unit of the weight that gradients have in an update, which is 1 without momentum."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = KFACSGD(model, **(MODE | {"momentum": 0.9, "nesterov": nesterov, "scaling": "graft", "lr": 1e-4}))
+    trust, batch, usual = optimizer.curvature._trust, data(), []
+    for step in range(40):
+        for group in optimizer.param_groups:
+            group["momentum"] = 0.0 if 12 <= step < 24 and not nesterov else 0.9
+        trust.notches = 5
+        backward(model, batch, loss)
+        optimizer.step()
+        usual.append(trust.usual)
+        assert trust.brake == 1
+    known = [length for length in usual if length]
+    assert max(known) < 1.1 * min(known)  # the gradient hardly changes

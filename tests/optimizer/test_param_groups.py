@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KLClip
-from kfac_optim.directions import by_parameter
+from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KLClip, beside
+from kfac_optim.directions import Directions, by_parameter
 from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
 from tests.helpers.settings import CLASSES, FLOAT64, OFTEN, SETTINGS
 from tests.helpers.training import backward, make_model, train
@@ -416,3 +416,29 @@ def test_parameters_outside_the_model_train_by_the_base_rule_and_are_listed() ->
     optimizer.step()
     torch.testing.assert_close(extra.detach(), torch.full((2,), 0.9), rtol=TOL, atol=TOL)
     assert "no module of the model owns it" in str(optimizer.curvature)
+
+
+@pytest.mark.parametrize("launches_count", [False, True])
+@pytest.mark.parametrize("of_weights", [0.9, 0.0])
+def test_a_layer_whose_weight_and_bias_have_other_momenta(
+    of_weights: float, launches_count: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the base has taken off one of them is its moment, what it has taken off the other is not."""
+    monkeypatch.setattr(beside, "_PATIENT", set() if launches_count else {"cpu"})
+    noted: list[tuple[dict[nn.Parameter, Tensor], Directions]] = []
+    directions = CurvatureEngine.directions
+
+    def note(engine: CurvatureEngine, vectors: Any, lr: Any, updates: Any) -> Directions:
+        copies = {p: update.clone() for p, update in updates.items()}
+        noted.append((copies, directions(engine, vectors, lr, updates)))
+        return noted[-1][1]
+
+    monkeypatch.setattr(CurvatureEngine, "directions", note)
+    model = make_model()
+    groups = decay_groups(model, momentum=0.9 - of_weights)
+    train(model, KFACSGD(groups, model=model, lr=0.01, momentum=of_weights, **OFTEN), range(STEPS))
+    assert len(noted) > 1
+    for updates, found in noted:
+        for stack in found.stacks:
+            for p, index, part in stack.parts(stack.scaled.update):
+                torch.testing.assert_close(part, updates[p][index].to(part.dtype), rtol=0, atol=0)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from kfac_optim import KFACSGD, CurvatureEngine, KFACMixin
-from kfac_optim.bases import base_step, bias_correction
+from kfac_optim.bases import base_step, bias_correction, members_of
 from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
 from tests.helpers.reads import HostReads
 from tests.helpers.settings import BASES, CLASSES, SETTINGS
@@ -410,7 +410,8 @@ def test_adams_decay_is_taken_apart_where_the_steps_are(amsgrad: bool) -> None:
     adam = torch.optim.Adam([weight], weight_decay=0.1, amsgrad=amsgrad)
     moments = {"exp_avg": weight.data, "exp_avg_sq": weight.data, "max_exp_avg_sq": weight.data}
     adam.state[weight] = {"step": torch.ones((), device="meta"), **moments}
-    parts = base_step(adam, {weight: weight.data}, {weight: weight.data})
+    weight.grad = weight.data
+    parts = base_step(adam, members_of(adam), [[weight.data]])
     assert parts.updates[weight].shape == parts.moments[weight].shape == weight.shape
 
 

@@ -196,23 +196,28 @@ def test_a_stretch_of_nothing_teaches_nothing() -> None:
     assert learned(0.0, 0.0) == (0.01, False)
 
 
-def test_alignments_are_those_of_each_parameter() -> None:
-    """In their order, whatever their kinds and rates are; also where they lie side by side on an accelerator."""
-    shapes = [(3, 2), (4,), (2, 2), (5,)]
-    g, v = ([torch.randn(*shape) for shape in shapes] for _ in range(2))
-    v[1], rates = v[1].float(), [0.5, 2.0, torch.tensor(3.0), 0.5]
-    expected = torch.stack([(a * b).sum() * lr for a, b, lr in zip(g, v, rates, strict=True)])
-    found = lessons.alignments(list(zip(g, v, rates, strict=True)))
-    assert_near(found.double(), expected, rel=1e-5)
-    assert_near(lessons.alignment(list(zip(g, v, rates, strict=True))).double(), expected.sum(), rel=1e-5)
-
-
-def test_alignments_on_an_accelerator_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs = [(torch.randn(n), torch.randn(n), 0.5) for n in (3, 1, 700, 20)]
-    expected = lessons.alignments(pairs)
-    monkeypatch.setattr(lessons, "launches_count", lambda _: True)
+@pytest.mark.parametrize("launches_count", [False, True])
+def test_alignments_are_those_of_each_parameter(monkeypatch: pytest.MonkeyPatch, launches_count: bool) -> None:
+    """In their order, whatever their sizes, kinds and rates are; also where they lie side by side."""
+    monkeypatch.setattr(lessons, "launches_count", lambda _: launches_count)
     monkeypatch.setattr(lessons, "_BATCH_NUMEL", 701)
-    assert_near(lessons.alignments(pairs), expected, rel=1e-5)
+    monkeypatch.setattr(lessons, "_SMALL_NUMEL", 20)
+    lessons._batches.cache_clear()
+    shapes = [(3, 2), (700,), (4,), (2, 2), (1,), (5, 7), (20,)]
+    g, v = ([torch.randn(*shape, dtype=torch.float64) for shape in shapes] for _ in range(2))
+    expected = torch.stack([(a * b).sum() for a, b in zip(g, v, strict=True)])
+    half = [vector.float() for vector in v]
+    compared = [
+        lessons.Compared(g, v, 0.5),
+        lessons.Compared(g, half, torch.tensor(3.0)),
+        lessons.Compared(g[:2], v[:2]),
+    ]
+    expected = torch.cat([0.5 * expected, 3 * expected, expected[:2]])
+    copies: lessons.Copies = {}
+    for _ in range(2):  # with what is side by side already
+        assert_near(lessons.alignments(compared, copies), expected, rel=1e-5)
+        assert_near(lessons.alignment(compared, copies), expected.sum(), rel=1e-5)
+    lessons._batches.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -421,14 +426,19 @@ def test_what_is_cleared_twice_or_after_a_skipped_step_is_no_opponents() -> None
     model = net()
     optimizer = KFACSGD(model, **options(0.01))
     for step in range(8):
+        model.zero_grad(set_to_none=False)
         backward(model, data(), loss)
         if step % 3 == 2:  # as a gradient scaler leaves out a step
             optimizer.zero_grad(set_to_none=False)
             continue
         optimizer.step()
+        if step % 2:
+            model.zero_grad(set_to_none=False)
         optimizer.zero_grad(set_to_none=False)
         optimizer.zero_grad(set_to_none=False)
     assert optimizer.curvature._trust.throws == 0
+    hooks = [p._post_accumulate_grad_hooks for p in model.parameters() if p._post_accumulate_grad_hooks]
+    assert len(hooks) == 0  # of no step that has passed
 
 
 def test_micro_batches_are_no_other_player() -> None:
