@@ -38,6 +38,7 @@ __all__ = ["KFACLAMB", "KFACAdam", "KFACAdamW", "KFACMixin", "KFACSGD"]
 _DEFAULTS: dict[str, Any] = {
     "damping": OfLargest(inverse_time_decay(0.03, steps=10, final=1e-4)),
     "scaling": "graft",
+    "factor_decay": inverse_time_decay(0.95, steps=250, final=0.8),  # statistics get rarer; old ones are forgotten
     "inv_update_steps": growing(fraction=0.5, minimum=10, most_work=1.0),
     "solver": EigenSolver(negligible=0.3),
 }
@@ -68,10 +69,9 @@ class KFACMixin(_Optimizer):
             reach goes. Both are learned (:mod:`kfac_optim.trust`, :mod:`kfac_optim.reach`). Weight decay is as strong
             as in the base class and not preconditioned (where a class of other origin adds it to the gradient, it is).
             "gradient", as in the paper: gradients are preconditioned, and the base class steps on them.
-        **options: The base class's keywords, and those of :class:`~kfac_optim.CurvatureEngine`, documented there; some
-            have other defaults here, which the signatures show: ``damping=OfLargest(inverse_time_decay(0.03, steps=10,
-            final=1e-4))``, ``scaling="graft"``, ``inv_update_steps=growing(fraction=0.5, minimum=10,
-            most_work=1.0)``, ``solver=EigenSolver(negligible=0.3)``.
+        **options: The base class's keywords, and those of :class:`~kfac_optim.CurvatureEngine`, documented there;
+            those of ``damping``, ``scaling``, ``factor_decay``, ``inv_update_steps`` and ``solver`` have other defaults
+            here, which the signatures show.
 
     Raises:
         TypeError: For an unknown keyword or a value of the wrong kind.

@@ -10,6 +10,11 @@ gradient, of a batch that had no part in the step, tells whether more of k would
 too small for curvature to matter the base optimizer's own update wins and trust stays at 0; where they are large,
 steep directions are exhausted by the step, and trust rises. A sign depends on no scale, and costs one dot product.
 
+Where k is neither better nor worse the sign is a coin's, and trust would be anything, a half in the mean. Adam and its
+kin scale their updates by a curvature of a kind already, and where the next gradient cannot tell k from u, k may still
+be worse in the long run. So with these bases trust rises by one tenth and falls by two: it rises where more than two
+gradients of three agree with k - u.
+
 A base optimizer without a first moment takes steps on single gradients. K-FAC's direction is then that of an average
 ``m = decay m + (1 - decay) g``, whose decay is learned in the same way: while gradients agree with the average before
 them, ``<g', m> > 0``, they differ by noise, and a longer average is better; once they go to and fro between steep
@@ -45,6 +50,7 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 
 _NOTCHES = 10  # trust moves by a tenth per step, which averages over the noise of about ten batches
 _MOST_WHERE_UPDATES_GROW = 6  # tenths, where the base's update grows with the gradient
+_FALL = 2  # tenths, where it does not
 _LONGEST = 9  # tenths: the average remembers some ten gradients, as the usual momentum of 0.9
 _REMEMBERED = 10  # lengths of updates that their running average remembers
 _SLACK, _POWER = 1.3, 2  # steps are braked where the update is longer than 1.3 times the usual, by that squared
@@ -137,7 +143,7 @@ class Trust:
         opposes: bool | None = None,
         thrown_away: bool = False,
     ) -> None:
-        """Moves a tenth towards K-FAC's directions if the gradients say so, else a tenth towards the base's updates.
+        """Moves a tenth towards K-FAC's directions if the gradients say so, else one or two towards the base's updates.
 
         Args:
             turn: The alignment of the gradients with the last k - u. 0 (the rate was 0, say) tells nothing.
@@ -150,7 +156,8 @@ class Trust:
             self.opposes, self.suspected = opposes and self.suspected, opposes
         self.throws = (2 * self.throws + thrown_away) & _THROWS
         OPPONENTS.step(self, opposes=self.is_opponent)
-        self.notches = _moved(self.notches, turn, _MOST_WHERE_UPDATES_GROW if self.usual or length else _NOTCHES)
+        most, fall = (_MOST_WHERE_UPDATES_GROW, 1) if self.usual or length else (_NOTCHES, _FALL)
+        self.notches = _moved(self.notches, turn, most, fall)
         self.memory = _moved(self.memory, average, _LONGEST)
         if 0 < length < math.inf:
             self.brake = min(1.0, _SLACK * self.usual / length) ** _POWER if self.usual else 1.0
@@ -205,11 +212,11 @@ class Trust:
         OPPONENTS.resume(self, opposes=self.is_opponent)
 
 
-def _moved(notches: int, alignment: float, most: int) -> int:
-    """A notch up or down, between 0 and ``most``."""
+def _moved(notches: int, alignment: float, most: int, fall: int = 1) -> int:
+    """A notch up, or ``fall`` down, between 0 and ``most``."""
     if alignment == 0:
         return notches
-    return min(most, notches + 1) if alignment > 0 else max(0, notches - 1)
+    return min(most, notches + 1) if alignment > 0 else max(0, notches - fall)
 
 
 def turns(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) -> Tensors:

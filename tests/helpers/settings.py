@@ -17,7 +17,7 @@ def damping_of(value: Any, relative: bool) -> Any:
 
 FLOAT64: dict[str, Any] = {"factor_dtype": torch.float64, "inv_dtype": torch.float64}
 # Statistics and refreshes at intervals that do not divide each other, so that a few steps see every combination.
-OFTEN: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 3, "damping": 0.1}
+OFTEN: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 3, "factor_decay": 0.95, "damping": 0.1}
 SETTINGS: dict[str, Any] = {**FLOAT64, **OFTEN}
 
 CLASSES: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
@@ -58,6 +58,7 @@ EXACT: dict[str, object] = {
     "scaling": None,
     "factor_update_steps": 1,
     "inv_update_steps": 1,
+    "factor_decay": 0.95,
     "factor_dtype": torch.float64,
     "inv_dtype": torch.float64,
     "spread": 0,

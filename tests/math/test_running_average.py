@@ -138,11 +138,14 @@ def test_decay_zero_forgets_everything() -> None:
     assert curvature_of(step(model, optimizer, [(1.0, 2.0)]), [(1.0, 2.0)]) == pytest.approx(4.0, rel=TOL)
 
 
-def test_the_default_decay_is_that_of_the_design() -> None:
-    model, optimizer = build()
+@pytest.mark.parametrize("without", ["", "factor_decay"])
+def test_the_decay_of_the_paper_and_the_default_one(without: str) -> None:
+    """The latter falls with the step."""
+    model, optimizer = build(without)
     step(model, optimizer, [(1.0, 1.0)])
     batch = [(2.0, 1.0)]
-    wanted = (0.95 * 1 + 4) / 1.95
+    decay = 0.95 * 250 / 251 if without else 0.95
+    wanted = (decay * 1 + 4) / (1 + decay)
     assert curvature_of(step(model, optimizer, batch), batch) == pytest.approx(wanted, rel=TOL)
 
 

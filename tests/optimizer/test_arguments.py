@@ -308,7 +308,7 @@ def test_there_are_19_options() -> None:
 def test_defaults_of_the_design() -> None:
     """Those that DESIGN section 2 fixes."""
     expected: dict[str, Any] = {
-        "model": None, "factor_decay": 0.95,
+        "model": None,
         "fisher": "empirical", "loss_average": "batch", "batch_dim": 0, "weight_sharing": "expand",
         "skip_layers": (), "max_factor_dim": "auto", "assignment": "factor-wise",
         "communicator": None, "grad_scaler": None,
@@ -316,6 +316,7 @@ def test_defaults_of_the_design() -> None:
     }  # fmt: skip
     found = inspect.signature(KFACSGD).parameters
     assert {name: found[name].default for name in expected} == expected
+    assert inspect.signature(CurvatureEngine).parameters["factor_decay"].default == 0.95
 
 
 # Defaults ------------------------------------------------------------------------------------------------------------
@@ -323,6 +324,7 @@ def test_defaults_of_the_design() -> None:
 DEFAULTS: dict[str, Any] = {
     "damping": OfLargest(inverse_time_decay(0.03, steps=10, final=1e-4)),
     "scaling": "graft",
+    "factor_decay": inverse_time_decay(0.95, steps=250, final=0.8),
     "inv_update_steps": growing(0.5, 10, most_work=1.0),
     "solver": EigenSolver(negligible=0.3),
     "factor_update_steps": None,

@@ -572,7 +572,7 @@ def test_without_a_first_moment_no_step_repeats_another(momentum: float, monkeyp
 def test_where_a_gradient_is_orthogonal_to_everything_nothing_is_learned() -> None:
     """As at a rate of 0, at which a schedule may begin."""
     trust = Trust()
-    for turn, average, expected in [(1.0, -1.0, (1, 0)), (1.0, 2.0, (2, 1)), (0.0, 0.0, (2, 1)), (-1e-9, 1.0, (1, 2))]:
+    for turn, average, expected in [(1.0, -1.0, (1, 0)), (1.0, 2.0, (2, 1)), (0.0, 0.0, (2, 1)), (-1e-9, 1.0, (0, 2))]:
         trust.learn(turn=turn, average=average)
         assert (trust.notches, trust.memory) == expected
     for _ in range(20):
