@@ -49,10 +49,9 @@ from .distributed import (
     AssignmentStrategy,
     LocalCommunicator,
     full_gradient,
-    largest_entry,
     set_full_gradient_,
 )
-from .lessons import Lessons
+from .lessons import Lessons, read_all
 from .opponents import Leftover
 from .preconditioning import Lr
 from .reach import follow, learn
@@ -119,38 +118,31 @@ class CurvatureEngine(BuiltEngine):
             if self.last_refresh is None:  # until then nobody comes late
                 block.note_trains()
         statistics, lessons = self._capture.take(), lessons or Lessons()
-        largest, rates = largest_entry(gradients), list(lrs)
-        on_device = [lr for lr in rates if isinstance(lr, Tensor)]
-        flags = [largest, *on_device, *lessons.tensors.values(), *statistics.flags]
-        dtype = torch.float64 if any(flag.dtype == torch.float64 for flag in flags) else torch.float32
-        together = torch.cat([flag.to(largest.device, dtype).view(-1) for flag in flags])
-        values = iter(together.tolist())  # the sync
-        largest_gradient = next(values)
-        highest = max((abs(next(values) if isinstance(lr, Tensor) else lr) for lr in rates), default=0.0)
-        moves = highest != 0
+        read = read_all(gradients, list(lrs), lessons, statistics.flags)
+        moves = read.rate != 0
         # What only this rank has seen must not decide anything here: the ranks have to go the same way.
         alone = self.comm.world_size == 1
-        trains = largest_gradient > 0 and moves
-        self._is_noop = largest_gradient == 0 and not (alone and statistics.captured) and not moves
+        trains = read.largest > 0 and moves
+        self._is_noop = read.largest == 0 and not (alone and statistics.captured) and not moves
         if self._is_noop:
             return True
-        finite = math.isfinite(largest_gradient)
+        finite = math.isfinite(read.largest)
         self.skipped_steps += not finite
         self._unconfirmed_skips += not finite
         self._compare_ranks(finite)
         if not finite:
             self._skip()
             return False
-        numbers, slopes = lessons.read(values)
+        numbers, slopes = lessons.read(read.lessons)
         # Of several ranks one may have thrown something away that the others have not.
         opposes = statistics.thrown_away and alone if self._capture.enabled and self.step_count else None
         thrown_away, self._thrown_away = self._thrown_away and alone, False
         self._trust.learn(**numbers, opposes=opposes, thrown_away=thrown_away)
         self._overstretched = learn(self._blocks, slopes)
-        follow(self._blocks, self._trust.note_rate(highest))
+        follow(self._blocks, self._trust.note_rate(read.rate))
         if not self._blocks:  # everything trains by the base rule
             return True
-        settled = statistics.settle(values)
+        settled = statistics.settle(read.flags)
         if self._capture.enabled and trains:
             unseen = not any(settled.taken) and statistics.has_gradients()
             self._unseen_steps = unseen * (self._unseen_steps + (UNSEEN_STEPS if statistics.transformed else 1))

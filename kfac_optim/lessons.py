@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
 from .beside import launches_count
-from .distributed import gathered_together, is_sharded
+from .distributed import gathered_together, is_sharded, largest_entry
 from .grouping import grouped_by_key
 
-__all__ = ["Compared", "Copies", "Lessons", "alignment", "alignments"]
+__all__ = ["Compared", "Copies", "Lessons", "Read", "alignment", "alignments", "read_all"]
 
 Copies = dict[tuple[int, ...], Tensor]  # gradients side by side, by the identities of the single ones
 
@@ -65,16 +66,54 @@ class Lessons:
         known = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in known.items() if isinstance(value, Tensor)}
 
-    def read(self, values: Iterator[float]) -> tuple[dict[str, float], dict[nn.Parameter, tuple[float, float]]]:
-        """Takes its numbers from those that were read.
+    def read(self, numbers: Iterable[float]) -> tuple[dict[str, float], dict[nn.Parameter, tuple[float, float]]]:
+        """What its numbers are.
+
+        Args:
+            numbers: Those of :attr:`tensors`, read from the device.
 
         Returns:
             ``turn``, ``average`` and ``length`` as far as they are known, and by parameter ``stretch`` and ``descent``.
         """
+        values = iter(numbers)
         found = {name: [next(values) for _ in range(of.numel())] for name, of in self.tensors.items()}
         slopes = zip(found.pop("stretch", ()), found.pop("descent", ()), self.rates, strict=True)
         by_parameter = zip(self.stretched, ((after * lr, before * lr) for after, before, lr in slopes), strict=True)
         return {name: value for name, (value,) in found.items()}, dict(by_parameter)
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a step reads from the device, all of it at once.
+
+    Attributes:
+        largest: The largest absolute entry of the gradients; NaN or infinite if one of them is.
+        rate: The highest learning rate.
+        lessons: The numbers of the lessons.
+        flags: Those of the statistics.
+    """
+
+    largest: float
+    rate: float
+    lessons: list[float]
+    flags: list[float]
+
+
+def read_all(
+    gradients: Sequence[Tensor], rates: Sequence[float | Tensor], lessons: Lessons, flags: Sequence[Tensor]
+) -> Read:
+    """Waits for the device, as nothing else in an ordinary step does."""
+    largest = largest_entry(gradients)
+    on_device, of_lessons = [rate for rate in rates if isinstance(rate, Tensor)], list(lessons.tensors.values())
+    tensors = [largest, *on_device, *of_lessons, *flags]
+    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    values = iter(torch.cat([tensor.to(largest.device, dtype).view(-1) for tensor in tensors]).tolist())
+    return Read(
+        next(values),
+        max((abs(next(values) if isinstance(rate, Tensor) else rate) for rate in rates), default=0.0),
+        list(islice(values, sum(tensor.numel() for tensor in of_lessons))),
+        list(values),
+    )
 
 
 def alignment(compared: Sequence[Compared], copies: Copies | None = None) -> Tensor:

@@ -15,13 +15,14 @@ Where the code of a model is traced for a compiled graph, the same states are pa
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["CONCURRENT", "ModelCall", "ModelCalls", "in_backward"]
+__all__ = ["CONCURRENT", "ModelCall", "ModelCalls", "PendingGradient", "in_backward"]
 
 CONCURRENT = (
     "two threads are in forward or backward passes of one model at the same time, and its statistics can't tell them "
@@ -157,3 +158,31 @@ class ModelCalls:
 def in_backward() -> bool:
     """Whether a backward pass is running; while a graph is traced, none is."""
     return not torch.compiler.is_compiling() and bool(torch._C._current_graph_task_id() != -1)
+
+
+class PendingGradient:
+    """A tensor hook that takes a gradient once, or as often as the graph is kept for another backward pass.
+
+    A training loop holds its last loss, and with it graph and hooks, until the next forward pass has ended. What they
+    hold is not to live as long. A pass that ends at the tensor, ``torch.autograd.grad(loss, output)``, leaves the graph
+    behind it to another one.
+    """
+
+    def __init__(self, take: Callable[[Tensor], None]) -> None:
+        self.take: Callable[[Tensor], None] | None = take
+
+    def __call__(self, g: Tensor) -> None:
+        if self.take is None:
+            return
+        self.take(g)
+        if _goes_on() and not torch._C._autograd._get_current_graph_task_keep_graph():
+            self.take = None
+
+
+def _goes_on() -> bool:
+    """Whether the backward pass in progress goes through the node of the tensor whose hook runs."""
+    behind = (node for node, _ in torch._C._current_autograd_node().next_functions if node is not None)
+    try:
+        return any(torch._C._will_engine_execute_node(node) for node in behind)
+    except RuntimeError:  # raised for leaves whose gradient the pass returns
+        return True

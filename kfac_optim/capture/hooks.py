@@ -33,13 +33,13 @@ from ..cuda_graphs import refuse_cuda_graphs
 from ..factors import FactorSpec
 from ..layers import KroneckerLayer, LinearLayer
 from .attention import ProjectionTap, remove_taps
-from .calls import ModelCall, ModelCalls, in_backward
+from .calls import ModelCall, ModelCalls, PendingGradient, in_backward
 from .compiled import CompiledCalls
 from .copies import leave_hooks_behind
 from .fisher import Fisher
 from .loss_terms import LossTerms, main_tensor
 from .microbatch import BackwardPasses, Recorder
-from .sampling import PendingGradient, SampledBackward
+from .sampling import SampledBackward
 from .statistics import StepStatistics, Taken
 
 __all__ = ["Capture", "Hook", "remove_all"]

@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..layers import KroneckerLayer, spread_examples
-from .calls import in_backward
+from .calls import PendingGradient, in_backward
 from .copies import leave_hooks_behind
 from .fisher import Fisher
 from .gradients import GradientWatch, destination
 from .hooks import Hook, remove_all
 from .loss_terms import LossTerms
-from .sampling import PendingGradient
 
 __all__ = ["Part", "RandomState", "Replay", "frozen"]
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .calls import ModelCall
+from .calls import ModelCall, PendingGradient
 from .fisher import Fisher
 from .gradients import destination
 from .microbatch import BackwardPasses, LayerCall, Recorder
 
-__all__ = ["PendingGradient", "SampledBackward"]
+__all__ = ["SampledBackward"]
 
 
 class SampledBackward:
@@ -123,31 +122,3 @@ class SampledBackward:
                 f"the sampled Fisher needs the model's output, but {type(call.module).__name__} was called on its own, "
                 f"without {outside[0]!r}: call the model as one module, or use fisher='empirical'"
             )
-
-
-class PendingGradient:
-    """A tensor hook that takes a gradient once, or as often as the graph is kept for another backward pass.
-
-    A training loop holds its last loss, and with it graph and hooks, until the next forward pass has ended. What they
-    hold is not to live as long. A pass that ends at the tensor, ``torch.autograd.grad(loss, output)``, leaves the graph
-    behind it to another one.
-    """
-
-    def __init__(self, take: Callable[[Tensor], None]) -> None:
-        self.take: Callable[[Tensor], None] | None = take
-
-    def __call__(self, g: Tensor) -> None:
-        if self.take is None:
-            return
-        self.take(g)
-        if _goes_on() and not torch._C._autograd._get_current_graph_task_keep_graph():
-            self.take = None
-
-
-def _goes_on() -> bool:
-    """Whether the backward pass in progress goes through the node of the tensor whose hook runs."""
-    behind = (node for node, _ in torch._C._current_autograd_node().next_functions if node is not None)
-    try:
-        return any(torch._C._will_engine_execute_node(node) for node in behind)
-    except RuntimeError:  # raised for leaves whose gradient the pass returns
-        return True

@@ -17,7 +17,7 @@ from kfac_optim.layers import spread_examples
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-OPTIONS = {"factor_update_steps": 1, "inv_update_steps": 1, "spread": 0, "damping": 0.1}
+OPTIONS = {"factor_decay": 0.95, "factor_update_steps": 1, "inv_update_steps": 1, "spread": 0, "damping": 0.1}
 
 
 class Tokens(nn.Module):
