@@ -368,7 +368,9 @@ def memory_estimate(
         Bytes by kind; the kinds are ``factors`` (running averages), ``snapshots`` (what the decompositions were made
         of), ``local sums`` (what a rank has seen since the ranks last pooled their factors), ``decompositions``,
         ``refresh`` (while one is worked off: its snapshot and the new decompositions), and their ``total``. On
-        statistics steps one more copy of the factors comes and goes.
+        statistics steps one more copy of the factors comes and goes. Not counted is what an optimizer that learns
+        trust, as by default, keeps of its last steps: three numbers for each weight of a layer, four where its base
+        class keeps no first moment.
     """
     with torch.no_grad():
         engine = CurvatureEngine(model, assignment=assignment, communicator=LocalCommunicator(0, world_size), **options)

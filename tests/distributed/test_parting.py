@@ -29,7 +29,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def make(rank: int, options: dict[str, Any]) -> tuple[nn.Module, KFACSGD]:
     model = DDP(make_model())
-    given = {"factor_update_steps": 2, "inv_update_steps": 5, "damping": 0.1, "spread": 0, **options}
+    often = {"factor_update_steps": 2, "inv_update_steps": 5, "spread": 0}
+    given = {**often, "factor_decay": 0.95, "damping": 0.1, **options}
     return model, KFACSGD(model, lr=0.05, momentum=0.9, **given)
 
 
