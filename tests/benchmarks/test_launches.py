@@ -203,3 +203,26 @@ def test_without_a_compiler_the_command_names_it(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         launches.main(["--smoke"])
     assert "compiled by g++: install it" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_process_group_costs_plain_parameters_no_launch():
+    """As under DDP: that there could be shards makes no parameter one that is looked at on its own."""
+    script = """
+        import json
+        from benchmarks.launches.count import count
+        import torch.distributed as dist
+        import torch.distributed.tensor
+
+        options = {"paper": False, "solver": "eigen", "bf16": False}
+        alone = count("resnet8", None, "KFACSGD", **options)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        among_ranks = count("resnet8", None, "KFACSGD", **options)
+        dist.destroy_process_group()
+        kinds = ("ordinary", "repeated")
+        print(json.dumps([[counts[kind]["step"]["launches"] for kind in kinds] for counts in (alone, among_ranks)]))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    found = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=180).stdout
+    alone, among_ranks = json.loads(found.splitlines()[-1])
+    assert among_ranks == alone
