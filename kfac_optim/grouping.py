@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
-__all__ = ["grouped_by_key"]
+__all__ = ["SMALL_NUMEL", "grouped_by_key"]
+
+SMALL_NUMEL = 2**12  # on the CPU tensors of so few numbers are copied side by side: an operation takes longer than that
 
 Item = TypeVar("Item")
 

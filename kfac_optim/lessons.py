@@ -12,15 +12,14 @@ from torch import Tensor, nn
 
 from .beside import launches_count
 from .distributed import gathered_together, is_sharded, largest_entry
-from .grouping import grouped_by_key
+from .grouping import SMALL_NUMEL, grouped_by_key
 
 __all__ = ["Compared", "Copies", "Lessons", "Read", "alignment", "alignments", "read_all"]
 
 Copies = dict[tuple[int, ...], Tensor]  # gradients side by side, by the identities of the single ones
 
 _BATCH_NUMEL = 2**25  # on a GPU gradients are copied side by side up to so many numbers
-_SMALL_NUMEL = 2**12  # on the CPU those that have no more: there an operation on each takes longer than the copy
-_FEW = 3  # of which there are more than so many
+_FEW = 3  # on the CPU small ones, if there are more than so many
 
 
 @dataclass(frozen=True)
@@ -191,7 +190,7 @@ def _batches(numels: tuple[int, ...], device: torch.device) -> _Batches:
     if launches_count(device):
         batches = grouped_by_key(places, lambda i: None, numels.__getitem__, _BATCH_NUMEL)
     else:
-        small = [i for i in places if numels[i] <= _SMALL_NUMEL]
+        small = [i for i in places if numels[i] <= SMALL_NUMEL]
         small = small if len(small) > _FEW else []
         batches = [[i] for i in places if i not in small] + ([small] if small else [])
     order = [i for batch in batches for i in batch]

@@ -35,7 +35,7 @@ from .fisher import Bernoulli, Categorical, Fisher, Gaussian
 from .hooks import Capture
 from .loss_terms import LossAverage, LossTerms, first_tensor, main_tensor
 from .replay import Part, RandomState, Replay, frozen
-from .statistics import Moments, Settled, StepStatistics, Taken
+from .statistics import Moments, Settled, StepStatistics
 
 __all__ = [
     "Bernoulli",
@@ -51,7 +51,6 @@ __all__ = [
     "Replay",
     "Settled",
     "StepStatistics",
-    "Taken",
     "first_tensor",
     "frozen",
     "main_tensor",

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..grouping import grouped_by_key
+from ..grouping import SMALL_NUMEL, grouped_by_key
 from .communicator import Communicator
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
 ]
 
 _BUCKET_NUMEL = 2**25  # numbers that are gathered by one collective: 128 MiB in float32
-_SMALL = 2**12  # tensors of so few numbers are copied side by side: an operation takes longer than the copy
 
 
 def gradient_moves_away(parameter: Tensor) -> bool:
@@ -278,9 +277,9 @@ def _largest_of_plain(tensors: Sequence[Tensor]) -> Tensor:
 
 def _largest_on_cpu(tensors: Sequence[Tensor]) -> Tensor:
     """The same of tensors on the CPU, where torch takes 15 times as long for the maximum norm as for both extremes."""
-    small = [t for t in tensors if t.numel() <= _SMALL]
-    parts = [t for t in tensors if t.numel() > _SMALL]
-    if small and len({t.dtype for t in small}) == 1:
+    small = [t for t in tensors if t.numel() <= SMALL_NUMEL]
+    parts = [t for t in tensors if t.numel() > SMALL_NUMEL]
+    if len({t.dtype for t in small}) == 1:
         parts.append(torch._utils._flatten_dense_tensors(small))
     else:
         parts += small

@@ -201,7 +201,7 @@ def test_alignments_are_those_of_each_parameter(monkeypatch: pytest.MonkeyPatch,
     """In their order, whatever their sizes, kinds and rates are; also where they lie side by side."""
     monkeypatch.setattr(lessons, "launches_count", lambda _: launches_count)
     monkeypatch.setattr(lessons, "_BATCH_NUMEL", 701)
-    monkeypatch.setattr(lessons, "_SMALL_NUMEL", 20)
+    monkeypatch.setattr(lessons, "SMALL_NUMEL", 20)
     lessons._batches.cache_clear()
     shapes = [(3, 2), (700,), (4,), (2, 2), (1,), (5, 7), (20,)]
     g, v = ([torch.randn(*shape, dtype=torch.float64) for shape in shapes] for _ in range(2))
