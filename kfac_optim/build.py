@@ -30,11 +30,10 @@ from .cuda_graphs import refuse_cuda_graphs
 from .diagnostics import StageTimes
 from .distributed import Assignment, Communicator, agreement, make_communicator, own_shape, refuse_flattened
 from .layers import LayerOptions, owners_of, unwrap
-from .opponents import Leftover
 from .preconditioning import Preconditioner
 from .refresh import Refresher
 from .sharing import move_factors, refuse_to_move
-from .trust import Trust
+from .steering import Steering
 from .views import ViewedEngine
 
 __all__ = ["BuiltEngine"]
@@ -74,11 +73,8 @@ class BuiltEngine(ViewedEngine):
             sampled=self._sampled_fisher is not None,
         )
         self._refresher = Refresher(self.solver, self.inv_dtype, self._stages)
-        self._trust = Trust()
+        self._steering = Steering()
         self._blocks: list[Block] = []
-        self._overstretched: set[nn.Parameter] = set()
-        self._leftover: Leftover | None = None
-        self._thrown_away = False  # gradients that were added to the last step's, before this one
         self._find_layers()
         if self._trained and not self._roots:
             warnings.warn(
@@ -136,7 +132,6 @@ class BuiltEngine(ViewedEngine):
     def _restore(self) -> None:
         """Builds what a copy or a pickle leaves behind, and puts the hooks on."""
         self._owner = None
-        self._leftover = None
         self._preconditioner = Preconditioner(self.solver, self.inv_dtype, self._stages)
         fisher = self._sampled_fisher
         self._capture = Capture(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .blocks import SIDES, Block, Source
-from .trust import MOST
+from .steering import Steering
 
 __all__ = ["AVERAGES", "PREFIX", "check_counters", "check_states", "check_sums", "checksums", "saved_parts"]
 
@@ -93,7 +93,7 @@ def _counter_problem(known: Iterable[str], counters: Mapping[str, Any]) -> str:
     for name in known:
         least = -1 if name in _MAY_BE_NEVER else 0
         whole = name in ("usual_length", "brake", "rate") or counters[name] == int(counters[name])
-        if not least <= counters[name] <= MOST.get(name, math.inf) or not whole:
+        if not least <= counters[name] <= Steering.LARGEST.get(name, math.inf) or not whole:
             return f"its counter {name!r} is {counters[name]}"
     for name, limit in (("last_statistics", "step"), ("last_refresh", "step"), ("frozen_at", "step")):
         if counters[name] > counters[limit]:

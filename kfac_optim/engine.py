@@ -11,18 +11,18 @@ What a step does, in order::
 ``update`` does the first three lines, ``directions`` the last two, ``advance`` ends the step. Each stage owns its
 state::
 
-    trust.py, blocks    how far steps turn and, layer by layer, how far they stretch
+    steering.py, blocks    how far steps turn and, layer by layer, how far they stretch
     capture/            what backward passes have shown since the last step
     averages.py         what this rank has seen since the ranks last pooled it           (eqs. 14-15)
     refresh.py          the refresh in progress, and when the next one is due            (eqs. 8-13, by the solver)
     preconditioning.py  layers of one shape side by side, see stacks.py                  (eqs. 8-13, by the solver)
     scaling.py          nothing                                                          (eq. 16)
 
-The class is built up in six files: its options (:mod:`~kfac_optim.config`), what is saved of it
-(:mod:`~kfac_optim.state`), how far steps follow it (:mod:`~kfac_optim.steering`), what it tells of itself
-(:mod:`~kfac_optim.views`), how it is put together (:mod:`~kfac_optim.build`), and the conduct of a step, here. It
-returns directions and leaves ``.grad`` alone; whoever owns the gradients (an optimizer of this package, or the caller
-of :meth:`~kfac_optim.CurvatureEngine.precondition_`) applies them.
+The class is built up in five files: its options (:mod:`~kfac_optim.config`), what is saved of it
+(:mod:`~kfac_optim.state`), what it tells of itself (:mod:`~kfac_optim.views`), how it is put together
+(:mod:`~kfac_optim.build`), and the conduct of a step, here. It returns directions and leaves ``.grad`` alone; whoever
+owns the gradients (an optimizer of this package, or the caller of :meth:`~kfac_optim.CurvatureEngine.precondition_`)
+applies them.
 
 ``inv_`` in names of options follows the paper; it refers to decompositions by any solver.
 
@@ -52,9 +52,7 @@ from .distributed import (
     set_full_gradient_,
 )
 from .lessons import Lessons, read_all
-from .opponents import Leftover
 from .preconditioning import Lr
-from .reach import follow, learn
 from .schedules import due
 
 __all__ = ["CurvatureEngine", "memory_estimate"]
@@ -133,13 +131,8 @@ class CurvatureEngine(BuiltEngine):
         if not finite:
             self._skip()
             return False
-        numbers, slopes = lessons.read(read.lessons)
-        # Of several ranks one may have thrown something away that the others have not.
-        opposes = statistics.thrown_away and alone if self._capture.enabled and self.step_count else None
-        thrown_away, self._thrown_away = self._thrown_away and alone, False
-        self._trust.learn(**numbers, opposes=opposes, thrown_away=thrown_away)
-        self._overstretched = learn(self._blocks, slopes)
-        follow(self._blocks, self._trust.note_rate(read.rate))
+        thrown_away = statistics.thrown_away if self._capture.enabled and self.step_count else None
+        self._steering.learn(self._blocks, lessons, read, thrown_away, alone=alone)
         if not self._blocks:  # everything trains by the base rule
             return True
         settled = statistics.settle(read.flags)
@@ -203,7 +196,7 @@ class CurvatureEngine(BuiltEngine):
 
     def advance(self, left: Mapping[nn.Parameter, Tensor] | None = None) -> None:
         """Ends the step; ``left``: the gradients that it leaves in ``.grad``, for :meth:`look_back`."""
-        self._leftover = Leftover(*next(iter(left.items()))) if left else None
+        self._steering.opposition.note_left(left)
         if not self._is_noop:
             self.step_count += 1
             self._steps_taken += 1
@@ -244,8 +237,7 @@ class CurvatureEngine(BuiltEngine):
 
     def look_back(self) -> None:
         """Looks, before ``zero_grad()``, whether that throws away what was added to the gradients of the last step."""
-        self._thrown_away |= self._leftover is not None and self._leftover.has_grown
-        self._leftover = None  # what is cleared twice was thrown away once
+        self._steering.opposition.look_back()
 
     @torch.no_grad()
     def synchronize(self) -> None:

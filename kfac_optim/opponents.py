@@ -11,12 +11,15 @@ as long as such a network takes steps in the same process, between its own.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-__all__ = ["OPPONENTS", "Leftover", "Opponents"]
+__all__ = ["OPPONENTS", "Leftover", "Opponents", "Opposition"]
 
 _LATELY = 16  # steps of all optimizers of the process: several of one network may come before the next of the other
+_THROWS = 2**16 - 1  # bits: so many steps are remembered
 
 
 class Leftover:
@@ -91,3 +94,87 @@ class Opponents:
 
 
 OPPONENTS = Opponents()  # of this process
+
+
+class Opposition:
+    """Whether the network of one optimizer trains against another one.
+
+    Attributes:
+        opposes: What captured gradients tell: they were thrown away before the last step that collected statistics, and
+            before the one before, if that tells. None until the second of these steps.
+        suspected: Whether gradients were thrown away before the last of these steps. A step that was skipped, because
+            its gradients had overflowed for instance, makes nobody an opponent.
+        throws: Of the last 16 steps, whether gradients were cleared before it that had been added to those of the step
+            before; one bit each, the last one lowest. Two of them make an opponent: it may take several steps for one
+            of the other network's.
+    """
+
+    LARGEST: ClassVar[Mapping[str, float]] = {"opposes": 1, "suspected": 1, "throws": _THROWS}  # of the counters
+
+    def __init__(self) -> None:
+        self.opposes: bool | None = None
+        self.suspected = True
+        self.throws = 0
+        self._leftover: Leftover | None = None
+        self._thrown_away = False  # gradients that were added to the last step's
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether it is known that the network trains against another one."""
+        return bool(self.opposes) or self.throws.bit_count() > 1
+
+    def note_left(self, gradients: Mapping[nn.Parameter, Tensor] | None) -> None:
+        """A step leaves these gradients in ``.grad``."""
+        self._leftover = Leftover(*next(iter(gradients.items()))) if gradients else None
+
+    def look_back(self) -> None:
+        """Looks, before gradients are cleared, whether others have been added to those that the step had left."""
+        self._thrown_away |= self._leftover is not None and self._leftover.has_grown
+        self._leftover = None  # what is cleared twice was thrown away once
+
+    def learn(self, captured: bool | None, *, alone: bool) -> None:
+        """Takes in what has happened since the last step.
+
+        Args:
+            captured: Whether captured gradients were thrown away; None: nobody has looked.
+            alone: Whether there is one rank; of several one may have thrown something away that the others have not.
+        """
+        if captured is not None:
+            self.opposes, self.suspected = captured and alone and self.suspected, captured and alone
+        thrown_away, self._thrown_away = self._thrown_away and alone, False
+        self.throws = (2 * self.throws + thrown_away) & _THROWS
+        OPPONENTS.step(self, opposes=self.is_seen)
+
+    def may_stretch(self, *, alone: bool) -> bool:
+        """Whether steps may be stretched: it is known that no two networks train against each other.
+
+        That is known in the second step that collects statistics. ``alone``: whether there is one rank; of several one
+        may have opponents that the others have not.
+        """
+        return self.opposes is False and not (alone and OPPONENTS.are_there(self))
+
+    def counters(self) -> dict[str, float]:
+        """Its part of the saved counters."""
+        opposes = -1 if self.opposes is None else int(self.opposes)
+        return {"opposes": opposes, "suspected": int(self.suspected), "throws": self.throws}
+
+    def load(self, counters: Mapping[str, Any]) -> None:
+        """Restores saved counters."""
+        known = int(counters.get("opposes", -1))
+        self.opposes, self.suspected = None if known < 0 else bool(known), bool(counters.get("suspected", 1))
+        self.throws = int(counters.get("throws", 0))
+        OPPONENTS.resume(self, opposes=self.is_seen)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """That of a pickle; hooks stay behind."""
+        return {**self.__dict__, "_leftover": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        OPPONENTS.resume(self, opposes=self.is_seen)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Opposition:
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__getstate__())
+        OPPONENTS.copy(self, copied)
+        return copied

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -37,14 +38,15 @@ from .beside import each, times
 from .blocks import Block
 from .scaling import Direction, inners, ratios, squares
 
-__all__ = ["LEAST", "follow", "learn", "stretches"]
+__all__ = ["LEAST", "Rates", "learn_reaches", "lower_reaches", "stretches"]
 
 LEAST, _MOST = 3e-4, 3.0  # at the least nothing is added to a step that one could tell
 _GROWTH = 1.1  # of reach per step, or its inverse
 _TURNED, _FALL = 0.3, 30.0  # where the gradient has turned round by more than this share, reach falls by up to that
+_JUMP = 2.0  # a rate that rises by more from one step to the next is not warmed up
 
 
-def learn(blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[float, float]]) -> set[nn.Parameter]:
+def learn_reaches(blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[float, float]]) -> set[nn.Parameter]:
     """Moves the reach of each layer.
 
     Args:
@@ -67,10 +69,45 @@ def learn(blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[float, fl
     return too_long
 
 
-def follow(blocks: Sequence[Block], rise: float) -> None:
-    """Reaches fall where the learning rate rises; ``rise``: by how much (:meth:`~kfac_optim.trust.Trust.note_rate`)."""
+def lower_reaches(blocks: Sequence[Block], rise: float) -> None:
+    """Reaches fall where the learning rate rises; ``rise``: by how much (:meth:`Rates.rise`)."""
     for block in blocks if rise > 1 else ():
         block.set_reach(max(LEAST, block.reach / rise))
+
+
+class Rates:
+    """The learning rates of a training.
+
+    Attributes:
+        last: The highest one of the last step that had one; 0 before.
+        fell: Whether it has ever fallen.
+    """
+
+    LARGEST: ClassVar[Mapping[str, float]] = {"rate_fell": 1}  # of the counters
+
+    def __init__(self) -> None:
+        self.last, self.fell = 0.0, False
+
+    def rise(self, rate: float) -> float:
+        """Notes the highest learning rate of a step, if it is not 0.
+
+        Returns:
+            By how much it has risen, where it has fallen before or jumps; else, as in a warm-up, 1.
+        """
+        last = self.last
+        if not rate or not last:
+            self.last = rate or last
+            return 1.0
+        self.last, self.fell = rate, self.fell or rate < last
+        return rate / last if rate > last * (1.0 if self.fell else _JUMP) else 1.0
+
+    def counters(self) -> dict[str, float]:
+        """Its part of the saved counters."""
+        return {"rate": self.last, "rate_fell": int(self.fell)}
+
+    def load(self, counters: Mapping[str, Any]) -> None:
+        """Restores saved counters."""
+        self.last, self.fell = float(counters.get("rate", 0.0)), bool(counters.get("rate_fell", 0))
 
 
 def _moved(reach: float, slope: float) -> float:

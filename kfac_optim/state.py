@@ -17,14 +17,14 @@ from .distributed import Communicator, LocalCommunicator, make_communicator
 from .factors import copy_average_
 from .refresh import Refresher
 from .sharing import on_cpu, whole_state
-from .trust import Trust
+from .steering import Steering
 
 __all__ = ["StatefulEngine", "copy_state"]
 
 Engine = TypeVar("Engine", bound="StatefulEngine")
 
 # What a copy or a pickle of an engine leaves behind: it belongs to the process, or is made anew from the rest.
-_LEFT_BEHIND = ("_capture", "_leftover", "_owner", "comm", "grad_scaler", "_preconditioner")
+_LEFT_BEHIND = ("_capture", "_owner", "comm", "grad_scaler", "_preconditioner")
 
 
 class StatefulEngine(Config, ABC):
@@ -41,7 +41,7 @@ class StatefulEngine(Config, ABC):
     _blocks: list[Block]
     _averaging: Averaging
     _refresher: Refresher
-    _trust: Trust
+    _steering: Steering
     _communicator_given: bool
     _closed: bool
 
@@ -107,7 +107,7 @@ class StatefulEngine(Config, ABC):
             "skipped_steps": self.skipped_steps,
             "skipped_batches": self._averaging.skipped_batches,
             **self._refresher.counters(),
-            **self._trust.counters(),
+            **self._steering.counters(),
         }
 
     def counters(self) -> dict[str, float | int]:
@@ -145,7 +145,7 @@ class StatefulEngine(Config, ABC):
                 block.make_room(self.factor_dtype, self.comm.rank, spreads=spreads)
                 copy_state(block.state, states[block.layer.weight])
         self._averaging.load(counters)
-        self._trust.load(counters)
+        self._steering.load(counters)
         self._refresher.load(counters, self._blocks, self.comm.rank)
         if states and not self._closed:
             self._refresher.invalidate()

@@ -1,111 +1,128 @@
 """What becomes of the base optimizer's step: how far it turns and stretches, and when directions are computed for it.
 
-What is learned for that stands in :mod:`~kfac_optim.trust` and, by layer, in the blocks (:mod:`~kfac_optim.reach`);
-:mod:`~kfac_optim.turning` takes the steps.
+All that is learned for that, but for the reach of each layer, which stands in its block. :mod:`~kfac_optim.turning`
+takes the steps.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, ClassVar
 
 from torch import nn
 
-from .damping import OfLargest
-from .opponents import OPPONENTS
-from .reach import LEAST
-from .state import StatefulEngine
+from .blocks import Block
+from .damping import Damping, OfLargest
+from .lessons import Lessons, Read
+from .opponents import Opposition
+from .reach import LEAST, Rates, learn_reaches, lower_reaches
+from .scaling import Scaling
+from .trust import Trust
 
-__all__ = ["SteeredEngine"]
+__all__ = ["Plan", "Steering"]
 
 
-class SteeredEngine(StatefulEngine):
-    """The part of the engine that decides how far, and when, a step follows K-FAC."""
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of one step of the base optimizer.
 
-    _overstretched: set[nn.Parameter]
+    Attributes:
+        trust: How far it turns from the base optimizer's own update to K-FAC's direction, in [0, 1].
+        learns: Whether trust is learned.
+        computes: Whether K-FAC's directions are computed, if the step repeats nothing; else the base optimizer's own
+            step is all.
+        repeats: Whether the step may be changed as the last one was.
+        stretches: Whether it is stretched along flat directions as well (:mod:`~kfac_optim.reach`).
+        too_long: The parameters of layers whose last stretch was too long, which no other step is to repeat.
+        moment_decay: The decay, in [0, 0.9], of the averaged gradients that give the direction where the base optimizer
+            keeps no first moment.
+        usual_length: The usual length of the base optimizer's update, by which the step is braked
+            (:func:`~kfac_optim.trust.brake`).
+        last_brake: What the step that computed directions last was shortened by; 1: nothing.
+    """
 
-    @property
-    def trust(self) -> float:
-        """How far the coming step turns from the base optimizer's own update to K-FAC's direction, in [0, 1]."""
-        if self.learns_trust:
-            return self._trust.value
-        return float(getattr(self.scaling, "trust", 1.0)) if self._turns else 1.0
+    trust: float
+    learns: bool
+    computes: bool
+    repeats: bool
+    stretches: bool
+    too_long: Collection[nn.Parameter]
+    moment_decay: float
+    usual_length: float
+    last_brake: float
 
-    @property
-    def moment_decay(self) -> float:
-        """The decay of the averaged gradients that give the direction where the base optimizer keeps no first moment.
 
-        It is learned, in [0, 0.9].
+class Steering:
+    """What has been learned of how far steps follow K-FAC.
+
+    Attributes:
+        trust: How far they turn.
+        rates: What the learning rate has done, which reaches are tied to.
+        opposition: Whether the network trains against another one; then steps are not stretched.
+    """
+
+    LARGEST: ClassVar[Mapping[str, float]] = {**Trust.LARGEST, **Rates.LARGEST, **Opposition.LARGEST}  # of the counters
+
+    def __init__(self) -> None:
+        self.trust, self.rates, self.opposition = Trust(), Rates(), Opposition()
+        self._too_long: set[nn.Parameter] = set()
+
+    def learn(
+        self, blocks: Sequence[Block], lessons: Lessons, read: Read, captured: bool | None, *, alone: bool
+    ) -> None:
+        """Takes in what the gradients of a step say of the last one.
+
+        Args:
+            blocks: Those of the layers, whose reaches move.
+            lessons: What there is to learn.
+            read: Its numbers, and the learning rate.
+            captured: Whether captured gradients have been thrown away since; None: nobody has looked.
+            alone: Whether there is one rank.
         """
-        return self._trust.decay
+        numbers, slopes = lessons.read(read.lessons)
+        self.opposition.learn(captured, alone=alone)
+        self.trust.learn(**numbers)
+        self._too_long = learn_reaches(blocks, slopes)
+        lower_reaches(blocks, self.rates.rise(read.rate))
 
-    @property
-    def usual_length(self) -> float:
-        """The usual length of the base optimizer's update; steps are braked by it (:func:`kfac_optim.trust.brake`)."""
-        return self._trust.usual
+    def plan(
+        self, blocks: Iterable[Block], step: int, scaling: Scaling | None, damping: Damping, *, turns: bool, alone: bool
+    ) -> Plan:
+        """The plan of a step.
 
-    @property
-    def brake(self) -> float:
-        """What the last turned and stretched step was shortened by (:func:`kfac_optim.trust.brake`); 1: nothing."""
-        return self._trust.brake
-
-    @property
-    def reach(self) -> float:
-        """The largest share of the stretch along flat directions that a layer's steps get (:mod:`kfac_optim.reach`)."""
-        return max((block.reach for block in self._blocks), default=0.0) if self.stretches else 0.0
-
-    def covered_parameters(self) -> set[nn.Parameter]:
-        """The parameters of layers."""
-        return {p for block in self._blocks for p in block.layer.parameters}
-
-    def reaches(self) -> dict[nn.Parameter, float]:
-        """The share of the stretch that each parameter gets: its layer's, the first one's where several share it."""
-        return {p: block.reach for block in reversed(self._blocks) for p in block.layer.parameters}
-
-    def weights_with_directions(self) -> set[nn.Parameter]:
-        """Those of the layers that have been decomposed somewhere."""
-        return {block.layer.weight for block in self._blocks if block.has_direction}
-
-    @property
-    def stretches(self) -> bool:
-        """Whether steps are stretched along flat directions; not where two networks train against each other.
-
-        Nor before that is known, in the second step that collects statistics.
+        Args:
+            blocks: Those of the layers.
+            step: The number of steps taken before it.
+            scaling: How long directions are; it says whether trust is learned and steps are stretched.
+            damping: Steps are stretched if it is relative to the largest eigenvalue.
+            turns: Whether the steps of a base optimizer are turned; else gradients are preconditioned, all the way.
+            alone: Whether there is one rank.
         """
-        wanted = getattr(self.scaling, "stretch", False) and isinstance(self.damping, OfLargest)
-        if not (self.learns_trust and wanted and self._trust.opposes is False):
-            return False
-        # Of several ranks one may have opponents that the others have not.
-        return self.comm.world_size > 1 or not OPPONENTS.are_there(self._trust)
+        given = getattr(scaling, "trust", 1.0) if turns else 1.0
+        learns = given is None
+        wanted = learns and getattr(scaling, "stretch", False) and isinstance(damping, OfLargest)
+        stretches = wanted and self.opposition.may_stretch(alone=alone)
+        changed = stretches and any(block.reach > LEAST for block in blocks)
+        return Plan(
+            trust=self.trust.value if learns else float(given),
+            learns=learns,
+            computes=self.trust.is_measured(step, stretches=changed) if learns else given > 0,
+            repeats=learns and self.trust.repeats(step, stretches=changed),
+            stretches=stretches,
+            too_long=self._too_long,
+            moment_decay=self.trust.decay,
+            usual_length=self.trust.usual,
+            last_brake=self.trust.brake,
+        )
 
-    @property
-    def overstretched(self) -> set[nn.Parameter]:
-        """The parameters of layers whose last stretch was too long, which no other step is to repeat."""
-        return self._overstretched
+    def counters(self) -> dict[str, float]:
+        """Its part of the saved counters."""
+        parts = (self.trust, self.rates, self.opposition)
+        return dict(chain.from_iterable(part.counters().items() for part in parts))
 
-    @property
-    def learns_trust(self) -> bool:
-        """Whether trust is learned."""
-        return self._turns and getattr(self.scaling, "trust", 1.0) is None
-
-    @property
-    def computes_directions(self) -> bool:
-        """Whether this step computes K-FAC's directions; else the base optimizer's own step is all."""
-        if not self.learns_trust:
-            return self.trust > 0
-        return self._trust.is_measured(self.step_count, stretches=self.reach > LEAST)
-
-    @property
-    def repeats_turn(self) -> bool:
-        """Whether this step may be changed as the last one was."""
-        return self.learns_trust and self._trust.repeats(self.step_count, stretches=self.reach > LEAST)
-
-    @property
-    def _turns(self) -> bool:
-        """Whether the steps of a base optimizer are turned; else gradients are preconditioned, all the way."""
-        return getattr(self.owner, "precondition", "gradient") == "momentum"
-
-    @property
-    @abstractmethod
-    def owner(self) -> Any:
-        """The optimizer of this package that conducts the engine; None for an engine that stands alone."""
+    def load(self, counters: Mapping[str, Any]) -> None:
+        """Restores saved counters."""
+        for part in (self.trust, self.rates, self.opposition):
+            part.load(counters)

@@ -36,15 +36,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from .beside import each, times
-from .opponents import OPPONENTS
 from .scaling import Direction, norms, ratios, update_norms
 
-__all__ = ["MOST", "Trust", "brake", "changes_at", "turns"]
+__all__ = ["Trust", "brake", "changes_at", "turns"]
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
@@ -54,22 +53,8 @@ _FALL = 2  # tenths, where it does not
 _LONGEST = 9  # tenths: the average remembers some ten gradients, as the usual momentum of 0.9
 _REMEMBERED = 10  # lengths of updates that their running average remembers
 _SLACK, _POWER = 1.3, 2  # steps are braked where the update is longer than 1.3 times the usual, by that squared
-_THROWS = 2**16 - 1  # bits: so many steps are remembered
-_JUMP = 2.0  # a rate that rises by more from one step to the next is not warmed up
 _YOUNG = 20  # steps until k is repeated once, and so many more until it is repeated twice
 _PATIENCE = 4  # while steps do not turn, k is computed in one of so many or more
-
-# The largest values of counters that have one.
-MOST = {
-    "trust": _NOTCHES,
-    "memory": _LONGEST,
-    "lengths": _REMEMBERED,
-    "brake": 1,
-    "opposes": 1,
-    "suspected": 1,
-    "rate_fell": 1,
-    "throws": _THROWS,
-}
 
 
 class Trust:
@@ -81,30 +66,19 @@ class Trust:
         usual: The usual length of the base optimizer's update, per unit of the learning rate and of the gradients in
             its momentum; 0 before the first.
         seen: The number of updates that this is an average of, at most 10.
-        opposes: Whether the network trains against another one (:mod:`~kfac_optim.opponents`): gradients were thrown
-            away before the last step that collected statistics, and before the one before, if that tells. None until
-            the second of these steps.
-        throws: Of the last 16 steps, whether gradients were cleared before it that had been added to those of the step
-            before; one bit each, the last one lowest. Two of them make an opponent: it may take several steps for one
-            of the other network's.
-        suspected: Whether gradients were thrown away before the last of these steps. A step that was skipped, because
-            its gradients had overflowed for instance, makes nobody an opponent.
         brake: That of the last step in which k was computed, in (0, 1]; 1: it was as long as the base's.
-        rate: The highest learning rate of the last step that had one; 0 before.
-        rate_fell: Whether it has ever fallen.
     """
+
+    LARGEST: ClassVar[Mapping[str, float]] = {  # of the counters
+        "trust": _NOTCHES,
+        "memory": _LONGEST,
+        "lengths": _REMEMBERED,
+        "brake": 1,
+    }
 
     def __init__(self) -> None:
         self.notches = self.memory = self.seen = 0
-        self.usual, self.brake, self.rate, self.rate_fell = 0.0, 1.0, 0.0, False
-        self.opposes: bool | None = None
-        self.suspected = True
-        self.throws = 0
-
-    @property
-    def is_opponent(self) -> bool:
-        """Whether it is known that the network trains against another one."""
-        return bool(self.opposes) or self.throws.bit_count() > 1
+        self.usual, self.brake = 0.0, 1.0
 
     @property
     def value(self) -> float:
@@ -135,27 +109,14 @@ class Trust:
         most = 4 if self.notches == _NOTCHES else 3
         return (self.notches > 0 or stretches) and step % min(most, 1 + step // _YOUNG) != 0
 
-    def learn(
-        self,
-        turn: float = 0.0,
-        average: float = 0.0,
-        length: float = 0.0,
-        opposes: bool | None = None,
-        thrown_away: bool = False,
-    ) -> None:
+    def learn(self, turn: float = 0.0, average: float = 0.0, length: float = 0.0) -> None:
         """Moves a tenth towards K-FAC's directions if the gradients say so, else one or two towards the base's updates.
 
         Args:
             turn: The alignment of the gradients with the last k - u. 0 (the rate was 0, say) tells nothing.
             average: ``<g', m>``, m the average of the gradients before, whose sign moves the decay by a tenth.
             length: The length of the base's update in the step before, if it was turned.
-            opposes: Whether captured gradients were thrown away before this step; None: nobody has looked.
-            thrown_away: Whether gradients were that had been added to those of the step before.
         """
-        if opposes is not None:
-            self.opposes, self.suspected = opposes and self.suspected, opposes
-        self.throws = (2 * self.throws + thrown_away) & _THROWS
-        OPPONENTS.step(self, opposes=self.is_opponent)
         most, fall = (_MOST_WHERE_UPDATES_GROW, 1) if self.usual or length else (_NOTCHES, _FALL)
         self.notches = _moved(self.notches, turn, most, fall)
         self.memory = _moved(self.memory, average, _LONGEST)
@@ -164,52 +125,15 @@ class Trust:
             self.seen = min(_REMEMBERED, self.seen + 1)
             self.usual += (length - self.usual) / self.seen
 
-    def note_rate(self, rate: float) -> float:
-        """Notes the highest learning rate of a step, if it is not 0.
-
-        Returns:
-            By how much it has risen, where it has fallen before or jumps; else, as in a warm-up, 1.
-        """
-        last = self.rate
-        if not rate or not last:
-            self.rate = rate or last
-            return 1.0
-        self.rate, self.rate_fell = rate, self.rate_fell or rate < last
-        return rate / last if rate > last * (1.0 if self.rate_fell else _JUMP) else 1.0
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Trust:
-        copied = object.__new__(type(self))
-        copied.__dict__.update(self.__dict__)
-        OPPONENTS.copy(self, copied)
-        return copied
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """That of a pickle."""
-        self.__dict__.update(state)
-        OPPONENTS.resume(self, opposes=self.is_opponent)
-
     def counters(self) -> dict[str, float]:
         """Its part of the saved counters."""
         known = {"trust": self.notches, "memory": self.memory, "usual_length": self.usual, "lengths": self.seen}
-        return {
-            **known,
-            "opposes": -1 if self.opposes is None else int(self.opposes),
-            "suspected": int(self.suspected),
-            "throws": self.throws,
-            "brake": self.brake,
-            "rate": self.rate,
-            "rate_fell": int(self.rate_fell),
-        }
+        return {**known, "brake": self.brake}
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""
         self.notches, self.memory, self.seen = (int(counters.get(name, 0)) for name in ("trust", "memory", "lengths"))
         self.usual, self.brake = float(counters.get("usual_length", 0.0)), float(counters.get("brake", 1.0))
-        self.rate, self.rate_fell = float(counters.get("rate", 0.0)), bool(counters.get("rate_fell", 0))
-        known = int(counters.get("opposes", -1))
-        self.opposes, self.suspected = None if known < 0 else bool(known), bool(counters.get("suspected", 1))
-        self.throws = int(counters.get("throws", 0))
-        OPPONENTS.resume(self, opposes=self.is_opponent)
 
 
 def _moved(notches: int, alignment: float, most: int, fall: int = 1) -> int:

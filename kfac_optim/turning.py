@@ -36,6 +36,7 @@ from .engine import CurvatureEngine
 from .lessons import Compared, Copies, Lessons, alignment, alignments
 from .preconditioning import Lr
 from .reach import stretches
+from .steering import Plan
 from .trust import brake, changes_at, turns
 
 __all__ = ["CHANGE", "DESCENT", "LENGTH", "STRETCH", "TURN", "forget", "lessons_of", "take_turned_step"]
@@ -70,19 +71,20 @@ def take_turned_step(
     """
     of_layers = engine.covered_parameters()
     covered = [some for alike in members if (some := [m for m in alike if m.p in of_layers])]
-    for state in [optimizer.state[p] for p in engine.overstretched if p in optimizer.state]:
+    plan = engine.plan()
+    for state in [optimizer.state[p] for p in plan.too_long if p in optimizer.state]:
         for key in (STRETCH, DESCENT):
             state.pop(key, None)
-    changes = _changes_to_repeat(optimizer, engine, covered)
-    computes = changes is None and engine.computes_directions
+    changes = _changes_to_repeat(optimizer, engine, plan, covered) if plan.repeats else None
+    computes = changes is None and plan.computes
     before = weights_before(optimizer, covered) if computes else []
     with gradient_weight_tracked(optimizer, covered):
         take_base_step()
-    if engine.learns_trust or computes:
+    if plan.learns or computes:
         for m in chain.from_iterable(covered):
             m.take_state(optimizer)
-    if engine.learns_trust:
-        keep_first_moments(optimizer, covered, engine.moment_decay)
+    if plan.learns:
+        keep_first_moments(optimizer, covered, plan.moment_decay)
     else:
         forget(optimizer, MOMENT)
     forget(optimizer, *(_OF_STEP if changes is None else (LENGTH,)))  # that has been learned
@@ -92,19 +94,19 @@ def take_turned_step(
         return
     base = base_step(optimizer, covered, before)
     del before
-    directions, trust = engine.directions(base.moments, lr, base.updates), engine.trust
+    directions, trust = engine.directions(base.moments, lr, base.updates), plan.trust
     if directions.are_none:
         return
     of_stacks = directions.scaled
-    if not engine.learns_trust:
+    if not plan.learns:
         matrices = turns(of_stacks) if trust == 1 else changes_at(of_stacks, trust)
         _subtract(_changes_of(covered, directions.laid_out(matrices)))
         return
     length = update_length(optimizer, covered, list(base.updates.values()), directions.updates_together(base.updates))
-    braked = None if length is None else brake(length, engine.usual_length)
+    braked = None if length is None else brake(length, plan.usual_length)
     makers: dict[str, Maker] = {CHANGE: lambda out: changes_at(of_stacks, trust, braked, out)} if trust > 0 else {}
     makers[TURN] = lambda out: turns(of_stacks, out)
-    if engine.stretches:
+    if plan.stretches:
         makers[STRETCH] = lambda out: stretches(of_stacks, out)
     judged = directions.several_laid_out(makers)
     turned = _changes_of(covered, judged.pop(CHANGE, {}))
@@ -247,7 +249,7 @@ def forget(optimizer: torch.optim.Optimizer, *keys: str) -> None:
 
 
 def _changes_to_repeat(
-    optimizer: torch.optim.Optimizer, engine: CurvatureEngine, members: Sequence[Alike]
+    optimizer: torch.optim.Optimizer, engine: CurvatureEngine, plan: Plan, members: Sequence[Alike]
 ) -> Changes | None:
     """The changes of the last step, with the stretch as far as reach goes now; None where this one repeats nothing.
 
@@ -256,9 +258,7 @@ def _changes_to_repeat(
     which is made of an average of gradients, if that is what it is of. With nothing to repeat a step that does not turn
     is the base class's own.
     """
-    if not engine.repeats_turn:
-        return None
-    ready, averages = engine.weights_with_directions(), engine.moment_decay > 0
+    ready, averages = engine.weights_with_directions(), plan.moment_decay > 0
     known: list[Alike] = []
     for alike in members:
         for m in alike:
@@ -270,15 +270,15 @@ def _changes_to_repeat(
         known.append([m for m in alike if TURN in m.state])
     if not any(known):
         return None
-    stretches, changes = engine.stretches, []
-    reaches = engine.reaches() if stretches else {}
+    changes: Changes = []
+    reaches = engine.reaches() if plan.stretches else {}
     for alike in known:
-        stretched = [m for m in alike if STRETCH in m.state] if stretches else []
-        vectors = multiplied([m.state[STRETCH] for m in stretched], [reaches[m.p] for m in stretched], engine.brake)
+        stretched = [m for m in alike if STRETCH in m.state] if plan.stretches else []
+        vectors = multiplied([m.state[STRETCH] for m in stretched], [reaches[m.p] for m in stretched], plan.last_brake)
         both = [(vector, m.state[CHANGE]) for m, vector in zip(stretched, vectors, strict=True) if CHANGE in m.state]
         if both:
             torch._foreach_add_(*(list(of) for of in zip(*both, strict=True)))
-        others = [m for m in alike if CHANGE in m.state and not (stretches and STRETCH in m.state)]
+        others = [m for m in alike if CHANGE in m.state and not (plan.stretches and STRETCH in m.state)]
         if stretched or others:
             changes.append(([*stretched, *others], [*vectors, *(m.state[CHANGE] for m in others)]))
-    return None if not changes and engine.trust > 0 else changes
+    return None if not changes and plan.trust > 0 else changes

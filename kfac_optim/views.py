@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,12 +13,13 @@ from .diagnostics import Row, StageTimes, count, human_bytes, memory_of, report_
 from .distributed import Assignment, LocalCommunicator
 from .layers import KroneckerLayer
 from .schedules import value_at
-from .steering import SteeredEngine
+from .state import StatefulEngine
+from .steering import Plan
 
 __all__ = ["ViewedEngine"]
 
 
-class ViewedEngine(SteeredEngine):
+class ViewedEngine(StatefulEngine):
     """The read-only part of the engine."""
 
     uncovered: dict[nn.Parameter, tuple[str, str]]
@@ -29,6 +31,44 @@ class ViewedEngine(SteeredEngine):
     def layers(self) -> list[KroneckerLayer]:
         """The layers that are preconditioned."""
         return [block.layer for block in self._blocks]
+
+    @property
+    @abstractmethod
+    def owner(self) -> Any:
+        """The optimizer of this package that conducts the engine; None for an engine that stands alone."""
+
+    def plan(self) -> Plan:
+        """What becomes of the base optimizer's step, the one in progress or else the coming one."""
+        return self._steering.plan(
+            self._blocks,
+            self.step_count,
+            self.scaling,
+            as_damping(self.damping),
+            turns=getattr(self.owner, "precondition", "gradient") == "momentum",
+            alone=self.comm.world_size == 1,
+        )
+
+    @property
+    def trust(self) -> float:
+        """How far the coming step turns from the base optimizer's own update to K-FAC's direction, in [0, 1]."""
+        return self.plan().trust
+
+    @property
+    def reach(self) -> float:
+        """The largest share of the stretch along flat directions that a layer's steps get (:mod:`kfac_optim.reach`)."""
+        return max((block.reach for block in self._blocks), default=0.0) if self.plan().stretches else 0.0
+
+    def covered_parameters(self) -> set[nn.Parameter]:
+        """The parameters of layers."""
+        return {p for block in self._blocks for p in block.layer.parameters}
+
+    def reaches(self) -> dict[nn.Parameter, float]:
+        """The share of the stretch that each parameter gets: its layer's, the first one's where several share it."""
+        return {p: block.reach for block in reversed(self._blocks) for p in block.layer.parameters}
+
+    def weights_with_directions(self) -> set[nn.Parameter]:
+        """Those of the layers that have been decomposed somewhere."""
+        return {block.layer.weight for block in self._blocks if block.has_direction}
 
     def factors(self, layer: KroneckerLayer | str) -> tuple[Tensor, Tensor]:
         """The running averages A ``[p, d_in, d_in]`` and G ``[p, d_out, d_out]`` of a layer (diagonals: ``[p, d]``).
@@ -94,10 +134,11 @@ class ViewedEngine(SteeredEngine):
         """
         damping = as_damping(self.damping)
         value, steps = value_of(damping, self.step_count), max(1, self._steps_taken)
+        plan = self.plan()
         return {
             "step": self.step_count,
-            "trust": self.trust,
-            "brake": self.brake,
+            "trust": plan.trust,
+            "brake": plan.last_brake,
             "reach": self.reach,
             "skipped_steps": self.skipped_steps,
             "skipped_batches": self.skipped_batches,
@@ -110,7 +151,7 @@ class ViewedEngine(SteeredEngine):
             "layers": {
                 block.layer.name: {
                     **report_of(block, value * block.damping_unit(damping), full=eigenvalues),
-                    "reach": block.reach if self.stretches else 0.0,
+                    "reach": block.reach if plan.stretches else 0.0,
                 }
                 for block in self._blocks
                 if block.has_direction
@@ -152,6 +193,7 @@ class ViewedEngine(SteeredEngine):
                 f"\na refresh is as much work as {self._refresher.pace.work} steps: one in {interval} steps{first}"
             )
         title = f"Curvature after {self.step_count} steps"
-        title += f", trust {self.trust:.1f}" if self.learns_trust else ""
-        title += f", reach up to {self.reach:.2g}" if self.stretches else ""
+        plan = self.plan()
+        title += f", trust {plan.trust:.1f}" if plan.learns else ""
+        title += f", reach up to {self.reach:.2g}" if plan.stretches else ""
         return table(rows, title, footer)

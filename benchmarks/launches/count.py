@@ -28,7 +28,7 @@ import torch  # noqa: E402
 import kfac_optim  # noqa: E402
 from benchmarks.common.works import SMOKE_WORKS, WORKS, Work  # noqa: E402
 from benchmarks.launches.simulate import Simulation, simulated  # noqa: E402
-from benchmarks.step_time.contenders import Held  # noqa: E402
+from benchmarks.step_time.contenders import hold_trust  # noqa: E402
 
 DAMPING, TRUST, NEVER = 0.01, 0.5, 10**9
 BASE_OPTIONS = {"SGD": {"momentum": 0.9, "weight_decay": 1e-4}}
@@ -65,10 +65,10 @@ def count(name: str, batch: int | None, optimizer: str, *, paper: bool, solver: 
         own = cls(model, inv_update_steps=kfac_optim.growing(0.5, 10), **shown, **options, **more)  # never waits
         found["first"] = runner.step(own)
         engine = own.curvature
-        engine._trust = Held(TRUST)
+        hold_trust(engine, TRUST)
 
         def coming(*, repeats: bool) -> Counts:
-            while engine.repeats_turn != repeats and not paper:
+            while engine.plan().repeats != repeats and not paper:
                 runner.step(own)
             return runner.step(own)
 

@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks.common.optimizers import find, interval
 from benchmarks.common.settings import KFAC, OPTIMIZER_DEFAULTS, RECIPES
 from benchmarks.common.works import Work
-from kfac_optim import EigenSolver, Graft
+from kfac_optim import CurvatureEngine, EigenSolver, Graft
 from kfac_optim.trust import Trust
 
 LARGEST = 8192  # factor that kfac-pytorch gets
@@ -31,7 +31,7 @@ class Held(Trust):
 
     def __init__(self, value: float) -> None:
         super().__init__()
-        self.load({"trust": round(10 * value), "opposes": 0})
+        self.load({"trust": round(10 * value)})
 
     def learn(self, *lessons: Any, **more: Any) -> None:
         """Learn nothing."""
@@ -39,6 +39,12 @@ class Held(Trust):
     def repeats(self, step: int, *, stretches: bool) -> bool:
         """Say what a later step of the same place in the schedule would do."""
         return super().repeats(step + LATER, stretches=stretches)
+
+
+def hold_trust(engine: CurvatureEngine, value: float) -> None:
+    """Hold trust where it is, in [0, 1], and let it be known that the network trains against no other one."""
+    engine._steering.trust = Held(value)
+    engine._steering.opposition.load({"opposes": 0})
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class Contender:
             keywords = {"model": model, "weight_decay": 0.0, **keywords.pop("options"), **keywords}
         optimizer: Any = find(self.optimizer)(model.parameters(), **keywords)
         if self.trust is not None:
-            optimizer.curvature._trust = Held(self.trust)
+            hold_trust(optimizer.curvature, self.trust)
             if not self.trust:  # steps that do not turn are not stretched either
                 optimizer.curvature.scaling = Graft(stretch=False)
         return optimizer, getattr(optimizer, "curvature", getattr(optimizer, "preconditioner", None))

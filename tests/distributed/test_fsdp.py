@@ -169,7 +169,7 @@ def train_turning(rank: int, world_size: int, assignment: str) -> dict[str, tupl
             shard(model, "per layer")
         optimizer = cls(model, **options, **OPTIONS, assignment=assignment)
         trusts = trusts_of(model, optimizer, 10, shape=SHAPE, rank=rank, world_size=world_size)
-        found[kind] = whole(model), trusts, optimizer.curvature.usual_length
+        found[kind] = whole(model), trusts, optimizer.curvature.plan().usual_length
     return found
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, KFACAdamW, TorchCommunicator, engine, reach
+from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, KFACAdamW, TorchCommunicator, reach, steering
 from kfac_optim.blocks import Block
 from kfac_optim.distributed import LocalCommunicator
 from kfac_optim.lamb import MultiTensorLamb
@@ -116,7 +116,7 @@ def on_a_mesh(rank: int, world_size: int, kind: str, data_ranks: int) -> list[Te
 
 def learn_together(
     blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[float, float]]
-) -> set[nn.Parameter]:  # as reach.learn
+) -> set[nn.Parameter]:  # as reach.learn_reaches
     """Shards of one layer have one reach, which they learn from all of them."""
     whole: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for block in blocks:
@@ -124,7 +124,7 @@ def learn_together(
             for side, value in enumerate(slopes.get(p, ())):
                 whole[block.layer.name.partition(".")[0]][side] += value
     together = {block.layer.weight: whole[block.layer.name.partition(".")[0]] for block in blocks}
-    return reach.learn(blocks, {p: (after, before) for p, (after, before) in together.items()})
+    return reach.learn_reaches(blocks, {p: (after, before) for p, (after, before) in together.items()})
 
 
 def in_one_process(kind: str, parts: int) -> Shards:
@@ -149,7 +149,7 @@ def all_kinds(rank: int, world_size: int, data_ranks: int) -> dict[str, list[Ten
 def test_shards_equal_one_process_with_these_blocks(
     data_ranks: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "learn", learn_together)
+    monkeypatch.setattr(steering, "learn_reaches", learn_together)
     outcomes = run_ranks(data_ranks * parts, all_kinds, data_ranks)
     for kind in KINDS:
         model = in_one_process(kind, parts)

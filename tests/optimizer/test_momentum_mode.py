@@ -518,8 +518,8 @@ def test_trust_is_learned_from_the_next_gradient(rate: float, momentum: float) -
         if len(textbook.lengths) > known:  # told when its length is learned, one step later
             factors.append(optimizer.curvature.report()["brake"])
             assert factors[-1] == pytest.approx(last, rel=1e-5)
-        assert optimizer.curvature.moment_decay == (textbook.memory or 0) / 10
-        decays.append(optimizer.curvature.moment_decay)
+        assert optimizer.curvature.plan().moment_decay == (textbook.memory or 0) / 10
+        decays.append(optimizer.curvature.plan().moment_decay)
         for name, p in model.named_parameters():
             if name in textbook.turns:
                 assert_near(optimizer.state[p]["kfac_turn"], textbook.turns[name], name, 1e-9)
@@ -539,8 +539,8 @@ def test_at_trust_1_three_steps_repeat_the_one_before_them(known: list[float], m
     model, batch = Net(), data()
     textbook = Textbook(model, lambda: Sgd(momentum=0.9), FULL)
     optimizer = KFACSGD(model, **(MODE | {"momentum": 0.9, "scaling": "graft", "lr": 0.5}))
-    textbook.trust = optimizer.curvature._trust.notches = 10
-    optimizer.curvature._trust.usual = sum(known)
+    textbook.trust = optimizer.curvature._steering.trust.notches = 10
+    optimizer.curvature._steering.trust.usual = sum(known)
     for _ in range(10):
         textbook.turns, textbook.lengths, textbook.length = {}, known, None  # from which it would learn
         textbook.step(batch, 0.5)
@@ -564,7 +564,7 @@ def test_without_a_first_moment_no_step_repeats_another(momentum: float, monkeyp
     model = Net()
     other = copy.deepcopy(model)
     learned, full = made(model, "graft"), made(other, FULL)
-    learned.curvature._trust.notches = 10
+    learned.curvature._steering.trust.notches = 10
     train_alike((model, learned), (other, full))
     assert_same_weights(model, other)
 
@@ -610,7 +610,7 @@ def test_a_step_at_a_rate_of_0_teaches_nothing_and_is_not_repeated(base: type[KF
     model, options = Net(), {name: value for name, value in MODE.items() if name != "momentum"}
     momentum = {"momentum": 0.9} if base is KFACSGD else {}
     optimizer: Any = base(model, **(options | {"scaling": "graft"} | momentum))
-    trust = optimizer.curvature._trust
+    trust = optimizer.curvature._steering.trust
     for rate in (0.05, 0.05, 0.05, 0.0, 0.05):
         trust.notches = 6  # at which the last of these steps would repeat the one before
         optimizer.param_groups[0]["lr"] = rate
@@ -774,7 +774,7 @@ def test_a_pause_of_the_momentum_brakes_nothing(nesterov: bool) -> None:
     torch.manual_seed(0)
     model = Net()
     optimizer = KFACSGD(model, **(MODE | {"momentum": 0.9, "nesterov": nesterov, "scaling": "graft", "lr": 1e-4}))
-    trust, batch, usual = optimizer.curvature._trust, data(), []
+    trust, batch, usual = optimizer.curvature._steering.trust, data(), []
     for step in range(40):
         for group in optimizer.param_groups:
             group["momentum"] = 0.0 if 12 <= step < 24 and not nesterov else 0.9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from typing import Any
 
 import pytest
@@ -18,10 +19,10 @@ from kfac_optim import (
     KFACAdamW,
     OfLargest,
     OfMean,
-    engine,
     lessons,
     opponents,
     reach,
+    steering,
     trust,
     turning,
 )
@@ -129,7 +130,7 @@ def options(lr: float, **more: Any) -> dict[str, Any]:
 @pytest.fixture
 def never_turned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trust, "_moved", lambda *_: 0)
-    monkeypatch.setattr(turning, "brake", lambda *_: None)
+    monkeypatch.setattr(trust, "_SLACK", math.inf)  # nor braked
 
 
 @pytest.mark.usefixtures("never_turned", "soon_grown")
@@ -173,7 +174,7 @@ def learned(slope: float, descent: float, times: int = 1) -> tuple[float, bool]:
     blocks, weight = optimizer.curvature._blocks, model[2].weight
     assert isinstance(weight, nn.Parameter)
     for _ in range(times):
-        too_long = reach.learn(blocks, {weight: (slope, descent)})
+        too_long = reach.learn_reaches(blocks, {weight: (slope, descent)})
     assert blocks[0].reach == 0.01, "that of another layer"
     assert not too_long or too_long == set(model[2].parameters())
     return blocks[1].reach, bool(too_long)
@@ -271,7 +272,8 @@ def test_the_stretch_is_braked_with_the_step(monkeypatch: pytest.MonkeyPatch) ->
     backward(other, batch, loss)
     plain.step()
     monkeypatch.setattr(turning, "brake", lambda *_: 0.25)
-    monkeypatch.setattr(type(optimizer.curvature), "brake", 0.25)  # as the next step learns it
+    optimizer.curvature._steering.trust.brake = 0.25
+    monkeypatch.setattr(trust.Trust, "learn", lambda *_, **__: None)  # that it is another one
     backward(model, batch, loss)
     backward(other, batch, loss)
     optimizer.step()
@@ -305,14 +307,14 @@ def test_what_a_step_repeats(momentum: float, too_far: bool, monkeypatch: pytest
 
     for _ in range(3):
         step()
-    learned = optimizer.curvature._trust
+    learned = optimizer.curvature._steering.trust
     learned.notches, learned.memory, learned.brake = 5, 5, 1.0
     monkeypatch.setattr(type(learned), "learn", lambda *_, **__: None)
     monkeypatch.setattr(turning, "brake", lambda *_: None)
     step()  # computes
     noted = {p: dict(optimizer.state[p]) for p in model.parameters()}
     before = {p: p.detach().clone() for p in model.parameters()}
-    monkeypatch.setattr(type(optimizer.curvature), "overstretched", set(model.parameters()) if too_far else set())
+    monkeypatch.setattr(steering, "learn_reaches", lambda *_: set(model.parameters()) if too_far else set())
     step()
     for p, reached in optimizer.curvature.reaches().items():
         update = optimizer.state[p]["momentum_buffer"] if momentum else p.grad
@@ -356,13 +358,13 @@ def test_a_discriminator_is_not_stretched(zero: Any, generator_first: bool) -> N
         if not generator_first:
             generate()
     copied = copy.deepcopy(((generator, discriminator), players))
-    assert all(opponents.OPPONENTS.are_there(player.curvature._trust) for player in copied[1].values())
+    assert all(opponents.OPPONENTS.are_there(player.curvature._steering.opposition) for player in copied[1].values())
     for player in players.values():
         assert player.curvature.reach == 0
         assert not any("kfac_stretch" in state for state in player.state.values())
     resumed = KFACAdam(discriminator.parameters(), **options(0.01))
     resumed.load_state_dict(players[discriminator].state_dict())
-    assert resumed.curvature._trust.opposes
+    assert resumed.curvature._steering.opposition.opposes
     players[discriminator] = resumed
     for _ in range(20):  # without the discriminator from now on
         zero(generator, players[generator])
@@ -414,10 +416,10 @@ def test_a_discriminator_is_known_by_what_is_added_to_its_last_gradients(
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     for trio in ((models, ours, theirs), (models, *again), loaded):
-        assert trio[2].curvature._trust.is_opponent
-        assert trio[1].curvature.reach == 0 and not trio[1].curvature._trust.is_opponent
+        assert trio[2].curvature._steering.opposition.is_seen
+        assert trio[1].curvature.reach == 0 and not trio[1].curvature._steering.opposition.is_seen
         play(*trio)
-        assert trio[2].curvature._trust.is_opponent and trio[1].curvature.reach == 0
+        assert trio[2].curvature._steering.opposition.is_seen and trio[1].curvature.reach == 0
     assert not any("kfac_stretch" in state for state in ours.state.values())
 
 
@@ -436,7 +438,7 @@ def test_what_is_cleared_twice_or_after_a_skipped_step_is_no_opponents() -> None
             model.zero_grad(set_to_none=False)
         optimizer.zero_grad(set_to_none=False)
         optimizer.zero_grad(set_to_none=False)
-    assert optimizer.curvature._trust.throws == 0
+    assert optimizer.curvature._steering.opposition.throws == 0
     hooks = [p._post_accumulate_grad_hooks for p in model.parameters() if p._post_accumulate_grad_hooks]
     assert len(hooks) == 0  # of no step that has passed
 
@@ -501,7 +503,7 @@ def test_a_rate_that_rises_again_or_jumps_leaves_the_stretch_as_long_as_it_was(
     for rate, rise in rises:
         twin, other = copy.deepcopy((model, optimizer))
         with monkeypatch.context() as alone:
-            alone.setattr(engine, "follow", lambda *given: None)
+            alone.setattr(steering, "lower_reaches", lambda *given: None)
             expected = reaches_at(rate, twin, other) / rise
         state = optimizer.state_dict()
         optimizer = KFACSGD(model, **how)
@@ -521,7 +523,7 @@ def test_a_skipped_step_makes_no_opponent() -> None:
             optimizer.zero_grad()
             backward(model, data(), loss)
         optimizer.step()
-        known.append(optimizer.curvature._trust.opposes)
+        known.append(optimizer.curvature._steering.opposition.opposes)
     assert known == [None, False, False, False, False, False]
     registry, here, there = opponents.Opponents(), nn.Identity(), nn.Identity()
     registry.step(there, opposes=True)
@@ -547,7 +549,7 @@ def test_a_stretch_that_was_too_long_is_left_out_until_the_next_directions(monke
     for _ in range(4):
         step()
     monkeypatch.setattr(trust, "_YOUNG", 1)
-    assert all(optimizer.curvature._trust.repeats(step, stretches=True) for step in (4, 5))
+    assert all(optimizer.curvature._steering.trust.repeats(step, stretches=True) for step in (4, 5))
     for p in model.parameters():  # as if every layer's stretch had led up a wall
         optimizer.state[p]["kfac_stretch"].neg_()
     before = {p: p.detach().clone() for p in model.parameters()}
@@ -594,7 +596,7 @@ def test_heads_that_are_used_in_turn_all_get_directions(kfac: Any, how: dict[str
         if number >= heads:
             assert "kfac_turn" in optimizer.state[model.heads[model.used].weight]
         if number:
-            assert (optimizer.curvature.usual_length > 0) == (kfac is KFACSGD)
+            assert (optimizer.curvature.plan().usual_length > 0) == (kfac is KFACSGD)
 
 
 def test_a_skipped_step_keeps_what_the_next_one_learns() -> None:
@@ -608,5 +610,5 @@ def test_a_skipped_step_keeps_what_the_next_one_learns() -> None:
             model[0].weight.grad.fill_(float("nan"))  # type: ignore[union-attr, operator]
         optimizer.step()
         noted = sum("kfac_length" in state for state in optimizer.state.values())
-        seen.append((noted, optimizer.curvature._trust.seen))
+        seen.append((noted, optimizer.curvature._steering.trust.seen))
     assert seen == [(1, 0), (1, 1), (1, 1), (1, 1), (1, 2)]
