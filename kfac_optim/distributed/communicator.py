@@ -27,7 +27,7 @@ from .packing import by_rank, packed, room_for, unpack
 
 __all__ = ["BUCKET_BYTES", "Broadcast", "Communicator", "LocalCommunicator", "Work"]
 
-BUCKET_BYTES = 50 * 2**20
+BUCKET_BYTES = 100 * 2**20
 _COMM_DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _IN_FLIGHT = 2  # buckets on the wire at a time: enough to overlap packing with sending, without a copy of everything
 _T = TypeVar("_T")
@@ -72,8 +72,8 @@ class Communicator(ABC):
             counts, decompositions and directions always travel bit for bit.
         average_gradients: Whether the ranks' gradients are averaged (True, default: DDP, FSDP, Horovod's Average) or
             added up.
-        bucket_bytes: Size of a flat bucket, > 0. Default 50 MiB, twice that of DDP: decompositions do not wait for a
-            backward pass, and larger buckets are fewer.
+        bucket_bytes: Size of a flat bucket, > 0, two of which lie beside what travels. Default 100 MiB, four times that
+            of DDP: decompositions do not wait for a backward pass, and larger buckets are fewer.
 
     Attributes:
         traffic: By kind the bytes that this rank has sent and received so far, ``[sent, received]``.

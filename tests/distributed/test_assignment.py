@@ -329,8 +329,8 @@ class Counting(Communicator):
         return SimpleNamespace(wait=lambda: None)
 
 
-def test_broadcasts_of_a_refresh_of_resnet50() -> None:
-    """All decompositions of the default strategy, without their storage; the rank that sends is each in turn."""
+def test_collectives_of_a_refresh_of_resnet50() -> None:
+    """All factors and decompositions of the default strategy, without their storage."""
     with torch.device("meta"):
         layers = KFACSGD(WORKS["resnet50"].make(), lr=0.1).curvature.layers
     solver, specs = EigenSolver(), [specs_of(layer) for layer in layers]
@@ -342,6 +342,8 @@ def test_broadcasts_of_a_refresh_of_resnet50() -> None:
                 parts = [torch.empty(spec.pairs, *s, device="meta") for s in solver.shapes(spec.dim, spec.diagonal)]
                 broadcasts.append(Broadcast(parts, workers.inverse_workers[side], workers.holders(side)))
         comm.send(broadcasts, "decompositions")
+        factors = [spec.zeros(torch.float32, torch.device("meta")) for pair in specs for spec in pair]
+        assert len(list(comm.sum(factors, "factors", compressed=True))) == 2 * len(layers) == 214
         assert len(comm.started) <= 18, "and two sums: who has succeeded, and the largest eigenvalues"
 
 
