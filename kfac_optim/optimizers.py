@@ -176,7 +176,6 @@ class KFACMixin(_Optimizer):
                 engine.advance(gradients)
         finally:  # also of a step that was interrupted or ran out of memory a state can be saved
             self._show_states()
-            self._show_counters()
 
     def _update_weights(self, members: Sequence[Alike], closure: Callable[[], Any] | None) -> None:
         """The step itself; ``closure``: what evaluates the loss, if the loop has one."""
