@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["SideBySide", "apart", "each", "joined", "launches_count", "stands_alone", "times"]
+__all__ = ["SideBySide", "apart", "each", "as_one", "launches_count", "stands_alone", "times"]
 
 _PATIENT = {"cpu"}  # types of devices on which launches cost little
 _FEW_PAIRS = 64  # stacks of more pairs, as norm layers have them, get their factors by a kernel of their own
@@ -85,7 +85,7 @@ def like(whole: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(torch._utils._unflatten_dense_tensors(whole, tensors))
 
 
-def joined(tensors: Sequence[Tensor]) -> Tensor | None:
+def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
     """Tensors as one vector, a view; None where they do not lie side by side in one storage."""
     if not _are_adjacent(tensors):
         return None
@@ -120,10 +120,10 @@ def each(
     """
     if not first:
         return []
-    together = [joined(given) if isinstance(given, (list, tuple)) else given for given in (first, *others)]
+    together = [as_one(given) if isinstance(given, (list, tuple)) else given for given in (first, *others)]
     if all(given is not None for given in together):
         if out is not None:
-            getattr(torch, operation)(*together, out=joined(out))
+            getattr(torch, operation)(*together, out=as_one(out))
             return list(out)
         found = getattr(torch.Tensor, operation)(*together)
         return list(first) if operation.endswith("_") else like(found, first)
@@ -151,7 +151,7 @@ def times(
             return [matrix.mul_(by) for matrix, by in zip(matrices, by_pair, strict=True)]
         return [matrix * by for matrix, by in zip(matrices, by_pair, strict=True)]
     results = beside.empty(matrices[0].dtype) if out is None else list(out)
-    given, found = joined(matrices), joined(results)
+    given, found = as_one(matrices), as_one(results)
     assert given is not None and found is not None
     of_few = slice(0, beside.rows * beside.row)
     of_pairs = [f if f.dim() else f.expand(len(m)) for m, f in zip(matrices, factors[: beside.few], strict=False)]

@@ -8,11 +8,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
-__all__ = ["Check", "count", "instance", "loss_average", "number", "one_of", "optional", "patterns"]
+__all__ = [
+    "Check",
+    "count",
+    "instance",
+    "is_int",
+    "is_number",
+    "loss_average",
+    "number",
+    "one_of",
+    "optional",
+    "patterns",
+]
 
 Check = Callable[[Any], Any]
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether this is an int or a float; True and False are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_int(value: Any) -> TypeGuard[int]:
+    """Whether this is an int; True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def number(name: str, kind: type, allowed: str, test: Callable[[Any], bool]) -> Check:
@@ -21,7 +42,7 @@ def number(name: str, kind: type, allowed: str, test: Callable[[Any], bool]) -> 
     def check(value: Any) -> Any:
         if callable(value):
             return value
-        if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
+        if not (is_int if kind is int else is_number)(value):
             expected = f"{'an int' if kind is int else 'a number'} or a callable(step)"
             raise TypeError(f"{name}={value!r}: must be {expected}, {allowed}, not {type(value).__name__}")
         if not test(value):
@@ -39,7 +60,7 @@ def count(name: str, *, or_callable: bool = False, or_word: str | None = None, l
     def check(value: Any) -> Any:
         if value is None or (or_callable and callable(value)) or (or_word and value == or_word):
             return value
-        if isinstance(value, bool) or not isinstance(value, int):
+        if not is_int(value):
             raise TypeError(f"{name}={value!r}: must be {allowed}, not {type(value).__name__}")
         if value < least:
             raise ValueError(f"{name}={value!r}: must be {allowed}")
@@ -75,7 +96,7 @@ def one_of(name: str, choices: Sequence[Any], *, or_callable: bool = False) -> C
 
 
 def loss_average(value: Any) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+    if is_int(value) and value >= 1:
         return value
     if value in ("batch", "batch+sequence", "elements", None) or callable(value):
         return value

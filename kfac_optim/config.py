@@ -20,7 +20,7 @@ from torch import nn
 
 from . import checks
 from .capture import Bernoulli, Categorical, Fisher, Gaussian, LossAverage
-from .damping import Damping, OfLargest, OfMean, check_damping
+from .damping import Damping, OfLargest, OfMean, as_damping, check_damping
 from .distributed import KAISA, AssignmentStrategy, Communicator, FactorWise, LayerWise
 from .layers import Sharing
 from .scaling import Graft, KLClip, Scaling, Unit
@@ -240,6 +240,11 @@ class Config:
         """Steps between refreshes at ``step``."""
         return int(self.at("inv_update_steps", step))
 
+    @property
+    def damping_rule(self) -> Damping:
+        """``damping`` as an object, also where a number or a function of the step was given."""
+        return as_damping(self.damping)
+
     def spread_at(self, step: int) -> int:
         """The number of steps over which the work of a refresh that starts at ``step`` is spread."""
         spread = self.at("spread", step)
@@ -311,7 +316,7 @@ def saved_options(config: Config) -> dict[str, int | float]:
             name, value = "damping_of_largest", value.value
         elif isinstance(value, KLClip):
             name, value = "kl_clip", value.kappa
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if checks.is_number(value):
             found[name] = value
     return found
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from .checks import is_number
 from .schedules import Schedule, value_at
 
 __all__ = [
@@ -79,7 +80,7 @@ class _Relative:
         name = type(self).__name__
         if callable(self.value):
             return
-        if isinstance(self.value, bool) or not isinstance(self.value, (int, float)):
+        if not is_number(self.value):
             raise TypeError(f"{name}(value={self.value!r}): must be a number > 0 or a callable(step)")
         if not 0 < self.value < math.inf:
             raise ValueError(f"{name}(value={self.value!r}): must be > 0, or a callable(step)")
@@ -132,11 +133,10 @@ def check_damping(given: object) -> object:
     is_class = isinstance(given, type)
     if not is_class and hasattr(given, "unit") and hasattr(given, "value"):
         return given
-    number = isinstance(given, (int, float)) and not isinstance(given, bool)
-    if is_class or not (number or callable(given)):
+    if is_class or not (is_number(given) or callable(given)):
         allowed = "a number > 0, a callable(step), OfMean(...) or OfLargest(...)"
         raise TypeError(f"damping={given!r}: must be {allowed}, not {type(given).__name__}")
-    if isinstance(given, (int, float)) and not 0 < given < math.inf:
+    if is_number(given) and not 0 < given < math.inf:
         raise ValueError(f"damping={given!r}: must be > 0, or a callable(step)")
     return given
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .beside import joined
+from .beside import as_one
 from .distributed import ShardExchange, any_sharded, gathered, is_sharded, sharded_like
 from .layout import Layout, Part
 from .scaling import Direction
@@ -72,7 +72,7 @@ class Directions:
     def updates_together(self, updates: Collection[nn.Parameter]) -> Tensor | None:
         """The base optimizer's updates as one vector, where they lie side by side and are all that there are."""
         covered = {p for stack in self.stacks for p in stack.layout.parameters}
-        return joined([d.update for d in self.scaled]) if covered.issuperset(updates) else None
+        return as_one([d.update for d in self.scaled]) if covered.issuperset(updates) else None
 
     def laid_out(self, matrices: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
         """What each parameter has in matrices of the stacks' shapes, laid out as the parameter is.

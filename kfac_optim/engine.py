@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from .blocks import UNSEEN_STEPS
 from .build import BuiltEngine
 from .config import describe, signature
-from .damping import as_damping, value_of
+from .damping import value_of
 from .directions import Directions, by_parameter
 from .distributed import (
     AssignmentStrategy,
@@ -155,7 +155,7 @@ class CurvatureEngine(BuiltEngine):
         if self._refresher.is_due(self.inv_update_steps, self.step_count):
             self._refresh(trains)
         self._refresher.work_off(self.step_count, self.comm)
-        self._preconditioner.release(self._blocks, as_damping(self.damping))
+        self._preconditioner.release(self._blocks, self.damping_rule)
         self._restart_for_new_layers()
         return True
 
@@ -182,7 +182,7 @@ class CurvatureEngine(BuiltEngine):
             lr,
             vectors if updates is None else updates,
             self.comm,
-            damping=as_damping(self.damping),
+            damping=self.damping_rule,
             scaling=self.scaling,
             step=self.step_count,
         )
@@ -300,7 +300,7 @@ class CurvatureEngine(BuiltEngine):
             if not self._refresher.is_due(self.inv_update_steps, self.step_count):
                 return
             self._warn_of_unseen_layers()
-            damping = as_damping(self.damping)
+            damping = self.damping_rule
             value, spread = value_of(damping, self.step_count), self.spread_at(self.step_count)
             self._refresher.start(self.step_count, ready, damping, value, spread, self.comm)
             return

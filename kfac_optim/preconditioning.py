@@ -94,7 +94,7 @@ class Preconditioner:
         device = stacks[0].damping_unit.device.type if stacks else "cpu"
         self._select(stacks, value)
         with self.stages.stage("preconditioning"), without_autocast(device):
-            joint = self._joined(stacks)
+            joint = self._joint_of(stacks)
             # Then eqs. 11-13 times gamma will do, in which the steepest is divided by the same of all pairs.
             bare = joint is not None and getattr(scaling, "of_any_length", False) and not any(b.route for b in blocks)
             gammas = torch._foreach_mul([stack.damping_unit for stack in stacks], value) if stacks and not bare else ()
@@ -203,7 +203,7 @@ class Preconditioner:
             fill_all(layouts, updates, filled)
         return list(zip(directions, gradients, filled, strict=True))
 
-    def _joined(self, stacks: Sequence[Stack]) -> Joint | None:
+    def _joint_of(self, stacks: Sequence[Stack]) -> Joint | None:
         """The decompositions of all stacks together, where launches count; then their matrices lie side by side."""
         tiles = [stack.tiles if stack.relevant is None else stack.relevant[1] for stack in stacks]
         devices = {stack.layout.device for stack in stacks}

@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from .beside import SideBySide, apart, each, joined, launches_count, times
+from .beside import SideBySide, apart, as_one, each, launches_count, times
+from .checks import is_number
 from .schedules import Schedule, value_at
 
 __all__ = [
@@ -159,7 +160,7 @@ class KLClip:
 def _check_kappa(kappa: Any, step: int | None = None) -> float:
     """Returns a valid kappa; ``step``: the one at which a function returned it."""
     what = f"KLClip(kappa={kappa!r})" if step is None else f"KLClip(kappa=...) at step {step}: {kappa!r}"
-    if isinstance(kappa, bool) or not isinstance(kappa, (int, float)):
+    if not is_number(kappa):
         raise TypeError(f"{what}: must be a number > 0, or a function of the step, not {type(kappa).__name__}")
     if not 0 < kappa < math.inf:
         raise ValueError(f"{what}: must be > 0 and finite, or a function of the step")
@@ -194,7 +195,7 @@ def _by_rows(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> lis
     beside = directions[0].beside
     if beside is None or not beside.rows or not beside.fits(matrices):
         return list(matrices)
-    whole = joined(matrices[: beside.few])
+    whole = as_one(matrices[: beside.few])
     if whole is None:
         return list(matrices)
     of_rows = torch.linalg.vector_norm(whole.view(-1, beside.row), dim=1)
@@ -208,7 +209,7 @@ def inners(directions: Sequence[Direction], matrices: Sequence[Tensor], others: 
     if beside is None or not beside.rows or not (beside.fits(matrices) and beside.fits(others)):
         return [d.inner(*both) for d, *both in zip(directions, matrices, others, strict=True)]
     products = each("mul", matrices, others)
-    whole = joined(products)
+    whole = as_one(products)
     assert whole is not None
     of_rows = whole[: beside.rows * beside.row].view(-1, beside.row).sum(1)
     found: list[Tensor] = []

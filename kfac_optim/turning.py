@@ -30,7 +30,7 @@ from .bases import (
     update_length,
     weights_before,
 )
-from .beside import joined
+from .beside import as_one
 from .directions import Maker
 from .engine import CurvatureEngine
 from .lessons import Compared, Copies, Lessons, alignment, alignments
@@ -174,7 +174,7 @@ def _unit(groups: Sequence[Mapping[str, Any]]) -> float:
 
 def _together(numbers: Sequence[Tensor]) -> Tensor:
     """0-dim tensors as one, which they were before a state was loaded."""
-    known = joined(numbers)
+    known = as_one(numbers)
     return torch.stack([number.to(numbers[0]) for number in numbers]) if known is None else known
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .blocks import Block
-from .damping import as_damping, value_of
+from .damping import value_of
 from .diagnostics import Row, StageTimes, count, human_bytes, memory_of, report_of, row_of, table, total, workers_of
 from .distributed import Assignment, LocalCommunicator
 from .layers import KroneckerLayer
@@ -43,7 +43,7 @@ class ViewedEngine(StatefulEngine):
             self._blocks,
             self.step_count,
             self.scaling,
-            as_damping(self.damping),
+            self.damping_rule,
             turns=getattr(self.owner, "precondition", "gradient") == "momentum",
             alone=self.comm.world_size == 1,
         )
@@ -132,7 +132,7 @@ class ViewedEngine(StatefulEngine):
             that another rank alone keeps is None, and so is ``condition``; ``cosine`` is None where the gradient's
             shards went to another rank.
         """
-        damping = as_damping(self.damping)
+        damping = self.damping_rule
         value, steps = value_of(damping, self.step_count), max(1, self._steps_taken)
         plan = self.plan()
         return {

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..checks import is_int
 from .loss_terms import main_tensor
 
 __all__ = ["Bernoulli", "Categorical", "Fisher", "FisherProducts", "Gaussian", "TargetCheck"]
@@ -38,7 +39,7 @@ class Fisher(ABC):
     def __post_init__(self) -> None:
         if self.output_fn is not None and not callable(self.output_fn):
             raise TypeError(f"output_fn={self.output_fn!r}: must be callable(output) -> tensor, or None")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+        if not is_int(self.seed):
             raise TypeError(f"seed={self.seed!r}: must be an int")
 
     def parameters_of(self, output: Any) -> Any:

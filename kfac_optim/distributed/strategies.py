@@ -20,6 +20,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..checks import is_int, is_number
 from .assignment import Assignment, FactorPlace, LayerAssignment, LayerCost, check_place
 
 __all__ = ["KAISA", "FactorWise", "LayerWise", "longest_first"]
@@ -206,7 +207,7 @@ class KAISA:
         if (self.grad_worker_fraction is None) == (self.memory_budget is None):
             raise ValueError("KAISA takes exactly one of grad_worker_fraction= and memory_budget=")
         fraction = self.grad_worker_fraction
-        if fraction is not None and (isinstance(fraction, bool) or not isinstance(fraction, (int, float))):
+        if not (fraction is None or is_number(fraction)):
             raise TypeError(f"KAISA(grad_worker_fraction={fraction!r}): must be a number in (0, 1]")
         if fraction is not None and not 0 < fraction <= 1:
             raise ValueError(f"KAISA(grad_worker_fraction={self.grad_worker_fraction!r}): must be in (0, 1]")
@@ -282,7 +283,7 @@ def parse_bytes(text: str | int) -> int:
         ValueError: If it is negative, or no number with one of the units B, KB, MB, GB, KiB, MiB, GiB.
     """
     allowed = "must be bytes as an int >= 0, or text such as '500MB' or '2GiB'"
-    if isinstance(text, bool) or not isinstance(text, (int, str)):
+    if not (is_int(text) or isinstance(text, str)):
         raise TypeError(f"memory_budget={text!r}: {allowed}")
     number = str(text).strip().rstrip("BbGgIiKkMm").strip()
     unit = str(text).strip()[len(number) :].strip().upper()
