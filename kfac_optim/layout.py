@@ -77,7 +77,8 @@ class _Run:
 
     def read(self, whole: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
         """What these parameters have in contiguous matrices: contiguous tensors, views where the part is contiguous."""
-        parts = self.of(whole).contiguous().split(self.lengths)
+        together = self.of(whole).contiguous()
+        parts = (together,) if len(self.lengths) == 1 else together.split(self.lengths)
         found = zip(self.parameters, self.indices, parts, strict=True)
         return [part for part in found if part[0] in parameters]
 
