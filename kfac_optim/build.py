@@ -143,6 +143,7 @@ class BuiltEngine(ViewedEngine):
             dtype=torch.promote_types(self.factor_dtype, torch.float32),
             stage=self._stages.stage,
             rank=self.comm.rank,
+            on_thrown_away=self._steering.opposition.note_captured_lost,
             left_out=self._left_out,
         )
         if self._closed:

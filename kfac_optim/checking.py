@@ -193,6 +193,8 @@ def check_definite(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any]) 
 # The state of the base class -----------------------------------------------------------------------------------------
 
 
+_DECOUPLED = "decoupled_weight_decay"  # in the groups of Adam, False, and AdamW, True
+
 # The shape of a small parameter: all sizes differ, and some bases treat matrices below 128 x 128 in another way.
 _SMALL = (131, 137, 3, 5, 7, 11)
 
@@ -208,7 +210,7 @@ def saved_parts(
         base_step: The base class's ``step``.
 
     Raises:
-        ValueError: If the state is no optimizer's, of another model, or damaged.
+        ValueError: If the state is no optimizer's, of another model, damaged, or of another kind of weight decay.
     """
     for key in ("state", "param_groups"):
         if key not in state_dict:
@@ -219,6 +221,12 @@ def saved_parts(
         raise ValueError(f"the state has groups of {saved_sizes} parameters, the optimizer of {sizes}: another model?")
     averages = {}
     for group, saved in zip(groups, saved_groups, strict=True):
+        decoupled, own = saved.get(_DECOUPLED), group.get(_DECOUPLED)
+        if saved.get("weight_decay") and None not in (decoupled, own) and decoupled != own:
+            raise ValueError(
+                f"the state has weight decay with {_DECOUPLED}={decoupled}, this optimizer {own}: that of AdamW for "
+                f"Adam, or the other way round? Build the class that was saved, or give {_DECOUPLED}={decoupled}"
+            )
         kinds = _kinds(optimizer, {**group, **saved, "params": group["params"]}, base_step)
         for parameter, i in zip(group["params"], saved["params"], strict=True):
             state = state_dict["state"].get(i, {})

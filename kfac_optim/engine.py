@@ -116,6 +116,7 @@ class CurvatureEngine(BuiltEngine):
             if self.last_refresh is None:  # until then nobody comes late
                 block.note_trains()
         statistics, lessons = self._capture.take(), lessons or Lessons()
+        captured_lost = self._steering.opposition.take_captured_lost()
         read = read_all(gradients, list(lrs), lessons, statistics.flags)
         moves = read.rate != 0
         # What only this rank has seen must not decide anything here: the ranks have to go the same way.
@@ -131,8 +132,8 @@ class CurvatureEngine(BuiltEngine):
         if not finite:
             self._skip()
             return False
-        thrown_away = statistics.thrown_away if self._capture.enabled and self.step_count else None
-        self._steering.learn(self._blocks, lessons, read, thrown_away, alone=alone)
+        looked = self._capture.enabled and self.step_count > 0
+        self._steering.learn(self._blocks, lessons, read, captured_lost if looked else None, alone=alone)
         if not self._blocks:  # everything trains by the base rule
             return True
         settled = statistics.settle(read.flags)
@@ -287,7 +288,7 @@ class CurvatureEngine(BuiltEngine):
         self._plan_statistics()
 
     def _state_loaded(self) -> None:
-        self._capture.discard()
+        self._capture.forget()
         self._plan_statistics()
 
     def _refresh(self, trains: bool) -> None:

@@ -109,14 +109,21 @@ class Opposition:
             of the other network's.
     """
 
-    LARGEST: ClassVar[Mapping[str, float]] = {"opposes": 1, "suspected": 1, "throws": _THROWS}  # of the counters
+    LARGEST: ClassVar[Mapping[str, float]] = {  # of the counters
+        "opposes": 1,
+        "suspected": 1,
+        "throws": _THROWS,
+        "captured_lost": 1,
+        "added_lost": 1,
+    }
 
     def __init__(self) -> None:
         self.opposes: bool | None = None
         self.suspected = True
         self.throws = 0
         self._leftover: Leftover | None = None
-        self._thrown_away = False  # gradients that were added to the last step's
+        # Since the last step gradients were thrown away: captured ones, and ones that were added to that step's.
+        self._captured_lost = self._added_lost = False
 
     @property
     def is_seen(self) -> bool:
@@ -129,19 +136,33 @@ class Opposition:
 
     def look_back(self) -> None:
         """Looks, before gradients are cleared, whether others have been added to those that the step had left."""
-        self._thrown_away |= self._leftover is not None and self._leftover.has_grown
+        self._added_lost = self._added_would_be_lost
         self._leftover = None  # what is cleared twice was thrown away once
 
-    def learn(self, captured: bool | None, *, alone: bool) -> None:
+    @property
+    def _added_would_be_lost(self) -> bool:
+        """What :meth:`look_back` would find."""
+        return self._added_lost or (self._leftover is not None and self._leftover.has_grown)
+
+    def note_captured_lost(self) -> None:
+        """Captured gradients are thrown away."""
+        self._captured_lost = True
+
+    def take_captured_lost(self) -> bool:
+        """Whether captured gradients were thrown away before this step, whether or not it is taken."""
+        lost, self._captured_lost = self._captured_lost, False
+        return lost
+
+    def learn(self, captured_lost: bool | None, *, alone: bool) -> None:
         """Takes in what has happened since the last step.
 
         Args:
-            captured: Whether captured gradients were thrown away; None: nobody has looked.
+            captured_lost: Whether captured gradients were thrown away; None: nobody has looked.
             alone: Whether there is one rank; of several one may have thrown something away that the others have not.
         """
-        if captured is not None:
-            self.opposes, self.suspected = captured and alone and self.suspected, captured and alone
-        thrown_away, self._thrown_away = self._thrown_away and alone, False
+        if captured_lost is not None:
+            self.opposes, self.suspected = captured_lost and alone and self.suspected, captured_lost and alone
+        thrown_away, self._added_lost = self._added_lost and alone, False
         self.throws = (2 * self.throws + thrown_away) & _THROWS
         OPPONENTS.step(self, opposes=self.is_seen)
 
@@ -153,21 +174,36 @@ class Opposition:
         """
         return self.opposes is False and not (alone and OPPONENTS.are_there(self))
 
-    def counters(self) -> dict[str, float]:
-        """Its part of the saved counters."""
-        opposes = -1 if self.opposes is None else int(self.opposes)
-        return {"opposes": opposes, "suspected": int(self.suspected), "throws": self.throws}
+    def counters(self, *, captured: bool, alone: bool) -> dict[str, float]:
+        """Its part of the saved counters.
+
+        Gradients are not saved. Whoever goes on from there has lost those of the passes since the last step.
+
+        Args:
+            captured: Whether some of them are captured.
+            alone: Whether there is one rank; of several the state is the same.
+        """
+        return {
+            "opposes": -1 if self.opposes is None else int(self.opposes),
+            "suspected": int(self.suspected),
+            "throws": self.throws,
+            "captured_lost": int(alone and (captured or self._captured_lost)),
+            "added_lost": int(alone and self._added_would_be_lost),
+        }
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""
         known = int(counters.get("opposes", -1))
         self.opposes, self.suspected = None if known < 0 else bool(known), bool(counters.get("suspected", 1))
-        self.throws = int(counters.get("throws", 0))
+        self.throws, self._leftover = int(counters.get("throws", 0)), None
+        self._captured_lost, self._added_lost = (
+            bool(counters.get(f"{kind}_lost", 0)) for kind in ("captured", "added")
+        )
         OPPONENTS.resume(self, opposes=self.is_seen)
 
     def __getstate__(self) -> dict[str, Any]:
         """That of a pickle; hooks stay behind."""
-        return {**self.__dict__, "_leftover": None}
+        return {**self.__dict__, "_leftover": None, "_added_lost": self._added_would_be_lost}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

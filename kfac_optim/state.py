@@ -11,6 +11,7 @@ from torch import nn
 
 from .averages import Averaging
 from .blocks import SIDES, Block
+from .capture import Capture
 from .checking import check_counters, check_states, check_sums, checksums
 from .config import Config, loaded_options, saved_options
 from .distributed import Communicator, LocalCommunicator, make_communicator
@@ -40,6 +41,7 @@ class StatefulEngine(Config, ABC):
     skipped_steps: int
     _blocks: list[Block]
     _averaging: Averaging
+    _capture: Capture
     _refresher: Refresher
     _steering: Steering
     _communicator_given: bool
@@ -107,7 +109,7 @@ class StatefulEngine(Config, ABC):
             "skipped_steps": self.skipped_steps,
             "skipped_batches": self._averaging.skipped_batches,
             **self._refresher.counters(),
-            **self._steering.counters(),
+            **self._steering.counters(captured=bool(self._capture.statistics.sums), alone=self.comm.world_size == 1),
         }
 
     def counters(self) -> dict[str, float | int]:
@@ -201,13 +203,13 @@ class StatefulEngine(Config, ABC):
     # Copies and pickles ---------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles carry the model; hooks, scaler and communicator stay behind."""
+        """Copies and pickles carry the model; hooks, scaler, communicator and what is captured stay behind."""
         state = {key: value for key, value in self.__dict__.items() if key not in _LEFT_BEHIND}
-        return {**state, "comm": LocalCommunicator(self.comm.rank, self.comm.world_size), "communicator": None}
+        comm = LocalCommunicator(self.comm.rank, self.comm.world_size)
+        return {**state, "comm": comm, "communicator": None, "captured": bool(self._capture.statistics.sums)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, grad_scaler=None, _prepared_for=None)
-        self._restore()
+        self._take_over(state, grad_scaler=None, _prepared_for=None)
         comm = make_communicator()
         if comm.world_size > 1 and self._communicator_given:
             raise RuntimeError(
@@ -221,9 +223,16 @@ class StatefulEngine(Config, ABC):
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         state = copy.deepcopy(self.__getstate__(), memo)
-        copied.__dict__.update(state, grad_scaler=None, comm=self.comm, communicator=self.communicator)
-        copied._restore()
+        copied._take_over(state, grad_scaler=None, comm=self.comm, communicator=self.communicator)
         return copied
+
+    def _take_over(self, state: dict[str, Any], **own: Any) -> None:
+        """Goes on from :meth:`__getstate__`, with some attributes of its own."""
+        captured = state.pop("captured")
+        self.__dict__.update(state, **own)
+        self._restore()
+        if captured:
+            self._steering.opposition.note_captured_lost()
 
 
 def copy_state(target: Mapping[str, dict[str, Any]], saved: Mapping[str, Mapping[str, Any]]) -> None:

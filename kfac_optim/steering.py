@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, ClassVar
 
 from torch import nn
@@ -70,7 +69,7 @@ class Steering:
         self._too_long: set[nn.Parameter] = set()
 
     def learn(
-        self, blocks: Sequence[Block], lessons: Lessons, read: Read, captured: bool | None, *, alone: bool
+        self, blocks: Sequence[Block], lessons: Lessons, read: Read, captured_lost: bool | None, *, alone: bool
     ) -> None:
         """Takes in what the gradients of a step say of the last one.
 
@@ -78,11 +77,11 @@ class Steering:
             blocks: Those of the layers, whose reaches move.
             lessons: What there is to learn.
             read: Its numbers, and the learning rate.
-            captured: Whether captured gradients have been thrown away since; None: nobody has looked.
+            captured_lost: Whether captured gradients have been thrown away since; None: nobody has looked.
             alone: Whether there is one rank.
         """
         numbers, slopes = lessons.read(read.lessons)
-        self.opposition.learn(captured, alone=alone)
+        self.opposition.learn(captured_lost, alone=alone)
         self.trust.learn(**numbers)
         self._too_long = learn_reaches(blocks, slopes)
         lower_reaches(blocks, self.rates.rise(read.rate))
@@ -117,10 +116,10 @@ class Steering:
             last_brake=self.trust.brake,
         )
 
-    def counters(self) -> dict[str, float]:
-        """Its part of the saved counters."""
-        parts = (self.trust, self.rates, self.opposition)
-        return dict(chain.from_iterable(part.counters().items() for part in parts))
+    def counters(self, *, captured: bool, alone: bool) -> dict[str, float]:
+        """Its part of the saved counters; see :meth:`~kfac_optim.opponents.Opposition.counters`."""
+        opposition = self.opposition.counters(captured=captured, alone=alone)
+        return {**self.trust.counters(), **self.rates.counters(), **opposition}
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""

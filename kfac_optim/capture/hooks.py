@@ -58,6 +58,7 @@ class Capture:
         specs: Per layer the shapes of A and G.
         dtype: Precision of the moments.
         stage: Name of a stage -> context manager that times it.
+        on_thrown_away: Called when gradients whose passes were captured are removed before a step.
     """
 
     def __init__(
@@ -71,15 +72,16 @@ class Capture:
         specs: Sequence[tuple[FactorSpec, FactorSpec]],
         dtype: torch.dtype,
         stage: Callable[[str], AbstractContextManager[None]],
+        on_thrown_away: Callable[[], None],
         left_out: Collection[int] = (),
     ) -> None:
         self.layers = list(layers)
         self.enabled = False
-        self._left_out = left_out
+        self._left_out, self._on_thrown_away = left_out, on_thrown_away
         self._loss_terms = loss_terms
         self._calls = ModelCalls()
         self._recorder = Recorder(self.layers, specs, dtype, stage)
-        self._passes = BackwardPasses(self._recorder)
+        self._passes = BackwardPasses(self._recorder, on_thrown_away)
         self._sampling = None if fisher is None else SampledBackward(fisher, rank, self._recorder, self._passes)
         self._compiled = CompiledCalls(self._calls, self._recorder, self._passes, sampled=fisher is not None)
         self._handles: list[Any] = []
@@ -118,13 +120,19 @@ class Capture:
         """Removes every hook and forgets what was captured."""
         self.enabled = False
         self._compiled.plan(enabled=False)
-        self.discard()
+        self.forget()
         self._passes.abandon()
         remove_all(self._handles)
 
     def discard(self) -> None:
+        """Forgets the micro-batches of this step, whose gradients are thrown away."""
+        if self.statistics.sums:
+            self._on_thrown_away()
+        self.forget()
+
+    def forget(self) -> None:
         """Forgets the micro-batches of this step; a forward that still awaits its backward is kept."""
-        self._passes.discard()
+        self._passes.forget()
         if self._sampling is not None:
             self._sampling.restart()
         if not in_backward():
@@ -140,7 +148,7 @@ class Capture:
         self._calls.require_alone()
         self._passes.require_alone()
         statistics, hidden = self._passes.take(), self._passes.hidden
-        self.discard()
+        self.forget()
         self._compiled.settle()
         self._calls.forget_last()
         if hidden:

@@ -158,20 +158,20 @@ class BackwardPasses:
 
     Args:
         recorder: Makes moments of output gradients.
+        on_thrown_away: Called when gradients that passes have added to were removed before another pass.
 
     Attributes:
         statistics: Of the step so far.
         to_caller: Of the passes that have returned gradients to their caller instead of adding them to ``.grad``.
         hidden: The layers, by index, whose gradients have come through calls inside ``torch.func``.
         transformed: Whether a layer was called inside ``torch.func``.
-        thrown_away: Whether a pass has added to gradients that were then removed, before a step was taken.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
+    def __init__(self, recorder: Recorder, on_thrown_away: Callable[[], None]) -> None:
+        self.recorder, self._on_thrown_away = recorder, on_thrown_away
         self.statistics, self.to_caller = StepStatistics(), StepStatistics()
         self.hidden: set[int] = set()
-        self.transformed = self.thrown_away = False
+        self.transformed = False
         self._watch = GradientWatch(recorder.layers)
         self._batch: MicroBatch | None = None
         self._end: Callable[[], Any] = lambda: None  # what its pass calls at the end, held weakly
@@ -246,7 +246,8 @@ class BackwardPasses:
         """A backward pass begins: layers whose gradient was removed or zeroed start their statistics anew."""
         statistics, watch = self.statistics, self._watch
         removed = watch.removed(statistics.sums)
-        self.thrown_away |= bool(removed)
+        if removed:
+            self._on_thrown_away()
         statistics.restart(removed)
         changed = watch.changed(statistics.sums)
         if changed:
@@ -276,15 +277,12 @@ class BackwardPasses:
 
     def take(self) -> Taken:
         """The statistics of the step, which is being taken."""
-        taken = Taken(
-            self.statistics, self.to_caller, self._watch, transformed=self.transformed, thrown_away=self.thrown_away
-        )
-        self.statistics, self.thrown_away = StepStatistics(), False
+        taken = Taken(self.statistics, self.to_caller, self._watch, transformed=self.transformed)
+        self.statistics = StepStatistics()
         return taken
 
-    def discard(self) -> None:
+    def forget(self) -> None:
         """Forgets the micro-batches of this step; a backward pass that is running goes on."""
-        self.thrown_away |= bool(self.statistics.sums)
         self.statistics, self.to_caller = StepStatistics(), StepStatistics()
         self.hidden, self.transformed = set(), False
         self._watch.forget()

@@ -213,11 +213,9 @@ class Taken:
         to_caller: Of those that have returned gradients to the caller; they count only if none of the others does.
         watch: The gradients.
         transformed: Whether a layer was called inside ``torch.func``.
-        thrown_away: Whether gradients of other passes were removed before the step.
 
     Attributes:
         transformed: The same.
-        thrown_away: The same.
     """
 
     def __init__(
@@ -227,10 +225,9 @@ class Taken:
         watch: GradientWatch,
         *,
         transformed: bool,
-        thrown_away: bool,
     ) -> None:
         self._passes, self._to_caller, self._watch = passes, to_caller, watch
-        self.transformed, self.thrown_away = transformed, thrown_away
+        self.transformed = transformed
         self._largest: dict[StepKind, Tensor] = {}
         self._dropped: set[StepKind] = set()
         gone = set(watch.removed(passes.sums))

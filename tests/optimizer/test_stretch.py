@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -510,6 +511,76 @@ def test_a_rate_that_rises_again_or_jumps_leaves_the_stretch_as_long_as_it_was(
         optimizer.load_state_dict(state)
         assert_near(reaches_at(rate, model, optimizer), expected.clamp(min=reach.LEAST), str(rate), rel=1e-6)
         assert rise == 1 or bool((expected > reach.LEAST).any())
+
+
+def saved(model: nn.Sequential, optimizer: Any, used: bool = False) -> tuple[nn.Sequential, Any]:
+    """Both from their states; ``used``: the optimizer has taken other steps before, and thrown gradients away."""
+    other = copy.deepcopy(model)
+    resumed = KFACSGD(other, **options(0.1, momentum=0.9))
+    for _ in range(2 * used):
+        for _ in range(2):
+            backward(other, data(), loss)
+            resumed.zero_grad()
+        backward(other, data(), loss)
+        resumed.step()
+        backward(other, data(), loss)
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(optimizer.state_dict())
+    other.zero_grad(set_to_none=True)
+    return other, resumed
+
+
+def pickled(*pair: Any) -> Any:
+    return pickle.loads(pickle.dumps(pair))
+
+
+GOING_ON = {
+    "saved": saved,
+    "into a used one": lambda *pair: saved(*pair, used=True),
+    "copied": lambda *pair: copy.deepcopy(pair),
+    "pickled": pickled,
+}
+
+
+@pytest.mark.parametrize("go_on", GOING_ON.values(), ids=GOING_ON)
+@pytest.mark.parametrize("cleared", ["before the cut", "after the cut"])
+@pytest.mark.parametrize("probes", [(0, 1, 2, 3, 4, 5), (3, 4), (4, 5), (2, 4), ()])
+def test_whoever_goes_on_knows_what_was_thrown_away_since_the_last_step(
+    probes: tuple[int, ...], cleared: str, go_on: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit. A probe is a backward pass onto what the last step has left, whose gradients nobody takes.
+
+    Where the cut is between both, whoever goes on from a state has no gradients that could be cleared.
+    """
+    start, batches = net(), [data() for _ in range(9)]
+
+    def run(cut: int | None) -> list[Any]:
+        monkeypatch.setattr(opponents, "OPPONENTS", opponents.Opponents())  # of the runs before nobody is left
+        torch.manual_seed(0)
+        model = copy.deepcopy(start)
+        optimizer: Any = KFACSGD(model, **options(0.1, momentum=0.9))
+        found: list[Any] = []
+        for number, batch in enumerate(batches):
+            if number in probes:
+                (inputs,), targets = batch[0]
+                loss(model(inputs[:3]), targets[:3]).backward()
+            if cleared == "before the cut":
+                optimizer.zero_grad()
+            if number == cut:
+                model, optimizer = go_on(model, optimizer)
+            optimizer.zero_grad()
+            backward(model, batch, loss)
+            optimizer.step()
+            known = optimizer.curvature.counters()
+            told = [known[name] for name in ("opposes", "suspected", "throws")]
+            found.append([*told, *(p.tolist() for p in model.parameters())])
+        return found
+
+    whole = run(None)
+    assert any(step[0] == 1 for step in whole) == (len(probes) > 1 and probes != (2, 4))
+    for cut in (3, 4, 5, 6):
+        for number, (ours, theirs) in enumerate(zip(run(cut), whole, strict=True)):
+            assert ours == theirs, f"cut before step {cut}: step {number}"
 
 
 def test_a_skipped_step_makes_no_opponent() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin
+from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACAdamW, KFACMixin
 from tests.helpers.compare import assert_identical, assert_near, assert_same_factors, values
 from tests.helpers.settings import CLASSES, OFTEN
 from tests.helpers.training import backward, make_model, train
@@ -325,3 +325,20 @@ def test_a_state_of_another_base_class_leaves_nothing_half_loaded(kfac: Any, oth
                 del group[name]
     message = assert_refused(state, kfac)
     assert "another class of optimizers" in message
+
+
+@pytest.mark.skipif("decoupled_weight_decay" not in KFACAdamW(nn.Linear(1, 1)).defaults, reason="an older torch")
+@pytest.mark.parametrize(("kfac", "other"), [(KFACAdam, KFACAdamW), (KFACAdamW, KFACAdam)])
+def test_weight_decay_does_not_change_its_meaning(kfac: Any, other: Any) -> None:
+    """Where there is some; Adam takes the state of AdamW if it is told to decouple it."""
+    message = assert_refused(trained(other, weight_decay=0.1), kfac, weight_decay=0.1)
+    assert f"give decoupled_weight_decay={other is KFACAdamW}" in message
+    build(kfac)[1].load_state_dict(trained(other, weight_decay=0.0))
+    if kfac is KFACAdam:
+        model, optimizer = build(kfac, decoupled_weight_decay=True, weight_decay=0.1)
+        twin, theirs = build(other, weight_decay=0.1)
+        for own in (optimizer, theirs):
+            own.load_state_dict(trained(other, weight_decay=0.1))
+        train(model, optimizer, range(3))
+        train(twin, theirs, range(3))
+        assert_identical(model, twin)
