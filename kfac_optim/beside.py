@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["SideBySide", "apart", "each", "as_one", "launches_count", "stands_alone", "times"]
+__all__ = ["SideBySide", "apart", "as_one", "each", "launches_count", "stands_alone", "times"]
 
 _PATIENT = {"cpu"}  # types of devices on which launches cost little
 _FEW_PAIRS = 64  # stacks of more pairs, as norm layers have them, get their factors by a kernel of their own

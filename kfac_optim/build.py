@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -13,23 +11,13 @@ import torch
 from torch import nn
 
 from .averages import Averaging
-from .blocks import Block, share_out_work
+from .blocks import share_out_work
 from .capture import Capture, LossTerms
 from .config import compared, compared_options, options, refuse_unknown
-from .coverage import (
-    check_model,
-    check_parameters,
-    find_blocks,
-    in_slots,
-    intact,
-    parameters_of,
-    replacements,
-    slots_of,
-)
+from .coverage import TrainedModel
 from .cuda_graphs import refuse_cuda_graphs
 from .diagnostics import StageTimes
-from .distributed import Assignment, Communicator, agreement, make_communicator, own_shape, refuse_flattened
-from .layers import LayerOptions, owners_of, unwrap
+from .distributed import Assignment, Communicator, agreement, make_communicator
 from .preconditioning import Preconditioner
 from .refresh import Refresher
 from .sharing import move_factors, refuse_to_move
@@ -49,11 +37,7 @@ class BuiltEngine(ViewedEngine):
         super().__init__(**given)
         self._communicator_given = self.communicator is not None
         self.comm = make_communicator() if self.communicator is None else self.communicator
-        # Without its wrapper, which may refuse to be copied (DDP in a group of its own).
-        self.model = unwrap(model) if isinstance(model, nn.Module) else None
-        self._trained = dict.fromkeys(parameters_of(model if params is None else params))
-        if self.model is not None:
-            check_model(self.model, self._trained)
+        self.trained = TrainedModel(model, params)
         self.step_count = 0
         self.skipped_steps = 0
         self.last_statistics: int | None = None
@@ -74,21 +58,8 @@ class BuiltEngine(ViewedEngine):
         )
         self._refresher = Refresher(self.solver, self.inv_dtype, self._stages)
         self._steering = Steering()
-        self._blocks: list[Block] = []
         self._find_layers()
-        if self._trained and not self._roots:
-            warnings.warn(
-                "no module was found that owns the optimizer's parameters, so that all of them train by the base rule; "
-                "if they are a model's, pass the model, as first argument or as model=...",
-                stacklevel=3,
-            )
-        elif self._trained and not self._blocks and not self.skip_layers:
-            reasons = dict.fromkeys(reason for _, reason in self.uncovered.values())
-            warnings.warn(
-                "K-FAC preconditions none of the optimizer's parameters, so that all of them train by the base rule: "
-                f"{'; '.join([*reasons][:3])}. print(optimizer.curvature) lists them, and register_layer() adds a rule",
-                stacklevel=3,
-            )
+        self.trained.warn_if_uncovered(self.skip_layers)
         self._restore()
         self._end_construction()
 
@@ -98,19 +69,8 @@ class BuiltEngine(ViewedEngine):
 
     def _find_layers(self) -> None:
         """Finds the layers of the trained parameters, and who works on them; known ones keep their identity."""
-        self._roots = [self.model] if self.model is not None else owners_of(self._trained)
-        refuse_flattened(self._roots)
-        layer_options = LayerOptions(
-            weight_sharing=self.weight_sharing,
-            batch_dim=self.batch_dim,
-            max_factor_dim=self.max_factor_dim,
-            skip_layers=self.skip_layers,
-            trainable=self._trained,
-            own_shape=functools.partial(own_shape, roots=self._roots),
-        )
-        self._blocks, self.uncovered = find_blocks(self._trained, self._roots, layer_options, self._blocks, self.comm)
+        self.trained.find_blocks(self, self.comm)
         self._check_scaling()
-        self._slots = slots_of(self._blocks)
         self._assign()
 
     def _check_scaling(self) -> None:
@@ -124,7 +84,7 @@ class BuiltEngine(ViewedEngine):
 
     def _assign(self) -> None:
         """Decides who decomposes and who preconditions what."""
-        self.work = share_out_work(self.assignment, self._blocks, self.comm, self.solver, self.inv_dtype)
+        self.work = share_out_work(self.assignment, self.trained.blocks, self.comm, self.solver, self.inv_dtype)
         self._groups = self.work.groups(self.comm.world_size)
         self.comm.check_groups(self._groups)
         self._refresher.replan(self.comm.rank)
@@ -136,10 +96,10 @@ class BuiltEngine(ViewedEngine):
         fisher = self._sampled_fisher
         self._capture = Capture(
             self.layers,
-            self._roots,
+            self.trained.roots,
             loss_terms=LossTerms(self.loss_average, self.batch_dim, getattr(fisher, "dim", -1)),
             fisher=fisher,
-            specs=[block.specs for block in self._blocks],
+            specs=[block.specs for block in self.trained.blocks],
             dtype=torch.promote_types(self.factor_dtype, torch.float32),
             stage=self._stages.stage,
             rank=self.comm.rank,
@@ -153,7 +113,7 @@ class BuiltEngine(ViewedEngine):
     @property
     def _left_out(self) -> set[int]:
         """The layers, by index, of which other ranks alone take statistics."""
-        workers = [block.workers for block in self._blocks]
+        workers = [block.workers for block in self.trained.blocks]
         return {i for i, w in enumerate(workers) if w.factors == "local" and self.comm.rank not in w.inverse_workers}
 
     @property
@@ -165,19 +125,19 @@ class BuiltEngine(ViewedEngine):
         """Goes on among other ranks than before."""
         before, self.comm = self.comm, comm
         if (comm.rank, comm.world_size) != (before.rank, before.world_size):
-            refuse_to_move(self._blocks, before)
+            refuse_to_move(self.trained.blocks, before)
             self._assign()
             self._capture.change_rank(comm.rank, self._left_out)
-            for block in self._blocks:
+            for block in self.trained.blocks:
                 block.keep(block.state, comm.rank)
             self._refresher.invalidate()
 
     def extend(self, params: Iterable[Any]) -> None:
         """Takes more trained parameters (``add_param_group``); their layers start without statistics."""
-        self._trained.update(dict.fromkeys(parameters_of(params)))
+        self.trained.extend(params)
         self._find_layers()
-        if any(block.state for block in self._blocks):  # a state may be saved before the next step makes room
-            for block in [block for block in self._blocks if not block.state]:
+        if any(block.state for block in self.trained.blocks):  # a state may be saved before the next step makes room
+            for block in [block for block in self.trained.blocks if not block.state]:
                 block.make_room(self.factor_dtype, self.comm.rank, spreads=self.may_spread)
         self._watch_anew()
 
@@ -200,54 +160,28 @@ class BuiltEngine(ViewedEngine):
             RuntimeError: If the parameters are no weights of the model, or no matrices any more, or those of a layer
                 have been replaced in the model alone.
         """
-        known, whole = all(p in self._trained for p in parameters), intact(self._slots)
-        if self._first_step_seen and known and whole:
-            return
-        new = {} if self._first_step_seen else replacements(self._trained, self._roots, parameters)
-        if new:  # by a framework, before the first step
-            self._trained = dict.fromkeys(parameters)
-            self.uncovered = {new[p]: reason for p, reason in self.uncovered.items()}
-            for layer in self.layers:
-                layer.replace_parameters(new)
-            self._slots = slots_of(self._blocks)
-        elif not known and {p for root in self._roots for p in root.parameters()}.issuperset(parameters):
-            self._trained = dict.fromkeys(parameters)
-            now = {p: module._parameters.get(name) for module, name, p in self._slots}
-            taken = {p: q for p, q in now.items() if q in self._trained and q.shape == p.shape}
-            for layer in self.layers:
-                layer.replace_parameters({p: taken.get(p, p) for p in layer.parameters})
-        check_parameters(self._trained, self._roots, self._blocks, parameters)
-        if not (whole and known) and not new:
+        if self.trained.follow(parameters, first=not self._first_step_seen):
             self._renew_layers()
 
     def _require_own(self) -> None:
         """As :meth:`require`, for an engine that stands alone: the parameters are those that the model has now."""
-        if not intact(self._slots):
-            self.require(in_slots(self._trained, self._roots, self._slots))
+        if not self.trained.is_intact:
+            self.require(self.trained.present_parameters())
 
     def _renew_layers(self) -> None:
         """Parameters were replaced, or moved inside the model: goes on with the layers that there are now."""
-        before = self._blocks
+        before = self.trained.blocks
         self._find_layers()
         self._preconditioner.clear()
-        if before == self._blocks:
+        if before == self.trained.blocks:
             return
         self._watch_anew()
         # What this step has captured went with the old hooks.
         self._capture.plan(step=self.step_count, enabled=False, fraction=1.0, grad_scaler=self.grad_scaler)
-        left = [block for block in before if block not in self._blocks]
-        names = {block.layer.name for block in self._blocks}
-        declined = [block.layer for block in left if block.layer.name not in names]
-        for block in left:
-            block.drop()
-        if declined:
-            reasons = {f"{x.name!r} ({type(x.modules[0]).__name__})" for x in declined}
-            warnings.warn(
-                f"{', '.join(sorted(reasons))}: the parameters were changed after the optimizer was built, by a "
-                "parametrization or pruning for instance; from now on they train by the base rule "
-                "(print(optimizer.curvature) says why)",
-                stacklevel=2,
-            )
+        for block in before:
+            if block not in self.trained.blocks:
+                block.drop()
+        self.trained.warn_of_declined(before)
 
     @property
     def owner(self) -> Any:
@@ -267,7 +201,7 @@ class BuiltEngine(ViewedEngine):
         """Removes every hook; from then on the optimizer is its base class. With several ranks, on all of them."""
         self._capture.close()
         self._closed = True
-        for block in self._blocks:
+        for block in self.trained.blocks:
             block.drop()
         self._preconditioner.clear()
         self._refresher.close()
@@ -278,13 +212,13 @@ class BuiltEngine(ViewedEngine):
         first, self._first_step_seen = not self._first_step_seen, True
         if first and not self._communicator_given and self.comm.world_size == 1:
             self._join_ranks(make_communicator())
-        for parameter in self._trained:  # the model may have moved since it was built
+        for parameter in self.trained.parameters:  # the model may have moved since it was built
             self.comm.use_device(parameter.device)
             break
         if self.comm.world_size > 1 and self._prepared_for is not self.work:
             self._check_ranks()
             self.comm.prepare(self._groups)
-            move_factors(self._blocks, self.factor_dtype, self.comm)
+            move_factors(self.trained.blocks, self.factor_dtype, self.comm)
             self._prepared_for = self.work
 
     def _check_ranks(self) -> None:
@@ -296,10 +230,10 @@ class BuiltEngine(ViewedEngine):
         """What has to be the same on all ranks, by name."""
         return {
             **self.stage_counters(),
-            "reach": [block.reach for block in self._blocks],
+            "reach": [block.reach for block in self.trained.blocks],
             **compared_options(self, self.step_count),
-            "layers": [block.layer.name for block in self._blocks],
-            "factors and workers": [(block.specs, block.workers) for block in self._blocks],
+            "layers": [block.layer.name for block in self.trained.blocks],
+            "factors and workers": [(block.specs, block.workers) for block in self.trained.blocks],
             "solver": compared(self.solver, self.step_count),
             "factor_dtype": self.factor_dtype,
             "inv_dtype": self.inv_dtype,

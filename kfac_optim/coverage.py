@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+import functools
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from .blocks import Block, specs_of
-from .distributed import Communicator, sharding_problem
-from .layers import LayerOptions, LinearLayer, find_layers
+from .config import Config
+from .distributed import Communicator, own_shape, refuse_flattened, sharding_problem
+from .layers import LayerOptions, LinearLayer, find_layers, owners_of, unwrap
 
-__all__ = [
-    "Slot",
-    "check_model",
-    "check_parameters",
-    "find_blocks",
-    "in_slots",
-    "intact",
-    "parameters_of",
-    "replacements",
-    "slots_of",
-]
+__all__ = ["TrainedModel", "parameters_of"]
 
-Slot = tuple[nn.Module, str, nn.Parameter]  # a module, the name of a parameter, and the parameter that is to be there
+_Slot = tuple[nn.Module, str, nn.Parameter]  # a module, the name of a parameter, and the parameter that is to be there
 
 
 def parameters_of(source: nn.Module | Iterable[Any]) -> list[nn.Parameter]:
@@ -39,147 +32,240 @@ def parameters_of(source: nn.Module | Iterable[Any]) -> list[nn.Parameter]:
     return found
 
 
-def check_model(model: nn.Module, trained: Sequence[nn.Parameter] | dict[nn.Parameter, None]) -> None:
-    """Raises ValueError if a model that was given owns none of the trained parameters."""
-    if trained and not any(p in trained for p in model.parameters()):
-        raise ValueError(
-            f"model={type(model).__name__}: it owns none of the {len(trained)} parameters that the optimizer got. Pass "
-            "the model whose parameters these are, or leave model= out: the modules are then found by themselves"
-        )
+class TrainedModel:
+    """The trained parameters, where in their model they stand, and the blocks of those that are preconditioned.
 
-
-def find_blocks(
-    trained: Iterable[nn.Parameter],
-    roots: Sequence[nn.Module],
-    options: LayerOptions,
-    known: Iterable[Block],
-    comm: Communicator,
-) -> tuple[list[Block], dict[nn.Parameter, tuple[str, str]]]:
-    """Finds the blocks of the trained parameters.
+    Parameters may be replaced or moved inside the model after an optimizer was built, by frameworks or by the user:
+    :meth:`follow` finds out, and goes on with those that have taken their places.
 
     Args:
-        trained: The parameters.
+        model: The module, raw or wrapped (DDP, torch.compile), or the parameters (or parameter groups) whose owning
+            modules are then found by identity.
+        params: The parameters that are trained; None: all of the model's.
+
+    Attributes:
+        model: The module without its wrapper, which may refuse to be copied (DDP in a group of its own); None if none
+            was given.
+        parameters: The trained parameters, in order.
         roots: The modules that own them.
-        options: Of the layers.
-        known: Blocks found before, which keep their identity.
-        comm: The ranks that share factors.
-
-    Returns:
-        The blocks, and for every other parameter its name and the reason why it has none.
-    """
-    before = {block.layer.weight: block for block in known}
-    coverage = find_layers(roots, options)
-    blocks, uncovered = [], coverage.uncovered
-    for layer in coverage.layers:
-        problem = sharding_problem(layer.weight, roots, comm)
-        if layer.is_shard:
-            problem = problem if type(layer) is LinearLayer else "split by tensor parallelism, and no nn.Linear"
-            names = {p: uncovered[p][0] for module in layer.modules for p in module.parameters() if p in uncovered}
-            uncovered.update((p, (name, "one bias for all shards of a weight")) for p, name in names.items())
-        if problem:
-            uncovered.update(dict.fromkeys(layer.parameters, (layer.name, problem)))
-        else:
-            old = before.get(layer.weight)
-            same = old is not None and set(old.layer.parameters) <= set(layer.parameters)
-            blocks.append(old if old is not None and same else Block(layer, specs_of(layer)))
-    covered = {parameter for block in blocks for parameter in block.layer.parameters}
-    for i, parameter in enumerate(trained):
-        if parameter not in covered and parameter not in uncovered:
-            uncovered[parameter] = (f"parameter {i}", "no module of the model owns it")
-    return blocks, uncovered
-
-
-def slots_of(blocks: Iterable[Block]) -> list[Slot]:
-    """Where in their modules the parameters of all layers are; not those that are sharded, which come and go."""
-    return [
-        (module, name, own)
-        for layer in (block.layer for block in blocks)
-        for module in layer.modules
-        for name, own in module._parameters.items()
-        if own is not None and not hasattr(own, "device_mesh") and any(own is p for p in layer.parameters)
-    ]
-
-
-def intact(slots: Iterable[Slot]) -> bool:
-    """Whether all parameters are where they were; some microseconds for a large model."""
-    return all(module._parameters.get(name) is parameter for module, name, parameter in slots)
-
-
-def in_slots(trained: Iterable[nn.Parameter], roots: Sequence[nn.Module], slots: Iterable[Slot]) -> list[nn.Parameter]:
-    """The trained parameters, with those that have taken the place of others in a layer."""
-    own = {p for root in roots for p in root.parameters()}
-    now = {p: module._parameters.get(name) for module, name, p in slots}
-    present = (p if p in own else now.get(p, p) for p in trained)
-    return [p for p in present if p is not None]
-
-
-def replacements(
-    trained: Iterable[nn.Parameter], roots: Sequence[nn.Module], stepped: Sequence[nn.Parameter]
-) -> dict[nn.Parameter, nn.Parameter]:
-    """The parameters that a framework has put in the place of the trained ones, in the same order.
-
-    Frameworks that shard a model after the optimizer was built may replace the parameters of both before the first step
-    (Accelerate does so for FSDP2).
-
-    Args:
-        trained: The parameters that the engine knows.
-        roots: The modules that own them.
-        stepped: The parameters that the optimizer steps on.
-
-    Returns:
-        New parameters by old ones; empty if none were replaced, or not all by weights of the model of the same shape.
-    """
-    trained, known = list(trained), set(trained)
-    own = {p for root in roots for p in root.parameters()}
-    replaced = any(p not in known for p in stepped) and len(stepped) == len(trained) and own.issuperset(stepped)
-    pairs = dict(zip(trained, stepped, strict=True)) if replaced else {}
-    return pairs if all(old.shape == new.shape for old, new in pairs.items()) else {}
-
-
-def check_parameters(
-    trained: Container[nn.Parameter],
-    roots: Sequence[nn.Module],
-    blocks: Sequence[Block],
-    stepped: Sequence[nn.Parameter],
-) -> None:
-    """Raises unless the parameters that an optimizer steps on are still the model's own.
-
-    Args:
-        trained: The parameters that the engine knows.
-        roots: The modules that own them.
-        blocks: Those of the layers.
-        stepped: The parameters that the optimizer steps on.
+        blocks: Those of the layers that are preconditioned; empty before :meth:`find_blocks`.
+        uncovered: For every other trained parameter its name and the reason why it has no block.
 
     Raises:
-        RuntimeError: If the parameters are no module's any more (DeepSpeed ZeRO 1-3: flat partitions), if the model
-            has other parameters than the optimizer, if they are no matrices any more (FSDP1), or if some layer has
-            other parameters than those that the optimizer steps on.
+        ValueError: If a model was given that owns none of the trained parameters.
     """
-    own = {p for root in roots for p in root.parameters()}
-    if any(p not in trained for p in stepped):
-        raise RuntimeError(
-            "the optimizer's parameters have been replaced by others that are no weights of the model, as DeepSpeed "
-            "does with ZeRO stages 1-3 (flat partitions) and half precision. Give the framework its own optimizer "
-            "instead, build engine = CurvatureEngine(model, ...) before wrapping the model, and call "
-            "engine.precondition_(lr) between its backward and its step"
+
+    def __init__(self, model: nn.Module | Iterable[Any], params: Iterable[Any] | None = None) -> None:
+        self.model = unwrap(model) if isinstance(model, nn.Module) else None
+        self.parameters = dict.fromkeys(parameters_of(model if params is None else params))
+        self.roots: list[nn.Module] = []
+        self.blocks: list[Block] = []
+        self.uncovered: dict[nn.Parameter, tuple[str, str]] = {}
+        self._slots: list[_Slot] = []
+        owned = () if self.model is None else self.model.parameters()
+        if self.model is not None and self.parameters and not any(p in self.parameters for p in owned):
+            raise ValueError(
+                f"model={type(self.model).__name__}: it owns none of the {len(self.parameters)} parameters that the "
+                "optimizer got. Pass the model whose parameters these are, or leave model= out: the modules are then "
+                "found by themselves"
+            )
+
+    def extend(self, params: Iterable[Any]) -> None:
+        """Takes more trained parameters; their blocks are found by the next :meth:`find_blocks`."""
+        self.parameters.update(dict.fromkeys(parameters_of(params)))
+
+    def find_blocks(self, config: Config, comm: Communicator) -> None:
+        """Finds the blocks of the trained parameters; known ones keep their identity.
+
+        Args:
+            config: The options that decide what a layer is.
+            comm: The ranks that share factors.
+        """
+        self.roots = [self.model] if self.model is not None else owners_of(self.parameters)
+        refuse_flattened(self.roots)
+        options = LayerOptions(
+            weight_sharing=config.weight_sharing,
+            batch_dim=config.batch_dim,
+            max_factor_dim=config.max_factor_dim,
+            skip_layers=config.skip_layers,
+            trainable=self.parameters,
+            own_shape=functools.partial(own_shape, roots=self.roots),
         )
-    if own and not any(p in trained for p in own):
-        raise RuntimeError(
-            "the model's parameters have been replaced since the optimizer was built: build it after fully_shard(), "
-            "to_empty(), load_state_dict(assign=True) or whatever made new ones"
-        )
-    matrices = [block.layer for block in blocks if not block.layer.is_shard]
-    if any(getattr(layer.weight, "ds_shape", layer.weight.shape) != layer.weight_shape for layer in matrices):
-        raise RuntimeError(
-            "the model's weights have changed their shape since the optimizer was built, as under "
-            "FullyShardedDataParallel (FSDP1): shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
-        )
-    gone = set(stepped) - own
-    lost = [b.layer.name for b in blocks if own and any(p in gone for p in b.layer.parameters)]
-    if lost:
-        raise RuntimeError(
-            f"the optimizer steps on parameters that the model no longer has, of {', '.join(map(repr, lost))}: they "
-            "have been replaced since the optimizer was built, by load_state_dict(assign=True), weight_norm(), .to() "
-            "under torch.__future__.set_overwrite_module_params_on_conversion(True) or an assignment. Build the "
-            "optimizer after that, or put the new parameters in the place of the old ones in optimizer.param_groups"
-        )
+        known = {block.layer.weight: block for block in self.blocks}
+        coverage = find_layers(self.roots, options)
+        blocks, uncovered = [], coverage.uncovered
+        for layer in coverage.layers:
+            problem = sharding_problem(layer.weight, self.roots, comm)
+            if layer.is_shard:
+                problem = problem if type(layer) is LinearLayer else "split by tensor parallelism, and no nn.Linear"
+                names = {p: uncovered[p][0] for module in layer.modules for p in module.parameters() if p in uncovered}
+                uncovered.update((p, (name, "one bias for all shards of a weight")) for p, name in names.items())
+            if problem:
+                uncovered.update(dict.fromkeys(layer.parameters, (layer.name, problem)))
+            else:
+                old = known.get(layer.weight)
+                same = old is not None and set(old.layer.parameters) <= set(layer.parameters)
+                blocks.append(old if old is not None and same else Block(layer, specs_of(layer)))
+        self.blocks, self.uncovered = blocks, uncovered
+        covered = self.covered()
+        for i, parameter in enumerate(self.parameters):
+            if parameter not in covered and parameter not in uncovered:
+                uncovered[parameter] = (f"parameter {i}", "no module of the model owns it")
+        self._note_slots()
+
+    def warn_if_uncovered(self, skipped: Sequence[str]) -> None:
+        """Warns at construction if nothing is preconditioned; ``skipped``: the user's ``skip_layers``."""
+        if self.parameters and not self.roots:
+            warnings.warn(
+                "no module was found that owns the optimizer's parameters, so that all of them train by the base rule; "
+                "if they are a model's, pass the model, as first argument or as model=...",
+                stacklevel=4,
+            )
+        elif self.parameters and not self.blocks and not skipped:
+            reasons = dict.fromkeys(reason for _, reason in self.uncovered.values())
+            warnings.warn(
+                "K-FAC preconditions none of the optimizer's parameters, so that all of them train by the base rule: "
+                f"{'; '.join([*reasons][:3])}. print(optimizer.curvature) lists them, and register_layer() adds a rule",
+                stacklevel=4,
+            )
+
+    def covered(self) -> set[nn.Parameter]:
+        """The parameters of layers that are preconditioned."""
+        return {p for block in self.blocks for p in block.layer.parameters}
+
+    def reaches(self) -> dict[nn.Parameter, float]:
+        """The share of the stretch that each parameter gets: its layer's, the first one's where several share it."""
+        return {p: block.reach for block in reversed(self.blocks) for p in block.layer.parameters}
+
+    def weights_with_directions(self) -> set[nn.Parameter]:
+        """Those of the layers that have been decomposed somewhere."""
+        return {block.layer.weight for block in self.blocks if block.has_direction}
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether all parameters of layers are where they were; takes some microseconds for a large model."""
+        return all(module._parameters.get(name) is parameter for module, name, parameter in self._slots)
+
+    def present_parameters(self) -> list[nn.Parameter]:
+        """The trained parameters, with those that have taken the place of others in a layer."""
+        own = self._owned()
+        now = self._in_slots()
+        present = (p if p in own else now.get(p, p) for p in self.parameters)
+        return [p for p in present if p is not None]
+
+    def follow(self, stepped: Sequence[nn.Parameter], *, first: bool) -> bool:
+        """Goes on with the parameters that an optimizer steps on, if others have taken the place of theirs.
+
+        Args:
+            stepped: The parameters that the optimizer steps on.
+            first: Whether it has taken no step yet, and frameworks may have replaced the parameters of both.
+
+        Returns:
+            Whether the layers may be others now, so that :meth:`find_blocks` has to look anew.
+
+        Raises:
+            RuntimeError: If the parameters are no weights of the model, or no matrices any more, or those of a layer
+                have been replaced in the model alone.
+        """
+        known, whole = all(p in self.parameters for p in stepped), self.is_intact
+        if known and whole and not first:
+            return False
+        new = self._replacements(stepped) if first else {}
+        if new:
+            self.parameters = dict.fromkeys(stepped)
+            self.uncovered = {new[p]: reason for p, reason in self.uncovered.items()}
+            for block in self.blocks:
+                block.layer.replace_parameters(new)
+            self._note_slots()
+        elif not known and self._owned().issuperset(stepped):
+            self.parameters = dict.fromkeys(stepped)
+            taken = {p: q for p, q in self._in_slots().items() if q in self.parameters and q.shape == p.shape}
+            for block in self.blocks:
+                block.layer.replace_parameters({p: taken.get(p, p) for p in block.layer.parameters})
+        self._check(stepped)
+        return not (whole and known) and not new
+
+    def warn_of_declined(self, before: Iterable[Block]) -> None:
+        """Warns of layers that there were before and that are declined now, whose parameters were changed since."""
+        names = {block.layer.name for block in self.blocks}
+        left = [block.layer for block in before if block not in self.blocks]
+        declined = {f"{x.name!r} ({type(x.modules[0]).__name__})" for x in left if x.name not in names}
+        if declined:
+            warnings.warn(
+                f"{', '.join(sorted(declined))}: the parameters were changed after the optimizer was built, by a "
+                "parametrization or pruning for instance; from now on they train by the base rule "
+                "(print(optimizer.curvature) says why)",
+                stacklevel=3,
+            )
+
+    def _owned(self) -> set[nn.Parameter]:
+        """The parameters that the model has now."""
+        return {p for root in self.roots for p in root.parameters()}
+
+    def _note_slots(self) -> None:
+        """Notes where in their modules the parameters of layers are; not those that are sharded, which come and go."""
+        self._slots = [
+            (module, name, own)
+            for layer in (block.layer for block in self.blocks)
+            for module in layer.modules
+            for name, own in module._parameters.items()
+            if own is not None and not hasattr(own, "device_mesh") and any(own is p for p in layer.parameters)
+        ]
+
+    def _in_slots(self) -> dict[nn.Parameter, nn.Parameter | None]:
+        """What now stands where each parameter of a layer stood."""
+        return {p: module._parameters.get(name) for module, name, p in self._slots}
+
+    def _replacements(self, stepped: Sequence[nn.Parameter]) -> Mapping[nn.Parameter, nn.Parameter]:
+        """The parameters that a framework has put in the place of the trained ones, in the same order.
+
+        Frameworks that shard a model after the optimizer was built may replace the parameters of both before the first
+        step (Accelerate does so for FSDP2).
+
+        Returns:
+            New parameters by old ones; empty if none were replaced, or not all by weights of the model of the same
+            shape.
+        """
+        replaced = any(p not in self.parameters for p in stepped) and len(stepped) == len(self.parameters)
+        if not (replaced and self._owned().issuperset(stepped)):
+            return {}
+        pairs = dict(zip(self.parameters, stepped, strict=True))
+        return pairs if all(old.shape == new.shape for old, new in pairs.items()) else {}
+
+    def _check(self, stepped: Sequence[nn.Parameter]) -> None:
+        """Raises unless the parameters that an optimizer steps on are still the model's own.
+
+        Raises:
+            RuntimeError: If they are no module's any more (DeepSpeed ZeRO 1-3: flat partitions), if the model has other
+                parameters than the optimizer, if they are no matrices any more (FSDP1), or if some layer has other
+                parameters than those that the optimizer steps on.
+        """
+        own = self._owned()
+        if any(p not in self.parameters for p in stepped):
+            raise RuntimeError(
+                "the optimizer's parameters have been replaced by others that are no weights of the model, as "
+                "DeepSpeed does with ZeRO stages 1-3 (flat partitions) and half precision. Give the framework its own "
+                "optimizer instead, build engine = CurvatureEngine(model, ...) before wrapping the model, and call "
+                "engine.precondition_(lr) between its backward and its step"
+            )
+        if own and not any(p in self.parameters for p in own):
+            raise RuntimeError(
+                "the model's parameters have been replaced since the optimizer was built: build it after "
+                "fully_shard(), to_empty(), load_state_dict(assign=True) or whatever made new ones"
+            )
+        matrices = [block.layer for block in self.blocks if not block.layer.is_shard]
+        if any(getattr(layer.weight, "ds_shape", layer.weight.shape) != layer.weight_shape for layer in matrices):
+            raise RuntimeError(
+                "the model's weights have changed their shape since the optimizer was built, as under "
+                "FullyShardedDataParallel (FSDP1): shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
+            )
+        gone = set(stepped) - own
+        lost = [b.layer.name for b in self.blocks if own and any(p in gone for p in b.layer.parameters)]
+        if lost:
+            raise RuntimeError(
+                f"the optimizer steps on parameters that the model no longer has, of {', '.join(map(repr, lost))}: "
+                "they have been replaced since the optimizer was built, by load_state_dict(assign=True), "
+                "weight_norm(), .to() under torch.__future__.set_overwrite_module_params_on_conversion(True) or an "
+                "assignment. Build the optimizer after that, or put the new parameters in the place of the old ones in "
+                "optimizer.param_groups"
+            )

@@ -11,7 +11,7 @@ What a step does, in order::
 ``update`` does the first three lines, ``directions`` the last two, ``advance`` ends the step. Each stage owns its
 state::
 
-    steering.py, blocks    how far steps turn and, layer by layer, how far they stretch
+    steering.py         how far steps turn; with the blocks, layer by layer, how far they stretch
     capture/            what backward passes have shown since the last step
     averages.py         what this rank has seen since the ranks last pooled it           (eqs. 14-15)
     refresh.py          the refresh in progress, and when the next one is due            (eqs. 8-13, by the solver)
@@ -111,7 +111,7 @@ class CurvatureEngine(BuiltEngine):
             return True
         self._prepare_ranks()
         # Before the return of a no-op: torch.distributed.checkpoint takes one to make the state exist.
-        for block in self._blocks:
+        for block in self.trained.blocks:
             block.make_room(self.factor_dtype, self.comm.rank, spreads=self.may_spread)
             if self.last_refresh is None:  # until then nobody comes late
                 block.note_trains()
@@ -133,8 +133,8 @@ class CurvatureEngine(BuiltEngine):
             self._skip()
             return False
         looked = self._capture.enabled and self.step_count > 0
-        self._steering.learn(self._blocks, lessons, read, captured_lost if looked else None, alone=alone)
-        if not self._blocks:  # everything trains by the base rule
+        self._steering.learn(self.trained.blocks, lessons, read, captured_lost if looked else None, alone=alone)
+        if not self.trained.blocks:  # everything trains by the base rule
             return True
         settled = statistics.settle(read.flags)
         if self._capture.enabled and trains:
@@ -144,19 +144,19 @@ class CurvatureEngine(BuiltEngine):
             if self._capture.enabled:
                 self.last_statistics = self.step_count
                 decay = self.at("factor_decay", self.step_count)
-                self._averaging.fold(self._blocks, settled, decay, self.comm)
-                for index, block in enumerate(self._blocks):
+                self._averaging.fold(self.trained.blocks, settled, decay, self.comm)
+                for index, block in enumerate(self.trained.blocks):
                     block.note_statistics(seen=index in settled.sums)
                 if alone or self.work.shares_factors:
-                    self._averaging.pool(self._blocks, self.comm)
+                    self._averaging.pool(self.trained.blocks, self.comm)
                 if alone:
                     self._require_seen()
             del statistics, settled  # as large as the factors: not to lie beside a refresh
-        self._refresher.rebuild(self.step_count, self._blocks, self.comm)
+        self._refresher.rebuild(self.step_count, self.trained.blocks, self.comm)
         if self._refresher.is_due(self.inv_update_steps, self.step_count):
             self._refresh(trains)
         self._refresher.work_off(self.step_count, self.comm)
-        self._preconditioner.release(self._blocks, self.damping_rule)
+        self._preconditioner.release(self.trained.blocks, self.damping_rule)
         self._restart_for_new_layers()
         return True
 
@@ -178,7 +178,7 @@ class CurvatureEngine(BuiltEngine):
             Directions of the layers that have a decomposition and a vector.
         """
         return self._preconditioner.directions(
-            self._blocks,
+            self.trained.blocks,
             vectors,
             lr,
             vectors if updates is None else updates,
@@ -193,7 +193,7 @@ class CurvatureEngine(BuiltEngine):
 
         Where directions travel they do in every step: what is sent must not depend on what one rank has learned.
         """
-        self._preconditioner.send_zeros(self._blocks, self.scaling, self.comm)
+        self._preconditioner.send_zeros(self.trained.blocks, self.scaling, self.comm)
 
     def advance(self, left: Mapping[nn.Parameter, Tensor] | None = None) -> None:
         """Ends the step; ``left``: the gradients that it leaves in ``.grad``, for :meth:`look_back`."""
@@ -222,7 +222,7 @@ class CurvatureEngine(BuiltEngine):
         if lr is None and getattr(self.scaling, "needs_lr", False):
             raise ValueError("precondition_(lr=None): scaling='kl_clip' needs the learning rate of the step, lr=...")
         self._require_own()
-        gradients = {p: g for p in self._trained if (g := full_gradient(p)) is not None}
+        gradients = {p: g for p in self.trained.parameters if (g := full_gradient(p)) is not None}
         lr = 1.0 if lr is None else lr
         taken = self.update(list(gradients.values()), (lr,))
         if taken:
@@ -250,7 +250,7 @@ class CurvatureEngine(BuiltEngine):
         self._prepare_ranks()
         if self.comm.world_size > 1:
             self._check_ranks()
-        self._averaging.pool(self._blocks, self.comm)
+        self._averaging.pool(self.trained.blocks, self.comm)
 
     # Parts of a step ------------------------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class CurvatureEngine(BuiltEngine):
     def _skip(self) -> None:
         """What a step that is not taken does all the same: send what other ranks may be waiting for."""
         self._restart_for_new_layers()
-        self._preconditioner.send_zeros(self._blocks, self.scaling, self.comm)
+        self._preconditioner.send_zeros(self.trained.blocks, self.scaling, self.comm)
         self._plan_statistics()
 
     def _plan_statistics(self) -> None:
@@ -293,9 +293,9 @@ class CurvatureEngine(BuiltEngine):
 
     def _refresh(self, trains: bool) -> None:
         """Starts a refresh of the layers that have been seen; ``trains``: whether this step changes weights."""
-        self._averaging.pool(self._blocks, self.comm)
+        self._averaging.pool(self.trained.blocks, self.comm)
         self._require_seen()
-        ready = [block for block in self._blocks if block.factors("current").has_data]
+        ready = [block for block in self.trained.blocks if block.factors("current").has_data]
         if ready:
             self._refresher.pace.measure(ready, self.at("factor_batch_fraction", self.step_count), self.comm.world_size)
             if not self._refresher.is_due(self.inv_update_steps, self.step_count):
@@ -317,7 +317,7 @@ class CurvatureEngine(BuiltEngine):
 
     def _warn_of_unseen_layers(self) -> None:
         """Some layers have gradients, but their modules are never called; says so once for each."""
-        names = [repr(block.layer.name) for block in self._blocks if block.tell_unseen()]
+        names = [repr(block.layer.name) for block in self.trained.blocks if block.tell_unseen()]
         if names:
             warnings.warn(
                 f"{', '.join(names)}: the weight has gradients, but the layer was never seen in a forward and backward "
@@ -335,11 +335,11 @@ class CurvatureEngine(BuiltEngine):
         """
         if self._refresher.in_progress is not None or self.last_refresh is None:
             return
-        late = [block for block in self._blocks if block.layer.weight.requires_grad and not block.trains]
+        late = [block for block in self.trained.blocks if block.layer.weight.requires_grad and not block.trains]
         if not all(block.has_direction for block in late):  # those that had trained before go on with what they have
             self.last_statistics = None
             self._refresher.refresh_next_step()
-        for block in self._blocks:
+        for block in self.trained.blocks:
             block.note_trains()
 
 

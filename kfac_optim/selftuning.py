@@ -115,7 +115,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         engine, fisher = self.curvature, self._fisher
         terms = LossTerms(engine.loss_average, engine.batch_dim, getattr(fisher, "dim", -1))
         self._secant = SecantCheck()
-        self._replay = Replay(cast(nn.Module, engine.model), fisher, terms, lambda: engine.layers)
+        self._replay = Replay(cast(nn.Module, engine.trained.model), fisher, terms, lambda: engine.layers)
 
     @property
     def _fisher(self) -> Fisher:

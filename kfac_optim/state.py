@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 from torch import nn
 
 from .averages import Averaging
-from .blocks import SIDES, Block
+from .blocks import SIDES
 from .capture import Capture
 from .checking import check_counters, check_states, check_sums, checksums
 from .config import Config, loaded_options, saved_options
+from .coverage import TrainedModel
 from .distributed import Communicator, LocalCommunicator, make_communicator
 from .factors import copy_average_
 from .refresh import Refresher
@@ -39,7 +40,7 @@ class StatefulEngine(Config, ABC):
     step_count: int
     last_statistics: int | None
     skipped_steps: int
-    _blocks: list[Block]
+    trained: TrainedModel
     _averaging: Averaging
     _capture: Capture
     _refresher: Refresher
@@ -94,11 +95,11 @@ class StatefulEngine(Config, ABC):
 
     def layer_states(self) -> dict[nn.Parameter, dict[str, Any]]:
         """The factors by weight, the tensors themselves; empty before the first step."""
-        return {block.layer.weight: block.state for block in self._blocks if block.state}
+        return {block.layer.weight: block.state for block in self.trained.blocks if block.state}
 
     def adopt_states(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         """Takes factors that somebody moved or replaced (Lightning moves optimizer state between devices)."""
-        for block in self._blocks:
+        for block in self.trained.blocks:
             block.adopt(states.get(block.layer.weight, block.state))
 
     def stage_counters(self) -> dict[str, float]:
@@ -125,11 +126,11 @@ class StatefulEngine(Config, ABC):
             TypeError: If a hyperparameter among the counters is of the wrong kind.
         """
         check_counters(self.stage_counters(), counters)
-        if self._blocks and not states and counters["last_refresh"] >= 0:
+        if self.trained.blocks and not states and counters["last_refresh"] >= 0:
             raise ValueError("the state is damaged: it has counters but no Kronecker factors")
         loaded_options(self, counters)
-        check_states(self._blocks, states, self.comm.rank, pending=counters["pending_spread"] >= 0)
-        check_sums(self._blocks, states, counters)
+        check_states(self.trained.blocks, states, self.comm.rank, pending=counters["pending_spread"] >= 0)
+        check_sums(self.trained.blocks, states, counters)
 
     def load(self, states: Mapping[nn.Parameter, dict[str, Any]], counters: Mapping[str, Any]) -> None:
         """Loads checked states; copies, keeps the engine's own precision, and rebuilds the decompositions."""
@@ -140,7 +141,7 @@ class StatefulEngine(Config, ABC):
         self.last_statistics = None if last < 0 else last
         self.skipped_steps = int(counters.get("skipped_steps", 0))
         spreads = self.may_spread or counters.get("pending_spread", -1) >= 0
-        for block in self._blocks:
+        for block in self.trained.blocks:
             block.drop()
             block.adopt({})
             if states:
@@ -148,11 +149,11 @@ class StatefulEngine(Config, ABC):
                 copy_state(block.state, states[block.layer.weight])
         self._averaging.load(counters)
         self._steering.load(counters)
-        self._refresher.load(counters, self._blocks, self.comm.rank)
+        self._refresher.load(counters, self.trained.blocks, self.comm.rank)
         if states and not self._closed:
             self._refresher.invalidate()
             if self.comm.world_size == 1:  # several ranks do it together, in their next step
-                self._refresher.rebuild(self.step_count, self._blocks, self.comm)
+                self._refresher.rebuild(self.step_count, self.trained.blocks, self.comm)
         self._state_loaded()
 
     def state_dict(self) -> dict[str, Any]:
@@ -160,12 +161,14 @@ class StatefulEngine(Config, ABC):
 
         Where the strategy shares factors out, those of this rank; see :meth:`full_state_dict`.
         """
-        return self._saved({block.layer.name: block.state for block in self._blocks if block.state})
+        return self._saved({block.layer.name: block.state for block in self.trained.blocks if block.state})
 
     def full_state_dict(self) -> dict[str, Any]:
         """As :meth:`state_dict`, whole and the same on every rank (a collective: call it on all of them)."""
         states = self.whole_states()
-        return self._saved({block.layer.name: states[block.layer.weight] for block in self._blocks if block.state})
+        return self._saved(
+            {block.layer.name: states[block.layer.weight] for block in self.trained.blocks if block.state}
+        )
 
     def _saved(self, layers: dict[str, Any]) -> dict[str, Any]:
         return {"layers": layers, "counters": {**self.counters(), **checksums(layers.values())}}
@@ -177,7 +180,7 @@ class StatefulEngine(Config, ABC):
         """
         self.synchronize()
         found = {}
-        for block in self._blocks:
+        for block in self.trained.blocks:
             if block.state:
                 whole = whole_state(block, self.factor_dtype, self.comm)
                 found[block.layer.weight] = whole if block.workers.factors == "replicated" else on_cpu(whole)
@@ -192,7 +195,7 @@ class StatefulEngine(Config, ABC):
         for key in ("layers", "counters"):
             if not isinstance(state_dict.get(key), Mapping):
                 raise ValueError(f"this is no state of an engine: it has no {key!r}")
-        weights = {block.layer.name: block.layer.weight for block in self._blocks}
+        weights = {block.layer.name: block.layer.weight for block in self.trained.blocks}
         unknown = set(state_dict["layers"]) - set(weights)
         if unknown:
             raise ValueError(f"the state has layers that the model has not: {', '.join(sorted(unknown))}")

@@ -69,7 +69,7 @@ def take_turned_step(
         take_base_step: Takes the base class's step.
         lr: The learning rate; by parameter where there are several.
     """
-    of_layers = engine.covered_parameters()
+    of_layers = engine.trained.covered()
     covered = [some for alike in members if (some := [m for m in alike if m.p in of_layers])]
     plan = engine.plan()
     for state in [optimizer.state[p] for p in plan.too_long if p in optimizer.state]:
@@ -113,7 +113,7 @@ def take_turned_step(
     _subtract(turned)
     if STRETCH in judged:
         stretched = _changes_of(covered, judged[STRETCH])
-        reaches, shared = engine.reaches(), 1.0 if braked is None else braked
+        reaches, shared = engine.trained.reaches(), 1.0 if braked is None else braked
         _subtract([(alike, multiplied(of, [reaches[m.p] for m in alike], shared)) for alike, of in stretched])
         judged[DESCENT] = _descents(optimizer, base.moments, stretched)
     _remember(optimizer, covered, judged, turned)
@@ -258,7 +258,7 @@ def _changes_to_repeat(
     which is made of an average of gradients, if that is what it is of. With nothing to repeat a step that does not turn
     is the base class's own.
     """
-    ready, averages = engine.weights_with_directions(), plan.moment_decay > 0
+    ready, averages = engine.trained.weights_with_directions(), plan.moment_decay > 0
     known: list[Alike] = []
     for alike in members:
         for m in alike:
@@ -271,7 +271,7 @@ def _changes_to_repeat(
     if not any(known):
         return None
     changes: Changes = []
-    reaches = engine.reaches() if plan.stretches else {}
+    reaches = engine.trained.reaches() if plan.stretches else {}
     for alike in known:
         stretched = [m for m in alike if STRETCH in m.state] if plan.stretches else []
         vectors = multiplied([m.state[STRETCH] for m in stretched], [reaches[m.p] for m in stretched], plan.last_brake)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .blocks import Block
 from .damping import value_of
@@ -22,7 +22,6 @@ __all__ = ["ViewedEngine"]
 class ViewedEngine(StatefulEngine):
     """The read-only part of the engine."""
 
-    uncovered: dict[nn.Parameter, tuple[str, str]]
     work: Assignment
     _stages: StageTimes
     _steps_taken: int
@@ -30,7 +29,7 @@ class ViewedEngine(StatefulEngine):
     @property
     def layers(self) -> list[KroneckerLayer]:
         """The layers that are preconditioned."""
-        return [block.layer for block in self._blocks]
+        return [block.layer for block in self.trained.blocks]
 
     @property
     @abstractmethod
@@ -40,7 +39,7 @@ class ViewedEngine(StatefulEngine):
     def plan(self) -> Plan:
         """What becomes of the base optimizer's step, the one in progress or else the coming one."""
         return self._steering.plan(
-            self._blocks,
+            self.trained.blocks,
             self.step_count,
             self.scaling,
             self.damping_rule,
@@ -56,19 +55,7 @@ class ViewedEngine(StatefulEngine):
     @property
     def reach(self) -> float:
         """The largest share of the stretch along flat directions that a layer's steps get (:mod:`kfac_optim.reach`)."""
-        return max((block.reach for block in self._blocks), default=0.0) if self.plan().stretches else 0.0
-
-    def covered_parameters(self) -> set[nn.Parameter]:
-        """The parameters of layers."""
-        return {p for block in self._blocks for p in block.layer.parameters}
-
-    def reaches(self) -> dict[nn.Parameter, float]:
-        """The share of the stretch that each parameter gets: its layer's, the first one's where several share it."""
-        return {p: block.reach for block in reversed(self._blocks) for p in block.layer.parameters}
-
-    def weights_with_directions(self) -> set[nn.Parameter]:
-        """Those of the layers that have been decomposed somewhere."""
-        return {block.layer.weight for block in self._blocks if block.has_direction}
+        return max((block.reach for block in self.trained.blocks), default=0.0) if self.plan().stretches else 0.0
 
     def factors(self, layer: KroneckerLayer | str) -> tuple[Tensor, Tensor]:
         """The running averages A ``[p, d_in, d_in]`` and G ``[p, d_out, d_out]`` of a layer (diagonals: ``[p, d]``).
@@ -79,7 +66,7 @@ class ViewedEngine(StatefulEngine):
             ValueError: If no such layer is preconditioned.
             RuntimeError: Before the first step, or if another rank keeps one of them.
         """
-        block = next((block for block in self._blocks if layer in (block.layer, block.layer.name)), None)
+        block = next((block for block in self.trained.blocks if layer in (block.layer, block.layer.name)), None)
         if block is None:
             raise ValueError(f"layer={layer!r}: no such layer is preconditioned; print(optimizer.curvature) lists them")
         if not block.state:
@@ -98,7 +85,7 @@ class ViewedEngine(StatefulEngine):
 
     def memory_on(self, rank: int) -> dict[str, int]:
         """Bytes on a rank by kind."""
-        return total(self._memory_of(block, rank) for block in self._blocks)
+        return total(self._memory_of(block, rank) for block in self.trained.blocks)
 
     def _memory_of(self, block: Block, rank: int) -> dict[str, int]:
         """Bytes of a layer on a rank by kind."""
@@ -153,7 +140,7 @@ class ViewedEngine(StatefulEngine):
                     **report_of(block, value * block.damping_unit(damping), full=eigenvalues),
                     "reach": block.reach if plan.stretches else 0.0,
                 }
-                for block in self._blocks
+                for block in self.trained.blocks
                 if block.has_direction
             },
         }
@@ -169,17 +156,18 @@ class ViewedEngine(StatefulEngine):
             ``layers``: per layer name the ranks that decompose ``A`` and ``G``, and the list of those that
             ``precondition``; ``loads``: the decompositions' multiply-adds on each rank, up to a constant.
         """
-        return {"layers": {b.layer.name: workers_of(b) for b in self._blocks}, "loads": list(self.work.loads)}
+        return {"layers": {b.layer.name: workers_of(b) for b in self.trained.blocks}, "loads": list(self.work.loads)}
 
     def __repr__(self) -> str:
         rows = [
-            row_of(block, sum(self._memory_of(block, self.comm.rank).values()), self.comm) for block in self._blocks
+            row_of(block, sum(self._memory_of(block, self.comm.rank).values()), self.comm)
+            for block in self.trained.blocks
         ]
-        rows += [Row(name, "base", note=reason) for name, reason in self.uncovered.values()]
+        rows += [Row(name, "base", note=reason) for name, reason in self.trained.uncovered.values()]
         memory = human_bytes(self.memory_estimate()["total"])
-        unseen = [block.layer for block in self._blocks if block.never_seen]
-        base = len(self.uncovered) + sum(len(layer.parameters) for layer in unseen)
-        layers = len(rows) - len(self.uncovered) - len(unseen)
+        unseen = [block.layer for block in self.trained.blocks if block.never_seen]
+        base = len(self.trained.uncovered) + sum(len(layer.parameters) for layer in unseen)
+        layers = len(rows) - len(self.trained.uncovered) - len(unseen)
         footer = f"{count(layers, 'layer')} preconditioned, {count(base, 'parameter')} by the base rule, {memory}"
         if self.comm.world_size > 1:
             footer += (

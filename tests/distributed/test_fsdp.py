@@ -462,7 +462,7 @@ def tensor_parallel(rank: int, world_size: int) -> tuple[list[str], bool]:
     optimizer.step()
     for p, old, grad in zip(model.parameters(), before, gradients, strict=True):
         torch.testing.assert_close(p.full_tensor(), old - 0.1 * grad)
-    return [note for _, note in optimizer.curvature.uncovered.values()], bool(optimizer.curvature.layers)
+    return [note for _, note in optimizer.curvature.trained.uncovered.values()], bool(optimizer.curvature.layers)
 
 
 @pytest.mark.slow

@@ -499,7 +499,7 @@ def of_one_rank(rank: int, world_size: int) -> dict[str, Any]:
         own = {i for i, layer in enumerate(workers) if rank in layer.inverse_workers}
         assert seen == [own, set()] * 2, "moments of other ranks' layers are not even taken"
         kept = {}
-        for block in optimizer.curvature._blocks:
+        for block in optimizer.curvature.trained.blocks:
             current = block.factors("current")
             kept |= {f"{block.layer.name}.{'AG'[i]}": current.matrix(i) for i in range(2) if current.kept(i)}
         found["kept", name] = kept

@@ -110,7 +110,7 @@ def on_a_mesh(rank: int, world_size: int, kind: str, data_ranks: int) -> list[Te
         optimizer.step()
     if kind == "sgd":
         assert optimizer.curvature.trust > 0, "or K-FAC would have changed nothing"
-        assert len(set(optimizer.curvature.reaches().values())) > 1, "or all layers might share what they learn"
+        assert len(set(optimizer.curvature.trained.reaches().values())) > 1, "or all layers might share what they learn"
     return [local(p) for p in model.parameters()]
 
 

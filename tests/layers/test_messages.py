@@ -19,7 +19,7 @@ OFTEN = {"factor_update_steps": 1, "inv_update_steps": 2}
 
 def reasons_of(optimizer: KFACSGD | KFACAdam) -> dict[str, str]:
     """Why parameters have no layer, by their names."""
-    return dict(optimizer.curvature.uncovered.values())
+    return dict(optimizer.curvature.trained.uncovered.values())
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (4, 0)])
@@ -134,7 +134,7 @@ def test_a_bias_whose_weight_another_optimizer_trains_is_not_called_frozen() -> 
     model[1].bias.requires_grad_(False)
     weights = KFACSGD([p for p in model.parameters() if p.dim() > 1], model=model, lr=0.1)
     biases = KFACSGD([p for p in model.parameters() if p.dim() == 1], model=model, lr=0.1)
-    assert not weights.curvature.uncovered
+    assert not weights.curvature.trained.uncovered
     text = "the weight of its layer is not among the optimizer's parameters"
     assert reasons_of(biases) == {
         "0.bias": text,

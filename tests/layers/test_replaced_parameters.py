@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from kfac_optim import KFACSGD, CurvatureEngine, KFACAdam
-from kfac_optim.coverage import intact, slots_of
 from tests.helpers.compare import assert_same_factors, assert_same_weights
 
 OFTEN = {"factor_update_steps": 1, "inv_update_steps": 2, "factor_dtype": torch.float64, "inv_dtype": torch.float64}
@@ -183,10 +182,9 @@ def test_an_engine_that_stands_alone_goes_on_with_what_the_model_has(change: Cal
     assert len(engine.layers) == (1 if change is parametrized else 2)
 
 
-def test_looking_costs_little() -> None:
+def test_looking_notices_a_parameter_that_was_replaced() -> None:
     model = make()
-    engine = CurvatureEngine(model)
-    slots = slots_of(engine._blocks)
-    assert len(slots) == 4 and intact(slots)
+    trained = CurvatureEngine(model).trained
+    assert trained.is_intact
     one_weight(model)
-    assert not intact(slots)
+    assert not trained.is_intact

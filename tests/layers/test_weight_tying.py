@@ -172,7 +172,7 @@ def test_a_weight_with_a_use_that_no_rule_covers_is_declined(first: str, unruled
     model = nn.ModuleDict({name: parts[name] for name in sorted(parts, key=lambda name: name != first)})
     optimizer = KFACSGD(model, lr=0.1, skip_layers=() if unruled else ("head",))
     assert not optimizer.curvature.layers
-    reason = optimizer.curvature.uncovered[embed.weight][1]
+    reason = optimizer.curvature.trained.uncovered[embed.weight][1]
     assert (
         re.search(r"no Kronecker rule for \S*test_weight_tying\.OwnHead", reason)
         if unruled
@@ -323,7 +323,7 @@ def test_a_bias_of_a_declined_layer_declines_the_other_layer_that_has_it() -> No
     model[1].weight, model[2].bias = model[0].weight, model[1].bias
     optimizer = KFACSGD(model, **OPTIONS)
     assert [layer.name for layer in optimizer.curvature.layers] == ["3"]
-    reasons = dict(optimizer.curvature.uncovered.values())
+    reasons = dict(optimizer.curvature.trained.uncovered.values())
     assert sorted(reasons) == ["0.bias", "0.weight", "1.bias", "2.weight"]
     assert all("weight shared by 0" in reason for reason in reasons.values())
 
@@ -334,6 +334,6 @@ def test_a_bias_tells_why_its_layer_is_declined(last: bool) -> None:
     model = nn.ModuleList([nn.Linear(4, 4), nn.Bilinear(2, 2, 4)])
     model[1].weight = model[0].weight
     optimizer = KFACSGD(nn.ModuleList(reversed(model)) if last else model, **OPTIONS)
-    reasons = dict(optimizer.curvature.uncovered.values())
+    reasons = dict(optimizer.curvature.trained.uncovered.values())
     assert len(reasons) == 3
     assert all("no Kronecker rule for Bilinear" in reason for reason in reasons.values())

@@ -271,7 +271,9 @@ def test_a_batch_is_made_of_what_its_jobs_are_made_of(max_factor_dim: int | None
     engine = CurvatureEngine(net, max_factor_dim=max_factor_dim, damping=1.0)
     net(torch.randn(8, 6)).square().mean().backward()
     engine.precondition_(lr=0.1)
-    gammas = {block: 10.0 ** -(1 + torch.arange(block.layer.pairs) + i) for i, block in enumerate(engine._blocks)}
+    gammas = {
+        block: 10.0 ** -(1 + torch.arange(block.layer.pairs) + i) for i, block in enumerate(engine.trained.blocks)
+    }
     refresh, solver = RefreshInProgress(0, 0, "current", gammas), InverseSolver()
 
     def made(jobs: list[Any]) -> tuple[Tensor, Tensor]:
@@ -280,7 +282,7 @@ def test_a_batch_is_made_of_what_its_jobs_are_made_of(max_factor_dim: int | None
         assert len(factors) == len(shifts) == sum(batch.sizes)
         return factors, shifts
 
-    *linear, norm = engine._blocks
+    *linear, norm = engine.trained.blocks
     for side in range(2):
         jobs = [(block, side) for block in linear]
         for found, expected in zip(made(jobs), zip(*(made([job]) for job in jobs), strict=True), strict=True):

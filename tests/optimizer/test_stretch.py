@@ -172,7 +172,7 @@ def learned(slope: float, descent: float, times: int = 1) -> tuple[float, bool]:
     optimizer = KFACSGD(model, **options(0.1))
     backward(model, data(), loss)
     optimizer.step()
-    blocks, weight = optimizer.curvature._blocks, model[2].weight
+    blocks, weight = optimizer.curvature.trained.blocks, model[2].weight
     assert isinstance(weight, nn.Parameter)
     for _ in range(times):
         too_long = reach.learn_reaches(blocks, {weight: (slope, descent)})
@@ -255,7 +255,7 @@ def test_a_resumed_run_stretches_alike(kfac: Any, base: Any, how: dict[str, Any]
     for _ in range(4):
         step(model, optimizer)
         step(other, resumed)
-        ours, theirs = (list(engine.reaches().values()) for engine in (optimizer.curvature, resumed.curvature))
+        ours, theirs = (list(engine.trained.reaches().values()) for engine in (optimizer.curvature, resumed.curvature))
         assert ours == theirs and max(ours) > 0.01
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(p, q)
@@ -288,7 +288,7 @@ def test_the_stretch_is_braked_with_the_step(monkeypatch: pytest.MonkeyPatch) ->
     before = [p.detach().clone() for p in model.parameters()]
     backward(model, batch, loss)
     optimizer.step()
-    reaches = optimizer.curvature.reaches()
+    reaches = optimizer.curvature.trained.reaches()
     for p, last in zip(model.parameters(), before, strict=True):
         assert optimizer.state[p]["kfac_stretch"] is noted[p], "it repeats"
         moved = last - p - 0.1 * optimizer.state[p]["momentum_buffer"]
@@ -317,7 +317,7 @@ def test_what_a_step_repeats(momentum: float, too_far: bool, monkeypatch: pytest
     before = {p: p.detach().clone() for p in model.parameters()}
     monkeypatch.setattr(steering, "learn_reaches", lambda *_: set(model.parameters()) if too_far else set())
     step()
-    for p, reached in optimizer.curvature.reaches().items():
+    for p, reached in optimizer.curvature.trained.reaches().items():
         update = optimizer.state[p]["momentum_buffer"] if momentum else p.grad
         turned, stretched = noted[p].get("kfac_change", torch.zeros_like(p)), noted[p]["kfac_stretch"]
         assert bool(turned.any()) == (momentum > 0) and bool(stretched.any())
@@ -476,8 +476,8 @@ def test_reach_is_learned_alike_however_the_step_is_taken(how: dict[str, Any]) -
         optimizer.step()
         changed.step()
         assert_near(
-            torch.tensor(list(changed.curvature.reaches().values())),
-            torch.tensor(list(optimizer.curvature.reaches().values())),
+            torch.tensor(list(changed.curvature.trained.reaches().values())),
+            torch.tensor(list(optimizer.curvature.trained.reaches().values())),
         )
     assert optimizer.curvature.reach > 0.012
 
@@ -498,7 +498,7 @@ def test_a_rate_that_rises_again_or_jumps_leaves_the_stretch_as_long_as_it_was(
             own.param_groups[0]["lr"] = rate
         backward(net, batch, loss)
         own.step()
-        return torch.tensor(list(own.curvature.reaches().values()))
+        return torch.tensor(list(own.curvature.trained.reaches().values()))
 
     rises = [(0.01, 1)] * 5 + [(0.02, 1), (0.06, 3), (0.002, 1), (0.003, 1.5), (0.0, 1), (0.02, 20 / 3), (0.02, 1)]
     for rate, rise in rises:
@@ -624,17 +624,17 @@ def test_a_stretch_that_was_too_long_is_left_out_until_the_next_directions(monke
     for p in model.parameters():  # as if every layer's stretch had led up a wall
         optimizer.state[p]["kfac_stretch"].neg_()
     before = {p: p.detach().clone() for p in model.parameters()}
-    reached = optimizer.curvature.reaches()
+    reached = optimizer.curvature.trained.reaches()
     for _ in range(2):
         step()
         for p, old in before.items():
             assert_near((old - p.detach()) / 0.1, optimizer.state[p]["momentum_buffer"], rel=1e-9)
             assert "kfac_stretch" not in optimizer.state[p]
             old.copy_(p)
-    fallen = optimizer.curvature.reaches()
+    fallen = optimizer.curvature.trained.reaches()
     assert all(3e-4 <= fallen[p] < reached[p] for p in fallen)
     step()
-    assert optimizer.curvature.reaches() == fallen
+    assert optimizer.curvature.trained.reaches() == fallen
     assert all("kfac_stretch" in optimizer.state[p] for p in fallen)
 
 

@@ -83,7 +83,7 @@ def test_a_copy_of_the_optimizer_alone_has_its_own_model(kfac: Any, copied: Call
     model, optimizer = build(kfac)
     train(model, optimizer, range(5))
     optimizer2 = copied(optimizer)
-    model2 = optimizer2.curvature.model
+    model2 = optimizer2.curvature.trained.model
     assert [id(p) for g in optimizer2.param_groups for p in g["params"]] == list(map(id, model2.parameters()))
     assert not set(model.parameters()) & set(model2.parameters())
     train(model2, optimizer2, range(5, 10))

@@ -128,7 +128,7 @@ def test_factors_in_another_precision_load(before: torch.dtype, after: torch.dty
     resumed.load_state_dict(saved(optimizer.state_dict()))
     assert_same_factors(resumed, optimizer, rel=2 * torch.finfo(after).eps)
     for name in ("in_use", "pending"):
-        for block, twin in zip(optimizer.curvature._blocks, resumed.curvature._blocks, strict=True):
+        for block, twin in zip(optimizer.curvature.trained.blocks, resumed.curvature.trained.blocks, strict=True):
             for side in range(2):
                 expected, found = (b.factors(name).matrix(side).double() for b in (block, twin))  # type: ignore[arg-type]
                 assert_near(found, expected, f"{block.layer.name}, {name}", rel=2 * torch.finfo(after).eps)
