@@ -11,16 +11,15 @@ import torch
 from torch import nn
 
 from .averages import Averaging
-from .blocks import share_out_work
 from .capture import Capture, LossTerms
 from .config import compared, compared_options, options, refuse_unknown
 from .coverage import TrainedModel
 from .cuda_graphs import refuse_cuda_graphs
 from .diagnostics import StageTimes
-from .distributed import Assignment, Communicator, agreement, make_communicator
+from .distributed import Communicator
 from .preconditioning import Preconditioner
+from .ranks import Ranks
 from .refresh import Refresher
-from .sharing import move_factors, refuse_to_move
 from .steering import Steering
 from .views import ViewedEngine
 
@@ -35,17 +34,14 @@ class BuiltEngine(ViewedEngine):
     ) -> None:
         refuse_unknown(type(self).__name__, given, list(options()))
         super().__init__(**given)
-        self._communicator_given = self.communicator is not None
-        self.comm = make_communicator() if self.communicator is None else self.communicator
+        self.ranks = Ranks(self.communicator)
         self.trained = TrainedModel(model, params)
         self.step_count = 0
         self.skipped_steps = 0
         self.last_statistics: int | None = None
         self._unseen_steps = 0  # statistics steps in a row with gradients, but no backward pass that was seen
         self._steps_taken = 0  # by this object, not by the run that it resumes
-        self._unconfirmed_skips = 0  # since the ranks last compared themselves: perhaps this rank's alone
         self._first_step_seen = False
-        self._prepared_for: Assignment | None = None  # whose groups of ranks exist
         self._is_noop = False  # the step in progress changes nothing; see update()
         self._closed = False
         self._owner: weakref.ref[Any] | None = None
@@ -84,9 +80,7 @@ class BuiltEngine(ViewedEngine):
 
     def _assign(self) -> None:
         """Decides who decomposes and who preconditions what."""
-        self.work = share_out_work(self.assignment, self.trained.blocks, self.comm, self.solver, self.inv_dtype)
-        self._groups = self.work.groups(self.comm.world_size)
-        self.comm.check_groups(self._groups)
+        self.ranks.share_out(self.assignment, self.trained.blocks, self.solver, self.inv_dtype)
         self._refresher.replan(self.comm.rank)
 
     def _restore(self) -> None:
@@ -104,17 +98,11 @@ class BuiltEngine(ViewedEngine):
             stage=self._stages.stage,
             rank=self.comm.rank,
             on_thrown_away=self._steering.opposition.note_captured_lost,
-            left_out=self._left_out,
+            left_out=self.ranks.left_out(self.trained.blocks),
         )
         if self._closed:
             self._capture.close()
         self._plan_statistics()
-
-    @property
-    def _left_out(self) -> set[int]:
-        """The layers, by index, of which other ranks alone take statistics."""
-        workers = [block.workers for block in self.trained.blocks]
-        return {i for i, w in enumerate(workers) if w.factors == "local" and self.comm.rank not in w.inverse_workers}
 
     @property
     def _sampled_fisher(self) -> Any:
@@ -123,11 +111,9 @@ class BuiltEngine(ViewedEngine):
 
     def _join_ranks(self, comm: Communicator) -> None:
         """Goes on among other ranks than before."""
-        before, self.comm = self.comm, comm
-        if (comm.rank, comm.world_size) != (before.rank, before.world_size):
-            refuse_to_move(self.trained.blocks, before)
+        if self.ranks.change(comm, self.trained.blocks):
             self._assign()
-            self._capture.change_rank(comm.rank, self._left_out)
+            self._capture.change_rank(comm.rank, self.ranks.left_out(self.trained.blocks))
             for block in self.trained.blocks:
                 block.keep(block.state, comm.rank)
             self._refresher.invalidate()
@@ -143,7 +129,7 @@ class BuiltEngine(ViewedEngine):
 
     def _watch_anew(self) -> None:
         """The layers are others than before: rebuilds what depends on them."""
-        if self.comm.world_size > 1:  # other ranks work for the known layers now
+        if not self.ranks.alone:  # others work for the known layers now
             self._refresher.invalidate()
         self._capture.close()
         owner = self._owner
@@ -210,21 +196,13 @@ class BuiltEngine(ViewedEngine):
         """Before anything is read or sent: torch.distributed may be up by now, and sub-groups have to exist."""
         refuse_cuda_graphs()
         first, self._first_step_seen = not self._first_step_seen, True
-        if first and not self._communicator_given and self.comm.world_size == 1:
-            self._join_ranks(make_communicator())
+        come_up = self.ranks.come_up() if first else None
+        if come_up is not None:
+            self._join_ranks(come_up)
         for parameter in self.trained.parameters:  # the model may have moved since it was built
             self.comm.use_device(parameter.device)
             break
-        if self.comm.world_size > 1 and self._prepared_for is not self.work:
-            self._check_ranks()
-            self.comm.prepare(self._groups)
-            move_factors(self.trained.blocks, self.factor_dtype, self.comm)
-            self._prepared_for = self.work
-
-    def _check_ranks(self) -> None:
-        """Raises RuntimeError, on all ranks, unless they have the same engine (a collective)."""
-        agreement.check(self.comm, self._built())
-        self._unconfirmed_skips = 0
+        self.ranks.prepare(self.trained.blocks, self.factor_dtype, self._built)
 
     def _built(self) -> dict[str, Any]:
         """What has to be the same on all ranks, by name."""

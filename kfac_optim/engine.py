@@ -120,14 +120,13 @@ class CurvatureEngine(BuiltEngine):
         read = read_all(gradients, list(lrs), lessons, statistics.flags)
         moves = read.rate != 0
         # What only this rank has seen must not decide anything here: the ranks have to go the same way.
-        alone = self.comm.world_size == 1
+        alone = self.ranks.alone
         trains = read.largest > 0 and moves
         self._is_noop = read.largest == 0 and not (alone and statistics.captured) and not moves
         if self._is_noop:
             return True
         finite = math.isfinite(read.largest)
         self.skipped_steps += not finite
-        self._unconfirmed_skips += not finite
         self._compare_ranks(finite)
         if not finite:
             self._skip()
@@ -147,7 +146,7 @@ class CurvatureEngine(BuiltEngine):
                 self._averaging.fold(self.trained.blocks, settled, decay, self.comm)
                 for index, block in enumerate(self.trained.blocks):
                     block.note_statistics(seen=index in settled.sums)
-                if alone or self.work.shares_factors:
+                if alone or self.ranks.work.shares_factors:
                     self._averaging.pool(self.trained.blocks, self.comm)
                 if alone:
                     self._require_seen()
@@ -248,24 +247,18 @@ class CurvatureEngine(BuiltEngine):
         nothing to pool.
         """
         self._prepare_ranks()
-        if self.comm.world_size > 1:
-            self._check_ranks()
+        if not self.ranks.alone:
+            self.ranks.check(self._built())
         self._averaging.pool(self.trained.blocks, self.comm)
 
     # Parts of a step ------------------------------------------------------------------------------------------------
 
     def _compare_ranks(self, finite: bool) -> None:
-        """Compares the ranks in the steps in which they exchange something (then a collective).
-
-        A rank that has skipped steps that others took is behind them, and would miss their exchange. So this does not
-        count the steps taken, but those that a rank would have taken had it skipped none since the last comparison:
-        that number is the same on all ranks, and those that have parted meet here. Where all have skipped the same
-        steps they compare themselves too early, and again when the exchange is due.
-        """
-        would_be = self.step_count + self._unconfirmed_skips - (not finite)
-        pools = self.work.shares_factors and due(self.statistics_interval(would_be), would_be, self.last_statistics)
-        if self.comm.world_size > 1 and (pools or self._refresher.communicates(self.inv_update_steps, would_be)):
-            self._check_ranks()
+        """Compares the ranks in the steps in which they exchange something (then a collective)."""
+        step = self.ranks.common_step(self.step_count, skipped=not finite)
+        pools = self.ranks.work.shares_factors and due(self.statistics_interval(step), step, self.last_statistics)
+        if not self.ranks.alone and (pools or self._refresher.communicates(self.inv_update_steps, step)):
+            self.ranks.check(self._built())
 
     def _skip(self) -> None:
         """What a step that is not taken does all the same: send what other ranks may be waiting for."""

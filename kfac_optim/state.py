@@ -15,8 +15,9 @@ from .capture import Capture
 from .checking import check_counters, check_states, check_sums, checksums
 from .config import Config, loaded_options, saved_options
 from .coverage import TrainedModel
-from .distributed import Communicator, LocalCommunicator, make_communicator
+from .distributed import Communicator
 from .factors import copy_average_
+from .ranks import Ranks
 from .refresh import Refresher
 from .sharing import on_cpu, whole_state
 from .steering import Steering
@@ -26,7 +27,7 @@ __all__ = ["StatefulEngine", "copy_state"]
 Engine = TypeVar("Engine", bound="StatefulEngine")
 
 # What a copy or a pickle of an engine leaves behind: it belongs to the process, or is made anew from the rest.
-_LEFT_BEHIND = ("_capture", "_owner", "comm", "grad_scaler", "_preconditioner")
+_LEFT_BEHIND = ("_capture", "_owner", "grad_scaler", "_preconditioner")
 
 
 class StatefulEngine(Config, ABC):
@@ -36,16 +37,15 @@ class StatefulEngine(Config, ABC):
     the two places that survive torch.distributed.checkpoint. Counters are plain numbers; -1 stands for "never".
     """
 
-    comm: Communicator
     step_count: int
     last_statistics: int | None
     skipped_steps: int
+    ranks: Ranks
     trained: TrainedModel
     _averaging: Averaging
     _capture: Capture
     _refresher: Refresher
     _steering: Steering
-    _communicator_given: bool
     _closed: bool
 
     @abstractmethod
@@ -63,6 +63,11 @@ class StatefulEngine(Config, ABC):
     @abstractmethod
     def _state_loaded(self) -> None:
         """Called when counters and factors have been loaded."""
+
+    @property
+    def comm(self) -> Communicator:
+        """The communicator of the ranks."""
+        return self.ranks.comm
 
     # The counters of the stages.
 
@@ -110,7 +115,7 @@ class StatefulEngine(Config, ABC):
             "skipped_steps": self.skipped_steps,
             "skipped_batches": self._averaging.skipped_batches,
             **self._refresher.counters(),
-            **self._steering.counters(captured=bool(self._capture.statistics.sums), alone=self.comm.world_size == 1),
+            **self._steering.counters(captured=bool(self._capture.statistics.sums), alone=self.ranks.alone),
         }
 
     def counters(self) -> dict[str, float | int]:
@@ -152,7 +157,7 @@ class StatefulEngine(Config, ABC):
         self._refresher.load(counters, self.trained.blocks, self.comm.rank)
         if states and not self._closed:
             self._refresher.invalidate()
-            if self.comm.world_size == 1:  # several ranks do it together, in their next step
+            if self.ranks.alone:  # several ranks do it together, in their next step
                 self._refresher.rebuild(self.step_count, self.trained.blocks, self.comm)
         self._state_loaded()
 
@@ -208,25 +213,18 @@ class StatefulEngine(Config, ABC):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the model; hooks, scaler, communicator and what is captured stay behind."""
         state = {key: value for key, value in self.__dict__.items() if key not in _LEFT_BEHIND}
-        comm = LocalCommunicator(self.comm.rank, self.comm.world_size)
-        return {**state, "comm": comm, "communicator": None, "captured": bool(self._capture.statistics.sums)}
+        return {**state, "communicator": None, "captured": bool(self._capture.statistics.sums)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._take_over(state, grad_scaler=None, _prepared_for=None)
-        comm = make_communicator()
-        if comm.world_size > 1 and self._communicator_given:
-            raise RuntimeError(
-                "this engine was pickled with a communicator= of its own, which does not travel: build a new optimizer "
-                "and load the state_dict()"
-            )
-        self._join_ranks(comm)
+        self._take_over(state, grad_scaler=None)
+        self._join_ranks(self.ranks.after_unpickling())
 
     def __deepcopy__(self: Engine, memo: dict[int, Any]) -> Engine:
         """A copy for a copy of the model, among the same ranks."""
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         state = copy.deepcopy(self.__getstate__(), memo)
-        copied._take_over(state, grad_scaler=None, comm=self.comm, communicator=self.communicator)
+        copied._take_over(state, grad_scaler=None, communicator=self.communicator)
         return copied
 
     def _take_over(self, state: dict[str, Any], **own: Any) -> None:

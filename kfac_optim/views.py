@@ -10,7 +10,7 @@ from torch import Tensor
 from .blocks import Block
 from .damping import value_of
 from .diagnostics import Row, StageTimes, count, human_bytes, memory_of, report_of, row_of, table, total, workers_of
-from .distributed import Assignment, LocalCommunicator
+from .distributed import LocalCommunicator
 from .layers import KroneckerLayer
 from .schedules import value_at
 from .state import StatefulEngine
@@ -22,7 +22,6 @@ __all__ = ["ViewedEngine"]
 class ViewedEngine(StatefulEngine):
     """The read-only part of the engine."""
 
-    work: Assignment
     _stages: StageTimes
     _steps_taken: int
 
@@ -44,7 +43,7 @@ class ViewedEngine(StatefulEngine):
             self.scaling,
             self.damping_rule,
             turns=getattr(self.owner, "precondition", "gradient") == "momentum",
-            alone=self.comm.world_size == 1,
+            alone=self.ranks.alone,
         )
 
     @property
@@ -156,7 +155,10 @@ class ViewedEngine(StatefulEngine):
             ``layers``: per layer name the ranks that decompose ``A`` and ``G``, and the list of those that
             ``precondition``; ``loads``: the decompositions' multiply-adds on each rank, up to a constant.
         """
-        return {"layers": {b.layer.name: workers_of(b) for b in self.trained.blocks}, "loads": list(self.work.loads)}
+        return {
+            "layers": {b.layer.name: workers_of(b) for b in self.trained.blocks},
+            "loads": list(self.ranks.work.loads),
+        }
 
     def __repr__(self) -> str:
         rows = [
@@ -169,10 +171,10 @@ class ViewedEngine(StatefulEngine):
         base = len(self.trained.uncovered) + sum(len(layer.parameters) for layer in unseen)
         layers = len(rows) - len(self.trained.uncovered) - len(unseen)
         footer = f"{count(layers, 'layer')} preconditioned, {count(base, 'parameter')} by the base rule, {memory}"
-        if self.comm.world_size > 1:
+        if not self.ranks.alone:
             footer += (
                 f"\nrank {self.comm.rank} of {self.comm.world_size}, load of the decompositions: "
-                f"largest / mean = {self.work.imbalance:.2f}"
+                f"largest / mean = {self.ranks.work.imbalance:.2f}"
             )
         interval = self.refresh_interval(self.step_count)
         if interval > value_at(self.inv_update_steps, self.step_count):

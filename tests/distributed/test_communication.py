@@ -483,7 +483,7 @@ def train_and_count(rank: int, world_size: int) -> dict[Any, Any]:
         options = {"assignment": STRATEGIES[strategy], "solver": solver}
         _, optimizer = trained(rank, world_size, options, torch.float32)
         engine = optimizer.curvature
-        found[strategy, solver] = (engine.comm.traffic, engine.work, optimizer.curvature.report())
+        found[strategy, solver] = (engine.comm.traffic, engine.ranks.work, optimizer.curvature.report())
     return found
 
 
@@ -782,7 +782,7 @@ OWN = {"odd": Odd(), "elsewhere": Elsewhere()}
 def follow_the_policy(rank: int, world_size: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for name, strategy in {"factor": FactorWise(), "layer": LayerWise(), "kaisa": KAISA(1 / 3)}.items():
-        mine = build(1, {"assignment": strategy}, torch.float64)[2].curvature.work
+        mine = build(1, {"assignment": strategy}, torch.float64)[2].curvature.ranks.work
         everyone: list[Any] = [None] * world_size
         dist.all_gather_object(everyone, mine)
         found["work", name] = everyone

@@ -44,7 +44,7 @@ LAYERS = (
     ("capture", "trust", "bases", "layout", "tiles", "lessons"),
     ("blocks", "config", "directions", "objective"),
     ("coverage", "diagnostics", "pacing", "sharing", "reach"),
-    ("averages", "jobs", "stacks", "steering"),
+    ("averages", "jobs", "stacks", "steering", "ranks"),
     ("preconditioning",),
     ("refresh",),
     ("checking",),

@@ -1,0 +1,138 @@
+"""The ranks of a run: who works on what, and whether all of them still have the same engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .blocks import Block, share_out_work
+from .distributed import Assignment, AssignmentStrategy, Communicator, LocalCommunicator, agreement, make_communicator
+from .sharing import move_factors, refuse_to_move
+from .solvers import Solver
+
+__all__ = ["Ranks"]
+
+
+class Ranks:
+    """The processes that train together.
+
+    Args:
+        given: Their communicator; None: torch.distributed's default group if it is initialised by the first step, else
+            one process.
+
+    Attributes:
+        comm: Their communicator.
+        work: Who decomposes and who preconditions what; known after :meth:`share_out`.
+    """
+
+    work: Assignment
+
+    def __init__(self, given: Communicator | None) -> None:
+        self._given = given is not None
+        self.comm = make_communicator() if given is None else given
+        self._groups: Sequence[tuple[int, ...]] = ()
+        self._prepared_for: Assignment | None = None  # whose groups exist
+        self._unconfirmed_skips = 0  # since the ranks last compared themselves: perhaps this rank's alone
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one rank."""
+        return self.comm.world_size == 1
+
+    def share_out(
+        self, strategy: AssignmentStrategy, blocks: Sequence[Block], solver: Solver, inv_dtype: torch.dtype
+    ) -> None:
+        """Decides who decomposes and who preconditions what, and tells the blocks."""
+        self.work = share_out_work(strategy, blocks, self.comm, solver, inv_dtype)
+        self._groups = self.work.groups(self.comm.world_size)
+        self.comm.check_groups(self._groups)
+
+    def left_out(self, blocks: Iterable[Block]) -> set[int]:
+        """The blocks, by index, of which other ranks alone take statistics."""
+        workers = [block.workers for block in blocks]
+        return {i for i, w in enumerate(workers) if w.factors == "local" and self.comm.rank not in w.inverse_workers}
+
+    def change(self, comm: Communicator, blocks: Sequence[Block]) -> bool:
+        """Goes on among other ranks.
+
+        Returns:
+            Whether this one has another number now, or there are more or fewer of them.
+
+        Raises:
+            RuntimeError: If factors would have to move that one of the old ranks alone has.
+        """
+        before, self.comm = self.comm, comm
+        changed = (comm.rank, comm.world_size) != (before.rank, before.world_size)
+        if changed:
+            refuse_to_move(blocks, before)
+        return changed
+
+    def come_up(self) -> Communicator | None:
+        """Before the first step: the ranks that torch.distributed has by now, if it was not up before."""
+        return make_communicator() if self.alone and not self._given else None
+
+    def prepare(
+        self, blocks: Sequence[Block], factor_dtype: torch.dtype, built: Callable[[], Mapping[str, object]]
+    ) -> None:
+        """Makes the groups of ranks that :attr:`work` needs, and moves factors there, unless that is done.
+
+        A collective then.
+
+        Args:
+            blocks: All there are.
+            factor_dtype: Storage of the factors.
+            built: What has to be the same on all ranks.
+        """
+        if not self.alone and self._prepared_for is not self.work:
+            self.check(built())
+            self.comm.prepare(self._groups)
+            move_factors(blocks, factor_dtype, self.comm)
+            self._prepared_for = self.work
+
+    def check(self, built: Mapping[str, object]) -> None:
+        """Raises RuntimeError, on all ranks, unless they have the same engine (a collective)."""
+        agreement.check(self.comm, built)
+        self._unconfirmed_skips = 0
+
+    def common_step(self, step: int, *, skipped: bool) -> int:
+        """The number of a step, the same on ranks that have parted.
+
+        A rank that has skipped steps that others took is behind them, and would miss their exchange. So this does not
+        count the steps taken, but those that a rank would have taken had it skipped none since the last comparison:
+        that number is the same on all ranks, and those that have parted meet there. Where all have skipped the same
+        steps they compare themselves too early, and again when the exchange is due.
+
+        Args:
+            step: The number of steps that this rank has taken.
+            skipped: Whether it skips this one.
+        """
+        found = step + self._unconfirmed_skips
+        self._unconfirmed_skips += skipped
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pickle has the numbers of the ranks alone."""
+        ranks = LocalCommunicator(self.comm.rank, self.comm.world_size)
+        return {**self.__dict__, "comm": ranks, "_prepared_for": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        """A copy is among the same ranks."""
+        copied = Ranks(self.comm)
+        copied.__dict__.update(self.__dict__, _prepared_for=None)
+        return copied
+
+    def after_unpickling(self) -> Communicator:
+        """The ranks among which a pickle goes on.
+
+        Raises:
+            RuntimeError: If there are several now and it had a communicator of its own.
+        """
+        comm = make_communicator()
+        if comm.world_size > 1 and self._given:
+            raise RuntimeError(
+                "this engine was pickled with a communicator= of its own, which does not travel: build a new optimizer "
+                "and load the state_dict()"
+            )
+        return comm
