@@ -1,20 +1,23 @@
-"""What the base class's own step did: its first moment, the length of its update, and its weight decay, apart.
+"""Takes the base class's own step apart: its first moment, its update and its weight decay.
 
-By default the base class runs as it is, on raw gradients and with its own state. Then each preconditioned layer's part
-of the update is turned towards the preconditioned first moment, as far as trust goes, at its own length; then it is
-stretched (:mod:`~kfac_optim.trust`)::
+By default the base class steps on the raw gradients, with its own state. Each layer's part of that step is then turned
+towards the preconditioned first moment, as far as trust goes, and stretched along flat directions, as far as reach goes
+(:mod:`~kfac_optim.trust`, :mod:`~kfac_optim.reach`)::
 
-    base:        w <- w - D - lr u,                     D: weight decay, u: the rest of the update
-    at trust 1:  w <- w - D - lr |u| P m / |P m|        m: the first moment, P: eqs. 8-13; |.|: of a pair (``Graft``)
-    stretched:   w <- w - reach lr c ((L + gamma) P m - m), besides; L: the largest eigenvalue, c = <u, m> / <m, m>
+    base class:  w <- w - D - lr u
+    at trust 1:  w <- w - D - lr |u| P m / |P m|
+    stretched:   w <- w - reach lr s ((L + gamma) P m - m), in addition,    s = <u, m> / <m, m>
 
-Weight decay is neither preconditioned nor does it count for the length. Bases that add it to the gradient ("coupled")
-have it in their first moment as well; there it is ``c D'``, with ``D'`` the decay of one gradient and ``c`` the weight
-of all gradients so far in the moment, as if the weights had stood still for as long as the moment remembers.
+D is the weight decay, u the rest of the update, m the first moment and P the preconditioner (eqs. 8-13). L is the
+largest eigenvalue of ``A (x) G``. Norms are taken per Kronecker pair (:class:`~kfac_optim.Graft`).
 
-Of bases that keep none that is known here (SGD without momentum, Adagrad, RMSprop, Adadelta, Muon) an average of the
-gradients is kept here while trust is learned (:mod:`~kfac_optim.trust`). It gives K-FAC's direction, the base's own
-update its length.
+Weight decay is not preconditioned, and does not count towards the length of the update. SGD and Adam add it to the
+gradient ("coupled"), so that it is part of their first moment too. There it is taken to be ``b D'``, with D' the decay
+in one gradient and b the total weight of all gradients in the moment, as if the weights had not moved meanwhile.
+
+Base classes whose first moment is not known here (SGD without momentum, Adagrad, RMSprop, Adadelta, Muon) get an
+average of the gradients, kept here while trust is learned. K-FAC's direction comes from the average, its length from
+the base class's own update.
 """
 
 from __future__ import annotations
@@ -258,7 +261,7 @@ def update_length(
 
 
 def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[str, Any]) -> tuple[Scale, Scale]:
-    """What of a parameter's first moment and of its update is weight decay, as multiples of the weight.
+    """The weight decay contained in a parameter's first moment and in its update, as multiples of the weight.
 
     Of SGD the second is not needed: its update is its moment or its gradient. Bases that are not known here and do not
     say ``decoupled_weight_decay`` in their groups are taken for coupled ones, in which decay stays a part of the
@@ -294,7 +297,7 @@ def bias_correction(beta: float, steps: float | Tensor) -> Scale:
 
 
 def weights_before(optimizer: torch.optim.Optimizer, members: Sequence[Alike]) -> list[Tensors]:
-    """Copies of weights before the base class's step; where SGD has no decay the weights themselves: nobody looks."""
+    """Copies of the weights before the step; under SGD without decay, which needs none, the weights themselves."""
     before: list[Tensors] = []
     for alike in members:
         params: list[Tensor] = [m.p for m in alike]

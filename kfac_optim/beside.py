@@ -1,8 +1,8 @@
-"""Matrices of several stacks in one storage, so that one kernel does to all of them what else takes one for each.
+"""Flat storage for the matrices of several stacks, so that one kernel launch processes all of them.
 
-On an accelerator a step of a small batch costs what its launches cost. There the matrices of a step lie side by side:
-an elementwise operation sees one vector, whatever shapes there are. On the CPU launches cost little and large vectors
-leave the cache, so matrices are made one by one, and operations go over the list.
+On an accelerator a step on a small batch is bound by kernel launches. There the matrices of a step share one storage,
+and an elementwise operation treats them as a single vector, whatever their shapes. On the CPU a launch costs little and
+long vectors leave the cache, so each matrix has storage of its own and operations loop over the list.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def each(
     *others: Sequence[Tensor] | Tensor | float,
     out: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """What an elementwise operation of torch gives for each of some tensors, and for each of the others where listed.
+    """Applies an elementwise torch operation to each tensor of a list: in one launch where they share one storage.
 
     Args:
         operation: Its name as that of a method: ``lerp``, or ``sub_`` in place.

@@ -188,7 +188,7 @@ class Block:
                 self.state[source] = tensors
 
     def factors(self, source: Source, extent: Extent | None = None) -> Factors:
-        """Its factors at one of the three stages; ``extent``: what is known of them beside what the block notes."""
+        """The factors at one of the three stages; ``extent``: known eigenvalues, in place of those the block keeps."""
         known = extent or (self._extent if source == "in_use" else None)
         return Factors(self.layer, self.specs, self.state[source], known)
 
@@ -279,7 +279,7 @@ class Block:
             self.cosine = cosine
 
     def damping_unit(self, damping: Damping) -> Tensor:
-        """What gamma is a multiple of, for the decompositions in use, ``[p]``."""
+        """The unit of gamma for the decompositions in use, ``[p]``."""
         kind = kind_of(damping)
         if self._unit is None or self._unit[0] != kind:
             self._unit = kind, damping.unit(self.factors("in_use"))
@@ -331,7 +331,7 @@ def part_dtype(dims: int, inv_dtype: torch.dtype) -> torch.dtype:
 
 
 def decomposed_bytes(specs: Iterable[FactorSpec], solver: Solver, inv_dtype: torch.dtype) -> int:
-    """What the decompositions of these factors take."""
+    """The bytes that the decompositions of these factors take."""
     return sum(
         spec.matrices * math.prod(shape) * part_dtype(len(shape), inv_dtype).itemsize
         for spec in specs

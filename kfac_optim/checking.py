@@ -214,7 +214,7 @@ def saved_parts(
     """
     for key in ("state", "param_groups"):
         if key not in state_dict:
-            raise ValueError(f"this is no state of an optimizer: it has no {key!r}")
+            raise ValueError(f"this is not the state of an optimizer: it has no {key!r}")
     groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
     sizes, saved_sizes = ([len(group["params"]) for group in gs] for gs in (groups, saved_groups))
     if sizes != saved_sizes:

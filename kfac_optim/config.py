@@ -165,10 +165,10 @@ class Config:
     max_factor_dim: int | str | None = _option(
         "auto",
         checks.count("max_factor_dim", or_word="auto"),
-        """Of larger factors equal blocks along the diagonal are kept, of at most so many rows; an int >= 1 (1: the
-        diagonals), or "auto": 8192, on a CPU 2100. Of factors of more than 1024 rows that are 10 times as large as the
-        other one of their layer less is kept: of G (vocabularies) the diagonal, of A blocks as large as that other
-        one, or 256. None: all are whole.""",
+        """The most rows of a factor that is kept whole; a larger one is kept as equal diagonal blocks of at most this
+        many rows. An int >= 1 (1 keeps the diagonals), "auto" (8192, on a CPU 2100) or None (always whole). Unless
+        None, a factor of more than 1024 rows that is at least 10 times as large as the other factor of its layer is
+        cut further: G (a vocabulary) to its diagonal, A to blocks as large as the other factor, but at least 256.""",
         fixed=True,
     )
     assignment: AssignmentStrategy = _option(
@@ -203,7 +203,7 @@ class Config:
             if constructed and field.metadata["fixed"]:
                 changeable = ", ".join(_CHANGEABLE)
                 raise AttributeError(
-                    f"{name} is fixed at construction; what can be changed during training: {changeable}"
+                    f"{name} is fixed at construction: build a new optimizer. During training you can set {changeable}"
                 )
             value = field.metadata["check"](value)
         elif constructed and not name.startswith("_") and not hasattr(self, name):

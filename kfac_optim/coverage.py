@@ -67,7 +67,7 @@ class TrainedModel:
             raise ValueError(
                 f"model={type(self.model).__name__}: it owns none of the {len(self.parameters)} parameters that the "
                 "optimizer got. Pass the model whose parameters these are, or leave model= out: the modules are then "
-                "found by themselves"
+                "found automatically"
             )
 
     def extend(self, params: Iterable[Any]) -> None:
@@ -138,7 +138,7 @@ class TrainedModel:
         return {p: block.reach for block in reversed(self.blocks) for p in block.layer.parameters}
 
     def weights_with_directions(self) -> set[nn.Parameter]:
-        """Those of the layers that have been decomposed somewhere."""
+        """The weights of the layers that some rank has decomposed."""
         return {block.layer.weight for block in self.blocks if block.has_direction}
 
     @property
@@ -243,7 +243,7 @@ class TrainedModel:
         own = self._owned()
         if any(p not in self.parameters for p in stepped):
             raise RuntimeError(
-                "the optimizer's parameters have been replaced by others that are no weights of the model, as "
+                "the optimizer's parameters have been replaced by others that are not weights of the model, as "
                 "DeepSpeed does with ZeRO stages 1-3 (flat partitions) and half precision. Give the framework its own "
                 "optimizer instead, build engine = CurvatureEngine(model, ...) before wrapping the model, and call "
                 "engine.precondition_(lr) between its backward and its step"

@@ -33,7 +33,7 @@ __all__ = [
 
 
 class Spectra(Protocol):
-    """What a damping may be relative to, for the Kronecker pairs of one layer."""
+    """The eigenvalues that a damping may be relative to, for the Kronecker pairs of one layer."""
 
     def means(self) -> tuple[Tensor, Tensor]:
         """The mean eigenvalues of A and of G, ``[p]`` each."""
@@ -57,7 +57,7 @@ class Damping(Protocol):
         ...
 
     def unit(self, spectra: Spectra) -> Tensor:
-        """What gamma is a multiple of, for each Kronecker pair, ``[p]``, > 0."""
+        """The unit in which ``value`` measures gamma, for each Kronecker pair, ``[p]``, > 0."""
         ...
 
 

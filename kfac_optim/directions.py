@@ -66,7 +66,7 @@ class Directions:
 
     @property
     def scaled(self) -> list[Direction]:
-        """Those of the stacks."""
+        """The scaled direction of each stack."""
         return [stack.scaled for stack in self.stacks]
 
     def updates_together(self, updates: Collection[nn.Parameter]) -> Tensor | None:
@@ -86,10 +86,11 @@ class Directions:
         return {**{p: sharded_like(part, p) for p, part in whole.items() if p not in back}, **back}
 
     def several_laid_out(self, makers: Mapping[str, Maker]) -> dict[str, dict[nn.Parameter, Tensor]]:
-        """The same of several matrices, by name, from functions that make those of all stacks.
+        """As :meth:`laid_out`, for several sets of matrices at once.
 
-        Where matrices lie side by side the functions get some to fill, and all are read at once; else one is made
-        after the other.
+        Args:
+            makers: By name, a function that makes the matrices of all stacks. Where the stacks share one storage it is
+                given matrices to fill, so that all sets are read by few operations.
         """
         beside = self.scaled[0].beside if self.stacks else None
         if beside is None or self.has_shards:

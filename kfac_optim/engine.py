@@ -217,9 +217,11 @@ class CurvatureEngine(BuiltEngine):
             ValueError: If the scaling needs a learning rate and none is given.
         """
         if self.owner is not None:
-            raise RuntimeError("this engine belongs to an optimizer, whose step() preconditions; call that alone")
+            raise RuntimeError(
+                "this engine belongs to an optimizer, whose step() already preconditions: call that only"
+            )
         if lr is None and getattr(self.scaling, "needs_lr", False):
-            raise ValueError("precondition_(lr=None): scaling='kl_clip' needs the learning rate of the step, lr=...")
+            raise ValueError(f"precondition_(lr=None): scaling={self.scaling!r} needs the learning rate; pass lr=")
         self._require_own()
         gradients = {p: g for p in self.trained.parameters if (g := full_gradient(p)) is not None}
         lr = 1.0 if lr is None else lr
@@ -261,7 +263,7 @@ class CurvatureEngine(BuiltEngine):
             self.ranks.check(self._built())
 
     def _skip(self) -> None:
-        """What a step that is not taken does all the same: send what other ranks may be waiting for."""
+        """Ends a step that is not taken, and still sends what other ranks may be waiting for."""
         self._restart_for_new_layers()
         self._preconditioner.send_zeros(self.trained.blocks, self.scaling, self.comm)
         self._plan_statistics()

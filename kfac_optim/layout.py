@@ -165,7 +165,7 @@ class Layout:
         return copied
 
     def _compute(self, whole: Tensor, vectors: Mapping[nn.Parameter, Tensor]) -> None:
-        """Fills in what is not a part of the matrices in the order of the parameter."""
+        """Fills in the layers whose weight is no view of their matrix (transposed convolutions)."""
         dtype = whole.dtype
         for layer, pairs in self._computed:
             bias = None if layer.bias is None else whole.new_zeros(layer.bias.shape)[layer.bias_part]
@@ -174,7 +174,7 @@ class Layout:
             whole[pairs] = layer.to_matrix(vectors[layer.weight].to(dtype), bias)
 
     def read(self, matrices: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
-        """What each of these parameters has in some matrices ``[p, d_out, d_in]``; views of them where possible."""
+        """Reads the part of each of these parameters out of matrices ``[p, d_out, d_in]``, as a view where possible."""
         whole = matrices.contiguous()
         return [part for run in self._runs for part in run.read(whole, parameters)] + self._read(whole, parameters)
 
@@ -197,7 +197,7 @@ class Layout:
         return found
 
     def _read(self, whole: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
-        """What is not a part of the matrices in the order of the parameter."""
+        """As :meth:`read`, for layers whose weight is no view of their matrix (transposed convolutions)."""
         found: list[Part] = []
         for layer, pairs in self._computed:
             parts = zip(layer.parameters, (_WHOLE, layer.bias_part), layer.from_matrix(whole[pairs]), strict=False)

@@ -1,4 +1,4 @@
-"""What the next gradients say of the last step: how they agree with vectors that were noted in it."""
+"""Feedback on the last step: inner products of the new gradients with the vectors that the step recorded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Lessons:
-    """What a step learns from the last one, on the device: it is read together with all else that a step reads.
+    """Feedback on the last step, still on the device; :func:`read_all` reads it with everything else a step needs.
 
     Attributes:
         turn: How far the gradients agree with the last ``k - u``, 0-dim (:mod:`kfac_optim.trust`).
@@ -66,7 +66,7 @@ class Lessons:
         return {name: value for name, value in known.items() if isinstance(value, Tensor)}
 
     def read(self, numbers: Iterable[float]) -> tuple[dict[str, float], dict[nn.Parameter, tuple[float, float]]]:
-        """What its numbers are.
+        """Assigns the numbers read from the device to the quantities they stand for.
 
         Args:
             numbers: Those of :attr:`tensors`, read from the device.
@@ -144,7 +144,7 @@ def alignments(compared: Sequence[Compared], copies: Copies | None = None) -> Te
 
 
 def _of_shards(compared: Sequence[Compared]) -> list[Tensor]:
-    """The same of each shard, 0-dim."""
+    """The inner product of each sharded gradient with its vector, times the rate, 0-dim (a collective)."""
     sharded = [some for some in compared if some.are_shards]
     if not sharded:
         return []
@@ -185,7 +185,7 @@ def _batches_of(compared: Compared) -> _Batches:
 
 @lru_cache(maxsize=64)
 def _batches(numels: tuple[int, ...], device: torch.device) -> _Batches:
-    """The same in every step, so that what a device needs to know of it is sent there once."""
+    """Batches of tensors of these sizes; cached, so that the index tensors are sent to the device only once."""
     places = range(len(numels))
     if launches_count(device):
         batches = grouped_by_key(places, lambda i: None, numels.__getitem__, _BATCH_NUMEL)

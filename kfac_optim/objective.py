@@ -32,9 +32,9 @@ _TOLERANCE = 0.2  # of a slope, relative; differences of outputs have an error o
 
 _NOT_CANONICAL = (
     "KFAC needs the loss to be the mean negative log likelihood of the output distribution, here {}, because it "
-    "follows the loss by the outputs alone; but {}. Look for another distribution; a mean over something else than "
-    "loss_average; a loss scale (give grad_scaler); micro-batches whose losses are not divided by their number; "
-    "clipped gradients; penalties and other terms of the loss. Any loss will do with step(closure)"
+    "predicts the loss from the outputs alone; but {}. Possible causes: another distribution; a mean over something "
+    "other than loss_average; a loss scale (pass grad_scaler=); micro-batches whose losses are not divided by their "
+    "number; clipped gradients; penalties or other terms. With step(closure) any loss works"
 )
 _UNSEEN = (
     "KFAC has gradients, but since the last zero_grad() it has seen no call of the model whose output they come from: "

@@ -202,7 +202,7 @@ class Opposition:
         OPPONENTS.resume(self, opposes=self.is_seen)
 
     def __getstate__(self) -> dict[str, Any]:
-        """That of a pickle; hooks stay behind."""
+        """The state to pickle; the hook on the leftover gradient stays behind."""
         return {**self.__dict__, "_leftover": None, "_added_lost": self._added_would_be_lost}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

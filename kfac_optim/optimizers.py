@@ -61,25 +61,25 @@ class KFACMixin(_Optimizer):
             named parameters, group dicts. Without a module the owning modules are found by identity.
         *args: The base class's positional arguments, in its order.
         model: The module, where ``params`` is not one.
-        precondition: "momentum" (default): the base class steps on the raw gradients; then the update of each layer is
-            turned towards the direction of its preconditioned first moment (momentum buffer, ``exp_avg``; where the
-            base class keeps none an average of the gradients while trust is learned, else the gradient). With
-            ``scaling="graft"`` (default) it turns as far as trust goes and stays as long as it was, so that ``lr``
-            means what it means there; along directions flatter than the steepest it is then made longer, as far as
-            reach goes. Both are learned (:mod:`kfac_optim.trust`, :mod:`kfac_optim.reach`). Weight decay is as strong
-            as in the base class and not preconditioned (where a class of other origin adds it to the gradient, it is).
-            "gradient", as in the paper: gradients are preconditioned, and the base class steps on them.
+        precondition: "momentum" (default): the base class steps on the raw gradients. Each layer's update is then
+            turned towards its preconditioned first moment: the momentum buffer or ``exp_avg``, or, where the class
+            keeps neither, an average of the gradients while trust is learned and the gradient itself otherwise. With
+            ``scaling="graft"`` (default) the update turns as far as trust goes and keeps its length, so that ``lr``
+            means what it means to the base class, and is then lengthened along directions flatter than the steepest
+            one, as far as reach goes; both are learned (:mod:`kfac_optim.trust`, :mod:`kfac_optim.reach`). Weight decay
+            acts as in the base class and is not preconditioned, unless a class other than SGD, Adam, AdamW or LAMB
+            adds it to the gradient. "gradient": gradients are preconditioned, and the base class steps on the result,
+            as in the paper.
         **options: The base class's keywords, and those of :class:`~kfac_optim.CurvatureEngine`, documented there;
             those of ``damping``, ``scaling``, ``factor_decay``, ``inv_update_steps`` and ``solver`` have other defaults
             here, which the signatures show.
 
     Raises:
-        TypeError: For an unknown keyword or a value of the wrong kind.
+        TypeError: For an unknown keyword, a value of the wrong kind, or a base class whose ``step()`` needs a closure
+            (``torch.optim.LBFGS``): it takes several gradients per step, of which K-FAC could precondition only the
+            first.
         ValueError: For a value out of range, a ``model`` that owns none of the parameters, or base options that can't
             be honoured (``capturable``, ``differentiable``).
-
-    A base class whose ``step()`` needs a closure (``torch.optim.LBFGS``) takes several gradients in one step, of which
-    only the first would be preconditioned: TypeError.
     """
 
     curvature: CurvatureEngine
@@ -243,7 +243,7 @@ class KFACMixin(_Optimizer):
         return getattr(self.curvature.comm, "group", None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; statistics of backward passes whose step is not taken are forgotten with their gradients."""
+        """Clears the gradients, and with them the statistics of backward passes whose step was not taken."""
         known = hasattr(self, "curvature")  # perhaps not in vars(self): Lightning calls this on a stand-in of our class
         if known:
             self.curvature.look_back()
@@ -252,7 +252,7 @@ class KFACMixin(_Optimizer):
             self.curvature.discard()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; layers of the new parameters join the curvature."""
+        """Adds a parameter group; layers of the new parameters are preconditioned from then on."""
         for flag in ("capturable", "differentiable"):
             if param_group.get(flag, self.defaults.get(flag)):
                 raise ValueError(

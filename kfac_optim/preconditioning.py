@@ -1,4 +1,4 @@
-"""From vectors and decompositions to directions (eqs. 8 and 11-13), layers of one shape together, and their scaling."""
+"""Applies decompositions to gradients or first moments (eqs. 8 and 11-13), equal shapes at once, and scales them."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ class Preconditioner:
         vectors: Mapping[nn.Parameter, Tensor],
         updates: Mapping[nn.Parameter, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of one stack, where each has a storage of its own."""
+        """As :meth:`_of_all`, for one stack whose matrices have storage of their own."""
         gradient = stack.layout.fill(vectors, self.dtype)
         if stack.decomposed is not None:
             tiles = stack.tiles if stack.relevant is None else stack.relevant[1]

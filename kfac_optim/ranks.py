@@ -97,11 +97,11 @@ class Ranks:
         self._unconfirmed_skips = 0
 
     def common_step(self, step: int, *, skipped: bool) -> int:
-        """The number of a step, the same on ranks that have parted.
+        """The number of a step, the same on ranks that have diverged.
 
         A rank that has skipped steps that others took is behind them, and would miss their exchange. So this does not
         count the steps taken, but those that a rank would have taken had it skipped none since the last comparison:
-        that number is the same on all ranks, and those that have parted meet there. Where all have skipped the same
+        that number is the same on all ranks, and those that have diverged meet there. Where all have skipped the same
         steps they compare themselves too early, and again when the exchange is due.
 
         Args:

@@ -47,9 +47,9 @@ class growing:
         fraction: Interval per step of training, >= 0. Default 0.1: at step 1000 every 100 steps.
         minimum: Smallest interval in steps, >= 1.
         maximum: Largest interval in steps; None (default) for no limit.
-        most_work: Largest work of a refresh beside that of the steps since the last one, > 0: where 1 / ``most_work``
-            of it is more than that of an interval, the interval is as long as it takes (:mod:`kfac_optim.pacing`).
-            None (default): intervals are as above whatever a refresh takes.
+        most_work: Upper bound, > 0, on the cost of a refresh relative to that of the training steps between two
+            refreshes, both counted in multiply-adds (:mod:`kfac_optim.pacing`). The interval is lengthened until the
+            bound holds: with 1.0 a refresh costs at most as much as those steps. None (default): cost is ignored.
 
     Raises:
         ValueError: If a value is out of range.

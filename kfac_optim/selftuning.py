@@ -250,9 +250,9 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         ratio = self._secant.observe(slope)
         if ratio is not None and not isinstance(self._fisher, TargetCheck):
             warnings.warn(
-                f"in the first steps the loss curved {ratio:.2g} times as much as {self._fisher} says: its factor is "
-                "another one (for nn.MSELoss give Gaussian(variance=0.5) and loss_average='elements'), or the batches "
-                "are too small to find the steps from one of them",
+                f"in the first steps the loss had {ratio:.2g} times the curvature that {self._fisher} predicts: either "
+                "the loss has another factor (for nn.MSELoss pass Gaussian(variance=0.5) and loss_average='elements'), "
+                "or the batches are too small for KFAC; then use larger ones, or KFACSGD",
                 stacklevel=2,
             )
 

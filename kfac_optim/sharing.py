@@ -63,7 +63,7 @@ def extents_found(
     inv_dtype: torch.dtype,
     comm: Communicator,
 ) -> dict[Block, Extent]:
-    """As :func:`extents`, with the largest eigenvalues that decompositions have, for all blocks (a collective).
+    """As :func:`extents`, for all blocks, the largest eigenvalues taken from their decompositions (a collective).
 
     Args:
         blocks: Those that were decomposed, the same on all ranks.

@@ -68,7 +68,7 @@ class Stack:
 
     @property
     def scaled_together(self) -> list[int]:
-        """The same of layers whose pairs are scaled together; none of others."""
+        """The number of pairs of each layer whose pairs are scaled together (norm layers); empty for all others."""
         return [] if self.layer_of_pair is None else self.pairs_per_layer
 
     def single(self, block: Block, damping: Damping) -> Stack:
@@ -121,7 +121,7 @@ def stack_of(blocks: list[Block], damping: Damping) -> Stack:
 
 
 def made_of(known: Sequence[Block], damping: Damping) -> Any:
-    """What stacks of these blocks depend on: the kind of damping, and versions of the decompositions."""
+    """A key that changes when the stacks must be rebuilt: kind of damping and versions of the decompositions."""
     return kind_of(damping), [(block, block.version) for block in known]
 
 

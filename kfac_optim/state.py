@@ -199,11 +199,14 @@ class StatefulEngine(Config, ABC):
         """
         for key in ("layers", "counters"):
             if not isinstance(state_dict.get(key), Mapping):
-                raise ValueError(f"this is no state of an engine: it has no {key!r}")
+                raise ValueError(f"this is not the state of an engine: it has no {key!r}")
         weights = {block.layer.name: block.layer.weight for block in self.trained.blocks}
         unknown = set(state_dict["layers"]) - set(weights)
         if unknown:
-            raise ValueError(f"the state has layers that the model has not: {', '.join(sorted(unknown))}")
+            raise ValueError(
+                f"the state has layers that this model lacks: {', '.join(sorted(unknown))}. Load the state of the same "
+                "model, built with the same skip_layers"
+            )
         states = {weights[name]: state for name, state in state_dict["layers"].items()}
         self.check(states, state_dict["counters"])
         self.load(states, state_dict["counters"])

@@ -1,7 +1,7 @@
-"""What becomes of the base optimizer's step: how far it turns and stretches, and when directions are computed for it.
+"""Decides how far a base optimizer's step is turned and stretched, and in which steps directions are computed.
 
-All that is learned for that, but for the reach of each layer, which stands in its block. :mod:`~kfac_optim.turning`
-takes the steps.
+Everything learned for that lives here, except each layer's reach, which its block holds. :mod:`~kfac_optim.turning`
+carries out the plan.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Plan:
 
 
 class Steering:
-    """What has been learned of how far steps follow K-FAC.
+    """Everything learned so far about how closely steps should follow K-FAC.
 
     Attributes:
         trust: How far they turn.

@@ -1,35 +1,36 @@
-"""How far a step turns to the K-FAC direction, learned while training.
+"""Trust: how far a step turns from the base optimizer's update to K-FAC's direction, learned during training.
 
-With the base's own update u and K-FAC's direction k, of the same length::
+With the base optimizer's update u and K-FAC's direction k, scaled to the same length::
 
-    step = (1 - trust) u + trust k,    made as long as u again
+    step = (1 - trust) u + trust k,    rescaled to the length of u
     d loss(w - lr step) / d trust  ~  -lr <g', k - u>,    g': the gradient at the next step
 
-This is hypergradient descent (Baydin et al. 2018) on one number for the whole model, with its sign alone: the next
-gradient, of a batch that had no part in the step, tells whether more of k would have lowered the loss. Where rates are
-too small for curvature to matter the base optimizer's own update wins and trust stays at 0; where they are large,
-steep directions are exhausted by the step, and trust rises. A sign depends on no scale, and costs one dot product.
+This is hypergradient descent (Baydin et al. 2018) on a single number for the whole model, and only the sign of the
+derivative is used. The next gradient comes from a batch that had no part in the step, so it tells whether more of k
+would have lowered the loss. Where learning rates are too small for curvature to matter, u wins and trust stays at 0;
+where they are large, the step exhausts the steep directions, and trust rises. A sign depends on no scale and costs one
+inner product.
 
-Where k is neither better nor worse the sign is a coin's, and trust would be anything, a half in the mean. Adam and its
-kin scale their updates by a curvature of a kind already, and where the next gradient cannot tell k from u, k may still
-be worse in the long run. So with these bases trust rises by one tenth and falls by two: it rises where more than two
-gradients of three agree with k - u.
+Where k is neither better nor worse than u, the sign is random, and trust would wander around one half. Adam and its
+relatives already scale their updates by a kind of curvature; there k may be worse in the long run even where single
+gradients do not show it. With these base classes trust rises by one tenth and falls by two, so that it rises only where
+more than two gradients in three agree with k - u.
 
-A base optimizer without a first moment takes steps on single gradients. K-FAC's direction is then that of an average
-``m = decay m + (1 - decay) g``, whose decay is learned in the same way: while gradients agree with the average before
-them, ``<g', m> > 0``, they differ by noise, and a longer average is better; once they go to and fro between steep
-walls, a step along old gradients would leave the valley.
+Decay of averaged gradients. A base class without a first moment steps on single gradients. K-FAC then preconditions an
+average ``m = decay m + (1 - decay) g``, whose decay is learned in the same way: while ``<g', m> > 0``, gradients differ
+by noise, and a longer average is better; once they oscillate between steep walls, a step along old gradients would
+leave the valley.
 
-What curvature has measured as flat is not always flat. A step that was too long there raises the gradient, a base
-optimizer whose steps grow with the gradient then takes a longer one, and K-FAC's direction, of that length, leads
-further astray. So a turned step is braked where the base's update is much longer than usual (not with Adam and its
-kin, whose updates do not grow with the gradient; of all bases without ``exp_avg`` they are taken to)::
+Brake. What the factors call flat is not always flat. A step that was too long there raises the gradient; a base class
+whose updates grow with the gradient then takes a longer step, and K-FAC's direction, scaled to that length, leads
+further astray. K-FAC's share of a step is therefore shortened where the base's update is much longer than usual. This
+is not done for base classes that keep ``exp_avg``; the updates of all others are assumed to grow with the gradient::
 
     length of the step = |u| (1 - trust + trust brake),    brake = min(1, 1.3 usual / |u|)^2
 
-with ``usual`` the running average of ``|u|`` over steps in which k was computed. What is left of the base's own update
-is as long as ever: the base optimizer gets along with its own steps. So with these bases something of it is always
-left: trust goes up to 0.6.
+``usual`` is the running average of ``|u|`` over the steps in which k was computed. The base optimizer's share keeps its
+full length, because the base optimizer copes with its own steps. With these base classes some of that share always
+remains: trust goes up to 0.6.
 """
 
 from __future__ import annotations

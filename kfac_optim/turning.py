@@ -123,7 +123,7 @@ def take_turned_step(
 
 
 def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Alike]) -> Lessons:
-    """What gradients say of the last step, where directions were computed lately.
+    """Compares the new gradients with the directions, stretches and averages that earlier steps recorded.
 
     Args:
         optimizer: The optimizer, before its step.
@@ -173,7 +173,7 @@ def _unit(groups: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _together(numbers: Sequence[Tensor]) -> Tensor:
-    """0-dim tensors as one, which they were before a state was loaded."""
+    """Joins 0-dim tensors into one: a view while they share one storage, which loading a state ends."""
     known = as_one(numbers)
     return torch.stack([number.to(numbers[0]) for number in numbers]) if known is None else known
 
@@ -197,7 +197,7 @@ def _descents(
 
 
 def _changes_of(members: Sequence[Alike], changes: Mapping[nn.Parameter, Tensor]) -> Changes:
-    """Those of the parameters that have some."""
+    """The changes by bucket of parameters; parameters without a change are left out."""
     found: Changes = []
     for alike in members if changes else ():
         some = [m for m in alike if m.p in changes]
@@ -238,7 +238,7 @@ def _moves(group: Mapping[str, Any]) -> bool:
 
 
 def forget(optimizer: torch.optim.Optimizer, *keys: str) -> None:
-    """Drops what earlier steps have noted, all of it by default."""
+    """Deletes what earlier steps recorded in the optimizer's state; by default all of it."""
     keys = keys or (*_OF_STEP, MOMENT)
     for p, state in list(optimizer.state.items()):
         noted = [key for key in keys if key in state]

@@ -101,22 +101,30 @@ class ViewedEngine(StatefulEngine):
             eigenvalues: Adds ``eigenvalues`` to the spectra: a list of floats, largest first, all pairs together.
 
         Returns:
-            ``step``, ``trust`` (how far the coming step turns from the base optimizer's own update to K-FAC's
-            direction, 0 to 1; see :mod:`kfac_optim.trust`), ``brake`` (what K-FAC's direction was shortened
-            by in the last such step, 1: nothing), ``reach`` (the largest of the layers'; 0: steps are
-            not stretched), ``skipped_steps`` (gradients not finite),
-            ``skipped_batches`` (statistics not finite),
-            ``failed_decompositions``, ``staleness`` (steps since the factors in use were frozen, None before the first
-            refresh), ``traffic`` (by kind, bytes ``sent`` and ``received`` by this rank per step: "counts", "factors",
-            "decompositions", "directions", "gradients" where their shards went to some ranks alone, "state" where
-            factors were moved or gathered; see :mod:`kfac_optim.distributed`) and ``layers``: per layer name the
-            spectra of A and G in use (``min``, ``mean``, ``max``, ``condition``), ``damping`` (gamma of the coming
-            step, the mean over the layer's pairs), ``condition`` (of ``A (x) G + gamma I``, from these extremes),
-            ``cosine`` between gradient and direction in the first step after the last refresh, and ``reach``: the share
-            of the stretch along flat directions that a step gets, 0.0003 to 3; 0 where steps are not stretched
-            (:mod:`kfac_optim.reach`). The spectrum of a factor
-            that another rank alone keeps is None, and so is ``condition``; ``cosine`` is None where the gradient's
-            shards went to another rank.
+            A nested dict:
+
+            - ``step``: the number of steps taken.
+            - ``trust``: how far the coming step turns from the base optimizer's own update to K-FAC's direction, in
+              [0, 1] (:mod:`kfac_optim.trust`).
+            - ``brake``: what K-FAC's direction was multiplied by in the last step that computed one, in (0, 1].
+            - ``reach``: the largest of the layers'; 0 where steps are not stretched.
+            - ``skipped_steps``: steps with a gradient that was not finite.
+            - ``skipped_batches``: micro-batches with statistics that were not finite.
+            - ``failed_decompositions``: layers that had to keep their last decompositions, over all refreshes.
+            - ``staleness``: steps since the factors in use were frozen; None before the first refresh.
+            - ``traffic``: by kind, the bytes ``sent`` and ``received`` by this rank per step. The kinds are "counts",
+              "factors", "decompositions", "directions", "gradients" (shards sent to the ranks that precondition them)
+              and "state" (factors that were moved or gathered); see :mod:`kfac_optim.distributed`.
+            - ``layers``: by layer name
+
+              - ``A``, ``G``: ``min``, ``mean``, ``max`` and ``condition`` of the eigenvalues in use; None where another
+                rank keeps the factor.
+              - ``damping``: gamma of the coming step, the mean over the layer's pairs.
+              - ``condition``: of ``A (x) G + gamma I``, from these extremes; None where a factor is on another rank.
+              - ``cosine``: between gradient and direction in the first step after the last refresh; None where the
+                gradient's shards went to another rank.
+              - ``reach``: the share of the stretch that a step gets, 0.0003 to 3; 0 where steps are not stretched
+                (:mod:`kfac_optim.reach`).
         """
         damping = self.damping_rule
         value, steps = value_of(damping, self.step_count), max(1, self._steps_taken)

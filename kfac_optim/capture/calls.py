@@ -66,7 +66,7 @@ class ModelCall:
         self.terms = terms
 
     def take_awaited(self) -> list[tuple[Any, Any]]:
-        """What the layers did, which the call holds no longer."""
+        """Returns the layer calls that the sampled Fisher awaits, and releases them."""
         awaited, self.awaited = self.awaited, []
         return awaited
 

@@ -42,7 +42,7 @@ _AWAITED: MutableMapping[Tensor, Callable[[Tensor], None] | None] = WeakTensorKe
 
 
 class CompiledCalls:
-    """What the operators of one model's graphs tell, while these are traced and when they run.
+    """The bookkeeping of one model's compiled graphs, while they are traced and when they run.
 
     Args:
         calls: The model calls, eager ones included: a compiled layer may be part of an eager model.

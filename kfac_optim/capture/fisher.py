@@ -63,7 +63,7 @@ class Fisher(ABC):
         """
 
     def misfit(self, gradient: Tensor) -> str:
-        """What of the loss's gradient no likelihood of this distribution has; empty if nothing strikes.
+        """Why the loss's gradient cannot come from this distribution's likelihood; empty if it may.
 
         Asked once, in the first backward pass; the user is warned of it.
 
@@ -137,7 +137,7 @@ class Categorical(Fisher):
         )
 
     def root(self, output: Tensor, u: Tensor) -> Tensor:
-        """Of ``diag(p) - p p'``, with the softmax p: ``sqrt(p) (u - p'u)``."""
+        """The root of ``diag(p) - p p'``, p the softmax, times u: ``sqrt(p) (u - p'u)``."""
         p = output.softmax(self.dim)
         return p.sqrt() * (u - (p * u).sum(self.dim, keepdim=True))
 
@@ -150,7 +150,7 @@ class Categorical(Fisher):
         """The targets, ``p - gradient``, are probabilities."""
         target = output.softmax(self.dim) - gradient
         if bool((target.sum(self.dim) - 1).abs().max() > _ROUNDING) or bool(target.min() < -_ROUNDING):
-            return "is no softmax less probabilities of classes, as that of a cross-entropy is"
+            return "is not softmax(output) minus class probabilities, as that of a cross-entropy is"
         return ""
 
 
@@ -168,7 +168,7 @@ class Bernoulli(Fisher):
         return probabilities - torch.bernoulli(probabilities, generator=generator)
 
     def root(self, output: Tensor, u: Tensor) -> Tensor:
-        """Of ``p (1 - p)``, with the sigmoid p; the root of that is ``1 / (2 cosh(output / 2))``."""
+        """The root of ``p (1 - p)``, p the sigmoid, times u; the root is ``1 / (2 cosh(output / 2))``."""
         return u / (2 * (output / 2).cosh())
 
     def divergence(self, output: Tensor, other: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class Bernoulli(Fisher):
         """The targets, ``p - gradient``, are probabilities."""
         target = output.sigmoid() - gradient
         if bool(target.min() < -_ROUNDING) or bool(target.max() > 1 + _ROUNDING):
-            return "is no sigmoid less probabilities, as that of a binary cross-entropy is"
+            return "is not sigmoid(output) minus probabilities, as that of a binary cross-entropy is"
         return ""
 
 
@@ -208,7 +208,7 @@ class Gaussian(Fisher):
         return noise / self.variance**0.5
 
     def root(self, output: Tensor, u: Tensor) -> Tensor:
-        """Of the identity divided by the variance."""
+        """The root of the identity divided by the variance, times u."""
         return u / self.variance**0.5
 
     def divergence(self, output: Tensor, other: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ def _share_of_sums(gradient: Tensor, dim: int) -> Tensor:
 
 
 def _like_softmax(gradient: Tensor) -> str:
-    """What is strange if every row of a gradient sums to zero, although its entries should be independent."""
+    """Why a gradient looks like a softmax's: every row sums to zero, though its entries should be independent."""
     if gradient.shape[-1] > 1 and float(_share_of_sums(gradient, -1)) < 1e-4:
         return "sums to zero over the last dimension, as that of a cross-entropy after a softmax does"
     return ""

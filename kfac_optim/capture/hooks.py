@@ -322,7 +322,7 @@ class Hook:
 
 
 class _FirstHook(Hook):
-    """Of those of a module; also refuses to be recorded, in all steps."""
+    """The first hook of a module, which also refuses CUDA graph capture, in every step."""
 
     def __call__(self, *args: Any) -> Any:
         if self.capture is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():

@@ -86,7 +86,7 @@ class MicroBatch:
 
 @dataclass
 class Settled:
-    """What the micro-batches of a step have come to, once the flags are known.
+    """The statistics of a step, resolved after its flags have been read from the device.
 
     Attributes:
         sums: Packed raw sums by layer index.

@@ -45,9 +45,9 @@ def check(comm: Communicator, built: Mapping[str, object]) -> None:
     )
     raise RuntimeError(
         (
-            "the ranks have parted: a gradient was not finite on some ranks only, which skipped a step that the others "
-            f"took, so that the weights differ ({found}). Gradients must be the same on all ranks when step() is "
-            "called: find what changes them after they were averaged, and go on from the last checkpoint"
+            "the ranks have diverged: a gradient was not finite on some ranks only, which skipped a step that the "
+            f"others took, so that the weights differ ({found}). Gradients must be the same on all ranks when step() "
+            "is called: find what changes them after they were averaged, and go on from the last checkpoint"
         )
         if skipped
         else (

@@ -119,7 +119,7 @@ def _whole_layers(
 
 
 def _weights(costs: Sequence[LayerCost], factors: FactorPlace) -> list[float]:
-    """What is balanced when layers are given to ranks: the cost of their decompositions.
+    """The load of each layer when whole layers are balanced over ranks: the cost of its decompositions.
 
     Where their factors go along, as much their memory, each as a share of the whole. Costs grow with the cube of a
     dimension and memory with its square: by cost alone, 3 of 4 ranks get the three dearest layers of ResNet-50, and the

@@ -1,4 +1,4 @@
-"""Eqs. 11-13 for several stacks at once: of each stack the products alone, all else by one kernel for all of them.
+"""Eqs. 11-13 for several stacks at once: only matrix products run per stack, elementwise work takes one launch.
 
 With values in multiples of what the damping is relative to, ``gamma = value unit``, and the eigenvectors that matter::
 
@@ -107,7 +107,7 @@ class _OfStack:
 
 
 def _products(stacks: Sequence[_OfStack]) -> Tensor:
-    """Those of the eigenvalues of G and A, in units, of one stack after the other."""
+    """The products ``d_G d_A^T / unit`` of all stacks, concatenated into one vector."""
     if not stacks:
         return torch.empty(0)
     whole = stacks[0].values_a.new_empty(sum(stack.numel for stack in stacks))
