@@ -238,8 +238,8 @@ class Refresher:
             instead = "its last good decomposition" if block.has_direction else "its raw gradient"
             why = "".join(f" ({f.reason})" for i in range(2) if isinstance(f := refresh.done.get((block, i)), Failure))
             warnings.warn(
-                f"the factors of {name!r} could not be decomposed{why}; using {instead}. If it recurs, raise damping, or "
-                "store the factors with factor_dtype=torch.float64",
+                f"the factors of {name!r} could not be decomposed{why}; using {instead}. If it recurs, raise damping, "
+                "or store the factors with factor_dtype=torch.float64",
                 stacklevel=2,
             )
 

@@ -101,7 +101,7 @@ class ViewedEngine(StatefulEngine):
             eigenvalues: Adds ``eigenvalues`` to the spectra: a list of floats, largest first, all pairs together.
 
         Returns:
-            A nested dict:
+            A nested dict with these entries.
 
             - ``step``: the number of steps taken.
             - ``trust``: how far the coming step turns from the base optimizer's own update to K-FAC's direction, in
