@@ -71,11 +71,12 @@ class BuiltEngine(ViewedEngine):
 
     def _check_scaling(self) -> None:
         """Raises ValueError if the scaling and layers that are split do not go together."""
-        if any(layer.is_shard for layer in self.layers) and getattr(self.scaling, "needs_lr", False):
+        looks_at_all = self.scaling is not None and not getattr(self.scaling, "by_layer", False)
+        if looks_at_all and any(layer.is_shard for layer in self.layers):
             raise ValueError(
-                f"scaling={self.scaling!r} adds up over all layers, of which a rank has shards: ranks would scale "
-                "weights that all of them have differently. Take scaling='graft' or 'unit', or leave split layers out "
-                "by skip_layers"
+                f"scaling={self.scaling!r} looks at all layers at once, of which a rank has only shards: ranks would "
+                "scale weights that all of them have differently. Take scaling='graft' or 'unit', set by_layer = True "
+                "on a scaling of your own that treats each layer alone, or leave split layers out by skip_layers"
             )
 
     def _assign(self) -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "one_of",
     "optional",
     "patterns",
+    "require_number",
 ]
 
 Check = Callable[[Any], Any]
@@ -36,29 +37,43 @@ def is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def number(name: str, kind: type, allowed: str, test: Callable[[Any], bool]) -> Check:
-    """A check for a number of ``kind``, or a function of the step."""
+def require_number(name: str, value: Any, allowed: str, test: Callable[[Any], bool], *, owner: str = "") -> None:
+    """Raises TypeError or ValueError unless an argument is a number that passes a test.
+
+    Args:
+        name: The argument's.
+        value: What was given.
+        allowed: Which numbers pass, for the message.
+        test: Whether a number does.
+        owner: The class or function whose argument it is, if that is not plain.
+    """
+    text = f"{owner}({name}={value!r}): must be " if owner else f"{name}={value!r}: must be "
+    if not is_number(value):
+        raise TypeError(f"{text}a number, {allowed}, not {type(value).__name__}")
+    if not test(value):
+        raise ValueError(f"{text}{allowed}")
+
+
+def number(name: str, allowed: str, test: Callable[[Any], bool]) -> Check:
+    """A check for a number, or a function of the step."""
 
     def check(value: Any) -> Any:
-        if callable(value):
-            return value
-        if not (is_int if kind is int else is_number)(value):
-            expected = f"{'an int' if kind is int else 'a number'} or a callable(step)"
-            raise TypeError(f"{name}={value!r}: must be {expected}, {allowed}, not {type(value).__name__}")
-        if not test(value):
-            raise ValueError(f"{name}={value!r}: must be {allowed}, or a callable(step)")
+        if not callable(value):
+            require_number(name, value, f"{allowed}, or a callable(step)", test)
         return value
 
     return check
 
 
-def count(name: str, *, or_callable: bool = False, or_word: str | None = None, least: int = 1) -> Check:
-    """A check for an int >= ``least``, None and, where asked for, a function of the step or one word."""
-    more = ", a callable" * or_callable + (f", {or_word!r}" if or_word else "")
-    allowed = f"an int >= {least}{more} or None"
+def count(
+    name: str, *, or_callable: bool = False, or_none: bool = True, or_word: str | None = None, least: int = 1
+) -> Check:
+    """A check for an int >= ``least``; where asked for, also for a function of the step, None, or one word."""
+    more = ["a callable(step)"] * or_callable + [repr(or_word)] * (or_word is not None) + ["None"] * or_none
+    allowed = " or ".join([f"an int >= {least}", *more])
 
     def check(value: Any) -> Any:
-        if value is None or (or_callable and callable(value)) or (or_word and value == or_word):
+        if (value is None and or_none) or (or_callable and callable(value)) or (or_word and value == or_word):
             return value
         if not is_int(value):
             raise TypeError(f"{name}={value!r}: must be {allowed}, not {type(value).__name__}")
@@ -71,15 +86,15 @@ def count(name: str, *, or_callable: bool = False, or_word: str | None = None, l
 
 def instance(name: str, names: Mapping[Any, Any], method: str) -> Check:
     """A check for a short name of an instance, or an object that has the protocol's method."""
+    allowed = f"one of {', '.join(map(repr, names))}, or an object that has the method {method}()"
 
     def check(value: Any) -> Any:
         if value is None or isinstance(value, str):
             if value in names:
                 return names[value]
-            listed = ", ".join(map(repr, names))
-            raise ValueError(f"{name}={value!r}: must be one of {listed}, or an object with a {method}() method")
+            raise ValueError(f"{name}={value!r}: must be {allowed}")
         if isinstance(value, type) or not hasattr(value, method):
-            raise TypeError(f"{name}={value!r}: an object given here needs a {method}() method")
+            raise TypeError(f"{name}={value!r}: must be {allowed}")
         return value
 
     return check

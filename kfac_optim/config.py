@@ -24,7 +24,7 @@ from .damping import Damping, OfLargest, OfMean, as_damping, check_damping
 from .distributed import KAISA, AssignmentStrategy, Communicator, FactorWise, LayerWise
 from .layers import Sharing
 from .scaling import Graft, KLClip, Scaling, Unit
-from .schedules import Schedule, growing, value_at
+from .schedules import Schedule, growing
 from .solvers import EigenSolver, InverseSolver, Solver
 
 __all__ = [
@@ -74,7 +74,7 @@ class Config:
     )
     factor_decay: Schedule[float] = _option(
         0.95,
-        checks.number("factor_decay", float, "in [0, 1)", lambda x: 0 <= x < 1),
+        checks.number("factor_decay", "in [0, 1)", lambda x: 0 <= x < 1),
         """xi of eqs. 14-15, the weight of the past in the running averages, in [0, 1); a number or a function of the
         step.""",
     )
@@ -86,14 +86,14 @@ class Config:
     )
     factor_batch_fraction: Schedule[float] = _option(
         1.0,
-        checks.number("factor_batch_fraction", float, "in (0, 1]", lambda x: 0 < x <= 1),
+        checks.number("factor_batch_fraction", "in (0, 1]", lambda x: 0 < x <= 1),
         """The share of a batch's examples that statistics are collected from, evenly spread over the batch, in (0, 1];
         a number or a function of the step. 1: all, as in eqs. 14-15. A smaller share costs less; the estimate stays
         unbiased but is noisier. Norm layers always see all.""",
     )
     inv_update_steps: Schedule[int] = _option(
         100,
-        checks.number("inv_update_steps", int, ">= 1", lambda x: x >= 1),
+        checks.count("inv_update_steps", or_callable=True, or_none=False),
         """Steps between decompositions ("kfac-update-freq" of the paper), >= 1; an int or a function of the step, such
         as :class:`~kfac_optim.growing`.""",
     )
@@ -227,7 +227,16 @@ class Config:
 
     def at(self, name: str, step: int) -> Any:
         """The value of an option at ``step``; what a function of the step returns is checked like a given value."""
-        return _FIELDS[name].metadata["check"](value_at(getattr(self, name), step))
+        given = getattr(self, name)
+        if not callable(given):
+            return given
+        value = given(step)
+        if callable(value):
+            raise TypeError(f"{name}: the function of the step has returned another function at step {step}")
+        try:
+            return _FIELDS[name].metadata["check"](value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{error} (the function of the step has returned it at step {step})") from None
 
     def statistics_interval(self, step: int) -> int:
         """Steps between statistics updates at ``step``."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from .checks import is_number
+from .checks import is_number, require_number
 from .schedules import Schedule, value_at
 
 __all__ = [
@@ -77,13 +77,9 @@ class _Relative:
     value: Schedule[float]
 
     def __post_init__(self) -> None:
-        name = type(self).__name__
-        if callable(self.value):
-            return
-        if not is_number(self.value):
-            raise TypeError(f"{name}(value={self.value!r}): must be a number > 0 or a callable(step)")
-        if not 0 < self.value < math.inf:
-            raise ValueError(f"{name}(value={self.value!r}): must be > 0, or a callable(step)")
+        if not callable(self.value):
+            allowed = "> 0 and finite, or a callable(step)"
+            require_number("value", self.value, allowed, _is_positive, owner=type(self).__name__)
 
 
 class OfMean(_Relative):
@@ -136,8 +132,8 @@ def check_damping(given: object) -> object:
     if is_class or not (is_number(given) or callable(given)):
         allowed = "a number > 0, a callable(step), OfMean(...) or OfLargest(...)"
         raise TypeError(f"damping={given!r}: must be {allowed}, not {type(given).__name__}")
-    if is_number(given) and not 0 < given < math.inf:
-        raise ValueError(f"damping={given!r}: must be > 0, or a callable(step)")
+    if is_number(given) and not _is_positive(given):
+        raise ValueError(f"damping={given!r}: must be > 0 and finite, or a callable(step)")
     return given
 
 
@@ -154,7 +150,7 @@ def value_of(damping: Damping, step: int) -> float:
         ValueError: If it returns a number that is not positive and finite.
     """
     value = value_at(damping.value, step)
-    check_damping(value)
+    require_number(f"damping at step {step}", value, "> 0 and finite", _is_positive)
     return value
 
 
@@ -166,6 +162,10 @@ def split(gamma: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor
     pi = torch.where((mean_a > 0) & (mean_g > 0), (mean_a / mean_g).sqrt(), 1.0)
     root = gamma.sqrt()
     return pi * root, root / pi
+
+
+def _is_positive(value: float) -> bool:
+    return 0 < value < math.inf
 
 
 def _positive(unit: Tensor) -> Tensor:

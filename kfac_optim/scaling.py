@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .beside import SideBySide, apart, as_one, each, launches_count, times
-from .checks import is_number
+from .checks import is_number, require_number
 from .schedules import Schedule, value_at
 
 __all__ = [
@@ -104,9 +104,14 @@ class Direction:
 class Scaling(Protocol):
     """Anything with this method can be passed as ``scaling=``.
 
-    One that looks at each layer on its own may say so by a class attribute ``by_layer = True``: then it need not see
-    all layers on every rank, and under FSDP2 gradients go to the ranks that precondition them alone. One whose result
-    does not depend on how long the directions are that it is given says ``of_any_length = True``.
+    A scaling may also have these attributes; where they are missing they count as False, ``trust`` as 1:
+
+    - ``by_layer``: each multiplier depends on its own layer alone. Layers then need not be on every rank: under FSDP2
+      gradients go only to the ranks that precondition them, and shards of tensor parallelism are allowed.
+    - ``of_any_length``: the scaled direction does not depend on how long the given one is.
+    - ``needs_lr``: it reads ``Direction.lr``, so that ``precondition_()`` has to be given the learning rate.
+    - ``trust``: how far steps turn, in [0, 1], or None to learn it; see :class:`Graft`.
+    - ``stretch``: whether steps are stretched while trust is learned.
     """
 
     def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
@@ -302,7 +307,7 @@ class Graft:
 
     Raises:
         ValueError: If trust is out of range.
-        TypeError: If stretch is no bool.
+        TypeError: If trust is neither a number nor None, or stretch is no bool.
     """
 
     trust: float | None = None
@@ -311,8 +316,8 @@ class Graft:
     of_any_length: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.trust is not None and not 0 <= self.trust <= 1:
-            raise ValueError(f"Graft(trust={self.trust!r}): must be in [0, 1], or None to learn it")
+        if self.trust is not None:
+            require_number("trust", self.trust, "in [0, 1], or None to learn it", lambda x: 0 <= x <= 1, owner="Graft")
         if not isinstance(self.stretch, bool):
             raise TypeError(f"Graft(stretch={self.stretch!r}): must be True or False")
 

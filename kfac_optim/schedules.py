@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar, Union
 
+from .checks import require_number
+
 __all__ = [
     "Schedule",
     "constant_then_scaled",
@@ -52,7 +54,8 @@ class growing:
             bound holds: with 1.0 a refresh costs at most as much as those steps. None (default): cost is ignored.
 
     Raises:
-        ValueError: If a value is out of range.
+        TypeError: If a value is not a number.
+        ValueError: If one is out of range.
     """
 
     fraction: float = 0.1
@@ -61,15 +64,13 @@ class growing:
     most_work: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.fraction >= 0:
-            raise ValueError(f"growing(fraction={self.fraction!r}): must be >= 0")
-        if self.minimum < 1:
-            raise ValueError(f"growing(minimum={self.minimum!r}): must be >= 1")
-        if self.maximum is not None and self.maximum < self.minimum:
-            raise ValueError(f"growing(maximum={self.maximum!r}): must be None or >= minimum={self.minimum!r}")
-
-        if self.most_work is not None and not self.most_work > 0:
-            raise ValueError(f"growing(most_work={self.most_work!r}): must be None or > 0")
+        require_number("fraction", self.fraction, ">= 0", lambda x: x >= 0, owner="growing")
+        require_number("minimum", self.minimum, ">= 1", lambda x: x >= 1, owner="growing")
+        if self.maximum is not None:
+            allowed = f">= minimum={self.minimum!r}, or None"
+            require_number("maximum", self.maximum, allowed, lambda x: x >= self.minimum, owner="growing")
+        if self.most_work is not None:
+            require_number("most_work", self.most_work, "> 0, or None", lambda x: x > 0, owner="growing")
 
     def __call__(self, step: int) -> int:
         interval = max(self.minimum, int(self.fraction * step))
@@ -90,7 +91,8 @@ class exponential_decay:
         final: The smallest value. Default 0: no limit.
 
     Raises:
-        ValueError: If ``steps`` is out of range.
+        TypeError: If ``steps`` is not a number.
+        ValueError: If it is out of range.
     """
 
     initial: float
@@ -115,7 +117,8 @@ class inverse_time_decay:
         final: The smallest value. Default 0: no limit.
 
     Raises:
-        ValueError: If ``steps`` is out of range.
+        TypeError: If ``steps`` is not a number.
+        ValueError: If it is out of range.
     """
 
     initial: float
@@ -130,8 +133,7 @@ class inverse_time_decay:
 
 
 def _check_steps(schedule: exponential_decay | inverse_time_decay) -> None:
-    if not schedule.steps > 0:
-        raise ValueError(f"{type(schedule).__name__}(steps={schedule.steps!r}): must be > 0")
+    require_number("steps", schedule.steps, "> 0", lambda x: x > 0, owner=type(schedule).__name__)
 
 
 @dataclass(frozen=True)

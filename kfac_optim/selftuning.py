@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from .bases import Alike, gradients_of
 from .capture import Fisher, LossTerms, RandomState, Replay, frozen
 from .capture.fisher import FisherProducts, TargetCheck
+from .checks import require_number
 from .config import options as engine_options
 from .config import refuse_unknown
 from .directions import by_parameter
@@ -99,8 +100,8 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             ("least_damping", least_damping, math.inf),
             ("model_fraction", model_fraction, 1.0),
         ):
-            if not 0 < value <= most:
-                raise ValueError(f"{name}={value!r}: must be > 0" + (" and at most 1" if most == 1 else ""))
+            allowed = "> 0" + (" and at most 1" if most == 1 else "")
+            require_number(name, value, allowed, lambda x, most=most: 0 < x <= most)  # type: ignore[misc]
         refuse_unknown(type(self).__name__, options, [name for name in engine_options() if name not in _GIVEN])
         self.rule, self.model_fraction = LevenbergMarquardt(least_damping), model_fraction
         groups = {"damping": damping or 0.0, "learning_rate": 0.0, "momentum": 0.0, "reduction_ratio": 1.0}

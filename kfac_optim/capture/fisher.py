@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..checks import is_int
+from ..checks import is_int, require_number
 from .loss_terms import main_tensor
 
 __all__ = ["Bernoulli", "Categorical", "Fisher", "FisherProducts", "Gaussian", "TargetCheck"]
@@ -195,8 +195,7 @@ class Gaussian(Fisher):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.variance < math.inf:
-            raise ValueError(f"Gaussian(variance={self.variance!r}): must be > 0")
+        require_number("variance", self.variance, "> 0 and finite", lambda x: 0 < x < math.inf, owner="Gaussian")
 
     def misfit(self, gradient: Tensor) -> str:
         """See ``_like_softmax``."""

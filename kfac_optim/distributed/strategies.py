@@ -20,7 +20,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..checks import is_int, is_number
+from ..checks import is_int, require_number
 from .assignment import Assignment, FactorPlace, LayerAssignment, LayerCost, check_place
 
 __all__ = ["KAISA", "FactorWise", "LayerWise", "longest_first"]
@@ -206,11 +206,9 @@ class KAISA:
         check_place("KAISA", self.factors)
         if (self.grad_worker_fraction is None) == (self.memory_budget is None):
             raise ValueError("KAISA takes exactly one of grad_worker_fraction= and memory_budget=")
-        fraction = self.grad_worker_fraction
-        if not (fraction is None or is_number(fraction)):
-            raise TypeError(f"KAISA(grad_worker_fraction={fraction!r}): must be a number in (0, 1]")
-        if fraction is not None and not 0 < fraction <= 1:
-            raise ValueError(f"KAISA(grad_worker_fraction={self.grad_worker_fraction!r}): must be in (0, 1]")
+        if self.grad_worker_fraction is not None:
+            given = self.grad_worker_fraction
+            require_number("grad_worker_fraction", given, "in (0, 1]", lambda x: 0 < x <= 1, owner="KAISA")
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget)  # called only for its errors
 

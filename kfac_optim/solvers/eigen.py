@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checks import require_number
 from .joint import JointEigen
 from .protocol import Decomposition
 
@@ -32,7 +33,8 @@ class EigenSolver:
             in docs/results.rst). 0: exact.
 
     Raises:
-        ValueError: If an argument is out of range.
+        TypeError: If the argument is not a number.
+        ValueError: If it is out of range.
     """
 
     negligible: float = 0.01
@@ -40,8 +42,7 @@ class EigenSolver:
     calls_libraries_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.negligible < 1:
-            raise ValueError(f"EigenSolver(negligible={self.negligible!r}): must be in [0, 1)")
+        require_number("negligible", self.negligible, "in [0, 1)", lambda x: 0 <= x < 1, owner="EigenSolver")
 
     def shifts(self, gamma: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor]:
         """Zeros: the damping enters when the gradient is preconditioned."""

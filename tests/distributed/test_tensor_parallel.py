@@ -194,6 +194,18 @@ def table_of(model: nn.Module, mesh: DeviceMesh, plan: dict[str, Any], **options
     return str(KFACSGD(model, lr=0.1, **options).curvature)
 
 
+class OfAllLayers:
+    """A user's scaling that needs no learning rate and looks at all layers."""
+
+    def multipliers(self, directions: Any, step: int) -> list[Tensor]:
+        largest = max(float(d.direction.abs().max()) for d in directions)
+        return [d.direction.new_tensor(1 / largest) for d in directions]
+
+
+class OfEach(OfAllLayers):
+    by_layer = True
+
+
 def tables(rank: int, world_size: int) -> dict[str, str]:
     """By case the table, or the error's message."""
     mesh, pair = init_device_mesh("cpu", (world_size,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -209,6 +221,11 @@ def tables(rank: int, world_size: int) -> dict[str, str]:
         table_of(network(), mesh, pair, scaling="kl_clip", **alone)
     except ValueError as error:
         found["kl_clip"] = str(error)
+    try:
+        table_of(network(), mesh, pair, scaling=OfAllLayers(), **alone)
+    except ValueError as error:
+        found["of all layers"] = str(error)
+    found["by layer"] = table_of(network(), mesh, pair, scaling=OfEach(), **alone)
     optimizer = KFACSGD(parallelize_module(network(), mesh, pair), lr=0.1, scaling="unit", **alone)
     try:
         optimizer.curvature.scaling = "kl_clip"  # type: ignore[assignment]
@@ -231,3 +248,4 @@ def test_what_of_a_split_model_is_covered() -> None:
         assert "split by tensor parallelism" in found["uneven"] and "split by tensor parallelism" in found["no Linear"]
         assert all("scaling=KLClip" in found[when] and "graft" in found[when] for when in ("kl_clip", "kl_clip later"))
         assert "as before: Unit" in found["kl_clip later"]
+        assert "by_layer = True" in found["of all layers"] and "this rank's shard" in found["by layer"]

@@ -16,9 +16,14 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 
 from kfac_optim import (
+    KAISA,
+    KFAC,
     KFACLAMB,
     KFACSGD,
     CurvatureEngine,
+    EigenSolver,
+    Gaussian,
+    Graft,
     KFACAdam,
     KLClip,
     OfLargest,
@@ -360,6 +365,25 @@ def test_growing_refuses_what_can_not_be(keywords: dict[str, Any], named: str) -
         growing(**keywords)
 
 
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: growing(fraction="0.1"), r"growing\(fraction='0.1'\)"),  # type: ignore[arg-type]
+        (lambda: growing(maximum=True), r"growing\(maximum=True\)"),
+        (lambda: exponential_decay(0.1, 0.5, None), r"exponential_decay\(steps=None\)"),  # type: ignore[arg-type]
+        (lambda: Graft(trust="1"), r"Graft\(trust='1'\)"),  # type: ignore[arg-type]
+        (lambda: EigenSolver(negligible=None), r"EigenSolver\(negligible=None\)"),  # type: ignore[arg-type]
+        (lambda: Gaussian(variance="1"), r"Gaussian\(variance='1'\)"),  # type: ignore[arg-type]
+        (lambda: KAISA("half"), r"KAISA\(grad_worker_fraction='half'\)"),  # type: ignore[arg-type]
+        (lambda: OfMean(True), r"OfMean\(value=True\)"),
+        (lambda: KFAC(make_model(), fisher="categorical", model_fraction="1"), "model_fraction='1'"),
+    ],
+)
+def test_what_is_no_number_is_refused_by_name(make: Callable[[], Any], named: str) -> None:
+    with pytest.raises(TypeError, match=rf"{named}: must be a number, .*, not"):
+        make()
+
+
 # A schedule's values are checked when they come up: each of these would turn every weight into NaN, or the step around.
 
 BAD_VALUES = [
@@ -372,9 +396,16 @@ BAD_VALUES = [
 def test_a_callable_s_bad_value_is_refused(name: str, value: Any) -> None:
     bad = lambda step: value  # noqa: E731
     options = {"scaling": KLClip(bad)} if name == "kappa" else {name: bad}
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=rf"{name}.* at step 0"):
         model, optimizer = one_weight(**options)
         for _ in range(3):
+            scalar_step(model, optimizer, 1.0)
+
+
+def test_a_function_of_the_step_that_returns_another_is_refused() -> None:
+    for name in ("damping", "factor_decay"):
+        with pytest.raises(TypeError, match=rf"{name}.* at step 0"):
+            model, optimizer = one_weight(**{name: lambda step: exponential_decay(0.1, 0.5, 10)})
             scalar_step(model, optimizer, 1.0)
 
 

@@ -26,11 +26,11 @@ TREES = {
 
 # From the bottom up: a module or package imports from the rows above its own alone, not from its own row.
 LAYERS = (
+    ("checks",),
     (
         "beside",
         "opponents",
         "schedules",
-        "checks",
         "factors",
         "grouping",
         "lamb",
