@@ -13,7 +13,7 @@ from benchmarks.common.models import Transformer, VisionTransformer
 from benchmarks.common.works import SMOKE_WORKS, WORKS, Schedule
 from benchmarks.step_time import __main__ as step_time
 from benchmarks.step_time import contenders as contenders_module
-from benchmarks.step_time import first, measure, timing
+from benchmarks.step_time import first, host, measure, timing
 from benchmarks.step_time.contenders import contenders, defaults
 from kfac_optim import KFACSGD, KFACAdam, growing
 
@@ -237,3 +237,9 @@ def test_vision_transformer_sees_all_patches() -> None:
     images = torch.randn(2, 3, 8, 8, requires_grad=True)
     model(images)[:, 0].sum().backward()
     assert images.grad is not None and (images.grad != 0).all()
+
+
+def test_host_times_have_a_row_for_each_kind_of_step(tmp_path):
+    assert host.main(["--smoke", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "host.json").read_text())["rows"]
+    assert len(rows) == 5 and all(row["passes"] > 0 and row["step()"] > 0 for row in rows)

@@ -12,7 +12,7 @@ import torch
 
 import kfac_optim
 from benchmarks.swap import __main__ as swap
-from benchmarks.swap import jobs
+from benchmarks.swap import jobs, times
 from benchmarks.swap.judging import SHARES, Pair, Verdict, is_behind, summary, thinned, window_before
 from benchmarks.swap.training import BASES, Run, swap_class
 from benchmarks.swap.trainings import CHOOSE, HALVES, JUDGE, TRAININGS
@@ -234,3 +234,11 @@ def test_a_wrong_word_is_refused_before_anything_runs(words, tmp_path, capsys):
     with pytest.raises(SystemExit):
         swap.main([*words, "--out", str(tmp_path)])
     assert words[-1] in capsys.readouterr().err
+
+
+def test_times_write_a_row_whose_stages_add_up(tmp_path):
+    assert times.main(["--smoke", "--out", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "times.json").read_text())["rows"]
+    parts = [row[name] for name in (*dict.fromkeys(times.STAGES.values()), "the rest")]
+    assert row["time"] == pytest.approx(1 + sum(parts)) and min(parts) > 0
+    assert "geometric mean" in (tmp_path / "times.txt").read_text()

@@ -1,0 +1,151 @@
+"""How much longer a whole training takes by the swap, base and swap taking turns step by step.
+
+``python -m benchmarks.swap.times`` (from the repository root) runs the trainings of the suite and some larger works,
+with one seed and on one thread, prints a table, and writes ``times.json`` and ``times.txt`` to
+``benchmarks/results/swap/``. A base step and a swap step follow one another in one process, so that what disturbs the
+machine hits both alike, and neither has the caches to itself. ``time`` is the ratio of their CPU seconds over the whole
+training; the other columns say which part of the base's seconds each stage of the swap takes beside the base's own
+step: ``decompositions`` with those in the background, ``the rest`` hooks, feedback and the turned step itself.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.common.models import Transformer
+from benchmarks.common.reports import Command, table
+from benchmarks.common.settings import LEARNING_RATES
+from benchmarks.common.tasks import TASKS
+from benchmarks.swap import data
+from benchmarks.swap.nets import RecurrentModel
+from benchmarks.swap.supervised import language
+from benchmarks.swap.training import Part, Run, Script, Training
+from benchmarks.swap.trainings import HALVES, TRAININGS
+
+WORDS = 30_000
+STAGES = {
+    "factor computation": "statistics",
+    "factor update": "statistics",
+    "decomposition": "decompositions",
+    "decomposition in the background": "decompositions",
+    "preconditioning": "preconditioning",
+    "scaling": "preconditioning",
+}
+BATCHES = {"digits": 64, "curves": 1000, "text": 16}
+NOTE = "time: the swap's CPU seconds over the base's, of a whole training. Stages: in parts of the base's seconds."
+
+
+def of_task(name: str) -> Script:
+    """Return the script of a task of ``benchmarks.train``."""
+    task = TASKS[name]()
+    model = task.model()
+
+    def loss(step: int) -> Any:
+        inputs, targets = task.source.batch(0, step, BATCHES[name])
+        return task.loss(model(inputs), targets)
+
+    return Script([Part(model, loss)])
+
+
+def vocabulary(kind: str) -> Script:
+    """Return the script of a language model with a vocabulary of 30,000 words, of which the text uses 3,594."""
+    text, context = data.words(WORDS), 35
+    if kind == "lstm":
+        return language(RecurrentModel(WORDS, 128, 128), text, context, 20)
+    model = Transformer(layers=2, width=128, heads=4, context=context, symbols=WORDS, tied=kind == "tied")
+    return language(model, text, context, 20)
+
+
+def larger(name: str, make: Callable[[], Script], optimizer: str, rate: float, steps: int, **options: Any) -> Training:
+    """Return a work that is no part of the suite."""
+    return Training(name, "larger", make, optimizer, {"lr": rate, **options}, "tuned", steps)
+
+
+LARGER = [
+    *(
+        larger(task, partial(of_task, task), base, LEARNING_RATES[task][base], steps, **options)
+        for task, base, steps, options in (
+            ("digits", "SGD", 440, {"momentum": 0.9}),
+            ("digits", "Adam", 440, {}),
+            ("curves", "SGD", 300, {"momentum": 0.9}),
+            ("curves", "Adam", 300, {}),
+            ("text", "SGD", 400, {"momentum": 0.9}),
+            ("text", "Adam", 400, {}),
+        )
+    ),
+    larger("vocabulary, LSTM", partial(vocabulary, "lstm"), "AdamW", 1e-3, 60),
+    larger("vocabulary, GPT", partial(vocabulary, "untied"), "AdamW", 1e-3, 60),
+    larger("vocabulary, tied GPT", partial(vocabulary, "tied"), "AdamW", 1e-3, 60),
+]
+
+
+def measure(training: Training) -> dict[str, Any]:
+    """Return the row of a training."""
+    base, swap = Run(training, 0, None), Run(training, 0, {})
+    seconds: dict[int, float] = dict.fromkeys(map(id, (base, swap)), 0.0)
+    for _ in tqdm(range(training.steps), desc=training.name, unit="step", leave=False, mininterval=5):
+        for run in (base, swap):
+            start = time.process_time()
+            run.step()
+            seconds[id(run)] += time.process_time() - start
+    whole = seconds[id(base)]
+    engines = [optimizer.curvature for optimizer in swap.optimizers]  # type: ignore[attr-defined]
+    shares = dict.fromkeys(STAGES.values(), 0.0)
+    for stage, of_stage in (item for engine in engines for item in engine.profile().items()):
+        shares[STAGES[stage]] += of_stage["ms"] / 1e3 / whole
+    ratio = seconds[id(swap)] / whole
+    return {
+        "training": training.name,
+        "half": training.half,
+        "base": training.optimizer,
+        "steps": training.steps,
+        "ms": 1e3 * whole / training.steps,
+        "time": ratio,
+        "refreshes": max(engine.refreshes for engine in engines),
+        **shares,
+        "the rest": ratio - 1 - sum(shares.values()),
+    }
+
+
+def tables(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table for each group, and the geometric mean over the suite."""
+    parts = []
+    for group in (*HALVES, "larger"):
+        if own := [{k: v for k, v in row.items() if k != "half"} for row in rows if row["half"] == group]:
+            parts.append(table(group, own, NOTE))
+    of_suite = [row["time"] for row in rows if row["half"] in HALVES]
+    if of_suite:
+        parts.append(
+            f"the suite, {len(of_suite)} trainings, geometric mean: {statistics.geometric_mean(of_suite):.3f}\n"
+        )
+    return "\n".join(parts)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    command = Command("swap.times", __doc__)
+    known = {f"{each.name}, {each.optimizer}" if each.half == "larger" else each.name: each for each in LARGER}
+    known = {**TRAININGS, **known}
+    command.add_argument("--only", action="append", choices=known, metavar="NAME", help=f"of {'; '.join(known)}")
+    options, output = command.start(arguments, "a dozen steps of one training")
+    chosen = [known[name] for name in options.only or (["mlp"] if options.smoke else known)]
+    if options.smoke:
+        chosen = [replace(each, steps=12) for each in chosen]
+    rows: list[dict[str, Any]] = []
+    for training in tqdm(chosen, desc="trainings", unit="training"):
+        rows.append(measure(training))
+        output.save("times", {"rows": rows}, tables(rows))
+    print(f"{tables(rows)}\nwritten: {output.folder / 'times'}.json, .txt")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
