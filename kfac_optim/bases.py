@@ -181,8 +181,10 @@ def _first_moments(
 
 
 def rate_of(group: Mapping[str, Any]) -> Scale:
-    """The learning rate of a group; 1 where the base class has none, or finds it itself (``None``)."""
+    """The learning rate of a group, 0-dim if it is a tensor; 1 where the class has none, or finds it itself (None)."""
     rate: Scale | None = group.get("lr")
+    if isinstance(rate, Tensor):
+        return rate.view(()) if rate.dim() else rate
     return 1.0 if rate is None else rate
 
 
@@ -221,7 +223,7 @@ def keep_first_moments(optimizer: torch.optim.Optimizer, members: Sequence[Alike
                 without.append(m)
         if without:
             # New tensors: torch's load_state_dict() makes two optimizers share those of a state that is not copied.
-            last = [torch.zeros_like(m.p) if MOMENT not in m.state else m.state[MOMENT] for m in without]
+            last = [m.state[MOMENT].to(m.p) if MOMENT in m.state else torch.zeros_like(m.p) for m in without]
             # A gradient may have another type than its parameter (``grad_dtype``).
             new = torch._foreach_lerp(last, [m.gradient.to(m.p.dtype) for m in without], 1 - decay)
             for m, moment in zip(without, new, strict=True):

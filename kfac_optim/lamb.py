@@ -69,7 +69,8 @@ def _times_own(tensors: Sequence[Tensor], factors: Tensor) -> tuple[Tensor, ...]
     """
     found, alike = list(tensors), dict[Hashable, list[int]]()
     for i, tensor in enumerate(tensors):
-        is_vector = tensor.dim() == 1 and tensor.dtype is factors.dtype
+        # Not of one number: DTensor would forget its placement.
+        is_vector = tensor.dim() == 1 and len(tensor) > 1 and tensor.dtype is factors.dtype
         alike.setdefault((len(tensor), tensor.device) if is_vector else i, []).append(i)
     apart = factors.unbind()
     for places in alike.values():

@@ -1,10 +1,8 @@
 """``KFACSGD``, ``KFACAdam``, ``KFACAdamW``, ``KFACLAMB``: torch's optimizers with K-FAC, over one mixin.
 
-A step of any of them: the base class's own step on ``.grad``; then the preconditioned layers' part of it is turned
-towards the preconditioned first moment, as far as trust goes, and made longer along flat directions, as far as reach
-goes (:mod:`~kfac_optim.turning`, :mod:`~kfac_optim.trust`). Or, as in the paper: ``.grad`` is turned into directions,
-the base class's own update runs on them, ``.grad`` is put back. What the base class does (momentum, moments, weight
-decay, trust ratio, foreach and fused kernels) it goes on doing.
+A step of any of them is the base class's own on ``.grad``; what it did to the layers is then turned and stretched
+(:mod:`~kfac_optim.turning`). Or, as in the paper, ``.grad`` is replaced by directions, the base class's update runs on
+them, and ``.grad`` is put back. Momentum, weight decay, trust ratio, foreach and fused kernels stay the base class's.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from .bases import Alike, gradients_of, members_of, rate_of
 from .checking import AVERAGES, PREFIX, checksums, saved_parts
@@ -164,6 +163,7 @@ class KFACMixin(_Optimizer):
         self._take_step(closure)
         return loss
 
+    @_disable_dynamo  # a graph break where a whole training step is compiled
     def _take_step(self, closure: Callable[[], Any] | None = None) -> None:
         engine = self.curvature
         engine.require(self._parameters())
@@ -198,10 +198,9 @@ class KFACMixin(_Optimizer):
 
     def _rates(self) -> Lr | dict[nn.Parameter, Lr]:
         """The learning rate, by parameter if the groups differ in it."""
-        rate = common_rate([rate_of(group) for group in self.param_groups])
-        if rate is not None:
-            return rate
-        return {p: rate_of(group) for group in self.param_groups for p in group["params"]}
+        rates = {p: rate_of(group) for group in self.param_groups for p in group["params"]}
+        common = common_rate([rate_of(group) for group in self.param_groups])
+        return rates if common is None else common
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -242,6 +241,7 @@ class KFACMixin(_Optimizer):
         """In which group ``Join`` communicates."""
         return getattr(self.curvature.comm, "group", None)
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, and with them the statistics of backward passes whose step was not taken."""
         known = hasattr(self, "curvature")  # perhaps not in vars(self): Lightning calls this on a stand-in of our class
@@ -370,10 +370,10 @@ class KFACMixin(_Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Adam looks for its own entries in every state that is not empty; an unused layer has the averages alone.
         states = state.get("state", {})
-        averages = {p: own.pop(AVERAGES) for p, own in states.items() if AVERAGES in own}
+        averages = [(own, own.pop(AVERAGES)) for own in states.values() if AVERAGES in own]
         super().__setstate__(state)
-        for p, own in averages.items():
-            states[p][AVERAGES] = own
+        for own, of_layer in averages:
+            own[AVERAGES] = of_layer
         if "curvature" in self.__dict__:
             self.curvature.belong_to(self)
 

@@ -58,7 +58,7 @@ class ProjectionTap(TorchFunctionMode):
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         output = F.linear(input, weight, bias)
         for index, layer in self.projections:
-            if weight is layer.weight or weight._base is layer.weight:
+            if layer.applies(weight):
                 part = (self.examples, *self._pairs(layer, input, weight))
                 replaced = self.record(index, 0, self.module, (input,), {}, output, part)
                 output = output if replaced is None else replaced

@@ -49,6 +49,14 @@ class AttentionLayer(LinearLayer):
         weight, bias = self._names
         return own_parameter(module, weight), module._parameters.get(bias)
 
+    def applies(self, tensor: Tensor) -> bool:
+        now = getattr(self.modules[0], self._names[0])
+        if tensor is now or tensor._base is now:
+            return True
+        if now._base is None or tensor._base is not now._base:
+            return False
+        return bool(now.storage_offset() <= tensor.storage_offset() < now.storage_offset() + now.numel())
+
     def subsample(self, module: nn.Module, x: Tensor, fraction: float, *, examples: int = 1) -> Tensor:
         """As for any layer; ``examples`` is the number of examples in ``x``, which may be flattened."""
         x = x.reshape(-1, examples, x.shape[-1]).movedim(1, self.batch_dim)
@@ -103,12 +111,13 @@ class AttentionInputLayer(AttentionLayer):
 def _attention(name: str, module: nn.Module, options: LayerOptions) -> Sequence[KroneckerLayer]:
     """The input and output projections; q, k, v of different widths have three weights that share one bias."""
     assert isinstance(module, nn.MultiheadAttention)
-    out = AttentionLayer(f"{name}.out_proj", module.out_proj, options, host=module, weight="weight", bias="bias")
+    prefix = f"{name}." if name else ""
+    out = AttentionLayer(f"{prefix}out_proj", module.out_proj, options, host=module, weight="weight", bias="bias")
     own: dict[str, Any] = {"host": module, "bias": "in_proj_bias"}
     if module.in_proj_weight is not None:
-        return AttentionInputLayer(f"{name}.in_proj", module, options, weight="in_proj_weight", **own), out
+        return AttentionInputLayer(f"{prefix}in_proj", module, options, weight="in_proj_weight", **own), out
     layers = []
     for i, part in enumerate("qkv"):
         own |= {"weight": f"{part}_proj_weight", "bias_part": slice(i * module.embed_dim, (i + 1) * module.embed_dim)}
-        layers.append(AttentionLayer(f"{name}.{part}_proj", module, options, **own))
+        layers.append(AttentionLayer(f"{prefix}{part}_proj", module, options, **own))
     return *layers, out

@@ -130,11 +130,12 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
     uncovered = {}
     for parameter, (name, reason) in reasons.items():
         if parameter not in covered and options.trains(parameter):
-            other = "the weight of its layer is not among the optimizer's parameters"
-            uncovered[parameter] = (
-                name,
-                reason or (other if parameter in beside_untrained else "frozen when the optimizer was built"),
-            )
+            if parameter in beside_untrained:
+                other = "the weight of its layer is not among the optimizer's parameters"
+            else:
+                frozen = "frozen when the optimizer was built"
+                other = "neither weight nor bias of a layer" if parameter.requires_grad else frozen
+            uncovered[parameter] = (name, reason or other)
     return Coverage(kept, uncovered)
 
 

@@ -453,6 +453,35 @@ def test_a_checkpoint_goes_from_eager_to_compiled_training_and_back(to_compiled:
     assert_same_weights(models[1], uninterrupted, SAME)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_step_in_a_compiled_function_breaks_the_graph_and_runs_as_ever(whole: bool) -> None:
+    cls, base = KINDS["adam"]
+    data = [(torch.randn(16, 6, generator=torch.Generator().manual_seed(i)), classes(i, 16)) for i in range(40)]
+
+    def trained(compile_it: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 3))
+        optimizer = cls(model, **{**base, **FLOAT64})
+
+        def of_batch(x: Tensor, y: Tensor) -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+        of_one = torch.compile(of_batch, backend="eager") if compile_it else of_batch
+        step = torch.compile(optimizer.step, backend="eager") if compile_it else optimizer.step
+        for x, y in data:
+            if whole:
+                of_one(x, y)
+            else:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                step()
+        return model
+
+    assert_identical(trained(True), trained(False))
+
+
 @pytest.mark.slow
 def test_after_close_the_base_class_remains() -> None:
     model, plain = mlp(), mlp()

@@ -24,18 +24,41 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
-def test_functional_call_is_a_call_of_the_model() -> None:
-    model = small()
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x[:, None] + torch.arange(3.0, dtype=x.dtype)[:, None]
+        return self.head(self.attention(rows, rows.flip(1), rows.sin())[0].mean(1))
+
+
+@pytest.mark.parametrize("make", [small, Attending])
+@pytest.mark.parametrize("computed", ["as they are", "copies", "parts of one vector"])
+def test_functional_call_is_a_call_of_the_model(make: Callable[[], nn.Module], computed: str) -> None:
+    model = make()
     plain = copy.deepcopy(model)
+
+    def weights() -> dict[str, Tensor]:
+        given: dict[str, Tensor] = dict(model.named_parameters())
+        if computed == "copies":
+            return {name: p * 1.0 for name, p in given.items()}
+        if computed == "parts of one vector":
+            parts = torch.cat([p.flatten() for p in given.values()]).split([p.numel() for p in given.values()])
+            return {name: part.view_as(given[name]) for name, part in zip(given, parts, strict=True)}
+        return given
+
     first, second = KFACSGD(model, **OPTIONS), KFACSGD(plain, **OPTIONS)
     for _ in range(3):
         x, y = torch.randn(8, 4), torch.randint(3, (8,))
         first.zero_grad()
         second.zero_grad()
-        F.cross_entropy(functional_call(model, dict(model.named_parameters()), (x,)), y).backward()
+        F.cross_entropy(functional_call(model, weights(), (x,)), y).backward()
         F.cross_entropy(plain(x), y).backward()
         first.step()
         second.step()
+    assert not any(block.never_seen for block in first.curvature.trained.blocks)
     assert_same_factors(first, second)
     assert_same_weights(model, plain)
 

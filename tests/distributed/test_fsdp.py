@@ -24,7 +24,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from kfac_optim import KAISA, KFACSGD, KFACAdamW, LayerWise, TorchCommunicator, trust
+from kfac_optim import KAISA, KFACLAMB, KFACSGD, KFACAdamW, LayerWise, TorchCommunicator, trust
 from kfac_optim.distributed import Communicator, sharding
 from tests.helpers.compare import assert_all_near, assert_equal_on_ranks
 from tests.helpers.ranks import run_ranks
@@ -121,6 +121,55 @@ def narrow_head(rank: int, world_size: int) -> list[Tensor]:
 
 def test_a_head_of_one_row_with_sharded_factors() -> None:
     assert_all_near(run_ranks(2, narrow_head), narrow_head(0, 1))
+
+
+class Decoder(nn.Module):
+    """Attention of all kinds: to itself, to another sequence (packed weights, in parts), with widths of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+        self.wide = nn.MultiheadAttention(4, 2, kdim=3, vdim=5, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.unflatten(1, (3, 4))
+        rows = self.layer(rows, rows.flip(1).sin())
+        keys, values = rows[..., :3].cos(), F.pad(rows, (0, 1))
+        return self.head(self.wide(rows, keys, values)[0].mean(1))
+
+
+def attends(rank: int, world_size: int) -> tuple[list[Tensor], str]:
+    torch.manual_seed(0)
+    model = Decoder().double()
+    if world_size > 1:
+        fully_shard(model.layer)
+        fully_shard(model)
+    optimizer = KFACSGD(model, lr=0.05, momentum=0.9, **OPTIONS)
+    train(model, optimizer, range(7), shape=(12, 12), rank=rank, world_size=world_size)
+    return whole(model), str(optimizer.curvature)
+
+
+def test_attention_is_seen() -> None:
+    """While a module runs FSDP2 has other parameters in the places of those that the optimizer steps on."""
+    expected, _ = attends(0, 1)
+    outcomes = run_ranks(2, attends)
+    assert_all_near([weights for weights, _ in outcomes], expected)
+    assert all("14 layers preconditioned" in table and "never seen" not in table for _, table in outcomes)
+
+
+def scales(rank: int, world_size: int) -> list[Tensor]:
+    """Two parameters of one number each, which LAMB would treat side by side."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.PReLU(), nn.Linear(6, 6), nn.PReLU(), nn.Linear(6, 3)).double()
+    if world_size > 1:
+        fully_shard(model)
+    train(model, KFACLAMB(model, lr=0.01, **OPTIONS), range(4), shape=SHAPE, rank=rank, world_size=world_size)
+    return whole(model)
+
+
+def test_lamb_with_parameters_of_one_number() -> None:
+    assert_all_near(run_ranks(2, scales), scales(0, 1))
 
 
 def exchanged(rank: int, world_size: int) -> dict[str, bool]:

@@ -234,3 +234,12 @@ def test_a_layer_type_that_lacks_a_part_is_refused_by_its_name() -> None:
 
     with pytest.raises(TypeError, match=r"Half.*matrix_to_weight.*weight_to_matrix"):
         Half("half", nn.Linear(4, 3), LayerOptions())  # type: ignore[abstract]
+
+
+def test_parameters_beside_a_layer_are_not_called_frozen() -> None:
+    model = nn.MultiheadAttention(8, 2, add_bias_kv=True)
+    curvature = KFACSGD(model, lr=0.1).curvature
+    assert dict(curvature.trained.uncovered.values()) == dict.fromkeys(
+        ("bias_k", "bias_v"), "neither weight nor bias of a layer"
+    )
+    assert [layer.name for layer in curvature.layers] == ["in_proj", "out_proj"]

@@ -31,6 +31,7 @@ SGD_KEYWORDS: list[dict[str, Any]] = [
     {"momentum": 0.9, "foreach": False},
     {"momentum": 0.9, "fused": True},
     {"lr": torch.tensor(0.1), "momentum": 0.9},
+    {"lr": torch.tensor([0.1]), "momentum": 0.9},
 ]
 ADAM_KEYWORDS: list[dict[str, Any]] = [
     {},
@@ -43,6 +44,7 @@ ADAM_KEYWORDS: list[dict[str, Any]] = [
     {"foreach": False},
     {"fused": True},
     {"lr": torch.tensor(0.1)},
+    {"lr": torch.tensor([0.1])},
 ]
 LAMB_KEYWORDS: list[dict[str, Any]] = [
     {},

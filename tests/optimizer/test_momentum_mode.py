@@ -15,10 +15,19 @@ from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, Graft, KFACAdam, KFAC
 from kfac_optim.bases import base_step, members_of
 from kfac_optim.lessons import Compared, alignment
 from kfac_optim.trust import Trust
-from tests.helpers.compare import SAME, assert_near, assert_same_weights, snapshot
+from tests.helpers.compare import (
+    SAME,
+    assert_identical,
+    assert_near,
+    assert_same_weights,
+    assert_trained,
+    snapshot,
+    values,
+)
 from tests.helpers.reference import Named, Oracle, averaged, backward, log_cosh
-from tests.helpers.settings import ALL_CLASSES, BASES, OPTIONS
+from tests.helpers.settings import ALL_CLASSES, BASES, KINDS, OPTIONS
 from tests.helpers.textbook import TextbookAdam, TextbookMomentum, grafted, kl_clip_factor, unit_scaled
+from tests.helpers.training import make_model, train
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -785,3 +794,26 @@ def test_a_pause_of_the_momentum_brakes_nothing(nesterov: bool) -> None:
         assert trust.brake == 1
     known = [length for length in usual if length]
     assert max(known) < 1.1 * min(known)  # the gradient hardly changes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rate_may_be_a_tensor_of_one_element(kind: str) -> None:
+    cls, base = KINDS[kind]
+    models = []
+    for shape in ((), (1,)):
+        model = make_model(seed=0)
+        optimizer = cls(model, **{**base, "lr": torch.full(shape, base["lr"]), "precondition": "momentum"})
+        train(model, optimizer, range(12))
+        models.append(model)
+    assert_identical(*models)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_model_may_change_its_precision_between_steps(momentum: float) -> None:
+    model = make_model(seed=0).float()
+    optimizer = KFACSGD(model, lr=0.05, momentum=momentum)
+    train(model, optimizer, range(12))
+    model.double()
+    before = values(model)
+    train(model, optimizer, range(12, 20))
+    assert_trained(model, before)
