@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
-from ..layers import AttentionInputLayer, KroneckerLayer
+from ..layers import AttentionInputLayer, AttentionLayer
 
 __all__ = ["ProjectionTap", "remove_taps"]
 
@@ -39,7 +39,7 @@ class ProjectionTap(TorchFunctionMode):
     """
 
     def __init__(
-        self, module: nn.Module, query: Tensor, projections: Iterable[tuple[int, KroneckerLayer]], record: Record
+        self, module: nn.Module, query: Tensor, projections: Iterable[tuple[int, AttentionLayer]], record: Record
     ) -> None:
         super().__init__()
         self.module, self.projections, self.record = module, projections, record
@@ -64,7 +64,7 @@ class ProjectionTap(TorchFunctionMode):
                 output = output if replaced is None else replaced
         return output
 
-    def _pairs(self, layer: KroneckerLayer, input: Tensor, weight: Tensor) -> tuple[int, ...]:
+    def _pairs(self, layer: AttentionLayer, input: Tensor, weight: Tensor) -> tuple[int, ...]:
         """Packed projections are applied all at once, or part by part in the order q, k, v."""
         if not isinstance(layer, AttentionInputLayer):
             return ()

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from ..cuda_graphs import refuse_cuda_graphs
 from ..factors import FactorSpec
-from ..layers import KroneckerLayer, LinearLayer
+from ..layers import AttentionLayer, KroneckerLayer, LinearLayer
 from .attention import ProjectionTap, remove_taps
 from .calls import ModelCall, ModelCalls, PendingGradient, in_backward
 from .compiled import CompiledCalls
@@ -283,7 +283,8 @@ class Capture:
     def _on_attention_start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():
             remove_taps()  # an interrupted call has left its own
-        projections = [(i, layer) for i, layer in enumerate(self.layers) if layer.host is module]
+        attention = ((i, layer) for i, layer in enumerate(self.layers) if isinstance(layer, AttentionLayer))
+        projections = [(i, layer) for i, layer in attention if layer.host is module]
         if torch.is_grad_enabled() and any(layer.weight.requires_grad for _, layer in projections):
             query = args[0] if args else kwargs["query"]
             ProjectionTap(module, query, projections, self._record_input).__enter__()

@@ -50,6 +50,10 @@ class AttentionLayer(LinearLayer):
         return own_parameter(module, weight), module._parameters.get(bias)
 
     def applies(self, tensor: Tensor) -> bool:
+        """Whether a tensor is the weight, or a part of it, as the module has it now.
+
+        During a forward pass FSDP2 and ``torch.func.functional_call`` put another tensor in the parameter's place.
+        """
         now = getattr(self.modules[0], self._names[0])
         if tensor is now or tensor._base is now:
             return True

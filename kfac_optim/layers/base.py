@@ -190,14 +190,6 @@ class KroneckerLayer(ABC):
         """The weight and the bias (None: there is none) of the module."""
         return own_parameter(module, "weight"), module._parameters.get("bias")
 
-    def applies(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the weight, or a part of it, as the module has it now; asked of layers with a ``host``.
-
-        During a forward pass FSDP2 and ``torch.func.functional_call`` put another tensor in the parameter's place.
-        """
-        weight = self.weight
-        return tensor is weight or tensor._base is weight
-
     @abstractmethod
     def structure(self, module: nn.Module) -> tuple[int, int, int]:
         """The values of ``pairs``, ``d_out`` and ``d_in`` for the module.
