@@ -178,7 +178,23 @@ def carry() -> None:
         assert {*comm.calls} >= {"sum", "reduce", "exchange", "broadcast"}
 
 
+def streams_wait_for_each_other() -> None:
+    """Before a job its stream waits for the model's; before its results are used the model's waits, and keeps them."""
+    from tests.helpers.accelerator import CURRENT, EVENTS
+
+    EVENTS.clear()
+    trained("cuda", spread=2, inv_update_steps=4)
+    side = {other for what, stream, other in EVENTS if what == "wait" and stream is CURRENT}
+    assert len(side) == 1 and CURRENT not in side
+    before = [what for what, stream, _ in EVENTS if what == "wait" and stream in side]
+    after = [i for i, (what, stream, _) in enumerate(EVENTS) if what == "wait" and stream is CURRENT]
+    assert len(before) == len(after) > 0
+    for i in after:  # eigenvalues and eigenvectors
+        assert EVENTS[i + 1 : i + 3] == [("record", CURRENT, CURRENT)] * 2
+
+
 CASES: dict[str, Callable[[], Any]] = {
+    "streams wait for each other": streams_wait_for_each_other,
     "the verbs": carry,
     "built on the device": compare,
     "moved after the optimizer was built": lambda: compare(lambda model: model.to("cuda")),

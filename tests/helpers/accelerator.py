@@ -45,17 +45,23 @@ class OnDevice(Tensor):
         return self.cpu().tolist()
 
     def record_stream(self, stream: Stream) -> None:
-        """There is one order of everything."""
+        """There is one order of everything; notes that memory is to stay until the stream is done with it."""
+        EVENTS.append(("record", stream, stream))
 
 
 class Stream:
-    """Runs what it is given at once."""
+    """Runs what it is given at once, and notes who would have waited for whom."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         pass
 
     def wait_stream(self, other: Stream) -> None:
         """There is nothing to wait for."""
+        EVENTS.append(("wait", self, other))
+
+
+CURRENT = Stream()
+EVENTS: list[tuple[str, Stream, Stream]] = []  # what was asked, of which stream, and for which other one
 
 
 class Device(TorchDispatchMode):
@@ -148,7 +154,7 @@ def devices() -> Iterator[None]:
     """The device can be used, and ``Module.to`` keeps its parameters, as with real devices."""
     torch.cuda._lazy_init = lambda: None  # it would refuse a build without CUDA
     torch.cuda.Stream, torch.cuda.stream = Stream, nullcontext  # type: ignore[assignment, misc]
-    torch.cuda.current_stream = Stream  # type: ignore[assignment]
+    torch.cuda.current_stream = lambda device=None: CURRENT  # type: ignore[assignment]
     torch.__future__.set_swap_module_params_on_conversion(True)
     with Device():
         yield
