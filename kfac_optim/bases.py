@@ -234,7 +234,7 @@ def update_length(
     optimizer: torch.optim.Optimizer,
     members: Sequence[Alike],
     updates: Sequence[Tensor],
-    together: Tensor | None = None,
+    together: Tensor | None,
 ) -> Tensor | None:
     """The norm of all updates together, 0-dim, per unit of the weight that gradients have in the momentum of SGD.
 
@@ -245,7 +245,7 @@ def update_length(
         optimizer: The optimizer.
         members: The parameters, with their states after the step.
         updates: Their updates, in this order.
-        together: All updates as one vector, where there is one.
+        together: All updates as one vector; None: there is none.
     """
     if any("exp_avg" in m.state for alike in members for m in alike):
         return None
@@ -340,7 +340,7 @@ def gradient_weight_tracked(optimizer: torch.optim.Optimizer, members: Sequence[
         optimizer.state[p]["gradient_weight"] = weight
 
 
-def multiplied(vectors: list[Tensor], factors: list[float], shared: Scale = 1.0) -> list[Tensor]:
+def multiplied(vectors: list[Tensor], factors: list[float], shared: Scale) -> list[Tensor]:
     """Vectors on one device times numbers, and all times a number or a 0-dim tensor."""
     if not vectors:
         return []

@@ -295,9 +295,9 @@ def signature(
     return inspect.Signature([*own, *more, *spelt])
 
 
-def describe(indent: str = " " * 8) -> str:
+def describe() -> str:
     """The options as lines of a Google-style ``Args:`` section."""
-    lines = []
+    lines, indent = [], " " * 8
     for name, field in _FIELDS.items():
         text = f"{name}: {field.metadata['doc']} Default {field.default!r}."
         lines += textwrap.wrap(text, 116, initial_indent=indent, subsequent_indent=indent + "    ")

@@ -162,7 +162,7 @@ class FactorSpec:
         diagonal = value if self.diagonal else packed_diagonal(value, self.size)
         return diagonal.mean(-1) if self.blocks == 1 else diagonal.view(self.pairs, -1).sum(-1) / self.dim
 
-    def problem(self, average: object, *, kept: bool = True) -> str:
+    def problem(self, average: object, *, kept: bool) -> str:
         """Why a loaded object is no running average of this shape, as the end of a sentence; empty if it is one.
 
         ``kept``: see :meth:`empty`.

@@ -29,7 +29,7 @@ from .distributed import (
 from .layout import fill_all
 from .precision import without_autocast
 from .scaling import Direction, Scaling, scaled
-from .solvers import Decomposition, Joining, Joint, Solver, Truncating
+from .solvers import Decomposition, Joint, Solver, Spectral
 from .stacks import Stack, layer_of_pair, made_of, stacks_of, with_vectors
 from .tiles import precondition
 
@@ -52,8 +52,7 @@ class Preconditioner:
     def __init__(self, solver: Solver, inv_dtype: torch.dtype, stages: StageTimes) -> None:
         self.solver, self.dtype, self.stages = solver, torch.promote_types(inv_dtype, torch.float32), stages
         self._stacks: list[Stack] = []
-        self._truncating = solver if isinstance(solver, Truncating) else None  # the check takes long for a step
-        self._joining = solver if isinstance(solver, Joining) else None
+        self._spectral = solver if isinstance(solver, Spectral) else None  # the check takes long for a step
         self._beside: SideBySide | None = None
         self._joint: tuple[list[Any], Joint] | None = None  # the decompositions that it was made of, and what was
         self._made_of: Any = None  # versions of the decompositions that the stacks hold, and the kind of damping
@@ -136,7 +135,7 @@ class Preconditioner:
         Only when the damping has crossed a quarter octave (rounding down makes a resumed run decide alike), or the
         decompositions are new. What decides is read from the device once for all stacks.
         """
-        solver = self._truncating
+        solver = self._spectral
         if solver is None:
             return
         floor = 2 ** (math.floor(4 * math.log2(value)) / 4)
@@ -205,11 +204,11 @@ class Preconditioner:
 
     def _joint_of(self, stacks: Sequence[Stack]) -> Joint | None:
         """The decompositions of all stacks together, where launches count; then their matrices lie side by side."""
-        tiles = [stack.tiles if stack.relevant is None else stack.relevant[1] for stack in stacks]
+        tiles = [stack.current_tiles for stack in stacks]
         devices = {stack.layout.device for stack in stacks}
         numbers = sum(math.prod(stack.layout.shape) for stack in stacks)
         few = len(stacks) < 2 or len(devices) > 1 or numbers > _MOST_NUMEL
-        if self._joining is None or few or not launches_count(*devices):
+        if self._spectral is None or few or not launches_count(*devices):
             self._beside = self._joint = None
             return None
         if any(len(of_stack) != 1 or not _are_of(self.dtype, of_stack[0].decomposed) for of_stack in tiles):
@@ -224,7 +223,7 @@ class Preconditioner:
             or not all(map(operator.is_, self._joint[0], tiles))
         ):
             units = [stack.damping_unit.to(self.dtype) for stack in stacks]
-            self._joint = tiles, self._joining.joint([of_stack[0].decomposed for of_stack in tiles], units)
+            self._joint = tiles, self._spectral.joint([of_stack[0].decomposed for of_stack in tiles], units)
         return self._joint[1]
 
     def _of_one(
@@ -237,8 +236,7 @@ class Preconditioner:
         """As :meth:`_of_all`, for one stack whose matrices have storage of their own."""
         gradient = stack.layout.fill(vectors, self.dtype)
         if stack.decomposed is not None:
-            tiles = stack.tiles if stack.relevant is None else stack.relevant[1]
-            direction = precondition(self.solver, gradient, tiles, gamma)
+            direction = precondition(self.solver, gradient, stack.current_tiles, gamma)
         else:  # buffer for the direction that a gradient worker will send
             direction = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
         if _are_alike(stack, vectors, updates):

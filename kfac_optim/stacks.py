@@ -71,6 +71,11 @@ class Stack:
         """The number of pairs of each layer whose pairs are scaled together (norm layers); empty for all others."""
         return [] if self.layer_of_pair is None else self.pairs_per_layer
 
+    @property
+    def current_tiles(self) -> list[Tile]:
+        """The tiles, with the parts of their decompositions that matter where these are known."""
+        return self.tiles if self.relevant is None else self.relevant[1]
+
     def single(self, block: Block, damping: Damping) -> Stack:
         """One of the blocks on its own; kept, because a layer without a vector seldom has one in the next step."""
         if block not in self.singles:

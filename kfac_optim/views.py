@@ -10,7 +10,6 @@ from torch import Tensor
 from .blocks import Block
 from .damping import value_of
 from .diagnostics import Row, StageTimes, count, human_bytes, memory_of, report_of, row_of, table, total, workers_of
-from .distributed import LocalCommunicator
 from .layers import KroneckerLayer
 from .schedules import value_at
 from .state import StatefulEngine
@@ -88,8 +87,8 @@ class ViewedEngine(StatefulEngine):
 
     def _memory_of(self, block: Block, rank: int) -> dict[str, int]:
         """Bytes of a layer on a rank by kind."""
-        ranks = LocalCommunicator(rank, self.comm.world_size)
-        return memory_of(block, ranks, self.solver, self.factor_dtype, self.inv_dtype, spreads=self.may_spread)
+        ranks = rank, self.comm.world_size
+        return memory_of(block, *ranks, self.solver, self.factor_dtype, self.inv_dtype, spreads=self.may_spread)
 
     def report(self, *, eigenvalues: bool = False) -> dict[str, Any]:
         """Numbers for logging, plain floats and ints; :func:`~kfac_optim.diagnostics.flatten` puts them in one level.

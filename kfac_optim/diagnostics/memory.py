@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from ..blocks import Block, decomposed_bytes
-from ..distributed import Communicator
 from ..solvers import Solver
 
 __all__ = ["memory_of", "total"]
@@ -27,29 +26,31 @@ _KINDS = ("factors", "snapshots", "local sums", "decompositions", "refresh")
 
 def memory_of(
     block: Block,
-    comm: Communicator,
+    rank: int,
+    world_size: int,
     solver: Solver,
     factor_dtype: torch.dtype,
     inv_dtype: torch.dtype,
     *,
     spreads: bool,
 ) -> dict[str, int]:
-    """The bytes that a layer takes on this rank, by kind.
+    """The bytes that a layer takes on a rank, by kind.
 
     Args:
         block: The layer's block.
-        comm: The rank, and the number of ranks.
+        rank: The rank.
+        world_size: The number of ranks.
         solver: What decomposes.
         factor_dtype: Storage of the factors.
         inv_dtype: Storage of the decompositions.
         spreads: Whether refreshes may be spread over steps.
     """
     specs, workers = block.specs, block.workers
-    numbers = sum(spec.packed_numel for side, spec in enumerate(specs) if workers.keeps(side, comm.rank))
-    waits = comm.world_size > 1 and workers.factors == "replicated"
+    numbers = sum(spec.packed_numel for side, spec in enumerate(specs) if workers.keeps(side, rank))
+    waits = world_size > 1 and workers.factors == "replicated"
     stored, exact = factor_dtype.itemsize, torch.promote_types(factor_dtype, torch.float32).itemsize
-    here = specs if comm.rank in workers.gradient_workers else ()
-    share = [spec for spec, worker in zip(specs, workers.inverse_workers, strict=True) if worker == comm.rank]
+    here = specs if rank in workers.gradient_workers else ()
+    share = [spec for spec, worker in zip(specs, workers.inverse_workers, strict=True) if worker == rank]
     pending = numbers * stored + decomposed_bytes(share, solver, inv_dtype)
     return {
         "factors": numbers * stored,

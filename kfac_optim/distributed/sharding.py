@@ -16,6 +16,7 @@ from .communicator import Communicator
 __all__ = [
     "all_gathered",
     "any_sharded",
+    "are_rows",
     "full_gradient",
     "gathered",
     "gathered_together",
@@ -87,7 +88,7 @@ def all_gathered(tensors: Sequence[Tensor]) -> list[Tensor]:
     A collective, one for as many as fit in a bucket, of those that are laid out alike. FSDP2 gives every rank as many
     rows, but the last ones, which may have fewer or none: each sends its rows as if it had all of them.
     """
-    by_rows = [i for i, t in enumerate(tensors) if is_sharded(t) and _are_rows(cast(Any, t).placements)]
+    by_rows = [i for i, t in enumerate(tensors) if is_sharded(t) and are_rows(cast(Any, t).placements)]
     left = set(by_rows)
     found = [tensor if i in left else gathered(tensor) for i, tensor in enumerate(tensors)]
 
@@ -102,7 +103,7 @@ def all_gathered(tensors: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _are_rows(placements: Sequence[Any]) -> bool:
+def are_rows(placements: Sequence[Any]) -> bool:
     """Whether the ranks have rows, as FSDP2 shards: over the last dimension of its mesh, replicated over the others."""
     return placements[-1].is_shard(0) and all(placement.is_replicate() for placement in placements[:-1])
 
@@ -178,7 +179,7 @@ def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module], comm: Commun
     if not is_sharded(parameter):
         return ""
     placements, roots = cast(Any, parameter).placements, list(roots)
-    if _are_rows(placements) and _uses_fsdp(roots):
+    if are_rows(placements) and _uses_fsdp(roots):
         return ""
     if not _is_split(parameter, roots):
         return f"split by tensor parallelism, or not by rows: {placements}"

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .communicator import Communicator
-from .sharding import is_sharded
+from .sharding import are_rows, is_sharded
 
 __all__ = ["ShardExchange", "are_exchangeable"]
 
@@ -37,9 +37,7 @@ def are_exchangeable(parameters: Sequence[Tensor], comm: Communicator) -> bool:
 
 def _lies_on(parameter: Any, comm: Communicator) -> bool:
     """Whether a DTensor is split by rows over the last dimension of a mesh of the ranks of ``comm``, and no other."""
-    *others, last = parameter.placements
-    by_rows = last.is_shard(0) and all(placement.is_replicate() for placement in others)
-    return by_rows and _grid(parameter, comm) is not None
+    return are_rows(parameter.placements) and _grid(parameter, comm) is not None
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,7 @@ class KroneckerLayer(ABC):
         diagonal: Whether A is kept as a diagonal ``[p, d_in]``, and whether G is, ``[p, d_out]``.
         blocks: The number b of blocks along the diagonal that are kept of A, ``[p b, m, m]``, and of G; 1: all of it.
         diagonal_input: Whether A is diagonal by nature (embeddings).
+        always_expands: Whether ``sharing`` is "expand" whatever the options say.
         joint: Whether the pairs share one damping and one norm.
         sharing: "expand" or "reduce".
         batch_dim: The dimension of the examples in inputs with shared positions.
@@ -136,6 +137,7 @@ class KroneckerLayer(ABC):
     rule = "Kronecker"
     joint = False
     diagonal_input = False
+    always_expands = False
     bias_part = slice(None)
     host: nn.Module | None = None
 
@@ -154,7 +156,7 @@ class KroneckerLayer(ABC):
             self.bias = None
         if self.is_shard and self.bias is not None and options.own_shape(self.bias) == self.bias.shape:
             self.bias = None  # one for all shards of the columns
-        self.sharing = options.sharing(name, module)
+        self.sharing: Sharing = "expand" if self.always_expands else options.sharing(name, module)
         self.batch_dim = options.batch_dim
         self.notes = ["this rank's shard"] if self.is_shard else []
         self.pairs, self.d_out, self.d_in = self.structure(module)

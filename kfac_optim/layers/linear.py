@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import Declined, Observation, RowsLayer, Sharing
+from .base import Declined, Observation, RowsLayer
 from .registry import register_layer
 
 __all__ = ["EmbeddingLayer", "LinearLayer", "TransposedLinearLayer"]
@@ -63,13 +63,13 @@ class EmbeddingLayer(LinearLayer):
     """
 
     diagonal_input = True
+    always_expands = True
 
     def structure(self, module: nn.Module) -> tuple[int, int, int]:
         assert isinstance(module, nn.Embedding)
         for option in ("sparse", "scale_grad_by_freq", "max_norm"):
             if getattr(module, option):
                 raise Declined(f"{option}={getattr(module, option)}")
-        self.sharing: Sharing = "expand"
         return 1, module.embedding_dim, module.num_embeddings
 
     def batch_dim_of(self, module: nn.Module, x: Tensor) -> int | None:

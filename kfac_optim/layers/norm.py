@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import KroneckerLayer, LayerOptions, Observation, Sharing
+from .base import KroneckerLayer, LayerOptions, Observation
 from .moments import machine, second_moment
 from .registry import register_layer
 
@@ -35,9 +36,9 @@ class _NormLayer(KroneckerLayer):
     rule = "unit-wise"
     joint = True
     by_example = True
+    always_expands = True
 
     def structure(self, module: nn.Module) -> tuple[int, int, int]:
-        self.sharing: Sharing = "expand"
         return self.weight_shape.numel(), len(self.parameters), 1
 
     def batch_dim_of(self, module: nn.Module, x: Tensor) -> int | None:
@@ -184,8 +185,10 @@ class LayerNormLayer(_ChannelsLastNorm):
 class ChannelsFirstLayerNormLayer(LayerNormLayer):
     """A LayerNorm over dimension 1 of ``[n, channels, *positions]``, as ConvNeXt has it."""
 
+    def __init__(self, name: str, module: nn.Module, options: LayerOptions, **more: Any) -> None:
+        super().__init__(name, module, replace(options, batch_dim=0), **more)
+
     def gradient_sums(self, module: Any, x: Tensor, g: Tensor, mode_or_statistics: Any) -> tuple[Tensor, Tensor]:
-        self.batch_dim = 0
         return super().gradient_sums(module, x.movedim(1, -1), g.movedim(1, -1), mode_or_statistics)
 
 

@@ -8,8 +8,8 @@ Two solvers, both for stacks of ``p`` Kronecker pairs, ``V`` of shape ``[p, d_ou
 with ``pi^2 = mean eigenvalue(A) / mean eigenvalue(G)`` (Martens & Grosse 2015, section 6.3), a factored form of
 the same Tikhonov damping. A diagonal factor is decomposed by its diagonal alone.
 
-A solver may also tell which part of its decompositions matters at the damping at hand (:class:`Truncating`),
-whether a decomposition is one (:class:`Verifying`), and decompose factors of nearly one size as one (:class:`Padding`).
+A solver by eigendecompositions may also tell which part of them matters at the damping at hand, check them, and
+decompose factors of nearly one size as one (:class:`Spectral`).
 
 A decomposition is a tuple of tensors, so that any solver's results can be sent between ranks. Matrices in it are stored
 in ``inv_dtype``, vectors and scalars (which carry the magnitude) in float32 at least.
@@ -27,18 +27,7 @@ Where to look::
 from .decompose import BATCH_NUMEL, Batch, decompose_all, decompose_safely
 from .eigen import EigenSolver
 from .inverse import InverseSolver
-from .protocol import (
-    Decomposition,
-    Failure,
-    Joining,
-    Joint,
-    MaybeDecomposition,
-    Padding,
-    Solver,
-    Spectral,
-    Truncating,
-    Verifying,
-)
+from .protocol import Decomposition, Failure, Joint, MaybeDecomposition, Solver, Spectral
 from .worker import Worker
 
 __all__ = [
@@ -48,14 +37,10 @@ __all__ = [
     "EigenSolver",
     "Failure",
     "InverseSolver",
-    "Joining",
     "Joint",
     "MaybeDecomposition",
-    "Padding",
     "Solver",
     "Spectral",
-    "Truncating",
-    "Verifying",
     "Worker",
     "decompose_all",
     "decompose_safely",

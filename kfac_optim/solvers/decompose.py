@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..grouping import grouped_by_key
 from ..precision import full_precision
-from .protocol import Decomposition, Failure, MaybeDecomposition, Padding, Solver, Verifying
+from .protocol import Decomposition, Failure, MaybeDecomposition, Solver, Spectral
 
 __all__ = ["BATCH_NUMEL", "Batch", "decompose_all", "decompose_safely"]
 
@@ -86,7 +86,7 @@ def decompose_all(
     """
     batches = list(batches)
     attempts: dict[Batch, _Attempt] = {}
-    for group in _called_together(batches) if isinstance(solver, Padding) else [[batch] for batch in batches]:
+    for group in _called_together(batches) if isinstance(solver, Spectral) else [[batch] for batch in batches]:
         attempts.update(zip(group, _attempt(solver, [batch.make() for batch in group], stored), strict=True))
     passed = iter(_read([check for batch in batches for check in attempts[batch].checks]))
     found: list[list[MaybeDecomposition]] = []
@@ -153,7 +153,7 @@ def _attempt(
             if len(inputs) == 1:
                 found = [solver.decompose(*inputs[0])]
             else:
-                assert isinstance(solver, Padding)
+                assert isinstance(solver, Spectral)
                 found = solver.decompose_padded([factor for factor, _ in inputs])
     except RuntimeError as error:  # LinAlgError, GPU libraries' own errors, and out of memory, which the CPU may solve
         return [_Attempt(Failure(f"{type(error).__name__}: {error}"))] * len(inputs)
@@ -162,7 +162,7 @@ def _attempt(
 
 def _checked(solver: Solver, result: Decomposition, stored: Callable[[Tensor], Tensor]) -> _Attempt:
     checks = [part.isfinite().all() for part in result]
-    if isinstance(solver, Verifying):
+    if isinstance(solver, Spectral):
         checks.append(solver.is_valid(result))
     return _Attempt(tuple(map(stored, result)), checks)
 
@@ -176,12 +176,12 @@ def _read(checks: Sequence[Tensor]) -> list[bool]:
 
 
 def _precision_of(solver: Solver, device_type: str) -> AbstractContextManager[None]:
-    """Full precision, but for solvers that call libraries alone: these do not follow TF32's switch.
+    """Full precision, but for eigendecompositions: libraries do not follow TF32's switch there.
 
     The switch is the whole process's. Beside training, in the background, it would slow the model down, and a compiled
     one would be compiled again.
     """
-    return nullcontext() if getattr(solver, "calls_libraries_only", False) else full_precision(device_type)
+    return nullcontext() if isinstance(solver, Spectral) else full_precision(device_type)
 
 
 def _jittered(factor: Tensor) -> Tensor:

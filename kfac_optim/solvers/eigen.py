@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import require_number
-from .joint import JointEigen
+from .joint import JointEigen, g_first
 from .protocol import Decomposition
 
 __all__ = ["EigenSolver"]
@@ -38,8 +37,6 @@ class EigenSolver:
     """
 
     negligible: float = 0.01
-
-    calls_libraries_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_number("negligible", self.negligible, "in [0, 1)", lambda x: 0 <= x < 1, owner="EigenSolver")
@@ -112,13 +109,13 @@ class EigenSolver:
         gamma, values_g, values_a = gamma[:, None, None], values_g[:, :, None], values_a[:, None, :]
         damped = torch.addcmul(gamma, values_g, values_a)
         (d_out, d_in), (kept_out, kept_in) = gradient.shape[-2:], damped.shape[-2:]
-        g_first = kept_out * d_in * (d_out + kept_in) <= d_out * kept_in * (d_in + kept_out)
+        first = g_first(d_out, d_in, kept_out, kept_in)
         whole = (kept_out, kept_in) == (d_out, d_in)
         v = gradient
-        for q, left in _in_order(vectors_g, vectors_a, g_first):
+        for q, left in _in_order(vectors_g, vectors_a, first):
             v = torch.bmm(q.mT, v) if left else torch.bmm(v, q)
         v = v / damped if whole else (v / damped).addcdiv_(v, gamma, value=-1)
-        for q, left in _in_order(vectors_g, vectors_a, not g_first):
+        for q, left in _in_order(vectors_g, vectors_a, not first):
             v = torch.bmm(q, v) if left else torch.bmm(v, q.mT)
         return v if whole else v.addcdiv_(gradient, gamma)
 

@@ -19,9 +19,14 @@ from torch import Tensor
 from ..beside import apart
 from .protocol import Decomposition
 
-__all__ = ["JointEigen"]
+__all__ = ["JointEigen", "g_first"]
 
 _KEPT_NUMEL = 2**22  # stacks with up to so many products of eigenvalues keep them (16 MiB in float32)
+
+
+def g_first(d_out: int, d_in: int, kept_out: int, kept_in: int) -> bool:
+    """Whether it takes fewer operations to multiply by the eigenvectors of G first, of which so many are kept."""
+    return kept_out * d_in * (d_out + kept_in) <= d_out * kept_in * (d_in + kept_out)
 
 
 class JointEigen:
@@ -76,14 +81,11 @@ class _OfStack:
         sides += [(vectors_a[0], False)] if vectors_a else []
         self.is_whole = all(q.shape[-1] == q.shape[-2] for q, _ in sides)
         of_rows = [q for q in sides if q[0].shape[-2:] != (1, 1)]  # of one row, the eigenvector is 1
-        if len(of_rows) == 2 and not self._g_first(*(q.shape[-2] for q, _ in of_rows)):
-            of_rows.reverse()
+        if len(of_rows) == 2:
+            d_out, d_in = (q.shape[-2] for q, _ in of_rows)
+            if not g_first(d_out, d_in, *self.shape[1:]):
+                of_rows.reverse()
         self.sides = of_rows
-
-    def _g_first(self, d_out: int, d_in: int) -> bool:
-        """Whether it takes fewer operations to multiply by the eigenvectors of G first."""
-        _, kept_out, kept_in = self.shape
-        return kept_out * d_in * (d_out + kept_in) <= d_out * kept_in * (d_in + kept_out)
 
     def rotate(self, gradient: Tensor, out: Tensor) -> None:
         """``V'``."""

@@ -8,18 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = [
-    "Decomposition",
-    "Failure",
-    "Joining",
-    "Joint",
-    "MaybeDecomposition",
-    "Padding",
-    "Solver",
-    "Spectral",
-    "Truncating",
-    "Verifying",
-]
+__all__ = ["Decomposition", "Failure", "Joint", "MaybeDecomposition", "Solver", "Spectral"]
 
 Decomposition = tuple[Tensor, ...]
 
@@ -64,9 +53,8 @@ class Solver(Protocol):
         The blocks of a block-diagonal factor count as pairs here and in ``shapes``; ``precondition`` then sees one tile
         of the gradient at a time, with a block of A and a block of G (:mod:`kfac_optim.tiles`).
 
-        Runs without autocast and without TF32, perhaps beside training, in another thread. A solver whose results come
-        from torch.linalg's eigendecompositions alone may say ``calls_libraries_only = True``: it then leaves TF32's
-        switch, which is the whole process's, alone.
+        Runs without autocast and, but for a :class:`Spectral` solver, without TF32, perhaps beside training, in another
+        thread.
 
         May raise ``torch.linalg.LinAlgError`` or return non-finite values; the engine then retries and falls back.
         """
@@ -77,9 +65,39 @@ class Solver(Protocol):
         ...
 
 
+class Joint(Protocol):
+    """The decompositions of several stacks, which precondition all of them by few operations."""
+
+    def precondition(self, gradients: Sequence[Tensor], value: float, out: Sequence[Tensor]) -> None:
+        """Writes gamma times the preconditioned gradients ``[p, d_out, d_in]`` to ``out``; gamma: ``value`` units."""
+        ...
+
+
 @runtime_checkable
-class Truncating(Solver, Protocol):
-    """A solver that can precondition by a part of its decompositions."""
+class Spectral(Solver, Protocol):
+    """A solver by eigendecompositions, such as :class:`~kfac_optim.EigenSolver`.
+
+    It ignores damping when it decomposes, so that eigenvalues are known afterwards, and calls nothing but routines of
+    libraries, which do not follow TF32's switch.
+    """
+
+    def largest(self, decomposition: Decomposition) -> Tensor:
+        """The largest eigenvalue of each pair of the factor that was decomposed, ``[p]``."""
+        ...
+
+    def is_valid(self, decomposition: Decomposition) -> Tensor:
+        """Whether a decomposition of some pairs is what it claims to be, a 0-dim bool; does not wait for the device.
+
+        What is not counts as failed.
+        """
+        ...
+
+    def decompose_padded(self, factors: Sequence[Tensor]) -> list[Decomposition]:
+        """What ``decompose`` gives for each of some factors ``[p, n, n]``, each with its own p and n.
+
+        By one call of a library, for which the host waits once.
+        """
+        ...
 
     def count_relevant(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
         """How much of a stack's decompositions matters at a damping: some counts, ``[c]``; waits for nothing.
@@ -97,46 +115,11 @@ class Truncating(Solver, Protocol):
         """
         ...
 
-
-class Joint(Protocol):
-    """The decompositions of several stacks, which precondition all of them by few operations."""
-
-    def precondition(self, gradients: Sequence[Tensor], value: float, out: Sequence[Tensor]) -> None:
-        """Writes gamma times the preconditioned gradients ``[p, d_out, d_in]`` to ``out``; gamma: ``value`` units."""
-        ...
-
-
-@runtime_checkable
-class Joining(Solver, Protocol):
-    """A solver that can precondition several stacks at once, where launches count."""
-
     def joint(self, decomposed: Sequence[tuple[Decomposition, Decomposition]], units: Sequence[Tensor]) -> Joint:
-        """Some stacks together; ``decomposed``: of each A and G; ``units``: what gamma is a multiple of, ``[p]``."""
-        ...
+        """Some stacks together, where launches count.
 
-
-@runtime_checkable
-class Spectral(Solver, Protocol):
-    """A solver that decomposes factors without damping, so that their eigenvalues are known afterwards."""
-
-    def largest(self, decomposition: Decomposition) -> Tensor:
-        """The largest eigenvalue of each pair of the factor that was decomposed, ``[p]``."""
-        ...
-
-
-@runtime_checkable
-class Padding(Spectral, Protocol):
-    """A solver that decomposes factors of several sizes by one call of a library, for which the host waits once."""
-
-    def decompose_padded(self, factors: Sequence[Tensor]) -> list[Decomposition]:
-        """What ``decompose`` gives for each of some factors ``[p, n, n]``, each with its own p and n."""
-        ...
-
-
-@runtime_checkable
-class Verifying(Solver, Protocol):
-    """A solver that can tell whether a decomposition is one; what is not counts as failed."""
-
-    def is_valid(self, decomposition: Decomposition) -> Tensor:
-        """Whether a decomposition of some pairs is what it claims to be, a 0-dim bool; does not wait for the device."""
+        Args:
+            decomposed: Of each stack what ``relevant`` has given.
+            units: What gamma is a multiple of, ``[p]`` of each stack.
+        """
         ...
