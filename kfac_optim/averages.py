@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .blocks import SIDES, Block
-from .capture import Settled
+from .capture import StepMoments
 from .diagnostics import StageTimes, communicating
 from .distributed import Communicator
 from .factors import read, write_
@@ -62,7 +62,7 @@ class Averaging:
     def fold(
         self,
         blocks: Sequence[Block],
-        statistics: Settled,
+        statistics: StepMoments,
         decay: float,
         comm: Communicator,
     ) -> None:

@@ -32,13 +32,13 @@ import torch
 import torch_optimizer
 from torch import Tensor, nn
 
-from .beside import launches_count
-from .distributed import any_sharded, gathered_together, is_sharded
+from .distributed import any_sharded, is_sharded, summed_over_shards
+from .flat_storage import is_launch_bound
 from .lamb import debiasing
 
 __all__ = [
     "MOMENT",
-    "Alike",
+    "Bucket",
     "BaseStep",
     "Member",
     "base_step",
@@ -86,14 +86,14 @@ class Member:
         self.state = optimizer.state[self.p]
 
 
-Alike = list[Member]  # of one group, device and type: what multi-tensor operations take together
+Bucket = list[Member]  # of one group, device and type: what multi-tensor operations take together
 
 
-def members_of(optimizer: torch.optim.Optimizer) -> list[Alike]:
+def members_of(optimizer: torch.optim.Optimizer) -> list[Bucket]:
     """The parameters that have a gradient."""
-    found: list[Alike] = []
+    found: list[Bucket] = []
     for group in optimizer.param_groups:
-        kinds: dict[Any, Alike] = {}
+        kinds: dict[Any, Bucket] = {}
         for p in group["params"]:
             if (gradient := p.grad) is not None:
                 kind = type(p), p.device, p.dtype, gradient.dtype
@@ -102,9 +102,9 @@ def members_of(optimizer: torch.optim.Optimizer) -> list[Alike]:
     return found
 
 
-def gradients_of(members: Sequence[Alike]) -> dict[nn.Parameter, Tensor]:
+def gradients_of(members: Sequence[Bucket]) -> dict[nn.Parameter, Tensor]:
     """Their gradients, by parameter."""
-    return {m.p: m.gradient for alike in members for m in alike}
+    return {m.p: m.gradient for bucket in members for m in bucket}
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class BaseStep:
     updates: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
 
-def base_step(optimizer: torch.optim.Optimizer, members: Sequence[Alike], before: Sequence[Tensors]) -> BaseStep:
+def base_step(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], before: Sequence[Tensors]) -> BaseStep:
     """Takes apart the step that the base class has just taken, in :func:`gradient_weight_tracked`.
 
     Args:
@@ -131,18 +131,18 @@ def base_step(optimizer: torch.optim.Optimizer, members: Sequence[Alike], before
         before: Their weights before it.
     """
     parts = BaseStep()
-    for alike, weights in zip(members, before, strict=True):
-        moments, updates = _take_apart(optimizer, alike, weights)
-        params = [m.p for m in alike]
+    for bucket, weights in zip(members, before, strict=True):
+        moments, updates = _take_apart(optimizer, bucket, weights)
+        params = [m.p for m in bucket]
         parts.moments.update(zip(params, moments, strict=True))
         parts.updates.update(zip(params, updates, strict=True))
     return parts
 
 
-def _take_apart(optimizer: torch.optim.Optimizer, alike: Alike, before: Tensors) -> tuple[Tensors, Tensors]:
+def _take_apart(optimizer: torch.optim.Optimizer, bucket: Bucket, before: Tensors) -> tuple[Tensors, Tensors]:
     """The first moments and the updates of some parameters."""
-    group, states = alike[0].group, [m.state for m in alike]
-    gradients = [m.gradient for m in alike]
+    group, states = bucket[0].group, [m.state for m in bucket]
+    gradients = [m.gradient for m in bucket]
     descent: Tensors = torch._foreach_neg(gradients) if group.get("maximize") else gradients
     moments = _first_moments(optimizer, group, states, descent)
     decayed = before
@@ -150,7 +150,7 @@ def _take_apart(optimizer: torch.optim.Optimizer, alike: Alike, before: Tensors)
         shares = [_decay(optimizer, group, state) for state in states]
         in_moment, in_update = (list(share) for share in zip(*shares, strict=True))
         known, share = not any(isinstance(of_one, Tensor) for of_one in in_moment), in_moment[0]
-        if known and launches_count(before[0].device) and all(of_one == share for of_one in in_moment):
+        if known and is_launch_bound(before[0].device) and all(of_one == share for of_one in in_moment):
             moments = torch._foreach_sub(moments, before, alpha=share) if share else moments
         elif not known or any(in_moment):
             moments = torch._foreach_sub(moments, _scaled(before, in_moment))
@@ -160,7 +160,7 @@ def _take_apart(optimizer: torch.optim.Optimizer, alike: Alike, before: Tensors)
         return moments, moments if group["momentum"] else descent  # exactly; a difference of weights would be rounded
     lr = rate_of(group)
     updates = list(decayed)  # copies, of which nobody needs the values any more
-    torch._foreach_sub_(updates, [m.p for m in alike])
+    torch._foreach_sub_(updates, [m.p for m in bucket])
     torch._foreach_div_(updates, torch.where(lr == 0, 1.0, lr) if isinstance(lr, Tensor) else lr or 1.0)
     return moments, updates
 
@@ -206,7 +206,7 @@ def moment_weight(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], st
     return 1 + group["momentum"] * weight if group["nesterov"] else weight
 
 
-def keep_first_moments(optimizer: torch.optim.Optimizer, members: Sequence[Alike], decay: float) -> None:
+def keep_first_moments(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], decay: float) -> None:
     """Takes gradients into averages in the optimizer's state, after a step of a base class that keeps none.
 
     Args:
@@ -214,9 +214,9 @@ def keep_first_moments(optimizer: torch.optim.Optimizer, members: Sequence[Alike
         members: The parameters of interest.
         decay: How much of the last average is left, in [0, 1).
     """
-    for alike in members:
-        without: Alike = []
-        for m in alike:
+    for bucket in members:
+        without: Bucket = []
+        for m in bucket:
             if has_first_moment(optimizer, m.group, m.state):
                 m.state.pop(MOMENT, None)  # a scheduler has given the base class one
             else:
@@ -232,7 +232,7 @@ def keep_first_moments(optimizer: torch.optim.Optimizer, members: Sequence[Alike
 
 def update_length(
     optimizer: torch.optim.Optimizer,
-    members: Sequence[Alike],
+    members: Sequence[Bucket],
     updates: Sequence[Tensor],
     together: Tensor | None,
 ) -> Tensor | None:
@@ -247,14 +247,15 @@ def update_length(
         updates: Their updates, in this order.
         together: All updates as one vector; None: there is none.
     """
-    if any("exp_avg" in m.state for alike in members for m in alike):
+    if any("exp_avg" in m.state for bucket in members for m in bucket):
         return None
-    weights = [moment_weight(optimizer, m.group, m.state) for alike in members for m in alike]
+    weights = [moment_weight(optimizer, m.group, m.state) for bucket in members for m in bucket]
     if together is not None and len(set(weights)) == 1:
         return torch.linalg.vector_norm(together) / weights[0]
     dtype = torch.float64 if any(update.dtype == torch.float64 for update in updates) else torch.float32
     if any_sharded(updates):
-        norms: Tensors = torch._foreach_sqrt(gathered_together([update.to(dtype).square().sum() for update in updates]))
+        squares = summed_over_shards([update.to(dtype).square().sum() for update in updates])
+        norms: Tensors = torch._foreach_sqrt(squares)
     else:
         norms = torch._foreach_norm(list(updates), 2, dtype=dtype)
     if any(weight != 1 for weight in weights):
@@ -298,12 +299,12 @@ def bias_correction(beta: float, steps: float | Tensor) -> Scale:
     return -torch.expm1(steps * math.log(beta)) if beta else 1.0  # float32 would round 1 - beta^steps
 
 
-def weights_before(optimizer: torch.optim.Optimizer, members: Sequence[Alike]) -> list[Tensors]:
+def weights_before(optimizer: torch.optim.Optimizer, members: Sequence[Bucket]) -> list[Tensors]:
     """Copies of the weights before the step; under SGD without decay, which needs none, the weights themselves."""
     before: list[Tensors] = []
-    for alike in members:
-        params: list[Tensor] = [m.p for m in alike]
-        unused = isinstance(optimizer, torch.optim.SGD) and not alike[0].group["weight_decay"]
+    for bucket in members:
+        params: list[Tensor] = [m.p for m in bucket]
+        unused = isinstance(optimizer, torch.optim.SGD) and not bucket[0].group["weight_decay"]
         before.append(params if unused else torch._foreach_mul(params, 1.0))
     return before
 
@@ -320,16 +321,16 @@ def subtract_(params: list[Tensor], changes: list[Tensor], lr: Scale) -> None:
 
 
 @contextmanager
-def gradient_weight_tracked(optimizer: torch.optim.Optimizer, members: Sequence[Alike]) -> Iterator[None]:
+def gradient_weight_tracked(optimizer: torch.optim.Optimizer, members: Sequence[Bucket]) -> Iterator[None]:
     """Keeps ``state["gradient_weight"]`` through a step of SGD: :func:`base_step` needs it to take its moments apart.
 
     It is the sum of the weights with which gradients, and the decay that was added to them, stand in the momentum
     buffer: 1 after the first, then ``momentum * c + 1 - dampening``; in a buffer that plain SGD has filled, its limit.
     """
     weights: dict[nn.Parameter, float] = {}
-    for alike in members if isinstance(optimizer, torch.optim.SGD) else ():
-        momentum, kept = alike[0].group["momentum"], 1 - alike[0].group["dampening"]
-        for m in alike if momentum else ():
+    for bucket in members if isinstance(optimizer, torch.optim.SGD) else ():
+        momentum, kept = bucket[0].group["momentum"], 1 - bucket[0].group["dampening"]
+        for m in bucket if momentum else ():
             known, filled = m.state.get("gradient_weight"), m.state.get("momentum_buffer") is not None
             if known is not None:
                 weights[m.p] = momentum * known + kept

@@ -63,9 +63,10 @@ class Factors:
         layer: KroneckerLayer,
         specs: tuple[FactorSpec, FactorSpec],
         tensors: dict[str, Any],
-        extent: Extent | None = None,
+        extent: Extent | None,
     ) -> None:
-        self.joint, self.specs, self.tensors, self._extent = layer.joint, specs, tensors, extent or Extent()
+        self.pairs_share_scale, self.specs, self.tensors = layer.pairs_share_scale, specs, tensors
+        self._extent = extent or Extent()
 
     @property
     def has_data(self) -> bool:
@@ -93,12 +94,12 @@ class Factors:
     def means(self) -> tuple[Tensor, Tensor]:
         """The mean eigenvalues of A and of G, ``[p]`` each; those of joint pairs are averaged."""
         a, g = self._extent.means or (self.mean(0), self.mean(1))
-        return (a.mean().expand_as(a), g.mean().expand_as(g)) if self.joint else (a, g)
+        return (a.mean().expand_as(a), g.mean().expand_as(g)) if self.pairs_share_scale else (a, g)
 
     def largest(self) -> tuple[Tensor, Tensor]:
         """The largest eigenvalues of A and of G, ``[p]`` each; joint pairs share the largest of all of them."""
         a, g = self._extent.largest or (self.largest_of(0), self.largest_of(1))
-        return (a.amax().expand_as(a), g.amax().expand_as(g)) if self.joint else (a, g)
+        return (a.amax().expand_as(a), g.amax().expand_as(g)) if self.pairs_share_scale else (a, g)
 
     def mean(self, side: int) -> Tensor:
         """The mean eigenvalue of each pair of a factor that is here, ``[p]``."""
@@ -159,7 +160,7 @@ class Block:
     version: int = 0
     cosine: Tensor | None = None
     unseen: int = 0
-    _told: bool = False
+    _unseen_warned: bool = False
     _unit: tuple[Any, Tensor] | None = None
     _extent: Extent | None = None
     _spectra: tuple[Tensor | None, ...] | None = None
@@ -242,10 +243,10 @@ class Block:
         """Whether the weight trains, but no rank has ever seen the layer in a forward and backward pass."""
         return self.unseen >= UNSEEN_STEPS and not (self.has_direction or self.factors("current").has_data)
 
-    def tell_unseen(self) -> bool:
+    def needs_unseen_warning(self) -> bool:
         """Whether the user has to be told that the layer was never seen; true once."""
-        told, self._told = self._told, self._told or self.never_seen
-        return self._told and not told
+        told, self._unseen_warned = self._unseen_warned, self._unseen_warned or self.never_seen
+        return self._unseen_warned and not told
 
     # Decompositions -------------------------------------------------------------------------------------------------
 

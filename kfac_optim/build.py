@@ -126,9 +126,9 @@ class BuiltEngine(ViewedEngine):
         if any(block.state for block in self.trained.blocks):  # a state may be saved before the next step makes room
             for block in [block for block in self.trained.blocks if not block.state]:
                 block.make_room(self.factor_dtype, self.comm.rank, spreads=self.may_spread)
-        self._watch_anew()
+        self._rebuild_stages()
 
-    def _watch_anew(self) -> None:
+    def _rebuild_stages(self) -> None:
         """The layers are others than before: rebuilds what depends on them."""
         if not self.ranks.alone:  # others work for the known layers now
             self._refresher.invalidate()
@@ -162,7 +162,7 @@ class BuiltEngine(ViewedEngine):
         self._preconditioner.clear()
         if before == self.trained.blocks:
             return
-        self._watch_anew()
+        self._rebuild_stages()
         # What this step has captured went with the old hooks.
         self._capture.plan(step=self.step_count, enabled=False, fraction=1.0, grad_scaler=self.grad_scaler)
         for block in before:
@@ -197,9 +197,9 @@ class BuiltEngine(ViewedEngine):
         """Before anything is read or sent: torch.distributed may be up by now, and sub-groups have to exist."""
         refuse_cuda_graphs()
         first, self._first_step_seen = not self._first_step_seen, True
-        come_up = self.ranks.come_up() if first else None
-        if come_up is not None:
-            self._join_ranks(come_up)
+        late_communicator = self.ranks.late_communicator() if first else None
+        if late_communicator is not None:
+            self._join_ranks(late_communicator)
         for parameter in self.trained.parameters:  # the model may have moved since it was built
             self.comm.use_device(parameter.device)
             break

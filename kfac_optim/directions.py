@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .beside import as_one
 from .distributed import ShardExchange, any_sharded, gathered, is_sharded, sharded_like
+from .flat_storage import as_one
 from .layout import Layout, Part
 from .scaling import Direction
 
@@ -92,10 +92,10 @@ class Directions:
             makers: By name, a function that makes the matrices of all stacks. Where the stacks share one storage it is
                 given matrices to fill, so that all sets are read by few operations.
         """
-        beside = self.scaled[0].beside if self.stacks else None
-        if beside is None or self.has_shards:
+        storage = self.scaled[0].storage if self.stacks else None
+        if storage is None or self.has_shards:
             return {name: self.laid_out(make(None)) for name, make in makers.items()}
-        rooms = beside.several(len(makers), self.dtype)
+        rooms = storage.several(len(makers), self.dtype)
         made = []
         for make, room in zip(makers.values(), rooms, strict=True):
             given = make(room)
@@ -105,7 +105,7 @@ class Directions:
         found: list[dict[nn.Parameter, Tensor]] = [{} for _ in makers]
         # A view in the state of a parameter keeps the matrices of all.
         viewable = sum(stack.layout.viewable_numel for stack in self.stacks)
-        copies = 2 * viewable < sum(math.prod(shape) for shape in beside.shapes)
+        copies = 2 * viewable < sum(math.prod(shape) for shape in storage.shapes)
         for stack, *wholes in zip(self.stacks, *made, strict=True):
             several = stack.layout.read_several(wholes, stack.vectors, copies=copies)
             for result, parts in zip(found, several, strict=True):

@@ -312,7 +312,7 @@ class CurvatureEngine(BuiltEngine):
 
     def _warn_of_unseen_layers(self) -> None:
         """Some layers have gradients, but their modules are never called; says so once for each."""
-        names = [repr(block.layer.name) for block in self.trained.blocks if block.tell_unseen()]
+        names = [repr(block.layer.name) for block in self.trained.blocks if block.needs_unseen_warning()]
         if names:
             warnings.warn(
                 f"{', '.join(names)}: the weight has gradients, but the layer was never seen in a forward and backward "

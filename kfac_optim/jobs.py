@@ -156,6 +156,6 @@ def _shift_of(block: Block, side: int, refresh: RefreshInProgress, solver: Solve
     factors, gamma = block.factors(refresh.source, refresh.extents.get(block)), refresh.gamma(block)
     if gamma is None:
         return torch.zeros_like(factors.ones())
-    if block.layer.joint:  # where A is the constant 1 there is nothing to split the damping between
+    if block.layer.pairs_share_scale:  # where A is the constant 1 there is nothing to split the damping between
         return gamma if side else torch.zeros_like(gamma)
     return solver.shifts(gamma, *factors.means())[side]

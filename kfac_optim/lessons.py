@@ -10,8 +10,8 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-from .beside import launches_count
-from .distributed import gathered_together, is_sharded, largest_entry
+from .distributed import is_sharded, largest_entry, summed_over_shards
+from .flat_storage import is_launch_bound
 from .grouping import SMALL_NUMEL, grouped_by_key
 
 __all__ = ["Compared", "Copies", "Lessons", "Read", "alignment", "alignments", "read_all"]
@@ -149,7 +149,7 @@ def _of_shards(compared: Sequence[Compared]) -> list[Tensor]:
     if not sharded:
         return []
     pairs = ((g, v, some.rate) for some in sharded for g, v in zip(some.gradients, some.vectors, strict=True))
-    return gathered_together([torch.mul(*_widened(g, v)).sum() * rate for g, v, rate in pairs])
+    return summed_over_shards([torch.mul(*_widened(g, v)).sum() * rate for g, v, rate in pairs])
 
 
 def _each_dot(compared: Compared, copies: Copies) -> Tensor:
@@ -187,7 +187,7 @@ def _batches_of(compared: Compared) -> _Batches:
 def _batches(numels: tuple[int, ...], device: torch.device) -> _Batches:
     """Batches of tensors of these sizes; cached, so that the index tensors are sent to the device only once."""
     places = range(len(numels))
-    if launches_count(device):
+    if is_launch_bound(device):
         batches = grouped_by_key(places, lambda i: None, numels.__getitem__, _BATCH_NUMEL)
     else:
         small = [i for i in places if numels[i] <= SMALL_NUMEL]

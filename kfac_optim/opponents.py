@@ -85,7 +85,7 @@ class Opponents:
         else:
             self._last_steps.pop(who, None)
 
-    def are_there(self, who: object) -> bool:
+    def exist_for(self, who: object) -> bool:
         """Whether some network trains against others in these steps, and has since the first step of this one."""
         if not self._last_steps:
             return False
@@ -172,7 +172,7 @@ class Opposition:
         That is known in the second step that collects statistics. ``alone``: whether there is one rank; of several one
         may have opponents that the others have not.
         """
-        return self.opposes is False and not (alone and OPPONENTS.are_there(self))
+        return self.opposes is False and not (alone and OPPONENTS.exist_for(self))
 
     def counters(self, *, captured: bool, alone: bool) -> dict[str, float]:
         """Its part of the saved counters.

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from .bases import Alike, gradients_of, members_of, rate_of
-from .checking import AVERAGES, PREFIX, checksums, saved_parts
+from .base_state import AVERAGES, PREFIX, saved_parts, with_checksums
+from .bases import Bucket, gradients_of, members_of, rate_of
 from .config import options as engine_options
 from .config import refuse_unknown, signature
 from .damping import OfLargest
@@ -177,7 +177,7 @@ class KFACMixin(_Optimizer):
         finally:  # also of a step that was interrupted or ran out of memory a state can be saved
             self._show_states()
 
-    def _update_weights(self, members: Sequence[Alike], closure: Callable[[], Any] | None) -> None:
+    def _update_weights(self, members: Sequence[Bucket], closure: Callable[[], Any] | None) -> None:
         """The step itself; ``closure``: what evaluates the loss, if the loop has one."""
         if self.precondition == "gradient" or self.curvature.closed:
             forget(self)
@@ -295,7 +295,7 @@ class KFACMixin(_Optimizer):
         ``torch.distributed.checkpoint`` takes them; :meth:`full_state_dict` has all of them.
         """
         self._show_counters()
-        return self._with_checksums(super().state_dict())
+        return with_checksums(super().state_dict())
 
     def full_state_dict(self) -> dict[str, Any]:
         """As :meth:`state_dict`, whole and the same on every rank (a collective: call it on all of them).
@@ -315,14 +315,7 @@ class KFACMixin(_Optimizer):
             for parameter, i in zip(group["params"], saved["params"], strict=True):
                 if parameter in whole:
                     state_dict["state"][i] = {**state_dict["state"][i], AVERAGES: whole[parameter]}
-        return self._with_checksums(state_dict)
-
-    def _with_checksums(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A state with the checksums of its averages."""
-        states, groups = state_dict["state"], state_dict["param_groups"]
-        averages = [states[i][AVERAGES] for group in groups for i in group["params"] if AVERAGES in states.get(i, ())]
-        sums = {PREFIX + name: value for name, value in checksums(averages).items()}
-        return {**state_dict, "param_groups": [{**group, **sums} for group in groups]}
+        return with_checksums(state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this optimizer, or of its plain base class (the curvature then starts anew).

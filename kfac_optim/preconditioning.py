@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .beside import SideBySide, launches_count, times
 from .blocks import Block
 from .damping import Damping, OfLargest, value_of
 from .diagnostics import StageTimes, communicating, cosines
@@ -26,11 +25,12 @@ from .distributed import (
     are_exchangeable,
     gathered,
 )
+from .flat_storage import FlatStorage, is_launch_bound, times
 from .layout import fill_all
 from .precision import without_autocast
 from .scaling import Direction, Scaling, scaled
 from .solvers import Decomposition, Joint, Solver, Spectral
-from .stacks import Stack, layer_of_pair, made_of, stacks_of, with_vectors
+from .stacks import Stack, layer_of_pair, stack_key, stacks_of, with_vectors
 from .tiles import precondition
 
 __all__ = ["Lr", "Preconditioner", "common_rate"]
@@ -53,9 +53,9 @@ class Preconditioner:
         self.solver, self.dtype, self.stages = solver, torch.promote_types(inv_dtype, torch.float32), stages
         self._stacks: list[Stack] = []
         self._spectral = solver if isinstance(solver, Spectral) else None  # the check takes long for a step
-        self._beside: SideBySide | None = None
+        self._storage: FlatStorage | None = None
         self._joint: tuple[list[Any], Joint] | None = None  # the decompositions that it was made of, and what was
-        self._made_of: Any = None  # versions of the decompositions that the stacks hold, and the kind of damping
+        self._stack_key: Any = None  # versions of the decompositions that the stacks hold, and the kind of damping
 
     def directions(
         self,
@@ -113,7 +113,7 @@ class Preconditioner:
                     stack.scaled_together,
                     steepest=largest,
                     bare=(of_stack[0], 1 + 1 / value) if bare and isinstance(damping, OfLargest) else None,
-                    beside=self._beside,
+                    storage=self._storage,
                 )
                 for stack, of_stack, largest in zip(stacks, matrices, steepest, strict=True)
             ]
@@ -159,21 +159,21 @@ class Preconditioner:
 
     def _current(self, known: Sequence[Block], damping: Damping) -> list[Stack]:
         """The stacks of the blocks that have decompositions, made anew when one of these has changed."""
-        current = made_of(known, damping)
-        if current != self._made_of:
+        current = stack_key(known, damping)
+        if current != self._stack_key:
             self.clear()
-            self._stacks, self._made_of = stacks_of(known, damping), current
+            self._stacks, self._stack_key = stacks_of(known, damping), current
         return self._stacks
 
     def release(self, blocks: Sequence[Block], damping: Damping) -> None:
         """Lets go of decompositions that are no longer in use."""
         known = [block for block in blocks if block.has_direction]
-        if self._made_of != made_of(known, damping):
+        if self._stack_key != stack_key(known, damping):
             self.clear()
 
     def clear(self) -> None:
         """Lets go of all decompositions."""
-        self._stacks, self._made_of, self._joint = [], None, None
+        self._stacks, self._stack_key, self._joint = [], None, None
 
     def _of_all(
         self,
@@ -188,17 +188,17 @@ class Preconditioner:
 
         They lie side by side. Without ``gammas``, ``[p]`` for each stack, they are gamma times as long.
         """
-        assert self._beside is not None
+        assert self._storage is not None
         layouts = [stack.layout for stack in stacks]
-        gradients, directions = (self._beside.empty(self.dtype) for _ in range(2))
+        gradients, directions = (self._storage.empty(self.dtype) for _ in range(2))
         fill_all(layouts, vectors, gradients)
         joint.precondition(gradients, value, directions)
         if gammas:
             by = torch._foreach_reciprocal([gamma.to(self.dtype) for gamma in gammas])
-            times(directions, by, self._beside, out=directions)
+            times(directions, by, self._storage, out=directions)
         filled = gradients
         if not all(_are_alike(stack, vectors, updates) for stack in stacks):
-            filled = self._beside.empty(self.dtype)
+            filled = self._storage.empty(self.dtype)
             fill_all(layouts, updates, filled)
         return list(zip(directions, gradients, filled, strict=True))
 
@@ -208,15 +208,15 @@ class Preconditioner:
         devices = {stack.layout.device for stack in stacks}
         numbers = sum(math.prod(stack.layout.shape) for stack in stacks)
         few = len(stacks) < 2 or len(devices) > 1 or numbers > _MOST_NUMEL
-        if self._spectral is None or few or not launches_count(*devices):
-            self._beside = self._joint = None
+        if self._spectral is None or few or not is_launch_bound(*devices):
+            self._storage = self._joint = None
             return None
         if any(len(of_stack) != 1 or not _are_of(self.dtype, of_stack[0].decomposed) for of_stack in tiles):
-            self._beside = self._joint = None
+            self._storage = self._joint = None
             return None
         shapes = [stack.layout.shape for stack in stacks]
-        if self._beside is None or self._beside.shapes != shapes:
-            self._beside = SideBySide(shapes, *devices)
+        if self._storage is None or self._storage.shapes != shapes:
+            self._storage = FlatStorage(shapes, *devices)
         if (
             self._joint is None
             or len(self._joint[0]) != len(tiles)

@@ -69,7 +69,7 @@ class Ranks:
             refuse_to_move(blocks, before)
         return changed
 
-    def come_up(self) -> Communicator | None:
+    def late_communicator(self) -> Communicator | None:
         """Before the first step: the ranks that torch.distributed has by now, if it was not up before."""
         return make_communicator() if self.alone and not self._given else None
 

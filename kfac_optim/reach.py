@@ -34,8 +34,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from .beside import each, times
 from .blocks import Block
+from .flat_storage import each, times
 from .scaling import Direction, inners, ratios, squares
 
 __all__ = ["LEAST", "Rates", "learn_reaches", "lower_reaches", "stretches"]
@@ -124,16 +124,16 @@ def stretches(directions: Sequence[Direction], out: Sequence[Tensor] | None = No
     bare = [d.bare for d in directions if d.bare is not None]
     if not directions or max(len(steepest), len(bare)) < len(directions):
         return []
-    beside = directions[0].beside
+    storage = directions[0].storage
     if bare:
         found = each("mul", [matrix for matrix, _ in bare], bare[0][1], out=out)
     else:
-        found = times([d.direction for d in directions], steepest, beside, out)
+        found = times([d.direction for d in directions], steepest, storage, out)
     each("sub_", found, [d.gradient for d in directions])
     followed = [i for i, d in enumerate(directions) if d.update is not d.gradient]
     if followed:
         of, moments = [directions[i] for i in followed], [directions[i].gradient for i in followed]
         rates = ratios(inners(of, [d.update for d in of], moments), squares(of, moments))
         changed = [found[i] for i in followed]
-        times(changed, each("clamp_min", rates, 0), beside, out=changed)
+        times(changed, each("clamp_min", rates, 0), storage, out=changed)
     return found

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from .beside import SideBySide, apart, as_one, each, launches_count, times
 from .checks import is_number, require_number
+from .flat_storage import FlatStorage, apart, as_one, each, is_launch_bound, times
 from .schedules import Schedule, value_at
 
 __all__ = [
@@ -55,7 +55,7 @@ class Direction:
             relative to that eigenvalue.
         bare: The direction D before it was multiplied by anything, and the number f for which ``f D`` is what the
             stretch of :mod:`~kfac_optim.reach` begins with, ``(L + gamma) P m``. None where ``steepest`` tells.
-        beside: Where the matrices of all stacks lie in one storage; None: each in its own.
+        storage: Where the matrices of all stacks lie in one storage; None: each in its own.
         update_norms: What :func:`update_norms` has found, for whoever asks again in this step.
     """
 
@@ -67,7 +67,7 @@ class Direction:
     pairs_per_layer: Sequence[int] = ()
     steepest: Tensor | None = None
     bare: tuple[Tensor, float] | None = None
-    beside: SideBySide | None = None
+    storage: FlatStorage | None = None
     update_norms: list[Tensor] = field(default_factory=list, repr=False)
 
     def inner(self, one: Tensor, other: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def _check_kappa(kappa: Any, step: int | None = None) -> float:
 def norms(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[Tensor]:
     """For each direction the ``norm`` of a matrix, ``[p]``; where launches count by few operations."""
     devices = {matrix.device for matrix in matrices}
-    if len(devices) != 1 or not launches_count(devices.pop()):
+    if len(devices) != 1 or not is_launch_bound(devices.pop()):
         return [d.norm(matrix) for d, matrix in zip(directions, matrices, strict=True)]
     return _few_norms(directions, matrices)
 
@@ -197,30 +197,30 @@ def _few_norms(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> l
 
 def _by_rows(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[Tensor]:
     """Matrices of the same norms, with one number for each row where they lie side by side."""
-    beside = directions[0].beside
-    if beside is None or not beside.rows or not beside.fits(matrices):
+    storage = directions[0].storage
+    if storage is None or not storage.rows or not storage.fits(matrices):
         return list(matrices)
-    whole = as_one(matrices[: beside.few])
+    whole = as_one(matrices[: storage.shared])
     if whole is None:
         return list(matrices)
-    of_rows = torch.linalg.vector_norm(whole.view(-1, beside.row), dim=1)
-    shapes = [(p, d_out * d_in // beside.row, 1) for p, d_out, d_in in beside.shapes[: beside.few]]
-    return [*apart(of_rows, shapes), *matrices[beside.few :]]
+    of_rows = torch.linalg.vector_norm(whole.view(-1, storage.row), dim=1)
+    shapes = [(p, d_out * d_in // storage.row, 1) for p, d_out, d_in in storage.shapes[: storage.shared]]
+    return [*apart(of_rows, shapes), *matrices[storage.shared :]]
 
 
 def inners(directions: Sequence[Direction], matrices: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
     """For each direction the ``inner`` product of two matrices, ``[p]``; where launches count by few operations."""
-    beside = directions[0].beside if directions else None
-    if beside is None or not beside.rows or not (beside.fits(matrices) and beside.fits(others)):
+    storage = directions[0].storage if directions else None
+    if storage is None or not storage.rows or not (storage.fits(matrices) and storage.fits(others)):
         return [d.inner(*both) for d, *both in zip(directions, matrices, others, strict=True)]
     products = each("mul", matrices, others)
     whole = as_one(products)
     assert whole is not None
-    of_rows = whole[: beside.rows * beside.row].view(-1, beside.row).sum(1)
+    of_rows = whole[: storage.rows * storage.row].view(-1, storage.row).sum(1)
     found: list[Tensor] = []
     for d, product in zip(directions, products, strict=True):
-        if len(found) < beside.few:
-            rows = product.numel() // beside.row
+        if len(found) < storage.shared:
+            rows = product.numel() // storage.row
             of_pairs, of_rows = of_rows[:rows].view(len(product), -1).sum(1), of_rows[rows:]
         else:
             of_pairs = product.sum((1, 2))
@@ -237,7 +237,7 @@ def scaled(directions: Sequence[Direction], multipliers: Sequence[Tensor]) -> li
     """Directions times multipliers, ``[p]`` or 0-dim."""
     if not directions:
         return []
-    matrices = times([d.direction for d in directions], multipliers, directions[0].beside)
+    matrices = times([d.direction for d in directions], multipliers, directions[0].storage)
     steepest: Sequence[Tensor | None] = [None] * len(directions)
     known = [d.steepest for d in directions if d.steepest is not None]
     if len(known) == len(directions):

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .bases import Alike, gradients_of
+from .bases import Bucket, gradients_of
 from .capture import Fisher, LossTerms, RandomState, Replay, frozen
 from .capture.fisher import FisherProducts, TargetCheck
 from .checks import require_number
@@ -152,7 +152,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         """
         return super().step(None if closure is None else _Closure(closure, self._parameters()[0].device))
 
-    def _update_weights(self, members: Sequence[Alike], closure: Callable[[], Any] | None) -> None:
+    def _update_weights(self, members: Sequence[Bucket], closure: Callable[[], Any] | None) -> None:
         engine, gradients = self.curvature, gradients_of(members)
         if engine.closed:
             self._replay.close()

@@ -31,7 +31,7 @@ def largest_eigenvalue(factor: Tensor) -> Tensor:
         return _largest_of(factor)
     start = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(factor)
     q = (start / start.norm()).expand(len(factor), n)
-    basis, diagonal, beside, scale = [q], [], [], factor.new_zeros(len(factor))
+    basis, diagonal, off_diagonal, scale = [q], [], [], factor.new_zeros(len(factor))
     for _ in range(_LANCZOS_STEPS):
         image = (factor @ q[..., None])[..., 0]
         diagonal.append((q * image).sum(-1))
@@ -42,10 +42,10 @@ def largest_eigenvalue(factor: Tensor) -> Tensor:
         length = image.norm(dim=-1)
         # What is left is then rounding, which normalised would be no longer orthogonal to the basis.
         converged = length <= _ROUNDINGS * torch.finfo(factor.dtype).eps * scale
-        beside.append(torch.where(converged, 0.0, length))
+        off_diagonal.append(torch.where(converged, 0.0, length))
         q = torch.where(converged[:, None], 0.0, image / length.clamp(min=torch.finfo(factor.dtype).tiny)[:, None])
         basis.append(q)
-    off = torch.stack(beside[:-1], -1)
+    off = torch.stack(off_diagonal[:-1], -1)
     tridiagonal = torch.stack(diagonal, -1).diag_embed() + off.diag_embed(1) + off.diag_embed(-1)
     return _largest_of(tridiagonal)
 

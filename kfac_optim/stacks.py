@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .beside import launches_count, stands_alone
 from .blocks import Block
 from .damping import Damping, kind_of
+from .flat_storage import is_launch_bound, needs_own_launch
 from .grouping import grouped_by_key
 from .layers import KroneckerLayer
 from .layout import Layout
 from .solvers import Decomposition
 from .tiles import Tile, tiles_of
 
-__all__ = ["Stack", "layer_of_pair", "made_of", "stack_of", "stacks_of", "with_vectors"]
+__all__ = ["Stack", "layer_of_pair", "stack_key", "stack_of", "stacks_of", "with_vectors"]
 
 # Layers of one shape are preconditioned together up to this many numbers in their gradients and decompositions (64 MiB
 # in float32, 1 GiB where launches count), which are copied to lie side by side. Larger ones gain nothing on a CPU. On
@@ -95,7 +95,7 @@ def stacks_of(blocks: Sequence[Block], damping: Damping) -> list[Stack]:
 
     def kind(block: Block) -> tuple[Any, ...]:
         layer = block.layer
-        shape = (layer.d_out, layer.d_in, layer.diagonal, layer.blocks, layer.joint, layer.weight.device)
+        shape = (layer.d_out, layer.d_in, layer.diagonal, layer.blocks, layer.pairs_share_scale, layer.weight.device)
         return (*shape, block.workers.gradient_workers)
 
     def size(block: Block) -> int:
@@ -104,14 +104,14 @@ def stacks_of(blocks: Sequence[Block], damping: Damping) -> list[Stack]:
 
     limit = _STACK_NUMEL["cpu" if all(b.layer.weight.device.type == "cpu" for b in blocks) else "accelerator"]
     stacks = [stack_of(group, damping) for group in grouped_by_key(blocks, kind, size, limit)]
-    if any(launches_count(stack.layout.device) for stack in stacks):
-        stacks.sort(key=lambda stack: stands_alone(stack.layout.shape))
+    if any(is_launch_bound(stack.layout.device) for stack in stacks):
+        stacks.sort(key=lambda stack: needs_own_launch(stack.layout.shape))
     return stacks
 
 
 def stack_of(blocks: list[Block], damping: Damping) -> Stack:
     """Stacks blocks of one shape. Side effect: their decompositions become views of the stack."""
-    of_pair = layer_of_pair(blocks) if blocks[0].layer.joint else None
+    of_pair = layer_of_pair(blocks) if blocks[0].layer.pairs_share_scale else None
     damping_unit = _cat([block.damping_unit(damping) for block in blocks])
     decomposed = [block.decomposed for block in blocks if block.decomposed is not None]
     if not decomposed:
@@ -125,7 +125,7 @@ def stack_of(blocks: list[Block], damping: Damping) -> Stack:
     return stack
 
 
-def made_of(known: Sequence[Block], damping: Damping) -> Any:
+def stack_key(known: Sequence[Block], damping: Damping) -> Any:
     """A key that changes when the stacks must be rebuilt: kind of damping and versions of the decompositions."""
     return kind_of(damping), [(block, block.version) for block in known]
 

@@ -12,7 +12,6 @@ from torch import nn
 from .averages import Averaging
 from .blocks import SIDES
 from .capture import Capture
-from .checking import check_counters, check_states, check_sums, checksums
 from .config import Config, loaded_options, saved_options
 from .coverage import TrainedModel
 from .distributed import Communicator
@@ -20,6 +19,7 @@ from .factors import copy_average_
 from .ranks import Ranks
 from .refresh import Refresher
 from .sharing import on_cpu, whole_state
+from .state_checks import check_counters, check_states, check_sums, checksums
 from .steering import Steering
 
 __all__ = ["StatefulEngine", "copy_state"]

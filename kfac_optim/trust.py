@@ -41,7 +41,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from .beside import each, times
+from .flat_storage import each, times
 from .scaling import Direction, norms, ratios, update_norms
 
 __all__ = ["Trust", "brake", "changes_at", "turns"]
@@ -145,7 +145,7 @@ def _moved(notches: int, alignment: float, most: int, fall: int = 1) -> int:
 
 
 def turns(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) -> Tensors:
-    """``k - u`` of each stack of layers, ``[p, d_out, d_in]``; ``out``: see :func:`~kfac_optim.beside.each`."""
+    """``k - u`` of each stack of layers, ``[p, d_out, d_in]``; ``out``: see :func:`~kfac_optim.flat_storage.each`."""
     if not directions:
         return []
     return each("sub", [d.direction for d in directions], [d.update for d in directions], out=out)
@@ -179,7 +179,7 @@ def changes_at(
         directions: The stacks, with k of the length of u.
         trust: In [0, 1].
         braked: What :func:`brake` has found.
-        out: See :func:`~kfac_optim.beside.each`.
+        out: See :func:`~kfac_optim.flat_storage.each`.
     """
     if not directions:
         return []
@@ -187,7 +187,7 @@ def changes_at(
     steps = each("lerp", updates, towards, trust, out=out)
     if trust < 1:
         lengths = ratios(update_norms(directions), norms(directions, steps))
-        times(steps, lengths, directions[0].beside, out=steps)
+        times(steps, lengths, directions[0].storage, out=steps)
     if braked is not None:
         braked = braked.to(steps[0].dtype) if isinstance(braked, Tensor) else braked
         share = 1 - trust * (1 - braked)

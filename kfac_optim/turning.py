@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .bases import (
     MOMENT,
-    Alike,
+    Bucket,
     base_step,
     gradient_weight_tracked,
     has_first_moment,
@@ -30,9 +30,9 @@ from .bases import (
     update_length,
     weights_before,
 )
-from .beside import as_one
 from .directions import Maker
 from .engine import CurvatureEngine
+from .flat_storage import as_one
 from .lessons import Compared, Copies, Lessons, alignment, alignments
 from .preconditioning import Lr
 from .reach import stretches
@@ -50,13 +50,13 @@ STRETCH, DESCENT = "kfac_stretch", "kfac_descent"
 _OF_STEP = (TURN, CHANGE, LENGTH, STRETCH, DESCENT)
 
 # Parameters of one group and type, and what is taken off each, per unit of the learning rate; of several groups.
-Changes = list[tuple[Alike, list[Tensor]]]
+Changes = list[tuple[Bucket, list[Tensor]]]
 
 
 def take_turned_step(
     optimizer: torch.optim.Optimizer,
     engine: CurvatureEngine,
-    members: Sequence[Alike],
+    members: Sequence[Bucket],
     take_base_step: Callable[[], None],
     lr: Lr | Mapping[nn.Parameter, Lr],
 ) -> None:
@@ -70,7 +70,7 @@ def take_turned_step(
         lr: The learning rate; by parameter where there are several.
     """
     of_layers = engine.trained.covered()
-    covered = [some for alike in members if (some := [m for m in alike if m.p in of_layers])]
+    covered = [some for bucket in members if (some := [m for m in bucket if m.p in of_layers])]
     plan = engine.plan()
     for state in [optimizer.state[p] for p in plan.too_long if p in optimizer.state]:
         for key in (STRETCH, DESCENT):
@@ -114,7 +114,7 @@ def take_turned_step(
     if STRETCH in judged:
         stretched = _changes_of(covered, judged[STRETCH])
         reaches, shared = engine.trained.reaches(), 1.0 if braked is None else braked
-        _subtract([(alike, multiplied(of, [reaches[m.p] for m in alike], shared)) for alike, of in stretched])
+        _subtract([(bucket, multiplied(of, [reaches[m.p] for m in bucket], shared)) for bucket, of in stretched])
         judged[DESCENT] = _descents(optimizer, base.moments, stretched)
     _remember(optimizer, covered, judged, turned)
     if length is not None:
@@ -122,7 +122,7 @@ def take_turned_step(
         first.state[LENGTH] = length.to(first.p.dtype)  # as torch's load_state_dict() would round it
 
 
-def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Alike]) -> Lessons:
+def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket]) -> Lessons:
     """Compares the new gradients with the directions, stretches and averages that earlier steps recorded.
 
     Args:
@@ -138,19 +138,19 @@ def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Alike]) -> Le
     unit = _unit(optimizer.param_groups)
     # The parameter that keeps the length of the last update may have no gradient now.
     length = next((state[LENGTH] for state in optimizer.state.values() if LENGTH in state), None)
-    for alike in members:
-        lr = rate_of(alike[0].group)
-        lr = -lr if alike[0].group.get("maximize") else lr
+    for bucket in members:
+        lr = rate_of(bucket[0].group)
+        lr = -lr if bucket[0].group.get("maximize") else lr
         of_turn: float | Tensor = lr
         of_stretch: float | Tensor = lr
         size = 1.0
         if not isinstance(lr, Tensor):
             of_turn, of_stretch, size = lr / unit, math.copysign(1, lr), abs(lr)
         for key, compared, rate in ((TURN, turns, of_turn), (MOMENT, averages, 1.0), (STRETCH, stretches, of_stretch)):
-            noted = [m for m in alike if key in m.state]
+            noted = [m for m in bucket if key in m.state]
             if noted:
                 compared.append(Compared([m.gradient for m in noted], [m.state[key] for m in noted], rate))
-        along = [m for m in alike if STRETCH in m.state]
+        along = [m for m in bucket if STRETCH in m.state]
         stretched += [m.p for m in along]
         rates += [size] * len(along)
         descents += [m.state[DESCENT] * abs(lr) if isinstance(lr, Tensor) else m.state[DESCENT] for m in along]
@@ -185,10 +185,10 @@ def _descents(
 
     A collective where they are sharded.
     """
-    params = [m.p for alike, _ in stretched for m in alike]
+    params = [m.p for bucket, _ in stretched for m in bucket]
     compared: list[Compared] = []
-    for alike, vectors in stretched:
-        weighted = [(moment_weight(optimizer, m.group, m.state), m, v) for m, v in zip(alike, vectors, strict=True)]
+    for bucket, vectors in stretched:
+        weighted = [(moment_weight(optimizer, m.group, m.state), m, v) for m, v in zip(bucket, vectors, strict=True)]
         for weight, of_weight in groupby(weighted, key=itemgetter(0)):
             _, some, along = zip(*of_weight, strict=True)
             compared.append(Compared([moments[m.p] for m in some], along, 1 / weight))
@@ -196,11 +196,11 @@ def _descents(
     return dict(zip(params, alignments(compared).unbind(), strict=True)) if params else {}
 
 
-def _changes_of(members: Sequence[Alike], changes: Mapping[nn.Parameter, Tensor]) -> Changes:
+def _changes_of(members: Sequence[Bucket], changes: Mapping[nn.Parameter, Tensor]) -> Changes:
     """The changes by bucket of parameters; parameters without a change are left out."""
     found: Changes = []
-    for alike in members if changes else ():
-        some = [m for m in alike if m.p in changes]
+    for bucket in members if changes else ():
+        some = [m for m in bucket if m.p in changes]
         if some:
             found.append((some, [changes[m.p] for m in some]))
     return found
@@ -208,25 +208,25 @@ def _changes_of(members: Sequence[Alike], changes: Mapping[nn.Parameter, Tensor]
 
 def _subtract(changes: Changes) -> None:
     """Takes the changes, per unit of the learning rate, off the weights."""
-    for alike, vectors in changes:
-        subtract_([m.p for m in alike], vectors, rate_of(alike[0].group))
+    for bucket, vectors in changes:
+        subtract_([m.p for m in bucket], vectors, rate_of(bucket[0].group))
 
 
 def _remember(
     optimizer: torch.optim.Optimizer,
-    members: Sequence[Alike],
+    members: Sequence[Bucket],
     judged: Mapping[str, Mapping[nn.Parameter, Tensor]],
     changes: Changes,
 ) -> None:
     """Notes what is judged and changes of this step; at a rate of 0 nothing has moved, and they may be of no update."""
-    for alike in [alike for alike in members if _moves(alike[0].group)]:
+    for bucket in [bucket for bucket in members if _moves(bucket[0].group)]:
         for key, of_key in judged.items():
-            for m in alike:
+            for m in bucket:
                 if (vector := of_key.get(m.p)) is not None:
                     m.state[key] = vector.to(m.p.dtype)
-    for alike, vectors in changes:
-        if _moves(alike[0].group):
-            for m, vector in zip(alike, vectors, strict=True):
+    for bucket, vectors in changes:
+        if _moves(bucket[0].group):
+            for m, vector in zip(bucket, vectors, strict=True):
                 if has_first_moment(optimizer, m.group, m.state):
                     m.state[CHANGE] = vector.to(m.p.dtype)
 
@@ -249,7 +249,7 @@ def forget(optimizer: torch.optim.Optimizer, *keys: str) -> None:
 
 
 def _changes_to_repeat(
-    optimizer: torch.optim.Optimizer, engine: CurvatureEngine, plan: Plan, members: Sequence[Alike]
+    optimizer: torch.optim.Optimizer, engine: CurvatureEngine, plan: Plan, members: Sequence[Bucket]
 ) -> Changes | None:
     """The changes of the last step, with the stretch as far as reach goes now; None where this one repeats nothing.
 
@@ -259,26 +259,26 @@ def _changes_to_repeat(
     is the base class's own.
     """
     ready, averages = engine.trained.weights_with_directions(), plan.moment_decay > 0
-    known: list[Alike] = []
-    for alike in members:
-        for m in alike:
+    known: list[Bucket] = []
+    for bucket in members:
+        for m in bucket:
             if TURN not in m.state:
                 if m.p in ready and _moves(m.group):
                     return None
             elif not (averages or has_first_moment(optimizer, m.group, m.state)):
                 return None
-        known.append([m for m in alike if TURN in m.state])
+        known.append([m for m in bucket if TURN in m.state])
     if not any(known):
         return None
     changes: Changes = []
     reaches = engine.trained.reaches() if plan.stretches else {}
-    for alike in known:
-        stretched = [m for m in alike if STRETCH in m.state] if plan.stretches else []
+    for bucket in known:
+        stretched = [m for m in bucket if STRETCH in m.state] if plan.stretches else []
         vectors = multiplied([m.state[STRETCH] for m in stretched], [reaches[m.p] for m in stretched], plan.last_brake)
         both = [(vector, m.state[CHANGE]) for m, vector in zip(stretched, vectors, strict=True) if CHANGE in m.state]
         if both:
             torch._foreach_add_(*(list(of) for of in zip(*both, strict=True)))
-        others = [m for m in alike if CHANGE in m.state and not (plan.stretches and STRETCH in m.state)]
+        others = [m for m in bucket if CHANGE in m.state and not (plan.stretches and STRETCH in m.state)]
         if stretched or others:
             changes.append(([*stretched, *others], [*vectors, *(m.state[CHANGE] for m in others)]))
     return None if not changes and plan.trust > 0 else changes

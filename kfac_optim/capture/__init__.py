@@ -35,7 +35,7 @@ from .fisher import Bernoulli, Categorical, Fisher, Gaussian
 from .hooks import Capture
 from .loss_terms import LossAverage, LossTerms, first_tensor, main_tensor
 from .replay import Part, RandomState, Replay, frozen
-from .statistics import Moments, Settled, StepStatistics
+from .statistics import Moments, StepMoments, StepStatistics
 
 __all__ = [
     "Bernoulli",
@@ -49,7 +49,7 @@ __all__ = [
     "Part",
     "RandomState",
     "Replay",
-    "Settled",
+    "StepMoments",
     "StepStatistics",
     "first_tensor",
     "frozen",

@@ -15,7 +15,7 @@ from ..layers import Observation
 from .calls import ModelCall
 from .gradients import GradientWatch
 
-__all__ = ["MicroBatch", "Moments", "Settled", "StepStatistics", "Taken"]
+__all__ = ["MicroBatch", "Moments", "StepMoments", "StepStatistics", "Taken"]
 
 StepKind = Literal["passes", "to_caller"]
 
@@ -85,7 +85,7 @@ class MicroBatch:
 
 
 @dataclass
-class Settled:
+class StepMoments:
     """The statistics of a step, resolved after its flags have been read from the device.
 
     Attributes:
@@ -185,7 +185,7 @@ class StepStatistics:
         """What has to be read from the device to know which micro-batches count."""
         return [*self.kept, *self.scales, *(largest for _, _, largest in self.checks)]
 
-    def settle(self, values: Iterator[float]) -> Settled:
+    def settle(self, values: Iterator[float]) -> StepMoments:
         """What the step's statistics are.
 
         Args:
@@ -202,7 +202,7 @@ class StepStatistics:
             for k, scale in enumerate(scales)
         ]
         finite = [belongs and bool(finite) for belongs, finite in zip(taken, kept, strict=True)]
-        return Settled(self.sums, self.terms, taken, finite, starts)
+        return StepMoments(self.sums, self.terms, taken, finite, starts)
 
 
 class Taken:
@@ -257,7 +257,7 @@ class Taken:
         """What has to be read from the device to know which micro-batches count; of any shape."""
         return [*self._passes.flags, *self._to_caller.flags, *self._largest.values()]
 
-    def settle(self, flags: Iterable[float]) -> Settled:
+    def settle(self, flags: Iterable[float]) -> StepMoments:
         """What the step's statistics are.
 
         Args:
@@ -270,7 +270,7 @@ class Taken:
         }
         if "passes" not in cleared and any(passes.taken):
             return passes
-        return Settled({}, [], [], [], {}) if "to_caller" in cleared else to_caller
+        return StepMoments({}, [], [], [], {}) if "to_caller" in cleared else to_caller
 
 
 def _all_finite(tensors: list[Tensor]) -> Tensor:

@@ -27,7 +27,6 @@ from .sharding import (
     any_sharded,
     full_gradient,
     gathered,
-    gathered_together,
     gradient_moves_away,
     is_sharded,
     largest_entry,
@@ -36,6 +35,7 @@ from .sharding import (
     set_full_gradient_,
     sharded_like,
     sharding_problem,
+    summed_over_shards,
 )
 from .shards import ShardExchange, are_exchangeable
 from .strategies import KAISA, FactorWise, LayerWise, longest_first
@@ -61,7 +61,7 @@ __all__ = [
     "any_sharded",
     "full_gradient",
     "gathered",
-    "gathered_together",
+    "summed_over_shards",
     "gradient_moves_away",
     "is_sharded",
     "join_hook",

@@ -19,7 +19,7 @@ __all__ = [
     "are_rows",
     "full_gradient",
     "gathered",
-    "gathered_together",
+    "summed_over_shards",
     "gradient_moves_away",
     "is_sharded",
     "largest_entry",
@@ -124,7 +124,7 @@ def _gathered_by_rows(tensors: Sequence[Tensor], mesh: Any, placements: Sequence
     return [part.reshape(-1)[: tensor.numel()].view(tensor.shape) for part, tensor in parts]
 
 
-def gathered_together(scalars: Sequence[Tensor]) -> list[Tensor]:
+def summed_over_shards(scalars: Sequence[Tensor]) -> list[Tensor]:
     """Numbers, 0-dim, as every rank is to have them: those that FSDP2's shards make up are summed (a collective).
 
     One for all that are laid out alike.

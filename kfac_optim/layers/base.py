@@ -126,7 +126,7 @@ class KroneckerLayer(ABC):
         blocks: The number b of blocks along the diagonal that are kept of A, ``[p b, m, m]``, and of G; 1: all of it.
         diagonal_input: Whether A is diagonal by nature (embeddings).
         always_expands: Whether ``sharing`` is "expand" whatever the options say.
-        joint: Whether the pairs share one damping and one norm.
+        pairs_share_scale: Whether the pairs share one damping and one norm.
         sharing: "expand" or "reduce".
         batch_dim: The dimension of the examples in inputs with shared positions.
         host: For the projections of attention, which no module call shows, the module during whose forward ``F.linear``
@@ -135,7 +135,7 @@ class KroneckerLayer(ABC):
     """
 
     rule = "Kronecker"
-    joint = False
+    pairs_share_scale = False
     diagonal_input = False
     always_expands = False
     bias_part = slice(None)

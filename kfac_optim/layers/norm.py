@@ -34,7 +34,7 @@ class _NormLayer(KroneckerLayer):
     """
 
     rule = "unit-wise"
-    joint = True
+    pairs_share_scale = True
     by_example = True
     always_expands = True
 

@@ -9,7 +9,7 @@ with ``pi^2 = mean eigenvalue(A) / mean eigenvalue(G)`` (Martens & Grosse 2015, 
 the same Tikhonov damping. A diagonal factor is decomposed by its diagonal alone.
 
 A solver by eigendecompositions may also tell which part of them matters at the damping at hand, check them, and
-decompose factors of nearly one size as one (:class:`Spectral`).
+decompose factors of nearly one size as one (``Spectral`` in protocol.py).
 
 A decomposition is a tuple of tensors, so that any solver's results can be sent between ranks. Matrices in it are stored
 in ``inv_dtype``, vectors and scalars (which carry the magnitude) in float32 at least.

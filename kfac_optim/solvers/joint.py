@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..beside import apart
+from ..flat_storage import apart
 from .protocol import Decomposition
 
 __all__ = ["JointEigen", "g_first"]

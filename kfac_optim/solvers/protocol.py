@@ -53,8 +53,8 @@ class Solver(Protocol):
         The blocks of a block-diagonal factor count as pairs here and in ``shapes``; ``precondition`` then sees one tile
         of the gradient at a time, with a block of A and a block of G (:mod:`kfac_optim.tiles`).
 
-        Runs without autocast and, but for a :class:`Spectral` solver, without TF32, perhaps beside training, in another
-        thread.
+        Runs without autocast and, but for a solver by eigendecompositions, without TF32; perhaps in another thread,
+        beside training.
 
         May raise ``torch.linalg.LinAlgError`` or return non-finite values; the engine then retries and falls back.
         """

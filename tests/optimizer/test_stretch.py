@@ -198,10 +198,10 @@ def test_a_stretch_of_nothing_teaches_nothing() -> None:
     assert learned(0.0, 0.0) == (0.01, False)
 
 
-@pytest.mark.parametrize("launches_count", [False, True])
-def test_alignments_are_those_of_each_parameter(monkeypatch: pytest.MonkeyPatch, launches_count: bool) -> None:
+@pytest.mark.parametrize("is_launch_bound", [False, True])
+def test_alignments_are_those_of_each_parameter(monkeypatch: pytest.MonkeyPatch, is_launch_bound: bool) -> None:
     """In their order, whatever their sizes, kinds and rates are; also where they lie side by side."""
-    monkeypatch.setattr(lessons, "launches_count", lambda _: launches_count)
+    monkeypatch.setattr(lessons, "is_launch_bound", lambda _: is_launch_bound)
     monkeypatch.setattr(lessons, "_BATCH_NUMEL", 701)
     monkeypatch.setattr(lessons, "SMALL_NUMEL", 20)
     lessons._batches.cache_clear()
@@ -359,7 +359,7 @@ def test_a_discriminator_is_not_stretched(zero: Any, generator_first: bool) -> N
         if not generator_first:
             generate()
     copied = copy.deepcopy(((generator, discriminator), players))
-    assert all(opponents.OPPONENTS.are_there(player.curvature._steering.opposition) for player in copied[1].values())
+    assert all(opponents.OPPONENTS.exist_for(player.curvature._steering.opposition) for player in copied[1].values())
     for player in players.values():
         assert player.curvature.reach == 0
         assert not any("kfac_stretch" in state for state in player.state.values())
@@ -599,12 +599,12 @@ def test_a_skipped_step_makes_no_opponent() -> None:
     registry, here, there = opponents.Opponents(), nn.Identity(), nn.Identity()
     registry.step(there, opposes=True)
     registry.step(here, opposes=False)
-    assert not registry.are_there(here)
+    assert not registry.exist_for(here)
     registry.step(there, opposes=True)
-    assert registry.are_there(here)
+    assert registry.exist_for(here)
     for _ in range(20):
         registry.step(here, opposes=False)
-    assert not registry.are_there(here)
+    assert not registry.exist_for(here)
 
 
 @pytest.mark.usefixtures("never_turned")

@@ -28,7 +28,7 @@ TREES = {
 LAYERS = (
     ("checks",),
     (
-        "beside",
+        "flat_storage",
         "opponents",
         "schedules",
         "factors",
@@ -47,7 +47,8 @@ LAYERS = (
     ("averages", "jobs", "stacks", "steering", "ranks"),
     ("preconditioning",),
     ("refresh",),
-    ("checking",),
+    ("state_checks",),
+    ("base_state",),
     ("state",),
     ("views",),
     ("build",),

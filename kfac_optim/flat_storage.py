@@ -13,42 +13,42 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["SideBySide", "apart", "as_one", "each", "launches_count", "stands_alone", "times"]
+__all__ = ["FlatStorage", "apart", "as_one", "each", "is_launch_bound", "needs_own_launch", "times"]
 
-_PATIENT = {"cpu"}  # types of devices on which launches cost little
+_CHEAP_LAUNCHES = {"cpu"}  # types of devices on which launches cost little
 _FEW_PAIRS = 64  # stacks of more pairs, as norm layers have them, get their factors by a kernel of their own
 _LEAST_ROW = 8  # numbers that share a factor; with fewer, all factors together would take too much memory
 
 
-def launches_count(device: torch.device) -> bool:
+def is_launch_bound(device: torch.device) -> bool:
     """Whether steps are short of launches on a device, rather than of arithmetic."""
-    return device.type not in _PATIENT
+    return device.type not in _CHEAP_LAUNCHES
 
 
-def stands_alone(shape: tuple[int, int, int]) -> bool:
+def needs_own_launch(shape: tuple[int, int, int]) -> bool:
     """Whether a stack gets its factors by a kernel of its own: of many pairs, or of an odd number of entries."""
     p, d_out, d_in = shape
     return p > _FEW_PAIRS or d_out * d_in % _LEAST_ROW != 0
 
 
-class SideBySide:
+class FlatStorage:
     """Where the matrices ``[p, d_out, d_in]`` of some stacks lie in one storage.
 
     Args:
-        shapes: Theirs; those that stand alone last.
-        device: Theirs.
+        shapes: Of the matrices of each stack; those that need a kernel of their own last.
+        device: Where they are.
 
     Attributes:
-        few: How many stacks there are before the first that stands alone.
-        row: The numbers in a row, which all belong to one pair in each of these.
+        shared: How many stacks have their factors by one kernel: those before the first that needs one of its own.
+        row: The numbers in a row, which all belong to one pair, in each of these stacks.
         rows: How many rows they have.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, int, int]], device: torch.device) -> None:
         self.shapes, self.device = list(shapes), device
-        self.few = next((i for i, shape in enumerate(shapes) if stands_alone(shape)), len(shapes))
-        self.row = math.gcd(*(d_out * d_in for _, d_out, d_in in shapes[: self.few])) if self.few else 0
-        pairs = [(p, d_out * d_in) for p, d_out, d_in in shapes[: self.few]]
+        self.shared = next((i for i, shape in enumerate(shapes) if needs_own_launch(shape)), len(shapes))
+        self.row = math.gcd(*(d_out * d_in for _, d_out, d_in in shapes[: self.shared])) if self.shared else 0
+        pairs = [(p, d_out * d_in) for p, d_out, d_in in shapes[: self.shared]]
         self.rows = sum(p * numel for p, numel in pairs) // self.row if self.row else 0
         self._pair_of_row: Tensor | None = None
         self._templates = [torch.empty(shape, device="meta") for shape in shapes]
@@ -69,7 +69,7 @@ class SideBySide:
     def by_row(self, of_pairs: Sequence[Tensor]) -> Tensor:
         """Values of the pairs of the first stacks, ``[p]`` each, for each row of :attr:`row` numbers, ``[rows, 1]``."""
         if self._pair_of_row is None:  # computed once, on the host: it would wait for a device
-            lengths = [d_out * d_in // self.row for p, d_out, d_in in self.shapes[: self.few] for _ in range(p)]
+            lengths = [d_out * d_in // self.row for p, d_out, d_in in self.shapes[: self.shared] for _ in range(p)]
             index = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
             self._pair_of_row = index.to(self.device, non_blocking=True)
         return torch.cat(list(of_pairs)).index_select(0, self._pair_of_row)[:, None]
@@ -134,7 +134,7 @@ def each(
 def times(
     matrices: Sequence[Tensor],
     factors: Sequence[Tensor],
-    beside: SideBySide | None = None,
+    storage: FlatStorage | None = None,
     out: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """Each stack of matrices ``[p, d_out, d_in]`` times factors of its pairs, ``[p]`` or 0-dim.
@@ -142,22 +142,22 @@ def times(
     Args:
         matrices: Those of the stacks.
         factors: Those of each stack.
-        beside: Where the matrices lie.
+        storage: Where the matrices lie.
         out: Where the results go: the matrices themselves, or others that lie as they do; None: new ones.
     """
-    if beside is None or not beside.fits(matrices):
+    if storage is None or not storage.fits(matrices):
         by_pair = [factor.reshape(-1, 1, 1) for factor in factors]
         if out is matrices:
             return [matrix.mul_(by) for matrix, by in zip(matrices, by_pair, strict=True)]
         return [matrix * by for matrix, by in zip(matrices, by_pair, strict=True)]
-    results = beside.empty(matrices[0].dtype) if out is None else list(out)
+    results = storage.empty(matrices[0].dtype) if out is None else list(out)
     given, found = as_one(matrices), as_one(results)
     assert given is not None and found is not None
-    of_few = slice(0, beside.rows * beside.row)
-    of_pairs = [f if f.dim() else f.expand(len(m)) for m, f in zip(matrices, factors[: beside.few], strict=False)]
-    if beside.rows:
-        rows = beside.by_row(of_pairs)
-        torch.mul(given[of_few].view(-1, beside.row), rows, out=found[of_few].view(-1, beside.row))
-    for i in range(beside.few, len(matrices)):
+    of_few = slice(0, storage.rows * storage.row)
+    of_pairs = [f if f.dim() else f.expand(len(m)) for m, f in zip(matrices, factors[: storage.shared], strict=False)]
+    if storage.rows:
+        rows = storage.by_row(of_pairs)
+        torch.mul(given[of_few].view(-1, storage.row), rows, out=found[of_few].view(-1, storage.row))
+    for i in range(storage.shared, len(matrices)):
         torch.mul(matrices[i], factors[i].reshape(-1, 1, 1), out=results[i])
     return results

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, Graft, KFACAdam, KFACAdamW, OfLargest, OfMean, beside
-from kfac_optim.beside import SideBySide, as_one, each, times
+from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, Graft, KFACAdam, KFACAdamW, OfLargest, OfMean, flat_storage
+from kfac_optim.flat_storage import FlatStorage, as_one, each, times
 from kfac_optim.solvers.joint import JointEigen
 from kfac_optim.turning import STRETCH, TURN
 from tests.helpers.compare import assert_near
@@ -78,7 +78,7 @@ def test_steps_are_the_same_where_launches_count(
 ) -> None:
     model = Net()
     expected, there = trained(copy.deepcopy(model), cls, options)
-    monkeypatch.setattr(beside, "_PATIENT", set())
+    monkeypatch.setattr(flat_storage, "_CHEAP_LAUNCHES", set())
     taken: list[int] = []
     precondition = JointEigen.precondition
     monkeypatch.setattr(
@@ -95,7 +95,7 @@ def test_steps_are_the_same_where_launches_count(
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_view_does_not_keep_the_matrices_of_all_stacks(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step notes are views where most of the matrices are such, else copies."""
-    monkeypatch.setattr(beside, "_PATIENT", set())
+    monkeypatch.setattr(flat_storage, "_CHEAP_LAUNCHES", set())
     model = nn.Sequential(*(nn.Linear(16, 16, bias=bias) for _ in range(4)), nn.Linear(16, 8, bias=not bias))
     optimizer = KFACSGD(model, lr=0.02, momentum=0.9, factor_update_steps=1)  # the second one tells: stretch
     for _ in range(2):
@@ -111,8 +111,8 @@ def test_a_view_does_not_keep_the_matrices_of_all_stacks(bias: bool, monkeypatch
 def test_factors_of_pairs_reach_the_rows_of_their_matrices() -> None:
     """Of stacks that stand alone, too: of many pairs, and of matrices that no whole number of rows fills."""
     shapes = [(2, 8, 3), (3, 4, 4), (1, 5, 5), (100, 2, 1)]
-    side = SideBySide(shapes, torch.device("cpu"))
-    assert (side.few, side.row, side.rows) == (2, 8, 12)
+    side = FlatStorage(shapes, torch.device("cpu"))
+    assert (side.shared, side.row, side.rows) == (2, 8, 12)
     matrices, others = side.empty(torch.float64), side.empty(torch.float64)
     for matrix in (*matrices, *others):
         matrix.normal_()
@@ -163,6 +163,6 @@ def test_stacks_come_and_go(
         return [p.detach() for p in own.parameters()]
 
     expected = weights()
-    monkeypatch.setattr(beside, "_PATIENT", set())
+    monkeypatch.setattr(flat_storage, "_CHEAP_LAUNCHES", set())
     for found, weight in zip(weights(), expected, strict=True):
         assert_near(found, weight, rel=1e-6)

@@ -1,0 +1,130 @@
+"""An optimizer's saved state: where the engine's part of it stands, and whether the base class's is whole."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .state_checks import PREFIX, checksums
+
+__all__ = ["AVERAGES", "PREFIX", "saved_parts", "with_checksums"]
+
+AVERAGES = "kfac"  # the averages of a layer stand under this key in the optimizer's state of its weight
+
+_DECOUPLED = "decoupled_weight_decay"  # in the groups of Adam, False, and AdamW, True
+
+# The shape of a small parameter: all sizes differ, and some bases treat matrices below 128 x 128 in another way.
+_SMALL = (131, 137, 3, 5, 7, 11)
+
+
+def with_checksums(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state with the checksums of its averages in every group."""
+    states, groups = state_dict["state"], state_dict["param_groups"]
+    averages = [states[i][AVERAGES] for group in groups for i in group["params"] if AVERAGES in states.get(i, ())]
+    sums = {PREFIX + name: value for name, value in checksums(averages).items()}
+    return {**state_dict, "param_groups": [{**group, **sums} for group in groups]}
+
+
+def saved_parts(
+    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], base_step: Callable[[Any], Any]
+) -> tuple[dict[nn.Parameter, dict[str, Any]], dict[str, float | int]]:
+    """The averages by weight and the engine's numbers in a saved state, after checks of all the rest of it.
+
+    Args:
+        optimizer: The optimizer that is to load it; it is not changed.
+        state_dict: The saved state.
+        base_step: The base class's ``step``.
+
+    Raises:
+        ValueError: If the state is no optimizer's, of another model, damaged, or of another kind of weight decay.
+    """
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"this is not the state of an optimizer: it has no {key!r}")
+    groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
+    sizes, saved_sizes = ([len(group["params"]) for group in gs] for gs in (groups, saved_groups))
+    if sizes != saved_sizes:
+        raise ValueError(f"the state has groups of {saved_sizes} parameters, the optimizer of {sizes}: another model?")
+    averages = {}
+    for group, saved in zip(groups, saved_groups, strict=True):
+        decoupled, own = saved.get(_DECOUPLED), group.get(_DECOUPLED)
+        if saved.get("weight_decay") and None not in (decoupled, own) and decoupled != own:
+            raise ValueError(
+                f"the state has weight decay with {_DECOUPLED}={decoupled}, this optimizer {own}: that of AdamW for "
+                f"Adam, or the other way round? Build the class that was saved, or give {_DECOUPLED}={decoupled}"
+            )
+        kinds = _kinds(optimizer, {**group, **saved, "params": group["params"]}, base_step)
+        for parameter, i in zip(group["params"], saved["params"], strict=True):
+            state = state_dict["state"].get(i, {})
+            if not isinstance(state, dict):
+                raise ValueError(f"the state is damaged: that of parameter {i} is {state!r}")
+            if AVERAGES in state:
+                averages[parameter] = state[AVERAGES]
+            base = {key: value for key, value in state.items() if key != AVERAGES}
+            problem = _base_problem(parameter, base, optimizer.state.get(parameter, {}), kinds)
+            if problem:
+                raise ValueError(f"the state of parameter {i} {problem}")
+    first: Mapping[str, Any] = saved_groups[0] if saved_groups else {}
+    return averages, {name.removeprefix(PREFIX): v for name, v in first.items() if name.startswith(PREFIX)}
+
+
+@torch.no_grad()
+def _kinds(optimizer: Any, group: dict[str, Any], base_step: Callable[[Any], Any]) -> dict[tuple[int, str], str]:
+    """What the base class keeps of the parameters of a group, found out by a step on small ones.
+
+    Returns:
+        By number of dimensions of a parameter and key of its state: "parameter" if the tensor has its shape, "dims" if
+        it shares dimensions with it (Adafactor, Shampoo). Empty if the step fails.
+    """
+    dims = {p.dim(): p for p in group["params"] if p.dim()}
+    small = [torch.ones(_SMALL[:n], dtype=p.dtype, device=p.device) for n, p in dims.items()]
+    for tensor in small:
+        tensor.requires_grad_().grad = torch.ones_like(tensor)
+    probe = object.__new__(type(optimizer))
+    probe.__dict__.update(optimizer.__dict__, state=defaultdict(dict), param_groups=[{**group, "params": small}])
+    try:
+        base_step(probe)
+    except Exception:  # other options than it knows, or a kernel that does not take such tensors
+        return {}
+    found: dict[tuple[int, str], str] = {}
+    for tensor in small:
+        for key, value in probe.state.get(tensor, {}).items():
+            if isinstance(value, Tensor) and value.dim() and _shares(value.shape, tensor.shape):
+                found[tensor.dim(), key] = "parameter" if value.shape == tensor.shape else "dims"
+    return found
+
+
+def _shares(shape: torch.Size, parameter: torch.Size) -> bool:
+    """Whether a tensor has a dimension, other than 1, of its parameter, or no other dimension than 1."""
+    sizes = {size for size in shape if size > 1}
+    return not sizes or not sizes.isdisjoint(parameter)
+
+
+def _base_problem(
+    parameter: Tensor, saved: Mapping[str, Any], own: Mapping[str, Any], kinds: Mapping[tuple[int, str], str]
+) -> str:
+    """What keeps the base class's state of a parameter from being loaded, as the end of a sentence."""
+    whole = [key for (n, key), kind in kinds.items() if n == parameter.dim() and kind == "parameter"]
+    missing = [key for key in whole if not isinstance(saved.get(key), Tensor)]
+    if missing and any(key in saved for key in whole):
+        return f"is damaged, or of another class of optimizers: it has no {missing[0]!r}"
+    for key, value in saved.items():
+        if isinstance(value, Tensor) and value.dim():
+            mine = own.get(key)
+            kind = "parameter" if key.startswith(PREFIX) else kinds.get((parameter.dim(), key))
+            like = mine.shape if isinstance(mine, Tensor) and kind != "parameter" else parameter.shape
+            fits = _shares(value.shape, like) if kind == "dims" and mine is None else value.shape == like
+            if not fits and (kind or mine is not None):
+                return f"has a {key!r} of shape {tuple(value.shape)}, which does not fit {tuple(like)}: another model?"
+        if isinstance(value, Tensor) and bool(value.isnan().any()):
+            return f"is damaged, or was saved after training had failed: {key!r} is not a number"
+        counts = key == "step" and isinstance(value, Tensor | int | float)
+        none = value is None and (kinds or key.startswith(PREFIX))
+        if none or counts and not 0 <= float(value) < math.inf:
+            return f"is damaged: its {key!r} is {value}"
+    return ""
