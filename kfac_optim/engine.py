@@ -135,7 +135,7 @@ class CurvatureEngine(BuiltEngine):
         self._steering.learn(self.trained.blocks, lessons, read, captured_lost if looked else None, alone=alone)
         if not self.trained.blocks:  # everything trains by the base rule
             return True
-        settled = statistics.settle(read.flags)
+        settled = statistics.resolve(read.flags)
         if self._capture.enabled and trains:
             unseen = not any(settled.taken) and statistics.has_gradients()
             self._unseen_steps = unseen * (self._unseen_steps + (UNSEEN_STEPS if statistics.transformed else 1))

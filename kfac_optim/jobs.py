@@ -47,8 +47,8 @@ class RefreshInProgress:
         self.blocks: list[Block] = []
         self.steps: dict[FactorJob, int] = {}  # this rank's jobs: how many steps after the start each is due
         self.background: list[FactorJob] = []  # those of them that run in the background
-        self.running: dict[FactorJob, Callable[[], MaybeDecomposition]] = {}
-        self.done: dict[FactorJob, MaybeDecomposition] = {}
+        self._running: dict[FactorJob, Callable[[], MaybeDecomposition]] = {}
+        self._done: dict[FactorJob, MaybeDecomposition] = {}
 
     def plan(self, blocks: list[Block], rank: int) -> None:
         """Shares this rank's decompositions out to the steps: evenly by cost, and same shapes together.
@@ -78,8 +78,8 @@ class RefreshInProgress:
         when = longest_first(costs, [steps] * len(batches), [0.0] * steps.stop)
         self.steps = {job: step for step, batch in zip(when, batches, strict=True) for job in batch}
         self.steps |= dict.fromkeys(self.background, self.spread)
-        self.done = {job: result for job, result in self.done.items() if job in own_jobs}
-        self.running = {job: result for job, result in self.running.items() if job in own_jobs}
+        self._done = {job: result for job, result in self._done.items() if job in own_jobs}
+        self._running = {job: result for job, result in self._running.items() if job in own_jobs}
 
     def ends(self, step: int) -> bool:
         """Whether its time is up at ``step``: the ranks then exchange its decompositions."""
@@ -90,12 +90,39 @@ class RefreshInProgress:
 
         Largest first, so that its scratch memory is needed while few results are held.
         """
-        jobs = [job for job, after in self.steps.items() if after <= step - self.start and job not in self.done]
+        jobs = [job for job, after in self.steps.items() if after <= step - self.start and job not in self._done]
         return sorted(jobs, key=lambda job: -job[0].specs[job[1]].cost)
+
+    def start_background(self, start: Callable[[FactorJob], Callable[[], MaybeDecomposition]]) -> None:
+        """Starts the background jobs that are neither running nor done; ``start`` returns what waits for a result."""
+        for job in self.background:
+            if job not in self._running and job not in self._done:
+                self._running[job] = start(job)
+
+    def is_running(self, job: FactorJob) -> bool:
+        """Whether a job runs in the background."""
+        return job in self._running
+
+    def collect(self, job: FactorJob) -> None:
+        """Waits for a background job."""
+        self._done[job] = self._running.pop(job)()
+
+    def finish(self, jobs: Sequence[FactorJob], results: Sequence[MaybeDecomposition]) -> None:
+        """Takes the results of other jobs."""
+        self._done.update(zip(jobs, results, strict=True))
+
+    def add_extents(self, extents: Mapping[Block, Extent]) -> None:
+        """Takes what is known of the eigenvalues of more factors."""
+        self.extents.update(extents)
+
+    def failure(self, block: Block, side: int) -> str:
+        """Why a job of this rank has failed; empty if it has not."""
+        result = self._done.get((block, side))
+        return result.reason if isinstance(result, Failure) else ""
 
     def found(self, block: Block, side: int) -> Decomposition | None:
         """The decomposition of A (0) or G (1) of a block; None where another rank makes it, or it has failed."""
-        result = self.done.get((block, side))
+        result = self._done.get((block, side))
         return None if isinstance(result, Failure) else result
 
     def gamma(self, block: Block) -> Tensor | None:
@@ -103,7 +130,7 @@ class RefreshInProgress:
         return self.gammas.get(block, block.state[self.source].get("gamma"))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "running": {}}
+        return {**self.__dict__, "_running": {}}
 
 
 def together(jobs: Sequence[FactorJob]) -> list[list[FactorJob]]:

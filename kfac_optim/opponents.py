@@ -3,9 +3,9 @@
 A discriminator that trains faster wins at once, and the generator has nothing to learn from; a generator that trains
 faster finds the discriminator's blind spots instead of the data. The discriminator is known by gradients that are
 thrown away, those of the backward passes by which the generator trains. They are seen in two ways: what its layers had
-captured is gone (:class:`~kfac_optim.capture.statistics.Taken`), and what a step has left in ``.grad`` has grown until
-the optimizer clears it (:class:`Leftover`). Nothing tells of a generator. So an optimizer takes itself for an opponent
-as long as such a network takes steps in the same process, between its own.
+captured is gone (:class:`~kfac_optim.capture.statistics.TakenStatistics`), and what a step has left in ``.grad`` has
+grown until the optimizer clears it (:class:`Leftover`). Nothing tells of a generator. So an optimizer takes itself for
+an opponent as long as such a network takes steps in the same process, between its own.
 """
 
 from __future__ import annotations

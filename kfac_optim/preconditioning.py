@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
 from typing import Any
@@ -19,16 +19,12 @@ from .directions import Directions, StackedDirection
 from .distributed import (
     Broadcast,
     Communicator,
-    ShardExchange,
-    all_gathered,
-    any_sharded,
-    are_exchangeable,
-    gathered,
 )
 from .flat_storage import FlatStorage, is_launch_bound, times
 from .layout import fill_all
 from .precision import without_autocast
 from .scaling import Direction, Scaling, scaled
+from .shard_routing import exchanged_blocks, gathered_vectors
 from .solvers import Decomposition, Joint, Solver, Spectral
 from .stacks import Stack, layer_of_pair, stack_key, stacks_of, with_vectors
 from .tiles import precondition
@@ -86,9 +82,9 @@ class Preconditioner:
         """
         known = [block for block in blocks if block.has_direction]
         value = value_of(damping, step)
-        exchanged = _exchanged(known, scaling, comm)
+        exchanged = exchanged_blocks(known, scaling, comm)
         with communicating("gradient", self.stages, comm.world_size) if exchanged else nullcontext():
-            vectors, updates, exchange = _gathered(known, exchanged, vectors, updates, comm)
+            vectors, updates, exchange = gathered_vectors(known, exchanged, vectors, updates, comm)
         stacks = [part for stack in self._current(known, damping) for part in with_vectors(stack, vectors, damping)]
         device = stacks[0].damping_unit.device.type if stacks else "cpu"
         self._select(stacks, value)
@@ -153,7 +149,7 @@ class Preconditioner:
         if not any(block.route for block in blocks):
             return
         known = [block for block in blocks if block.has_direction]
-        exchanged = _exchanged(known, scaling, comm)
+        exchanged = exchanged_blocks(known, scaling, comm)
         if any(block.route for block in blocks if block not in exchanged):
             self._send_directions([block for block in known if block not in exchanged], [], [], comm)
 
@@ -277,58 +273,6 @@ class Preconditioner:
                 tensor = torch.zeros(shape, dtype=self.dtype, device=layer.weight.device)
             broadcasts.append(Broadcast([tensor], *block.route))
         comm.send(broadcasts, "directions")
-
-
-# Shards --------------------------------------------------------------------------------------------------------------
-
-
-def _exchanged(known: Sequence[Block], scaling: Scaling | None, comm: Communicator) -> set[Block]:
-    """The layers whose shards go to their gradient workers alone; those of others are gathered on every rank.
-
-    That follows from how the parameters are laid out and from who works for them, so all ranks find the same.
-    """
-    sharded = any_sharded(p for block in known for p in block.layer.parameters)
-    if not sharded or not getattr(scaling, "by_layer", scaling is None):
-        return set()
-    workers: dict[nn.Parameter, set[tuple[int, ...]]] = {}
-    for block in known:
-        for p in block.layer.parameters:
-            workers.setdefault(p, set()).add(block.workers.gradient_workers)
-
-    def is_exchanged(block: Block) -> bool:
-        layer = block.layer
-        some = len(block.workers.gradient_workers) < comm.world_size and not layer.is_shard
-        alone = layer.bias_part == slice(None) and all(len(workers[p]) == 1 for p in layer.parameters)
-        return some and alone and are_exchangeable(layer.parameters, comm)
-
-    return {block for block in known if is_exchanged(block)}
-
-
-def _gathered(
-    known: Sequence[Block],
-    exchanged: Collection[Block],
-    vectors: Mapping[nn.Parameter, Tensor],
-    updates: Mapping[nn.Parameter, Tensor],
-    comm: Communicator,
-) -> tuple[Mapping[nn.Parameter, Tensor], Mapping[nn.Parameter, Tensor], ShardExchange | None]:
-    """Whole vectors and updates of what this rank works on, and how the others' get there (a collective)."""
-    if not exchanged and not any_sharded(vectors):
-        return vectors, updates, None
-    present = [block for block in known if block.layer.weight in vectors]
-    sent = [block for block in present if block in exchanged]
-    moving = {p: b.layer.is_shard for b in present if b not in exchanged for p in b.layer.parameters if p in vectors}
-    others = [p for p in moving if updates[p] is not vectors[p]]
-    parts = [(vectors[p], moving[p]) for p in moving] + [(updates[p], moving[p]) for p in others]
-    found = all_gathered([gathered(part, shard=True) if shard else part for part, shard in parts])
-    whole = dict(zip(moving, found, strict=False))
-    of_updates = {**whole, **dict(zip(others, found[len(moving) :], strict=True))}
-    if not sent:
-        return whole, of_updates, None
-    places = {p: b.workers.gradient_workers for b in sent for p in b.layer.parameters if p in vectors}
-    exchange = ShardExchange(places, comm)
-    own = exchange.gather(vectors)
-    alike = all(updates[p] is vectors[p] for p in places)
-    return {**whole, **own}, {**of_updates, **(own if alike else exchange.gather(updates))}, exchange
 
 
 # Parts of a direction -----------------------------------------------------------------------------------------------

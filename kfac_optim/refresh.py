@@ -27,7 +27,7 @@ from .layers import full_precision
 from .pacing import Pace
 from .schedules import Schedule
 from .sharing import extents, extents_found
-from .solvers import Batch, Decomposition, Failure, MaybeDecomposition, Solver, Spectral, Worker, decompose_all
+from .solvers import Batch, Decomposition, MaybeDecomposition, Solver, Spectral, Worker, decompose_all
 
 __all__ = ["Refresher"]
 
@@ -122,7 +122,7 @@ class Refresher:
             refresh.plan([block for block in blocks if block.factors("in_use").has_data], comm.rank)
             for stale in (refresh, self.in_progress):
                 if stale is not None and not isinstance(self.solver, Spectral):
-                    stale.extents.update(extents(stale.blocks, stale.source, comm))
+                    stale.add_extents(extents(stale.blocks, stale.source, comm))
             self._work_off(refresh, step, comm)
 
     def replan(self, rank: int) -> None:
@@ -143,21 +143,20 @@ class Refresher:
 
         What runs in the background is started first, and collected when due.
         """
-        for job in refresh.background if not refresh.ends(step) else ():
-            if job not in refresh.running and job not in refresh.done:
-                refresh.running[job] = self._decompose_in_background(*self._batch_of([job], refresh).make())
+        if not refresh.ends(step):
+            refresh.start_background(lambda job: self._decompose_in_background(*self._batch_of([job], refresh).make()))
         jobs_due = refresh.due(step)
         batches: dict[str, list[list[FactorJob]]] = {}
-        for jobs in together([job for job in jobs_due if job not in refresh.running]):
+        for jobs in together([job for job in jobs_due if not refresh.is_running(job)]):
             batches.setdefault(jobs[0][0].layer.weight.device.type, []).append(jobs)
         for device_type, alike in batches.items():
             with full_precision(device_type):
                 results = _decompose(self.solver, self.inv_dtype, [self._batch_of(jobs, refresh) for jobs in alike])
             for jobs, found in zip(alike, results, strict=True):
-                refresh.done.update(zip(jobs, found, strict=True))
+                refresh.finish(jobs, found)
         for job in jobs_due:
-            if job in refresh.running:
-                refresh.done[job] = refresh.running.pop(job)()
+            if refresh.is_running(job):
+                refresh.collect(job)
 
     def _batch_of(self, jobs: Sequence[FactorJob], refresh: RefreshInProgress) -> Batch:
         return batch_of(jobs, refresh, self.solver, self.inv_dtype)
@@ -236,7 +235,7 @@ class Refresher:
         if name not in self._warned:
             self._warned.add(name)
             instead = "its last good decomposition" if block.has_direction else "its raw gradient"
-            why = "".join(f" ({f.reason})" for i in range(2) if isinstance(f := refresh.done.get((block, i)), Failure))
+            why = "".join(f" ({reason})" for i in range(2) if (reason := refresh.failure(block, i)))
             warnings.warn(
                 f"the factors of {name!r} could not be decomposed{why}; using {instead}. If it recurs, raise damping, "
                 "or store the factors with factor_dtype=torch.float64",

@@ -65,6 +65,10 @@ class ModelCall:
         """M is known."""
         self.terms = terms
 
+    def await_gradient(self, layer_call: Any, edge: Any) -> None:
+        """The sampled Fisher awaits the gradient of a layer's output, at this edge of the graph."""
+        self.awaited.append((layer_call, edge))
+
     def take_awaited(self) -> list[tuple[Any, Any]]:
         """Returns the layer calls that the sampled Fisher awaits, and releases them."""
         awaited, self.awaited = self.awaited, []

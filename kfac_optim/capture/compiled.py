@@ -95,7 +95,7 @@ class CompiledCalls:
         # A copy, because an observation may keep its input, and compiled code writes over what it needs no more.
         layer_call = self.recorder.observe(index, use, a.clone(), output, part)
         if self._traced is not None:
-            self.settle()
+            self.finish_running_call()
         call = self.calls.current
         if in_backward():  # recomputed
             call = self.calls.last
@@ -107,12 +107,12 @@ class CompiledCalls:
             call = self._running = self._running or ModelCall(thread=threading.current_thread())
 
         def take(g: Tensor) -> None:
-            self.settle()
+            self.finish_running_call()
             self.passes.record_output_gradient(layer_call, call, g)
 
         return take
 
-    def settle(self) -> None:
+    def finish_running_call(self) -> None:
         """A call whose graph has run is over: its stand-in gets M, which its Python code has told."""
         if self._running is not None and self._traced is not None:
             self._running.finish(self._traced.terms)

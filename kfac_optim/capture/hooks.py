@@ -40,7 +40,7 @@ from .fisher import Fisher
 from .loss_terms import LossTerms, main_tensor
 from .microbatch import BackwardPasses, Recorder
 from .sampling import SampledBackward
-from .statistics import StepStatistics, Taken
+from .statistics import StepStatistics, TakenStatistics
 
 __all__ = ["Capture", "Hook", "remove_all"]
 
@@ -138,7 +138,7 @@ class Capture:
         if not in_backward():
             self._calls.drop_current()
 
-    def take(self) -> Taken:
+    def take(self) -> TakenStatistics:
         """The statistics of this step, which start anew.
 
         Raises:
@@ -149,7 +149,7 @@ class Capture:
         self._passes.require_alone()
         statistics, hidden = self._passes.take(), self._passes.hidden
         self.forget()
-        self._compiled.settle()
+        self._compiled.finish_running_call()
         self._calls.forget_last()
         if hidden:
             raise RuntimeError(
@@ -263,7 +263,7 @@ class Capture:
             if call is not None and not in_backward():
                 # The edge, not the tensor: after an in-place activation the tensor stands for the activation's output.
                 edge = torch.autograd.graph.get_gradient_edge(output)
-                call.awaited.append((self._recorder.observe(index, use, a, output, part), edge))
+                call.await_gradient(self._recorder.observe(index, use, a, output, part), edge)
             return None
         layer_call = self._recorder.observe(index, use, a, output, part)
         take = functools.partial(self._passes.record_output_gradient, layer_call, call or self._calls.last)

@@ -31,7 +31,7 @@ from ..factors import FactorSpec
 from ..layers import KroneckerLayer, Observation, full_precision
 from .calls import CONCURRENT, ModelCall, in_backward
 from .gradients import GradientWatch, destination
-from .statistics import MicroBatch, StepStatistics, Taken
+from .statistics import MicroBatch, StepStatistics, TakenStatistics
 
 __all__ = ["BackwardPasses", "LayerCall", "Recorder"]
 
@@ -275,9 +275,9 @@ class BackwardPasses:
         """Forgets the open micro-batch: its backward pass raised, or nobody wants its moments any more."""
         self._batch = None
 
-    def take(self) -> Taken:
+    def take(self) -> TakenStatistics:
         """The statistics of the step, which is being taken."""
-        taken = Taken(self.statistics, self.to_caller, self._watch, transformed=self.transformed)
+        taken = TakenStatistics(self.statistics, self.to_caller, self._watch, transformed=self.transformed)
         self.statistics = StepStatistics()
         return taken
 

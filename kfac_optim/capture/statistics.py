@@ -15,7 +15,7 @@ from ..layers import Observation
 from .calls import ModelCall
 from .gradients import GradientWatch
 
-__all__ = ["MicroBatch", "Moments", "StepMoments", "StepStatistics", "Taken"]
+__all__ = ["MicroBatch", "Moments", "StepMoments", "StepStatistics", "TakenStatistics"]
 
 StepKind = Literal["passes", "to_caller"]
 
@@ -185,7 +185,7 @@ class StepStatistics:
         """What has to be read from the device to know which micro-batches count."""
         return [*self.kept, *self.scales, *(largest for _, _, largest in self.checks)]
 
-    def settle(self, values: Iterator[float]) -> StepMoments:
+    def resolve(self, values: Iterator[float]) -> StepMoments:
         """What the step's statistics are.
 
         Args:
@@ -205,7 +205,7 @@ class StepStatistics:
         return StepMoments(self.sums, self.terms, taken, finite, starts)
 
 
-class Taken:
+class TakenStatistics:
     """The statistics of a step that is being taken.
 
     Args:
@@ -257,14 +257,14 @@ class Taken:
         """What has to be read from the device to know which micro-batches count; of any shape."""
         return [*self._passes.flags, *self._to_caller.flags, *self._largest.values()]
 
-    def settle(self, flags: Iterable[float]) -> StepMoments:
+    def resolve(self, flags: Iterable[float]) -> StepMoments:
         """What the step's statistics are.
 
         Args:
             flags: All entries of :attr:`flags`, read from the device.
         """
         values = iter(flags)
-        passes, to_caller = self._passes.settle(values), self._to_caller.settle(values)
+        passes, to_caller = self._passes.resolve(values), self._to_caller.resolve(values)
         cleared = self._dropped | {
             kind for kind, largest in self._largest.items() if not any(list(islice(values, len(largest))))
         }

@@ -3,6 +3,20 @@
 All ranks make the same calls in the same order by construction, because what travels follows from shapes and from the
 assignment alone.
 
+Where the factors of a layer stand, and of what they are made, is the strategy's choice:
+
+    ==============  ==================  ===================  ============================
+    ``factors=``    who keeps a factor  of whose statistics  what is sent of them
+    ==============  ==================  ===================  ============================
+    "replicated"    every rank          all ranks'           at refreshes, to every rank
+    "sharded"       its inverse worker  all ranks'           when collected, to that rank
+    "local"         its inverse worker  that rank's          nothing
+    ==============  ==================  ===================  ============================
+
+Traffic is counted per kind as an ideal network would carry it: an all-reduce of b bytes over R ranks costs every rank
+``2 (R - 1) / R b`` bytes sent and as many received (a ring); a broadcast costs its source b bytes sent and every other
+member b bytes received, and a reduction the reverse. What a rank exchanges with itself does not count.
+
 Where to look::
 
     assignment.py       which rank decomposes, which ranks precondition a layer, and where its factors stand

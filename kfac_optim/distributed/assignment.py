@@ -2,16 +2,7 @@
 
 A strategy maps layer costs and a world size to an :class:`Assignment`. It is deterministic, so that all ranks compute
 the same one without communication. An *inverse worker* decomposes a factor; a *gradient worker* of a layer holds its
-decompositions and preconditions its gradient. Where the factors of a layer stand, and of what they are made, is the
-strategy's choice, too:
-
-    ==============  ==================  ===================  ============================
-    ``factors=``    who keeps a factor  of whose statistics  what is sent of them
-    ==============  ==================  ===================  ============================
-    "replicated"    every rank          all ranks'           at refreshes, to every rank
-    "sharded"       its inverse worker  all ranks'           when collected, to that rank
-    "local"         its inverse worker  that rank's          nothing
-    ==============  ==================  ===================  ============================
+decompositions and preconditions its gradient. Where factors stand: :mod:`kfac_optim.distributed`.
 """
 
 from __future__ import annotations

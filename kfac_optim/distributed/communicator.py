@@ -6,9 +6,7 @@ preconditioned gradients). These take lists of tensors, pack them into flat buck
 ahead, and wait for them in order. ``exchange`` copies tensors between any two ranks (shards of gradients and of
 directions), all at once. With one process they do nothing.
 
-Traffic is counted per kind as an ideal network would carry it: an all-reduce of b bytes over R ranks costs every rank
-``2 (R - 1) / R b`` bytes sent and as many received (a ring); a broadcast costs its source b bytes sent and every other
-member b bytes received, and a reduction the reverse. What a rank exchanges with itself does not count.
+Traffic is counted per kind as an ideal network would carry it (:mod:`kfac_optim.distributed`).
 """
 
 from __future__ import annotations

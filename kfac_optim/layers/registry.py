@@ -170,9 +170,8 @@ def _layers_of(name: str, module: nn.Module, options: LayerOptions) -> tuple[Seq
     except Declined as declined:
         return (), str(declined)
     layers = (made,) if isinstance(made, KroneckerLayer) else tuple(made)
-    if note:
-        for layer in layers:
-            layer.notes.append(note)
+    for layer in layers if note else ():
+        layer.notes.append(note)
     return layers, ""
 
 

@@ -268,7 +268,7 @@ def test_micro_batches_that_are_not_finite_are_left_out(sizes: tuple[float, ...]
     for size in sizes:
         moments = Moments(torch.full((1, 3), size), torch.ones(1, 3), [size])
         statistics.add(MicroBatch(sums={0: moments}), torch.ones(()), drop_overflowed=False)
-    settled = statistics.settle(iter(torch.stack([flag.double() for flag in statistics.flags]).tolist()))
+    settled = statistics.resolve(iter(torch.stack([flag.double() for flag in statistics.flags]).tolist()))
     finite = [size for size in sizes if size == size]
     assert settled.rows(0) == sum(finite)
     if finite:

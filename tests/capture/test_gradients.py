@@ -80,7 +80,7 @@ def test_an_abandoned_pass_leaves_no_trace(clear: Callable[[nn.Module], None], f
     optimizer = KFACSGD(model, **OPTIONS, fisher=fisher)
     run(model, optimizer)
     taken = optimizer.curvature._capture._passes.take()
-    settled = taken.settle(torch.cat([flag.reshape(-1).double() for flag in taken.flags]).tolist())
+    settled = taken.resolve(torch.cat([flag.reshape(-1).double() for flag in taken.flags]).tolist())
     assert settled.taken == [False, False, True, True]
 
 

@@ -199,7 +199,7 @@ def test_a_smaller_loss_scale_leaves_out_what_came_before() -> None:
         batch = MicroBatch()
         batch.add(0, torch.tensor([[value]]), 5, torch.tensor([[10 * value]]))
         statistics.add(batch, torch.tensor(scale), drop_overflowed=True)
-    settled = statistics.settle(iter(float(flag) for flag in statistics.flags))
+    settled = statistics.resolve(iter(float(flag) for flag in statistics.flags))
     assert settled.taken == settled.finite == [False, False, True, True]
     assert (float(settled.sums[0].a), float(settled.sums[0].g)) == (7.0, 70.0)
     assert settled.rows(0) == 10 and settled.loss_terms(0) == (2, 2)

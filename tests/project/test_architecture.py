@@ -44,7 +44,7 @@ LAYERS = (
     ("capture", "trust", "bases", "layout", "tiles", "lessons"),
     ("blocks", "config", "directions", "objective"),
     ("coverage", "diagnostics", "pacing", "sharing", "reach"),
-    ("averages", "jobs", "stacks", "steering", "ranks"),
+    ("averages", "jobs", "stacks", "shard_routing", "steering", "ranks"),
     ("preconditioning",),
     ("refresh",),
     ("state_checks",),

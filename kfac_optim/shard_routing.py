@@ -1,0 +1,62 @@
+"""Which layers' shards (FSDP2) go to their gradient workers alone, and how whole vectors get there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from .blocks import Block
+from .distributed import Communicator, ShardExchange, all_gathered, any_sharded, are_exchangeable, gathered
+from .scaling import Scaling
+
+__all__ = ["exchanged_blocks", "gathered_vectors"]
+
+
+def exchanged_blocks(known: Sequence[Block], scaling: Scaling | None, comm: Communicator) -> set[Block]:
+    """The layers whose shards go to their gradient workers alone; those of others are gathered on every rank.
+
+    That follows from how the parameters are laid out and from who works for them, so all ranks find the same.
+    """
+    sharded = any_sharded(p for block in known for p in block.layer.parameters)
+    if not sharded or not getattr(scaling, "by_layer", scaling is None):
+        return set()
+    workers: dict[nn.Parameter, set[tuple[int, ...]]] = {}
+    for block in known:
+        for p in block.layer.parameters:
+            workers.setdefault(p, set()).add(block.workers.gradient_workers)
+
+    def is_exchanged(block: Block) -> bool:
+        layer = block.layer
+        some = len(block.workers.gradient_workers) < comm.world_size and not layer.is_shard
+        alone = layer.bias_part == slice(None) and all(len(workers[p]) == 1 for p in layer.parameters)
+        return some and alone and are_exchangeable(layer.parameters, comm)
+
+    return {block for block in known if is_exchanged(block)}
+
+
+def gathered_vectors(
+    known: Sequence[Block],
+    exchanged: Collection[Block],
+    vectors: Mapping[nn.Parameter, Tensor],
+    updates: Mapping[nn.Parameter, Tensor],
+    comm: Communicator,
+) -> tuple[Mapping[nn.Parameter, Tensor], Mapping[nn.Parameter, Tensor], ShardExchange | None]:
+    """Whole vectors and updates of what this rank works on, and how the others' get there (a collective)."""
+    if not exchanged and not any_sharded(vectors):
+        return vectors, updates, None
+    present = [block for block in known if block.layer.weight in vectors]
+    sent = [block for block in present if block in exchanged]
+    moving = {p: b.layer.is_shard for b in present if b not in exchanged for p in b.layer.parameters if p in vectors}
+    others = [p for p in moving if updates[p] is not vectors[p]]
+    parts = [(vectors[p], moving[p]) for p in moving] + [(updates[p], moving[p]) for p in others]
+    found = all_gathered([gathered(part, shard=True) if shard else part for part, shard in parts])
+    whole = dict(zip(moving, found, strict=False))
+    of_updates = {**whole, **dict(zip(others, found[len(moving) :], strict=True))}
+    if not sent:
+        return whole, of_updates, None
+    places = {p: b.workers.gradient_workers for b in sent for p in b.layer.parameters if p in vectors}
+    exchange = ShardExchange(places, comm)
+    own = exchange.gather(vectors)
+    alike = all(updates[p] is vectors[p] for p in places)
+    return {**whole, **own}, {**of_updates, **(own if alike else exchange.gather(updates))}, exchange
