@@ -24,6 +24,7 @@ from benchmarks.common.models import Transformer
 from benchmarks.common.reports import Command, table
 from benchmarks.common.settings import LEARNING_RATES
 from benchmarks.common.tasks import TASKS
+from benchmarks.common.works import WORKS
 from benchmarks.swap import data
 from benchmarks.swap.nets import RecurrentModel
 from benchmarks.swap.supervised import language
@@ -31,6 +32,7 @@ from benchmarks.swap.training import Part, Run, Script, Training
 from benchmarks.swap.trainings import HALVES, TRAININGS
 
 WORDS = 30_000
+NOISE = 4  # batches of noise that a work goes through in turn
 STAGES = {
     "factor computation": "statistics",
     "factor update": "statistics",
@@ -51,6 +53,18 @@ def of_task(name: str) -> Script:
     def loss(step: int) -> Any:
         inputs, targets = task.source.batch(0, step, BATCHES[name])
         return task.loss(model(inputs), targets)
+
+    return Script([Part(model, loss)])
+
+
+def of_work(name: str) -> Script:
+    """Return the script of a work of ``benchmarks.step_time``, on noise."""
+    work = WORKS[name]
+    model = work.make()
+
+    def loss(step: int) -> Any:
+        inputs, targets = work.data(step % NOISE)
+        return work.loss(model(inputs), targets)
 
     return Script([Part(model, loss)])
 
@@ -81,6 +95,8 @@ LARGER = [
             ("text", "Adam", 400, {}),
         )
     ),
+    larger("ResNet-32, batch 128", partial(of_work, "resnet32"), "SGD", 0.1, 100, momentum=0.9),
+    larger("transformer, width 256", partial(of_work, "transformer"), "SGD", 0.1, 100, momentum=0.9),
     larger("vocabulary, LSTM", partial(vocabulary, "lstm"), "AdamW", 1e-3, 60),
     larger("vocabulary, GPT", partial(vocabulary, "untied"), "AdamW", 1e-3, 60),
     larger("vocabulary, tied GPT", partial(vocabulary, "tied"), "AdamW", 1e-3, 60),
