@@ -33,7 +33,7 @@ from .engine import CurvatureEngine, memory_estimate
 from .layers import Declined, KroneckerLayer, LayerOptions, register_layer
 from .optimizers import KFACLAMB, KFACSGD, KFACAdam, KFACAdamW, KFACMixin
 from .scaling import Direction, Graft, KLClip, Scaling, Unit
-from .schedules import constant_then_scaled, exponential_decay, growing, inverse_time_decay
+from .schedules import constant_then_scaled, exponential_decay, forgetting, growing, inverse_time_decay
 from .selftuning import KFAC
 from .solvers import EigenSolver, InverseSolver, Solver
 
@@ -56,6 +56,7 @@ __all__ = [
     # values over time
     "constant_then_scaled",
     "exponential_decay",
+    "forgetting",
     "growing",
     "inverse_time_decay",
     # module types

@@ -9,14 +9,16 @@ For A the moments are ``sum a a^T`` and their count is the number of rows. For G
 count is M, the number of averaged terms of the loss, so that of one batch ``G = M sum g g^T``. There is no identity to
 start from, and so no bias to correct; batches of different sizes are weighted exactly.
 
-Each rank adds up what it sees (:class:`LocalSums`), and the ranks add up their sums when a refresh is due. A single
-process does so in every step. So do ranks of which one alone keeps a factor: the others have nothing to add up in, and
-hand it what they have seen at once.
+In a step with statistics the ranks add up the counts, and the traces where xi depends on them
+(:class:`~kfac_optim.forgetting`), so that each knows what became of xi and w. Matrices are as large as the factors, and
+wait for a refresh: sums are linear, so each rank adds up what it has seen since the last one (:class:`LocalSums`) with
+the same xi, and one sum over the ranks is enough. A single process adds them in every step. So do ranks of which one
+alone keeps a factor: the others have nothing to add up in, and hand it what they have seen at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -28,9 +30,9 @@ from .blocks import SIDES, Block
 from .capture import StepMoments
 from .diagnostics import StageTimes, communicating
 from .distributed import Communicator
-from .factors import read, write_
+from .factors import FactorSpec, read, write_
 
-__all__ = ["Averaging", "LocalSums", "fold_", "terms_of_rank"]
+__all__ = ["Averaging", "LocalSums", "Since", "fold_", "terms_of_rank", "traces"]
 
 
 class Averaging:
@@ -44,7 +46,7 @@ class Averaging:
 
     Attributes:
         skipped_batches: How many micro-batches of all ranks were left out because a moment was not finite.
-        seen: Whether any rank had something to pool the last time that they pooled.
+        seen: Whether any rank had something to add the last time that statistics were collected.
     """
 
     def __init__(self, dtype: torch.dtype, stages: StageTimes, *, summed: bool, sampled: bool) -> None:
@@ -56,22 +58,28 @@ class Averaging:
 
     def clear(self) -> None:
         """Forgets what has not been pooled."""
-        self._sums = LocalSums()
-        self._skips = 0  # micro-batches that were not finite
+        self._local: dict[Block, LocalSums] = {}
+
+    def load(self, counters: Mapping[str, Any]) -> None:
+        """Restores saved counters."""
+        self.clear()
+        self.skipped_batches = int(counters.get("skipped_batches", 0))
 
     def fold(
         self,
         blocks: Sequence[Block],
         statistics: StepMoments,
         decay: float,
+        slack: float | None,
         comm: Communicator,
     ) -> None:
-        """Adds what this rank has captured in one step.
+        """Adds what this rank has captured in one step (a collective).
 
         Args:
             blocks: All blocks, in the order of the statistics' layer indices.
             statistics: The packed raw sums of the step's micro-batches.
             decay: xi at this step.
+            slack: That of :class:`~kfac_optim.forgetting`; None: xi does not depend on the moments.
             comm: The ranks.
         """
 
@@ -81,23 +89,33 @@ class Averaging:
             scale, m = terms_of_rank(all_terms, comm, summed=self.summed, sampled=self.sampled)
             return scale, m * terms / max(1, all_terms)
 
-        self._skips += sum(statistics.taken) - sum(statistics.finite)
-        self._sums.begin(decay, weights(None)[1])
+        own = {i: (sums.a, sums.g) for i, sums in statistics.sums.items() if statistics.rows(i)}
         scaled: dict[float, list[Tensor]] = {}
-        counted = [index for index in statistics.sums if statistics.rows(index)]
-        for index in counted:
-            scaled.setdefault(weights(index)[0], []).append(statistics.sums[index].g)
+        for index, (_, g) in own.items():
+            scaled.setdefault(weights(index)[0], []).append(g)
         for scale, of_g in scaled.items():
             if scale != 1:
                 torch._foreach_mul_(of_g, scale)
-        for index in counted:
-            sums = statistics.sums[index]
-            self._sums.add(blocks[index], (sums.a, sums.g), (statistics.rows(index), weights(index)[1]))
-
-    def load(self, counters: Mapping[str, Any]) -> None:
-        """Restores saved counters."""
-        self.clear()
-        self.skipped_batches = int(counters.get("skipped_batches", 0))
+        # M belongs to the loss: G counts also the terms of ranks that did not use the layer, whose gradient is zero.
+        found = torch.zeros(len(blocks), 4, dtype=torch.float64)  # count and trace of A and G
+        found[:, 2] = weights(None)[1]
+        for index in own:
+            found[index, 0], found[index, 2] = statistics.rows(index), weights(index)[1]
+        if slack is not None and own:
+            specs = [spec for index in own for spec in blocks[index].specs]
+            found[list(own), 1::2] = traces(specs, [moment for pair in own.values() for moment in pair]).view(-1, 2)
+        found = found.view(-1, 2, 2) * _counted(blocks, comm.rank)[:, :, None]
+        skips = torch.tensor(sum(statistics.taken) - sum(statistics.finite), dtype=torch.float64)
+        with communicating("factor", self.stages, comm.world_size):
+            found, skips = comm.sum([found, skips], "counts")
+        self.skipped_batches += int(skips)
+        self.seen = False
+        for index, (block, new) in enumerate(zip(blocks, found.tolist(), strict=True)):
+            if new[0][0]:  # some rank has used the layer; of others the averages stay as they are
+                self.seen = True
+                local = self._local.setdefault(block, LocalSums())
+                averages = [block.state["current"][side] for side in SIDES]
+                local.add(own.get(index), averages, new, decay, slack)
 
     def pool(self, blocks: Sequence[Block], comm: Communicator) -> None:
         """Adds what all ranks have seen since the last pooling to the running averages (a collective).
@@ -106,31 +124,24 @@ class Averaging:
             blocks: All blocks; their averages are updated in place.
             comm: The ranks.
         """
-        local, self._sums = self._sums, LocalSums()
-        if not local.decays:
-            return
+        local, self._local = self._local, {}
         with communicating("factor", self.stages, comm.world_size):
-            skips = torch.tensor(float(self._skips), dtype=torch.float64)
-            weights, skips = comm.sum([local.weights(blocks) * _counted(blocks, comm.rank), skips], "counts")
-            self._skips = 0
-            decays, totals = local.merge_runs(blocks, weights)
-            self.seen = any(rows for rows, _ in totals)
             updates: list[_Update] = []
-            for block, decay, counts in zip(blocks, decays, totals, strict=True):
-                if counts[0]:  # some rank has used the layer; one that has not adds zeros
-                    device, used, workers = block.layer.weight.device, local.sums(block), block.workers
-                    for i, (side, spec) in enumerate(zip(SIDES, block.specs, strict=True)):
-                        own = None if used is None else used[i]
-                        if own is None and (workers.factors != "local" or workers.keeps(i, comm.rank)):
-                            own = spec.zeros(self.dtype, device)
-                        average = block.state["current"][side]
-                        updates.append(_Update(average, own, counts[i], decay, workers.owner(i), workers.factors))
-            del local
+            for block in blocks:
+                if block not in local:
+                    continue
+                device, workers, of_block = block.layer.weight.device, block.workers, local[block]
+                for i, (side, spec) in enumerate(zip(SIDES, block.specs, strict=True)):
+                    own = None if of_block.sums is None else of_block.sums[i]
+                    if own is None and (workers.factors != "local" or workers.keeps(i, comm.rank)):
+                        own = spec.zeros(self.dtype, device)  # one that has not used the layer adds zeros
+                    average = block.state["current"][side]
+                    updates.append(_Update(average, own, of_block.since[i], workers.owner(i), workers.factors))
+            local.clear()
             summed = _summed(updates, comm)
             at_once = max(1, len(updates)) if comm.world_size == 1 else 1  # from other ranks as they arrive
             while batch := list(islice(summed, at_once)):
-                fold_([(u.average, u.count, u.decay) for u, _ in batch], [total for _, total in batch])
-        self.skipped_batches += int(skips)
+                fold_([(u.average, u.since) for u, _ in batch], [total for _, total in batch])
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,16 +151,14 @@ class _Update:
     Attributes:
         average: The running average.
         own: This rank's part of the sum of moments; None where nobody wants it.
-        count: The count of all of them.
-        decay: The weight of the past.
+        since: What all ranks have seen.
         owner: The rank that gets the sum; None: every rank.
         place: "local": that rank's own part is all.
     """
 
     average: dict[str, Tensor]
     own: Tensor | None
-    count: float
-    decay: float
+    since: Since
     owner: int | None
     place: str
 
@@ -207,112 +216,143 @@ def terms_of_rank(terms: int, comm: Communicator, *, summed: bool, sampled: bool
     return 1.0 if sampled else (rank_weight * ranks * terms) ** 2, terms
 
 
-def fold_(updates: Sequence[tuple[dict[str, Tensor], float, float]], moments: Sequence[Tensor | None]) -> None:
-    """Updates running averages in place: ``S <- xi S + moment``, ``w <- xi w + count``.
+@dataclass
+class Since:
+    """What all ranks have seen of one factor since its running average was last updated, in numbers.
+
+    Attributes:
+        past: The weight of the average as it stands, the product of xi over the updates since.
+        count: The rows or loss terms, those of earlier updates times the xi since.
+        trace: The sum of the moments' traces, likewise.
+    """
+
+    past: float = 1.0
+    count: float = 0.0
+    trace: float = 0.0
+
+    def add(self, count: float, trace: float, decay: float) -> None:
+        """Adds an update."""
+        self.past, self.count, self.trace = decay * self.past, decay * self.count + count, decay * self.trace + trace
+
+    def factor(self, average: Mapping[str, Tensor]) -> tuple[float, float]:
+        """Weight and trace of the running average with these updates."""
+        past = self.past * float(average["weight"])
+        weight = past + self.count
+        return weight, (past * float(average["trace"]) + self.trace) / weight if weight else 0.0
+
+
+def fold_(updates: Sequence[tuple[dict[str, Tensor], Since]], moments: Sequence[Tensor | None]) -> None:
+    """Updates running averages in place: ``S <- xi S + moments``, ``w <- xi w + count``.
 
     What is stored is S / w and w (:meth:`~kfac_optim.factors.FactorSpec.empty`), which keeps half precision from
     overflowing.
 
     Args:
-        updates: Each running average; how many rows or loss terms are in the new sum, where 0 leaves the average as it
-            is; and xi, the weight of the past.
-        moments: The packed sums of the new moments, ``[p, packed]``; None where another rank keeps the factor.
+        updates: Each running average, and what has been seen since, in numbers; where nothing, the average stays as it
+            is.
+        moments: The packed sums of the new moments, ``[p, packed]``, which are overwritten; None where another rank
+            keeps the factor.
     """
-    alike: dict[tuple[float, float], list[tuple[dict[str, Tensor], Tensor]]] = {}
-    for (average, count, decay), moment in zip(updates, moments, strict=True):
-        past = decay * float(average["weight"])
-        if count and moment is not None:
-            alike.setdefault((count, past), []).append((average, moment))
-        elif count:
-            average["weight"] = torch.tensor(past + count, dtype=torch.float64)
-    for (count, past), pairs in alike.items():
-        averages, new = zip(*pairs, strict=True)
-        weight, values = past + count, [read(average) for average in averages]
-        torch._foreach_mul_(values, past / weight)
-        torch._foreach_add_(values, new, alpha=1 / weight)
-        for average, value in zip(averages, values, strict=True):
-            if value is not average["value"]:  # a copy in float32
-                write_(average, value)
-            average["weight"] = torch.tensor(weight, dtype=torch.float64)
+    kept: list[tuple[dict[str, Tensor], Tensor]] = []
+    pasts, shares = [], []
+    for (average, since), moment in zip(updates, moments, strict=True):
+        if not since.count:
+            continue
+        weight, trace = since.factor(average)
+        if moment is not None:
+            kept.append((average, moment))
+            pasts.append(since.past * float(average["weight"]) / weight)
+            shares.append(1 / weight)
+        average["weight"] = torch.tensor(weight, dtype=torch.float64)
+        average["trace"] = torch.tensor(trace, dtype=torch.float64)
+    if not kept:
+        return
+    values, new = [read(average) for average, _ in kept], [moment for _, moment in kept]
+    torch._foreach_mul_(values, pasts)
+    torch._foreach_mul_(new, shares)
+    torch._foreach_add_(values, new)
+    for (average, _), value in zip(kept, values, strict=True):
+        if value is not average["value"]:  # a copy in float32
+            write_(average, value)
 
 
 class LocalSums:
-    """What this rank has seen of every layer since the ranks last pooled their sums.
+    """What this rank has seen of a layer since the ranks last pooled their sums, and in numbers what all have.
 
-    Running sums are linear: k updates ``S <- xi S + sum over ranks m_r`` are one update ``S <- xi^k S + sum over ranks
-    s_r`` with local sums ``s_r <- xi s_r + m_r``. So ranks need to communicate only when a refresh is due.
-
-    A rank alone cannot know whether any rank used a layer in an update; if none did, the layer does not decay. Local
-    sums are therefore kept in *runs* of consecutive updates with data, within which every decay is certain, and the
-    runs are put together once the ranks have added up their :meth:`weights`. A layer that is always used has one run.
-
-    The weight of G is M, which belongs to the loss: it counts the terms of all ranks, also of those that did not use
-    the layer (their gradient of it is zero).
+    k updates ``S <- xi S + sum over ranks m_r`` are one update ``S <- xi^k S + sum over ranks s_r`` with the local sums
+    ``s_r <- xi s_r + m_r``. xi may differ from update to update and between A and G, as long as all ranks use the same.
 
     Attributes:
-        decays: xi of each update so far.
+        sums: This rank's packed sums of A and G; None as long as it has not used the layer.
+        since: Of A and of G.
     """
 
     def __init__(self) -> None:
-        self.decays: list[float] = []
-        self._terms: list[float] = []  # by update, this rank's part of M
-        self._weights: list[dict[Hashable, tuple[float, float]]] = []  # by update and layer
-        self._runs: dict[Hashable, list[tuple[int, list[Tensor]]]] = {}  # last update of a run, and its sums of A and G
+        self.sums: list[Tensor] | None = None
+        self.since = (Since(), Since())
 
-    def begin(self, decay: float, terms: float = 0.0) -> None:
-        """Begins an update, on all ranks, with or without data; ``terms`` is this rank's part of M."""
-        self.decays.append(decay)
-        self._terms.append(terms)
-        self._weights.append({})
-
-    def add(self, layer: Hashable, sums: Sequence[Tensor], weights: tuple[float, float]) -> None:
-        """Adds this rank's packed sums of A and G in the current update, and their weights.
-
-        Takes ownership of the tensors and later changes them in place.
-        """
-        update, runs = len(self.decays) - 1, self._runs.setdefault(layer, [])
-        self._weights[update][layer] = weights
-        if runs and runs[-1][0] == update - 1:  # extends the run only if the layer was also used in the previous update
-            for total, new in zip(runs[-1][1], sums, strict=True):
-                total.mul_(self.decays[update]).add_(new)
-            runs[-1] = (update, runs[-1][1])
-        else:
-            runs.append((update, list(sums)))
-
-    def weights(self, layers: Sequence[Hashable]) -> Tensor:
-        """The weights of A and G, ``[updates, layers, 2]``, float64, which the ranks then add up."""
-        updates = zip(self._weights, self._terms, strict=True)
-        rows = [[update.get(layer, (0.0, terms)) for layer in layers] for update, terms in updates]
-        return torch.tensor(rows, dtype=torch.float64).view(len(self.decays), len(layers), 2)
-
-    def merge_runs(self, layers: Sequence[Hashable], weights: Tensor) -> tuple[list[float], list[list[float]]]:
-        """Merges the runs of every layer into one.
+    def add(
+        self,
+        own: Sequence[Tensor] | None,
+        averages: Sequence[Mapping[str, Tensor]],
+        seen: Sequence[Sequence[float]],
+        decay: float,
+        slack: float | None = None,
+    ) -> None:
+        """Adds an update.
 
         Args:
-            layers: As given to :meth:`weights`.
-            weights: The sum of :meth:`weights` over the ranks.
-
-        Returns:
-            For each layer the factor by which its past decays, and the pooled weights of A and G (0 if no rank has used
-            the layer).
+            own: This rank's packed sums of A and G, which are taken over and changed in place; None: it has not used
+                the layer.
+            averages: The running averages of A and G as they stand.
+            seen: Count and trace of the new moments of all ranks, of A and of G.
+            decay: xi, the weight of the past.
+            slack: See :meth:`Averaging.fold`.
         """
-        used = weights[:, :, :1] > 0
-        weights = torch.where(used, weights, 0.0)
-        decays = torch.tensor(self.decays, dtype=torch.float64)[:, None]
-        since = torch.where(used[:, :, 0], decays, 1.0).flip(0).cumprod(0).flip(0)  # decay from before each update on
-        after = torch.cat([since[1:], torch.ones_like(since[:1])])  # decay from after each update on
-        for i, layer in enumerate(layers):
-            runs = self._runs.get(layer, [])
-            for update, sums in runs:
-                factor = float(after[update, i])
-                for total in sums if factor != 1 else ():
-                    total.mul_(factor)
-            if len(runs) > 1:
-                pooled = [torch.stack(parts).sum(0) for parts in zip(*(sums for _, sums in runs), strict=True)]
-                self._runs[layer] = [(runs[-1][0], pooled)]
-        return since[0].tolist(), (weights * after[:, :, None]).sum(0).tolist()
+        decays = [
+            decay if slack is None else decay * past_worth(slack, count, trace, *since.factor(average))
+            for since, average, (count, trace) in zip(self.since, averages, seen, strict=True)
+        ]
+        for since, (count, trace), xi in zip(self.since, seen, decays, strict=True):
+            since.add(count, trace, xi)
+        if self.sums is None:
+            self.sums = None if own is None else list(own)
+            return
+        for i, (total, xi) in enumerate(zip(self.sums, decays, strict=True)):
+            total.mul_(xi)
+            if own is not None:
+                total.add_(own[i])
 
-    def sums(self, layer: Hashable) -> list[Tensor] | None:
-        """This rank's packed sums of A and G, after :meth:`merge_runs`; None if it did not use the layer."""
-        runs = self._runs.get(layer)
-        return runs[0][1] if runs else None
+
+def past_worth(slack: float, count: float, trace: float, weight: float, mean: float) -> float:
+    """What the past is still worth beside new moments, in [0, 1]; see :class:`~kfac_optim.forgetting`.
+
+    Args:
+        slack: How many times as large as the new moments the past may be and count in full.
+        count: The count of the new moments.
+        trace: Their trace; 0: they say nothing.
+        weight: The weight of the past.
+        mean: The trace of the running average, likewise.
+    """
+    if not (count and trace and weight and mean):
+        return 1.0
+    ratio = slack * trace / count / mean
+    return ratio if ratio < 1 else 1.0  # also where it is not a number
+
+
+def traces(specs: Sequence[FactorSpec], packed: Sequence[Tensor]) -> Tensor:
+    """The traces of packed factors, ``[n]``, float64, on the CPU; waits for the devices once.
+
+    The diagonals have no negative entries, so that their sums are norms, of which one call takes many.
+    """
+    found = torch.empty(len(packed), dtype=torch.float64)
+    by_device: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(packed):
+        by_device.setdefault(tensor.device, []).append(i)
+    for indices in by_device.values():
+        diagonals = [[part.reshape(-1) for part in specs[i].diagonals(packed[i])] for i in indices]
+        side_by_side = torch.cat([part for parts in diagonals for part in parts])
+        sizes = [sum(part.numel() for part in parts) for parts in diagonals]
+        sums = torch._foreach_norm(side_by_side.split(sizes), 1)
+        found[indices] = torch.stack(sums).to(found)
+    return found

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .damping import Damping, kind_of
 from .distributed import Assignment, AssignmentStrategy, Communicator, LayerAssignment, LayerCost
-from .factors import FactorSpec, copy_average_, read
+from .factors import FactorSpec, copy_average_, numbers_of, read
 from .layers import KroneckerLayer, full_precision
 from .solvers import Decomposition, Solver
 from .spectra import eigenvalues, largest_eigenvalue
@@ -225,7 +225,7 @@ class Block:
         for source, tensors in self.state.items():
             for side, name in enumerate(SIDES):
                 kept, average = self.workers.keeps(side, rank), whole[source][name]
-                tensors[name] = average if kept else {"weight": average["weight"]}
+                tensors[name] = average if kept else numbers_of(average)
         self.kept_by = self.workers
 
     def note_statistics(self, *, seen: bool) -> None:

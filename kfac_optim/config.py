@@ -24,7 +24,7 @@ from .damping import Damping, OfLargest, OfMean, as_damping, check_damping
 from .distributed import KAISA, AssignmentStrategy, Communicator, FactorWise, LayerWise
 from .layers import Sharing
 from .scaling import Graft, KLClip, Scaling, Unit
-from .schedules import Schedule, growing
+from .schedules import Schedule, forgetting, growing
 from .solvers import EigenSolver, InverseSolver, Solver
 
 __all__ = [
@@ -76,7 +76,7 @@ class Config:
         0.95,
         checks.number("factor_decay", "in [0, 1)", lambda x: 0 <= x < 1),
         """xi of eqs. 14-15, the weight of the past in the running averages, in [0, 1); a number or a function of the
-        step.""",
+        step, such as :class:`~kfac_optim.forgetting`.""",
     )
     factor_update_steps: Schedule[int] | None = _option(
         None,
@@ -337,7 +337,7 @@ def compared_options(config: Config, step: int) -> dict[str, Any]:
 
 def compared(value: Any, step: int) -> Any:
     """A value of an option, of which the ``repr`` is the same in every process: no addresses, no functions."""
-    if callable(value):
+    if callable(value) and not isinstance(value, forgetting):
         value = value(step)
     if value is None or isinstance(value, int | float):
         return value

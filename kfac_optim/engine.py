@@ -53,7 +53,7 @@ from .distributed import (
 )
 from .lessons import Lessons, read_all
 from .preconditioning import Lr
-from .schedules import due
+from .schedules import due, forgetting
 
 __all__ = ["CurvatureEngine", "memory_estimate"]
 
@@ -143,13 +143,13 @@ class CurvatureEngine(BuiltEngine):
             if self._capture.enabled:
                 self.last_statistics = self.step_count
                 decay = self.at("factor_decay", self.step_count)
-                self._averaging.fold(self.trained.blocks, settled, decay, self.comm)
+                slack = self.factor_decay.slack if isinstance(self.factor_decay, forgetting) else None
+                self._averaging.fold(self.trained.blocks, settled, decay, slack, self.comm)
                 for index, block in enumerate(self.trained.blocks):
                     block.note_statistics(seen=index in settled.sums)
                 if alone or self.ranks.work.shares_factors:
                     self._averaging.pool(self.trained.blocks, self.comm)
-                if alone:
-                    self._require_seen()
+                self._require_seen()
             del statistics, settled  # as large as the factors: not to lie beside a refresh
         self._refresher.rebuild(self.step_count, self.trained.blocks, self.comm)
         if self._refresher.is_due(self.inv_update_steps, self.step_count):
@@ -258,7 +258,7 @@ class CurvatureEngine(BuiltEngine):
     def _compare_ranks(self, finite: bool) -> None:
         """Compares the ranks in the steps in which they exchange something (then a collective)."""
         step = self.ranks.common_step(self.step_count, skipped=not finite)
-        pools = self.ranks.work.shares_factors and due(self.statistics_interval(step), step, self.last_statistics)
+        pools = due(self.statistics_interval(step), step, self.last_statistics)
         if not self.ranks.alone and (pools or self._refresher.communicates(self.inv_update_steps, step)):
             self.ranks.check(self._built())
 

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["FactorSpec", "copy_average_", "pack", "packed_diagonal", "read", "unpack", "write_"]
+__all__ = ["FactorSpec", "copy_average_", "numbers_of", "pack", "packed_diagonal", "read", "unpack", "write_"]
+
+
+_NUMBERS = ("weight", "trace")  # of a running average, which every rank knows
 
 
 def pack(matrix: Tensor) -> Tensor:
@@ -52,10 +55,15 @@ def unpack(packed: Tensor, n: int) -> Tensor:
 
 def packed_diagonal(packed: Tensor, n: int) -> Tensor:
     """The diagonals ``[..., n]`` of packed matrices ``[..., n (n + 1) / 2]``, without unpacking them."""
+    return torch.cat(_diagonal_parts(packed, n), -1)
+
+
+def _diagonal_parts(packed: Tensor, n: int) -> list[Tensor]:
+    """The two halves of :func:`packed_diagonal`, as views."""
     rows, cols, first_row = _rectangle(n)
     rectangle = packed.unflatten(-1, (rows, cols))
     leading, trailing = rectangle[..., first_row:, :], rectangle[..., 1 - first_row :]
-    return torch.cat([part.diagonal(dim1=-2, dim2=-1) for part in (leading, trailing)], -1)
+    return [part.diagonal(dim1=-2, dim2=-1) for part in (leading, trailing)]
 
 
 def _rectangle(n: int) -> tuple[int, int, int]:
@@ -127,15 +135,16 @@ class FactorSpec:
         """A running average that has seen nothing yet; ``kept``: here, else another rank keeps it.
 
         Returns:
-            ``value``: the factor, packed. ``weight``: the decayed count of the rows or terms in it, 0-dim, float64, on
-            the CPU so that reading it never waits for a device. In float16 also ``scale``: the largest entry of each
-            matrix, ``[p b, 1]``, by which ``value`` is divided, because second moments of gradients lie below float16's
-            range. Of an average that another rank keeps the weight alone.
+            ``value``: the factor, packed. ``weight``: the decayed count of the rows or terms in it; ``trace``: the
+            factor's, where the decay depends on it (else 0); both 0-dim, float64, on the CPU so that reading them never
+            waits for a device. In float16 also ``scale``: the largest entry of each matrix, ``[p b, 1]``, by which
+            ``value`` is divided, because second moments of gradients lie below float16's range. Of an average that
+            another rank keeps weight and trace alone.
         """
-        weight = torch.zeros((), dtype=torch.float64)
+        average = {name: torch.zeros((), dtype=torch.float64) for name in _NUMBERS}
         if not kept:
-            return {"weight": weight}
-        average = {"value": self.zeros(dtype, device), "weight": weight}
+            return average
+        average["value"] = self.zeros(dtype, device)
         if dtype is torch.float16:
             average["scale"] = torch.zeros(self.matrices, 1, dtype=torch.float32, device=device)
         return average
@@ -151,6 +160,10 @@ class FactorSpec:
     def unpack(self, packed: Tensor) -> Tensor:
         """The inverse of :meth:`pack`."""
         return packed if self.diagonal else unpack(packed, self.size)
+
+    def diagonals(self, packed: Tensor) -> list[Tensor]:
+        """The diagonals of a packed factor, in parts, as views."""
+        return [packed] if self.diagonal else _diagonal_parts(packed, self.size)
 
     def matrix(self, average: dict[str, Tensor]) -> Tensor:
         """Unpacks a running average: the factor ``[p b, m, m]`` (diagonal: ``[p, n]``), in at least float32."""
@@ -184,6 +197,9 @@ class FactorSpec:
             return "is in float16, but has no scale"
         if weight.dim() != 0 or not float(weight) >= 0:
             return f"has a weight of {weight}"
+        trace = known.get("trace")
+        if trace is not None and (not isinstance(trace, Tensor) or trace.dim() != 0 or not float(trace) >= 0):
+            return f"has a trace of {trace}"
         if not all(bool(tensor.isfinite().all()) for tensor in known.values()):
             return "is not finite"
         return ""
@@ -204,16 +220,23 @@ def write_(average: dict[str, Tensor], value: Tensor) -> None:
     average["value"].copy_(value)
 
 
+def numbers_of(average: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What of a running average every rank keeps."""
+    return {name: average[name] for name in _NUMBERS}
+
+
 def copy_average_(target: dict[str, Tensor], source: Mapping[str, Tensor]) -> None:
     """Copies a running average into another one of the same shape, in place: bit for bit where both have one dtype.
 
-    Of an average that another rank keeps the weight alone.
+    Of an average that another rank keeps its numbers alone; 0 for those that the source lacks.
     """
-    target["weight"] = source["weight"].detach().to(target["weight"], copy=True)
+    for name in _NUMBERS:
+        number = source.get(name, torch.zeros(()))
+        target[name] = number.detach().to(torch.zeros((), dtype=torch.float64), copy=True)
     if "value" not in target:
         return
     if target["value"].dtype is not source["value"].dtype:
         write_(target, read(source))  # float16 has a scale, which no other dtype has
         return
-    for key in target.keys() - {"weight"}:
+    for key in target.keys() - set(_NUMBERS):
         target[key].copy_(source[key])

@@ -26,7 +26,7 @@ from .distributed import join_hook, notify_join_context, register_joinable, shar
 from .engine import CurvatureEngine
 from .lamb import MultiTensorLamb
 from .preconditioning import Lr, common_rate
-from .schedules import growing, inverse_time_decay
+from .schedules import forgetting, growing, inverse_time_decay
 from .solvers import EigenSolver
 from .turning import forget, lessons_of, take_turned_step
 
@@ -37,7 +37,8 @@ __all__ = ["KFACLAMB", "KFACAdam", "KFACAdamW", "KFACMixin", "KFACSGD"]
 _DEFAULTS: dict[str, Any] = {
     "damping": OfLargest(inverse_time_decay(0.03, steps=10, final=1e-4)),
     "scaling": "graft",
-    "factor_decay": inverse_time_decay(0.95, steps=250, final=0.8),  # statistics get rarer; old ones are forgotten
+    # Statistics get rarer; old ones are forgotten, and at once what is too large for today's gradients.
+    "factor_decay": forgetting(inverse_time_decay(0.95, steps=250, final=0.8), slack=3.0),
     "inv_update_steps": growing(fraction=0.5, minimum=10, most_work=1.0),
     "solver": EigenSolver(negligible=0.3),
 }

@@ -20,6 +20,7 @@ __all__ = [
     "constant_then_scaled",
     "due",
     "exponential_decay",
+    "forgetting",
     "growing",
     "inverse_time_decay",
     "value_at",
@@ -130,6 +131,35 @@ class inverse_time_decay:
 
     def __call__(self, step: int) -> float:
         return max(self.final, self.initial * self.steps / (self.steps + step))
+
+
+@dataclass(frozen=True)
+class forgetting:
+    """A factor decay that falls where new moments are small beside the running average.
+
+    On a plateau gradients may fall a thousandfold within some steps, the moments that G averages so a millionfold. At a
+    constant xi the average stays that of the first steps for hundreds of updates. Here an update takes
+    ``xi min(1, slack * r)`` as the weight of the past, with r the trace of the new moment over that of the average. As
+    long as new moments are at least ``1 / slack`` of the average, as batches of one distribution are, it is xi.
+    It is the variable forgetting factor of recursive least squares (Fortescue et al. 1981), for A and G of each layer.
+
+    Args:
+        decay: xi of eqs. 14-15, in [0, 1); a number or a function of the step. Default 0.95.
+        slack: How many times as large as the new moment the average may be and keep its weight, >= 1. Default 3.
+
+    Raises:
+        TypeError: If ``slack`` is not a number.
+        ValueError: If it is out of range.
+    """
+
+    decay: Schedule[float] = 0.95
+    slack: float = 3.0
+
+    def __post_init__(self) -> None:
+        require_number("slack", self.slack, ">= 1", lambda x: x >= 1, owner="forgetting")
+
+    def __call__(self, step: int) -> float:
+        return value_at(self.decay, step)
 
 
 def _check_steps(schedule: exponential_decay | inverse_time_decay) -> None:

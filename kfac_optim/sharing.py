@@ -106,7 +106,7 @@ def whole_state(block: Block, dtype: torch.dtype, comm: Communicator) -> dict[st
                 continue
             average = whole[source][name]
             if "value" not in average:
-                average = {**spec.empty(dtype, block.layer.weight.device), "weight": average["weight"]}
+                average = {**spec.empty(dtype, block.layer.weight.device), **average}
                 whole[source][name] = average
             tensors = [average[key] for key in ("value", "scale") if key in average]
             broadcasts.append(Broadcast(tensors, owner, tuple(range(comm.world_size))))

@@ -287,10 +287,10 @@ def predict(
     }
     ring = 2 * (world_size - 1) / world_size
     updates = schedule.decompositions / schedule.statistics
-    # In float64: the weights of A and of G for every update and layer, skipped batches; which factors were decomposed;
-    # four numbers by which the ranks see that they have built the same. In float32 the largest eigenvalues.
+    # In float64 what an update takes, and which factors were decomposed; in float32 the largest eigenvalues.
     largest = FLOAT * sum(spec.pairs for layer in work.layers for spec in layer.factors)
-    counts = ring * (8 * (2 * len(work.layers) * (updates + 1) + 5) + largest) if exchange.at_refresh else 0.0
+    told = update_bytes(work) * updates + 8 * 2 * len(work.layers)
+    counts = ring * (told + largest) if exchange.at_refresh else 0.0
     pooled = ring * sum(sums) * (1 if exchange.at_refresh else updates)
     sent, received = broadcast_bytes(decompositions, world_size)
     every = np.full(world_size, 1.0)
@@ -304,6 +304,15 @@ def predict(
         {kind: bytes_[kind][1] for kind in KINDS},
         memory_per_rank(work, assignment, world_size),
     )
+
+
+def update_bytes(work: Workload) -> int:
+    """What ranks tell each other in a step with statistics, in float64.
+
+    Counts and traces of A and of G by layer, skipped batches, and four numbers by which the ranks see that they have
+    built the same.
+    """
+    return 8 * (4 * len(work.layers) + 1 + 4)
 
 
 def factor_sizes(work: Workload, exchange: Exchange) -> list[int]:
@@ -328,8 +337,8 @@ def pooling_seconds(
     """Summing the factors over the ranks: all-reduces of counts and of factors, and the copies around them."""
     if world_size == 1:
         return 0.0
-    counts = 16 * len(work.layers) * schedule.decompositions // schedule.statistics
-    small = [counts] if exchange.at_refresh else []
+    updates = schedule.decompositions // schedule.statistics
+    small = [update_bytes(work)] * updates if exchange.at_refresh else []
     copies = FOLD * work.packed_numbers if exchange.at_refresh else Work()
     copies += Work(2 * len(work.layers), 0, 2 * sum(sizes))  # into the buckets
     shared = sharing(min(world_size, network.ranks_per_node), device)

@@ -50,6 +50,7 @@ class History:
 
     present: list[list[list[bool]]]  # [update][rank][layer]
     decays: list[float]
+    slack: float | None
     pooled_after: list[bool]
     seed: int
 
@@ -61,6 +62,7 @@ def histories(draw: st.DrawFn) -> History:
     return History(
         draw(st.lists(flags, min_size=updates, max_size=updates)),
         draw(st.lists(st.sampled_from([0.0, 0.5, 0.95]) | st.floats(0, 0.99), min_size=updates, max_size=updates)),
+        draw(st.none() | st.sampled_from([1.0, 3.0])),
         [*draw(st.lists(st.booleans(), min_size=updates - 1, max_size=updates - 1)), True],
         draw(st.integers(0, 2**32 - 1)),
     )
@@ -75,41 +77,44 @@ def assert_running_sums(average: dict[str, Tensor], total: Tensor, weight: float
 
 @given(histories())
 def test_pooling_now_and_then_is_exchanging_at_every_update(history: History) -> None:
-    """S <- xi S + sum_r m_r and w <- xi w + sum_r w_r; no decay where no rank had data."""
+    """S <- xi S + sum_r m_r and w <- xi w + sum_r w_r; no decay where no rank had data, less past where it is large."""
     generator = torch.Generator().manual_seed(history.seed)
     ranks, layers = len(history.present[0]), len(history.present[0][0])
     specs = (FactorSpec(1, 3), FactorSpec(2, 2))
     lazy = [[spec.empty(torch.float64, torch.device("cpu")) for spec in specs] for _ in range(layers)]
     sums = [[spec.zeros(torch.float64, torch.device("cpu")) for spec in specs] for _ in range(layers)]
-    weights = [[0.0, 0.0] for _ in range(layers)]
-    local = [LocalSums() for _ in range(ranks)]
+    weights, sizes = ([[0.0, 0.0] for _ in range(layers)] for _ in range(2))
+    local = [[LocalSums() for _ in range(layers)] for _ in range(ranks)]
     for present, decay, pools in zip(history.present, history.decays, history.pooled_after, strict=True):
-        for rank in range(ranks):
-            local[rank].begin(decay)
         for layer in range(layers):
             users = [rank for rank in range(ranks) if present[rank][layer]]
-            for side in range(2) if users else ():
-                sums[layer][side] *= decay
-                weights[layer][side] *= decay
-            for rank in users:
-                moments = [torch.randn(zero.shape, generator=generator, dtype=torch.float64) for zero in sums[layer]]
-                rows, terms = torch.rand(2, generator=generator, dtype=torch.float64).add(0.5).tolist()
-                for side, (moment, weight) in enumerate(zip(moments, (rows, terms), strict=True)):
-                    sums[layer][side] += moment
-                    weights[layer][side] += weight
-                local[rank].add(layer, [moment.clone() for moment in moments], (rows, terms))
+            if not users:
+                continue
+            own = {
+                rank: [torch.randn(s.shape, generator=generator, dtype=torch.float64) for s in sums[layer]]
+                for rank in users
+            }
+            seen = torch.rand(2, 2, generator=generator, dtype=torch.float64).add(0.1).pow(4).tolist()
+            for side, (count, trace) in enumerate(seen):
+                mean = sizes[layer][side] / weights[layer][side] if weights[layer][side] else 0.0
+                xi = decay * min(1.0, history.slack * trace / count / mean) if history.slack and mean else decay
+                sums[layer][side] = xi * sums[layer][side] + sum(moments[side] for moments in own.values())
+                weights[layer][side] = xi * weights[layer][side] + count
+                sizes[layer][side] = xi * sizes[layer][side] + trace
+            for rank in range(ranks):
+                local[rank][layer].add(own.get(rank), lazy[layer], seen, decay, history.slack)
         if not pools:
             continue
-        total = torch.stack([one.weights(range(layers)) for one in local]).sum(0)
-        results = [one.merge_runs(range(layers), total) for one in local]
-        assert all(result == results[0] for result in results), "decays and weights are the same on all ranks"
-        decays, pooled_weights = results[0]
         for layer in range(layers):
-            parts = [found for one in local if (found := one.sums(layer)) is not None]
+            of_ranks = [one[layer] for one in local]
+            assert all(one.since == of_ranks[0].since for one in of_ranks), (
+                "decays and weights are the same on all ranks"
+            )
+            parts = [one.sums for one in of_ranks if one.sums is not None]
             for side in range(2) if parts else ():
                 moment = torch.stack([part[side] for part in parts]).sum(0)
-                fold_([(lazy[layer][side], pooled_weights[layer][side], decays[layer])], [moment])
-        local = [LocalSums() for _ in range(ranks)]
+                fold_([(lazy[layer][side], of_ranks[0].since[side])], [moment])
+        local = [[LocalSums() for _ in range(layers)] for _ in range(ranks)]
     for layer, side in itertools.product(range(layers), range(2)):
         assert_running_sums(lazy[layer][side], sums[layer][side], weights[layer][side])
 
@@ -551,13 +556,13 @@ def test_directions_go_to_those_who_do_not_precondition(
 
 
 def test_beside_these_only_counts_travel(counted: list[dict[Any, Any]]) -> None:
-    """float64: flags of what is decomposed and of skipped batches, weights of A and G by layer and update.
+    """float64: flags of what is decomposed; by update skipped batches, and counts and traces of A and G by layer.
 
     Beside them, with the eigen solver, the largest eigenvalues of A and G, of at most 8 bytes.
     """
     ranks, layers, updates = len(counted), len(Net.SHAPES), len(range(0, STEPS, 2))
-    numbers = REFRESHES * (2 * layers + 1) + 2 * layers * updates
-    greeting = 4 * (1 + REFRESHES)  # at first and at every refresh, to see whether all have built the same
+    numbers = REFRESHES * 2 * layers + updates * (4 * layers + 1)
+    greeting = 4 * (1 + REFRESHES + updates)  # at first and whenever they exchange: whether all have built the same
     for found in counted:
         for traffic, _, _ in found.values():
             assert set(traffic) <= {"factors", "decompositions", "directions", "counts"}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from kfac_optim import KAISA, KFACSGD, EigenSolver, FactorWise, LayerWise, OfMean, trust
+from kfac_optim import KAISA, KFACSGD, EigenSolver, FactorWise, LayerWise, OfMean, forgetting, trust
 from tests.helpers.compare import assert_all_near, values
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, KINDS, OFTEN
@@ -65,6 +65,10 @@ def cases(world_size: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any
     for name in ("factor-wise", "layer-wise"):
         found[f"{name}, spread"] = ("sgd", {"assignment": name}, {"spread": 2, "inv_update_steps": 4})
         found[f"{name}, relative"] = ("sgd", {"assignment": name}, {"damping": OfMean(0.1), "scaling": "graft"})
+    # Every moment below the average takes weight from the past; four updates to a refresh.
+    forgets = {"factor_decay": forgetting(0.9, slack=1.0), "factor_update_steps": 1, "inv_update_steps": 4}
+    for strategy in (FactorWise(), LayerWise("sharded")):
+        found[f"{strategy!r}, forgetting"] = ("sgd", {"assignment": strategy}, forgets)
     for kind in ("momentum", "adam", "lamb"):
         found[f"layer-wise, {kind}"] = (kind, {"assignment": "layer-wise"}, {})
     reduced = {"weight_sharing": "reduce", "skip_layers": [r"body\.2"], "max_factor_dim": 20}

@@ -163,7 +163,7 @@ def held() -> list[dict[str, Any]]:
 def test_a_rank_holds_what_the_estimate_says(held: list[dict[str, Any]], name: str) -> None:
     for found in held:
         there, estimate, _ = found[name]
-        assert there == pytest.approx(estimate["total"], rel=0.03), "some numbers for each layer come on top"
+        assert there == pytest.approx(estimate["total"], rel=0.05), "some numbers for each layer come on top"
         assert estimate["local sums"] == 0
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kfac_optim.averages import fold_
+from kfac_optim.averages import Since, fold_, traces
 from kfac_optim.factors import FactorSpec, pack, read, unpack
 from tests.helpers.compare import assert_near
 
@@ -36,6 +36,17 @@ def test_blocks_of_a_pair_are_neighbours(pairs: int, blocks: int) -> None:
     assert spec.largest_of_blocks(values).tolist() == largest
 
 
+@given(data=st.data())
+def test_traces_of_packed_factors(data: st.DataObject) -> None:
+    sizes = st.tuples(st.integers(1, 4), st.integers(1, 7), st.booleans(), st.just(1))
+    blocks = st.tuples(st.integers(1, 3), st.integers(4, 9), st.just(False), st.integers(2, 4))
+    specs = [FactorSpec(*size) for size in data.draw(st.lists(sizes | blocks, min_size=1, max_size=4))]
+    matrices = [torch.rand(spec.shape, dtype=torch.float64) for spec in specs]
+    matrices = [m if spec.diagonal else m @ m.mT for spec, m in zip(specs, matrices, strict=True)]
+    wanted = [float((m if s.diagonal else m.diagonal(0, -2, -1)).sum()) for s, m in zip(specs, matrices, strict=True)]
+    assert traces(specs, [s.pack(m) for s, m in zip(specs, matrices, strict=True)]).tolist() == pytest.approx(wanted)
+
+
 PRECISIONS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -58,7 +69,7 @@ def test_averages_are_sums_divided_by_their_counts(dtype: torch.dtype, data: st.
         counts = [data.draw(st.sampled_from([0, 1, 5])) for _ in specs]
         decays = [data.draw(st.sampled_from([0.0, 0.5, 0.95, 1.0])) for _ in specs]
         moments = [some_sum(spec, dtype, count) for spec, count in zip(specs, counts, strict=True)]
-        updates = list(zip(averages, map(float, counts), decays, strict=True))
+        updates = [(average, Since(*now, 0.0)) for average, *now in zip(averages, decays, counts, strict=True)]
         fold_(updates, [None if i == 3 else moment.clone() for i, moment in enumerate(moments)])
         for i, (count, decay, moment) in enumerate(zip(counts, decays, moments, strict=True)):
             if count:

@@ -8,6 +8,7 @@ There ``A`` and ``G`` are numbers. With a loss ``(1/N) sum_n c_n s_n`` the weigh
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import KFACSGD, exponential_decay, growing, inverse_time_decay
+from kfac_optim import KFACSGD, exponential_decay, forgetting, growing, inverse_time_decay
 from kfac_optim.factors import pack, packed_diagonal
 from tests.helpers.settings import EXACT
 
@@ -73,6 +74,7 @@ class Sums:
     """Two running sums for each factor, written out."""
 
     decay: float
+    slack: float = math.inf
     a: float = 0.0
     g: float = 0.0
     weight_a: float = 0.0
@@ -81,10 +83,14 @@ class Sums:
 
     def add(self, batch: Batch) -> None:
         """``S <- xi S + sum``, ``w <- xi w + count``."""
-        self.a = self.decay * self.a + sum(x * x for x, _ in batch)
-        self.g = self.decay * self.g + sum(c * c for _, c in batch)
-        self.weight_a = self.decay * self.weight_a + len(batch)
-        self.weight_g = self.decay * self.weight_g + len(batch)
+        a, g = sum(x * x for x, _ in batch), sum(c * c for _, c in batch)
+        xi_a, xi_g = self.xi(a / len(batch), self.a, self.weight_a), self.xi(g / len(batch), self.g, self.weight_g)
+        self.a, self.weight_a = xi_a * self.a + a, xi_a * self.weight_a + len(batch)
+        self.g, self.weight_g = xi_g * self.g + g, xi_g * self.weight_g + len(batch)
+
+    def xi(self, new: float, total: float, weight: float) -> float:
+        """The weight of the past, which is less where it is more than ``slack`` times as large as what is new."""
+        return self.decay * min(1.0, self.slack * new * weight / total) if total else self.decay
 
     @property
     def curvature(self) -> float:
@@ -147,6 +153,45 @@ def test_the_decay_of_the_paper_and_the_default_one(without: str) -> None:
     decay = 0.95 * 250 / 251 if without else 0.95
     wanted = (decay * 1 + 4) / (1 + decay)
     assert curvature_of(step(model, optimizer, batch), batch) == pytest.approx(wanted, rel=TOL)
+
+
+smaller_batches = st.builds(
+    lambda batch, x, c: [(x * x_, c * c_) for x_, c_ in batch], batches, *[st.sampled_from([1.0, 0.1, 1e-3])] * 2
+)
+
+
+@given(
+    first=batches, steps=st.lists(smaller_batches, max_size=5), decay=st.floats(0.0, 0.99), slack=st.floats(1.0, 5.0)
+)
+def test_what_is_too_large_for_new_moments_is_forgotten(
+    first: Batch, steps: list[Batch], decay: float, slack: float
+) -> None:
+    """The weight of the past is ``xi min(1, slack r)``, with r the new moment's trace over the average's, by factor."""
+    model, optimizer = build(factor_decay=forgetting(decay, slack))
+    sums = Sums(decay, slack)
+    for batch in [first, *steps]:
+        sums.add(batch)
+        wanted = -mean_gradient(batch) / (sums.curvature + GAMMA)
+        assert step(model, optimizer, batch) == pytest.approx(wanted, rel=TOL)
+
+
+def test_by_default_a_plateau_ends_the_averages_of_the_first_steps() -> None:
+    """With slack 3: a past 25 times as large counts 3/25 as much."""
+    model, optimizer = build("factor_decay")
+    step(model, optimizer, [(5.0, 1.0)])
+    batch = [(1.0, 1.0)]
+    past = 0.95 * 250 / 251 * 3 / 25
+    assert curvature_of(step(model, optimizer, batch), batch) == pytest.approx((past * 25 + 1) / (past + 1), rel=TOL)
+
+
+def test_a_batch_without_gradients_forgets_nothing() -> None:
+    """Moments of zero say nothing of what the past is worth: they only decay it."""
+    model, optimizer = build(factor_decay=forgetting(0.5))
+    step(model, optimizer, [(1.0, 2.0)])
+    backward(model, [(1.0, 0.0)])
+    change(model, optimizer)
+    batch = [(1.0, 2.0)]
+    assert curvature_of(step(model, optimizer, batch), batch) == pytest.approx((0.25 * 4 + 4) / 1.75, rel=TOL)
 
 
 def test_decay_may_be_changed_during_training() -> None:

@@ -22,6 +22,7 @@ from kfac_optim import (
     KLClip,
     OfLargest,
     OfMean,
+    forgetting,
     growing,
     inverse_time_decay,
 )
@@ -324,7 +325,7 @@ def test_defaults_of_the_design() -> None:
 DEFAULTS: dict[str, Any] = {
     "damping": OfLargest(inverse_time_decay(0.03, steps=10, final=1e-4)),
     "scaling": "graft",
-    "factor_decay": inverse_time_decay(0.95, steps=250, final=0.8),
+    "factor_decay": forgetting(inverse_time_decay(0.95, steps=250, final=0.8), slack=3.0),
     "inv_update_steps": growing(0.5, 10, most_work=1.0),
     "solver": EigenSolver(negligible=0.3),
     "factor_update_steps": None,
