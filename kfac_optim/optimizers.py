@@ -199,9 +199,10 @@ class KFACMixin(_Optimizer):
 
     def _rates(self) -> Lr | dict[nn.Parameter, Lr]:
         """The learning rate, by parameter if the groups differ in it."""
-        rates = {p: rate_of(group) for group in self.param_groups for p in group["params"]}
         common = common_rate([rate_of(group) for group in self.param_groups])
-        return rates if common is None else common
+        if common is not None:
+            return common
+        return {p: rate_of(group) for group in self.param_groups for p in group["params"]}
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
