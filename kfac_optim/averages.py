@@ -12,12 +12,14 @@ start from, and so no bias to correct; batches of different sizes are weighted e
 In a step with statistics the ranks add up the counts, and the traces where xi depends on them
 (:class:`~kfac_optim.forgetting`), so that each knows what became of xi and w. Matrices are as large as the factors, and
 wait for a refresh: sums are linear, so each rank adds up what it has seen since the last one (:class:`LocalSums`) with
-the same xi, and one sum over the ranks is enough. A single process adds them in every step. So do ranks of which one
-alone keeps a factor: the others have nothing to add up in, and hand it what they have seen at once.
+the same xi, and one sum over the ranks is enough. A single process folds its sums in at every step with statistics. So
+do ranks that share factors out: a rank that does not keep a factor sends what it has seen to the one that does, at
+once.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -32,7 +34,7 @@ from .diagnostics import StageTimes, communicating
 from .distributed import Communicator
 from .factors import FactorSpec, read, write_
 
-__all__ = ["Averaging", "LocalSums", "Since", "fold_", "terms_of_rank", "traces"]
+__all__ = ["Averaging", "Increment", "LocalSums", "fold_", "terms_of_rank", "traces"]
 
 
 class Averaging:
@@ -70,7 +72,7 @@ class Averaging:
         blocks: Sequence[Block],
         statistics: StepMoments,
         decay: float,
-        slack: float | None,
+        slack: float,
         comm: Communicator,
     ) -> None:
         """Adds what this rank has captured in one step (a collective).
@@ -79,43 +81,54 @@ class Averaging:
             blocks: All blocks, in the order of the statistics' layer indices.
             statistics: The packed raw sums of the step's micro-batches.
             decay: xi at this step.
-            slack: That of :class:`~kfac_optim.forgetting`; None: xi does not depend on the moments.
+            slack: The ``slack`` of :class:`~kfac_optim.forgetting`; infinite where xi does not depend on the moments.
             comm: The ranks.
         """
-
-        def weights(layer: int | None) -> tuple[float, float]:
-            # The gradients carry the 1 / M of all micro-batches; only the finite ones count in the weight.
-            all_terms, terms = statistics.loss_terms(layer)
-            scale, m = terms_of_rank(all_terms, comm, summed=self.summed, sampled=self.sampled)
-            return scale, m * terms / max(1, all_terms)
-
         own = {i: (sums.a, sums.g) for i, sums in statistics.sums.items() if statistics.rows(i)}
+        terms = self._scale_(own, statistics, comm)
+        seen = torch.zeros(len(blocks), 2, 2, dtype=torch.float64)  # of A and of G, count and trace
+        # M belongs to the loss: G counts also the terms of ranks that did not use the layer, whose gradient is zero.
+        seen[:, 1, 0] = self._terms(statistics, None, comm)[1]
+        for index in own:
+            seen[index, :, 0] = torch.tensor((statistics.rows(index), terms[index]))
+        if own and slack < math.inf:
+            specs = [spec for index in own for spec in blocks[index].specs]
+            seen[list(own), :, 1] = traces(specs, [moment for pair in own.values() for moment in pair]).view(-1, 2)
+        seen *= _counted(blocks, comm.rank)[:, :, None]
+        skips = torch.tensor(sum(statistics.taken) - sum(statistics.finite), dtype=torch.float64)
+        with communicating("factor", self.stages, comm.world_size):
+            seen, skips = comm.sum([seen, skips], "counts")
+        self.skipped_batches += int(skips)
+        self.seen = False
+        for index, (block, (of_a, of_g)) in enumerate(zip(blocks, seen.tolist(), strict=True)):
+            rows, _ = of_a
+            if rows:  # some rank has used the layer; of others the averages stay as they are
+                self.seen = True
+                averages = [block.state["current"][side] for side in SIDES]
+                local = self._local.setdefault(block, LocalSums())
+                local.add(own.get(index), averages, (of_a, of_g), decay, slack)
+
+    def _terms(self, statistics: StepMoments, layer: int | None, comm: Communicator) -> tuple[float, float]:
+        """See :func:`terms_of_rank`; only micro-batches that are finite count.
+
+        The gradients carry the 1 / M of all of them.
+        """
+        all_terms, terms = statistics.loss_terms(layer)
+        scale, m = terms_of_rank(all_terms, comm, summed=self.summed, sampled=self.sampled)
+        return scale, m * terms / max(1, all_terms)
+
+    def _scale_(
+        self, own: Mapping[int, tuple[Tensor, Tensor]], statistics: StepMoments, comm: Communicator
+    ) -> dict[int, float]:
+        """Gives the moments of G their ``M^2``, in place; returns this rank's part of M by layer index."""
+        parts = {index: self._terms(statistics, index, comm) for index in own}
         scaled: dict[float, list[Tensor]] = {}
-        for index, (_, g) in own.items():
-            scaled.setdefault(weights(index)[0], []).append(g)
+        for index, (scale, _) in parts.items():
+            scaled.setdefault(scale, []).append(own[index][1])
         for scale, of_g in scaled.items():
             if scale != 1:
                 torch._foreach_mul_(of_g, scale)
-        # M belongs to the loss: G counts also the terms of ranks that did not use the layer, whose gradient is zero.
-        found = torch.zeros(len(blocks), 4, dtype=torch.float64)  # count and trace of A and G
-        found[:, 2] = weights(None)[1]
-        for index in own:
-            found[index, 0], found[index, 2] = statistics.rows(index), weights(index)[1]
-        if slack is not None and own:
-            specs = [spec for index in own for spec in blocks[index].specs]
-            found[list(own), 1::2] = traces(specs, [moment for pair in own.values() for moment in pair]).view(-1, 2)
-        found = found.view(-1, 2, 2) * _counted(blocks, comm.rank)[:, :, None]
-        skips = torch.tensor(sum(statistics.taken) - sum(statistics.finite), dtype=torch.float64)
-        with communicating("factor", self.stages, comm.world_size):
-            found, skips = comm.sum([found, skips], "counts")
-        self.skipped_batches += int(skips)
-        self.seen = False
-        for index, (block, new) in enumerate(zip(blocks, found.tolist(), strict=True)):
-            if new[0][0]:  # some rank has used the layer; of others the averages stay as they are
-                self.seen = True
-                local = self._local.setdefault(block, LocalSums())
-                averages = [block.state["current"][side] for side in SIDES]
-                local.add(own.get(index), averages, new, decay, slack)
+        return {index: terms for index, (_, terms) in parts.items()}
 
     def pool(self, blocks: Sequence[Block], comm: Communicator) -> None:
         """Adds what all ranks have seen since the last pooling to the running averages (a collective).
@@ -133,15 +146,15 @@ class Averaging:
                 device, workers, of_block = block.layer.weight.device, block.workers, local[block]
                 for i, (side, spec) in enumerate(zip(SIDES, block.specs, strict=True)):
                     own = None if of_block.sums is None else of_block.sums[i]
-                    if own is None and (workers.factors != "local" or workers.keeps(i, comm.rank)):
+                    if own is None and workers.counts(i, comm.rank):
                         own = spec.zeros(self.dtype, device)  # one that has not used the layer adds zeros
                     average = block.state["current"][side]
-                    updates.append(_Update(average, own, of_block.since[i], workers.owner(i), workers.factors))
+                    updates.append(_Update(average, own, of_block.increments[i], workers.owner(i), workers.factors))
             local.clear()
             summed = _summed(updates, comm)
             at_once = max(1, len(updates)) if comm.world_size == 1 else 1  # from other ranks as they arrive
             while batch := list(islice(summed, at_once)):
-                fold_([(u.average, u.since) for u, _ in batch], [total for _, total in batch])
+                fold_([(u.average, u.increment) for u, _ in batch], [total for _, total in batch])
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,14 +164,14 @@ class _Update:
     Attributes:
         average: The running average.
         own: This rank's part of the sum of moments; None where nobody wants it.
-        since: What all ranks have seen.
+        increment: What all ranks have seen.
         owner: The rank that gets the sum; None: every rank.
         place: "local": that rank's own part is all.
     """
 
     average: dict[str, Tensor]
     own: Tensor | None
-    since: Since
+    increment: Increment
     owner: int | None
     place: str
 
@@ -185,10 +198,8 @@ def _summed(updates: Sequence[_Update], comm: Communicator) -> Iterator[tuple[_U
 
 def _counted(blocks: Sequence[Block], rank: int) -> Tensor:
     """Whether what this rank has seen goes into A and G of each block, ``[blocks, 2]``: 1 or 0."""
-    return torch.tensor(
-        [[float(b.workers.factors != "local" or b.workers.keeps(i, rank)) for i in range(2)] for b in blocks],
-        dtype=torch.float64,
-    ).view(-1, 2)
+    counted = [[float(block.workers.counts(side, rank)) for side in range(2)] for block in blocks]
+    return torch.tensor(counted, dtype=torch.float64).view(-1, 2)
 
 
 def terms_of_rank(terms: int, comm: Communicator, *, summed: bool, sampled: bool) -> tuple[float, float]:
@@ -217,8 +228,8 @@ def terms_of_rank(terms: int, comm: Communicator, *, summed: bool, sampled: bool
 
 
 @dataclass
-class Since:
-    """What all ranks have seen of one factor since its running average was last updated, in numbers.
+class Increment:
+    """The numbers of a pending update of one running average: what all ranks have seen since it was last updated.
 
     Attributes:
         past: The weight of the average as it stands, the product of xi over the updates since.
@@ -241,27 +252,26 @@ class Since:
         return weight, (past * float(average["trace"]) + self.trace) / weight if weight else 0.0
 
 
-def fold_(updates: Sequence[tuple[dict[str, Tensor], Since]], moments: Sequence[Tensor | None]) -> None:
+def fold_(updates: Sequence[tuple[dict[str, Tensor], Increment]], moments: Sequence[Tensor | None]) -> None:
     """Updates running averages in place: ``S <- xi S + moments``, ``w <- xi w + count``.
 
     What is stored is S / w and w (:meth:`~kfac_optim.factors.FactorSpec.empty`), which keeps half precision from
     overflowing.
 
     Args:
-        updates: Each running average, and what has been seen since, in numbers; where nothing, the average stays as it
-            is.
+        updates: Each running average, and what has been seen since; where nothing, the average stays as it is.
         moments: The packed sums of the new moments, ``[p, packed]``, which are overwritten; None where another rank
             keeps the factor.
     """
     kept: list[tuple[dict[str, Tensor], Tensor]] = []
     pasts, shares = [], []
-    for (average, since), moment in zip(updates, moments, strict=True):
-        if not since.count:
+    for (average, increment), moment in zip(updates, moments, strict=True):
+        if not increment.count:
             continue
-        weight, trace = since.factor(average)
+        weight, trace = increment.factor(average)
         if moment is not None:
             kept.append((average, moment))
-            pasts.append(since.past * float(average["weight"]) / weight)
+            pasts.append(increment.past * float(average["weight"]) / weight)
             shares.append(1 / weight)
         average["weight"] = torch.tensor(weight, dtype=torch.float64)
         average["trace"] = torch.tensor(trace, dtype=torch.float64)
@@ -284,12 +294,12 @@ class LocalSums:
 
     Attributes:
         sums: This rank's packed sums of A and G; None as long as it has not used the layer.
-        since: Of A and of G.
+        increments: What all ranks have seen, of A and of G.
     """
 
     def __init__(self) -> None:
         self.sums: list[Tensor] | None = None
-        self.since = (Since(), Since())
+        self.increments = (Increment(), Increment())
 
     def add(
         self,
@@ -297,7 +307,7 @@ class LocalSums:
         averages: Sequence[Mapping[str, Tensor]],
         seen: Sequence[Sequence[float]],
         decay: float,
-        slack: float | None = None,
+        slack: float,
     ) -> None:
         """Adds an update.
 
@@ -310,11 +320,11 @@ class LocalSums:
             slack: See :meth:`Averaging.fold`.
         """
         decays = [
-            decay if slack is None else decay * past_worth(slack, count, trace, *since.factor(average))
-            for since, average, (count, trace) in zip(self.since, averages, seen, strict=True)
+            decay * past_worth(slack, count, trace, *increment.factor(average))
+            for increment, average, (count, trace) in zip(self.increments, averages, seen, strict=True)
         ]
-        for since, (count, trace), xi in zip(self.since, seen, decays, strict=True):
-            since.add(count, trace, xi)
+        for increment, (count, trace), xi in zip(self.increments, seen, decays, strict=True):
+            increment.add(count, trace, xi)
         if self.sums is None:
             self.sums = None if own is None else list(own)
             return
@@ -343,7 +353,8 @@ def past_worth(slack: float, count: float, trace: float, weight: float, mean: fl
 def traces(specs: Sequence[FactorSpec], packed: Sequence[Tensor]) -> Tensor:
     """The traces of packed factors, ``[n]``, float64, on the CPU; waits for the devices once.
 
-    The diagonals have no negative entries, so that their sums are norms, of which one call takes many.
+    A second moment has no negative entries on its diagonal, so its trace is the diagonal's 1-norm, and one multi-tensor
+    call computes many of those.
     """
     found = torch.empty(len(packed), dtype=torch.float64)
     by_device: dict[torch.device, list[int]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .damping import Damping, kind_of
-from .distributed import Assignment, AssignmentStrategy, Communicator, LayerAssignment, LayerCost
+from .distributed import LayerAssignment
 from .factors import FactorSpec, copy_average_, numbers_of, read
 from .layers import KroneckerLayer, full_precision
 from .solvers import Decomposition, Solver
@@ -26,7 +26,6 @@ __all__ = [
     "Source",
     "decomposed_bytes",
     "part_dtype",
-    "share_out_work",
     "specs_of",
 ]
 
@@ -301,23 +300,6 @@ class Block:
     def set_workers(self, workers: LayerAssignment, route: tuple[int, tuple[int, ...]] | None) -> None:
         """Sets the ranks that work on this block."""
         self.workers, self.route = workers, route
-
-
-def share_out_work(
-    strategy: AssignmentStrategy, blocks: Sequence[Block], comm: Communicator, solver: Solver, inv_dtype: torch.dtype
-) -> Assignment:
-    """Asks the strategy who decomposes and who preconditions what, and tells the blocks."""
-    costs = []
-    for block in blocks:
-        a, g = block.specs
-        costs.append(LayerCost((a.cost, g.cost), decomposed_bytes(block.specs, solver, inv_dtype)))
-    work = strategy.assign(costs, comm.world_size)
-    work.check(len(costs), comm.world_size)
-    routes = {workers.gradient_workers: workers.routes(comm.world_size) for workers in work.layers}
-    for block, workers in zip(blocks, work.layers, strict=True):
-        own = [route for route in routes[workers.gradient_workers] if comm.rank in route[1] and len(route[1]) > 1]
-        block.set_workers(workers, own[0] if own else None)
-    return work
 
 
 def specs_of(layer: KroneckerLayer) -> tuple[FactorSpec, FactorSpec]:

@@ -86,7 +86,6 @@ class BuiltEngine(ViewedEngine):
 
     def _restore(self) -> None:
         """Builds what a copy or a pickle leaves behind, and puts the hooks on."""
-        self._owner = None
         self._preconditioner = Preconditioner(self.solver, self.inv_dtype, self._stages)
         fisher = self._sampled_fisher
         self._capture = Capture(
@@ -133,9 +132,7 @@ class BuiltEngine(ViewedEngine):
         if not self.ranks.alone:  # others work for the known layers now
             self._refresher.invalidate()
         self._capture.close()
-        owner = self._owner
         self._restore()
-        self._owner = owner
 
     def require(self, parameters: Sequence[nn.Parameter]) -> None:
         """Makes sure that the parameters an optimizer steps on are the model's own; see :mod:`~kfac_optim.coverage`.

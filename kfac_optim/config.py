@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -253,6 +254,11 @@ class Config:
     def damping_rule(self) -> Damping:
         """``damping`` as an object, also where a number or a function of the step was given."""
         return as_damping(self.damping)
+
+    @property
+    def slack(self) -> float:
+        """The ``slack`` of :class:`~kfac_optim.forgetting`; infinite without it."""
+        return self.factor_decay.slack if isinstance(self.factor_decay, forgetting) else math.inf
 
     def spread_at(self, step: int) -> int:
         """The number of steps over which the work of a refresh that starts at ``step`` is spread."""

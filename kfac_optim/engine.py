@@ -43,7 +43,6 @@ from torch import Tensor, nn
 from .blocks import UNSEEN_STEPS
 from .build import BuiltEngine
 from .config import describe, signature
-from .damping import value_of
 from .directions import Directions, by_parameter
 from .distributed import (
     AssignmentStrategy,
@@ -53,7 +52,7 @@ from .distributed import (
 )
 from .lessons import Lessons, read_all
 from .preconditioning import Lr
-from .schedules import due, forgetting
+from .schedules import due
 
 __all__ = ["CurvatureEngine", "memory_estimate"]
 
@@ -143,8 +142,7 @@ class CurvatureEngine(BuiltEngine):
             if self._capture.enabled:
                 self.last_statistics = self.step_count
                 decay = self.at("factor_decay", self.step_count)
-                slack = self.factor_decay.slack if isinstance(self.factor_decay, forgetting) else None
-                self._averaging.fold(self.trained.blocks, settled, decay, slack, self.comm)
+                self._averaging.fold(self.trained.blocks, settled, decay, self.slack, self.comm)
                 for index, block in enumerate(self.trained.blocks):
                     block.note_statistics(seen=index in settled.sums)
                 if alone or self.ranks.work.shares_factors:
@@ -296,9 +294,8 @@ class CurvatureEngine(BuiltEngine):
             if not self._refresher.is_due(self.inv_update_steps, self.step_count):
                 return
             self._warn_of_unseen_layers()
-            damping = self.damping_rule
-            value, spread = value_of(damping, self.step_count), self.spread_at(self.step_count)
-            self._refresher.start(self.step_count, ready, damping, value, spread, self.comm)
+            step = self.step_count
+            self._refresher.start(step, ready, self.damping_rule, self.spread_at(step), self.comm)
             return
         seen_nothing = self.last_statistics == self.step_count and not self.skipped_batches
         self.last_statistics = None  # every step collects until there is something

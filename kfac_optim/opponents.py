@@ -100,8 +100,9 @@ class Opposition:
     """Whether the network of one optimizer trains against another one.
 
     Attributes:
-        opposes: What captured gradients tell: they were thrown away before the last step that collected statistics, and
-            before the one before, if that tells. None until the second of these steps.
+        opposes: Whether captured gradients were thrown away before each of the last two steps that collected
+            statistics. Nobody looks before the very first step, so that it counts as one of them. None until the
+            second.
         suspected: Whether gradients were thrown away before the last of these steps. A step that was skipped, because
             its gradients had overflowed for instance, makes nobody an opponent.
         throws: Of the last 16 steps, whether gradients were cleared before it that had been added to those of the step

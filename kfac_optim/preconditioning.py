@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
@@ -27,7 +26,7 @@ from .scaling import Direction, Scaling, scaled
 from .shard_routing import exchanged_blocks, gathered_vectors
 from .solvers import Decomposition, Joint, Solver, Spectral
 from .stacks import Stack, layer_of_pair, stack_key, stacks_of, with_vectors
-from .tiles import precondition
+from .tiles import Tile, precondition
 
 __all__ = ["Lr", "Preconditioner", "common_rate"]
 
@@ -201,26 +200,24 @@ class Preconditioner:
     def _joint_of(self, stacks: Sequence[Stack]) -> Joint | None:
         """The decompositions of all stacks together, where launches count; then their matrices lie side by side."""
         tiles = [stack.current_tiles for stack in stacks]
-        devices = {stack.layout.device for stack in stacks}
-        numbers = sum(math.prod(stack.layout.shape) for stack in stacks)
-        few = len(stacks) < 2 or len(devices) > 1 or numbers > _MOST_NUMEL
-        if self._spectral is None or few or not is_launch_bound(*devices):
-            self._storage = self._joint = None
-            return None
-        if any(len(of_stack) != 1 or not _are_of(self.dtype, of_stack[0].decomposed) for of_stack in tiles):
+        if self._spectral is None or not self._can_join(stacks, tiles):
             self._storage = self._joint = None
             return None
         shapes = [stack.layout.shape for stack in stacks]
         if self._storage is None or self._storage.shapes != shapes:
-            self._storage = FlatStorage(shapes, *devices)
-        if (
-            self._joint is None
-            or len(self._joint[0]) != len(tiles)
-            or not all(map(operator.is_, self._joint[0], tiles))
-        ):
+            self._storage = FlatStorage(shapes, stacks[0].layout.device)
+        if self._joint is None or list(map(id, self._joint[0])) != list(map(id, tiles)):
             units = [stack.damping_unit.to(self.dtype) for stack in stacks]
             self._joint = tiles, self._spectral.joint([of_stack[0].decomposed for of_stack in tiles], units)
         return self._joint[1]
+
+    def _can_join(self, stacks: Sequence[Stack], tiles: Sequence[Sequence[Tile]]) -> bool:
+        """Whether launches count, and the stacks are few numbers of one device and type, of one tile each."""
+        devices = {stack.layout.device for stack in stacks}
+        if len(stacks) < 2 or len(devices) > 1 or not is_launch_bound(*devices):
+            return False
+        few = sum(math.prod(stack.layout.shape) for stack in stacks) <= _MOST_NUMEL
+        return few and all(len(of) == 1 and _are_of(self.dtype, of[0].decomposed) for of in tiles)
 
     def _of_one(
         self,

@@ -7,8 +7,16 @@ from typing import Any
 
 import torch
 
-from .blocks import Block, share_out_work
-from .distributed import Assignment, AssignmentStrategy, Communicator, LocalCommunicator, agreement, make_communicator
+from .blocks import Block, decomposed_bytes
+from .distributed import (
+    Assignment,
+    AssignmentStrategy,
+    Communicator,
+    LayerCost,
+    LocalCommunicator,
+    agreement,
+    make_communicator,
+)
 from .sharing import move_factors, refuse_to_move
 from .solvers import Solver
 
@@ -44,15 +52,25 @@ class Ranks:
     def share_out(
         self, strategy: AssignmentStrategy, blocks: Sequence[Block], solver: Solver, inv_dtype: torch.dtype
     ) -> None:
-        """Decides who decomposes and who preconditions what, and tells the blocks."""
-        self.work = share_out_work(strategy, blocks, self.comm, solver, inv_dtype)
-        self._groups = self.work.groups(self.comm.world_size)
+        """Asks the strategy who decomposes and who preconditions what, and tells the blocks."""
+        costs = []
+        for block in blocks:
+            a, g = block.specs
+            costs.append(LayerCost((a.cost, g.cost), decomposed_bytes(block.specs, solver, inv_dtype)))
+        rank, world_size = self.comm.rank, self.comm.world_size
+        self.work = strategy.assign(costs, world_size)
+        self.work.check(len(costs), world_size)
+        routes = {workers.gradient_workers: workers.routes(world_size) for workers in self.work.layers}
+        for block, workers in zip(blocks, self.work.layers, strict=True):
+            own = [route for route in routes[workers.gradient_workers] if rank in route[1] and len(route[1]) > 1]
+            block.set_workers(workers, own[0] if own else None)
+        self._groups = self.work.groups(world_size)
         self.comm.check_groups(self._groups)
 
     def left_out(self, blocks: Iterable[Block]) -> set[int]:
-        """The blocks, by index, of which other ranks alone take statistics."""
+        """The blocks, by index, whose statistics only other ranks take."""
         workers = [block.workers for block in blocks]
-        return {i for i, w in enumerate(workers) if w.factors == "local" and self.comm.rank not in w.inverse_workers}
+        return {i for i, w in enumerate(workers) if not any(w.counts(side, self.comm.rank) for side in range(2))}
 
     def change(self, comm: Communicator, blocks: Sequence[Block]) -> bool:
         """Goes on among other ranks.

@@ -1,8 +1,8 @@
 """How much further the step of a layer goes where it is flat, learned while training.
 
-The learning rate is what the steepest direction bears. In flat ones steps may be longer by as much as these are
-flatter. So besides being turned (:mod:`~kfac_optim.trust`) a step is stretched, where damping is relative to the
-largest eigenvalue L of a layer's ``A (x) G``. With the first moment m and the rate c at which the base follows it::
+The steepest direction limits the learning rate. Along a flatter one, a step may be longer in proportion. So besides
+being turned (:mod:`~kfac_optim.trust`) a step is stretched, where damping is relative to the largest eigenvalue L of a
+layer's ``A (x) G``. With the first moment m and the rate c at which the base follows it::
 
     stretch = c ((L + gamma) (A (x) G + gamma I)^-1 - I) m,    c = <u, m> / <m, m>
     step   += reach stretch

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .blocks import Block, part_dtype
-from .damping import Damping, kind_of
+from .damping import Damping, kind_of, value_of
 from .diagnostics import StageTimes, communicating
 from .distributed import Broadcast, Communicator
 from .jobs import FactorJob, RefreshInProgress, batch_of, together
@@ -75,22 +75,20 @@ class Refresher:
         """Makes a full refresh due at the next step."""
         self.last_refresh = None
 
-    def start(
-        self, step: int, blocks: list[Block], damping: Damping, value: float, spread: int, comm: Communicator
-    ) -> None:
+    def start(self, step: int, blocks: list[Block], damping: Damping, spread: int, comm: Communicator) -> None:
         """Begins a refresh of these blocks; without a spread it also ends it (a collective).
 
         Args:
             step: The step.
             blocks: Those whose factors have data.
-            damping: Defines the unit of gamma.
-            value: gamma in that unit.
+            damping: gamma.
             spread: Over how many steps to work it off; the first refresh is at once all the same.
             comm: The ranks.
         """
         damped = [] if isinstance(self.solver, Spectral) else blocks
         known = extents(damped, "current", comm)
         units = {b: (kind_of(damping), damping.unit(b.factors("current", known.get(b)))) for b in damped}
+        value = value_of(damping, step)
         gammas = {block: value * unit for block, (_, unit) in units.items()}
         self.refreshes += 1
         if self.last_refresh is None or not spread:

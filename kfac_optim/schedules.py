@@ -137,11 +137,12 @@ class inverse_time_decay:
 class forgetting:
     """A factor decay that falls where new moments are small beside the running average.
 
-    On a plateau gradients may fall a thousandfold within some steps, the moments that G averages so a millionfold. At a
-    constant xi the average stays that of the first steps for hundreds of updates. Here an update takes
-    ``xi min(1, slack * r)`` as the weight of the past, with r the trace of the new moment over that of the average. As
-    long as new moments are at least ``1 / slack`` of the average, as batches of one distribution are, it is xi.
-    It is the variable forgetting factor of recursive least squares (Fortescue et al. 1981), for A and G of each layer.
+    On a plateau, gradients may shrink a thousandfold within a few steps, and the second moments that G averages a
+    millionfold. With a constant xi the average is dominated by the first steps for hundreds of updates more. Here the
+    weight of the past in an update is ``xi min(1, slack * r)``, where r is the trace of the new moment divided by that
+    of the average. It is xi as long as new moments are at least ``1 / slack`` of the average, as they are for batches
+    of one distribution. This is the variable forgetting factor of recursive least squares (Fortescue et al. 1981), for
+    A and G of each layer.
 
     Args:
         decay: xi of eqs. 14-15, in [0, 1); a number or a function of the step. Default 0.95.

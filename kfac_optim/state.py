@@ -219,7 +219,7 @@ class StatefulEngine(Config, ABC):
         return {**state, "communicator": None, "captured": bool(self._capture.statistics.sums)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._take_over(state, grad_scaler=None)
+        self._take_over(state)
         self._join_ranks(self.ranks.after_unpickling())
 
     def __deepcopy__(self: Engine, memo: dict[int, Any]) -> Engine:
@@ -227,13 +227,13 @@ class StatefulEngine(Config, ABC):
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         state = copy.deepcopy(self.__getstate__(), memo)
-        copied._take_over(state, grad_scaler=None, communicator=self.communicator)
+        copied._take_over(state, communicator=self.communicator)
         return copied
 
     def _take_over(self, state: dict[str, Any], **own: Any) -> None:
         """Goes on from :meth:`__getstate__`, with some attributes of its own."""
         captured = state.pop("captured")
-        self.__dict__.update(state, **own)
+        self.__dict__.update(state, _owner=None, grad_scaler=None, **own)
         self._restore()
         if captured:
             self._steering.opposition.note_captured_lost()

@@ -67,7 +67,7 @@ class Trust:
         usual: The usual length of the base optimizer's update, per unit of the learning rate and of the gradients in
             its momentum; 0 before the first.
         seen: The number of updates that this is an average of, at most 10.
-        brake: That of the last step in which k was computed, in (0, 1]; 1: it was as long as the base's.
+        brake: The brake of the last step in which k was computed, in (0, 1]; 1: none.
     """
 
     LARGEST: ClassVar[Mapping[str, float]] = {  # of the counters
@@ -92,10 +92,12 @@ class Trust:
         return self.memory / 10
 
     def is_measured(self, step: int, *, stretches: bool) -> bool:
-        """Whether k is computed at this step: always where steps change, else now and then, to see if they should.
+        """Whether k is computed at this step.
 
-        That is every fourth step at first, and later every 8th, 16th and so on, between 1/32 and 1/16 of the steps
-        so far apart. In between a step is the base optimizer's own and costs no more. ``stretches``: whether steps do.
+        Always while steps are turned or stretched, otherwise now and then, to find out whether they should be. At first
+        that is every fourth step. Later the interval doubles to 8, 16 and so on, so that it stays between 1/32 and 1/16
+        of the steps taken. A step in between is the base optimizer's own, and costs no more. ``stretches``: whether
+        steps are stretched.
         """
         return self.notches > 0 or stretches or step % max(_PATIENCE, 2 ** max(0, step.bit_length() - 5)) == 0
 
@@ -183,6 +185,8 @@ def changes_at(
     """
     if not directions:
         return []
+    if trust == 1 and braked is None:
+        return turns(directions, out)
     updates, towards = [d.update for d in directions], [d.direction for d in directions]
     steps = each("lerp", updates, towards, trust, out=out)
     if trust < 1:

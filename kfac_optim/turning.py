@@ -99,8 +99,7 @@ def take_turned_step(
         return
     of_stacks = directions.scaled
     if not plan.learns:
-        matrices = turns(of_stacks) if trust == 1 else changes_at(of_stacks, trust)
-        _subtract(_changes_of(covered, directions.laid_out(matrices)))
+        _subtract(_changes_of(covered, directions.laid_out(changes_at(of_stacks, trust))))
         return
     length = update_length(optimizer, covered, list(base.updates.values()), directions.updates_together(base.updates))
     braked = None if length is None else brake(length, plan.usual_length)
@@ -253,10 +252,10 @@ def _changes_to_repeat(
 ) -> Changes | None:
     """The changes of the last step, with the stretch as far as reach goes now; None where this one repeats nothing.
 
-    Also None if a layer had no gradient when directions were last computed, as of heads that are used in turn.
-    Of a base class that keeps no first moment updates differ from step to step. There only the stretch is repeated,
-    which is made of an average of gradients, if that is what it is of. With nothing to repeat a step that does not turn
-    is the base class's own.
+    Also None if a layer that has a gradient now had none when directions were last computed, as happens to heads that
+    are used in turn. The updates of a base class without a first moment differ too much from step to step to be
+    repeated. There only the stretch is repeated, and only if it was made from an average of gradients. With nothing to
+    repeat, a step at trust 0 is the base class's own.
     """
     ready, averages = engine.trained.weights_with_directions(), plan.moment_decay > 0
     known: list[Bucket] = []

@@ -87,8 +87,7 @@ class ViewedEngine(StatefulEngine):
 
     def _memory_of(self, block: Block, rank: int) -> dict[str, int]:
         """Bytes of a layer on a rank by kind."""
-        ranks = rank, self.comm.world_size
-        return memory_of(block, *ranks, self.solver, self.factor_dtype, self.inv_dtype, spreads=self.may_spread)
+        return memory_of(block, rank, self.comm.world_size, self)
 
     def report(self, *, eigenvalues: bool = False) -> dict[str, Any]:
         """Numbers for logging, plain floats and ints; :func:`~kfac_optim.diagnostics.flatten` puts them in one level.

@@ -53,7 +53,7 @@ class Capture:
         roots: The modules that contain them.
         loss_terms: Counts M.
         fisher: None for the empirical Fisher, else the distribution to sample from.
-        rank: Of this process; every rank draws samples of its own.
+        rank: This process's rank; every rank draws samples of its own.
         left_out: Layers, by index, of which other ranks alone take statistics.
         specs: Per layer the shapes of A and G.
         dtype: Precision of the moments.
@@ -223,7 +223,7 @@ class Capture:
     def _on_output_gradient(self, call: ModelCall, g: Tensor) -> None:
         """The backward pass has reached the model's output, and M counts, whichever layers it reaches."""
         if not torch.is_grad_enabled():
-            self._passes.reach(call)
+            self._passes.micro_batch_of(call)
 
     # Layer calls ----------------------------------------------------------------------------------------------------
 

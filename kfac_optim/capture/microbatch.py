@@ -193,7 +193,7 @@ class BackwardPasses:
         ``to_caller``: the pass returns the gradients of weights.
         """
         index, observation = layer_call.index, layer_call.observation
-        batch = self.reach(call)
+        batch = self.micro_batch_of(call)
         # Another pass over a retained graph may bring both again, and sums are changed in place.
         if torch._C._autograd._get_current_graph_task_keep_graph():
             observation, g = dataclasses.replace(observation, a=observation.a.clone()), g.clone()
@@ -214,7 +214,7 @@ class BackwardPasses:
         if not torch.is_grad_enabled() and destination(self.recorder.layers[index]) == "gradient":
             self.hidden.add(index)
 
-    def reach(self, call: ModelCall | None) -> MicroBatch:
+    def micro_batch_of(self, call: ModelCall | None) -> MicroBatch:
         """The backward pass in progress has reached a model call: its micro-batch, which is opened if there is none.
 
         Raises:

@@ -96,11 +96,11 @@ class StepMoments:
         starts: By layer index, the number of the first micro-batch that counts, where that is not 0.
     """
 
-    sums: dict[int, Moments]
-    terms: list[int]
-    taken: list[bool]
-    finite: list[bool]
-    starts: dict[int, int]
+    sums: dict[int, Moments] = field(default_factory=dict)
+    terms: list[int] = field(default_factory=list)
+    taken: list[bool] = field(default_factory=list)
+    finite: list[bool] = field(default_factory=list)
+    starts: dict[int, int] = field(default_factory=dict)
 
     def rows(self, layer: int) -> float:
         """The number of rows in a layer's A."""
@@ -215,7 +215,7 @@ class TakenStatistics:
         transformed: Whether a layer was called inside ``torch.func``.
 
     Attributes:
-        transformed: The same.
+        transformed: Whether a layer was called inside ``torch.func``.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class TakenStatistics:
         }
         if "passes" not in cleared and any(passes.taken):
             return passes
-        return StepMoments({}, [], [], [], {}) if "to_caller" in cleared else to_caller
+        return StepMoments() if "to_caller" in cleared else to_caller
 
 
 def _all_finite(tensors: list[Tensor]) -> Tensor:

@@ -17,47 +17,35 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from ..blocks import Block, decomposed_bytes
-from ..solvers import Solver
+from ..config import Config
 
 __all__ = ["memory_of", "total"]
 
 _KINDS = ("factors", "snapshots", "local sums", "decompositions", "refresh")
 
 
-def memory_of(
-    block: Block,
-    rank: int,
-    world_size: int,
-    solver: Solver,
-    factor_dtype: torch.dtype,
-    inv_dtype: torch.dtype,
-    *,
-    spreads: bool,
-) -> dict[str, int]:
+def memory_of(block: Block, rank: int, world_size: int, config: Config) -> dict[str, int]:
     """The bytes that a layer takes on a rank, by kind.
 
     Args:
         block: The layer's block.
         rank: The rank.
         world_size: The number of ranks.
-        solver: What decomposes.
-        factor_dtype: Storage of the factors.
-        inv_dtype: Storage of the decompositions.
-        spreads: Whether refreshes may be spread over steps.
+        config: The options: solver, storage, and whether refreshes may be spread over steps.
     """
     specs, workers = block.specs, block.workers
     numbers = sum(spec.packed_numel for side, spec in enumerate(specs) if workers.keeps(side, rank))
     waits = world_size > 1 and workers.factors == "replicated"
-    stored, exact = factor_dtype.itemsize, torch.promote_types(factor_dtype, torch.float32).itemsize
+    stored, exact = config.factor_dtype.itemsize, torch.promote_types(config.factor_dtype, torch.float32).itemsize
     here = specs if rank in workers.gradient_workers else ()
     share = [spec for spec, worker in zip(specs, workers.inverse_workers, strict=True) if worker == rank]
-    pending = numbers * stored + decomposed_bytes(share, solver, inv_dtype)
+    pending = numbers * stored + decomposed_bytes(share, config.solver, config.inv_dtype)
     return {
         "factors": numbers * stored,
         "snapshots": numbers * stored,
         "local sums": numbers * exact if waits else 0,
-        "decompositions": decomposed_bytes(here, solver, inv_dtype),
-        "refresh": pending if spreads else 0,
+        "decompositions": decomposed_bytes(here, config.solver, config.inv_dtype),
+        "refresh": pending if config.may_spread else 0,
     }
 
 

@@ -54,6 +54,10 @@ class LayerAssignment:
         """Whether a rank keeps A (side 0) or G (side 1)."""
         return self.owner(side) in (None, rank)
 
+    def counts(self, side: int, rank: int) -> bool:
+        """Whether what a rank has seen goes into A (side 0) or G (side 1)."""
+        return self.factors != "local" or self.keeps(side, rank)
+
     def holders(self, side: int) -> tuple[int, ...]:
         """The ranks that need the decomposition of A (side 0) or G (side 1), its inverse worker among them."""
         worker, members = self.inverse_workers[side], self.gradient_workers
