@@ -19,7 +19,6 @@ once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -48,14 +47,15 @@ class Averaging:
 
     Attributes:
         skipped_batches: How many micro-batches of all ranks were left out because a moment was not finite.
-        seen: Whether any rank had something to add the last time that statistics were collected.
+        blind: Whether no rank had anything to add in the last step with statistics, and one has said that this goes on
+            for too long; the same on all ranks.
     """
 
     def __init__(self, dtype: torch.dtype, stages: StageTimes, *, summed: bool, sampled: bool) -> None:
         self.dtype, self.stages = torch.promote_types(dtype, torch.float32), stages
         self.summed, self.sampled = summed, sampled
         self.skipped_batches = 0
-        self.seen = False
+        self.blind = False
         self.clear()
 
     def clear(self) -> None:
@@ -74,6 +74,8 @@ class Averaging:
         decay: float,
         slack: float,
         comm: Communicator,
+        *,
+        unseen: bool,
     ) -> None:
         """Adds what this rank has captured in one step (a collective).
 
@@ -83,6 +85,7 @@ class Averaging:
             decay: xi at this step.
             slack: The ``slack`` of :class:`~kfac_optim.forgetting`; infinite where xi does not depend on the moments.
             comm: The ranks.
+            unseen: Whether this rank has trained for too many such steps in a row without seeing any layer.
         """
         own = {i: (sums.a, sums.g) for i, sums in statistics.sums.items() if statistics.rows(i)}
         terms = self._scale_(own, statistics, comm)
@@ -91,19 +94,19 @@ class Averaging:
         seen[:, 1, 0] = self._terms(statistics, None, comm)[1]
         for index in own:
             seen[index, :, 0] = torch.tensor((statistics.rows(index), terms[index]))
-        if own and slack < math.inf:
+        if own:
             specs = [spec for index in own for spec in blocks[index].specs]
             seen[list(own), :, 1] = traces(specs, [moment for pair in own.values() for moment in pair]).view(-1, 2)
         seen *= _counted(blocks, comm.rank)[:, :, None]
-        skips = torch.tensor(sum(statistics.taken) - sum(statistics.finite), dtype=torch.float64)
+        skips = sum(statistics.taken) - sum(statistics.finite)
         with communicating("factor", self.stages, comm.world_size):
-            seen, skips = comm.sum([seen, skips], "counts")
-        self.skipped_batches += int(skips)
-        self.seen = False
+            seen, of_step = comm.sum([seen, torch.tensor([skips, unseen], dtype=torch.float64)], "counts")
+        self.skipped_batches += int(of_step[0])
+        self.blind = bool(of_step[1])
         for index, (block, (of_a, of_g)) in enumerate(zip(blocks, seen.tolist(), strict=True)):
             rows, _ = of_a
             if rows:  # some rank has used the layer; of others the averages stay as they are
-                self.seen = True
+                self.blind = False
                 averages = [block.state["current"][side] for side in SIDES]
                 local = self._local.setdefault(block, LocalSums())
                 local.add(own.get(index), averages, (of_a, of_g), decay, slack)

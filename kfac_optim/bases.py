@@ -45,10 +45,8 @@ __all__ = [
     "bias_correction",
     "gradient_weight_tracked",
     "gradients_of",
-    "has_first_moment",
     "keep_first_moments",
     "members_of",
-    "moment_weight",
     "multiplied",
     "rate_of",
     "subtract_",
@@ -74,16 +72,36 @@ class Member:
         gradient: Its gradient.
         group: Its group.
         state: What the optimizer's state has of it; an empty dict, of its own, where that is nothing.
+        is_sgd: Whether the base class is SGD.
     """
 
     p: nn.Parameter
     gradient: Tensor
     group: dict[str, Any]
     state: dict[str, Any]
+    is_sgd: bool
 
     def take_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Looks its state up again, which the base class may have made; makes one where there is none."""
         self.state = optimizer.state[self.p]
+
+    @property
+    def has_first_moment(self) -> bool:
+        """Whether the base class keeps a first moment of it that is known here.
+
+        Other classes than SGD have something else in their momentum: RMSprop gradients that it has divided already.
+        """
+        if self.is_sgd:
+            return bool(self.group["momentum"]) and self.state.get("momentum_buffer") is not None
+        return "exp_avg" in self.state
+
+    @property
+    def moment_weight(self) -> float:
+        """The sum of the weights that gradients have in the first moment of SGD; of averages of gradients 1."""
+        if not self.is_sgd or not self.group["momentum"]:
+            return 1.0
+        weight: float = self.state.get("gradient_weight", 1.0)
+        return 1 + self.group["momentum"] * weight if self.group["nesterov"] else weight
 
 
 Bucket = list[Member]  # of one group, device and type: what multi-tensor operations take together
@@ -92,12 +110,13 @@ Bucket = list[Member]  # of one group, device and type: what multi-tensor operat
 def members_of(optimizer: torch.optim.Optimizer) -> list[Bucket]:
     """The parameters that have a gradient."""
     found: list[Bucket] = []
+    is_sgd = isinstance(optimizer, torch.optim.SGD)
     for group in optimizer.param_groups:
         kinds: dict[Any, Bucket] = {}
         for p in group["params"]:
             if (gradient := p.grad) is not None:
                 kind = type(p), p.device, p.dtype, gradient.dtype
-                kinds.setdefault(kind, []).append(Member(p, gradient, group, optimizer.state.get(p) or {}))
+                kinds.setdefault(kind, []).append(Member(p, gradient, group, optimizer.state.get(p) or {}, is_sgd))
         found += kinds.values()
     return found
 
@@ -141,22 +160,22 @@ def base_step(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], befor
 
 def _take_apart(optimizer: torch.optim.Optimizer, bucket: Bucket, before: Tensors) -> tuple[Tensors, Tensors]:
     """The first moments and the updates of some parameters."""
-    group, states = bucket[0].group, [m.state for m in bucket]
+    group, is_sgd = bucket[0].group, bucket[0].is_sgd
     gradients = [m.gradient for m in bucket]
     descent: Tensors = torch._foreach_neg(gradients) if group.get("maximize") else gradients
-    moments = _first_moments(optimizer, group, states, descent)
+    moments = _first_moments(bucket, descent)
     decayed = before
     if group.get("weight_decay"):
-        shares = [_decay(optimizer, group, state) for state in states]
+        shares = [_decay(optimizer, group, m.state) for m in bucket]
         in_moment, in_update = (list(share) for share in zip(*shares, strict=True))
         known, share = not any(isinstance(of_one, Tensor) for of_one in in_moment), in_moment[0]
         if known and is_launch_bound(before[0].device) and all(of_one == share for of_one in in_moment):
             moments = torch._foreach_sub(moments, before, alpha=share) if share else moments
         elif not known or any(in_moment):
             moments = torch._foreach_sub(moments, _scaled(before, in_moment))
-        if not isinstance(optimizer, torch.optim.SGD):
+        if not is_sgd:
             decayed = torch._foreach_sub(before, _scaled(before, in_update))
-    if isinstance(optimizer, torch.optim.SGD):
+    if is_sgd:
         return moments, moments if group["momentum"] else descent  # exactly; a difference of weights would be rounded
     lr = rate_of(group)
     updates = list(decayed)  # copies, of which nobody needs the values any more
@@ -165,11 +184,10 @@ def _take_apart(optimizer: torch.optim.Optimizer, bucket: Bucket, before: Tensor
     return moments, updates
 
 
-def _first_moments(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], states: list[dict[str, Any]], descent: Tensors
-) -> Tensors:
+def _first_moments(bucket: Bucket, descent: Tensors) -> Tensors:
     """The first moments, in the direction of descent; ``descent``: the gradients, in that direction."""
-    if not all(has_first_moment(optimizer, group, state) for state in states):
+    group, states = bucket[0].group, [m.state for m in bucket]
+    if not all(m.has_first_moment for m in bucket):
         kept = [state[MOMENT] for state in states if MOMENT in state]
         if len(kept) < len(states):
             return descent
@@ -188,36 +206,17 @@ def rate_of(group: Mapping[str, Any]) -> Scale:
     return 1.0 if rate is None else rate
 
 
-def has_first_moment(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
-    """Whether the base class keeps a first moment of a parameter that is known here.
-
-    Other classes than SGD have something else in their momentum: RMSprop gradients that it has divided already.
-    """
-    if isinstance(optimizer, torch.optim.SGD):
-        return bool(group["momentum"]) and state.get("momentum_buffer") is not None
-    return "exp_avg" in state
-
-
-def moment_weight(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], state: Mapping[str, Any]) -> float:
-    """The sum of the weights that gradients have in the first moment of SGD; of averages of gradients 1."""
-    if not isinstance(optimizer, torch.optim.SGD) or not group["momentum"]:
-        return 1.0
-    weight: float = state.get("gradient_weight", 1.0)
-    return 1 + group["momentum"] * weight if group["nesterov"] else weight
-
-
-def keep_first_moments(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], decay: float) -> None:
+def keep_first_moments(members: Sequence[Bucket], decay: float) -> None:
     """Takes gradients into averages in the optimizer's state, after a step of a base class that keeps none.
 
     Args:
-        optimizer: The optimizer.
         members: The parameters of interest.
         decay: How much of the last average is left, in [0, 1).
     """
     for bucket in members:
         without: Bucket = []
         for m in bucket:
-            if has_first_moment(optimizer, m.group, m.state):
+            if m.has_first_moment:
                 m.state.pop(MOMENT, None)  # a scheduler has given the base class one
             else:
                 without.append(m)
@@ -230,26 +229,20 @@ def keep_first_moments(optimizer: torch.optim.Optimizer, members: Sequence[Bucke
                 m.state[MOMENT] = moment
 
 
-def update_length(
-    optimizer: torch.optim.Optimizer,
-    members: Sequence[Bucket],
-    updates: Sequence[Tensor],
-    together: Tensor | None,
-) -> Tensor | None:
+def update_length(members: Sequence[Bucket], updates: Sequence[Tensor], together: Tensor | None) -> Tensor | None:
     """The norm of all updates together, 0-dim, per unit of the weight that gradients have in the momentum of SGD.
 
     That weight grows from 1 to ``1 / (1 - momentum)``. None for Adam and its kin, whose updates do not grow with the
     gradient. A collective where updates are sharded.
 
     Args:
-        optimizer: The optimizer.
         members: The parameters, with their states after the step.
         updates: Their updates, in this order.
         together: All updates as one vector; None: there is none.
     """
     if any("exp_avg" in m.state for bucket in members for m in bucket):
         return None
-    weights = [moment_weight(optimizer, m.group, m.state) for bucket in members for m in bucket]
+    weights = [m.moment_weight for bucket in members for m in bucket]
     if together is not None and len(set(weights)) == 1:
         return torch.linalg.vector_norm(together) / weights[0]
     dtype = torch.float64 if any(update.dtype == torch.float64 for update in updates) else torch.float32
@@ -299,12 +292,12 @@ def bias_correction(beta: float, steps: float | Tensor) -> Scale:
     return -torch.expm1(steps * math.log(beta)) if beta else 1.0  # float32 would round 1 - beta^steps
 
 
-def weights_before(optimizer: torch.optim.Optimizer, members: Sequence[Bucket]) -> list[Tensors]:
+def weights_before(members: Sequence[Bucket]) -> list[Tensors]:
     """Copies of the weights before the step; under SGD without decay, which needs none, the weights themselves."""
     before: list[Tensors] = []
     for bucket in members:
         params: list[Tensor] = [m.p for m in bucket]
-        unused = isinstance(optimizer, torch.optim.SGD) and not bucket[0].group["weight_decay"]
+        unused = bucket[0].is_sgd and not bucket[0].group["weight_decay"]
         before.append(params if unused else torch._foreach_mul(params, 1.0))
     return before
 

@@ -20,6 +20,7 @@ from .distributed import Communicator
 from .preconditioning import Preconditioner
 from .ranks import Ranks
 from .refresh import Refresher
+from .scaling import traits_of
 from .steering import Steering
 from .views import ViewedEngine
 
@@ -71,8 +72,7 @@ class BuiltEngine(ViewedEngine):
 
     def _check_scaling(self) -> None:
         """Raises ValueError if the scaling and layers that are split do not go together."""
-        looks_at_all = self.scaling is not None and not getattr(self.scaling, "by_layer", False)
-        if looks_at_all and any(layer.is_shard for layer in self.layers):
+        if not traits_of(self.scaling).by_layer and any(layer.is_shard for layer in self.layers):
             raise ValueError(
                 f"scaling={self.scaling!r} looks at all layers at once, of which a rank has only shards: ranks would "
                 "scale weights that all of them have differently. Take scaling='graft' or 'unit', set by_layer = True "

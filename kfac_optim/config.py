@@ -24,7 +24,7 @@ from .capture import Bernoulli, Categorical, Fisher, Gaussian, LossAverage
 from .damping import Damping, OfLargest, OfMean, as_damping, check_damping
 from .distributed import KAISA, AssignmentStrategy, Communicator, FactorWise, LayerWise
 from .layers import Sharing
-from .scaling import Graft, KLClip, Scaling, Unit
+from .scaling import Graft, KLClip, Scaling, Unit, traits_of
 from .schedules import Schedule, forgetting, growing
 from .solvers import EigenSolver, InverseSolver, Solver
 
@@ -257,8 +257,10 @@ class Config:
 
     @property
     def slack(self) -> float:
-        """The ``slack`` of :class:`~kfac_optim.forgetting`; infinite without it."""
-        return self.factor_decay.slack if isinstance(self.factor_decay, forgetting) else math.inf
+        """The ``slack`` of :class:`~kfac_optim.forgetting`; infinite without it, and where it has no effect."""
+        if isinstance(self.factor_decay, forgetting) and traits_of(self.scaling).of_any_length:
+            return self.factor_decay.slack
+        return math.inf
 
     def spread_at(self, step: int) -> int:
         """The number of steps over which the work of a refresh that starts at ``step`` is spread."""

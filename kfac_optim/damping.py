@@ -169,4 +169,5 @@ def _is_positive(value: float) -> bool:
 
 
 def _positive(unit: Tensor) -> Tensor:
-    return torch.where(unit > 0, unit, 1.0)
+    """1 where a unit is 0; else at least so much that no gradient overflows when it is divided by gamma."""
+    return torch.where(unit > 0, unit.clamp(min=2.0**26 * torch.finfo(unit.dtype).tiny), 1.0)

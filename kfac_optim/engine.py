@@ -42,6 +42,7 @@ from torch import Tensor, nn
 
 from .blocks import UNSEEN_STEPS
 from .build import BuiltEngine
+from .capture import TakenStatistics
 from .config import describe, signature
 from .directions import Directions, by_parameter
 from .distributed import (
@@ -52,6 +53,7 @@ from .distributed import (
 )
 from .lessons import Lessons, read_all
 from .preconditioning import Lr
+from .scaling import traits_of
 from .schedules import due
 
 __all__ = ["CurvatureEngine", "memory_estimate"]
@@ -134,21 +136,9 @@ class CurvatureEngine(BuiltEngine):
         self._steering.learn(self.trained.blocks, lessons, read, captured_lost if looked else None, alone=alone)
         if not self.trained.blocks:  # everything trains by the base rule
             return True
-        settled = statistics.resolve(read.flags)
-        if self._capture.enabled and trains:
-            unseen = not any(settled.taken) and statistics.has_gradients()
-            self._unseen_steps = unseen * (self._unseen_steps + (UNSEEN_STEPS if statistics.transformed else 1))
-        with self._stages.stage("factor update"):
-            if self._capture.enabled:
-                self.last_statistics = self.step_count
-                decay = self.at("factor_decay", self.step_count)
-                self._averaging.fold(self.trained.blocks, settled, decay, self.slack, self.comm)
-                for index, block in enumerate(self.trained.blocks):
-                    block.note_statistics(seen=index in settled.sums)
-                if alone or self.ranks.work.shares_factors:
-                    self._averaging.pool(self.trained.blocks, self.comm)
-                self._require_seen()
-            del statistics, settled  # as large as the factors: not to lie beside a refresh
+        if self._capture.enabled:
+            self._take_up(statistics, read.flags, trains=trains)
+        del statistics  # as large as the factors: not to lie beside a refresh
         self._refresher.rebuild(self.step_count, self.trained.blocks, self.comm)
         if self._refresher.is_due(self.inv_update_steps, self.step_count):
             self._refresh(trains)
@@ -218,7 +208,7 @@ class CurvatureEngine(BuiltEngine):
             raise RuntimeError(
                 "this engine belongs to an optimizer, whose step() already preconditions: call that only"
             )
-        if lr is None and getattr(self.scaling, "needs_lr", False):
+        if lr is None and traits_of(self.scaling).needs_lr:
             raise ValueError(f"precondition_(lr=None): scaling={self.scaling!r} needs the learning rate; pass lr=")
         self._require_own()
         gradients = {p: g for p in self.trained.parameters if (g := full_gradient(p)) is not None}
@@ -284,6 +274,23 @@ class CurvatureEngine(BuiltEngine):
         self._capture.forget()
         self._plan_statistics()
 
+    def _take_up(self, statistics: TakenStatistics, flags: Iterable[float], *, trains: bool) -> None:
+        """Adds the statistics of this step to the running averages (a collective); ``trains``: see :meth:`_refresh`."""
+        settled, blocks = statistics.resolve(flags), self.trained.blocks
+        if trains and not any(settled.taken) and statistics.has_gradients():
+            self._unseen_steps += UNSEEN_STEPS if statistics.transformed else 1
+        elif trains:
+            self._unseen_steps = 0
+        self.last_statistics = self.step_count
+        with self._stages.stage("factor update"):
+            decay, unseen = self.at("factor_decay", self.step_count), self._unseen_steps >= UNSEEN_STEPS
+            self._averaging.fold(blocks, settled, decay, self.slack, self.comm, unseen=unseen)
+            for index, block in enumerate(blocks):
+                block.note_statistics(seen=index in settled.sums)
+            if self.ranks.alone or self.ranks.work.shares_factors:
+                self._averaging.pool(blocks, self.comm)
+        self._require_seen()
+
     def _refresh(self, trains: bool) -> None:
         """Starts a refresh of the layers that have been seen; ``trains``: whether this step changes weights."""
         self._averaging.pool(self.trained.blocks, self.comm)
@@ -304,7 +311,7 @@ class CurvatureEngine(BuiltEngine):
 
     def _require_seen(self) -> None:
         """Raises if the model was trained in some statistics steps, but no rank saw one of its layers."""
-        if self._unseen_steps >= UNSEEN_STEPS and not self._averaging.seen:
+        if self._averaging.blind:
             raise RuntimeError(_UNSEEN)
 
     def _warn_of_unseen_layers(self) -> None:

@@ -136,10 +136,10 @@ class FactorSpec:
 
         Returns:
             ``value``: the factor, packed. ``weight``: the decayed count of the rows or terms in it; ``trace``: the
-            factor's, where the decay depends on it (else 0); both 0-dim, float64, on the CPU so that reading them never
-            waits for a device. In float16 also ``scale``: the largest entry of each matrix, ``[p b, 1]``, by which
-            ``value`` is divided, because second moments of gradients lie below float16's range. Of an average that
-            another rank keeps weight and trace alone.
+            factor's; both 0-dim, float64, on the CPU so that reading them never waits for a device. In float16 also
+            ``scale``: the largest entry of each matrix, ``[p b, 1]``, by which ``value`` is divided, because second
+            moments of gradients lie below float16's range. Of an average that another rank keeps weight and trace
+            alone.
         """
         average = {name: torch.zeros((), dtype=torch.float64) for name in _NUMBERS}
         if not kept:
@@ -181,8 +181,9 @@ class FactorSpec:
         ``kept``: see :meth:`empty`.
         """
         known = average if isinstance(average, dict) else {}
-        value, weight = known.get("value"), known.get("weight")
-        if not isinstance(weight, Tensor) or not isinstance(value, Tensor | None):
+        value, numbers = known.get("value"), {name: known[name] for name in _NUMBERS if name in known}
+        whole = len(numbers) == len(_NUMBERS) and all(isinstance(number, Tensor) for number in numbers.values())
+        if not whole or not isinstance(value, Tensor | None):
             return "is missing"
         if value is None and kept:
             return (
@@ -195,11 +196,9 @@ class FactorSpec:
         scale = known.get("scale")
         if value is not None and value.dtype is torch.float16 and getattr(scale, "shape", None) != (self.matrices, 1):
             return "is in float16, but has no scale"
-        if weight.dim() != 0 or not float(weight) >= 0:
-            return f"has a weight of {weight}"
-        trace = known.get("trace")
-        if trace is not None and (not isinstance(trace, Tensor) or trace.dim() != 0 or not float(trace) >= 0):
-            return f"has a trace of {trace}"
+        for name, number in numbers.items():
+            if number.dim() != 0 or not float(number) >= 0:
+                return f"has a {name} of {number}"
         if not all(bool(tensor.isfinite().all()) for tensor in known.values()):
             return "is not finite"
         return ""
@@ -228,11 +227,10 @@ def numbers_of(average: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def copy_average_(target: dict[str, Tensor], source: Mapping[str, Tensor]) -> None:
     """Copies a running average into another one of the same shape, in place: bit for bit where both have one dtype.
 
-    Of an average that another rank keeps its numbers alone; 0 for those that the source lacks.
+    Of an average that another rank keeps its numbers alone.
     """
     for name in _NUMBERS:
-        number = source.get(name, torch.zeros(()))
-        target[name] = number.detach().to(torch.zeros((), dtype=torch.float64), copy=True)
+        target[name] = source[name].detach().to(target[name], copy=True)
     if "value" not in target:
         return
     if target["value"].dtype is not source["value"].dtype:

@@ -22,7 +22,7 @@ from .distributed import (
 from .flat_storage import FlatStorage, is_launch_bound, times
 from .layout import fill_all
 from .precision import without_autocast
-from .scaling import Direction, Scaling, scaled
+from .scaling import Direction, Scaling, scaled, traits_of
 from .shard_routing import exchanged_blocks, gathered_vectors
 from .solvers import Decomposition, Joint, Solver, Spectral
 from .stacks import Stack, layer_of_pair, stack_key, stacks_of, with_vectors
@@ -90,7 +90,7 @@ class Preconditioner:
         with self.stages.stage("preconditioning"), without_autocast(device):
             joint = self._joint_of(stacks)
             # Then eqs. 11-13 times gamma will do, in which the steepest is divided by the same of all pairs.
-            bare = joint is not None and getattr(scaling, "of_any_length", False) and not any(b.route for b in blocks)
+            bare = joint is not None and traits_of(scaling).of_any_length and not any(b.route for b in blocks)
             gammas = torch._foreach_mul([stack.damping_unit for stack in stacks], value) if stacks and not bare else ()
             steepest = _steepest(stacks, gammas, damping if not bare else None)
             if joint is None:

@@ -144,19 +144,27 @@ class forgetting:
     of one distribution. This is the variable forgetting factor of recursive least squares (Fortescue et al. 1981), for
     A and G of each layer.
 
+    It has an effect only with scalings that do not depend on how long directions are ("graft", "unit"): with others a
+    single batch of small gradients would be followed by steps that are far too long.
+
     Args:
         decay: xi of eqs. 14-15, in [0, 1); a number or a function of the step. Default 0.95.
         slack: How many times as large as the new moment the average may be and keep its weight, >= 1. Default 3.
 
     Raises:
-        TypeError: If ``slack`` is not a number.
-        ValueError: If it is out of range.
+        TypeError: If a value is not of these kinds.
+        ValueError: If one is out of range.
     """
 
     decay: Schedule[float] = 0.95
     slack: float = 3.0
 
     def __post_init__(self) -> None:
+        if isinstance(self.decay, forgetting):
+            raise TypeError(f"forgetting(decay={self.decay!r}): must be a number or a function of the step")
+        if not callable(self.decay):
+            allowed = "in [0, 1), or a callable(step)"
+            require_number("decay", self.decay, allowed, lambda x: 0 <= x < 1, owner="forgetting")
         require_number("slack", self.slack, ">= 1", lambda x: x >= 1, owner="forgetting")
 
     def __call__(self, step: int) -> float:

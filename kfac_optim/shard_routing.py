@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .blocks import Block
 from .distributed import Communicator, ShardExchange, all_gathered, any_sharded, are_exchangeable, gathered
-from .scaling import Scaling
+from .scaling import Scaling, traits_of
 
 __all__ = ["exchanged_blocks", "gathered_vectors"]
 
@@ -19,7 +19,7 @@ def exchanged_blocks(known: Sequence[Block], scaling: Scaling | None, comm: Comm
     That follows from how the parameters are laid out and from who works for them, so all ranks find the same.
     """
     sharded = any_sharded(p for block in known for p in block.layer.parameters)
-    if not sharded or not getattr(scaling, "by_layer", scaling is None):
+    if not sharded or not traits_of(scaling).by_layer:
         return set()
     workers: dict[nn.Parameter, set[tuple[int, ...]]] = {}
     for block in known:

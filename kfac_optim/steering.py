@@ -17,7 +17,7 @@ from .damping import Damping, OfLargest
 from .lessons import Lessons, Read
 from .opponents import Opposition
 from .reach import LEAST, Rates, learn_reaches, lower_reaches
-from .scaling import Scaling
+from .scaling import Scaling, traits_of
 from .trust import Trust
 
 __all__ = ["Plan", "Steering"]
@@ -99,15 +99,16 @@ class Steering:
             turns: Whether the steps of a base optimizer are turned; else gradients are preconditioned, all the way.
             alone: Whether there is one rank.
         """
-        given = getattr(scaling, "trust", 1.0) if turns else 1.0
-        learns = given is None
-        wanted = learns and getattr(scaling, "stretch", False) and isinstance(damping, OfLargest)
+        traits = traits_of(scaling)
+        given = traits.trust if turns else 1.0
+        learns, fixed = given is None, 1.0 if given is None else float(given)
+        wanted = learns and traits.stretch and isinstance(damping, OfLargest)
         stretches = wanted and self.opposition.may_stretch(alone=alone)
         changed = stretches and any(block.reach > LEAST for block in blocks)
         return Plan(
-            trust=self.trust.value if learns else float(given),
+            trust=self.trust.value if learns else fixed,
             learns=learns,
-            computes=self.trust.is_measured(step, stretches=changed) if learns else given > 0,
+            computes=self.trust.is_measured(step, stretches=changed) if learns else fixed > 0,
             repeats=learns and self.trust.repeats(step, stretches=changed),
             stretches=stretches,
             too_long=self._too_long,

@@ -18,19 +18,18 @@ from torch import Tensor, nn
 
 from .bases import (
     MOMENT,
+    BaseStep,
     Bucket,
     base_step,
     gradient_weight_tracked,
-    has_first_moment,
     keep_first_moments,
-    moment_weight,
     multiplied,
     rate_of,
     subtract_,
     update_length,
     weights_before,
 )
-from .directions import Maker
+from .directions import Directions, Maker
 from .engine import CurvatureEngine
 from .flat_storage import as_one
 from .lessons import Compared, Copies, Lessons, alignment, alignments
@@ -75,16 +74,16 @@ def take_turned_step(
     for state in [optimizer.state[p] for p in plan.too_long if p in optimizer.state]:
         for key in (STRETCH, DESCENT):
             state.pop(key, None)
-    changes = _changes_to_repeat(optimizer, engine, plan, covered) if plan.repeats else None
+    changes = _changes_to_repeat(engine, plan, covered) if plan.repeats else None
     computes = changes is None and plan.computes
-    before = weights_before(optimizer, covered) if computes else []
+    before = weights_before(covered) if computes else []
     with gradient_weight_tracked(optimizer, covered):
         take_base_step()
     if plan.learns or computes:
         for m in chain.from_iterable(covered):
             m.take_state(optimizer)
     if plan.learns:
-        keep_first_moments(optimizer, covered, plan.moment_decay)
+        keep_first_moments(covered, plan.moment_decay)
     else:
         forget(optimizer, MOMENT)
     forget(optimizer, *(_OF_STEP if changes is None else (LENGTH,)))  # that has been learned
@@ -94,14 +93,20 @@ def take_turned_step(
         return
     base = base_step(optimizer, covered, before)
     del before
-    directions, trust = engine.directions(base.moments, lr, base.updates), plan.trust
-    if directions.are_none:
-        return
-    of_stacks = directions.scaled
-    if not plan.learns:
-        _subtract(_changes_of(covered, directions.laid_out(changes_at(of_stacks, trust))))
-        return
-    length = update_length(optimizer, covered, list(base.updates.values()), directions.updates_together(base.updates))
+    directions = engine.directions(base.moments, lr, base.updates)
+    if plan.learns and not directions.are_none:
+        _turn_and_stretch(engine, plan, covered, base, directions)
+    elif not directions.are_none:
+        of_stacks = changes_at(directions.scaled, plan.trust)
+        _subtract(_changes_of(covered, directions.laid_out(of_stacks)))
+
+
+def _turn_and_stretch(
+    engine: CurvatureEngine, plan: Plan, covered: Sequence[Bucket], base: BaseStep, directions: Directions
+) -> None:
+    """Turns and stretches the step of the base class as far as has been learned, and notes what the next can learn."""
+    of_stacks, trust = directions.scaled, plan.trust
+    length = update_length(covered, list(base.updates.values()), directions.updates_together(base.updates))
     braked = None if length is None else brake(length, plan.usual_length)
     makers: dict[str, Maker] = {CHANGE: lambda out: changes_at(of_stacks, trust, braked, out)} if trust > 0 else {}
     makers[TURN] = lambda out: turns(of_stacks, out)
@@ -114,8 +119,8 @@ def take_turned_step(
         stretched = _changes_of(covered, judged[STRETCH])
         reaches, shared = engine.trained.reaches(), 1.0 if braked is None else braked
         _subtract([(bucket, multiplied(of, [reaches[m.p] for m in bucket], shared)) for bucket, of in stretched])
-        judged[DESCENT] = _descents(optimizer, base.moments, stretched)
-    _remember(optimizer, covered, judged, turned)
+        judged[DESCENT] = _descents(base.moments, stretched)
+    _remember(covered, judged, turned)
     if length is not None:
         first = covered[0][0]
         first.state[LENGTH] = length.to(first.p.dtype)  # as torch's load_state_dict() would round it
@@ -177,9 +182,7 @@ def _together(numbers: Sequence[Tensor]) -> Tensor:
     return torch.stack([number.to(numbers[0]) for number in numbers]) if known is None else known
 
 
-def _descents(
-    optimizer: torch.optim.Optimizer, moments: Mapping[nn.Parameter, Tensor], stretched: Changes
-) -> dict[nn.Parameter, Tensor]:
+def _descents(moments: Mapping[nn.Parameter, Tensor], stretched: Changes) -> dict[nn.Parameter, Tensor]:
     """``<g, stretch>`` of each parameter, 0-dim, of the gradients that its moment is an average of.
 
     A collective where they are sharded.
@@ -187,7 +190,7 @@ def _descents(
     params = [m.p for bucket, _ in stretched for m in bucket]
     compared: list[Compared] = []
     for bucket, vectors in stretched:
-        weighted = [(moment_weight(optimizer, m.group, m.state), m, v) for m, v in zip(bucket, vectors, strict=True)]
+        weighted = [(m.moment_weight, m, v) for m, v in zip(bucket, vectors, strict=True)]
         for weight, of_weight in groupby(weighted, key=itemgetter(0)):
             _, some, along = zip(*of_weight, strict=True)
             compared.append(Compared([moments[m.p] for m in some], along, 1 / weight))
@@ -211,12 +214,7 @@ def _subtract(changes: Changes) -> None:
         subtract_([m.p for m in bucket], vectors, rate_of(bucket[0].group))
 
 
-def _remember(
-    optimizer: torch.optim.Optimizer,
-    members: Sequence[Bucket],
-    judged: Mapping[str, Mapping[nn.Parameter, Tensor]],
-    changes: Changes,
-) -> None:
+def _remember(members: Sequence[Bucket], judged: Mapping[str, Mapping[nn.Parameter, Tensor]], changes: Changes) -> None:
     """Notes what is judged and changes of this step; at a rate of 0 nothing has moved, and they may be of no update."""
     for bucket in [bucket for bucket in members if _moves(bucket[0].group)]:
         for key, of_key in judged.items():
@@ -226,7 +224,7 @@ def _remember(
     for bucket, vectors in changes:
         if _moves(bucket[0].group):
             for m, vector in zip(bucket, vectors, strict=True):
-                if has_first_moment(optimizer, m.group, m.state):
+                if m.has_first_moment:
                     m.state[CHANGE] = vector.to(m.p.dtype)
 
 
@@ -247,9 +245,7 @@ def forget(optimizer: torch.optim.Optimizer, *keys: str) -> None:
             del optimizer.state[p]  # the base class keeps nothing of it
 
 
-def _changes_to_repeat(
-    optimizer: torch.optim.Optimizer, engine: CurvatureEngine, plan: Plan, members: Sequence[Bucket]
-) -> Changes | None:
+def _changes_to_repeat(engine: CurvatureEngine, plan: Plan, members: Sequence[Bucket]) -> Changes | None:
     """The changes of the last step, with the stretch as far as reach goes now; None where this one repeats nothing.
 
     Also None if a layer that has a gradient now had none when directions were last computed, as happens to heads that
@@ -264,7 +260,7 @@ def _changes_to_repeat(
             if TURN not in m.state:
                 if m.p in ready and _moves(m.group):
                     return None
-            elif not (averages or has_first_moment(optimizer, m.group, m.state)):
+            elif not (averages or m.has_first_moment):
                 return None
         known.append([m for m in bucket if TURN in m.state])
     if not any(known):

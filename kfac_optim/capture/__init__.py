@@ -35,7 +35,7 @@ from .fisher import Bernoulli, Categorical, Fisher, Gaussian
 from .hooks import Capture
 from .loss_terms import LossAverage, LossTerms, first_tensor, main_tensor
 from .replay import Part, RandomState, Replay, frozen
-from .statistics import Moments, StepMoments, StepStatistics
+from .statistics import Moments, StepMoments, StepStatistics, TakenStatistics
 
 __all__ = [
     "Bernoulli",
@@ -51,6 +51,7 @@ __all__ = [
     "Replay",
     "StepMoments",
     "StepStatistics",
+    "TakenStatistics",
     "first_tensor",
     "frozen",
     "main_tensor",

@@ -557,12 +557,12 @@ def test_directions_go_to_those_who_do_not_precondition(
 
 
 def test_beside_these_only_counts_travel(counted: list[dict[Any, Any]]) -> None:
-    """float64: flags of what is decomposed; by update skipped batches, and counts and traces of A and G by layer.
+    """float64: flags of what is decomposed; by update two numbers, and counts and traces of A and G by layer.
 
     Beside them, with the eigen solver, the largest eigenvalues of A and G, of at most 8 bytes.
     """
     ranks, layers, updates = len(counted), len(Net.SHAPES), len(range(0, STEPS, 2))
-    numbers = REFRESHES * 2 * layers + updates * (4 * layers + 1)
+    numbers = REFRESHES * 2 * layers + updates * (4 * layers + 2)
     greeting = 4 * (1 + REFRESHES + updates)  # at first and whenever they exchange: whether all have built the same
     for found in counted:
         for traffic, _, _ in found.values():

@@ -66,7 +66,12 @@ def cases(world_size: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any
         found[f"{name}, spread"] = ("sgd", {"assignment": name}, {"spread": 2, "inv_update_steps": 4})
         found[f"{name}, relative"] = ("sgd", {"assignment": name}, {"damping": OfMean(0.1), "scaling": "graft"})
     # Every moment below the average takes weight from the past; four updates to a refresh.
-    forgets = {"factor_decay": forgetting(0.9, slack=1.0), "factor_update_steps": 1, "inv_update_steps": 4}
+    forgets = {
+        "factor_decay": forgetting(0.9, slack=1.0),
+        "factor_update_steps": 1,
+        "inv_update_steps": 4,
+        "scaling": "graft",
+    }
     for strategy in (FactorWise(), LayerWise("sharded")):
         found[f"{strategy!r}, forgetting"] = ("sgd", {"assignment": strategy}, forgets)
     for kind in ("momentum", "adam", "lamb"):

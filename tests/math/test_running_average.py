@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, exponential_decay, forgetting, growing, inverse_time_decay
 from kfac_optim.factors import pack, packed_diagonal
+from tests.helpers.compare import factors_of
 from tests.helpers.settings import EXACT
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -167,31 +170,84 @@ def test_what_is_too_large_for_new_moments_is_forgotten(
     first: Batch, steps: list[Batch], decay: float, slack: float
 ) -> None:
     """The weight of the past is ``xi min(1, slack r)``, with r the new moment's trace over the average's, by factor."""
-    model, optimizer = build(factor_decay=forgetting(decay, slack))
+    model, optimizer = build(factor_decay=forgetting(decay, slack), scaling="graft")
     sums = Sums(decay, slack)
     for batch in [first, *steps]:
         sums.add(batch)
-        wanted = -mean_gradient(batch) / (sums.curvature + GAMMA)
-        assert step(model, optimizer, batch) == pytest.approx(wanted, rel=TOL)
+        step(model, optimizer, batch)
+        assert product_of(optimizer) == pytest.approx(sums.curvature, rel=TOL)
+
+
+def product_of(optimizer: KFACSGD) -> float:
+    """``A G``, which a step that is as long as the gradient does not show."""
+    return math.prod(map(float, factors_of(optimizer).values()))
 
 
 def test_by_default_a_plateau_ends_the_averages_of_the_first_steps() -> None:
     """With slack 3: a past 25 times as large counts 3/25 as much."""
-    model, optimizer = build("factor_decay")
+    model, optimizer = build("factor_decay", scaling="graft")
     step(model, optimizer, [(5.0, 1.0)])
-    batch = [(1.0, 1.0)]
+    step(model, optimizer, [(1.0, 1.0)])
     past = 0.95 * 250 / 251 * 3 / 25
-    assert curvature_of(step(model, optimizer, batch), batch) == pytest.approx((past * 25 + 1) / (past + 1), rel=TOL)
+    assert product_of(optimizer) == pytest.approx((past * 25 + 1) / (past + 1), rel=TOL)
+
+
+@pytest.mark.parametrize("scaling", [None, "kl_clip"])
+def test_nothing_is_forgotten_where_directions_would_grow(scaling: str | None) -> None:
+    """Steps of these scalings are as long as the direction; a single small batch would make them far too long."""
+    model, optimizer = build(factor_decay=forgetting(0.5), scaling=scaling)
+    step(model, optimizer, [(1.0, 1.0)])
+    step(model, optimizer, [(1.0, 1e-3)])
+    assert product_of(optimizer) == pytest.approx((0.5 + 1e-6) / 1.5, rel=TOL)
 
 
 def test_a_batch_without_gradients_forgets_nothing() -> None:
     """Moments of zero say nothing of what the past is worth: they only decay it."""
-    model, optimizer = build(factor_decay=forgetting(0.5))
+    model, optimizer = build(factor_decay=forgetting(0.5), scaling="graft")
     step(model, optimizer, [(1.0, 2.0)])
     backward(model, [(1.0, 0.0)])
     change(model, optimizer)
-    batch = [(1.0, 2.0)]
-    assert curvature_of(step(model, optimizer, batch), batch) == pytest.approx((0.25 * 4 + 4) / 1.75, rel=TOL)
+    step(model, optimizer, [(1.0, 2.0)])
+    assert product_of(optimizer) == pytest.approx((0.25 * 4 + 4) / 1.75, rel=TOL)
+
+
+def test_forgetting_may_begin_during_training() -> None:
+    """What the past is worth is known from the first step on, whatever the decay is."""
+    model, optimizer = build(factor_decay=0.5, scaling="graft")
+    step(model, optimizer, [(5.0, 1.0)])
+    optimizer.curvature.factor_decay = forgetting(0.5, slack=1.0)
+    step(model, optimizer, [(1.0, 1.0)])
+    past = 0.5 / 25
+    assert product_of(optimizer) == pytest.approx((past * 25 + 1) / (past + 1), rel=TOL)
+
+
+@pytest.mark.parametrize("size", [1e-10, 1e-19, 1e-21, 1e-30])
+@pytest.mark.parametrize("scaling", ["graft", "unit"])
+def test_a_batch_of_tiny_gradients_leaves_weights_finite(size: float, scaling: str) -> None:
+    """In float32 their second moments underflow; the first moment, of earlier batches, is then divided by gamma."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, scaling=scaling, factor_update_steps=1, inv_update_steps=2)
+    for t in range(12):
+        optimizer.zero_grad()
+        (model(torch.randn(8, 4)).square().mean() * (size if t == 6 else 1.0)).backward()
+        optimizer.step()
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((1.0,), ValueError, "forgetting(decay=1.0): must be in [0, 1)"),
+        (("x",), TypeError, "forgetting(decay='x')"),
+        ((forgetting(0.5),), TypeError, "must be a number or a function of the step"),
+        ((0.9, 0.5), ValueError, "forgetting(slack=0.5): must be >= 1"),
+        ((0.9, "x"), TypeError, "forgetting(slack='x')"),
+    ],
+)
+def test_what_forgetting_refuses(arguments: tuple[Any, ...], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        forgetting(*arguments)
 
 
 def test_decay_may_be_changed_during_training() -> None:
