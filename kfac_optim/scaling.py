@@ -101,18 +101,35 @@ class Direction:
         return torch.zeros_like(values).index_add(0, self.layer_of_pair, values)[self.layer_of_pair]
 
 
+class Scaling(Protocol):
+    """Anything with this method can be passed as ``scaling=``.
+
+    A scaling may also have these attributes; where they are missing they count as False, ``trust`` as 1:
+
+    - ``by_layer``: each multiplier depends on its own layer alone. Layers then need not be on every rank: under FSDP2
+      gradients go only to the ranks that precondition them, and shards of tensor parallelism are allowed.
+    - ``of_any_length``: the scaled direction does not depend on how long the given one is.
+    - ``needs_lr``: it reads ``Direction.lr``, so that ``precondition_()`` has to be given the learning rate.
+    - ``trust``: how far steps turn, in [0, 1], or None to learn it; see :class:`Graft`.
+    - ``stretch``: whether steps are stretched while trust is learned.
+    """
+
+    def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
+        """What to multiply the directions by.
+
+        Args:
+            directions: The stacks of this step.
+            step: The number of steps taken so far.
+
+        Returns:
+            One multiplier per stack, 0-dim or ``[p]``; finite for zero gradients and zero learning rates.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Traits:
-    """What a scaling may say of itself, by attributes of these names; the defaults hold for those that it lacks.
-
-    Attributes:
-        by_layer: Whether each multiplier depends on its own layer alone. Layers then need not be on every rank: under
-            FSDP2 gradients go only to the ranks that precondition them, and shards of tensor parallelism are allowed.
-        of_any_length: Whether the scaled direction does not depend on how long the given one is.
-        needs_lr: Whether it reads ``Direction.lr``, so that ``precondition_()`` has to be given the learning rate.
-        trust: How far steps turn, in [0, 1], or None to learn it; see :class:`Graft`.
-        stretch: Whether steps are stretched while trust is learned.
-    """
+    """The attributes that a :class:`Scaling` may have, with what they count as where they are missing."""
 
     by_layer: bool = False
     of_any_length: bool = False
@@ -127,22 +144,6 @@ def traits_of(scaling: Scaling | None) -> Traits:
         return Traits(by_layer=True)
     given: dict[str, Any] = {each.name: getattr(scaling, each.name, each.default) for each in fields(Traits)}
     return Traits(**given)
-
-
-class Scaling(Protocol):
-    """Anything with this method can be passed as ``scaling=``; it may also have the attributes of :class:`Traits`."""
-
-    def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
-        """What to multiply the directions by.
-
-        Args:
-            directions: The stacks of this step.
-            step: The number of steps taken so far.
-
-        Returns:
-            One multiplier per stack, 0-dim or ``[p]``; finite for zero gradients and zero learning rates.
-        """
-        ...
 
 
 @dataclass(frozen=True)
