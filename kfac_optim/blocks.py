@@ -144,7 +144,7 @@ class Block:
             the first refresh.
         has_direction: Whether some rank has decompositions: the layer is preconditioned.
         version: Counts the changes of its decompositions, for whoever keeps something made of them.
-        cosine: Of the angle between gradient and direction in the first step that used the decompositions, 0-dim.
+        cosine: The cosine between gradient and direction in the first step that used the decompositions, 0-dim.
         unseen: The statistics steps in a row in which the weight had a gradient, but this rank has not seen the layer.
     """
 

@@ -295,7 +295,7 @@ def signature(
     Args:
         function: The constructor.
         *more: The parameters that come before the options.
-        defaults: Those of options that have other defaults here.
+        defaults: The options that have other defaults here, with these.
     """
     given = inspect.signature(function).parameters.values()
     own = [p for p in given if p.name != "self" and p.kind is not inspect.Parameter.VAR_KEYWORD]

@@ -48,7 +48,7 @@ class TrainedModel:
             was given.
         parameters: The trained parameters, in order.
         roots: The modules that own them.
-        blocks: Those of the layers that are preconditioned; empty before :meth:`find_blocks`.
+        blocks: The blocks of the preconditioned layers; empty before :meth:`find_blocks`.
         uncovered: For every other trained parameter its name and the reason why it has no block.
 
     Raises:

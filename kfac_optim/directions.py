@@ -45,7 +45,7 @@ class Directions:
 
     Attributes:
         stacks: The layers that have a decomposition and a vector; without those whose shards have gone to other ranks.
-        dtype: That of all matrices.
+        dtype: The dtype of all matrices.
         exchange: The layers whose shards have gone to some ranks alone; None where there are none.
     """
 

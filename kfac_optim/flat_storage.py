@@ -35,11 +35,12 @@ class FlatStorage:
     """Where the matrices ``[p, d_out, d_in]`` of some stacks lie in one storage.
 
     Args:
-        shapes: Of the matrices of each stack; those that need a kernel of their own last.
+        shapes: The shape of each stack's matrices; stacks that need a kernel of their own come last.
         device: Where they are.
 
     Attributes:
-        shared: How many stacks have their factors by one kernel: those before the first that needs one of its own.
+        shared: How many stacks are multiplied by their factors in one kernel: all before the first that needs its own
+            (:func:`needs_own_launch`).
         row: The numbers in a row, which all belong to one pair, in each of these stacks.
         rows: How many rows they have.
     """
@@ -113,7 +114,7 @@ def each(
     """Applies an elementwise torch operation to each tensor of a list: in one launch where they share one storage.
 
     Args:
-        operation: Its name as that of a method: ``lerp``, or ``sub_`` in place.
+        operation: The name of the method: ``lerp``, or ``sub_`` in place.
         first: The tensors; the results lie side by side where these, and those of the other lists, do.
         others: What else the operation takes: lists of tensors of the same shapes, or numbers.
         out: Where the results go, if all lie side by side; None: new tensors.
@@ -140,8 +141,8 @@ def times(
     """Each stack of matrices ``[p, d_out, d_in]`` times factors of its pairs, ``[p]`` or 0-dim.
 
     Args:
-        matrices: Those of the stacks.
-        factors: Those of each stack.
+        matrices: The matrices of each stack.
+        factors: The factors of each stack.
         storage: Where the matrices lie.
         out: Where the results go: the matrices themselves, or others that lie as they do; None: new ones.
     """

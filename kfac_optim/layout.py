@@ -36,7 +36,7 @@ class _Run:
         indices: The slice of each one.
         lengths: Their lengths in the first dimension.
         shape: Their shape in the other dimensions.
-        stride: That of the part of the matrices.
+        stride: The stride of the run's part of the matrices.
         offset: How many numbers the matrices have before it.
     """
 

@@ -69,7 +69,7 @@ class Lessons:
         """Assigns the numbers read from the device to the quantities they stand for.
 
         Args:
-            numbers: Those of :attr:`tensors`, read from the device.
+            numbers: The entries of all :attr:`tensors`, one after the other.
 
         Returns:
             ``turn``, ``average`` and ``length`` as far as they are known, and by parameter ``stretch`` and ``descent``.
@@ -89,7 +89,7 @@ class Read:
         largest: The largest absolute entry of the gradients; NaN or infinite if one of them is.
         rate: The highest learning rate.
         lessons: The numbers of the lessons.
-        flags: Those of the statistics.
+        flags: The flags of the statistics.
     """
 
     largest: float

@@ -48,7 +48,7 @@ class Objective:
 
     Args:
         parameters: The weights.
-        gradients: Of the loss, one for each of them.
+        gradients: The gradient of the loss with respect to each of them.
         parts: The examples of this rank that are looked at.
         terms: M, the number of loss terms on this rank.
         fisher: The output distribution.

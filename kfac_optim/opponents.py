@@ -105,9 +105,9 @@ class Opposition:
             second.
         suspected: Whether gradients were thrown away before the last of these steps. A step that was skipped, because
             its gradients had overflowed for instance, makes nobody an opponent.
-        throws: Of the last 16 steps, whether gradients were cleared before it that had been added to those of the step
-            before; one bit each, the last one lowest. Two of them make an opponent: it may take several steps for one
-            of the other network's.
+        throws: For each of the last 16 steps, whether gradients were cleared before it that had been added to those of
+            the step before; one bit each, the last one lowest. Two of them make an opponent: it may take several steps
+            for one of the other network's.
     """
 
     LARGEST: ClassVar[Mapping[str, float]] = {  # of the counters

@@ -39,7 +39,7 @@ class Preconditioner:
     """Preconditions and scales vectors.
 
     Args:
-        solver: That of the decompositions.
+        solver: Made the decompositions, and applies them.
         inv_dtype: Storage of the decompositions; vectors are preconditioned in float32 at least.
         stages: Where the time is noted.
     """

@@ -50,7 +50,7 @@ def learn_reaches(blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[f
     """Moves the reach of each layer.
 
     Args:
-        blocks: Those of the layers.
+        blocks: The layers' blocks.
         slopes: Of each parameter that was stretched: the alignment with that stretch of the gradient after the step,
             and that of the gradients before it.
 

@@ -56,7 +56,7 @@ class Direction:
         bare: The direction D before it was multiplied by anything, and the number f for which ``f D`` is what the
             stretch of :mod:`~kfac_optim.reach` begins with, ``(L + gamma) P m``. None where ``steepest`` tells.
         storage: Where the matrices of all stacks lie in one storage; None: each in its own.
-        update_norms: What :func:`update_norms` has found, for whoever asks again in this step.
+        update_norms: The result of :func:`update_norms`, kept for later calls in this step.
     """
 
     direction: Tensor

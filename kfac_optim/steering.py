@@ -74,7 +74,7 @@ class Steering:
         """Takes in what the gradients of a step say of the last one.
 
         Args:
-            blocks: Those of the layers, whose reaches move.
+            blocks: The layers' blocks, whose reaches move.
             lessons: What there is to learn.
             read: Its numbers, and the learning rate.
             captured_lost: Whether captured gradients have been thrown away since; None: nobody has looked.
@@ -92,7 +92,7 @@ class Steering:
         """The plan of a step.
 
         Args:
-            blocks: Those of the layers.
+            blocks: The layers' blocks.
             step: The number of steps taken before it.
             scaling: How long directions are; it says whether trust is learned and steps are stretched.
             damping: Steps are stretched if it is relative to the largest eigenvalue.

@@ -27,7 +27,7 @@ class Fisher(ABC):
     Attributes:
         output_fn: Model output -> tensor of the distribution's parameters. None (default): the tensor itself, or
             ``.logits`` of an output that has it, else the first tensor in the output.
-        seed: Of the sampled targets, an int, default 0. Every rank draws its own samples from it.
+        seed: The seed of the sampled targets, an int, default 0. Every rank draws its own samples from it.
 
     Raises:
         TypeError: If ``output_fn`` is neither callable nor None, or ``seed`` is no int.
@@ -68,7 +68,7 @@ class Fisher(ABC):
         Asked once, in the first backward pass; the user is warned of it.
 
         Args:
-            gradient: That of the user's own loss with respect to the output, up to a factor.
+            gradient: The gradient of the user's own loss with respect to the output, up to a factor.
         """
         return ""
 
@@ -102,7 +102,7 @@ class TargetCheck(Protocol):
 
         Args:
             output: The distribution's parameters.
-            gradient: That of the sum of the loss terms with respect to them.
+            gradient: The gradient of the sum of the loss terms with respect to them.
         """
         ...
 

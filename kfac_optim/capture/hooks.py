@@ -54,7 +54,7 @@ class Capture:
         loss_terms: Counts M.
         fisher: None for the empirical Fisher, else the distribution to sample from.
         rank: This process's rank; every rank draws samples of its own.
-        left_out: Layers, by index, of which other ranks alone take statistics.
+        left_out: Layers, by index, whose statistics only other ranks take.
         specs: Per layer the shapes of A and G.
         dtype: Precision of the moments.
         stage: Name of a stage -> context manager that times it.

@@ -85,11 +85,11 @@ class Recorder:
         """A layer was called: what it saw, with the moment of its input already taken.
 
         Args:
-            index: Of the layer.
-            use: Of the module, among those that share the layer's weight.
+            index: The layer's index.
+            use: The module's index among those that share the layer's weight.
             a: The input.
             output: The output.
-            part: Of a projection of attention: see :class:`~kfac_optim.capture.attention.ProjectionTap`.
+            part: For a projection of attention: see :class:`~kfac_optim.capture.attention.ProjectionTap`.
         """
         layer = self.layers[index]
         module = layer.modules[use]
@@ -161,8 +161,9 @@ class BackwardPasses:
         on_thrown_away: Called when gradients that passes have added to were removed before another pass.
 
     Attributes:
-        statistics: Of the step so far.
-        to_caller: Of the passes that have returned gradients to their caller instead of adding them to ``.grad``.
+        statistics: The statistics of the step so far.
+        to_caller: The statistics of passes that have returned gradients to their caller instead of adding them to
+            ``.grad``.
         hidden: The layers, by index, whose gradients have come through calls inside ``torch.func``.
         transformed: Whether a layer was called inside ``torch.func``.
     """

@@ -89,7 +89,7 @@ class Part:
 
     Attributes:
         output: The parameters of the output distribution as they were, at least in float32.
-        gradient: That of the loss with respect to them.
+        gradient: The gradient of the loss with respect to them.
         weight: The number of the call's examples per example in this part, >= 1.
     """
 

@@ -27,7 +27,7 @@ class SampledBackward:
 
     Args:
         fisher: The distribution.
-        rank: Of this process; each draws its own samples.
+        rank: This process's rank; each draws its own samples.
         recorder: Makes moments of output gradients.
         passes: Takes them when their time has come.
     """

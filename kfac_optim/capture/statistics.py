@@ -55,7 +55,7 @@ class MicroBatch:
 
     Attributes:
         sums: Packed raw sums by layer index.
-        by_example: Of layers that pool their calls by example, the calls, by layer index and number of examples.
+        by_example: The calls of layers that pool them by example, by layer index and number of examples.
         calls: The model calls that the backward pass has reached.
         task: The number of the backward pass.
         to_caller: Whether it returns the gradients (``torch.autograd.grad``) instead of adding them to ``.grad``.
@@ -209,8 +209,9 @@ class TakenStatistics:
     """The statistics of a step that is being taken.
 
     Args:
-        passes: Of the passes that have added to ``.grad``.
-        to_caller: Of those that have returned gradients to the caller; they count only if none of the others does.
+        passes: The statistics of the passes that have added to ``.grad``.
+        to_caller: The statistics of those that have returned gradients to the caller; they count only if none of the
+            others does.
         watch: The gradients.
         transformed: Whether a layer was called inside ``torch.func``.
 

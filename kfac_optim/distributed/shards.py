@@ -118,7 +118,7 @@ class ShardExchange:
 
         Args:
             whole: A tensor of each parameter that this rank works on.
-            dtype: That of all of them.
+            dtype: The dtype of all of them.
         """
         from torch.distributed.tensor import DTensor
 

@@ -210,7 +210,7 @@ class KroneckerLayer(ABC):
         Args:
             module: The module that was called.
             g: The gradient of its output, of the output's shape.
-            context: That of the call's :class:`~kfac_optim.layers.Observation`.
+            context: The ``context`` of the call's :class:`~kfac_optim.layers.Observation`.
         """
 
     @abstractmethod

@@ -100,7 +100,7 @@ class _ChannelsLastNorm(_NormLayer):
         name: The module's name.
         module: The module.
         options: The engine's options for layers.
-        eps: Of modules that do not have it as ``eps``; None: it is the module's.
+        eps: The epsilon, for modules that do not have it as ``eps``; None: it is the module's.
     """
 
     def __init__(self, name: str, module: nn.Module, options: LayerOptions, eps: float | None = None) -> None:

@@ -33,7 +33,7 @@ class JointEigen:
     """The eigendecompositions of several stacks.
 
     Args:
-        decomposed: Of each stack the parts of A and of G that matter.
+        decomposed: The parts of A and of G that matter, for each stack.
         units: What gamma is a multiple of, of each stack ``[p]``.
     """
 
@@ -49,7 +49,7 @@ class JointEigen:
         """Writes ``gamma`` times the preconditioned gradient of each stack.
 
         Args:
-            gradients: Those of the stacks, ``[p, d_out, d_in]``.
+            gradients: The gradients of the stacks, ``[p, d_out, d_in]`` each.
             value: Gamma in units.
             out: Where the results go; contiguous, of the same shapes.
         """

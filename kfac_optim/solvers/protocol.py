@@ -119,7 +119,7 @@ class Spectral(Solver, Protocol):
         """Some stacks together, where launches count.
 
         Args:
-            decomposed: Of each stack what ``relevant`` has given.
+            decomposed: What ``relevant`` has given, for each stack.
             units: What gamma is a multiple of, ``[p]`` of each stack.
         """
         ...
