@@ -89,11 +89,11 @@ class Averaging:
         """
         own = {i: (sums.a, sums.g) for i, sums in statistics.sums.items() if statistics.rows(i)}
         terms = self._scale_(own, statistics, comm)
-        seen = torch.zeros(len(blocks), 2, 2, dtype=torch.float64)  # of A and of G, count and trace
         # M belongs to the loss: G counts also the terms of ranks that did not use the layer, whose gradient is zero.
-        seen[:, 1, 0] = self._terms(statistics, None, comm)[1]
-        for index in own:
-            seen[index, :, 0] = torch.tensor((statistics.rows(index), terms[index]))
+        of_others = 0.0, self._terms(statistics, None, comm)[1]
+        counts = [(statistics.rows(i), terms[i]) if i in own else of_others for i in range(len(blocks))]
+        seen = torch.zeros(len(blocks), 2, 2, dtype=torch.float64)  # of A and of G, count and trace
+        seen[:, :, 0] = torch.tensor(counts, dtype=torch.float64).view(-1, 2)
         if own:
             specs = [spec for index in own for spec in blocks[index].specs]
             seen[list(own), :, 1] = traces(specs, [moment for pair in own.values() for moment in pair]).view(-1, 2)

@@ -60,10 +60,9 @@ def packed_diagonal(packed: Tensor, n: int) -> Tensor:
 
 def _diagonal_parts(packed: Tensor, n: int) -> list[Tensor]:
     """The two halves of :func:`packed_diagonal`, as views."""
-    rows, cols, first_row = _rectangle(n)
-    rectangle = packed.unflatten(-1, (rows, cols))
-    leading, trailing = rectangle[..., first_row:, :], rectangle[..., 1 - first_row :]
-    return [part.diagonal(dim1=-2, dim2=-1) for part in (leading, trailing)]
+    _, cols, first_row = _rectangle(n)
+    starts, counts, step = (first_row * cols, 1 - first_row), (cols, n - cols), cols + 1
+    return [packed[..., at : at + count * step : step] for at, count in zip(starts, counts, strict=True)]
 
 
 def _rectangle(n: int) -> tuple[int, int, int]:

@@ -24,6 +24,8 @@ __all__ = [
     "SyncBatchNormLayer",
 ]
 
+Statistics = tuple[Tensor, Tensor]  # mean and inverse deviation of an input
+
 
 class _NormLayer(KroneckerLayer):
     """Scale and shift of a norm layer, whose block for channel c is ``F_c = M sum_n v v^T``, 2x2.
@@ -45,22 +47,25 @@ class _NormLayer(KroneckerLayer):
         return None  # never subsampled: it is cheap, and batch norm normalises by the whole batch
 
     @abstractmethod
-    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, mode_or_statistics: Any) -> tuple[Tensor, Tensor]:
+    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, known: Statistics | None) -> tuple[Tensor, Tensor]:
         """``sum_r g x_hat`` and ``sum_r g`` over the positions of each example, both ``[n, channels]``.
 
         Args:
             module: The norm module.
             x: Its input.
             g: The gradient of its output, of the same shape.
-            mode_or_statistics: What ``observe`` has kept: ``module.training`` at the call, a bool, or a tuple of the
-                mean and the inverse deviation of the input.
+            known: What ``known_statistics`` has said at the call.
         """
+
+    def known_statistics(self, module: Any, a: Tensor, output: Tensor, dtype: torch.dtype) -> Statistics | None:
+        """Mean and inverse deviation of a call's input where they do not follow from it; see ``observe``."""
+        return None
 
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
         # It is normalised again once the gradient has arrived. What autograd saves anyway nothing can write over.
         kept = a.detach() if self.is_saved(a) else a.detach().clone()
         one = torch.ones((), dtype=dtype)  # nobody looks at it
-        return Observation(one, one, context=(kept, module.training))
+        return Observation(one, one, context=(kept, self.known_statistics(module, a, output, dtype)))
 
     def is_saved(self, a: Tensor) -> bool:
         """Whether autograd saves the input of a call; autocast makes it save a copy in float32 instead."""
@@ -82,8 +87,8 @@ class _NormLayer(KroneckerLayer):
         return self.output_rows(module, g, observation.context)[:, 0]
 
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
-        a, mode_or_statistics = context
-        sums = self.gradient_sums(module, a.to(g.dtype), g, mode_or_statistics)
+        a, known = context
+        sums = self.gradient_sums(module, a.to(g.dtype), g, known)
         return torch.stack(sums[: self.d_out], dim=-1)[:, None]
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -119,7 +124,7 @@ class _ChannelsLastNorm(_NormLayer):
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         """The input after normalisation, before scale and shift."""
 
-    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, mode_or_statistics: Any) -> tuple[Tensor, Tensor]:
+    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, known: Statistics | None) -> tuple[Tensor, Tensor]:
         return self._by_channel(g * self.normalized(module, x)), self._by_channel(g)
 
     def _by_channel(self, x: Tensor) -> Tensor:
@@ -136,29 +141,23 @@ class _ChannelsFirstNorm(_NormLayer):
     """
 
     @abstractmethod
-    def normalized(self, module: Any, x: Tensor, mode_or_statistics: Any) -> Tensor:
-        """The input ``[n, channels, positions]`` after normalisation, before scale and shift; see ``statistics``."""
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
+        """The input ``[n, channels, positions]`` after normalisation by its own statistics, before scale and shift."""
 
     @abstractmethod
-    def statistics(self, module: Any, x: Tensor, mode_or_statistics: Any) -> tuple[Tensor, Tensor]:
-        """Mean and inverse deviation of ``x [n, channels, positions]``; they broadcast to ``[n, channels]``.
+    def statistics(self, module: Any, x: Tensor) -> Statistics:
+        """Mean and inverse deviation of ``x [n, channels, positions]``; they broadcast to ``[n, channels]``."""
 
-        Args:
-            module: The norm module.
-            x: Its input.
-            mode_or_statistics: As for ``gradient_sums``.
-        """
-
-    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, mode_or_statistics: Any) -> tuple[Tensor, Tensor]:
+    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, known: Statistics | None) -> tuple[Tensor, Tensor]:
         x, g = (part.reshape(*part.shape[:2], -1) for part in (x, g))
         total = g.sum(2)
-        if machine(x.device.type) != "cpu":
-            return torch.linalg.vecdot(g, self.normalized(module, x, mode_or_statistics)), total
-        mean, inverse = self.statistics(module, x, mode_or_statistics)
+        if known is None and machine(x.device.type) != "cpu":
+            return torch.linalg.vecdot(g, self.normalized(module, x)), total
+        mean, inverse = known or self.statistics(module, x)
         return torch.addcmul(torch.linalg.vecdot(g, x), mean, total, value=-1) * inverse, total
 
 
-def _mean_and_inverse(x: Tensor, eps: float, shape: Sequence[int], dim: int) -> tuple[Tensor, Tensor]:
+def _mean_and_inverse(x: Tensor, eps: float, shape: Sequence[int], dim: int) -> Statistics:
     """Mean and inverse deviation of ``x [n, channels, positions]`` over its positions and one more dimension.
 
     Args:
@@ -188,8 +187,8 @@ class ChannelsFirstLayerNormLayer(LayerNormLayer):
     def __init__(self, name: str, module: nn.Module, options: LayerOptions, **more: Any) -> None:
         super().__init__(name, module, replace(options, batch_dim=0), **more)
 
-    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, mode_or_statistics: Any) -> tuple[Tensor, Tensor]:
-        return super().gradient_sums(module, x.movedim(1, -1), g.movedim(1, -1), mode_or_statistics)
+    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, known: Statistics | None) -> tuple[Tensor, Tensor]:
+        return super().gradient_sums(module, x.movedim(1, -1), g.movedim(1, -1), known)
 
 
 @register_layer(nn.RMSNorm)
@@ -207,10 +206,10 @@ class RMSNormLayer(_ChannelsLastNorm):
 class GroupNormLayer(_ChannelsFirstNorm):
     """``nn.GroupNorm``, with the statistics of each group of channels."""
 
-    def normalized(self, module: Any, x: Tensor, mode_or_statistics: Any) -> Tensor:
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
         return F.group_norm(x, module.num_groups, eps=module.eps)
 
-    def statistics(self, module: Any, x: Tensor, mode_or_statistics: Any) -> tuple[Tensor, Tensor]:
+    def statistics(self, module: Any, x: Tensor) -> Statistics:
         n, channels = x.shape[:2]
         groups = (n, module.num_groups, channels // module.num_groups)
         mean, inverse = _mean_and_inverse(x, module.eps, groups, 2)
@@ -224,33 +223,30 @@ class BatchNormLayer(_ChannelsFirstNorm):
     def is_saved(self, a: Tensor) -> bool:
         return True  # autocast leaves its input alone
 
-    def normalized(self, module: Any, x: Tensor, mode_or_statistics: Any) -> Tensor:
-        if mode_or_statistics or module.running_mean is None:
-            return F.batch_norm(x, None, None, training=True, eps=module.eps)
-        return F.batch_norm(x, module.running_mean.to(x), module.running_var.to(x), eps=module.eps)
+    def known_statistics(self, module: Any, a: Tensor, output: Tensor, dtype: torch.dtype) -> Statistics | None:
+        if module.training or module.running_mean is None:
+            return None
+        return module.running_mean.to(dtype, copy=True), (module.running_var.to(dtype) + module.eps).rsqrt()
 
-    def statistics(self, module: Any, x: Tensor, mode_or_statistics: Any) -> tuple[Tensor, Tensor]:
-        if mode_or_statistics or module.running_mean is None:
-            return _mean_and_inverse(x, module.eps, x.shape[:2], 0)
-        return module.running_mean.to(x), (module.running_var.to(x) + module.eps).rsqrt()
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, training=True, eps=module.eps)
+
+    def statistics(self, module: Any, x: Tensor) -> Statistics:
+        return _mean_and_inverse(x, module.eps, x.shape[:2], 0)
 
 
 @register_layer(nn.SyncBatchNorm)
 class SyncBatchNormLayer(BatchNormLayer):
     """``nn.SyncBatchNorm``: in train mode the mean and variance are those of all ranks' batches together.
 
-    They are read off the layer's output, which is linear in its input, so that nothing has to be sent. They take the
-    place of ``module.training`` in the observation's context.
+    They are read off the layer's output, which is linear in its input, so that nothing has to be sent.
     """
 
-    def observe(self, module: Any, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
-        seen = super().observe(module, a, output, dtype)
-        if not (module.training or module.running_mean is None):
-            return seen
-        statistics = self._global_statistics(module, a.detach().to(dtype), output.detach().to(dtype))
-        return Observation(seen.a, seen.count, context=(seen.context[0], statistics))
+    def known_statistics(self, module: Any, a: Tensor, output: Tensor, dtype: torch.dtype) -> Statistics | None:
+        known = super().known_statistics(module, a, output, dtype)
+        return known or self._global_statistics(module, a.detach().to(dtype), output.detach().to(dtype))
 
-    def _global_statistics(self, module: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def _global_statistics(self, module: Any, x: Tensor, y: Tensor) -> Statistics:
         """Mean and inverse standard deviation per channel, from ``y = weight * inv * (x - mean) + bias``."""
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
@@ -262,14 +258,3 @@ class SyncBatchNormLayer(BatchNormLayer):
         # If a channel's weight is zero its output carries no information; fall back to this rank's own batch.
         mean = torch.where(known, mean_x - (mean_y - bias) / slope, mean_x)
         return mean.flatten(), torch.where(known, slope / weight, (variance + module.eps).rsqrt()).flatten()
-
-    def normalized(self, module: Any, x: Tensor, mode_or_statistics: Any) -> Tensor:
-        if isinstance(mode_or_statistics, bool):
-            return super().normalized(module, x, mode_or_statistics)
-        mean, inverse = mode_or_statistics
-        return (x - mean[:, None]) * inverse[:, None]
-
-    def statistics(self, module: Any, x: Tensor, mode_or_statistics: Any) -> tuple[Tensor, Tensor]:
-        if isinstance(mode_or_statistics, bool):
-            return super().statistics(module, x, mode_or_statistics)
-        return mode_or_statistics
