@@ -23,7 +23,7 @@ def step_until_death(rank: int, world_size: int, assignment: str, when: int, how
     """Steps on synthetic gradients without any wrapper, so that all communication is ours; the last rank fails."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-    options: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 2, "assignment": assignment}
+    options: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 2, "assignment": assignment}
     optimizer = KFACSGD(model, lr=0.1, **options)
     for step in range(6):
         if rank == world_size - 1 and step == when:
