@@ -9,12 +9,11 @@ For A the moments are ``sum a a^T`` and their count is the number of rows. For G
 count is M, the number of averaged terms of the loss, so that of one batch ``G = M sum g g^T``. There is no identity to
 start from, and so no bias to correct; batches of different sizes are weighted exactly.
 
-In a step with statistics the ranks add up the counts, and the traces where xi depends on them
-(:class:`~kfac_optim.forgetting`), so that each knows what became of xi and w. Matrices are as large as the factors, and
-wait for a refresh: sums are linear, so each rank adds up what it has seen since the last one (:class:`LocalSums`) with
-the same xi, and one sum over the ranks is enough. A single process folds its sums in at every step with statistics. So
-do ranks that share factors out: a rank that does not keep a factor sends what it has seen to the one that does, at
-once.
+In a step with statistics the ranks add up counts and traces, so that each knows what becomes of w, and of xi where that
+depends on the moments (:class:`~kfac_optim.forgetting`). Matrices are as large as the factors, and wait for a refresh:
+sums are linear, so each rank adds up what it has seen since the last one (:class:`LocalSums`) with the same xi, and one
+sum over the ranks is enough. A single process folds its sums in at every step with statistics. So do ranks that share
+factors out: a rank that does not keep a factor sends what it has seen to the one that does, at once.
 """
 
 from __future__ import annotations
