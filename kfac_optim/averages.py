@@ -247,7 +247,7 @@ class Increment:
         """Adds an update."""
         self.past, self.count, self.trace = decay * self.past, decay * self.count + count, decay * self.trace + trace
 
-    def factor(self, average: Mapping[str, Tensor]) -> tuple[float, float]:
+    def added_to(self, average: Mapping[str, Tensor]) -> tuple[float, float]:
         """Weight and trace of the running average with these updates."""
         past = self.past * float(average["weight"])
         weight = past + self.count
@@ -270,7 +270,7 @@ def fold_(updates: Sequence[tuple[dict[str, Tensor], Increment]], moments: Seque
     for (average, increment), moment in zip(updates, moments, strict=True):
         if not increment.count:
             continue
-        weight, trace = increment.factor(average)
+        weight, trace = increment.added_to(average)
         if moment is not None:
             kept.append((average, moment))
             pasts.append(increment.past * float(average["weight"]) / weight)
@@ -322,7 +322,7 @@ class LocalSums:
             slack: See :meth:`Averaging.fold`.
         """
         decays = [
-            decay * past_worth(slack, count, trace, *increment.factor(average))
+            decay * past_worth(slack, count, trace, *increment.added_to(average))
             for increment, average, (count, trace) in zip(self.increments, averages, seen, strict=True)
         ]
         for increment, (count, trace), xi in zip(self.increments, seen, decays, strict=True):

@@ -24,7 +24,7 @@ __all__ = [
     "SyncBatchNormLayer",
 ]
 
-Statistics = tuple[Tensor, Tensor]  # mean and inverse deviation of an input
+Statistics = tuple[Tensor, Tensor]  # of an input: its mean, and its variance with epsilon added
 
 
 class _NormLayer(KroneckerLayer):
@@ -58,7 +58,7 @@ class _NormLayer(KroneckerLayer):
         """
 
     def known_statistics(self, module: Any, a: Tensor, output: Tensor, dtype: torch.dtype) -> Statistics | None:
-        """Mean and inverse deviation of a call's input where they do not follow from it; see ``observe``."""
+        """The statistics by channel of a call's input, where they do not follow from it; see ``observe``."""
         return None
 
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
@@ -146,19 +146,23 @@ class _ChannelsFirstNorm(_NormLayer):
 
     @abstractmethod
     def statistics(self, module: Any, x: Tensor) -> Statistics:
-        """Mean and inverse deviation of ``x [n, channels, positions]``; they broadcast to ``[n, channels]``."""
+        """The statistics of ``x [n, channels, positions]``; they broadcast to ``[n, channels]``."""
 
     def gradient_sums(self, module: Any, x: Tensor, g: Tensor, known: Statistics | None) -> tuple[Tensor, Tensor]:
         x, g = (part.reshape(*part.shape[:2], -1) for part in (x, g))
         total = g.sum(2)
-        if known is None and machine(x.device.type) != "cpu":
-            return torch.linalg.vecdot(g, self.normalized(module, x)), total
-        mean, inverse = known or self.statistics(module, x)
-        return torch.addcmul(torch.linalg.vecdot(g, x), mean, total, value=-1) * inverse, total
+        if machine(x.device.type) != "cpu":
+            if known is None:
+                normalized = self.normalized(module, x)
+            else:
+                normalized = F.batch_norm(x, known[0].to(x), known[1].to(x), eps=0.0)
+            return torch.linalg.vecdot(g, normalized), total
+        mean, variance = known or self.statistics(module, x)
+        return torch.addcmul(torch.linalg.vecdot(g, x), mean, total, value=-1) * variance.rsqrt(), total
 
 
-def _mean_and_inverse(x: Tensor, eps: float, shape: Sequence[int], dim: int) -> Statistics:
-    """Mean and inverse deviation of ``x [n, channels, positions]`` over its positions and one more dimension.
+def _mean_and_variance(x: Tensor, eps: float, shape: Sequence[int], dim: int) -> Statistics:
+    """The statistics of ``x [n, channels, positions]`` over its positions and one more dimension.
 
     Args:
         x: The input.
@@ -170,7 +174,7 @@ def _mean_and_inverse(x: Tensor, eps: float, shape: Sequence[int], dim: int) -> 
     mean, square = ((part / x.shape[2]).reshape(shape).mean(dim, keepdim=True) for part in sums)
     # A deviation below a thousandth of the mean is lost in the rounding of the squares.
     variance = (square - mean.square()).clamp_(min=1e-6 * square)
-    return mean, (variance + eps).rsqrt()
+    return mean, variance + eps
 
 
 @register_layer(nn.LayerNorm)
@@ -212,8 +216,8 @@ class GroupNormLayer(_ChannelsFirstNorm):
     def statistics(self, module: Any, x: Tensor) -> Statistics:
         n, channels = x.shape[:2]
         groups = (n, module.num_groups, channels // module.num_groups)
-        mean, inverse = _mean_and_inverse(x, module.eps, groups, 2)
-        return mean.expand(groups).flatten(1), inverse.expand(groups).flatten(1)
+        mean, variance = _mean_and_variance(x, module.eps, groups, 2)
+        return mean.expand(groups).flatten(1), variance.expand(groups).flatten(1)
 
 
 @register_layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -226,13 +230,13 @@ class BatchNormLayer(_ChannelsFirstNorm):
     def known_statistics(self, module: Any, a: Tensor, output: Tensor, dtype: torch.dtype) -> Statistics | None:
         if module.training or module.running_mean is None:
             return None
-        return module.running_mean.to(dtype, copy=True), (module.running_var.to(dtype) + module.eps).rsqrt()
+        return module.running_mean.to(dtype, copy=True), module.running_var.to(dtype) + module.eps
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         return F.batch_norm(x, None, None, training=True, eps=module.eps)
 
     def statistics(self, module: Any, x: Tensor) -> Statistics:
-        return _mean_and_inverse(x, module.eps, x.shape[:2], 0)
+        return _mean_and_variance(x, module.eps, x.shape[:2], 0)
 
 
 @register_layer(nn.SyncBatchNorm)
@@ -247,7 +251,7 @@ class SyncBatchNormLayer(BatchNormLayer):
         return known or self._global_statistics(module, a.detach().to(dtype), output.detach().to(dtype))
 
     def _global_statistics(self, module: Any, x: Tensor, y: Tensor) -> Statistics:
-        """Mean and inverse standard deviation per channel, from ``y = weight * inv * (x - mean) + bias``."""
+        """Those of all ranks, from ``y = weight / deviation * (x - mean) + bias``."""
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
         weight, bias = (p.detach().to(x).view(shape) for p in (module.weight, module.bias))
@@ -257,4 +261,4 @@ class SyncBatchNormLayer(BatchNormLayer):
         known = (variance > 0) & (weight != 0) & (slope != 0)
         # If a channel's weight is zero its output carries no information; fall back to this rank's own batch.
         mean = torch.where(known, mean_x - (mean_y - bias) / slope, mean_x)
-        return mean.flatten(), torch.where(known, slope / weight, (variance + module.eps).rsqrt()).flatten()
+        return mean.flatten(), torch.where(known, (weight / slope).square(), variance + module.eps).flatten()

@@ -136,14 +136,9 @@ def test_vectors_are_multiplied_by_their_trust_ratios_side_by_side():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("norm", "launches"), [("BatchNorm2d(4)", 5), ("BatchNorm2d(4).eval()", 6), ("GroupNorm(2, 4)", 5)]
-)
-def test_statistics_of_a_norm_layer_take_few_launches(norm: str, launches: int) -> None:
-    """The sum of g, the normalised input, its product with g and the sum of that, and both side by side.
-
-    With running statistics the product with the input itself takes its place, and two operations bring in these.
-    """
+@pytest.mark.parametrize("norm", ["BatchNorm2d(4)", "BatchNorm2d(4).eval()", "GroupNorm(2, 4)"])
+def test_statistics_of_a_norm_layer_take_few_launches(norm: str) -> None:
+    """The sum of g, the normalised input, its product with g and the sum of that, and both side by side."""
     program = f"""
         from kfac_optim import LayerOptions
         from kfac_optim.layers import find_layers
@@ -155,7 +150,7 @@ def test_statistics_of_a_norm_layer_take_few_launches(norm: str, launches: int) 
         with torch.no_grad():
             layer.output_moment(module, x, observation)
     """
-    assert counted(program)[0] == launches
+    assert counted(program)[0] == 5
 
 
 # The command -------------------------------------------------------------------------------------------------------

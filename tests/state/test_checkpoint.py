@@ -21,12 +21,14 @@ from torch.utils._pytree import tree_map_only
 from kfac_optim import (
     KFACSGD,
     CurvatureEngine,
+    Graft,
     KFACAdam,
     KFACAdamW,
     KLClip,
     OfLargest,
     OfMean,
     constant_then_scaled,
+    forgetting,
     growing,
 )
 from tests.helpers.compare import assert_identical, assert_trained, values
@@ -47,6 +49,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "unit": {"scaling": "unit", "damping": OfMean(0.1)},
     "largest": {"damping": OfLargest(0.1)},
     "largest, spread inverse": {"damping": OfLargest(0.1), "spread": 2, "solver": "inverse"},
+    # Every moment below the average takes weight from the past, by a trace that has to be in the state.
+    "forgetting": {"factor_decay": forgetting(0.95, slack=1.0), "scaling": Graft(trust=1.0), "factor_update_steps": 1},
     "half": {"factor_dtype": torch.float16, "inv_dtype": torch.bfloat16},
     "blocks": {"max_factor_dim": 4},
     "diagonal": {"max_factor_dim": 1},
