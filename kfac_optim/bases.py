@@ -221,11 +221,12 @@ def keep_first_moments(members: Sequence[Bucket], decay: float) -> None:
             else:
                 without.append(m)
         if without:
-            # New tensors: torch's load_state_dict() makes two optimizers share those of a state that is not copied.
             last = [m.state[MOMENT].to(m.p) if MOMENT in m.state else torch.zeros_like(m.p) for m in without]
-            # A gradient may have another type than its parameter (``grad_dtype``).
-            new = torch._foreach_lerp(last, [m.gradient.to(m.p.dtype) for m in without], 1 - decay)
-            for m, moment in zip(without, new, strict=True):
+            # New tensors: torch's load_state_dict() makes two optimizers share those of a state that is not copied.
+            moments: Tensors = torch._foreach_mul(last, 1.0)
+            # In place: before torch 2.12 shards know no other. A gradient may have another type (``grad_dtype``).
+            torch._foreach_lerp_(moments, [m.gradient.to(m.p.dtype) for m in without], 1 - decay)
+            for m, moment in zip(without, moments, strict=True):
                 m.state[MOMENT] = moment
 
 

@@ -17,8 +17,9 @@ from .schedules import Schedule, growing, value_at
 __all__ = ["Pace"]
 
 # What an eigendecomposition of n rows takes, in multiply-adds of products of n^3. On CPUs measured at 256 and 512 rows
-# (13 and 8); on GPUs, whose eigendecompositions are mostly sequential, a guess.
-_DECOMPOSITION = {"cpu": 10.0, "cuda": 200.0}
+# (13 and 8); on GPUs, whose eigendecompositions are mostly sequential, on an H200 in steps under bf16 autocast of a
+# ResNet-50 (78) and of a GPT-small (134).
+_DECOMPOSITION = {"cpu": 10.0, "cuda": 100.0}
 _PASSES = 3.0  # products of a layer in a forward and a backward pass
 _PER_WEIGHT = 300.0  # what reading and writing a weight some 15 times in a step takes, in multiply-adds
 _WORTH_WAITING = 10  # the first refresh is at once, unless this many intervals of the schedule are too short for it

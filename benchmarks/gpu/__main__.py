@@ -6,11 +6,12 @@
     target                            steps and seconds to a held-out loss on the task text, beside AdamW, Muon, SOAP
     decompositions                    eigh, batched eigh, QR refresh, Cholesky by size; fp32, TF32, bf16 products
 
-Steps are measured in float32 and under bf16 autocast, or in one precision: ``--part gpt-small --dtype bf16`` writes
-``gpt-small-bf16``. Of the package's defaults (class name changed only) the first steps are taken as they come, and
-sorted by what they do (:mod:`benchmarks.step_time.first`): refreshes get rarer, and may wait. One more row has the
-defaults where they are dearest, with trust held at 0.5 and refreshes that do not wait. The paper's mode, with each
-solver every 50/500 and 10/100, is composed of its kinds of step as in ``benchmarks.step_time``.
+Steps are measured in float32, under bf16 autocast, and there with TF32 in the products that are left in float32
+("bf16-tf32"); or in one precision: ``--part gpt-small --dtype bf16`` writes ``gpt-small-bf16``. Of the package's
+defaults (class name changed only) the first steps are taken as they come, and sorted by what they do
+(:mod:`benchmarks.step_time.first`): refreshes get rarer, and may wait. One more row has the defaults where they are
+dearest, with trust held at 0.5 and refreshes that do not wait. The paper's mode, with each solver every 50/500 and
+10/100, is composed of its kinds of step as in ``benchmarks.step_time``.
 
 A part prints its tables and writes ``NAME.json`` (with settings, seeds, versions, machine), ``.txt`` and ``.png`` to
 ``benchmarks/results/gpu/``, the first two after each measurement, so that a run that is cut off keeps what it has.
@@ -68,9 +69,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = command.add_argument
     add("--part", action="append", choices=PARTS, help="what to measure; may be repeated (default: everything)")
     add("--limit", type=float, default=LIMIT, metavar="S", help=f"after which a part begins nothing new ({LIMIT})")
-    add("--seconds", type=float, default=30, metavar="S", help="of steps, for each table (default: 30)")
+    add(
+        "--seconds",
+        type=float,
+        default=30,
+        metavar="S",
+        help="of steps, for each table; a 30th for each time in decompositions (default: 30)",
+    )
     add("--steps", type=int, default=200, metavar="N", help="first steps of the defaults, at most (default: 200)")
-    add("--dtype", action="append", choices=DTYPES, help="of steps; may be repeated (default: both)")
+    add("--dtype", action="append", choices=DTYPES, help="of steps; may be repeated (default: all)")
     add("--batch", type=int, metavar="N", help="examples per step (default: the part's own)")
     add("--solver", action="append", choices=SOLVERS, help="of the paper's mode; may be repeated (default: both)")
     add("--seed", type=int, default=0, help="of weights and data, target: the first of three (default: 0)")

@@ -144,7 +144,7 @@ def compare_methods(n: int, pairs: int, device: str, seed: int = 0, enough: floa
 def measure(n: int, options: Namespace) -> list[dict[str, Any]]:
     """Return the rows of one size."""
     torch.set_num_threads(1)  # of the CPU
-    pairs, enough = max(1, min(16, ENTRIES // n**2)), 0.0 if options.smoke else 1.0
+    pairs, enough = max(1, min(16, ENTRIES // n**2)), 0.0 if options.smoke else options.seconds / 30
     return list(compare_methods(n, pairs, options.device, options.seed, enough))
 
 

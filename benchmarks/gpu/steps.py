@@ -20,7 +20,7 @@ from benchmarks.step_time.timing import Place
 
 SCHEDULES = (Schedule(50, 500), Schedule(10, 100))  # of the paper's mode
 SOLVERS = ("eigen", "inverse")
-DTYPES = ("float32", "bf16")
+DTYPES = ("float32", "bf16", "bf16-tf32")
 SMALL_RESNET = images("small ResNet", partial(StagedResNet, (1, 1), 10, 4, block=Bottleneck), 2, 32, 10)
 SMALL_BERT = tokens("small BERT", partial(Encoder, 1, 16, 2, 64, 16), 2, 16, 64)
 

@@ -104,7 +104,8 @@ class Place:
     """Where and in which precision steps run."""
 
     device: str = "cpu"  # "cpu" or "cuda"
-    # "float32", with torch's own choice of TF32 (on GPUs in convolutions), or "bf16": autocast to bfloat16.
+    # "float32", with torch's own choice of TF32 (in convolutions on GPUs), "bf16": autocast to bfloat16, "bf16-tf32":
+    # that with TF32 in the products that are left in float32.
     dtype: str = "float32"
     seed: int = 0  # Seed of weights and data
 
@@ -121,6 +122,7 @@ class Run:
 
     def __init__(self, work: Work, contender: Contender, place: Place) -> None:
         torch.set_num_threads(1)
+        torch.set_float32_matmul_precision("high" if place.dtype == "bf16-tf32" else "highest")
         torch.manual_seed(place.seed)
         self.work, self.place = work, place
         self.model = work.make().to(place.device)
@@ -153,7 +155,7 @@ class Run:
         inputs, targets = self.batches[self.steps % BATCHES]
         begin = self.place.now()
         self.optimizer.zero_grad()
-        with torch.autocast(self.place.device, torch.bfloat16, enabled=self.place.dtype == "bf16"):
+        with torch.autocast(self.place.device, torch.bfloat16, enabled=self.place.dtype != "float32"):
             loss = self.work.loss(self.model(inputs), targets)
         loss.backward()
         self.optimizer.step()

@@ -118,10 +118,12 @@ class Recorder:
         layer = self.layers[call.index]
         with self.stage("factor computation"), full_precision(g.device.type):
             g = g.values() if g.is_nested else g
-            seen = call.observation.subsample(g.detach()).to(self.dtype)
-            if seen.numel() < g.numel():  # the examples kept stand for all, and their squares are added up
+            seen = call.observation.subsample(g.detach())
+            scaled, part = scaled and self.scaled, seen.numel() < g.numel()
+            seen = seen.to(self.dtype) if scaled or part else layer.multiplicand(seen, self.dtype)
+            if part:  # the examples kept stand for all, and their squares are added up
                 seen = seen * (g.numel() / seen.numel()) ** 0.5
-            if scaled and self._grad_scaler is not None:  # dividing copies the gradient: only where there is a scaler
+            if scaled:  # dividing copies the gradient: only where there is a scaler
                 seen = seen / self.loss_scale(g.device)
             moment = layer.output_moment(call.module, seen, call.observation)
             return moment if layer.by_example else self.specs[call.index][1].pack(moment)

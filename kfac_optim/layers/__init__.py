@@ -31,6 +31,7 @@ Where to look::
     norm.py          LayerNorm, RMSNorm, GroupNorm, BatchNorm, SyncBatchNorm
     attention.py     the projections of MultiheadAttention
     lookalikes.py    modules with a forward of their own that compute what one of these does
+    limits.py        how much of a factor is kept
     ownership.py     from parameters to the user's modules
 """
 

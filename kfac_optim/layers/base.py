@@ -14,21 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .moments import second_moment, spread_examples, with_ones
+from .limits import LARGEST, Kept, kept_of
+from .moments import multiplicand, second_moment, spread_examples, with_ones
 
 __all__ = ["Declined", "KroneckerLayer", "LayerOptions", "Observation", "RowsLayer", "Sharing", "own_parameter"]
 
 Sharing = Literal["expand", "reduce"]
-
-
-# The rows of a block, unless the user says how many. A core of a CPU decomposes 2,100 rows, 2,048 and a bias, in less
-# than a second; of 8,192 it would take 64 times as long.
-_LARGEST = {"cpu": 2100, "cuda": 8192}
-# A factor of so many rows, so many times as large as the other one of its layer, costs more than all others of a model
-# together. Among outputs these are vocabularies: an entry of G belongs to one row of the weight, and next to nothing is
-# lost by its diagonal. Inputs are pixels or features, which are correlated: their blocks are as large as the other
-# factor, so that the layer costs what a square one does. The taps of a 3 x 3 kernel make inputs 9 times as large.
-_LOPSIDED_DIM, _LOPSIDED_RATIO, _LEAST_BLOCK = 1024, 10, 256
 
 
 class Declined(Exception):
@@ -71,7 +62,7 @@ class LayerOptions:
     def largest_block(self, device: torch.device) -> int | None:
         """The most rows of a block of a factor on this device; None: factors are whole."""
         limit = self.max_factor_dim
-        return _LARGEST.get(device.type, _LARGEST["cuda"]) if isinstance(limit, str) else limit
+        return LARGEST.get(device.type, LARGEST["cuda"]) if isinstance(limit, str) else limit
 
     def trains(self, parameter: nn.Parameter) -> bool:
         """Whether the optimizer updates the parameter."""
@@ -126,6 +117,7 @@ class KroneckerLayer(ABC):
         blocks: The number b of blocks along the diagonal that are kept of A, ``[p b, m, m]``, and of G; 1: all of it.
         diagonal_input: Whether A is diagonal by nature (embeddings).
         always_expands: Whether ``sharing`` is "expand" whatever the options say.
+        copies_rows: Whether rows are numbers of inputs and output gradients as they are, which half precision can hold.
         pairs_share_scale: Whether the pairs share one damping and one norm.
         sharing: "expand" or "reduce".
         batch_dim: The dimension of the examples in inputs with shared positions.
@@ -138,6 +130,7 @@ class KroneckerLayer(ABC):
     pairs_share_scale = False
     diagonal_input = False
     always_expands = False
+    copies_rows = False
     bias_part = slice(None)
     host: nn.Module | None = None
 
@@ -150,9 +143,8 @@ class KroneckerLayer(ABC):
         self.is_shard = self.weight_shape != getattr(self.weight, "ds_shape", self.weight.shape)
         if not self.weight_shape.numel():
             raise Declined("the weight is empty")
-        if self.bias is not None and not (
-            options.trains(self.bias) and self.bias.requires_grad >= self.weight.requires_grad
-        ):
+        trained = self.bias is not None and options.trains(self.bias)
+        if self.bias is not None and not (trained and self.bias.requires_grad >= self.weight.requires_grad):
             self.bias = None
         if self.is_shard and self.bias is not None and options.own_shape(self.bias) == self.bias.shape:
             self.bias = None  # one for all shards of the columns
@@ -161,8 +153,8 @@ class KroneckerLayer(ABC):
         self.notes = ["this rank's shard"] if self.is_shard else []
         self.pairs, self.d_out, self.d_in = self.structure(module)
         limit = options.largest_block(self.weight.device)
-        a, g = _kept_of("A", self.d_in, self.d_out, limit), _kept_of("G", self.d_out, self.d_in, limit)
-        a = _Kept(diagonal=True) if self.diagonal_input else a
+        a, g = kept_of("A", self.d_in, self.d_out, limit), kept_of("G", self.d_out, self.d_in, limit)
+        a = Kept(diagonal=True) if self.diagonal_input else a
         self.diagonal, self.blocks = (a.diagonal, g.diagonal), (a.blocks, g.blocks)
         self.notes += [f"{side} {kept.note}" for side, kept in (("A", a), ("G", g)) if kept.note]
 
@@ -245,6 +237,10 @@ class KroneckerLayer(ABC):
         dim = self.batch_dim_of(module, x)
         return x if dim is None else spread_examples(x, dim, fraction)
 
+    def multiplicand(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """An input or output gradient in the precision in which its rows are multiplied, or summed up by example."""
+        return multiplicand(x, dtype) if self.copies_rows and not self.by_example else x.to(dtype)
+
     @property
     def by_example(self) -> bool:
         """Whether all calls in a backward pass together give each example one row (reduce), not rows of their own."""
@@ -316,12 +312,13 @@ class RowsLayer(KroneckerLayer):
         """The inverse of :meth:`~kfac_optim.layers.RowsLayer.weight_to_matrix`."""
 
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
+        all_rows = self.input_rows(module, self.multiplicand(a.detach(), dtype), output)
         if self.by_example:
-            return self._observe_examples(self.input_rows(module, a.detach().to(dtype), output))
+            return self._observe_examples(all_rows)
         chunks = []
         diagonal, blocks = self.diagonal[0], self.blocks[0]
-        for rows in self.input_rows(module, a.detach().to(dtype), output):
-            total = rows.sum((0, 1)) if self.bias is not None else None
+        for rows in all_rows:
+            total = rows.sum((0, 1), dtype=dtype) if self.bias is not None else None
             if self.bias is not None and blocks > 1:  # the 1 belongs to the last block
                 rows = F.pad(rows, (0, 1), value=1.0)
             moment = second_moment(rows, diagonal=diagonal, blocks=blocks)
@@ -370,28 +367,3 @@ def own_parameter(module: nn.Module, name: str) -> nn.Parameter:
     if parameter.is_complex():
         raise Declined("complex parameters")
     return parameter
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """What is kept of a factor: its diagonal, some blocks along it, or all of it (1 block); and why, if not all."""
-
-    diagonal: bool = False
-    blocks: int = 1
-    note: str = ""
-
-
-def _kept_of(side: str, dim: int, other: int, limit: int | None) -> _Kept:
-    """What is kept of A or G, of ``dim`` rows, beside a factor of ``other`` rows; ``limit``: those of a block."""
-    if limit is None:
-        return _Kept()
-    why = f"{dim} > max_factor_dim={limit}"
-    if dim > _LOPSIDED_DIM and dim >= _LOPSIDED_RATIO * other:
-        why = f"{dim} is {dim // other} times {other} (max_factor_dim=None: whole)"
-        limit = 1 if side == "G" else min(limit, max(_LEAST_BLOCK, other))
-    blocks = -(-dim // limit)
-    if blocks == 1:
-        return _Kept()
-    if blocks == dim:
-        return _Kept(diagonal=True, note=f"diagonal: {why}")
-    return _Kept(blocks=blocks, note=f"block-diagonal, {blocks} blocks of {-(-dim // blocks)}: {why}")

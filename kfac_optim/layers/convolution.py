@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Observation, RowsLayer
-from .moments import with_ones
+from .moments import multiplicand, with_ones
 from .registry import register_layer
 from .shifts import shift_pays, shifted_moment
 from .windows import Windows, unfolded_moment
@@ -26,6 +26,8 @@ class _ConvNdLayer(RowsLayer):
     Groups are Kronecker pairs, and the shared positions are the output pixels. A row of the input is the patch that the
     kernel sees there: both types slide a kernel over an image, the transposed one over its zero-stuffed input.
     """
+
+    copies_rows = True
 
     def structure(self, module: nn.Module) -> tuple[int, int, int]:
         assert isinstance(module, nn.modules.conv._ConvNd)
@@ -48,16 +50,16 @@ class _ConvNdLayer(RowsLayer):
 
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
         assert isinstance(module, nn.modules.conv._ConvNd)
-        image, windows = self._batched(module, a.detach().to(dtype), output)
         if self.by_example or self.diagonal[0] or self.blocks[0] > 1:
             return super().observe(module, a, output, dtype)
+        image, windows = self._batched(module, multiplicand(a.detach(), dtype), output)
         # As the base class does, but without unfolding the patches where that is faster.
-        shifted = shift_pays(image.shape, windows, module.groups, a.device.type)
+        shifted = shift_pays(image.shape, windows, module.groups, a.device.type, half=image.dtype != dtype)
         moment = (shifted_moment if shifted else unfolded_moment)(image, windows, module.groups)
         count = len(image) * math.prod(windows.positions(image.shape[2:]))
         if self.bias is not None:
             taps = tuple(range(-len(windows.size), 0))
-            total = windows.unfold(image.sum(0, keepdim=True)).flatten(2, -1 + taps[0]).sum(2)
+            total = windows.unfold(image.sum(0, keepdim=True, dtype=dtype)).flatten(2, -1 + taps[0]).sum(2)
             moment = with_ones(moment, total.reshape(module.groups, -1), count)
         return Observation(moment, count)
 

@@ -18,6 +18,8 @@ __all__ = ["EmbeddingLayer", "LinearLayer", "TransposedLinearLayer"]
 class LinearLayer(RowsLayer):
     """``nn.Linear`` on inputs of any rank; the features are the last dimension, all others but the examples' shared."""
 
+    copies_rows = True
+
     def structure(self, module: nn.Module) -> tuple[int, int, int]:
         d_out, d_in = self.weight_to_matrix(torch.empty(self.weight_shape, device="meta")).shape[1:]
         return 1, d_out, d_in + (self.bias is not None)

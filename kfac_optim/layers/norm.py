@@ -24,6 +24,8 @@ __all__ = [
     "SyncBatchNormLayer",
 ]
 
+_NOTHING = torch.finfo(torch.float64).tiny  # an epsilon that changes no variance; torch 2.11 refuses 0
+
 Statistics = tuple[Tensor, Tensor]  # of an input: its mean, and its variance with epsilon added
 
 
@@ -155,7 +157,7 @@ class _ChannelsFirstNorm(_NormLayer):
             if known is None:
                 normalized = self.normalized(module, x)
             else:
-                normalized = F.batch_norm(x, known[0].to(x), known[1].to(x), eps=0.0)
+                normalized = F.batch_norm(x, known[0].to(x), known[1].to(x), eps=_NOTHING)
             return torch.linalg.vecdot(g, normalized), total
         mean, variance = known or self.statistics(module, x)
         return torch.addcmul(torch.linalg.vecdot(g, x), mean, total, value=-1) * variance.rsqrt(), total

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .moments import GRAM_DIM, machine
+from .moments import GRAM_DIM, machine, product
 from .windows import CHUNK_NUMEL, Windows
 
 __all__ = ["shift_pays", "shifted_moment"]
@@ -175,12 +175,13 @@ def shifted_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
     """
     lengths = tuple(x.shape[2:])
     plan = _plan(windows, lengths)
-    pairs, members, offsets, strips = _tensors(windows, lengths, x.device, x.dtype)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    pairs, members, offsets, strips = _tensors(windows, lengths, x.device, dtype)
     taps, c = math.prod(windows.size), x.shape[1] // groups
     if not plan.products:
-        return x.new_zeros(groups, c * taps, c * taps)
+        return x.new_zeros(groups, c * taps, c * taps, dtype=dtype)
     sums = _sums(x, plan, strips, groups)
-    moment = x.new_empty(groups, c, taps, c, taps)
+    moment = x.new_empty(groups, c, taps, c, taps, dtype=dtype)
     blocks = moment.permute(2, 4, 0, 1, 3)
     several = max(1, _BLOCK_NUMEL[machine(x.device.type)] // (groups * c * c))
     for start in range(0, len(plan.taps), several):
@@ -202,14 +203,14 @@ def _sums(x: Tensor, plan: _Plan, strips: Sequence[Tensor], groups: int) -> Tens
         groups: p.
     """
     lengths, c = x.shape[2:], x.shape[1] // groups
-    sums = x.new_zeros(plan.sums, groups * c * c)
+    sums = x.new_zeros(plan.sums, groups * c * c, dtype=strips[0].dtype)
     for chunk in x.split(max(1, CHUNK_NUMEL[machine(x.device.type)] // x[:1].numel())):
         # Transposed as a matrix, which is several times faster than permuted; then [*lines, p, last, n, c].
         rows = chunk.flatten(0, 1).flatten(1).T.contiguous().view(*lengths, len(chunk), groups, c)
         rows = rows.movedim(-2, -4).contiguous()
-        for product, lines in zip(plan.products, strips, strict=True):
-            of_lines = _product(rows, product.parts).reshape(lines.shape[1], -1)
-            sums[product.first : product.first + len(lines)].addmm_(lines, of_lines)
+        for planned, lines in zip(plan.products, strips, strict=True):
+            of_lines = _product(rows, planned.parts).reshape(lines.shape[1], -1)
+            sums[planned.first : planned.first + len(lines)].addmm_(lines, of_lines)
     return sums
 
 
@@ -223,7 +224,7 @@ def _product(rows: Tensor, parts: tuple[tuple[int, int, int], ...]) -> Tensor:
     left = right = rows
     for dim, (start, stop, shift) in zip((*range(len(parts) - 1), -3), parts, strict=True):
         left, right = left.narrow(dim, start, stop - start), right.narrow(dim, start + shift, stop - start)
-    return left.flatten(-3, -2).mT @ right.flatten(-3, -2)
+    return product(left.flatten(-3, -2).mT, right.flatten(-3, -2))
 
 
 # The choice -----------------------------------------------------------------------------------------------------------
@@ -251,14 +252,15 @@ class _Rates:
 
 
 # The rates of the CPU are fitted to the times of both ways at 36 shapes on one thread; where the slower way is chosen,
-# it takes less than 1.6 times as long. Those of accelerators are guessed from data sheets; many small products are slow
-# there.
+# it takes less than 1.6 times as long. Those of accelerators are an H200's, where a product of shifted images is three
+# launches, which take the host longer than the device.
 _CPU = _Rates(7.4e-12, 6e-5, 1.5e-9, 1.1e-11, 4.4e-9)
-_ACCELERATOR = _Rates(3e-14, 3e-5, 1e-12, 3e-14, 8e-12)
+_ACCELERATOR = _Rates(2.4e-14, 8e-5, 1e-12, 2.4e-14, 8e-12)
+_IN_HALF = _Rates(1.7e-15, 8e-5, 5e-13, 1.7e-15, 5e-12)  # in half precision on an accelerator
 
 
 @functools.lru_cache(maxsize=4096)
-def shift_pays(shape: torch.Size, windows: Windows, groups: int, device_type: str) -> bool:
+def shift_pays(shape: torch.Size, windows: Windows, groups: int, device_type: str, *, half: bool = False) -> bool:
     """Whether :func:`shifted_moment` is expected to be faster than a product of unfolded patches.
 
     It is slower for images that are small beside the kernel, so that most of them is border, and for few channels. It
@@ -269,6 +271,7 @@ def shift_pays(shape: torch.Size, windows: Windows, groups: int, device_type: st
         windows: How the kernel slides.
         groups: p.
         device_type: The type of the image's device.
+        half: Whether products are of half precision.
     """
     if max(windows.stride) > 1 or max(windows.size) == 1:
         return False
@@ -277,7 +280,7 @@ def shift_pays(shape: torch.Size, windows: Windows, groups: int, device_type: st
     chunks = math.ceil(math.prod(shape) / CHUNK_NUMEL[machine(device_type)])
     plan = _plan(windows, tuple(lengths))
     elements, patches = n * plan.positions * channels, n * math.prod(outputs) * channels * taps
-    rates = {"cpu": _CPU, "accelerator": _ACCELERATOR}[machine(device_type)]
+    rates = _IN_HALF if half else {"cpu": _CPU, "accelerator": _ACCELERATOR}[machine(device_type)]
     shifted = (2 * rates.flop * c + rates.element) * elements + rates.product * chunks * len(plan.products)
     symmetric = 0.6 if c * taps >= GRAM_DIM else 1.0
     return shifted < (2 * rates.patch_flop * symmetric * c * taps + rates.patch) * patches

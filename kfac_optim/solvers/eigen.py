@@ -18,6 +18,9 @@ __all__ = ["EigenSolver"]
 # Rows of eigenvectors may differ from length 1 by this much, squared. Rounding is far below (1e-5 at 4,608 rows in
 # float32); an eigenvector that stands there twice, in the place of another, is off by more than 1 / n.
 _ORTHONORMAL = 1e-4
+# So many rows GPUs decompose in float32 by Jacobi's method, which has returned vectors that are not orthonormal, and takes
+# three times as long as float64 by another method.
+_JACOBI_ROWS = range(33, 513)
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class EigenSolver:
             return (factor.clamp(min=0),)
         if factor.shape[-1] == 1:
             return factor[:, 0].clamp(min=0), torch.ones_like(factor)
-        values, vectors = _of_two_rows(factor) if factor.shape[-1] == 2 else torch.linalg.eigh(factor)
+        values, vectors = _of_two_rows(factor) if factor.shape[-1] == 2 else _eigh(factor)
         # A factor is positive semi-definite; what rounding pushes below zero would eat up the damping.
         return values.clamp_(min=0), vectors
 
@@ -122,6 +125,13 @@ class EigenSolver:
     def joint(self, decomposed: Sequence[tuple[Decomposition, Decomposition]], units: Sequence[Tensor]) -> JointEigen:
         """Some stacks together."""
         return JointEigen(decomposed, units)
+
+
+def _eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, smallest first, and eigenvectors."""
+    slow = matrices.device.type == "cuda" and matrices.shape[-1] in _JACOBI_ROWS
+    values, vectors = torch.linalg.eigh(matrices.double() if slow else matrices)
+    return values.to(matrices), vectors.to(matrices)
 
 
 def _in_corner(factor: Tensor, size: int) -> Tensor:

@@ -334,7 +334,7 @@ class BERT(nn.Module):
         self.head.weight = self.symbol.weight
 
     def forward(self, symbols: Tensor) -> Tensor:
-        x = self.norm(self.symbol(symbols) + self.position(torch.arange(symbols.shape[1])))
+        x = self.norm(self.symbol(symbols) + self.position(torch.arange(symbols.shape[1], device=symbols.device)))
         x = self.encoder(x, src_key_padding_mask=symbols == PAD)
         return self.head(self.transform_norm(F.gelu(self.transform(x))))
 
@@ -368,7 +368,7 @@ class T5Stack(nn.Module):
         self.wo = nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
     def forward(self, symbols: Tensor, memory: Tensor | None = None) -> Tensor:
-        x, places = self.embed_tokens(symbols), torch.arange(symbols.shape[1])
+        x, places = self.embed_tokens(symbols), torch.arange(symbols.shape[1], device=symbols.device)
         distance = places[None] - places[:, None]
         bias = self.relative_attention_bias(distance + TOKENS).permute(2, 0, 1)
         if self.cross is not None:
@@ -376,7 +376,7 @@ class T5Stack(nn.Module):
         y = self.norms[0](x)
         x = x + self.attention(y, y, bias)
         if self.cross is not None and memory is not None:
-            x = x + self.cross(self.norms[3](x), memory, torch.zeros(()))
+            x = x + self.cross(self.norms[3](x), memory, x.new_zeros(()))
         y = self.norms[1](x)
         return self.norms[2](x + self.wo(F.gelu(self.wi_0(y)) * self.wi_1(y)))
 
@@ -430,7 +430,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, symbols: Tensor) -> Tensor:
         x = self.symbol(symbols)
-        x = x + torch.tanh(self.mix(x.cumsum(1) / (1 + torch.arange(x.shape[1]))[:, None]))
+        x = x + torch.tanh(self.mix(x.cumsum(1) / (1 + torch.arange(x.shape[1], device=x.device))[:, None]))
         return self.head(x + self.moe(self.norm(x)))
 
 

@@ -50,7 +50,7 @@ def test_both_ways_give_the_moment_of_the_rows(case: tuple[nn.Module, Tensor], n
     expected = RowsLayer.observe(layer, module, x, module(x), torch.float64)
     for shifted in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(convolution, "shift_pays", lambda *_, shifted=shifted: shifted)
+            patch.setattr(convolution, "shift_pays", lambda *_, shifted=shifted, half=False: shifted)
             patch.setitem(windows.CHUNK_NUMEL, "cpu", numbers_at_once)
             patch.setitem(shifts._BLOCK_NUMEL, "cpu", numbers_at_once)
             found = layer.observe(module, x, module(x), torch.float64)
@@ -93,7 +93,7 @@ def test_the_choice_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = nn.Conv2d(2, 2, 3, bias=False), torch.randn(1, 2, 8, 8)
     (layer,) = find_layers([module], LayerOptions()).layers
     for pays in (True, False):
-        monkeypatch.setattr(convolution, "shift_pays", lambda *_, pays=pays: pays)
+        monkeypatch.setattr(convolution, "shift_pays", lambda *_, pays=pays, half=False: pays)
         layer.observe(module, x, module(x), torch.float64)
     assert taken == [True]
 
