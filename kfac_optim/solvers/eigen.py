@@ -18,8 +18,8 @@ __all__ = ["EigenSolver"]
 # Rows of eigenvectors may differ from length 1 by this much, squared. Rounding is far below (1e-5 at 4,608 rows in
 # float32); an eigenvector that stands there twice, in the place of another, is off by more than 1 / n.
 _ORTHONORMAL = 1e-4
-# So many rows GPUs decompose in float32 by Jacobi's method, which has returned vectors that are not orthonormal, and takes
-# three times as long as float64 by another method.
+# So many rows GPUs decompose in float32 by Jacobi's method. It has returned vectors that are not orthonormal, and takes
+# three times as long as another method in float64.
 _JACOBI_ROWS = range(33, 513)
 
 
