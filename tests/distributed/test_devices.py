@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from kfac_optim import KAISA, KFACSGD, CurvatureEngine, EigenSolver, FactorWise, InverseSolver, LayerWise
 from kfac_optim.distributed import Broadcast, share_gradients
+from kfac_optim.layers import LayerOptions, convolution, find_layers
 from tests.helpers.compiler import needs_compiler
 from tests.helpers.settings import OFTEN
 from tests.helpers.training import train
@@ -178,6 +179,25 @@ def carry() -> None:
         assert {*comm.calls} >= {"sum", "reduce", "exchange", "broadcast"}
 
 
+def multiply_half_precision() -> None:
+    """Rows in half precision are multiplied as they are, which gives the moments of their numbers."""
+    for module, shape in ((nn.Linear(6, 5), (7, 3, 6)), (nn.Conv2d(2, 4, 3, padding=1), (3, 2, 9, 9))):
+        for shifted in (False, True):
+            convolution.shift_pays = lambda *_, chosen=shifted, **__: chosen  # type: ignore[assignment]
+            a = torch.randn(shape).bfloat16()
+            output = module(a.float())
+            g = torch.randn_like(output).bfloat16()
+            found = []
+            for device in ("cuda", "cpu"):
+                (layer,) = find_layers([module], LayerOptions()).layers
+                seen = layer.observe(module, a.to(device), output.to(device), torch.float32)
+                rows = layer.multiplicand(g.to(device), torch.float32)
+                assert rows.dtype == (torch.bfloat16 if device == "cuda" else torch.float32)
+                found.append([seen.a.cpu(), layer.output_moment(module, rows, seen).cpu()])
+            for moment, expected in zip(*found, strict=True):
+                torch.testing.assert_close(moment, expected, rtol=1e-5, atol=1e-5)
+
+
 def streams_wait_for_each_other() -> None:
     """Before a job its stream waits for the model's; before its results are used the model's waits, and keeps them."""
     from tests.helpers.accelerator import CURRENT, EVENTS
@@ -196,6 +216,7 @@ def streams_wait_for_each_other() -> None:
 CASES: dict[str, Callable[[], Any]] = {
     "streams wait for each other": streams_wait_for_each_other,
     "the verbs": carry,
+    "half precision": multiply_half_precision,
     "built on the device": compare,
     "moved after the optimizer was built": lambda: compare(lambda model: model.to("cuda")),
     "built on meta": lambda: compare(to_empty),

@@ -209,6 +209,16 @@ TURNING: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+def without_shards(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch's as versions before 2.12 have it."""
+
+    def strict(tensors: list[Tensor], *args: Any) -> Any:
+        assert not any(isinstance(tensor, DTensor) for tensor in tensors)
+        return function(tensors, *args)
+
+    return strict
+
+
 def train_turning(rank: int, world_size: int, assignment: str) -> dict[str, tuple[list[Tensor], list[float], float]]:
     """At rates so large that trust rises, and two of three steps repeat the change of the one before."""
     trust._YOUNG, found = 1, {}
@@ -216,6 +226,7 @@ def train_turning(rank: int, world_size: int, assignment: str) -> dict[str, tupl
         model = make()
         if world_size > 1:
             shard(model, "per layer")
+            torch._foreach_lerp = without_shards(torch._foreach_lerp)
         optimizer = cls(model, **options, **OPTIONS, assignment=assignment)
         trusts = trusts_of(model, optimizer, 10, shape=SHAPE, rank=rank, world_size=world_size)
         found[kind] = whole(model), trusts, optimizer.curvature.plan().usual_length

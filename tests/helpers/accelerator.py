@@ -90,7 +90,10 @@ def computed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         on_device = isinstance(args[0], OnDevice)
     inner = {key: "cpu" if key == "device" and value is not None else value for key, value in kwargs.items()}
     plain_args, plain = tree_map(lambda x: x.held if isinstance(x, OnDevice) else x, (args, inner))
-    result = func(*plain_args, **plain)
+    if func is torch.ops.aten.bmm.dtype:  # which CPUs lack: products of half precision in another type
+        result = torch.bmm(*(factor.to(plain_args[2]) for factor in plain_args[:2]))
+    else:
+        result = func(*plain_args, **plain)
     if name in TRANSFERS and inputs and isinstance(inputs[0], OnDevice) != on_device:
         result = result.clone() if result is plain_args[0] else result
     if on_device:
