@@ -92,7 +92,8 @@ class Preconditioner:
             # Then eqs. 11-13 times gamma will do, in which the steepest is divided by the same of all pairs.
             bare = joint is not None and traits_of(scaling).of_any_length and not any(b.route for b in blocks)
             gammas = torch._foreach_mul([stack.damping_unit for stack in stacks], value) if stacks and not bare else ()
-            steepest = _steepest(stacks, gammas, damping if not bare else None)
+            contrast = 1 + 1 / value if isinstance(damping, OfLargest) else None
+            steepest = _steepest(stacks, gammas) if contrast and not bare else [None] * len(stacks)
             if joint is None:
                 matrices = [
                     self._of_one(stack, gamma.to(self.dtype), vectors, updates)
@@ -107,7 +108,8 @@ class Preconditioner:
                     stack.layer_of_pair,
                     stack.scaled_together,
                     steepest=largest,
-                    bare=(of_stack[0], 1 + 1 / value) if bare and isinstance(damping, OfLargest) else None,
+                    bare=of_stack[0] if bare and contrast else None,
+                    contrast=contrast,
                     storage=self._storage,
                 )
                 for stack, of_stack, largest in zip(stacks, matrices, steepest, strict=True)
@@ -275,13 +277,9 @@ class Preconditioner:
 # Parts of a direction -----------------------------------------------------------------------------------------------
 
 
-def _steepest(
-    stacks: Sequence[Stack], gammas: Sequence[Tensor], damping: Damping | None
-) -> Sequence[Tensor] | Sequence[None]:
-    """The largest eigenvalue plus gamma of each stack's pairs, ``[p]``, where it is known."""
-    if not stacks or not isinstance(damping, OfLargest):
-        return [None] * len(stacks)
-    return torch._foreach_add([stack.damping_unit for stack in stacks], list(gammas))
+def _steepest(stacks: Sequence[Stack], gammas: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The largest eigenvalue plus gamma of each stack's pairs, ``[p]``."""
+    return torch._foreach_add([stack.damping_unit for stack in stacks], list(gammas)) if stacks else []
 
 
 def _are_alike(stack: Stack, vectors: Mapping[nn.Parameter, Tensor], updates: Mapping[nn.Parameter, Tensor]) -> bool:

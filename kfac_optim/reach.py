@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from .blocks import Block
 from .flat_storage import each, times
-from .scaling import Direction, inners, ratios, squares
+from .scaling import Direction, rates_followed, steepest_of
 
 __all__ = ["LEAST", "Rates", "learn_reaches", "lower_reaches", "stretches"]
 
@@ -120,20 +120,17 @@ def _moved(reach: float, slope: float) -> float:
 
 def stretches(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
     """The stretch of each stack of layers, ``[p, d_out, d_in]``; none where damping is relative to something else."""
-    steepest = [d.steepest for d in directions if d.steepest is not None]
-    bare = [d.bare for d in directions if d.bare is not None]
-    if not directions or max(len(steepest), len(bare)) < len(directions):
+    if not directions or directions[0].contrast is None:
         return []
     storage = directions[0].storage
+    bare = [d.bare for d in directions if d.bare is not None]
     if bare:
-        found = each("mul", [matrix for matrix, _ in bare], bare[0][1], out=out)
+        found = each("mul", bare, directions[0].contrast, out=out)
     else:
-        found = times([d.direction for d in directions], steepest, storage, out)
+        found = times([d.direction for d in directions], steepest_of(directions), storage, out)
     each("sub_", found, [d.gradient for d in directions])
     followed = [i for i, d in enumerate(directions) if d.update is not d.gradient]
     if followed:
-        of, moments = [directions[i] for i in followed], [directions[i].gradient for i in followed]
-        rates = ratios(inners(of, [d.update for d in of], moments), squares(of, moments))
         changed = [found[i] for i in followed]
-        times(changed, each("clamp_min", rates, 0), storage, out=changed)
+        times(changed, rates_followed([directions[i] for i in followed]), storage, out=changed)
     return found

@@ -27,9 +27,12 @@ __all__ = [
     "Unit",
     "inners",
     "norms",
+    "rates_followed",
     "ratios",
     "scaled",
+    "shortened",
     "squares",
+    "steepest_of",
     "update_norms",
 ]
 
@@ -53,8 +56,9 @@ class Direction:
         steepest: What eqs. 11-13 divide a component of the steepest curvature by, the largest eigenvalue of ``A (x) G``
             plus gamma, ``[p]``, divided by what the direction was multiplied by since. None where damping is not
             relative to that eigenvalue.
-        bare: The direction D before it was multiplied by anything, and the number f for which ``f D`` is what the
-            stretch of :mod:`~kfac_optim.reach` begins with, ``(L + gamma) P m``. None where ``steepest`` tells.
+        bare: ``gamma P m``, the direction before it was multiplied by anything. None where ``steepest`` tells.
+        contrast: ``(L + gamma) / gamma``, with the largest eigenvalue L: how much more the steepest components are
+            damped than the flattest. None where damping is not relative to L.
         storage: Where the matrices of all stacks lie in one storage; None: each in its own.
         update_norms: The result of :func:`update_norms`, kept for later calls in this step.
     """
@@ -66,7 +70,8 @@ class Direction:
     layer_of_pair: Tensor | None = None
     pairs_per_layer: Sequence[int] = ()
     steepest: Tensor | None = None
-    bare: tuple[Tensor, float] | None = None
+    bare: Tensor | None = None
+    contrast: float | None = None
     storage: FlatStorage | None = None
     update_norms: list[Tensor] = field(default_factory=list, repr=False)
 
@@ -258,7 +263,7 @@ def scaled(directions: Sequence[Direction], multipliers: Sequence[Tensor]) -> li
         return []
     matrices = times([d.direction for d in directions], multipliers, directions[0].storage)
     steepest: Sequence[Tensor | None] = [None] * len(directions)
-    known = [d.steepest for d in directions if d.steepest is not None]
+    known = steepest_of(directions)
     if len(known) == len(directions):
         steepest = ratios(known, [by.expand(len(of)) for by, of in zip(multipliers, known, strict=True)])
     parts = zip(directions, matrices, steepest, strict=True)
@@ -271,6 +276,38 @@ def update_norms(directions: Sequence[Direction]) -> list[Tensor]:
     for d, found in zip(new, norms(new, [d.update for d in new]), strict=True):
         d.update_norms.append(found)
     return [d.update_norms[0] for d in directions]
+
+
+def rates_followed(directions: Sequence[Direction]) -> list[Tensor]:
+    """The rate at which the base optimizer follows what was preconditioned, ``<u, m> / <m, m>``, or 0, ``[p]``."""
+    moments = [d.gradient for d in directions]
+    found = ratios(inners(directions, [d.update for d in directions], moments), squares(directions, moments))
+    return list(each("clamp_min", found, 0))
+
+
+def steepest_of(directions: Sequence[Direction]) -> list[Tensor]:
+    """What is known of the steepest curvature, of each that knows it."""
+    return [d.steepest for d in directions if d.steepest is not None]
+
+
+def shortened(directions: Sequence[Direction], graft: float) -> Sequence[Direction]:
+    """Directions of the base's length, brought towards ``gamma P m`` at the base's own rate.
+
+    Along the flattest components that is the base's own step, along all others less. Left alone where damping is not
+    relative to the largest eigenvalue.
+
+    Args:
+        directions: The stacks.
+        graft: How much of the base's length they keep, in [0, 1]; 1: all.
+    """
+    contrast = directions[0].contrast if directions else None
+    if graft == 1 or contrast is None:
+        return directions
+    bare = [d.bare for d in directions if d.bare is not None]
+    rates = rates_followed(directions)
+    of_all = ratios(norms(directions, bare), update_norms(directions)) if bare else steepest_of(directions)
+    shares = (rate * of / (1 if bare else contrast) for rate, of in zip(rates, of_all, strict=True))
+    return scaled(directions, [share ** (1 - graft) for share in shares])
 
 
 def ratios(numerators: Sequence[Tensor], denominators: Sequence[Tensor]) -> list[Tensor]:

@@ -39,6 +39,7 @@ class Plan:
             keeps no first moment.
         usual_length: The usual length of the base optimizer's update, by which the step is braked
             (:func:`~kfac_optim.trust.brake`).
+        graft: How much of the base optimizer's length directions have, in [0, 1].
         last_brake: What the step that computed directions last was shortened by; 1: nothing.
     """
 
@@ -50,6 +51,7 @@ class Plan:
     too_long: Collection[nn.Parameter]
     moment_decay: float
     usual_length: float
+    graft: float
     last_brake: float
 
 
@@ -82,7 +84,7 @@ class Steering:
         """
         numbers, slopes = lessons.read(read.lessons)
         self.opposition.learn(captured_lost, alone=alone)
-        self.trust.learn(**numbers)
+        self.trust.learn(**numbers, flat=sum(after for after, _ in slopes.values()))
         self._too_long = learn_reaches(blocks, slopes)
         lower_reaches(blocks, self.rates.rise(read.rate))
 
@@ -114,6 +116,7 @@ class Steering:
             too_long=self._too_long,
             moment_decay=self.trust.decay,
             usual_length=self.trust.usual,
+            graft=self.trust.graft,
             last_brake=self.trust.brake,
         )
 

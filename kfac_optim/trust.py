@@ -31,6 +31,17 @@ is not done for base classes that keep ``exp_avg``; the updates of all others ar
 ``usual`` is the running average of ``|u|`` over the steps in which k was computed. The base optimizer's share keeps its
 full length, because the base optimizer copes with its own steps. With these base classes some of that share always
 remains: trust goes up to 0.6.
+
+Graft. Of the base's length, k has less along steep components, and so more along flat ones. Once only noise is left
+there, that does harm, and trust does not fall: taking less of what is steep still agrees with the next gradient. So it
+is learned, too, with these base classes, how much of that length is good. Without any, k is the base's step with steep
+components shortened by the damping, the flattest left as they are::
+
+    k = (|u| / |P m|)^graft (c gamma)^(1 - graft) P m,    c: the rate at which u follows m
+    the step is brought back to the length of u by that share alone, (|u| / |mixture|)^graft
+
+graft starts at 1 and moves by the sign of ``<g', stretch>`` over all layers (:mod:`~kfac_optim.reach`): whether the
+loss falls along what is flat.
 """
 
 from __future__ import annotations
@@ -64,6 +75,7 @@ class Trust:
     Attributes:
         notches: Trust in tenths.
         memory: The decay of averaged gradients in tenths, where the base optimizer keeps no first moment.
+        tenths: The graft in tenths.
         usual: The usual length of the base optimizer's update, per unit of the learning rate and of the gradients in
             its momentum; 0 before the first.
         seen: The number of updates that this is an average of, at most 10.
@@ -73,12 +85,14 @@ class Trust:
     LARGEST: ClassVar[Mapping[str, float]] = {  # of the counters
         "trust": _NOTCHES,
         "memory": _LONGEST,
+        "graft": _NOTCHES,
         "lengths": _REMEMBERED,
         "brake": 1,
     }
 
     def __init__(self) -> None:
         self.notches = self.memory = self.seen = 0
+        self.tenths = _NOTCHES
         self.usual, self.brake = 0.0, 1.0
 
     @property
@@ -90,6 +104,11 @@ class Trust:
     def decay(self) -> float:
         """The decay of averaged gradients, in [0, 0.9]."""
         return self.memory / 10
+
+    @property
+    def graft(self) -> float:
+        """How much of the base optimizer's length directions have, in [0, 1]."""
+        return self.tenths / _NOTCHES
 
     def is_measured(self, step: int, *, stretches: bool) -> bool:
         """Whether k is computed at this step.
@@ -112,15 +131,18 @@ class Trust:
         most = 4 if self.notches == _NOTCHES else 3
         return (self.notches > 0 or stretches) and step % min(most, 1 + step // _YOUNG) != 0
 
-    def learn(self, turn: float = 0.0, average: float = 0.0, length: float = 0.0) -> None:
+    def learn(self, turn: float = 0.0, average: float = 0.0, length: float = 0.0, flat: float = 0.0) -> None:
         """Moves a tenth towards K-FAC's directions if the gradients say so, else one or two towards the base's updates.
 
         Args:
             turn: The alignment of the gradients with the last k - u. 0 (the rate was 0, say) tells nothing.
             average: ``<g', m>``, m the average of the gradients before, whose sign moves the decay by a tenth.
             length: The length of the base's update in the step before, if it was turned.
+            flat: The alignment of the gradients with the last stretches, whose sign moves the graft by a tenth.
         """
-        most, fall = (_MOST_WHERE_UPDATES_GROW, 1) if self.usual or length else (_NOTCHES, _FALL)
+        grows = bool(self.usual or length)
+        most, fall = (_MOST_WHERE_UPDATES_GROW, 1) if grows else (_NOTCHES, _FALL)
+        self.tenths = _moved(self.tenths, flat, _NOTCHES) if grows else self.tenths
         self.notches = _moved(self.notches, turn, most, fall)
         self.memory = _moved(self.memory, average, _LONGEST)
         if 0 < length < math.inf:
@@ -131,11 +153,12 @@ class Trust:
     def counters(self) -> dict[str, float]:
         """Its part of the saved counters."""
         known = {"trust": self.notches, "memory": self.memory, "usual_length": self.usual, "lengths": self.seen}
-        return {**known, "brake": self.brake}
+        return {**known, "graft": self.tenths, "brake": self.brake}
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""
         self.notches, self.memory, self.seen = (int(counters.get(name, 0)) for name in ("trust", "memory", "lengths"))
+        self.tenths = int(counters.get("graft", _NOTCHES))
         self.usual, self.brake = float(counters.get("usual_length", 0.0)), float(counters.get("brake", 1.0))
 
 
@@ -170,17 +193,20 @@ def changes_at(
     directions: Sequence[Direction],
     trust: float,
     braked: Tensor | float | None = None,
+    graft: float = 1.0,
     out: Sequence[Tensor] | None = None,
 ) -> Tensors:
     """The step of each stack less u, ``[p, d_out, d_in]``: u is turned towards k by the share ``trust``.
 
-    It is brought back to the length of u: mixtures of two directions are shorter than either, and without this 3 of the
-    64 points of ``benchmarks.swap`` ended behind their base optimizer instead of none. At 1 it is :func:`turns`.
+    It is brought back to the length of u, where k has that: mixtures of two directions are shorter than either, and
+    without this 3 of the 64 points of ``benchmarks.swap`` ended behind their base optimizer instead of none. At 1 it is
+    :func:`turns`.
 
     Args:
-        directions: The stacks, with k of the length of u.
+        directions: The stacks.
         trust: In [0, 1].
         braked: What :func:`brake` has found.
+        graft: How much of the length of u their k has, in [0, 1].
         out: See :func:`~kfac_optim.flat_storage.each`.
     """
     if not directions:
@@ -191,6 +217,7 @@ def changes_at(
     steps = each("lerp", updates, towards, trust, out=out)
     if trust < 1:
         lengths = ratios(update_norms(directions), norms(directions, steps))
+        lengths = lengths if graft == 1 else each("pow", lengths, graft)
         times(steps, lengths, directions[0].storage, out=steps)
     if braked is not None:
         braked = braked.to(steps[0].dtype) if isinstance(braked, Tensor) else braked

@@ -35,6 +35,7 @@ from .flat_storage import as_one
 from .lessons import Compared, Copies, Lessons, alignment, alignments
 from .preconditioning import Lr
 from .reach import stretches
+from .scaling import shortened
 from .steering import Plan
 from .trust import brake, changes_at, turns
 
@@ -105,10 +106,12 @@ def _turn_and_stretch(
     engine: CurvatureEngine, plan: Plan, covered: Sequence[Bucket], base: BaseStep, directions: Directions
 ) -> None:
     """Turns and stretches the step of the base class as far as has been learned, and notes what the next can learn."""
-    of_stacks, trust = directions.scaled, plan.trust
+    of_stacks, trust = shortened(directions.scaled, plan.graft), plan.trust
     length = update_length(covered, list(base.updates.values()), directions.updates_together(base.updates))
     braked = None if length is None else brake(length, plan.usual_length)
-    makers: dict[str, Maker] = {CHANGE: lambda out: changes_at(of_stacks, trust, braked, out)} if trust > 0 else {}
+    makers: dict[str, Maker] = (
+        {CHANGE: lambda out: changes_at(of_stacks, trust, braked, plan.graft, out)} if trust > 0 else {}
+    )
     makers[TURN] = lambda out: turns(of_stacks, out)
     if plan.stretches:
         makers[STRETCH] = lambda out: stretches(of_stacks, out)

@@ -105,6 +105,7 @@ class ViewedEngine(StatefulEngine):
             - ``trust``: how far the coming step turns from the base optimizer's own update to K-FAC's direction, in
               [0, 1] (:mod:`kfac_optim.trust`).
             - ``brake``: what K-FAC's direction was multiplied by in the last step that computed one, in (0, 1].
+            - ``graft``: how much of the base optimizer's length K-FAC's direction has in the coming step, in [0, 1].
             - ``reach``: the largest of the layers'; 0 where steps are not stretched.
             - ``skipped_steps``: steps with a gradient that was not finite.
             - ``skipped_batches``: micro-batches with statistics that were not finite.
@@ -131,6 +132,7 @@ class ViewedEngine(StatefulEngine):
             "step": self.step_count,
             "trust": plan.trust,
             "brake": plan.last_brake,
+            "graft": plan.graft,
             "reach": self.reach,
             "skipped_steps": self.skipped_steps,
             "skipped_batches": self.skipped_batches,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kfac_optim import Graft
-from kfac_optim.scaling import Direction, _few_norms, norms, scaled
+from kfac_optim.scaling import Direction, _few_norms, norms, scaled, shortened
 from kfac_optim.trust import brake, changes_at
 
 
@@ -60,3 +60,44 @@ def test_a_brake_acts_where_an_update_is_longer_than_usual() -> None:
     assert brake(length, 2.0) is None, "1.3 times as long is not much"
     assert brake(length, 1.0) == pytest.approx(0.25)
     assert brake(torch.tensor(0.0), 1.0) is None
+
+
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("graft", [0.0, 0.3, 1.0])
+def test_a_shortened_direction_shortens_each_component(graft: float, bare: bool) -> None:
+    """Of 1 - graft = 1 nothing is left but the damping's share of each component of the base's step."""
+    torch.manual_seed(0)
+    eigenvalues = torch.rand(4, 3, 2, dtype=torch.float64) * torch.tensor([1.0, 10.0, 100.0, 0.0])[:, None, None]
+    largest, m = eigenvalues.amax((1, 2)), torch.randn(4, 3, 2, dtype=torch.float64)
+    largest[3] = 1.0  # nothing is steep: the base's own step
+    gamma = 0.1 * largest[:, None, None]
+    u = 0.5 * m
+    flat = gamma / (eigenvalues + gamma) * m
+    k = flat * (u.norm(dim=(1, 2)) / flat.norm(dim=(1, 2)))[:, None, None]
+    steepest = ((largest + gamma[:, 0, 0]) / gamma[:, 0, 0]) * (flat.norm(dim=(1, 2)) / u.norm(dim=(1, 2)))
+    known = {"bare": flat} if bare else {"steepest": steepest}
+    (found,) = shortened([Direction(k, m, u, 0.1, contrast=11.0, **known)], graft)
+    shares = 0.5 * flat.norm(dim=(1, 2)) / u.norm(dim=(1, 2))
+    torch.testing.assert_close(found.direction, k * (shares ** (1 - graft))[:, None, None], rtol=1e-12, atol=1e-12)
+    if graft == 0:
+        torch.testing.assert_close(found.direction, 0.5 * flat, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found.direction[3], u[3], rtol=1e-12, atol=1e-12)
+    elif graft == 1:
+        assert found.direction is k
+    whole = found.bare * found.contrast if bare else found.direction * found.steepest[:, None, None]
+    torch.testing.assert_close(whole, flat * 11.0, rtol=1e-12, atol=1e-12)  # what the stretch begins with
+
+
+def test_directions_of_another_damping_are_not_shortened() -> None:
+    d = direction(None)
+    assert shortened([d], 0.0)[0] is d and not shortened([], 0.0)
+
+
+def test_a_step_is_brought_back_to_the_length_that_directions_have() -> None:
+    """All of the update's length, none, or in between."""
+    d = direction([2, 4])
+    mixture = torch.lerp(d.update, d.direction, 0.3)
+    for graft in (0.0, 0.4, 1.0):
+        (change,) = changes_at([d], 0.3, graft=graft)
+        longer = (d.norm(d.update) / d.norm(mixture)) ** graft
+        torch.testing.assert_close(d.update + change, mixture * longer[:, None, None], rtol=1e-12, atol=1e-12)

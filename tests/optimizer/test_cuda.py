@@ -25,7 +25,8 @@ from tests.helpers.compiler import needs_compiler
 from tests.helpers.settings import ALL_CLASSES, FLOAT64, PAPER
 from tests.helpers.zoo import FAMILIES, Family
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
 
 STEPS = 12  # the first refresh is at once, the second in step 10
 # By ways in which nothing is left out, and by the defaults, where an eigenvalue at the threshold of what is negligible

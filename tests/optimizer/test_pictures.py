@@ -340,6 +340,7 @@ def test_flat_names_and_values() -> None:
         "step",
         "trust",
         "brake",
+        "graft",
         "reach",
         "staleness",
         "skipped_steps",

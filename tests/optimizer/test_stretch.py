@@ -20,6 +20,7 @@ from kfac_optim import (
     KFACAdamW,
     OfLargest,
     OfMean,
+    flat_storage,
     lessons,
     opponents,
     reach,
@@ -159,6 +160,75 @@ def test_steps_go_further_where_it_is_flat(kfac: Any, base: Any, how: dict[str, 
     assert seen[:2] == [0.0, 0.01] and (seen[-1] == pytest.approx(0.01 * 1.1**lessons_learned)) == (rate < 0.1)
     assert differ == (rate > 0.1)
     assert f"reach up to {seen[-1]:.2g}" in repr(optimizer.curvature)
+
+
+@pytest.mark.usefixtures("soon_grown")
+@pytest.mark.parametrize("kfac", [KFACSGD, KFACAdam])
+def test_the_graft_follows_the_sign_along_the_stretches(kfac: Any) -> None:
+    """Of all layers together, with bases whose updates grow with the gradient; and it is part of the state."""
+    model, batch = net(), data()
+    optimizer: Any = kfac(model, **options(1.0 if kfac is KFACSGD else 0.1))
+    sums, expected, seen = [], [1.0], [1.0]
+    for _ in range(14):
+        noted = {
+            p: optimizer.state[p]["kfac_stretch"] for p in model.parameters() if "kfac_stretch" in optimizer.state[p]
+        }
+        backward(model, batch, loss)
+        sums.append(float(sum((p.grad * noted[p]).sum() for p in noted)))
+        optimizer.step()
+        told = expected[-1] + 0.1 * ((sums[-1] > 0) - (sums[-1] < 0))
+        expected.append(min(1.0, max(0.0, round(told, 9))) if kfac is KFACSGD else 1.0)
+        seen.append(optimizer.curvature.report()["graft"])
+    assert seen == pytest.approx(expected)
+    assert (min(seen) < 1) == (kfac is KFACSGD) and min(sums) < 0 < max(sums)
+    other: Any = kfac(net(), **options(0.1))
+    other.load_state_dict(optimizer.state_dict())
+    assert other.curvature.report()["graft"] == seen[-1]
+
+
+@pytest.mark.usefixtures("soon_grown")
+@pytest.mark.parametrize("launches_count", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_directions_without_graft_are_the_damped_steps_of_the_base(
+    momentum: float, launches_count: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a dense solve: ``c gamma P m``."""
+    if launches_count:
+        monkeypatch.setattr(flat_storage, "_CHEAP_LAUNCHES", set())
+    model, batch = net(), data()
+    optimizer: Any = KFACSGD(model, **options(0.1, momentum=momentum))
+    oracle = Oracle(copy.deepcopy(model))
+    monkeypatch.setattr(trust.Trust, "learn", lambda *_, **__: None)
+    learned = optimizer.curvature._steering.trust
+    learned.notches, learned.memory, learned.tenths = 5, 5, 0
+    monkeypatch.setattr(trust.Trust, "repeats", lambda *_, **__: False)
+    for _ in range(3):
+        oracle.update(oracle.observe(batch, loss, snapshot(model)))
+        oracle.decompose()
+        before = {p: p.detach().clone() for p in model.parameters()}
+        backward(model, batch, loss)
+        optimizer.step()
+    for layer in oracle.layers:
+        named = dict(model.named_parameters())
+        own = [named[f"{layer.name}.{part}"] for part in PARTS]
+        key = "momentum_buffer" if momentum else "kfac_moment"
+        u, m, turn, change, stretch = (
+            torch.cat([of[0], of[1][:, None]], 1)
+            for of in (
+                [optimizer.state[p]["momentum_buffer"] if momentum else p.grad for p in own],
+                [optimizer.state[p][key] for p in own],
+                [optimizer.state[p]["kfac_turn"] for p in own],
+                [(before[p] - p.detach()) / 0.1 for p in own],
+                [optimizer.state[p]["kfac_stretch"] for p in own],
+            )
+        )
+        (pair,) = oracle.curvature[layer.name].pairs
+        gamma = DAMPING * float(torch.linalg.eigvalsh(pair.a)[-1] * torch.linalg.eigvalsh(pair.g)[-1])
+        rate = max(0.0, float((u * m).sum() / (m * m).sum()))
+        k = rate * gamma * pair.solve(m, gamma, False, "eigen")
+        assert_near(turn, k - u, layer.name, 1e-6)
+        reached = optimizer.curvature.trained.reaches()[own[0]]
+        assert_near(change, 0.5 * (u + k) + reached * stretch, layer.name, 1e-6)
 
 
 def test_stretch_is_a_switch() -> None:

@@ -130,6 +130,7 @@ def test_report_before_the_first_step() -> None:
         "step": 0,
         "trust": 0.0,
         "brake": 1.0,
+        "graft": 1.0,
         "reach": 0.0,
         "skipped_steps": 0,
         "skipped_batches": 0,
