@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from .counters import Counter
+
 __all__ = ["OPPONENTS", "Leftover", "Opponents", "Opposition"]
 
 _LATELY = 16  # steps of all optimizers of the process: several of one network may come before the next of the other
@@ -110,12 +112,12 @@ class Opposition:
             for one of the other network's.
     """
 
-    LARGEST: ClassVar[Mapping[str, float]] = {  # of the counters
-        "opposes": 1,
-        "suspected": 1,
-        "throws": _THROWS,
-        "captured_lost": 1,
-        "added_lost": 1,
+    COUNTERS: ClassVar[Mapping[str, Counter]] = {
+        "opposes": Counter("opposes", -1, 1),
+        "suspected": Counter("suspected", 1, 1),
+        "throws": Counter("throws", 0, _THROWS),
+        "captured_lost": Counter("_captured_lost", 0, 1),
+        "added_lost": Counter("_added_lost", 0, 1),
     }
 
     def __init__(self) -> None:
@@ -194,12 +196,10 @@ class Opposition:
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""
-        known = int(counters.get("opposes", -1))
-        self.opposes, self.suspected = None if known < 0 else bool(known), bool(counters.get("suspected", 1))
-        self.throws, self._leftover = int(counters.get("throws", 0)), None
-        self._captured_lost, self._added_lost = (
-            bool(counters.get(f"{kind}_lost", 0)) for kind in ("captured", "added")
-        )
+        known = {name: int(counters.get(name, each.start)) for name, each in self.COUNTERS.items()}
+        self.opposes = None if known["opposes"] < 0 else bool(known["opposes"])
+        self.suspected, self.throws, self._leftover = bool(known["suspected"]), known["throws"], None
+        self._captured_lost, self._added_lost = bool(known["captured_lost"]), bool(known["added_lost"])
         OPPONENTS.resume(self, opposes=self.is_seen)
 
     def __getstate__(self) -> dict[str, Any]:

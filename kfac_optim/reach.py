@@ -30,11 +30,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from .blocks import Block
+from .counters import Counted, Counter
 from .flat_storage import each, times
 from .scaling import Direction, rates_followed, steepest_of
 
@@ -75,7 +76,7 @@ def lower_reaches(blocks: Sequence[Block], rise: float) -> None:
         block.set_reach(max(LEAST, block.reach / rise))
 
 
-class Rates:
+class Rates(Counted):
     """The learning rates of a training.
 
     Attributes:
@@ -83,10 +84,9 @@ class Rates:
         fell: Whether it has ever fallen.
     """
 
-    LARGEST: ClassVar[Mapping[str, float]] = {"rate_fell": 1}  # of the counters
-
-    def __init__(self) -> None:
-        self.last, self.fell = 0.0, False
+    COUNTERS: ClassVar[Mapping[str, Counter]] = {"rate": Counter("last", 0.0), "rate_fell": Counter("fell", False, 1)}
+    last: float
+    fell: bool
 
     def rise(self, rate: float) -> float:
         """Notes the highest learning rate of a step, if it is not 0.
@@ -100,14 +100,6 @@ class Rates:
             return 1.0
         self.last, self.fell = rate, self.fell or rate < last
         return rate / last if rate > last * (1.0 if self.fell else _JUMP) else 1.0
-
-    def counters(self) -> dict[str, float]:
-        """Its part of the saved counters."""
-        return {"rate": self.last, "rate_fell": int(self.fell)}
-
-    def load(self, counters: Mapping[str, Any]) -> None:
-        """Restores saved counters."""
-        self.last, self.fell = float(counters.get("rate", 0.0)), bool(counters.get("rate_fell", 0))
 
 
 def _moved(reach: float, slope: float) -> float:

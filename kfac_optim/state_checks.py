@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .blocks import SIDES, Block, Source
+from .counters import Counter
 from .steering import Steering
 
 __all__ = ["PREFIX", "check_counters", "check_states", "check_sums", "checksums"]
@@ -90,9 +91,10 @@ def _counter_problem(known: Iterable[str], counters: Mapping[str, Any]) -> str:
         if not isinstance(value, int | float) or not math.isfinite(value):
             return f"its counter {name!r} is {value!r}"
     for name in known:
+        counter = Steering.COUNTERS.get(name, Counter(name, 0))
         least = -1 if name in _MAY_BE_NEVER else 0
-        whole = name in ("usual_length", "brake", "rate") or counters[name] == int(counters[name])
-        if not least <= counters[name] <= Steering.LARGEST.get(name, math.inf) or not whole:
+        whole = isinstance(counter.start, float) or counters[name] == int(counters[name])
+        if not least <= counters[name] <= counter.largest or not whole:
             return f"its counter {name!r} is {counters[name]}"
     for name, limit in (("last_statistics", "step"), ("last_refresh", "step"), ("frozen_at", "step")):
         if counters[name] > counters[limit]:

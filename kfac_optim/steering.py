@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from .blocks import Block
+from .counters import Counter
 from .damping import Damping, OfLargest
 from .lessons import Lessons, Read
 from .opponents import Opposition
@@ -64,7 +65,7 @@ class Steering:
         opposition: Whether the network trains against another one; then steps are not stretched.
     """
 
-    LARGEST: ClassVar[Mapping[str, float]] = {**Trust.LARGEST, **Rates.LARGEST, **Opposition.LARGEST}  # of the counters
+    COUNTERS: ClassVar[Mapping[str, Counter]] = {**Trust.COUNTERS, **Rates.COUNTERS, **Opposition.COUNTERS}
 
     def __init__(self) -> None:
         self.trust, self.rates, self.opposition = Trust(), Rates(), Opposition()

@@ -48,10 +48,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
+from .counters import Counted, Counter
 from .flat_storage import each, times
 from .scaling import Direction, norms, ratios, update_norms
 
@@ -69,7 +70,7 @@ _YOUNG = 20  # steps until k is repeated once, and so many more until it is repe
 _PATIENCE = 4  # while steps do not turn, k is computed in one of so many or more
 
 
-class Trust:
+class Trust(Counted):
     """The trust in K-FAC's directions, from 0 (the base optimizer's updates) to 1.
 
     Attributes:
@@ -82,18 +83,20 @@ class Trust:
         brake: The brake of the last step in which k was computed, in (0, 1]; 1: none.
     """
 
-    LARGEST: ClassVar[Mapping[str, float]] = {  # of the counters
-        "trust": _NOTCHES,
-        "memory": _LONGEST,
-        "graft": _NOTCHES,
-        "lengths": _REMEMBERED,
-        "brake": 1,
+    COUNTERS: ClassVar[Mapping[str, Counter]] = {
+        "trust": Counter("notches", 0, _NOTCHES),
+        "memory": Counter("memory", 0, _LONGEST),
+        "graft": Counter("tenths", _NOTCHES, _NOTCHES),
+        "usual_length": Counter("usual", 0.0),
+        "lengths": Counter("seen", 0, _REMEMBERED),
+        "brake": Counter("brake", 1.0, 1),
     }
-
-    def __init__(self) -> None:
-        self.notches = self.memory = self.seen = 0
-        self.tenths = _NOTCHES
-        self.usual, self.brake = 0.0, 1.0
+    notches: int
+    memory: int
+    tenths: int
+    usual: float
+    seen: int
+    brake: float
 
     @property
     def value(self) -> float:
@@ -149,17 +152,6 @@ class Trust:
             self.brake = min(1.0, _SLACK * self.usual / length) ** _POWER if self.usual else 1.0
             self.seen = min(_REMEMBERED, self.seen + 1)
             self.usual += (length - self.usual) / self.seen
-
-    def counters(self) -> dict[str, float]:
-        """Its part of the saved counters."""
-        known = {"trust": self.notches, "memory": self.memory, "usual_length": self.usual, "lengths": self.seen}
-        return {**known, "graft": self.tenths, "brake": self.brake}
-
-    def load(self, counters: Mapping[str, Any]) -> None:
-        """Restores saved counters."""
-        self.notches, self.memory, self.seen = (int(counters.get(name, 0)) for name in ("trust", "memory", "lengths"))
-        self.tenths = int(counters.get("graft", _NOTCHES))
-        self.usual, self.brake = float(counters.get("usual_length", 0.0)), float(counters.get("brake", 1.0))
 
 
 def _moved(notches: int, alignment: float, most: int, fall: int = 1) -> int:

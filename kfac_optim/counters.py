@@ -1,0 +1,46 @@
+"""Numbers that are learned and saved with the state: each named, with where it starts and how large it may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+__all__ = ["Counted", "Counter"]
+
+
+class Counter(NamedTuple):
+    """A number of some object.
+
+    Attributes:
+        attribute: Its name there.
+        start: What it is before anything is learned; all its values are of that type.
+        largest: What it is at most.
+    """
+
+    attribute: str
+    start: float
+    largest: float = math.inf
+
+
+class Counted:
+    """An object that is known by its counters.
+
+    Attributes:
+        COUNTERS: Its counters, by the names under which they are saved.
+    """
+
+    COUNTERS: ClassVar[Mapping[str, Counter]]
+
+    def __init__(self) -> None:
+        self.load({})
+
+    def counters(self) -> dict[str, float]:
+        """Its part of the saved counters."""
+        found = {name: getattr(self, each.attribute) for name, each in self.COUNTERS.items()}
+        return {name: int(value) if isinstance(value, bool) else value for name, value in found.items()}
+
+    def load(self, counters: Mapping[str, Any]) -> None:
+        """Restores saved counters; those that are missing start anew."""
+        for name, each in self.COUNTERS.items():
+            setattr(self, each.attribute, type(each.start)(counters.get(name, each.start)))
