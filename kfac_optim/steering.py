@@ -85,7 +85,8 @@ class Steering:
         """
         numbers, slopes = lessons.read(read.lessons)
         self.opposition.learn(captured_lost, alone=alone)
-        self.trust.learn(**numbers, flat=sum(after for after, _ in slopes.values()))
+        flat = sum(after for after, _ in slopes.values()) if lessons.average is None else 0.0
+        self.trust.learn(**numbers, flat=flat)
         self._too_long = learn_reaches(blocks, slopes)
         lower_reaches(blocks, self.rates.rise(read.rate))
 

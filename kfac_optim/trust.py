@@ -34,14 +34,15 @@ remains: trust goes up to 0.6.
 
 Graft. Of the base's length, k has less along steep components, and so more along flat ones. Once only noise is left
 there, that does harm, and trust does not fall: taking less of what is steep still agrees with the next gradient. So it
-is learned, too, with these base classes, how much of that length is good. Without any, k is the base's step with steep
-components shortened by the damping, the flattest left as they are::
+is learned, too, how much of that length is good, with base classes that keep a momentum and no ``exp_avg``. Without
+any, k is the base's step with steep components shortened by the damping, the flattest left as they are::
 
     k = (|u| / |P m|)^graft (c gamma)^(1 - graft) P m,    c: the rate at which u follows m
     the step is brought back to the length of u by that share alone, (|u| / |mixture|)^graft
 
 graft starts at 1 and moves by the sign of ``<g', stretch>`` over all layers (:mod:`~kfac_optim.reach`): whether the
-loss falls along what is flat.
+loss falls along what is flat. It rises by three hundredths and falls by two, so that it falls where the loss rises
+in more than three steps of five.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Trust(Counted):
     Attributes:
         notches: Trust in tenths.
         memory: The decay of averaged gradients in tenths, where the base optimizer keeps no first moment.
-        tenths: The graft in tenths.
+        hundredths: The graft in hundredths.
         usual: The usual length of the base optimizer's update, per unit of the learning rate and of the gradients in
             its momentum; 0 before the first.
         seen: The number of updates that this is an average of, at most 10.
@@ -86,14 +87,14 @@ class Trust(Counted):
     COUNTERS: ClassVar[Mapping[str, Counter]] = {
         "trust": Counter("notches", 0, _NOTCHES),
         "memory": Counter("memory", 0, _LONGEST),
-        "graft": Counter("tenths", _NOTCHES, _NOTCHES),
+        "graft": Counter("hundredths", 100, 100),
         "usual_length": Counter("usual", 0.0),
         "lengths": Counter("seen", 0, _REMEMBERED),
         "brake": Counter("brake", 1.0, 1),
     }
     notches: int
     memory: int
-    tenths: int
+    hundredths: int
     usual: float
     seen: int
     brake: float
@@ -111,7 +112,7 @@ class Trust(Counted):
     @property
     def graft(self) -> float:
         """How much of the base optimizer's length directions have, in [0, 1]."""
-        return self.tenths / _NOTCHES
+        return self.hundredths / 100
 
     def is_measured(self, step: int, *, stretches: bool) -> bool:
         """Whether k is computed at this step.
@@ -141,11 +142,11 @@ class Trust(Counted):
             turn: The alignment of the gradients with the last k - u. 0 (the rate was 0, say) tells nothing.
             average: ``<g', m>``, m the average of the gradients before, whose sign moves the decay by a tenth.
             length: The length of the base's update in the step before, if it was turned.
-            flat: The alignment of the gradients with the last stretches, whose sign moves the graft by a tenth.
+            flat: The alignment of the gradients with the last stretches, whose sign moves the graft.
         """
         grows = bool(self.usual or length)
         most, fall = (_MOST_WHERE_UPDATES_GROW, 1) if grows else (_NOTCHES, _FALL)
-        self.tenths = _moved(self.tenths, flat, _NOTCHES) if grows else self.tenths
+        self.hundredths = _moved(self.hundredths, flat if grows else 0, 100, fall=2, rise=3)
         self.notches = _moved(self.notches, turn, most, fall)
         self.memory = _moved(self.memory, average, _LONGEST)
         if 0 < length < math.inf:
@@ -154,11 +155,11 @@ class Trust(Counted):
             self.usual += (length - self.usual) / self.seen
 
 
-def _moved(notches: int, alignment: float, most: int, fall: int = 1) -> int:
-    """A notch up, or ``fall`` down, between 0 and ``most``."""
+def _moved(notches: int, alignment: float, most: int, fall: int = 1, rise: int = 1) -> int:
+    """So many notches up or down, by the sign of an alignment, between 0 and ``most``."""
     if alignment == 0:
         return notches
-    return min(most, notches + 1) if alignment > 0 else max(0, notches - fall)
+    return min(most, notches + rise) if alignment > 0 else max(0, notches - fall)
 
 
 def turns(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) -> Tensors:

@@ -131,7 +131,7 @@ def options(lr: float, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def never_turned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trust, "_moved", lambda *_: 0)
+    monkeypatch.setattr(trust, "_moved", lambda *_, **__: 0)
     monkeypatch.setattr(trust, "_SLACK", math.inf)  # nor braked
 
 
@@ -163,12 +163,13 @@ def test_steps_go_further_where_it_is_flat(kfac: Any, base: Any, how: dict[str, 
 
 
 @pytest.mark.usefixtures("soon_grown")
-@pytest.mark.parametrize("kfac", [KFACSGD, KFACAdam])
-def test_the_graft_follows_the_sign_along_the_stretches(kfac: Any) -> None:
-    """Of all layers together, with bases whose updates grow with the gradient; and it is part of the state."""
+@pytest.mark.parametrize(("kfac", "momentum"), [(KFACSGD, 0.9), (KFACSGD, 0.0), (KFACAdam, None)])
+def test_the_graft_follows_the_sign_along_the_stretches(kfac: Any, momentum: float | None) -> None:
+    """Of all layers together, where the base keeps a momentum that grows with the gradient; it is part of the state."""
     model, batch = net(), data()
-    optimizer: Any = kfac(model, **options(1.0 if kfac is KFACSGD else 0.1))
-    sums, expected, seen = [], [1.0], [1.0]
+    how: dict[str, Any] = {"lr": 0.1} if momentum is None else {"lr": 1.0, "momentum": momentum}
+    optimizer: Any = kfac(model, **options(**how))
+    sums, expected, seen = [], [100], [1.0]
     for _ in range(14):
         noted = {
             p: optimizer.state[p]["kfac_stretch"] for p in model.parameters() if "kfac_stretch" in optimizer.state[p]
@@ -176,12 +177,12 @@ def test_the_graft_follows_the_sign_along_the_stretches(kfac: Any) -> None:
         backward(model, batch, loss)
         sums.append(float(sum((p.grad * noted[p]).sum() for p in noted)))
         optimizer.step()
-        told = expected[-1] + 0.1 * ((sums[-1] > 0) - (sums[-1] < 0))
-        expected.append(min(1.0, max(0.0, round(told, 9))) if kfac is KFACSGD else 1.0)
+        told = expected[-1] + (3 if sums[-1] > 0 else -2 if sums[-1] < 0 else 0)
+        expected.append(min(100, max(0, told)) if momentum else 100)
         seen.append(optimizer.curvature.report()["graft"])
-    assert seen == pytest.approx(expected)
-    assert (min(seen) < 1) == (kfac is KFACSGD) and min(sums) < 0 < max(sums)
-    other: Any = kfac(net(), **options(0.1))
+    assert seen == pytest.approx([hundredths / 100 for hundredths in expected])
+    assert (min(seen) < 1) == bool(momentum) and min(sums) < 0 < max(sums)
+    other: Any = kfac(net(), **options(**how))
     other.load_state_dict(optimizer.state_dict())
     assert other.curvature.report()["graft"] == seen[-1]
 
@@ -200,7 +201,7 @@ def test_directions_without_graft_are_the_damped_steps_of_the_base(
     oracle = Oracle(copy.deepcopy(model))
     monkeypatch.setattr(trust.Trust, "learn", lambda *_, **__: None)
     learned = optimizer.curvature._steering.trust
-    learned.notches, learned.memory, learned.tenths = 5, 5, 0
+    learned.notches, learned.memory, learned.hundredths = 5, 5, 0
     monkeypatch.setattr(trust.Trust, "repeats", lambda *_, **__: False)
     for _ in range(3):
         oracle.update(oracle.observe(batch, loss, snapshot(model)))
@@ -333,7 +334,7 @@ def test_a_resumed_run_stretches_alike(kfac: Any, base: Any, how: dict[str, Any]
 
 def test_the_stretch_is_braked_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the base's update is much longer than usual."""
-    monkeypatch.setattr(trust, "_moved", lambda *_: 0)
+    monkeypatch.setattr(trust, "_moved", lambda *_, **__: 0)
     model, batch = net(), data()
     other = copy.deepcopy(model)
     plain = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
