@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -183,14 +184,14 @@ def multiply_half_precision() -> None:
     """Rows in half precision are multiplied as they are, which gives the moments of their numbers."""
     for module, shape in ((nn.Linear(6, 5), (7, 3, 6)), (nn.Conv2d(2, 4, 3, padding=1), (3, 2, 9, 9))):
         for shifted in (False, True):
-            convolution.shift_pays = lambda *_, chosen=shifted, **__: chosen  # type: ignore[assignment]
             a = torch.randn(shape).bfloat16()
             output = module(a.float())
             g = torch.randn_like(output).bfloat16()
             found = []
             for device in ("cuda", "cpu"):
                 (layer,) = find_layers([module], LayerOptions()).layers
-                seen = layer.observe(module, a.to(device), output.to(device), torch.float32)
+                with patch.object(convolution, "shift_pays", lambda *_, chosen=shifted, **__: chosen):
+                    seen = layer.observe(module, a.to(device), output.to(device), torch.float32)
                 rows = layer.multiplicand(g.to(device), torch.float32)
                 assert rows.dtype == (torch.bfloat16 if device == "cuda" else torch.float32)
                 found.append([seen.a.cpu(), layer.output_moment(module, rows, seen).cpu()])
