@@ -304,10 +304,11 @@ def shortened(directions: Sequence[Direction], graft: float) -> Sequence[Directi
     if graft == 1 or contrast is None:
         return directions
     bare = [d.bare for d in directions if d.bare is not None]
-    rates = rates_followed(directions)
-    of_all = ratios(norms(directions, bare), update_norms(directions)) if bare else steepest_of(directions)
-    shares = (rate * of / (1 if bare else contrast) for rate, of in zip(rates, of_all, strict=True))
-    return scaled(directions, [share ** (1 - graft) for share in shares])
+    shares = ratios(norms(directions, bare), update_norms(directions)) if bare else steepest_of(directions)
+    shares = shares if bare else each("div", shares, contrast)
+    if any(d.update is not d.gradient for d in directions):  # else it follows at a rate of 1
+        shares = each("mul", shares, rates_followed(directions))
+    return scaled(directions, each("pow", shares, 1 - graft))
 
 
 def ratios(numerators: Sequence[Tensor], denominators: Sequence[Tensor]) -> list[Tensor]:
