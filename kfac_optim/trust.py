@@ -41,8 +41,7 @@ any, k is the base's step with steep components shortened by the damping, the fl
     the step is brought back to the length of u by that share alone, (|u| / |mixture|)^graft
 
 graft starts at 1 and moves by the sign of ``<g', stretch>`` over all layers (:mod:`~kfac_optim.reach`): whether the
-loss falls along what is flat. It rises by three hundredths and falls by two, so that it falls where the loss rises
-in more than three steps of five.
+loss falls along what is flat. It moves by three hundredths: slowly, because the sign is a coin's where all is well.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ class Trust(Counted):
         """
         grows = bool(self.usual or length)
         most, fall = (_MOST_WHERE_UPDATES_GROW, 1) if grows else (_NOTCHES, _FALL)
-        self.hundredths = _moved(self.hundredths, flat if grows else 0, 100, fall=2, rise=3)
+        self.hundredths = _moved(self.hundredths, flat if grows else 0, 100, fall=3, rise=3)
         self.notches = _moved(self.notches, turn, most, fall)
         self.memory = _moved(self.memory, average, _LONGEST)
         if 0 < length < math.inf:

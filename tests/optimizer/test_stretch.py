@@ -177,7 +177,7 @@ def test_the_graft_follows_the_sign_along_the_stretches(kfac: Any, momentum: flo
         backward(model, batch, loss)
         sums.append(float(sum((p.grad * noted[p]).sum() for p in noted)))
         optimizer.step()
-        told = expected[-1] + (3 if sums[-1] > 0 else -2 if sums[-1] < 0 else 0)
+        told = expected[-1] + 3 * ((sums[-1] > 0) - (sums[-1] < 0))
         expected.append(min(100, max(0, told)) if momentum else 100)
         seen.append(optimizer.curvature.report()["graft"])
     assert seen == pytest.approx([hundredths / 100 for hundredths in expected])
