@@ -85,7 +85,7 @@ class Steering:
         """
         numbers, slopes = lessons.read(read.lessons)
         self.opposition.learn(captured_lost, alone=alone)
-        flat = sum(after for after, _ in slopes.values()) if lessons.average is None else 0.0
+        flat = sum(after for after, _ in slopes.values()) if lessons.average is None else None
         self.trust.learn(**numbers, flat=flat)
         self._too_long = learn_reaches(blocks, slopes)
         lower_reaches(blocks, self.rates.rise(read.rate))
@@ -118,7 +118,7 @@ class Steering:
             too_long=self._too_long,
             moment_decay=self.trust.decay,
             usual_length=self.trust.usual,
-            graft=self.trust.graft,
+            graft=self.trust.graft if wanted else 1.0,
             last_brake=self.trust.brake,
         )
 

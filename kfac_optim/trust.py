@@ -34,14 +34,16 @@ remains: trust goes up to 0.6.
 
 Graft. Of the base's length, k has less along steep components, and so more along flat ones. Once only noise is left
 there, that does harm, and trust does not fall: taking less of what is steep still agrees with the next gradient. So it
-is learned, too, how much of that length is good, with base classes that keep a momentum and no ``exp_avg``. Without
-any, k is the base's step with steep components shortened by the damping, the flattest left as they are::
+is learned, too, how much of that length is good, where the base class keeps a first moment that grows with the
+gradient, as SGD's momentum does. Without any, k is the base's step with steep components shortened by the damping, the
+flattest left as they are::
 
     k = (|u| / |P m|)^graft (c gamma)^(1 - graft) P m,    c: the rate at which u follows m
     the step is brought back to the length of u by that share alone, (|u| / |mixture|)^graft
 
-graft starts at 1 and moves by the sign of ``<g', stretch>`` over all layers (:mod:`~kfac_optim.reach`): whether the
-loss falls along what is flat. It moves by three hundredths: slowly, because the sign is a coin's where all is well.
+graft starts at 1 and moves by the sign of ``<g', stretch>`` (:mod:`~kfac_optim.reach`), over all layers whose stretch
+has not been found too long before: whether the loss falls along what is flat. It moves by three hundredths: slowly,
+because the sign is almost a coin's where all is well.
 """
 
 from __future__ import annotations
@@ -134,18 +136,19 @@ class Trust(Counted):
         most = 4 if self.notches == _NOTCHES else 3
         return (self.notches > 0 or stretches) and step % min(most, 1 + step // _YOUNG) != 0
 
-    def learn(self, turn: float = 0.0, average: float = 0.0, length: float = 0.0, flat: float = 0.0) -> None:
+    def learn(self, turn: float = 0.0, average: float = 0.0, length: float = 0.0, flat: float | None = None) -> None:
         """Moves a tenth towards K-FAC's directions if the gradients say so, else one or two towards the base's updates.
 
         Args:
             turn: The alignment of the gradients with the last k - u. 0 (the rate was 0, say) tells nothing.
             average: ``<g', m>``, m the average of the gradients before, whose sign moves the decay by a tenth.
             length: The length of the base's update in the step before, if it was turned.
-            flat: The alignment of the gradients with the last stretches, whose sign moves the graft.
+            flat: The alignment of the gradients with the last stretches, whose sign moves the graft. None: the base
+                class keeps no first moment that is known.
         """
         grows = bool(self.usual or length)
         most, fall = (_MOST_WHERE_UPDATES_GROW, 1) if grows else (_NOTCHES, _FALL)
-        self.hundredths = _moved(self.hundredths, flat if grows else 0, 100, fall=3, rise=3)
+        self.hundredths = _moved(self.hundredths, flat, 100, 3, 3) if grows and flat is not None else 100
         self.notches = _moved(self.notches, turn, most, fall)
         self.memory = _moved(self.memory, average, _LONGEST)
         if 0 < length < math.inf:

@@ -39,12 +39,15 @@ def product(x: Tensor, y: Tensor) -> Tensor:
     """``x y`` of stacks of matrices; of half precision in float32."""
     if x.dtype not in _HALF:
         return x @ y
-    x_stack, y_stack = (matrices.reshape(-1, *matrices.shape[-2:]) for matrices in (x, y))
+    x_stack, y_stack = (of.reshape(math.prod(of.shape[:-2]), *of.shape[-2:]) for of in (x, y))
     return torch.bmm(x_stack, y_stack, out_dtype=torch.float32).view(*x.shape[:-1], y.shape[-1])
 
 
 def gram(rows: Tensor) -> Tensor:
-    """``x^T x`` of ``x [..., rows, d]``; for large d the upper triangle is computed in strips and the rest copied."""
+    """``x^T x`` of ``x [..., rows, d]``; for large d the upper triangle is computed in strips and the rest copied.
+
+    Not in half precision, where the whole product takes no longer.
+    """
     d = rows.shape[-1]
     on_cpu = machine(rows.device.type) == "cpu"
     if rows.dtype in _HALF or d < GRAM_DIM or not (on_cpu or 2 * rows.numel() * d >= _ACCELERATOR_FLOPS):

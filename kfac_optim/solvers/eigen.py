@@ -20,7 +20,7 @@ __all__ = ["EigenSolver"]
 _ORTHONORMAL = 1e-4
 # So many rows GPUs decompose in float32 by Jacobi's method. It has returned vectors that are not orthonormal, and takes
 # three times as long as another method in float64.
-_JACOBI_ROWS = range(33, 513)
+_JACOBI_ROWS = range(32, 513)
 
 
 @dataclass(frozen=True)

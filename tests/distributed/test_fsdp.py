@@ -229,7 +229,8 @@ def train_turning(rank: int, world_size: int, assignment: str) -> dict[str, tupl
             torch._foreach_lerp = without_shards(torch._foreach_lerp)
         optimizer = cls(model, **options, **OPTIONS, assignment=assignment)
         trusts = trusts_of(model, optimizer, 10, shape=SHAPE, rank=rank, world_size=world_size)
-        found[kind] = whole(model), trusts, optimizer.curvature.plan().usual_length
+        plan = optimizer.curvature.plan()
+        found[kind] = whole(model), [*trusts, plan.graft], plan.usual_length
     return found
 
 

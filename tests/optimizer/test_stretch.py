@@ -131,7 +131,7 @@ def options(lr: float, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def never_turned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trust, "_moved", lambda *_, **__: 0)
+    monkeypatch.setattr(trust, "_moved", lambda notches, *_: notches)
     monkeypatch.setattr(trust, "_SLACK", math.inf)  # nor braked
 
 
@@ -185,6 +185,14 @@ def test_the_graft_follows_the_sign_along_the_stretches(kfac: Any, momentum: flo
     other: Any = kfac(net(), **options(**how))
     other.load_state_dict(optimizer.state_dict())
     assert other.curvature.report()["graft"] == seen[-1]
+    optimizer.curvature.damping = OfMean(DAMPING)  # directions keep their length, nothing is stretched
+    assert optimizer.curvature.plan().graft == 1
+    optimizer.curvature.damping = OfLargest(DAMPING)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    for _ in range(4):
+        backward(model, batch, loss)
+        optimizer.step()
+    assert optimizer.curvature.report()["graft"] == 1
 
 
 @pytest.mark.usefixtures("soon_grown")
@@ -334,7 +342,7 @@ def test_a_resumed_run_stretches_alike(kfac: Any, base: Any, how: dict[str, Any]
 
 def test_the_stretch_is_braked_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the base's update is much longer than usual."""
-    monkeypatch.setattr(trust, "_moved", lambda *_, **__: 0)
+    monkeypatch.setattr(trust, "_moved", lambda notches, *_: notches)
     model, batch = net(), data()
     other = copy.deepcopy(model)
     plain = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
