@@ -61,6 +61,7 @@ class Direction:
             damped than the flattest. None where damping is not relative to L.
         storage: Where the matrices of all stacks lie in one storage; None: each in its own.
         update_norms: The result of :func:`update_norms`, kept for later calls in this step.
+        rates: Likewise that of ``rates_followed``.
     """
 
     direction: Tensor
@@ -74,6 +75,7 @@ class Direction:
     contrast: float | None = None
     storage: FlatStorage | None = None
     update_norms: list[Tensor] = field(default_factory=list, repr=False)
+    rates: list[Tensor] = field(default_factory=list, repr=False)
 
     def inner(self, one: Tensor, other: Tensor) -> Tensor:
         """For each pair the inner product of two matrices over all pairs scaled with it, ``[p]``."""
@@ -279,10 +281,17 @@ def update_norms(directions: Sequence[Direction]) -> list[Tensor]:
 
 
 def rates_followed(directions: Sequence[Direction]) -> list[Tensor]:
-    """The rate at which the base optimizer follows what was preconditioned, ``<u, m> / <m, m>``, or 0, ``[p]``."""
-    moments = [d.gradient for d in directions]
-    found = ratios(inners(directions, [d.update for d in directions], moments), squares(directions, moments))
-    return list(each("clamp_min", found, 0))
+    """The rate at which the base optimizer follows what was preconditioned, ``<u, m> / <m, m>``, or 0, ``[p]``.
+
+    Computed once in a step.
+    """
+    new = [d for d in directions if not d.rates]
+    if new:
+        moments = [d.gradient for d in new]
+        found = ratios(inners(new, [d.update for d in new], moments), squares(new, moments))
+        for d, rate in zip(new, each("clamp_min", found, 0), strict=True):
+            d.rates.append(rate)
+    return [d.rates[0] for d in directions]
 
 
 def steepest_of(directions: Sequence[Direction]) -> list[Tensor]:

@@ -22,6 +22,7 @@ from kfac_optim.distributed import Communicator  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
 TRANSFERS = ("_to_copy", "copy_")
+OF_HALF_PRECISION = getattr(torch.ops.aten.bmm, "dtype", None)  # products in another type, which CPUs lack
 
 
 class OnDevice(Tensor):
@@ -90,9 +91,7 @@ def computed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         on_device = isinstance(args[0], OnDevice)
     inner = {key: "cpu" if key == "device" and value is not None else value for key, value in kwargs.items()}
     plain_args, plain = tree_map(lambda x: x.held if isinstance(x, OnDevice) else x, (args, inner))
-    if func is getattr(
-        torch.ops.aten.bmm, "dtype", None
-    ):  # which CPUs lack: products of half precision in another type
+    if func is OF_HALF_PRECISION:
         result = torch.bmm(*(factor.to(plain_args[2]) for factor in plain_args[:2]))
     else:
         result = func(*plain_args, **plain)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_optim import Graft
-from kfac_optim.scaling import Direction, _few_norms, norms, scaled, shortened
+from kfac_optim import Graft, scaling
+from kfac_optim.reach import stretches
+from kfac_optim.scaling import Direction, _few_norms, inners, norms, scaled, shortened
 from kfac_optim.trust import brake, changes_at
 
 
@@ -101,3 +102,17 @@ def test_a_step_is_brought_back_to_the_length_that_directions_have() -> None:
         (change,) = changes_at([d], 0.3, graft=graft)
         longer = (d.norm(d.update) / d.norm(mixture)) ** graft
         torch.testing.assert_close(d.update + change, mixture * longer[:, None, None], rtol=1e-12, atol=1e-12)
+
+
+def test_the_rate_of_a_base_is_computed_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To shorten the direction, and not again for the stretch."""
+    taken: list[int] = []
+    monkeypatch.setattr(scaling, "inners", lambda *given: (taken.append(1), inners(*given))[1])
+    k, m, u = torch.randn(3, 6, 3, 2, dtype=torch.float64)
+    u = u + 3 * m
+    d = Direction(k, m, u, 0.1, steepest=torch.full((6,), 2.0, dtype=torch.float64), contrast=11.0)
+    (shorter,) = shortened([d], 0.5)
+    (found,) = stretches([shorter])
+    rate = (u * m).sum((1, 2)) / (m * m).sum((1, 2))
+    torch.testing.assert_close(found, rate.clamp(min=0)[:, None, None] * (2 * k - m), rtol=1e-9, atol=1e-12)
+    assert taken == [1]

@@ -27,12 +27,13 @@ from tests.helpers.settings import ALL_CLASSES, FLOAT64, PAPER
 from tests.helpers.zoo import FAMILIES, Family
 
 if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
+    reason = "needs a CUDA device; a simulated one is tested by tests/distributed/test_devices.py"
+    pytest.skip(reason, allow_module_level=True)
 
 STEPS = 12  # the first refresh is at once, the second in step 10
 # By ways in which nothing is left out, and by the defaults, where an eigenvalue at the threshold of what is negligible
 # may be on either side of it.
-EXACT, TOLERANCE = 1e-8, 1e-5
+EXACT, TOLERANCE = 1e-8, 1e-6
 ROUGH = {"MobileNet": 1e-6}  # CUDA's hardswish multiplies by a sixth in float32, whatever its input's type
 DEFAULTS: dict[str, Any] = {**FLOAT64, "inv_update_steps": growing(0.5, 10)}  # that never wait
 EXACTLY: dict[str, Any] = {**FLOAT64, **PAPER, "solver": EigenSolver(negligible=0.0)}
@@ -224,12 +225,14 @@ def test_an_ordinary_step_waits_once(cls: type[KFACMixin]) -> None:
     optimizer.curvature.factor_update_steps = optimizer.curvature.inv_update_steps = 10**6
     optimizer.curvature.damping = OfLargest(0.01)
     batch = tree_map(lambda x: x.cuda(), family.batch(torch.Generator().manual_seed(0)))
+    read = torch.ones(3, device="cuda").tolist
+    assert waits_of(read, read) == [1, 1], "each wait is seen"
     waits = []
     for _ in range(10):
         optimizer.zero_grad()
         family.loss(model, batch).backward()
         waits += waits_of(optimizer.step)
-    assert max(waits[2:]) <= 1, waits
+    assert max(waits[2:]) == 1, waits
 
 
 def test_nccl() -> None:
