@@ -191,7 +191,7 @@ def _equal(
                     found = _outcome(
                         functools.partial(type(module).forward, own), x, [own._parameters.get(name) for name in names]
                     )
-                except Exception:
+                except Exception:  # of the user's forward, whatever it is: it does not compute what the reference does
                     if dtype == torch.float64:
                         return True  # casts to float32 inside, to which a weight in float64 does not fit
                     return False
