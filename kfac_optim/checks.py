@@ -84,16 +84,19 @@ def count(
     return check
 
 
-def instance(name: str, names: Mapping[Any, Any], method: str) -> Check:
-    """A check for a short name of an instance, or an object that has the protocol's method."""
-    allowed = f"one of {', '.join(map(repr, names))}, or an object that has the method {method}()"
+def instance(name: str, names: Mapping[Any, Any], *methods: str, kind: type = object) -> Check:
+    """A check for a short name of an instance, or an object of a class, or with the methods of a protocol."""
+    listed = " and ".join(f"{method}()" for method in methods)
+    other = f"an object that has {listed}" if methods else f"an instance of kfac_optim.{kind.__name__}"
+    allowed = f"one of {', '.join(map(repr, names))}, or {other}"
 
     def check(value: Any) -> Any:
         if value is None or isinstance(value, str):
             if value in names:
                 return names[value]
             raise ValueError(f"{name}={value!r}: must be {allowed}")
-        if isinstance(value, type) or not hasattr(value, method):
+        has_all = all(callable(getattr(value, method, None)) for method in methods)
+        if isinstance(value, type) or not (isinstance(value, kind) and has_all):
             raise TypeError(f"{name}={value!r}: must be {allowed}")
         return value
 

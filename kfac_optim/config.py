@@ -25,7 +25,7 @@ from .damping import Damping, OfLargest, OfMean, as_damping, check_damping
 from .distributed import KAISA, AssignmentStrategy, Communicator, FactorWise, LayerWise
 from .layers import Sharing
 from .scaling import Graft, KLClip, Scaling, Unit, traits_of
-from .schedules import Schedule, forgetting, growing
+from .schedules import OWN_SCHEDULES, Schedule, forgetting, growing
 from .solvers import EigenSolver, InverseSolver, Solver
 
 __all__ = [
@@ -119,7 +119,7 @@ class Config:
     )
     solver: Solver = _option(
         "eigen",
-        checks.instance("solver", _SOLVERS, "precondition"),
+        checks.instance("solver", _SOLVERS, "shifts", "shapes", "decompose", "precondition"),
         """"eigen" (eqs. 11-13), "inverse" (eqs. 8-10), or an object with the methods of
         :class:`~kfac_optim.Solver`.""",
         fixed=True,
@@ -127,7 +127,7 @@ class Config:
     )
     fisher: Fisher | str = _option(
         "empirical",
-        checks.instance("fisher", _FISHERS, "sample_gradient"),
+        checks.instance("fisher", _FISHERS, kind=Fisher),
         """"empirical" (the gradients of the training loss itself), or, with targets sampled from the model's own output
         distribution at the price of one more backward pass on statistics steps, "categorical", "bernoulli", "gaussian"
         or a :class:`~kfac_optim.Fisher`.""",
@@ -345,10 +345,12 @@ def compared_options(config: Config, step: int) -> dict[str, Any]:
 
 def compared(value: Any, step: int) -> Any:
     """A value of an option, of which the ``repr`` is the same in every process: no addresses, no functions."""
-    if callable(value) and not isinstance(value, forgetting):
+    if callable(value) and not isinstance(value, OWN_SCHEDULES):
         value = value(step)
     if value is None or isinstance(value, int | float):
         return value
+    if isinstance(value, tuple | list):
+        return [compared(each, step) for each in value]
     parts = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
     return (type(value).__qualname__, *(compared(getattr(value, part.name), step) for part in parts))
 

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar, Union
 
-from .checks import require_number
+from .checks import is_int, require_number
 
 __all__ = [
+    "OWN_SCHEDULES",
     "Schedule",
     "constant_then_scaled",
     "due",
@@ -66,10 +67,10 @@ class growing:
 
     def __post_init__(self) -> None:
         require_number("fraction", self.fraction, ">= 0", lambda x: x >= 0, owner="growing")
-        require_number("minimum", self.minimum, ">= 1", lambda x: x >= 1, owner="growing")
+        require_number("minimum", self.minimum, "an int >= 1", lambda x: is_int(x) and x >= 1, owner="growing")
         if self.maximum is not None:
-            allowed = f">= minimum={self.minimum!r}, or None"
-            require_number("maximum", self.maximum, allowed, lambda x: x >= self.minimum, owner="growing")
+            allowed = f"an int >= minimum={self.minimum!r}, or None"
+            require_number("maximum", self.maximum, allowed, lambda x: is_int(x) and x >= self.minimum, owner="growing")
         if self.most_work is not None:
             require_number("most_work", self.most_work, "> 0, or None", lambda x: x > 0, owner="growing")
 
@@ -194,3 +195,7 @@ class constant_then_scaled:
     def __call__(self, step: int) -> float:
         value = self.initial * self.factor ** sum(step >= milestone for milestone in self.milestones)
         return max(1, round(value)) if isinstance(self.initial, int) else value
+
+
+# What these will return in later steps is known from their fields.
+OWN_SCHEDULES = (growing, exponential_decay, inverse_time_decay, forgetting, constant_then_scaled)

@@ -66,7 +66,7 @@ class LossTerms:
         """What a callable has returned, if it is a number of terms; 0 where a batch has none."""
         try:
             number = int(terms)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):  # of nan and inf
             number = -1
         if number < 0:
             raise ValueError(f"loss_average: the callable has returned {terms!r}; must be the number of loss terms")

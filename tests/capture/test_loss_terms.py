@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -421,7 +422,7 @@ def test_examples_of_an_output_without_positions_come_first(tokens: bool) -> Non
             torch.testing.assert_close(other, one)
 
 
-@pytest.mark.parametrize("terms", [None, -3, "many"])
+@pytest.mark.parametrize("terms", [None, -3, "many", math.inf, math.nan])
 def test_a_callable_that_returns_no_number_of_terms_is_told_so(terms: Any) -> None:
     model = nn.Linear(3, 2)
     optimizer = KFACSGD(model, lr=0.1, loss_average=lambda inputs, output: terms)

@@ -30,6 +30,9 @@ from kfac_optim import (
     KLClip,
     LayerCost,
     LayerWise,
+    OfMean,
+    constant_then_scaled,
+    growing,
 )
 from kfac_optim.averages import LocalSums, fold_
 from kfac_optim.distributed import Broadcast, Communicator, LayerAssignment, LocalCommunicator, TorchCommunicator
@@ -901,6 +904,14 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "factor_dtype": ({}, {"factor_dtype": torch.float64}),
     "inv_dtype": ({}, {"inv_dtype": torch.bfloat16}),
     "comm_dtype": ({}, {"comm_dtype": torch.bfloat16}),
+    "inv_update_steps": (  # which are the same in the first steps
+        {"inv_update_steps": growing(0.1, minimum=5, most_work=1.0)},
+        {"inv_update_steps": growing(0.1, minimum=5, most_work=2.0)},
+    ),
+    "damping": (
+        {"damping": OfMean(constant_then_scaled(0.3, (9,), 0.5))},
+        {"damping": OfMean(constant_then_scaled(0.3, (8,), 0.5))},
+    ),
     "assignment": ({}, {"assignment": "layer-wise"}),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,9 +77,11 @@ TABLE: list[tuple[str, Any, type[Exception], str]] = [
     ("solver", "cholesky", ValueError, "'eigen'.*'inverse'"),
     ("solver", None, ValueError, "'eigen'.*'inverse'"),
     ("solver", 3, TypeError, "precondition"),
+    ("solver", SimpleNamespace(precondition=max), TypeError, "shifts.*shapes.*decompose.*precondition"),
     ("fisher", "true", ValueError, "'empirical'.*'categorical'.*'bernoulli'.*'gaussian'"),
     ("fisher", None, ValueError, "'empirical'.*'categorical'.*'bernoulli'.*'gaussian'"),
-    ("fisher", 1, TypeError, "sample_gradient"),
+    ("fisher", 1, TypeError, "kfac_optim.Fisher"),
+    ("fisher", SimpleNamespace(sample_gradient=max), TypeError, "kfac_optim.Fisher"),
     ("loss_average", "mean", ValueError, r"'batch'.*'batch\+sequence'.*'elements'.*None"),
     ("loss_average", True, ValueError, r"'batch'.*'batch\+sequence'.*'elements'.*None"),
     ("loss_average", 0, ValueError, ">= 1"),

@@ -356,6 +356,8 @@ def test_schedules_of_the_package_can_be_pickled() -> None:
     [
         ({"fraction": -0.1}, "fraction"),
         ({"minimum": 0}, "minimum"),
+        ({"minimum": 2.5}, "minimum"),
+        ({"maximum": 7.5}, "maximum"),
         ({"maximum": 2}, "maximum"),
         ({"most_work": 0.0}, "most_work"),
     ],
