@@ -165,10 +165,10 @@ class _Update:
 
     Attributes:
         average: The running average.
-        own: This rank's part of the sum of moments; None where nobody wants it.
+        own: This rank's part of the sum of moments; None if it contributes nothing.
         increment: What all ranks have seen.
         owner: The rank that gets the sum; None: every rank.
-        place: "local": that rank's own part is all.
+        place: See :mod:`kfac_optim.distributed`. "local": nothing is sent, the owner's own part is the whole sum.
     """
 
     average: dict[str, Tensor]

@@ -33,16 +33,18 @@ import torch_optimizer
 from torch import Tensor, nn
 
 from .distributed import any_sharded, is_sharded, summed_over_shards
-from .flat_storage import is_launch_bound
+from .flat_storage import Tensors, is_launch_bound
 from .lamb import debiasing
 
 __all__ = [
     "MOMENT",
     "Bucket",
     "BaseStep",
+    "Scalar",
     "Member",
     "base_step",
     "bias_correction",
+    "common_rate",
     "gradient_weight_tracked",
     "gradients_of",
     "keep_first_moments",
@@ -59,8 +61,7 @@ _DECOUPLED = tuple(getattr(torch.optim, name) for name in ("AdamW", "Adafactor",
 
 MOMENT = "kfac_moment"  # key in the state of a parameter of the average of its gradients that is kept here
 
-Scale = float | Tensor
-Tensors = list[Tensor] | tuple[Tensor, ...]
+Scalar = float | Tensor  # 0-dim where only the device knows the number
 
 
 @dataclass(slots=True)
@@ -198,12 +199,20 @@ def _first_moments(bucket: Bucket, descent: Tensors) -> Tensors:
     return torch._foreach_add(descent, buffers, alpha=group["momentum"]) if group.get("nesterov") else buffers
 
 
-def rate_of(group: Mapping[str, Any]) -> Scale:
+def rate_of(group: Mapping[str, Any]) -> Scalar:
     """The learning rate of a group, 0-dim if it is a tensor; 1 where the class has none, or finds it itself (None)."""
-    rate: Scale | None = group.get("lr")
+    rate: Scalar | None = group.get("lr")
     if isinstance(rate, Tensor):
         return rate.view(()) if rate.dim() else rate
     return 1.0 if rate is None else rate
+
+
+def common_rate(rates: Sequence[Scalar]) -> Scalar | None:
+    """The one learning rate that all of these are; None: there are several, or only the device knows."""
+    first = rates[0]
+    known = not isinstance(first, Tensor)  # to compare a tensor would be to wait for its device
+    same = all(rate is first or known and not isinstance(rate, Tensor) and rate == first for rate in rates)
+    return first if same else None
 
 
 def keep_first_moments(members: Sequence[Bucket], decay: float) -> None:
@@ -257,7 +266,7 @@ def update_length(members: Sequence[Bucket], updates: Sequence[Tensor], together
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 
-def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[str, Any]) -> tuple[Scale, Scale]:
+def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[str, Any]) -> tuple[Scalar, Scalar]:
     """The weight decay contained in a parameter's first moment and in its update, as multiples of the weight.
 
     Of SGD the second is not needed: its update is its moment or its gradient. Bases that are not known here and do not
@@ -286,7 +295,7 @@ def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[
     return 0.0, 0.0
 
 
-def bias_correction(beta: float, steps: float | Tensor) -> Scale:
+def bias_correction(beta: float, steps: float | Tensor) -> Scalar:
     """``1 - beta^steps``, the weight of all gradients so far in a moment; computed where a tensor of steps is."""
     if not isinstance(steps, Tensor):
         return 1 - beta**steps
@@ -303,7 +312,7 @@ def weights_before(members: Sequence[Bucket]) -> list[Tensors]:
     return before
 
 
-def subtract_(params: list[Tensor], changes: list[Tensor], lr: Scale) -> None:
+def subtract_(params: list[Tensor], changes: list[Tensor], lr: Scalar) -> None:
     """Takes ``lr`` times the changes, laid out as the parameters are, off parameters of one type and device."""
     if is_sharded(params[0]):
         for p, change in zip(params, changes, strict=True):
@@ -335,7 +344,7 @@ def gradient_weight_tracked(optimizer: torch.optim.Optimizer, members: Sequence[
         optimizer.state[p]["gradient_weight"] = weight
 
 
-def multiplied(vectors: list[Tensor], factors: list[float], shared: Scale) -> list[Tensor]:
+def multiplied(vectors: list[Tensor], factors: list[float], shared: Scalar) -> list[Tensor]:
     """Vectors on one device times numbers, and all times a number or a 0-dim tensor."""
     if not vectors:
         return []
@@ -348,7 +357,7 @@ def multiplied(vectors: list[Tensor], factors: list[float], shared: Scale) -> li
     return list(found)
 
 
-def _scaled(tensors: Sequence[Tensor], scales: Sequence[Scale]) -> Tensors:
+def _scaled(tensors: Sequence[Tensor], scales: Sequence[Scalar]) -> Tensors:
     """Each tensor times its scale."""
     numbers = [scale for scale in scales if not isinstance(scale, Tensor)]
     if len(numbers) == len(scales):

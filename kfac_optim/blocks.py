@@ -13,7 +13,8 @@ from torch import Tensor
 from .damping import Damping, kind_of
 from .distributed import LayerAssignment
 from .factors import FactorSpec, copy_average_, numbers_of, read
-from .layers import KroneckerLayer, full_precision
+from .layers import KroneckerLayer
+from .precision import full_precision
 from .solvers import Decomposition, Solver
 from .spectra import eigenvalues, largest_eigenvalue
 
@@ -249,19 +250,13 @@ class Block:
 
     # Decompositions -------------------------------------------------------------------------------------------------
 
-    def install(
-        self,
-        decomposed: tuple[Decomposition, Decomposition] | None,
-        unit: tuple[Any, Tensor] | None = None,
-        extent: Extent | None = None,
-    ) -> None:
+    def install(self, decomposed: tuple[Decomposition, Decomposition] | None, extent: Extent | None = None) -> None:
         """Takes decompositions of the factors in use; None where other ranks precondition the layer.
 
-        ``unit``: what a kind of damping is a multiple of, for these factors; ``extent``: what is known of their
-        eigenvalues.
+        ``extent``: what is known of the factors' eigenvalues.
         """
         self.drop()
-        self.decomposed, self.has_direction, self._unit, self._extent = decomposed, True, unit, extent
+        self.decomposed, self.has_direction, self._extent = decomposed, True, extent
 
     def share_storage(self, decomposed: tuple[Decomposition, Decomposition]) -> None:
         """Replaces the decompositions by equal ones that are views of a larger tensor."""

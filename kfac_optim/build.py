@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .averages import Averaging
-from .capture import Capture, LossTerms
+from .capture import Capture, Fisher, LossTerms
 from .config import compared, compared_options, options, refuse_unknown
 from .coverage import TrainedModel
 from .cuda_graphs import refuse_cuda_graphs
@@ -87,12 +87,11 @@ class BuiltEngine(ViewedEngine):
     def _restore(self) -> None:
         """Builds what a copy or a pickle leaves behind, and puts the hooks on."""
         self._preconditioner = Preconditioner(self.solver, self.inv_dtype, self._stages)
-        fisher = self._sampled_fisher
         self._capture = Capture(
             self.layers,
             self.trained.roots,
-            loss_terms=LossTerms(self.loss_average, self.batch_dim, getattr(fisher, "dim", -1)),
-            fisher=fisher,
+            loss_terms=self.loss_terms,
+            fisher=self._sampled_fisher,
             specs=[block.specs for block in self.trained.blocks],
             dtype=torch.promote_types(self.factor_dtype, torch.float32),
             stage=self._stages.stage,
@@ -105,9 +104,15 @@ class BuiltEngine(ViewedEngine):
         self._plan_statistics()
 
     @property
-    def _sampled_fisher(self) -> Any:
+    def _sampled_fisher(self) -> Fisher | None:
         """The distribution that targets are sampled from; None for the empirical Fisher."""
         return None if isinstance(self.fisher, str) else self.fisher
+
+    @property
+    def loss_terms(self) -> LossTerms:
+        """What counts the terms that the loss takes its mean over."""
+        fisher = self._sampled_fisher
+        return LossTerms(self.loss_average, self.batch_dim, -1 if fisher is None else fisher.class_dim)
 
     def _join_ranks(self, comm: Communicator) -> None:
         """Goes on among other ranks than before."""

@@ -40,6 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .bases import Scalar
 from .blocks import UNSEEN_STEPS
 from .build import BuiltEngine
 from .capture import TakenStatistics
@@ -52,7 +53,6 @@ from .distributed import (
     set_full_gradient_,
 )
 from .lessons import Lessons, read_all
-from .preconditioning import Lr
 from .scaling import traits_of
 from .schedules import due
 
@@ -89,7 +89,7 @@ class CurvatureEngine(BuiltEngine):
     def update(
         self,
         gradients: Sequence[Tensor],
-        lrs: Iterable[Lr] = (1.0,),
+        lrs: Iterable[Scalar] = (1.0,),
         lessons: Lessons | None = None,
     ) -> bool:
         """The first half of a step: takes up what was captured and refreshes the decompositions if that is due.
@@ -150,7 +150,7 @@ class CurvatureEngine(BuiltEngine):
     def directions(
         self,
         vectors: Mapping[nn.Parameter, Tensor],
-        lr: Lr | Mapping[nn.Parameter, Lr],
+        lr: Scalar | Mapping[nn.Parameter, Scalar],
         updates: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> Directions:
         """The second half of a step: the preconditioned and scaled vectors.
@@ -191,7 +191,7 @@ class CurvatureEngine(BuiltEngine):
         self._plan_statistics()
 
     @torch.no_grad()
-    def precondition_(self, lr: Lr | None = None) -> bool:
+    def precondition_(self, lr: Scalar | None = None) -> bool:
         """Replaces ``.grad`` by the direction, between ``backward()`` and the ``step()`` of a foreign optimizer.
 
         Args:

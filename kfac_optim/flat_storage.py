@@ -13,7 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["FlatStorage", "apart", "as_one", "each", "is_launch_bound", "needs_own_launch", "times"]
+__all__ = ["FlatStorage", "Tensors", "apart", "as_one", "each", "is_launch_bound", "needs_own_launch", "times"]
+
+Tensors = list[Tensor] | tuple[Tensor, ...]  # what multi-tensor operations take
 
 _CHEAP_LAUNCHES = {"cpu"}  # types of devices on which launches cost little
 _FEW_PAIRS = 64  # stacks of more pairs, as norm layers have them, get their factors by a kernel of their own
@@ -59,7 +61,7 @@ class FlatStorage:
         return self.several(1, dtype)[0]
 
     def several(self, n: int, dtype: torch.dtype) -> list[list[Tensor]]:
-        """Several times matrices without values, all in one storage."""
+        """``n`` uninitialised sets of matrices, all in one storage."""
         whole = torch.empty((n, sum(map(math.prod, self.shapes))), dtype=dtype, device=self.device)
         return [like(part, self._templates) for part in whole]
 

@@ -29,7 +29,6 @@ class RefreshInProgress:
         source: Which factors are decomposed: "current" at once, "pending" when spread, "in_use" when the decompositions
             in use are only made again.
         gammas: The damping of each block's pairs, ``[p]``; that in its snapshot, or none, for the others.
-        units: What a damping is a multiple of, and the kind of that damping, by block, where they are known.
         extents: What is known of the eigenvalues of factors of which other ranks keep some, by block.
     """
 
@@ -39,11 +38,10 @@ class RefreshInProgress:
         spread: int,
         source: Source,
         gammas: Mapping[Block, Tensor] | None = None,
-        units: Mapping[Block, tuple[Any, Tensor]] | None = None,
         extents: Mapping[Block, Extent] | None = None,
     ) -> None:
         self.start, self.spread, self.source, self.gammas = start, spread, source, dict(gammas or {})
-        self.units, self.extents = dict(units or {}), dict(extents or {})
+        self.extents = dict(extents or {})
         self.blocks: list[Block] = []
         self.steps: dict[FactorJob, int] = {}  # this rank's jobs: how many steps after the start each is due
         self.background: list[FactorJob] = []  # those of them that run in the background

@@ -25,7 +25,9 @@ _THROWS = 2**16 - 1  # bits: so many steps are remembered
 
 
 class Leftover:
-    """What becomes of a gradient that a step has left in ``.grad``, as long as this object is held.
+    """Watches whether a later backward pass adds to a gradient that ``step()`` has left in ``.grad``.
+
+    It watches for as long as it is held.
 
     Args:
         parameter: The parameter; it gets a hook.

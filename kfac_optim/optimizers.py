@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from .base_state import AVERAGES, PREFIX, saved_parts, with_checksums
-from .bases import Bucket, gradients_of, members_of, rate_of
+from .bases import Bucket, Scalar, common_rate, gradients_of, members_of, rate_of
 from .config import options as engine_options
 from .config import refuse_unknown, signature
 from .damping import OfLargest
@@ -25,7 +25,6 @@ from .directions import by_parameter
 from .distributed import join_hook, notify_join_context, register_joinable, share_gradients
 from .engine import CurvatureEngine
 from .lamb import MultiTensorLamb
-from .preconditioning import Lr, common_rate
 from .schedules import forgetting, growing, inverse_time_decay
 from .solvers import EigenSolver
 from .turning import forget, lessons_of, take_turned_step
@@ -197,7 +196,7 @@ class KFACMixin(_Optimizer):
             for parameter in directions:
                 parameter.grad = gradients[parameter]
 
-    def _rates(self) -> Lr | dict[nn.Parameter, Lr]:
+    def _rates(self) -> Scalar | dict[nn.Parameter, Scalar]:
         """The learning rate, by parameter if the groups differ in it."""
         common = common_rate([rate_of(group) for group in self.param_groups])
         if common is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .bases import Scalar, common_rate
 from .blocks import Block
 from .damping import Damping, OfLargest, value_of
 from .diagnostics import StageTimes, communicating, cosines
@@ -28,9 +29,7 @@ from .solvers import Decomposition, Joint, Solver, Spectral
 from .stacks import Stack, layer_of_pair, stack_key, stacks_of, with_vectors
 from .tiles import Tile, precondition
 
-__all__ = ["Lr", "Preconditioner", "common_rate"]
-
-Lr = float | Tensor
+__all__ = ["Preconditioner"]
 
 _MOST_NUMEL = 2**30  # numbers that are put side by side; some operations take no more than 2^31
 
@@ -56,7 +55,7 @@ class Preconditioner:
         self,
         blocks: Sequence[Block],
         vectors: Mapping[nn.Parameter, Tensor],
-        lr: Lr | Mapping[nn.Parameter, Lr],
+        lr: Scalar | Mapping[nn.Parameter, Scalar],
         updates: Mapping[nn.Parameter, Tensor],
         comm: Communicator,
         *,
@@ -238,7 +237,9 @@ class Preconditioner:
             return direction, gradient, gradient
         return direction, gradient, stack.layout.fill(updates, self.dtype)
 
-    def _rate(self, stack: Stack, lr: Lr | Mapping[nn.Parameter, Lr], vectors: Mapping[nn.Parameter, Tensor]) -> Lr:
+    def _rate(
+        self, stack: Stack, lr: Scalar | Mapping[nn.Parameter, Scalar], vectors: Mapping[nn.Parameter, Tensor]
+    ) -> Scalar:
         """The learning rate of a stack; where weights and biases have different ones a tensor of the stack's shape."""
         if not isinstance(lr, Mapping):
             return lr
@@ -297,11 +298,3 @@ def _note_cosines(stack: Stack, d: Direction) -> None:
     found = cosines(d.gradient, d.direction, layer_of_pair(stack.blocks), len(stack.blocks))
     for block, value in zip(stack.blocks, found.unbind(), strict=True):
         block.note_cosine(value)
-
-
-def common_rate(rates: Sequence[Lr]) -> Lr | None:
-    """The one learning rate that all of these are; None: there are several, or only the device knows."""
-    first = rates[0]
-    known = not isinstance(first, Tensor)  # to compare a tensor would be to wait for its device
-    same = all(rate is first or known and not isinstance(rate, Tensor) and rate == first for rate in rates)
-    return first if same else None

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from .blocks import Block, part_dtype
-from .damping import Damping, kind_of, value_of
+from .damping import Damping, value_of
 from .diagnostics import StageTimes, communicating
 from .distributed import Broadcast, Communicator
 from .jobs import FactorJob, RefreshInProgress, batch_of, together
-from .layers import full_precision
 from .pacing import Pace
+from .precision import full_precision
 from .schedules import Schedule
 from .sharing import extents, extents_found
 from .solvers import Batch, Decomposition, MaybeDecomposition, Solver, Spectral, Worker, decompose_all
@@ -87,12 +87,11 @@ class Refresher:
         """
         damped = [] if isinstance(self.solver, Spectral) else blocks
         known = extents(damped, "current", comm)
-        units = {b: (kind_of(damping), damping.unit(b.factors("current", known.get(b)))) for b in damped}
         value = value_of(damping, step)
-        gammas = {block: value * unit for block, (_, unit) in units.items()}
+        gammas = {block: value * damping.unit(block.factors("current", known.get(block))) for block in damped}
         self.refreshes += 1
         if self.last_refresh is None or not spread:
-            refresh = RefreshInProgress(step, 0, "current", gammas, units, known)
+            refresh = RefreshInProgress(step, 0, "current", gammas, known)
             refresh.plan(blocks, comm.rank)
             self._work_off(refresh, step, comm)
             self.last_refresh = step  # not before: an interrupted one is due again
@@ -100,7 +99,7 @@ class Refresher:
         self.last_refresh = step
         for block in blocks:
             block.factors("pending").freeze(block.factors("current"), gammas.get(block))
-        self.in_progress = RefreshInProgress(step, spread, "pending", units=units, extents=known)
+        self.in_progress = RefreshInProgress(step, spread, "pending", extents=known)
         self.in_progress.plan(blocks, comm.rank)
 
     def work_off(self, step: int, comm: Communicator) -> None:
@@ -184,7 +183,7 @@ class Refresher:
         for block, own in found:
             if refresh.source != "in_use":
                 block.factors("in_use").freeze(block.factors(refresh.source), refresh.gamma(block))
-            block.install(own, refresh.units.get(block), known.get(block))
+            block.install(own, known.get(block))
         for block in failed:
             self._keep_last(block, refresh)
 

@@ -53,9 +53,9 @@ class Direction:
             pair belongs to, ``[p]``. None where every pair is scaled on its own.
         pairs_per_layer: Likewise how many pairs each layer has, one after the other; empty where every pair is scaled
             on its own.
-        steepest: What eqs. 11-13 divide a component of the steepest curvature by, the largest eigenvalue of ``A (x) G``
-            plus gamma, ``[p]``, divided by what the direction was multiplied by since. None where damping is not
-            relative to that eigenvalue.
+        steepest: ``(L + gamma) / s``, ``[p]``, with the largest eigenvalue L of ``A (x) G`` and s, what the direction
+            has been multiplied by since eqs. 11-13; the direction times it is ``(L + gamma) P m``. None where damping
+            is not relative to L.
         bare: ``gamma P m``, the direction before it was multiplied by anything. None where ``steepest`` tells.
         contrast: ``(L + gamma) / gamma``, with the largest eigenvalue L: how much more the steepest components are
             damped than the flattest. None where damping is not relative to L.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .bases import Bucket, gradients_of
-from .capture import Fisher, LossTerms, RandomState, Replay, frozen
+from .capture import Fisher, RandomState, Replay, frozen
 from .capture.fisher import FisherProducts, TargetCheck
 from .checks import require_number
 from .config import options as engine_options
@@ -114,9 +114,8 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
     def _watch_calls(self) -> None:
         """Builds what copies and pickles leave behind."""
         engine, fisher = self.curvature, self._fisher
-        terms = LossTerms(engine.loss_average, engine.batch_dim, getattr(fisher, "dim", -1))
         self._secant = SecantCheck()
-        self._replay = Replay(cast(nn.Module, engine.trained.model), fisher, terms, lambda: engine.layers)
+        self._replay = Replay(cast(nn.Module, engine.trained.model), fisher, engine.loss_terms, lambda: engine.layers)
 
     @property
     def _fisher(self) -> Fisher:

@@ -55,12 +55,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from .counters import Counted, Counter
-from .flat_storage import each, times
+from .flat_storage import Tensors, each, times
 from .scaling import Direction, norms, ratios, update_norms
 
 __all__ = ["Trust", "brake", "changes_at", "turns"]
-
-Tensors = list[Tensor] | tuple[Tensor, ...]
 
 _NOTCHES = 10  # trust moves by a tenth per step, which averages over the noise of about ten batches
 _MOST_WHERE_UPDATES_GROW = 6  # tenths, where the base's update grows with the gradient

@@ -20,6 +20,7 @@ from .bases import (
     MOMENT,
     BaseStep,
     Bucket,
+    Scalar,
     base_step,
     gradient_weight_tracked,
     keep_first_moments,
@@ -33,7 +34,6 @@ from .directions import Directions, Maker
 from .engine import CurvatureEngine
 from .flat_storage import as_one
 from .lessons import Compared, Copies, Lessons, alignment, alignments
-from .preconditioning import Lr
 from .reach import stretches
 from .scaling import shortened
 from .steering import Plan
@@ -58,7 +58,7 @@ def take_turned_step(
     engine: CurvatureEngine,
     members: Sequence[Bucket],
     take_base_step: Callable[[], None],
-    lr: Lr | Mapping[nn.Parameter, Lr],
+    lr: Scalar | Mapping[nn.Parameter, Scalar],
 ) -> None:
     """The base class's step, and what changes it (a collective).
 

@@ -26,7 +26,7 @@ Record = Callable[[int, int, nn.Module, tuple[Tensor], dict[str, Any], Tensor, t
 
 
 class ProjectionTap(TorchFunctionMode):
-    """Reports the projections of one call of a module, from ``with`` on or from ``start`` to :func:`remove_taps`.
+    """Reports the projections of one call of a module, from ``with`` on until it ends, or until :func:`remove_taps`.
 
     The *part* of a report is the number of examples in the call; for packed q, k, v projections also the first pair
     that was applied, the one after the last, and the number of query rows.

@@ -42,6 +42,11 @@ class Fisher(ABC):
         if not is_int(self.seed):
             raise TypeError(f"seed={self.seed!r}: must be an int")
 
+    @property
+    def class_dim(self) -> int:
+        """The dimension of a model's output along which one prediction lies; all others count predictions."""
+        return -1
+
     def parameters_of(self, output: Any) -> Any:
         """The distribution's parameters in a model's output; no tensor where the output has none."""
         return main_tensor(output) if self.output_fn is None else self.output_fn(output)
@@ -116,6 +121,11 @@ class Categorical(Fisher):
     """
 
     dim: int = -1
+
+    @property
+    def class_dim(self) -> int:
+        """See :class:`Fisher`."""
+        return self.dim
 
     def can_sample(self, output: Tensor) -> Tensor:
         """Classes may be masked by logits of minus infinity, but not all of them."""

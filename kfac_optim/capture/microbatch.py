@@ -28,7 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from ..factors import FactorSpec
-from ..layers import KroneckerLayer, Observation, full_precision
+from ..layers import KroneckerLayer, Observation
+from ..precision import full_precision
 from .calls import CONCURRENT, ModelCall, in_backward
 from .gradients import GradientWatch, destination
 from .statistics import MicroBatch, StepStatistics, TakenStatistics

@@ -44,7 +44,7 @@ __all__ = [
 def report_of(block: Block, gamma: Tensor, *, full: bool) -> dict[str, Any]:
     """A layer's part of the engine's ``report()``.
 
-    What another rank keeps the factor of is None.
+    Entries of a factor that another rank keeps are None.
 
     Args:
         block: A block that has decompositions.

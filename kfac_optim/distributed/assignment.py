@@ -39,7 +39,7 @@ class LayerAssignment:
     Attributes:
         inverse_workers: The rank that decomposes A, and the rank that decomposes G.
         gradient_workers: The ranks that precondition its gradient, at least one.
-        factors: "replicated" (default), "sharded" or "local"; see the top of this module.
+        factors: "replicated" (default), "sharded" or "local"; see :mod:`kfac_optim.distributed`.
     """
 
     inverse_workers: tuple[int, int]

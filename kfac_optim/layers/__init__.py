@@ -35,61 +35,36 @@ Where to look::
     ownership.py     from parameters to the user's modules
 """
 
-from ..precision import full_precision
+from . import attention, convolution, linear, lookalikes, norm  # noqa: F401  (each registers its layers)
 from .attention import AttentionInputLayer, AttentionLayer
-from .base import Declined, KroneckerLayer, LayerOptions, Observation, RowsLayer, Sharing, own_parameter
-from .convolution import ConvLayer, ConvTransposeLayer
-from .linear import EmbeddingLayer, LinearLayer, TransposedLinearLayer
-from .lookalikes import Reference, lookalike
+from .base import Declined, KroneckerLayer, LayerOptions, Observation, RowsLayer, Sharing
+from .linear import LinearLayer, TransposedLinearLayer
 from .moments import gram, second_moment, spread_examples
-from .norm import (
-    BatchNormLayer,
-    ChannelsFirstLayerNormLayer,
-    GroupNormLayer,
-    LayerNormLayer,
-    RMSNormLayer,
-    SyncBatchNormLayer,
-)
+from .norm import RMSNormLayer
 from .ownership import owners_of, unwrap
-from .registry import Coverage, LayerFactory, find_layers, register_layer
-from .shifts import shift_pays, shifted_moment
-from .windows import Windows, unfolded_moment
+from .registry import find_layers, register_layer
+from .shifts import shift_pays
+from .windows import Windows
 
 __all__ = [
     "AttentionInputLayer",
     "AttentionLayer",
-    "BatchNormLayer",
-    "ChannelsFirstLayerNormLayer",
-    "ConvLayer",
-    "ConvTransposeLayer",
-    "Coverage",
     "Declined",
-    "EmbeddingLayer",
-    "GroupNormLayer",
     "KroneckerLayer",
-    "LayerFactory",
-    "LayerNormLayer",
     "LayerOptions",
     "LinearLayer",
     "Observation",
     "RMSNormLayer",
-    "Reference",
     "RowsLayer",
     "Sharing",
-    "SyncBatchNormLayer",
     "TransposedLinearLayer",
     "Windows",
     "find_layers",
-    "full_precision",
     "gram",
-    "lookalike",
-    "own_parameter",
     "owners_of",
     "register_layer",
     "second_moment",
     "shift_pays",
-    "shifted_moment",
     "spread_examples",
-    "unfolded_moment",
     "unwrap",
 ]

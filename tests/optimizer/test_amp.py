@@ -354,7 +354,7 @@ def test_tf32_is_off_for_factors_and_back_afterwards(how: str) -> None:
     choose, read = TF32[how]
     script = f"""
         import contextlib, torch
-        from kfac_optim.layers import full_precision
+        from kfac_optim.precision import full_precision
         matmul, mkldnn = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
         {choose}
         print({read})
@@ -379,7 +379,7 @@ def test_tf32_of_overlapping_threads(how: str) -> None:
     choose, read = TF32[how]
     script = f"""
         import threading, torch
-        from kfac_optim.layers import full_precision
+        from kfac_optim.precision import full_precision
         matmul = torch.backends.cuda.matmul
         {choose}
         inside, left = threading.Event(), threading.Event()
