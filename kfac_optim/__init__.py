@@ -32,12 +32,13 @@ from .distributed import (
 from .engine import CurvatureEngine, memory_estimate
 from .layers import Declined, KroneckerLayer, LayerOptions, register_layer
 from .optimizers import KFACLAMB, KFACSGD, KFACAdam, KFACAdamW, KFACMixin
-from .scaling import Direction, Graft, KLClip, Scaling, Unit
+from .scaling import Graft, KLClip, Scaling, Unit
 from .schedules import constant_then_scaled, exponential_decay, forgetting, growing, inverse_time_decay
 from .selftuning import KFAC
 from .solvers import EigenSolver, InverseSolver, Solver
 
 __version__ = "0.1.0"
+from .stack_algebra import Direction
 
 __all__ = [
     # optimizers

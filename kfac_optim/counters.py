@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
-__all__ = ["Counted", "Counter"]
+__all__ = ["Counted", "Counter", "moved"]
 
 
 class Counter(NamedTuple):
@@ -44,3 +44,10 @@ class Counted:
         """Restores saved counters; those that are missing start anew."""
         for name, each in self.COUNTERS.items():
             setattr(self, each.attribute, type(each.start)(counters.get(name, each.start)))
+
+
+def moved(notches: int, alignment: float, most: int, *, fall: int = 1, rise: int = 1) -> int:
+    """So many notches up or down, by the sign of an alignment, between 0 and ``most``."""
+    if alignment == 0:
+        return notches
+    return min(most, notches + rise) if alignment > 0 else max(0, notches - fall)

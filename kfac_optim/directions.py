@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .distributed import ShardExchange, any_sharded, gathered, is_sharded, sharded_like
 from .flat_storage import as_one
 from .layout import Layout, Part
-from .scaling import Direction
+from .stack_algebra import Direction
 
 __all__ = ["Directions", "Maker", "StackedDirection", "by_parameter"]
 

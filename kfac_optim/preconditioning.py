@@ -23,9 +23,10 @@ from .distributed import (
 from .flat_storage import FlatStorage, is_launch_bound, times
 from .layout import fill_all
 from .precision import without_autocast
-from .scaling import Direction, Scaling, scaled, traits_of
+from .scaling import Scaling, traits_of
 from .shard_routing import exchanged_blocks, gathered_vectors
 from .solvers import Decomposition, Joint, Solver, Spectral
+from .stack_algebra import Direction, scaled
 from .stacks import Stack, layer_of_pair, stack_key, stacks_of, with_vectors
 from .tiles import Tile, precondition
 

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from .blocks import Block
 from .counters import Counted, Counter
 from .flat_storage import each, times
-from .scaling import Direction, rates_followed, steepest_of
+from .stack_algebra import Direction, rates_followed, steepest_of
 
 __all__ = ["LEAST", "Rates", "learn_reaches", "lower_reaches", "stretches"]
 

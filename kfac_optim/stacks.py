@@ -36,7 +36,7 @@ class Stack:
         blocks: The layers' blocks.
         decomposed: The decompositions of A and G; None where another rank preconditions.
         damping_unit: What gamma is a multiple of, for each pair, ``[p]``.
-        layer_of_pair: See :class:`~kfac_optim.scaling.Direction`.
+        layer_of_pair: See :class:`~kfac_optim.stack_algebra.Direction`.
         tiles: The parts of the stack's matrices, each with decompositions of one block of A and of one of G.
         relevant: A damping, and the tiles with what matters of their decompositions at it; None: not yet computed.
         layout: Where the parameters lie in the stack's matrices.

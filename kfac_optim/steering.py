@@ -13,8 +13,10 @@ from typing import Any, ClassVar
 from torch import nn
 
 from .blocks import Block
-from .counters import Counter
+from .brake import Brake
+from .counters import Counted, Counter
 from .damping import Damping, OfLargest
+from .graft import GraftShare
 from .lessons import Lessons, Read
 from .opponents import Opposition
 from .reach import LEAST, Rates, learn_reaches, lower_reaches
@@ -39,7 +41,7 @@ class Plan:
         moment_decay: The decay, in [0, 0.9], of the averaged gradients that give the direction where the base optimizer
             keeps no first moment.
         usual_length: The usual length of the base optimizer's update, by which the step is braked
-            (:func:`~kfac_optim.trust.brake`).
+            (:func:`~kfac_optim.brake.brake`).
         graft: How much of the base optimizer's length directions have, in [0, 1].
         last_brake: What the step that computed directions last was shortened by; 1: nothing.
     """
@@ -61,14 +63,21 @@ class Steering:
 
     Attributes:
         trust: How far they turn.
+        graft: How much of the base optimizer's length K-FAC's directions have.
+        brake: How long the base optimizer's updates are.
         rates: What the learning rate has done, which reaches are tied to.
         opposition: Whether the network trains against another one; then steps are not stretched.
     """
 
-    COUNTERS: ClassVar[Mapping[str, Counter]] = {**Trust.COUNTERS, **Rates.COUNTERS, **Opposition.COUNTERS}
+    COUNTERS: ClassVar[Mapping[str, Counter]] = {
+        name: counter
+        for part in (Trust, GraftShare, Brake, Rates, Opposition)
+        for name, counter in part.COUNTERS.items()
+    }
 
     def __init__(self) -> None:
-        self.trust, self.rates, self.opposition = Trust(), Rates(), Opposition()
+        self.trust, self.graft, self.brake = Trust(), GraftShare(), Brake()
+        self.rates, self.opposition = Rates(), Opposition()
         self._too_long: set[nn.Parameter] = set()
 
     def learn(
@@ -85,8 +94,11 @@ class Steering:
         """
         numbers, slopes = lessons.read(read.lessons)
         self.opposition.learn(captured_lost, alone=alone)
-        flat = sum(after for after, _ in slopes.values()) if lessons.average is None else None
-        self.trust.learn(**numbers, flat=flat)
+        self.brake.learn(numbers.pop("length", 0.0))
+        grows = self.brake.usual > 0
+        self.trust.learn(**numbers, grows=grows)
+        has_moment = grows and lessons.average is None
+        self.graft.learn(sum(after for after, _ in slopes.values()) if has_moment else None)
         self._too_long = learn_reaches(blocks, slopes)
         lower_reaches(blocks, self.rates.rise(read.rate))
 
@@ -117,17 +129,23 @@ class Steering:
             stretches=stretches,
             too_long=self._too_long,
             moment_decay=self.trust.decay,
-            usual_length=self.trust.usual,
-            graft=self.trust.graft if wanted else 1.0,
-            last_brake=self.trust.brake,
+            usual_length=self.brake.usual,
+            graft=self.graft.value if wanted else 1.0,
+            last_brake=self.brake.last,
         )
 
     def counters(self, *, captured: bool, alone: bool) -> dict[str, float]:
         """Its part of the saved counters; see :meth:`~kfac_optim.opponents.Opposition.counters`."""
         opposition = self.opposition.counters(captured=captured, alone=alone)
-        return {**self.trust.counters(), **self.rates.counters(), **opposition}
+        known = {name: value for part in self._counted for name, value in part.counters().items()}
+        return {**known, **opposition}
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""
-        for part in (self.trust, self.rates, self.opposition):
+        for part in self._counted:
             part.load(counters)
+        self.opposition.load(counters)
+
+    @property
+    def _counted(self) -> list[Counted]:
+        return [self.trust, self.graft, self.brake, self.rates]

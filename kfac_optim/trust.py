@@ -21,51 +21,28 @@ average ``m = decay m + (1 - decay) g``, whose decay is learned in the same way:
 by noise, and a longer average is better; once they oscillate between steep walls, a step along old gradients would
 leave the valley.
 
-Brake. What the factors call flat is not always flat. A step that was too long there raises the gradient; a base class
-whose updates grow with the gradient then takes a longer step, and K-FAC's direction, scaled to that length, leads
-further astray. K-FAC's share of a step is therefore shortened where the base's update is much longer than usual. This
-is not done for base classes that keep ``exp_avg``; the updates of all others are assumed to grow with the gradient::
-
-    length of the step = |u| (1 - trust + trust brake),    brake = min(1, 1.3 usual / |u|)^2
-
-``usual`` is the running average of ``|u|`` over the steps in which k was computed. The base optimizer's share keeps its
-full length, because the base optimizer copes with its own steps. With these base classes some of that share always
-remains: trust goes up to 0.6.
-
-Graft. Of the base's length, k has less along steep components, and so more along flat ones. Once only noise is left
-there, that does harm, and trust does not fall: taking less of what is steep still agrees with the next gradient. So it
-is learned, too, how much of that length is good, where the base class keeps a first moment that grows with the
-gradient, as SGD's momentum does. Without any, k is the base's step with steep components shortened by the damping, the
-flattest left as they are::
-
-    k = (|u| / |P m|)^graft (c gamma)^(1 - graft) P m,    c: the rate at which u follows m
-    the step is brought back to the length of u by that share alone, (|u| / |mixture|)^graft
-
-graft starts at 1 and moves by the sign of ``<g', stretch>`` (:mod:`~kfac_optim.reach`), over all layers whose stretch
-has not been found too long before: whether the loss falls along what is flat. It moves by three hundredths: slowly,
-because the sign is almost a coin's where all is well.
+Where updates grow with the gradient, K-FAC's share of a step is braked (:mod:`~kfac_optim.brake`), some of the base
+optimizer's own always remains, so that trust goes up to 0.6, and how long K-FAC's direction is is learned as well
+(:mod:`~kfac_optim.graft`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor
 
-from .counters import Counted, Counter
+from .counters import Counted, Counter, moved
 from .flat_storage import Tensors, each, times
-from .scaling import Direction, norms, ratios, update_norms
+from .stack_algebra import Direction, norms, ratios, update_norms
 
-__all__ = ["Trust", "brake", "changes_at", "turns"]
+__all__ = ["Trust", "changes_at", "turns"]
 
 _NOTCHES = 10  # trust moves by a tenth per step, which averages over the noise of about ten batches
 _MOST_WHERE_UPDATES_GROW = 6  # tenths, where the base's update grows with the gradient
 _FALL = 2  # tenths, where it does not
 _LONGEST = 9  # tenths: the average remembers some ten gradients, as the usual momentum of 0.9
-_REMEMBERED = 10  # lengths of updates that their running average remembers
-_SLACK, _POWER = 1.3, 2  # steps are braked where the update is longer than 1.3 times the usual, by that squared
 _YOUNG = 20  # steps until k is repeated once, and so many more until it is repeated twice
 _PATIENCE = 4  # while steps do not turn, k is computed in one of so many or more
 
@@ -76,27 +53,14 @@ class Trust(Counted):
     Attributes:
         notches: Trust in tenths.
         memory: The decay of averaged gradients in tenths, where the base optimizer keeps no first moment.
-        hundredths: The graft in hundredths.
-        usual: The usual length of the base optimizer's update, per unit of the learning rate and of the gradients in
-            its momentum; 0 before the first.
-        seen: The number of updates that this is an average of, at most 10.
-        brake: The brake of the last step in which k was computed, in (0, 1]; 1: none.
     """
 
     COUNTERS: ClassVar[Mapping[str, Counter]] = {
         "trust": Counter("notches", 0, _NOTCHES),
         "memory": Counter("memory", 0, _LONGEST),
-        "graft": Counter("hundredths", 100, 100),
-        "usual_length": Counter("usual", 0.0),
-        "lengths": Counter("seen", 0, _REMEMBERED),
-        "brake": Counter("brake", 1.0, 1),
     }
     notches: int
     memory: int
-    hundredths: int
-    usual: float
-    seen: int
-    brake: float
 
     @property
     def value(self) -> float:
@@ -107,11 +71,6 @@ class Trust(Counted):
     def decay(self) -> float:
         """The decay of averaged gradients, in [0, 0.9]."""
         return self.memory / 10
-
-    @property
-    def graft(self) -> float:
-        """How much of the base optimizer's length directions have, in [0, 1]."""
-        return self.hundredths / 100
 
     def is_measured(self, step: int, *, stretches: bool) -> bool:
         """Whether k is computed at this step.
@@ -134,32 +93,17 @@ class Trust(Counted):
         most = 4 if self.notches == _NOTCHES else 3
         return (self.notches > 0 or stretches) and step % min(most, 1 + step // _YOUNG) != 0
 
-    def learn(self, turn: float = 0.0, average: float = 0.0, length: float = 0.0, flat: float | None = None) -> None:
+    def learn(self, turn: float = 0.0, average: float = 0.0, *, grows: bool) -> None:
         """Moves a tenth towards K-FAC's directions if the gradients say so, else one or two towards the base's updates.
 
         Args:
             turn: The alignment of the gradients with the last k - u. 0 (the rate was 0, say) tells nothing.
             average: ``<g', m>``, m the average of the gradients before, whose sign moves the decay by a tenth.
-            length: The length of the base's update in the step before, if it was turned.
-            flat: The alignment of the gradients with the last stretches, whose sign moves the graft. None: the base
-                class keeps no first moment that is known.
+            grows: Whether the base's updates grow with the gradient.
         """
-        grows = bool(self.usual or length)
         most, fall = (_MOST_WHERE_UPDATES_GROW, 1) if grows else (_NOTCHES, _FALL)
-        self.hundredths = _moved(self.hundredths, flat, 100, 3, 3) if grows and flat is not None else 100
-        self.notches = _moved(self.notches, turn, most, fall)
-        self.memory = _moved(self.memory, average, _LONGEST)
-        if 0 < length < math.inf:
-            self.brake = min(1.0, _SLACK * self.usual / length) ** _POWER if self.usual else 1.0
-            self.seen = min(_REMEMBERED, self.seen + 1)
-            self.usual += (length - self.usual) / self.seen
-
-
-def _moved(notches: int, alignment: float, most: int, fall: int = 1, rise: int = 1) -> int:
-    """So many notches up or down, by the sign of an alignment, between 0 and ``most``."""
-    if alignment == 0:
-        return notches
-    return min(most, notches + rise) if alignment > 0 else max(0, notches - fall)
+        self.notches = moved(self.notches, turn, most, fall=fall)
+        self.memory = moved(self.memory, average, _LONGEST)
 
 
 def turns(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) -> Tensors:
@@ -167,19 +111,6 @@ def turns(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) 
     if not directions:
         return []
     return each("sub", [d.direction for d in directions], [d.update for d in directions], out=out)
-
-
-def brake(length: Tensor, usual: float) -> Tensor | float | None:
-    """The brake where the base's update is so long; None: there is none.
-
-    A device is not waited for: there it is a 0-dim tensor, which may turn out to be 1.
-    """
-    if not usual:
-        return None
-    if length.device.type != "cpu":
-        return (_SLACK * usual / length).clamp(max=1.0) ** _POWER
-    known = float(length)
-    return (_SLACK * usual / known) ** _POWER if known > _SLACK * usual else None
 
 
 def changes_at(
@@ -198,7 +129,7 @@ def changes_at(
     Args:
         directions: The stacks.
         trust: In [0, 1].
-        braked: What :func:`brake` has found.
+        braked: What :func:`~kfac_optim.brake.brake` has found.
         graft: How much of the length of u their k has, in [0, 1].
         out: See :func:`~kfac_optim.flat_storage.each`.
     """

@@ -30,14 +30,15 @@ from .bases import (
     update_length,
     weights_before,
 )
+from .brake import brake
 from .directions import Directions, Maker
 from .engine import CurvatureEngine
 from .flat_storage import as_one
+from .graft import shortened
 from .lessons import Compared, Copies, Lessons, alignment, alignments
 from .reach import stretches
-from .scaling import shortened
 from .steering import Plan
-from .trust import brake, changes_at, turns
+from .trust import changes_at, turns
 
 __all__ = ["CHANGE", "DESCENT", "LENGTH", "STRETCH", "TURN", "forget", "lessons_of", "take_turned_step"]
 
@@ -75,8 +76,8 @@ def take_turned_step(
     for state in [optimizer.state[p] for p in plan.too_long if p in optimizer.state]:
         for key in (STRETCH, DESCENT):
             state.pop(key, None)
-    changes = _changes_to_repeat(engine, plan, covered) if plan.repeats else None
-    computes = changes is None and plan.computes
+    repeats = plan.repeats and _can_repeat(engine, plan, covered)
+    computes = plan.computes and not repeats
     before = weights_before(covered) if computes else []
     with gradient_weight_tracked(optimizer, covered):
         take_base_step()
@@ -87,25 +88,27 @@ def take_turned_step(
         keep_first_moments(covered, plan.moment_decay)
     else:
         forget(optimizer, MOMENT)
-    forget(optimizer, *(_OF_STEP if changes is None else (LENGTH,)))  # that has been learned
-    if not computes:
-        _subtract(changes or [])
-        engine.skip_directions()
-        return
-    base = base_step(optimizer, covered, before)
-    del before
-    directions = engine.directions(base.moments, lr, base.updates)
-    if plan.learns and not directions.are_none:
+    forget(optimizer, *((LENGTH,) if repeats else _OF_STEP))  # all that has been learned from
+    if computes:
+        base = base_step(optimizer, covered, before)
+        del before
+        directions = engine.directions(base.moments, lr, base.updates)
         _turn_and_stretch(engine, plan, covered, base, directions)
-    elif not directions.are_none:
-        of_stacks = changes_at(directions.scaled, plan.trust)
-        _subtract(_changes_of(covered, directions.laid_out(of_stacks)))
+        return
+    if repeats:
+        _subtract(_repeated_changes(engine, plan, covered))
+    engine.skip_directions()
 
 
 def _turn_and_stretch(
     engine: CurvatureEngine, plan: Plan, covered: Sequence[Bucket], base: BaseStep, directions: Directions
 ) -> None:
-    """Turns and stretches the step of the base class as far as has been learned, and notes what the next can learn."""
+    """Turns and stretches the step of the base class, and notes what the next one can learn, where trust is learned."""
+    if directions.are_none:
+        return
+    if not plan.learns:
+        _subtract(_changes_of(covered, directions.laid_out(changes_at(directions.scaled, plan.trust))))
+        return
     of_stacks, trust = shortened(directions.scaled, plan.graft), plan.trust
     length = update_length(covered, list(base.updates.values()), directions.updates_together(base.updates))
     braked = None if length is None else brake(length, plan.usual_length)
@@ -248,29 +251,33 @@ def forget(optimizer: torch.optim.Optimizer, *keys: str) -> None:
             del optimizer.state[p]  # the base class keeps nothing of it
 
 
-def _changes_to_repeat(engine: CurvatureEngine, plan: Plan, members: Sequence[Bucket]) -> Changes | None:
-    """The changes of the last step, with the stretch as far as reach goes now; None where this one repeats nothing.
+def _can_repeat(engine: CurvatureEngine, plan: Plan, members: Sequence[Bucket]) -> bool:
+    """Whether this step may be changed as the last one was.
 
-    Also None if a layer that has a gradient now had none when directions were last computed, as happens to heads that
-    are used in turn. The updates of a base class without a first moment differ too much from step to step to be
-    repeated. There only the stretch is repeated, and only if it was made from an average of gradients. With nothing to
-    repeat, a step at trust 0 is the base class's own.
+    Not if a layer that has a gradient now had none when directions were last computed, as happens to heads that are
+    used in turn. The updates of a base class without a first moment differ too much from step to step to be repeated.
+    There only the stretch is repeated, and only if it was made from an average of gradients. With nothing to repeat, a
+    step at trust 0 is the base class's own.
     """
     ready, averages = engine.trained.weights_with_directions(), plan.moment_decay > 0
-    known: list[Bucket] = []
-    for bucket in members:
-        for m in bucket:
-            if TURN not in m.state:
-                if m.p in ready and _moves(m.group):
-                    return None
-            elif not (averages or m.has_first_moment):
-                return None
-        known.append([m for m in bucket if TURN in m.state])
-    if not any(known):
-        return None
+    known, changes = False, False
+    for m in chain.from_iterable(members):
+        if TURN not in m.state:
+            if m.p in ready and _moves(m.group):
+                return False
+        elif not (averages or m.has_first_moment):
+            return False
+        else:
+            known = True
+            changes = changes or CHANGE in m.state or (plan.stretches and STRETCH in m.state)
+    return known and (changes or plan.trust == 0)
+
+
+def _repeated_changes(engine: CurvatureEngine, plan: Plan, members: Sequence[Bucket]) -> Changes:
+    """The changes of the last step, with the stretch as far as reach goes now."""
     changes: Changes = []
     reaches = engine.trained.reaches() if plan.stretches else {}
-    for bucket in known:
+    for bucket in members:
         stretched = [m for m in bucket if STRETCH in m.state] if plan.stretches else []
         vectors = multiplied([m.state[STRETCH] for m in stretched], [reaches[m.p] for m in stretched], plan.last_brake)
         both = [(vector, m.state[CHANGE]) for m, vector in zip(stretched, vectors, strict=True) if CHANGE in m.state]
@@ -279,4 +286,4 @@ def _changes_to_repeat(engine: CurvatureEngine, plan: Plan, members: Sequence[Bu
         others = [m for m in bucket if CHANGE in m.state and not (plan.stretches and STRETCH in m.state)]
         if stretched or others:
             changes.append(([*stretched, *others], [*vectors, *(m.state[CHANGE] for m in others)]))
-    return None if not changes and plan.trust > 0 else changes
+    return changes

@@ -20,8 +20,9 @@ from kfac_optim.blocks import specs_of
 from kfac_optim.distributed import Assignment, FactorWise, LayerCost
 from kfac_optim.factors import FactorSpec
 from kfac_optim.layers import KroneckerLayer
-from kfac_optim.scaling import Direction, KLClip
+from kfac_optim.scaling import KLClip
 from kfac_optim.solvers import EigenSolver
+from kfac_optim.stack_algebra import Direction
 
 FLOAT = 4  # bytes of the numbers that are sent and stored unless said otherwise
 

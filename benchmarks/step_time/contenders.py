@@ -43,8 +43,11 @@ class Held(Trust):
 
 def hold_trust(engine: CurvatureEngine, value: float) -> None:
     """Hold trust where it is, in [0, 1], and let it be known that the network trains against no other one."""
-    engine._steering.trust = Held(value)
-    engine._steering.opposition.load({"opposes": 0})
+    steering = engine._steering
+    steering.trust = Held(value)
+    for part in (steering.graft, steering.brake):
+        vars(part)["learn"] = lambda *_: None
+    steering.opposition.load({"opposes": 0})
 
 
 @dataclass(frozen=True)

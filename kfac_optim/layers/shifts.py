@@ -261,7 +261,7 @@ _IN_HALF = _Rates(1.7e-15, 8e-5, 5e-13, 1.7e-15, 5e-12)  # in half precision on 
 
 @functools.lru_cache(maxsize=4096)
 def shift_pays(shape: torch.Size, windows: Windows, groups: int, device_type: str, *, half: bool = False) -> bool:
-    """Whether :func:`shifted_moment` is expected to be faster than a product of unfolded patches.
+    """Whether ``shifted_moment`` is expected to be faster than a product of unfolded patches.
 
     It is slower for images that are small beside the kernel, so that most of them is border, and for few channels. It
     is impossible for a stride above 1, and pointless for kernels of one tap, whose patches are the image itself.

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_optim import Graft, scaling
+from kfac_optim import Graft, stack_algebra
+from kfac_optim.brake import brake
+from kfac_optim.graft import shortened
 from kfac_optim.reach import stretches
-from kfac_optim.scaling import Direction, _few_norms, inners, norms, scaled, shortened
-from kfac_optim.trust import brake, changes_at
+from kfac_optim.stack_algebra import Direction, _few_norms, inners, norms, scaled
+from kfac_optim.trust import changes_at
 
 
 def direction(layers: list[int] | None, shape: tuple[int, ...] = (3, 2)) -> Direction:
@@ -107,7 +109,7 @@ def test_a_step_is_brought_back_to_the_length_that_directions_have() -> None:
 def test_the_rate_of_a_base_is_computed_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """To shorten the direction, and not again for the stretch."""
     taken: list[int] = []
-    monkeypatch.setattr(scaling, "inners", lambda *given: (taken.append(1), inners(*given))[1])
+    monkeypatch.setattr(stack_algebra, "inners", lambda *given: (taken.append(1), inners(*given))[1])
     k, m, u = torch.randn(3, 6, 3, 2, dtype=torch.float64)
     u = u + 3 * m
     d = Direction(k, m, u, 0.1, steepest=torch.full((6,), 2.0, dtype=torch.float64), contrast=11.0)

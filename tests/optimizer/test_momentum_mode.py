@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, Graft, KFACAdam, KFACAdamW, KFACMixin
 from kfac_optim.bases import base_step, members_of
+from kfac_optim.brake import Brake
+from kfac_optim.graft import GraftShare
 from kfac_optim.lessons import Compared, alignment
 from kfac_optim.trust import Trust
 from tests.helpers.compare import (
@@ -544,12 +546,13 @@ def test_trust_is_learned_from_the_next_gradient(rate: float, momentum: float) -
 @pytest.mark.parametrize("known", [[], [0.1]], ids=["free", "braked"])
 def test_at_trust_1_three_steps_repeat_the_one_before_them(known: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Trust is held at 1, at which on this net it would not stay for so long, and so is the usual length."""
-    monkeypatch.setattr(Trust, "learn", lambda *_, **__: None)
+    for learned in (Trust, Brake, GraftShare):
+        monkeypatch.setattr(learned, "learn", lambda *_, **__: None)
     model, batch = Net(), data()
     textbook = Textbook(model, lambda: Sgd(momentum=0.9), FULL)
     optimizer = KFACSGD(model, **(MODE | {"momentum": 0.9, "scaling": "graft", "lr": 0.5}))
     textbook.trust = optimizer.curvature._steering.trust.notches = 10
-    optimizer.curvature._steering.trust.usual = sum(known)
+    optimizer.curvature._steering.brake.usual = sum(known)
     for _ in range(10):
         textbook.turns, textbook.lengths, textbook.length = {}, known, None  # from which it would learn
         textbook.step(batch, 0.5)
@@ -582,19 +585,19 @@ def test_where_a_gradient_is_orthogonal_to_everything_nothing_is_learned() -> No
     """As at a rate of 0, at which a schedule may begin."""
     trust = Trust()
     for turn, average, expected in [(1.0, -1.0, (1, 0)), (1.0, 2.0, (2, 1)), (0.0, 0.0, (2, 1)), (-1e-9, 1.0, (0, 2))]:
-        trust.learn(turn=turn, average=average)
+        trust.learn(turn, average, grows=False)
         assert (trust.notches, trust.memory) == expected
     for _ in range(20):
-        trust.learn(turn=1.0, average=1.0)
+        trust.learn(1.0, 1.0, grows=False)
     assert (trust.value, trust.decay) == (1.0, 0.9)
 
 
 def test_something_is_left_of_updates_that_grow_with_the_gradient() -> None:
-    """Their lengths are learned; those of Adam's are not, and trust in K-FAC's directions may be full."""
-    for length, most in [(0.5, 0.6), (0.0, 1.0)]:
+    """Those of Adam's do not, and trust in K-FAC's directions may be full."""
+    for grows, most in [(True, 0.6), (False, 1.0)]:
         trust = Trust()
         for _ in range(20):
-            trust.learn(turn=1.0, length=length)
+            trust.learn(1.0, grows=grows)
         assert trust.value == most
 
 
@@ -783,15 +786,15 @@ def test_a_pause_of_the_momentum_brakes_nothing(nesterov: bool) -> None:
     torch.manual_seed(0)
     model = Net()
     optimizer = KFACSGD(model, **(MODE | {"momentum": 0.9, "nesterov": nesterov, "scaling": "graft", "lr": 1e-4}))
-    trust, batch, usual = optimizer.curvature._steering.trust, data(), []
+    steering, batch, usual = optimizer.curvature._steering, data(), []
     for step in range(40):
         for group in optimizer.param_groups:
             group["momentum"] = 0.0 if 12 <= step < 24 and not nesterov else 0.9
-        trust.notches = 5
+        steering.trust.notches = 5
         backward(model, batch, loss)
         optimizer.step()
-        usual.append(trust.usual)
-        assert trust.brake == 1
+        usual.append(steering.brake.usual)
+        assert steering.brake.last == 1
     known = [length for length in usual if length]
     assert max(known) < 1.1 * min(known)  # the gradient hardly changes
 

@@ -20,7 +20,9 @@ from kfac_optim import (
     KFACAdamW,
     OfLargest,
     OfMean,
+    brake,
     flat_storage,
+    graft,
     lessons,
     opponents,
     reach,
@@ -129,10 +131,15 @@ def options(lr: float, **more: Any) -> dict[str, Any]:
     return exact | mode | {"lr": lr, "damping": OfLargest(DAMPING)} | more
 
 
+def hold_what_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (trust, graft):
+        monkeypatch.setattr(module, "moved", lambda notches, *_, **__: notches)
+
+
 @pytest.fixture
 def never_turned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trust, "_moved", lambda notches, *_: notches)
-    monkeypatch.setattr(trust, "_SLACK", math.inf)  # nor braked
+    hold_what_is_learned(monkeypatch)
+    monkeypatch.setattr(brake, "_SLACK", math.inf)
 
 
 @pytest.mark.usefixtures("never_turned", "soon_grown")
@@ -207,9 +214,10 @@ def test_directions_without_graft_are_the_damped_steps_of_the_base(
     model, batch = net(), data()
     optimizer: Any = KFACSGD(model, **options(0.1, momentum=momentum))
     oracle = Oracle(copy.deepcopy(model))
-    monkeypatch.setattr(trust.Trust, "learn", lambda *_, **__: None)
-    learned = optimizer.curvature._steering.trust
-    learned.notches, learned.memory, learned.hundredths = 5, 5, 0
+    for learned in (trust.Trust, graft.GraftShare, brake.Brake):
+        monkeypatch.setattr(learned, "learn", lambda *_, **__: None)
+    steering = optimizer.curvature._steering
+    steering.trust.notches, steering.trust.memory, steering.graft.hundredths = 5, 5, 0
     monkeypatch.setattr(trust.Trust, "repeats", lambda *_, **__: False)
     for _ in range(3):
         oracle.update(oracle.observe(batch, loss, snapshot(model)))
@@ -342,7 +350,7 @@ def test_a_resumed_run_stretches_alike(kfac: Any, base: Any, how: dict[str, Any]
 
 def test_the_stretch_is_braked_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the base's update is much longer than usual."""
-    monkeypatch.setattr(trust, "_moved", lambda notches, *_: notches)
+    hold_what_is_learned(monkeypatch)
     model, batch = net(), data()
     other = copy.deepcopy(model)
     plain = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
@@ -352,8 +360,8 @@ def test_the_stretch_is_braked_with_the_step(monkeypatch: pytest.MonkeyPatch) ->
     backward(other, batch, loss)
     plain.step()
     monkeypatch.setattr(turning, "brake", lambda *_: 0.25)
-    optimizer.curvature._steering.trust.brake = 0.25
-    monkeypatch.setattr(trust.Trust, "learn", lambda *_, **__: None)  # that it is another one
+    optimizer.curvature._steering.brake.last = 0.25
+    monkeypatch.setattr(brake.Brake, "learn", lambda *_: None)  # that it is another one
     backward(model, batch, loss)
     backward(other, batch, loss)
     optimizer.step()
@@ -760,5 +768,5 @@ def test_a_skipped_step_keeps_what_the_next_one_learns() -> None:
             model[0].weight.grad.fill_(float("nan"))  # type: ignore[union-attr, operator]
         optimizer.step()
         noted = sum("kfac_length" in state for state in optimizer.state.values())
-        seen.append((noted, optimizer.curvature._steering.trust.seen))
+        seen.append((noted, optimizer.curvature._steering.brake.seen))
     assert seen == [(1, 0), (1, 1), (1, 1), (1, 1), (1, 2)]

@@ -1,0 +1,68 @@
+"""The brake: K-FAC's share of a step is shortened where the base optimizer's update is much longer than usual.
+
+What the factors call flat is not always flat. A step that was too long there raises the gradient; a base class whose
+updates grow with the gradient then takes a longer step, and K-FAC's direction, scaled to that length, leads further
+astray. So with trust as in :mod:`~kfac_optim.trust`::
+
+    length of the step = |u| (1 - trust + trust brake),    brake = min(1, 1.3 usual / |u|)^2
+
+``usual`` is the running average of ``|u|`` over the steps in which k was computed. The base optimizer's share keeps its
+full length, because the base optimizer copes with its own steps. Base classes that keep ``exp_avg`` are not braked; the
+updates of all others are assumed to grow with the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor
+
+from .counters import Counted, Counter
+
+__all__ = ["Brake", "brake"]
+
+_REMEMBERED = 10  # lengths of updates that their running average remembers
+_SLACK, _POWER = 1.3, 2  # steps are braked where the update is longer than 1.3 times the usual, by that squared
+
+
+class Brake(Counted):
+    """What is known of the lengths of the base optimizer's updates.
+
+    Attributes:
+        usual: The usual length, per unit of the learning rate and of the gradients in its momentum; 0 before the first,
+            and where steps are not braked.
+        seen: The number of updates that this is an average of, at most 10.
+        last: The brake of the last step in which k was computed, in (0, 1]; 1: none.
+    """
+
+    COUNTERS: ClassVar[Mapping[str, Counter]] = {
+        "usual_length": Counter("usual", 0.0),
+        "lengths": Counter("seen", 0, _REMEMBERED),
+        "brake": Counter("last", 1.0, 1),
+    }
+    usual: float
+    seen: int
+    last: float
+
+    def learn(self, length: float = 0.0) -> None:
+        """Notes the length of the base's update in the step before; 0: it was not turned, or is not to be braked."""
+        if 0 < length < math.inf:
+            braked = brake(length, self.usual)
+            self.last = 1.0 if braked is None else float(braked)
+            self.seen = min(_REMEMBERED, self.seen + 1)
+            self.usual += (length - self.usual) / self.seen
+
+
+def brake(length: Tensor | float, usual: float) -> Tensor | float | None:
+    """The brake where the base's update is so long; None: there is none.
+
+    A device is not waited for: there it is a 0-dim tensor, which may turn out to be 1.
+    """
+    if not usual:
+        return None
+    if isinstance(length, Tensor) and length.device.type != "cpu":
+        return (_SLACK * usual / length).clamp(max=1.0) ** _POWER
+    known = float(length)
+    return (_SLACK * usual / known) ** _POWER if known > _SLACK * usual else None

@@ -1,0 +1,210 @@
+"""What is known of a stack's direction in a step, and the algebra of stacks: norms, inner products, multiples.
+
+A stack holds the matrices of all layers of one shape. Norms and inner products are those of its pairs, or of all pairs
+that are scaled together (the channels of a norm layer). Where launches count, stacks lie side by side and few
+operations serve all of them (:mod:`~kfac_optim.flat_storage`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from .flat_storage import FlatStorage, apart, as_one, each, is_launch_bound, times
+
+__all__ = [
+    "Direction",
+    "inners",
+    "norms",
+    "rates_followed",
+    "ratios",
+    "scaled",
+    "squares",
+    "steepest_of",
+    "update_norms",
+]
+
+_FEW_PARTS = 64  # up to so many parts of a stack are looked at one by one where launches count
+
+
+@dataclass(frozen=True)
+class Direction:
+    """What a scaling knows of a stack of layers of one shape.
+
+    Attributes:
+        direction: The preconditioned matrices, ``[p, d_out, d_in]`` (bias as the last column).
+        gradient: The matrices that were preconditioned (gradients or first moments), of the same shape.
+        update: What the base optimizer itself would do with them, per unit of the learning rate, of the same shape.
+        lr: The learning rate: a number, or a tensor that broadcasts to that shape where weights and biases have
+            different ones.
+        layer_of_pair: For norm layers, whose pairs (channels) are scaled together: the number of the layer that each
+            pair belongs to, ``[p]``. None where every pair is scaled on its own.
+        pairs_per_layer: Likewise how many pairs each layer has, one after the other; empty where every pair is scaled
+            on its own.
+        steepest: ``(L + gamma) / s``, ``[p]``, with the largest eigenvalue L of ``A (x) G`` and s, what the direction
+            has been multiplied by since eqs. 11-13; the direction times it is ``(L + gamma) P m``. None where damping
+            is not relative to L.
+        bare: ``gamma P m``, the direction before it was multiplied by anything. None where ``steepest`` tells.
+        contrast: ``(L + gamma) / gamma``, with the largest eigenvalue L: how much more the steepest components are
+            damped than the flattest. None where damping is not relative to L.
+        storage: Where the matrices of all stacks lie in one storage; None: each in its own.
+        known: What ``update_norms`` and ``rates_followed`` have found, for later calls in the step.
+    """
+
+    direction: Tensor
+    gradient: Tensor
+    update: Tensor
+    lr: Tensor | float
+    layer_of_pair: Tensor | None = None
+    pairs_per_layer: Sequence[int] = ()
+    steepest: Tensor | None = None
+    bare: Tensor | None = None
+    contrast: float | None = None
+    storage: FlatStorage | None = None
+    known: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def inner(self, one: Tensor, other: Tensor) -> Tensor:
+        """For each pair the inner product of two matrices over all pairs scaled with it, ``[p]``."""
+        products = (one * other).sum((1, 2))
+        return products if self.layer_of_pair is None else self.over_layers(products)
+
+    def norm(self, matrix: Tensor) -> Tensor:
+        """For each pair the Frobenius norm of ``matrix [p, d_out, d_in]`` over all pairs scaled with it, ``[p]``."""
+        norms = torch.linalg.matrix_norm(matrix)
+        return norms if self.layer_of_pair is None else self.over_layers(norms.square()).sqrt()
+
+    def parts(self, matrix: Tensor) -> Sequence[Tensor]:
+        """The parts of ``matrix [p, d_out, d_in]`` that are scaled each on its own: pairs, or the layers' pairs."""
+        return matrix.unbind() if self.layer_of_pair is None else matrix.split(list(self.pairs_per_layer))
+
+    @property
+    def few_parts(self) -> bool:
+        """Whether there are so few of them that one after the other can be looked at."""
+        known = self.layer_of_pair is None or bool(self.pairs_per_layer)
+        return known and len(self.pairs_per_layer or self.direction) <= _FEW_PARTS
+
+    @property
+    def pairs(self) -> Tensor | int:
+        """For each pair the number of pairs scaled together, ``[p]``; 1 where every pair is scaled on its own."""
+        return 1 if self.layer_of_pair is None else self.over_layers(torch.ones_like(self.direction[:, 0, 0]))
+
+    def over_layers(self, values: Tensor) -> Tensor:
+        """Replaces each pair's value by the sum over its layer's pairs; ``[p]`` to ``[p]``."""
+        assert self.layer_of_pair is not None
+        return torch.zeros_like(values).index_add(0, self.layer_of_pair, values)[self.layer_of_pair]
+
+
+def norms(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[Tensor]:
+    """For each direction the ``norm`` of a matrix, ``[p]``; where launches count by few operations."""
+    devices = {matrix.device for matrix in matrices}
+    if len(devices) != 1 or not is_launch_bound(devices.pop()):
+        return [d.norm(matrix) for d, matrix in zip(directions, matrices, strict=True)]
+    return _few_norms(directions, matrices)
+
+
+def _few_norms(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[Tensor]:
+    """:func:`norms` by one operation on a list of all that has a norm, but for stacks of many pairs."""
+    stacks = list(zip(directions, _by_rows(directions, matrices), strict=True))
+    parts = [d.parts(matrix) if d.few_parts else () for d, matrix in stacks]
+    listed = [part for of_stack in parts for part in of_stack]
+    of_parts = torch.stack(torch._foreach_norm(listed)) if listed else matrices[0].new_empty(0)
+    found: list[Tensor] = []
+    for (d, matrix), own in zip(stacks, of_parts.split([len(of_stack) for of_stack in parts]), strict=True):
+        if not d.few_parts:
+            found.append(d.norm(matrix))
+        else:
+            found.append(own if d.layer_of_pair is None else own[d.layer_of_pair])
+    return found
+
+
+def _by_rows(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Matrices of the same norms, with one number for each row where they lie side by side."""
+    storage = directions[0].storage
+    if storage is None or not storage.rows or not storage.fits(matrices):
+        return list(matrices)
+    whole = as_one(matrices[: storage.shared])
+    if whole is None:
+        return list(matrices)
+    of_rows = torch.linalg.vector_norm(whole.view(-1, storage.row), dim=1)
+    shapes = [(p, d_out * d_in // storage.row, 1) for p, d_out, d_in in storage.shapes[: storage.shared]]
+    return [*apart(of_rows, shapes), *matrices[storage.shared :]]
+
+
+def inners(directions: Sequence[Direction], matrices: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """For each direction the ``inner`` product of two matrices, ``[p]``; where launches count by few operations."""
+    storage = directions[0].storage if directions else None
+    if storage is None or not storage.rows or not (storage.fits(matrices) and storage.fits(others)):
+        return [d.inner(*both) for d, *both in zip(directions, matrices, others, strict=True)]
+    products = each("mul", matrices, others)
+    whole = as_one(products)
+    assert whole is not None
+    of_rows = whole[: storage.rows * storage.row].view(-1, storage.row).sum(1)
+    found: list[Tensor] = []
+    for d, product in zip(directions, products, strict=True):
+        if len(found) < storage.shared:
+            rows = product.numel() // storage.row
+            of_pairs, of_rows = of_rows[:rows].view(len(product), -1).sum(1), of_rows[rows:]
+        else:
+            of_pairs = product.sum((1, 2))
+        found.append(of_pairs if d.layer_of_pair is None else d.over_layers(of_pairs))
+    return found
+
+
+def squares(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[Tensor]:
+    """For each direction the ``inner`` product of a matrix with itself, ``[p]``."""
+    return list(torch._foreach_mul(found := norms(directions, matrices), found)) if directions else []
+
+
+def scaled(directions: Sequence[Direction], multipliers: Sequence[Tensor]) -> list[Direction]:
+    """Directions times multipliers, ``[p]`` or 0-dim."""
+    if not directions:
+        return []
+    matrices = times([d.direction for d in directions], multipliers, directions[0].storage)
+    steepest: Sequence[Tensor | None] = [None] * len(directions)
+    known = steepest_of(directions)
+    if len(known) == len(directions):
+        steepest = ratios(known, [by.expand(len(of)) for by, of in zip(multipliers, known, strict=True)])
+    parts = zip(directions, matrices, steepest, strict=True)
+    return [replace(d, direction=matrix, steepest=of) for d, matrix, of in parts]
+
+
+def update_norms(directions: Sequence[Direction]) -> list[Tensor]:
+    """For each direction the ``norm`` of the base optimizer's update, ``[p]``; computed once in a step."""
+    new = [d for d in directions if "update norm" not in d.known]
+    for d, norm in zip(new, norms(new, [d.update for d in new]), strict=True):
+        d.known["update norm"] = norm
+    return [d.known["update norm"] for d in directions]
+
+
+def rates_followed(directions: Sequence[Direction]) -> list[Tensor]:
+    """The rate at which the base optimizer follows what was preconditioned, ``<u, m> / <m, m>``, or 0, ``[p]``.
+
+    Computed once in a step.
+    """
+    new = [d for d in directions if "rate followed" not in d.known]
+    if new:
+        moments = [d.gradient for d in new]
+        found = ratios(inners(new, [d.update for d in new], moments), squares(new, moments))
+        for d, rate in zip(new, each("clamp_min", found, 0), strict=True):
+            d.known["rate followed"] = rate
+    return [d.known["rate followed"] for d in directions]
+
+
+def steepest_of(directions: Sequence[Direction]) -> list[Tensor]:
+    """What is known of the steepest curvature, of each that knows it."""
+    return [d.steepest for d in directions if d.steepest is not None]
+
+
+def ratios(numerators: Sequence[Tensor], denominators: Sequence[Tensor]) -> list[Tensor]:
+    """Each numerator by its denominator, ``[p]``, and 0 where that is 0: a zero direction stays zero."""
+    if len({tensor.device for tensor in denominators}) != 1:
+        return [_ratio(*of_stack) for of_stack in zip(numerators, denominators, strict=True)]
+    found = _ratio(torch.cat(list(numerators)), torch.cat(list(denominators)))
+    return list(found.split([len(tensor) for tensor in denominators]))
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    return (numerator / denominator).nan_to_num_(nan=0.0, posinf=0.0)
