@@ -85,35 +85,13 @@ class Preconditioner:
         with communicating("gradient", self.stages, comm.world_size) if exchanged else nullcontext():
             vectors, updates, exchange = gathered_vectors(known, exchanged, vectors, updates, comm)
         stacks = [part for stack in self._current(known, damping) for part in with_vectors(stack, vectors, damping)]
-        device = stacks[0].damping_unit.device.type if stacks else "cpu"
         self._select(stacks, value)
+        # Directions of any length may do without the division by gamma, if they do not travel.
+        any_length = traits_of(scaling).of_any_length and not any(block.route for block in blocks)
+        device = stacks[0].damping_unit.device.type if stacks else "cpu"
         with self.stages.stage("preconditioning"), without_autocast(device):
-            joint = self._joint_of(stacks)
-            # Then eqs. 11-13 times gamma will do, in which the steepest is divided by the same of all pairs.
-            bare = joint is not None and traits_of(scaling).of_any_length and not any(b.route for b in blocks)
-            gammas = torch._foreach_mul([stack.damping_unit for stack in stacks], value) if stacks and not bare else ()
             contrast = 1 + 1 / value if isinstance(damping, OfLargest) else None
-            steepest = _steepest(stacks, gammas) if contrast and not bare else [None] * len(stacks)
-            if joint is None:
-                matrices = [
-                    self._of_one(stack, gamma.to(self.dtype), vectors, updates)
-                    for stack, gamma in zip(stacks, gammas, strict=True)
-                ]
-            else:
-                matrices = self._of_all(stacks, joint, value, gammas, vectors, updates)
-            found = [
-                Direction(
-                    *of_stack,
-                    self._rate(stack, lr, vectors),
-                    stack.layer_of_pair,
-                    stack.scaled_together,
-                    steepest=largest,
-                    bare=of_stack[0] if bare and contrast else None,
-                    contrast=contrast,
-                    storage=self._storage,
-                )
-                for stack, of_stack, largest in zip(stacks, matrices, steepest, strict=True)
-            ]
+            found = self._precondition(stacks, vectors, updates, lr, value, contrast, any_length=any_length)
         if any(block.route for block in blocks if block not in exchanged):
             with communicating("gradient", self.stages, comm.world_size):
                 self._send_directions([block for block in known if block not in exchanged], stacks, found, comm)
@@ -171,6 +149,53 @@ class Preconditioner:
     def clear(self) -> None:
         """Lets go of all decompositions."""
         self._stacks, self._stack_key, self._joint = [], None, None
+
+    def _precondition(
+        self,
+        stacks: Sequence[Stack],
+        vectors: Mapping[nn.Parameter, Tensor],
+        updates: Mapping[nn.Parameter, Tensor],
+        lr: Scalar | Mapping[nn.Parameter, Scalar],
+        value: float,
+        contrast: float | None,
+        *,
+        any_length: bool,
+    ) -> list[Direction]:
+        """The directions of the stacks, not yet scaled (eqs. 8 and 11-13).
+
+        Args:
+            stacks: Those that have a vector.
+            vectors: See :meth:`directions`.
+            updates: Likewise.
+            lr: Likewise.
+            value: gamma, in units of the damping.
+            contrast: See :class:`~kfac_optim.stack_algebra.Direction`.
+            any_length: Whether the directions may be gamma times as long, which saves launches.
+        """
+        joint = self._joint_of(stacks)
+        bare = any_length and joint is not None
+        gammas = torch._foreach_mul([stack.damping_unit for stack in stacks], value) if stacks and not bare else ()
+        steepest = _steepest(stacks, gammas) if contrast and not bare else [None] * len(stacks)
+        if joint is None:
+            matrices = [
+                self._of_one(stack, gamma.to(self.dtype), vectors, updates)
+                for stack, gamma in zip(stacks, gammas, strict=True)
+            ]
+        else:
+            matrices = self._of_all(stacks, joint, value, gammas, vectors, updates)
+        return [
+            Direction(
+                *of_stack,
+                self._rate(stack, lr, vectors),
+                stack.layer_of_pair,
+                stack.scaled_together,
+                steepest=largest,
+                bare=of_stack[0] if bare and contrast else None,
+                contrast=contrast,
+                storage=self._storage,
+            )
+            for stack, of_stack, largest in zip(stacks, matrices, steepest, strict=True)
+        ]
 
     def _of_all(
         self,
