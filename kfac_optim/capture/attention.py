@@ -16,20 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
-from ..layers import AttentionInputLayer, AttentionLayer
+from ..layers import AttentionInputLayer, AttentionLayer, ProjectionCall
 
 __all__ = ["ProjectionTap", "remove_taps"]
 
 # Told of one use of a projection: index of the layer, 0, the module that runs, the positional and keyword arguments of
-# the projection, its output, and its part (see ProjectionTap). Returns what takes the output's place, or None.
-Record = Callable[[int, int, nn.Module, tuple[Tensor], dict[str, Any], Tensor, tuple[int, ...]], Tensor | None]
+# the projection, its output, and the use itself. Returns what takes the output's place, or None.
+Record = Callable[[int, int, nn.Module, tuple[Tensor], dict[str, Any], Tensor, ProjectionCall], Tensor | None]
 
 
 class ProjectionTap(TorchFunctionMode):
     """Reports the projections of one call of a module, from ``with`` on until it ends, or until :func:`remove_taps`.
-
-    The *part* of a report is the number of examples in the call; for packed q, k, v projections also the first pair
-    that was applied, the one after the last, and the number of query rows.
 
     Args:
         module: The module that runs.
@@ -59,19 +56,19 @@ class ProjectionTap(TorchFunctionMode):
         output = F.linear(input, weight, bias)
         for index, layer in self.projections:
             if layer.applies(weight):
-                part = (self.examples, *self._pairs(layer, input, weight))
-                replaced = self.record(index, 0, self.module, (input,), {}, output, part)
+                call = self._call(layer, input, weight)
+                replaced = self.record(index, 0, self.module, (input,), {}, output, call)
                 output = output if replaced is None else replaced
         return output
 
-    def _pairs(self, layer: AttentionLayer, input: Tensor, weight: Tensor) -> tuple[int, ...]:
+    def _call(self, layer: AttentionLayer, input: Tensor, weight: Tensor) -> ProjectionCall:
         """Packed projections are applied all at once, or part by part in the order q, k, v."""
         if not isinstance(layer, AttentionInputLayer):
-            return ()
+            return ProjectionCall(self.examples)
         first, self.rows_applied = self.rows_applied // layer.d_out, self.rows_applied + weight.shape[0]
         if first == 0:
             self.query_rows = input.numel() // input.shape[-1]
-        return first, self.rows_applied // layer.d_out, self.query_rows
+        return ProjectionCall(self.examples, first, self.rows_applied // layer.d_out, self.query_rows)
 
     def _attend(self, *args: Any, **kwargs: Any) -> Any:
         """``F.multi_head_attention_forward`` with :meth:`_linear` in the place of ``F.linear``.

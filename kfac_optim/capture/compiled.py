@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..layers import ProjectionCall
 from .calls import CONCURRENT, ModelCall, ModelCalls, in_backward
 from .microbatch import BackwardPasses, Recorder
 
@@ -74,9 +75,11 @@ class CompiledCalls:
         """A model call has returned and M is known."""
         self._traced = call
 
-    def trace_layer_call(self, index: int, use: int, a: Tensor, output: Tensor, part: Sequence[int]) -> Tensor:
+    def trace_layer_call(
+        self, index: int, use: int, a: Tensor, output: Tensor, projection: ProjectionCall | None
+    ) -> Tensor:
         """Puts the operator into the graph; returns what takes the output's place."""
-        return cast(Tensor, _record_input(a, output, self._handle, index, use, part)[0])
+        return cast(Tensor, _record_input(a, output, self._handle, index, use, list(projection or ()))[0])
 
     def require_empirical(self) -> None:
         """Raises for a sampled Fisher."""
@@ -89,11 +92,11 @@ class CompiledCalls:
     # While a graph runs.
 
     def record_input(
-        self, index: int, use: int, a: Tensor, output: Tensor, part: Sequence[int]
+        self, index: int, use: int, a: Tensor, output: Tensor, projection: ProjectionCall | None
     ) -> Callable[[Tensor], None]:
         """A layer of the graph was applied; returns what takes the gradient of its output."""
         # A copy, because an observation may keep its input, and compiled code writes over what it needs no more.
-        layer_call = self.recorder.observe(index, use, a.clone(), output, part)
+        layer_call = self.recorder.observe(index, use, a.clone(), output, projection)
         if self._traced is not None:
             self.finish_running_call()
         call = self.calls.current
@@ -123,24 +126,26 @@ class CompiledCalls:
 @torch.library.custom_op(
     "kfac_optim::record_input",
     mutates_args=(),
-    schema="(Tensor a, Tensor output, int capture, int index, int use, int[] part) -> (Tensor, Tensor)",
+    schema="(Tensor a, Tensor output, int capture, int index, int use, int[] projection) -> (Tensor, Tensor)",
     **_OUTSIDE_CUDA_GRAPHS,
 )
 def _record_input(
-    a: Tensor, output: Tensor, capture: int, index: int, use: int, part: Sequence[int]
+    a: Tensor, output: Tensor, capture: int, index: int, use: int, projection: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """The output of a layer, and what stands for the observation."""
     token, watcher = torch.zeros((), dtype=torch.int64), _WATCHERS.get(capture)
     take = None
     if watcher is not None and watcher.enabled and output.numel():
         watcher.require_empirical()
-        take = watcher.record_input(index, use, a, output, part)
+        take = watcher.record_input(index, use, a, output, ProjectionCall(*projection) if projection else None)
     _AWAITED[token] = take
     return output.clone(), token
 
 
 @_record_input.register_fake
-def _(a: Tensor, output: Tensor, capture: int, index: int, use: int, part: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _(
+    a: Tensor, output: Tensor, capture: int, index: int, use: int, projection: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     _WATCHERS[int(capture)].require_empirical()  # here, so that it is raised during compilation
     return torch.empty_like(output), torch.empty((), dtype=torch.int64, device="cpu")
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from ..cuda_graphs import refuse_cuda_graphs
 from ..factors import FactorSpec
-from ..layers import AttentionLayer, KroneckerLayer, LinearLayer
+from ..layers import AttentionLayer, KroneckerLayer, LinearLayer, ProjectionCall
 from .attention import ProjectionTap, remove_taps
 from .calls import ModelCall, ModelCalls, PendingGradient, in_backward
 from .compiled import CompiledCalls
@@ -235,7 +235,7 @@ class Capture:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         output: Any,
-        part: tuple[int, ...] = (),
+        projection: ProjectionCall | None = None,
     ) -> Tensor | None:
         """A layer was called. Returns what takes the place of the output in a graph that is being traced."""
         a = args[0] if args else next(iter(kwargs.values()), None)
@@ -245,7 +245,7 @@ class Capture:
         if not (isinstance(output, Tensor) and output.requires_grad and isinstance(a, Tensor)):
             return None
         if torch.compiler.is_compiling():
-            return self._compiled.trace_layer_call(index, use, a, output, part)
+            return self._compiled.trace_layer_call(index, use, a, output, projection)
         if torch._C._functorch.is_functorch_wrapped_tensor(output):
             self._await_hidden(index, output)
             return None
@@ -263,9 +263,9 @@ class Capture:
             if call is not None and not in_backward():
                 # The edge, not the tensor: after an in-place activation the tensor stands for the activation's output.
                 edge = torch.autograd.graph.get_gradient_edge(output)
-                call.await_gradient(self._recorder.observe(index, use, a, output, part), edge)
+                call.await_gradient(self._recorder.observe(index, use, a, output, projection), edge)
             return None
-        layer_call = self._recorder.observe(index, use, a, output, part)
+        layer_call = self._recorder.observe(index, use, a, output, projection)
         take = functools.partial(self._passes.record_output_gradient, layer_call, call or self._calls.last)
         output.register_hook(PendingGradient(take))
         return None

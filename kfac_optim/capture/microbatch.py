@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ..factors import FactorSpec
-from ..layers import KroneckerLayer, Observation
+from ..layers import KroneckerLayer, Observation, ProjectionCall
 from ..precision import full_precision
 from .calls import CONCURRENT, ModelCall, in_backward
 from .gradients import GradientWatch, destination
@@ -82,7 +82,7 @@ class Recorder:
         scale = scaler._get_scale_async() if scaler is not None and scaler.is_enabled() else None
         return torch.ones((), device=device) if scale is None else scale.to(device)
 
-    def observe(self, index: int, use: int, a: Tensor, output: Tensor, part: Sequence[int]) -> LayerCall:
+    def observe(self, index: int, use: int, a: Tensor, output: Tensor, projection: ProjectionCall | None) -> LayerCall:
         """A layer was called: what it saw, with the moment of its input already taken.
 
         Args:
@@ -90,24 +90,21 @@ class Recorder:
             use: The module's index among those that share the layer's weight.
             a: The input.
             output: The output.
-            part: For a projection of attention: see :class:`~kfac_optim.capture.attention.ProjectionTap`.
+            projection: Which use of a projection of attention it was; None where a module was called.
         """
         layer = self.layers[index]
         module = layer.modules[use]
-        how: dict[str, Any] = {"examples": part[0]} if part else {}
-        pairs = {"pairs": slice(part[1], part[2])} if len(part) > 1 else {}
+        how: dict[str, Any] = {"examples": projection.examples} if projection else {}
         subsample: Callable[[Tensor], Tensor] = functools.partial(
             layer.subsample, module, fraction=self._fraction, **how
         )
         with self.stage("factor computation"), full_precision(a.device.type):
             seen = subsample(a)
-            observation = layer.observe(module, seen, output, self.dtype, **pairs)
-            moment, count = observation.a, observation.count
-            if not layer.by_example:
-                moment = self.specs[index][0].pack(moment)
-                if pairs and part[1] > 0:  # keys and values count as many rows as the queries
-                    moment, count = moment * (part[3] / count * (seen.numel() / a.numel())), 0.0
-        observation = dataclasses.replace(observation, a=moment, count=count, subsample=subsample)
+            packed = projection is not None and projection.is_packed
+            more = {"call": projection, "share": seen.numel() / a.numel()} if packed else {}
+            observation = layer.observe(module, seen, output, self.dtype, **more)
+            moment = observation.a if layer.by_example else self.specs[index][0].pack(observation.a)
+        observation = dataclasses.replace(observation, a=moment, subsample=subsample)
         return LayerCall(index, module, observation)
 
     def output_moment(self, call: LayerCall, g: Tensor, *, scaled: bool) -> Tensor:

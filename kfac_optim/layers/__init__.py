@@ -36,7 +36,7 @@ Where to look::
 """
 
 from . import attention, convolution, linear, lookalikes, norm  # noqa: F401  (each registers its layers)
-from .attention import AttentionInputLayer, AttentionLayer
+from .attention import AttentionInputLayer, AttentionLayer, ProjectionCall
 from .base import Declined, KroneckerLayer, LayerOptions, Observation, RowsLayer, Sharing
 from .linear import LinearLayer, TransposedLinearLayer
 from .moments import gram, second_moment, spread_examples
@@ -54,6 +54,7 @@ __all__ = [
     "LayerOptions",
     "LinearLayer",
     "Observation",
+    "ProjectionCall",
     "RMSNormLayer",
     "RowsLayer",
     "Sharing",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,31 @@ from .base import KroneckerLayer, LayerOptions, Observation, own_parameter
 from .linear import LinearLayer
 from .registry import register_layer
 
-__all__ = ["AttentionInputLayer", "AttentionLayer"]
+__all__ = ["AttentionInputLayer", "AttentionLayer", "ProjectionCall"]
+
+
+class ProjectionCall(NamedTuple):
+    """One use of a projection.
+
+    Attributes:
+        examples: The number of examples in the call.
+        first_pair: Of packed q, k, v projections: the first pair that is applied.
+        end_pair: Likewise the one after the last; 0 where the projection is not packed.
+        query_rows: Likewise the number of the queries' rows.
+    """
+
+    examples: int
+    first_pair: int = 0
+    end_pair: int = 0
+    query_rows: int = 0
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is a use of packed projections."""
+        return self.end_pair > 0
+
+
+_ALL_AT_ONCE = ProjectionCall(examples=1, end_pair=3)
 
 
 class AttentionLayer(LinearLayer):
@@ -78,12 +102,23 @@ class AttentionInputLayer(AttentionLayer):
         return 3, rows // 3, d_in + (self.bias is not None)
 
     def observe(
-        self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype, *, pairs: slice = slice(0, 3)
+        self,
+        module: nn.Module,
+        a: Tensor,
+        output: Tensor,
+        dtype: torch.dtype,
+        *,
+        call: ProjectionCall = _ALL_AT_ONCE,
+        share: float = 1.0,
     ) -> Observation:
-        """As for any layer; ``pairs`` are the pairs that this call uses."""
-        seen = super().observe(module, a, output, dtype)
-        count = self._among_zeros(pairs, seen.count, 0) if self.by_example else seen.count
-        return Observation(self._among_zeros(pairs, seen.a, *self._place_of_pairs(0)), count, pairs=pairs)
+        """As for any layer; ``call``: which pairs it uses, ``share``: of its examples that are in ``a``."""
+        seen, pairs = super().observe(module, a, output, dtype), slice(call.first_pair, call.end_pair)
+        moment, count = seen.a, seen.count
+        if self.by_example:
+            count = self._among_zeros(pairs, count, 0)
+        elif call.first_pair > 0:  # keys and values count as many rows as the queries, which have been counted
+            moment, count = moment * (call.query_rows / count * share), 0.0
+        return Observation(self._among_zeros(pairs, moment, *self._place_of_pairs(0)), count, pairs=pairs)
 
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
         return super().output_rows(module, g, context).squeeze(2).unflatten(-1, (-1, self.d_out))
