@@ -40,7 +40,7 @@ class Averaging:
 
     Args:
         dtype: Storage of the factors; sums are kept in float32 at least.
-        stages: Where the time is noted.
+        stopwatch: Where the time is noted.
         summed: Whether the loss is a sum; see :func:`terms_of_rank`.
         sampled: Whether the gradients are those of sampled targets; see :func:`terms_of_rank`.
 
@@ -50,8 +50,8 @@ class Averaging:
             for too long; the same on all ranks.
     """
 
-    def __init__(self, dtype: torch.dtype, stages: StageTimes, *, summed: bool, sampled: bool) -> None:
-        self.dtype, self.stages = torch.promote_types(dtype, torch.float32), stages
+    def __init__(self, dtype: torch.dtype, stopwatch: StageTimes, *, summed: bool, sampled: bool) -> None:
+        self.dtype, self.stopwatch = torch.promote_types(dtype, torch.float32), stopwatch
         self.summed, self.sampled = summed, sampled
         self.skipped_batches = 0
         self.blind = False
@@ -98,7 +98,7 @@ class Averaging:
             seen[list(own), :, 1] = traces(specs, [moment for pair in own.values() for moment in pair]).view(-1, 2)
         seen *= _counted(blocks, comm.rank)[:, :, None]
         skips = sum(statistics.taken) - sum(statistics.finite)
-        with communicating("factor", self.stages, comm.world_size):
+        with communicating("factor", self.stopwatch, comm.world_size):
             seen, of_step = comm.sum([seen, torch.tensor([skips, unseen], dtype=torch.float64)], "counts")
         self.skipped_batches += int(of_step[0])
         self.blind = bool(of_step[1])
@@ -140,7 +140,7 @@ class Averaging:
             comm: The ranks.
         """
         local, self._local = self._local, {}
-        with communicating("factor", self.stages, comm.world_size):
+        with communicating("factor", self.stopwatch, comm.world_size):
             updates: list[_Update] = []
             for block in blocks:
                 if block not in local:

@@ -46,14 +46,14 @@ class BuiltEngine(ViewedEngine):
         self._is_noop = False  # the step in progress changes nothing; see update()
         self._closed = False
         self._owner: weakref.ref[Any] | None = None
-        self._stages = StageTimes()
+        self._stopwatch = StageTimes()
         self._averaging = Averaging(
             self.factor_dtype,
-            self._stages,
+            self._stopwatch,
             summed=self.loss_average is None,
             sampled=self._sampled_fisher is not None,
         )
-        self._refresher = Refresher(self.solver, self.inv_dtype, self._stages)
+        self._refresher = Refresher(self.solver, self.inv_dtype, self._stopwatch)
         self._steering = Steering()
         self._find_layers()
         self.trained.warn_if_uncovered(self.skip_layers)
@@ -86,7 +86,7 @@ class BuiltEngine(ViewedEngine):
 
     def _restore(self) -> None:
         """Builds what a copy or a pickle leaves behind, and puts the hooks on."""
-        self._preconditioner = Preconditioner(self.solver, self.inv_dtype, self._stages)
+        self._preconditioner = Preconditioner(self.solver, self.inv_dtype, self._stopwatch)
         self._capture = Capture(
             self.layers,
             self.trained.roots,
@@ -94,7 +94,7 @@ class BuiltEngine(ViewedEngine):
             fisher=self._sampled_fisher,
             specs=[block.specs for block in self.trained.blocks],
             dtype=torch.promote_types(self.factor_dtype, torch.float32),
-            stage=self._stages.stage,
+            stage=self._stopwatch.stage,
             rank=self.comm.rank,
             on_thrown_away=self._steering.opposition.note_captured_lost,
             left_out=self.ranks.left_out(self.trained.blocks),

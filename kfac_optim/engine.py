@@ -282,7 +282,7 @@ class CurvatureEngine(BuiltEngine):
         elif trains:
             self._unseen_steps = 0
         self.last_statistics = self.step_count
-        with self._stages.stage("factor update"):
+        with self._stopwatch.stage("factor update"):
             decay, unseen = self.at("factor_decay", self.step_count), self._unseen_steps >= UNSEEN_STEPS
             self._averaging.fold(blocks, settled, decay, self.slack, self.comm, unseen=unseen)
             for index, block in enumerate(blocks):

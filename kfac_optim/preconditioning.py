@@ -41,11 +41,11 @@ class Preconditioner:
     Args:
         solver: Made the decompositions, and applies them.
         inv_dtype: Storage of the decompositions; vectors are preconditioned in float32 at least.
-        stages: Where the time is noted.
+        stopwatch: Where the time is noted.
     """
 
-    def __init__(self, solver: Solver, inv_dtype: torch.dtype, stages: StageTimes) -> None:
-        self.solver, self.dtype, self.stages = solver, torch.promote_types(inv_dtype, torch.float32), stages
+    def __init__(self, solver: Solver, inv_dtype: torch.dtype, stopwatch: StageTimes) -> None:
+        self.solver, self.dtype, self.stopwatch = solver, torch.promote_types(inv_dtype, torch.float32), stopwatch
         self._stacks: list[Stack] = []
         self._spectral = solver if isinstance(solver, Spectral) else None  # the check takes long for a step
         self._storage: FlatStorage | None = None
@@ -82,20 +82,20 @@ class Preconditioner:
         known = [block for block in blocks if block.has_direction]
         value = value_of(damping, step)
         exchanged = exchanged_blocks(known, scaling, comm)
-        with communicating("gradient", self.stages, comm.world_size) if exchanged else nullcontext():
+        with communicating("gradient", self.stopwatch, comm.world_size) if exchanged else nullcontext():
             vectors, updates, exchange = gathered_vectors(known, exchanged, vectors, updates, comm)
         stacks = [part for stack in self._current(known, damping) for part in with_vectors(stack, vectors, damping)]
         self._select(stacks, value)
         # Directions of any length may do without the division by gamma, if they do not travel.
         any_length = traits_of(scaling).of_any_length and not any(block.route for block in blocks)
         device = stacks[0].damping_unit.device.type if stacks else "cpu"
-        with self.stages.stage("preconditioning"), without_autocast(device):
+        with self.stopwatch.stage("preconditioning"), without_autocast(device):
             contrast = 1 + 1 / value if isinstance(damping, OfLargest) else None
             found = self._precondition(stacks, vectors, updates, lr, value, contrast, any_length=any_length)
         if any(block.route for block in blocks if block not in exchanged):
-            with communicating("gradient", self.stages, comm.world_size):
+            with communicating("gradient", self.stopwatch, comm.world_size):
                 self._send_directions([block for block in known if block not in exchanged], stacks, found, comm)
-        with self.stages.stage("scaling"):
+        with self.stopwatch.stage("scaling"):
             for stack, d in zip(stacks, found, strict=True):
                 _note_cosines(stack, d)
             if scaling is not None:

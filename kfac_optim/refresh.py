@@ -38,7 +38,7 @@ class Refresher:
     Args:
         solver: What decomposes.
         inv_dtype: Storage of the decompositions.
-        stages: Where the time is noted.
+        stopwatch: Where the time is noted.
 
     Attributes:
         last_refresh: Step at which the latest refresh began; None: none has.
@@ -49,8 +49,8 @@ class Refresher:
         pace: Says when one is due.
     """
 
-    def __init__(self, solver: Solver, inv_dtype: torch.dtype, stages: StageTimes) -> None:
-        self.solver, self.inv_dtype, self.stages = solver, inv_dtype, stages
+    def __init__(self, solver: Solver, inv_dtype: torch.dtype, stopwatch: StageTimes) -> None:
+        self.solver, self.inv_dtype, self.stopwatch = solver, inv_dtype, stopwatch
         self.last_refresh: int | None = None
         self.frozen_at: int | None = None
         self.refreshes = self.failed_decompositions = 0
@@ -130,7 +130,7 @@ class Refresher:
     # Work -----------------------------------------------------------------------------------------------------------
 
     def _work_off(self, refresh: RefreshInProgress, step: int, comm: Communicator) -> None:
-        with self.stages.stage("decomposition"):
+        with self.stopwatch.stage("decomposition"):
             self._decompose_due(refresh, step)
         if refresh.ends(step):
             self._finish(refresh, comm)
@@ -161,10 +161,10 @@ class Refresher:
     def _decompose_in_background(self, factor: Tensor, shift: Tensor) -> Callable[[], MaybeDecomposition]:
         """Starts a decomposition on the worker; returns what waits for its result."""
         # Nothing here may hold the refresher: the worker's thread would keep it, and all that it refers to, alive.
-        stages, solver, inv_dtype = self.stages, self.solver, self.inv_dtype
+        stopwatch, solver, inv_dtype = self.stopwatch, self.solver, self.inv_dtype
 
         def work() -> MaybeDecomposition:
-            with stages.stage("decomposition in the background"):
+            with stopwatch.stage("decomposition in the background"):
                 ((result,),) = _decompose(solver, inv_dtype, [Batch(lambda: (factor, shift), [len(factor)])])
                 return result
 
@@ -196,7 +196,7 @@ class Refresher:
             The blocks of which a decomposition failed, and the others with their new decompositions (None on ranks that
             do not precondition the layer).
         """
-        with communicating("decomposition", self.stages, comm.world_size):
+        with communicating("decomposition", self.stopwatch, comm.world_size):
             done = [[float(refresh.found(block, i) is not None) for i in range(2)] for block in refresh.blocks]
             (flags,) = comm.sum([torch.tensor(done, dtype=torch.float64).view(-1, 2)], "counts")
             broadcasts, failed, found = [], [], []

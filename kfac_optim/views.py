@@ -21,7 +21,7 @@ __all__ = ["ViewedEngine"]
 class ViewedEngine(StatefulEngine):
     """The read-only part of the engine."""
 
-    _stages: StageTimes
+    _stopwatch: StageTimes
     _steps_taken: int
 
     @property
@@ -154,7 +154,7 @@ class ViewedEngine(StatefulEngine):
 
     def profile(self) -> dict[str, dict[str, float]]:
         """Milliseconds and calls per stage since construction, the stages of the paper's Fig. 7."""
-        return self._stages.table()
+        return self._stopwatch.table()
 
     def workers(self) -> dict[str, Any]:
         """Who works on what, the same on every rank.

@@ -44,6 +44,6 @@ class StageTimes:
         }
 
 
-def communicating(what: str, stages: StageTimes, world_size: int) -> AbstractContextManager[None]:
+def communicating(what: str, stopwatch: StageTimes, world_size: int) -> AbstractContextManager[None]:
     """Times a ``with`` block as the stage "<what> communication"; one process has no such stage."""
-    return stages.stage(f"{what} communication") if world_size > 1 else nullcontext()
+    return stopwatch.stage(f"{what} communication") if world_size > 1 else nullcontext()
