@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from .blocks import Block, specs_of
 from .config import Config
 from .distributed import Communicator, own_shape, refuse_flattened, sharding_problem
-from .layers import LayerOptions, LinearLayer, find_layers, owners_of, unwrap
+from .layers import LayerOptions, LinearLayer, find_layers, owners_of, skip_reason, unwrap
 
 __all__ = ["TrainedModel", "parameters_of"]
 
@@ -114,7 +115,15 @@ class TrainedModel:
         self._note_slots()
 
     def warn_if_uncovered(self, skipped: Sequence[str]) -> None:
-        """Warns at construction if nothing is preconditioned; ``skipped``: the user's ``skip_layers``."""
+        """Warns at construction if nothing is preconditioned, or a pattern of ``skip_layers`` matches nothing.
+
+        ``skipped``: the patterns.
+        """
+        reasons = {reason for _, reason in self.uncovered.values()}
+        names = [name for root in self.roots for name, _ in root.named_modules()]
+        for pattern in skipped:
+            if skip_reason(pattern) not in reasons and not any(re.search(pattern, name) for name in names):
+                warnings.warn(f"skip_layers: {pattern!r} matches the name of no layer", stacklevel=4)
         if self.parameters and not self.roots:
             warnings.warn(
                 "no module was found that owns the optimizer's parameters, so that all of them train by the base rule; "
@@ -122,10 +131,10 @@ class TrainedModel:
                 stacklevel=4,
             )
         elif self.parameters and not self.blocks and not skipped:
-            reasons = dict.fromkeys(reason for _, reason in self.uncovered.values())
+            shown = list(dict.fromkeys(reason for _, reason in self.uncovered.values()))[:3]
             warnings.warn(
                 "K-FAC preconditions none of the optimizer's parameters, so that all of them train by the base rule: "
-                f"{'; '.join([*reasons][:3])}. print(optimizer.curvature) lists them, and register_layer() adds a rule",
+                f"{'; '.join(shown)}. print(optimizer.curvature) lists them, and register_layer() adds a rule",
                 stacklevel=4,
             )
 

@@ -173,6 +173,7 @@ class CurvatureEngine(BuiltEngine):
             damping=self.damping_rule,
             scaling=self.scaling,
             step=self.step_count,
+            keeps_zeros=updates is not None,
         )
 
     def skip_directions(self) -> None:

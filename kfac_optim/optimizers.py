@@ -27,7 +27,7 @@ from .engine import CurvatureEngine
 from .lamb import MultiTensorLamb
 from .schedules import forgetting, growing, inverse_time_decay
 from .solvers import EigenSolver
-from .turning import forget, lessons_of, take_turned_step
+from .turning import forget, forget_undone, lessons_of, take_turned_step, trust_weights
 
 __all__ = ["KFACLAMB", "KFACAdam", "KFACAdamW", "KFACMixin", "KFACSGD"]
 
@@ -170,6 +170,7 @@ class KFACMixin(_Optimizer):
         self._hand_over_states()
         members = members_of(self)
         gradients, lrs = gradients_of(members), [rate_of(group) for group in self.param_groups]
+        forget_undone(self, self.curvature)
         try:
             if engine.update(list(gradients.values()), lrs, lessons_of(self, members)):
                 self._update_weights(members, closure)
@@ -295,6 +296,7 @@ class KFACMixin(_Optimizer):
         Where the strategy shares factors out (``factors="sharded"``), those of this rank alone, as
         ``torch.distributed.checkpoint`` takes them; :meth:`full_state_dict` has all of them.
         """
+        forget_undone(self, self.curvature)
         self._show_counters()
         return with_checksums(super().state_dict())
 
@@ -305,6 +307,7 @@ class KFACMixin(_Optimizer):
         Factors that the strategy shares out are on the CPU in it. Parts of the base class's state that FSDP2 has
         sharded stay sharded: there, use ``torch.distributed.checkpoint``.
         """
+        forget_undone(self, self.curvature)
         self._hand_over_states()
         try:
             whole = self.curvature.whole_states()
@@ -354,6 +357,7 @@ class KFACMixin(_Optimizer):
         for state in self.state.values():
             state.pop(AVERAGES, None)
         self.curvature.load(*checked[0])
+        trust_weights(self)
         self._show_states()
         self._show_counters()
 

@@ -26,7 +26,7 @@ from .precision import without_autocast
 from .scaling import Scaling, traits_of
 from .shard_routing import exchanged_blocks, gathered_vectors
 from .solvers import Decomposition, Joint, Solver, Spectral
-from .stack_algebra import Direction, scaled
+from .stack_algebra import Direction, keep_zeros_, scaled
 from .stacks import Stack, layer_of_pair, stack_key, stacks_of, with_vectors
 from .tiles import Tile, precondition
 
@@ -63,6 +63,7 @@ class Preconditioner:
         damping: Damping,
         scaling: Scaling | None,
         step: int,
+        keeps_zeros: bool = False,
     ) -> Directions:
         """The preconditioned and scaled vectors (a collective).
 
@@ -75,6 +76,8 @@ class Preconditioner:
             damping: What is added to the eigenvalues.
             scaling: How long the directions are; None: as they are.
             step: The step, of which damping and scaling may be functions.
+            keeps_zeros: Whether the directions are zero wherever the vectors are: the base optimizer leaves these
+                weights alone, perhaps because the user masks their gradients.
 
         Returns:
             Directions of the layers that have a decomposition and a vector.
@@ -96,6 +99,8 @@ class Preconditioner:
             with communicating("gradient", self.stopwatch, comm.world_size):
                 self._send_directions([block for block in known if block not in exchanged], stacks, found, comm)
         with self.stopwatch.stage("scaling"):
+            if keeps_zeros:
+                keep_zeros_(found)
             for stack, d in zip(stacks, found, strict=True):
                 _note_cosines(stack, d)
             if scaling is not None:

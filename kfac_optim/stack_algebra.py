@@ -18,6 +18,7 @@ from .flat_storage import FlatStorage, apart, as_one, each, is_launch_bound, tim
 __all__ = [
     "Direction",
     "inners",
+    "keep_zeros_",
     "norms",
     "rates_followed",
     "ratios",
@@ -169,6 +170,16 @@ def scaled(directions: Sequence[Direction], multipliers: Sequence[Tensor]) -> li
         steepest = ratios(known, [by.expand(len(of)) for by, of in zip(multipliers, known, strict=True)])
     parts = zip(directions, matrices, steepest, strict=True)
     return [replace(d, direction=matrix, steepest=of) for d, matrix, of in parts]
+
+
+def keep_zeros_(directions: Sequence[Direction]) -> None:
+    """Makes directions zero, in place, wherever what was preconditioned is zero."""
+    matrices, vectors = [d.direction for d in directions], [d.gradient for d in directions]
+    whole, given = as_one(matrices), as_one(vectors)
+    if whole is not None and given is not None:
+        matrices, vectors = [whole], [given]
+    for matrix, vector in zip(matrices, vectors, strict=True):
+        matrix.masked_fill_(vector == 0, 0.0)
 
 
 def update_norms(directions: Sequence[Direction]) -> list[Tensor]:

@@ -8,6 +8,7 @@ stands in the state of the parameters, so that a resumed run goes on as if it ha
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, groupby
 from operator import itemgetter
@@ -40,7 +41,18 @@ from .reach import stretches
 from .steering import Plan
 from .trust import changes_at, turns
 
-__all__ = ["CHANGE", "DESCENT", "LENGTH", "STRETCH", "TURN", "forget", "lessons_of", "take_turned_step"]
+__all__ = [
+    "CHANGE",
+    "DESCENT",
+    "LENGTH",
+    "STRETCH",
+    "TURN",
+    "forget",
+    "forget_undone",
+    "lessons_of",
+    "take_turned_step",
+    "trust_weights",
+]
 
 # Keys in the state of a parameter, of the step that last computed directions: K-FAC's direction less the base's update,
 # which the next gradients judge; and what the base's update was changed by, which the next step may repeat. In the
@@ -49,6 +61,9 @@ __all__ = ["CHANGE", "DESCENT", "LENGTH", "STRETCH", "TURN", "forget", "lessons_
 TURN, CHANGE, LENGTH = "kfac_turn", "kfac_change", "kfac_length"
 STRETCH, DESCENT = "kfac_stretch", "kfac_descent"
 _OF_STEP = (TURN, CHANGE, LENGTH, STRETCH, DESCENT)
+
+# The parameters that were stretched in the last step, each with the version of its weights as the step left them.
+_LEFT: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[nn.Parameter, int]]] = weakref.WeakKeyDictionary()
 
 # Parameters of one group and type, and what is taken off each, per unit of the learning rate; of several groups.
 Changes = list[tuple[Bucket, list[Tensor]]]
@@ -74,8 +89,7 @@ def take_turned_step(
     covered = [some for bucket in members if (some := [m for m in bucket if m.p in of_layers])]
     plan = engine.plan()
     for state in [optimizer.state[p] for p in plan.too_long if p in optimizer.state]:
-        for key in (STRETCH, DESCENT):
-            state.pop(key, None)
+        _forget_stretch(state)
     repeats = plan.repeats and _can_repeat(engine, plan, covered)
     computes = plan.computes and not repeats
     before = weights_before(covered) if computes else []
@@ -94,10 +108,11 @@ def take_turned_step(
         del before
         directions = engine.directions(base.moments, lr, base.updates)
         _turn_and_stretch(engine, plan, covered, base, directions)
-        return
-    if repeats:
-        _subtract(_repeated_changes(engine, plan, covered))
-    engine.skip_directions()
+    else:
+        if repeats:
+            _subtract(_repeated_changes(engine, plan, covered))
+        engine.skip_directions()
+    _LEFT[optimizer] = [(m.p, m.p._version) for m in chain.from_iterable(covered) if STRETCH in m.state]
 
 
 def _turn_and_stretch(
@@ -130,6 +145,28 @@ def _turn_and_stretch(
     if length is not None:
         first = covered[0][0]
         first.state[LENGTH] = length.to(first.p.dtype)  # as torch's load_state_dict() would round it
+
+
+def forget_undone(optimizer: torch.optim.Optimizer, engine: CurvatureEngine) -> None:
+    """Forgets the stretches of layers whose weights somebody has changed since the step that stretched them.
+
+    A projection (``clamp_``) may have undone them. The next gradients would still point along them, and the stretches
+    grow without end.
+    """
+    changed = {p for p, version in _LEFT.get(optimizer, ()) if p._version != version}
+    for layer in engine.layers if changed else ():
+        for p in layer.parameters if not changed.isdisjoint(layer.parameters) else ():
+            _forget_stretch(optimizer.state.get(p, {}))
+
+
+def trust_weights(optimizer: torch.optim.Optimizer) -> None:
+    """Takes the weights as they are for those that the last step left: a state has been loaded."""
+    _LEFT.pop(optimizer, None)
+
+
+def _forget_stretch(state: dict[str, Any]) -> None:
+    for key in (STRETCH, DESCENT):
+        state.pop(key, None)
 
 
 def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket]) -> Lessons:

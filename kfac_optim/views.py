@@ -175,9 +175,9 @@ class ViewedEngine(StatefulEngine):
         ]
         rows += [Row(name, "base", note=reason) for name, reason in self.trained.uncovered.values()]
         memory = human_bytes(self.memory_estimate()["total"])
-        unseen = [block.layer for block in self.trained.blocks if block.never_seen]
-        base = len(self.trained.uncovered) + sum(len(layer.parameters) for layer in unseen)
-        layers = len(rows) - len(self.trained.uncovered) - len(unseen)
+        idle = [b.layer for b in self.trained.blocks if b.never_seen or not b.layer.weight.requires_grad]
+        base = len(self.trained.uncovered) + sum(p.requires_grad for layer in idle for p in layer.parameters)
+        layers = len(rows) - len(self.trained.uncovered) - len(idle)
         footer = f"{count(layers, 'layer')} preconditioned, {count(base, 'parameter')} by the base rule, {memory}"
         if not self.ranks.alone:
             footer += (

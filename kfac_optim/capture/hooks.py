@@ -38,7 +38,7 @@ from .compiled import CompiledCalls
 from .copies import leave_hooks_behind
 from .fisher import Fisher
 from .loss_terms import LossTerms, main_tensor
-from .microbatch import BackwardPasses, Recorder
+from .microbatch import BackwardPasses, Recorder, positions_of
 from .sampling import SampledBackward
 from .statistics import StepStatistics, TakenStatistics
 
@@ -253,7 +253,7 @@ class Capture:
             layer = self.layers[index]
             if not (isinstance(layer, LinearLayer) and layer.sharing == "expand"):
                 return None
-            a = a.values()
+            a = positions_of(a)
         elif a.layout is not torch.strided:
             a = a.to_dense()
         if output.numel() == 0:  # an expert to which no token was routed: nothing was seen

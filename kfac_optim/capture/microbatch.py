@@ -34,7 +34,7 @@ from .calls import CONCURRENT, ModelCall, in_backward
 from .gradients import GradientWatch, destination
 from .statistics import MicroBatch, StepStatistics, TakenStatistics
 
-__all__ = ["BackwardPasses", "LayerCall", "Recorder"]
+__all__ = ["BackwardPasses", "LayerCall", "Recorder", "positions_of"]
 
 
 @dataclass(eq=False)
@@ -44,6 +44,13 @@ class LayerCall:
     index: int
     module: nn.Module
     observation: Observation
+
+
+def positions_of(nested: Tensor) -> Tensor:
+    """The positions of examples of different lengths, one after the other, ``[positions, d]``."""
+    if nested.layout is torch.jagged:
+        return nested.values()
+    return torch.cat([example.reshape(-1, example.shape[-1]) for example in nested.unbind()])
 
 
 class Recorder:
@@ -115,7 +122,7 @@ class Recorder:
         """
         layer = self.layers[call.index]
         with self.stage("factor computation"), full_precision(g.device.type):
-            g = g.values() if g.is_nested else g
+            g = positions_of(g) if g.is_nested else g
             seen = call.observation.subsample(g.detach())
             scaled, part = scaled and self.scaled, seen.numel() < g.numel()
             seen = seen.to(self.dtype) if scaled or part else layer.multiplicand(seen, self.dtype)

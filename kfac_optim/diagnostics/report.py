@@ -177,7 +177,8 @@ def row_of(block: Block, memory: int, comm: Communicator) -> Row:
     if len(layer.modules) > 1:
         notes.append(f"shared by {len(layer.modules)} modules")
     if not layer.weight.requires_grad:
-        notes.append("frozen")
+        others = any(parameter.requires_grad for parameter in layer.parameters)
+        notes.append("frozen, its bias trains by the base rule" if others else "frozen")
     elif block.never_seen:
         notes.append("never seen, so raw gradient: call the module instead of using its weight")
     elif not block.has_direction:

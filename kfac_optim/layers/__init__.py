@@ -42,7 +42,7 @@ from .linear import LinearLayer, TransposedLinearLayer
 from .moments import gram, second_moment, spread_examples
 from .norm import RMSNormLayer
 from .ownership import owners_of, unwrap
-from .registry import find_layers, register_layer
+from .registry import find_layers, register_layer, skip_reason
 from .shifts import shift_pays
 from .windows import Windows
 
@@ -66,6 +66,7 @@ __all__ = [
     "register_layer",
     "second_moment",
     "shift_pays",
+    "skip_reason",
     "spread_examples",
     "unwrap",
 ]

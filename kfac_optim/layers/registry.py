@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from .base import Declined, KroneckerLayer, LayerOptions
@@ -121,9 +122,9 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
                 if reason and not declined:
                     _decline_layers_of(parameter, layers.values(), reasons, f"shared with {parameter_name}: {reason}")
             for layer in found:
-                pattern = next((p for p in options.skip_layers if re.search(p, layer.name)), None)
-                for parameter in layer.parameters if pattern is not None else ():
-                    reasons[parameter] = (reasons[parameter][0], f"skip_layers matches {pattern!r}")
+                for pattern in [p for p in options.skip_layers if re.search(p, layer.name)][:1]:
+                    for parameter in layer.parameters:
+                        reasons[parameter] = (reasons[parameter][0], skip_reason(pattern))
     _decline_whole_layers(layers.values(), reasons)
     kept = [layer for layer in layers.values() if not reasons[layer.weight][1] and options.trains(layer.weight)]
     covered = {parameter for layer in kept for parameter in layer.parameters}
@@ -157,11 +158,18 @@ def _prefixes(roots: Sequence[nn.Module]) -> list[str]:
     return [f"{c}{number}." for c, number in zip(classes, numbers, strict=True)]
 
 
+def skip_reason(pattern: str) -> str:
+    """Why a layer is left out whose name a pattern of ``skip_layers`` matches."""
+    return f"skip_layers matches {pattern!r}"
+
+
 def _layers_of(name: str, module: nn.Module, options: LayerOptions) -> tuple[Sequence[KroneckerLayer], str]:
     """The layers of one module, and an empty text; or no layers, and the reason."""
     for pattern in options.skip_layers:
         if re.search(pattern, name):
-            return (), f"skip_layers matches {pattern!r}"
+            return (), skip_reason(pattern)
+    if isinstance(module, torch.jit.ScriptModule):
+        return (), "compiled by torch.jit, whose modules call no hooks"
     factory, note = _factory_for(module)
     if factory is None:
         return (), note

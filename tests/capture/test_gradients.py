@@ -443,12 +443,13 @@ def test_sparse_inputs_are_those_of_the_dense_matrix() -> None:
         assert_near(found, expected, rel=1e-6)
 
 
-def test_jagged_inputs_are_those_of_all_positions() -> None:
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_inputs_are_those_of_all_positions(layout: torch.layout) -> None:
     torch.manual_seed(0)
     model, parts = nn.Linear(5, 2), [torch.randn(3, 5), torch.randn(7, 5)]
     other = copy.deepcopy(model)
     engines = [CurvatureEngine(net, loss_average=1) for net in (model, other)]
-    model(torch.nested.nested_tensor(parts, layout=torch.jagged)).values().square().sum().backward()
+    torch.cat(model(torch.nested.nested_tensor(parts, layout=layout)).unbind()).square().sum().backward()
     other(torch.cat(parts)).square().sum().backward()
     for engine in engines:
         engine.precondition_(lr=1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -243,3 +244,28 @@ def test_parameters_beside_a_layer_are_not_called_frozen() -> None:
         ("bias_k", "bias_v"), "neither weight nor bias of a layer"
     )
     assert [layer.name for layer in curvature.layers] == ["in_proj", "out_proj"]
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, torch.randn(2, 4))])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_modules_of_torch_jit_train_by_the_base_rule(make: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(make(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 3))
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = KFACSGD(model.parameters(), lr=0.1)
+    assert [layer.weight for layer in optimizer.curvature.layers] == [model[2].weight]
+    assert "torch.jit" in str(optimizer.curvature)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(5, 4)).square().sum().backward()
+        optimizer.step()
+    assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_a_pattern_of_skip_layers_that_matches_nothing_is_told() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.MultiheadAttention(6, 2))
+    with pytest.warns(UserWarning, match=r"skip_layers: 'hed' matches the name of no layer"):
+        KFACSGD(model, lr=0.1, skip_layers=["hed"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        KFACSGD(model, lr=0.1, skip_layers=["^0$", "in_proj"])

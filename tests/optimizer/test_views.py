@@ -111,6 +111,16 @@ def test_the_table_follows_training() -> None:
     assert not any("raw gradient until" in rows[name] for name in ("2", "3"))
 
 
+def test_a_bias_whose_weight_is_frozen_trains_by_the_base_rule() -> None:
+    model = make_model()
+    model[0].weight.requires_grad_(False)
+    model[3].requires_grad_(False)
+    table = str(KFACSGD(model, lr=0.1).curvature)
+    assert "frozen, its bias trains by the base rule" in rows_of(table)["0"]
+    assert rows_of(table)["3"].endswith("frozen")
+    assert "1 layer preconditioned, 2 parameters by the base rule" in table.splitlines()[-1]
+
+
 def test_memory_of_the_rows_and_of_the_footer() -> None:
     engine = KFACSGD(make_model(), lr=0.1, spread=0).curvature
     units = {"B": 1.0, "KiB": 1024.0, "MiB": 1024.0**2}

@@ -866,3 +866,20 @@ def test_the_number_in_klclip_is_saved_and_loaded_and_does_not_replace_a_functio
         before = other.curvature.scaling
         other.load_state_dict(state)
         assert other.curvature.scaling is before
+
+
+@pytest.mark.parametrize("kfac", CLASSES)
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_state_comes_back_from_the_base_class(kfac: Any, steps: int) -> None:
+    """Which keeps the curvature as it was, but for numbers that it makes of the parameters' type."""
+    model, optimizer = build(kfac)
+    train(model, optimizer, range(K))
+    base = BASES[kfac](model.parameters(), **CLASSES[kfac])
+    base.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, base, range(K, K + steps))
+    twin, other = build(kfac)
+    twin.load_state_dict(model.state_dict())
+    other.load_state_dict(copy.deepcopy(base.state_dict()))
+    for found, expected in zip(other.curvature.factors("0"), optimizer.curvature.factors("0"), strict=True):
+        torch.testing.assert_close(found, expected)
+    train(twin, other, range(K + steps, 2 * K))

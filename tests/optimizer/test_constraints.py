@@ -1,0 +1,169 @@
+"""Weights that a training loop constrains: masked gradients, and projections after the step."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kfac_optim import KFACSGD, Graft, KFACAdam, KFACAdamW, KFACMixin, flat_storage
+
+Case = tuple[Any, Any, dict[str, Any]]
+
+
+class KFACRMSprop(KFACMixin, torch.optim.RMSprop):
+    """A base class that keeps no first moment."""
+
+
+CASES: list[Case] = [
+    (KFACSGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (KFACSGD, torch.optim.SGD, {"lr": 0.2}),
+    (KFACAdamW, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    (KFACRMSprop, torch.optim.RMSprop, {"lr": 0.005}),
+]
+IDS = ["momentum", "plain", "AdamW", "RMSprop"]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randn(32, 6, generator=generator) for _ in range(count)]
+    return [(x, (x[:, :3] * x[:, 3:]).argmax(1)) for x in made]
+
+
+# Masked gradients ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launches_count", [False, True])
+@pytest.mark.parametrize(("kfac", "base", "options"), CASES, ids=IDS)
+def test_weights_whose_gradients_are_masked_move_as_those_of_the_base(
+    kfac: Any, base: Any, options: dict[str, Any], launches_count: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By weight decay alone, or not at all; the others train by K-FAC's directions."""
+    if launches_count:
+        monkeypatch.setattr(flat_storage, "_CHEAP_LAUNCHES", set())
+    model = net()
+    other = copy.deepcopy(model)
+    optimizers = [kfac(model, **options), base(other.parameters(), **options)]
+    torch.manual_seed(2)
+    masks = [torch.rand_like(p) < 0.6 for p in model.parameters()]
+    for x, y in batches(40):
+        for of, optimizer in zip((model, other), optimizers, strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(of(x), y).backward()
+            for p, masked in zip(of.parameters(), masks, strict=True):
+                p.grad.masked_fill_(masked, 0.0)  # type: ignore[union-attr]
+            optimizer.step()
+    differences = []
+    for p, q, masked in zip(model.parameters(), other.parameters(), masks, strict=True):
+        torch.testing.assert_close(p[masked], q[masked], rtol=1e-6, atol=1e-7)  # AdamW's decay is taken apart, rounded
+        differences.append(float((p - q)[~masked].abs().max()))
+    assert max(differences) > 1e-3
+
+
+# Projections ---------------------------------------------------------------------------------------------------------
+
+
+def train_clamped(optimizer: Any, model: nn.Module, steps: int, *, limit: float = math.inf) -> list[float]:
+    losses, generator = [], torch.Generator().manual_seed(3)
+    for _ in range(steps):
+        x = torch.rand(64, 3, generator=generator) * 2 - 1
+        y = (2 * x[:, :1]).sigmoid() + x[:, 1:2] ** 3 + x[:, 2:]
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.dim() > 1:
+                    p.clamp_(min=0, max=limit)
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def monotone(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.abs_() if p.dim() > 1 else None
+    return model
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stretches_that_a_projection_undoes_do_not_grow(seed: int) -> None:
+    """Gradients go on pointing along them; with reach at its most this network diverged."""
+    model, other = monotone(seed), monotone(seed)
+    optimizer = KFACAdam(model, lr=1e-3)
+    losses = train_clamped(optimizer, model, 400)
+    base = train_clamped(torch.optim.Adam(other.parameters(), lr=1e-3), other, 400)
+    assert sum(losses[-20:]) < 1.02 * sum(base[-20:])
+    assert optimizer.curvature.reach <= 0.0101, "it has learned from them"
+
+
+def test_a_weight_that_is_left_alone_goes_on_learning() -> None:
+    """A projection of one layer says nothing about the others."""
+    model, (x, y) = net(), batches(1)[0]
+    optimizer = KFACSGD(model, lr=1e-3, momentum=0.9)
+    for _ in range(30):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        with torch.no_grad():
+            model[2].bias.clamp_(min=-1)  # type: ignore[operator, union-attr]
+    layers = optimizer.curvature.report()["layers"]
+    assert layers["2"]["reach"] == 0.01 and layers["0"]["reach"] > 0.02 < layers["4"]["reach"]
+
+
+@pytest.mark.parametrize("saved_after", [7, 8, 9, 24, 25])
+def test_a_resumed_run_forgets_what_the_other_forgets(saved_after: int) -> None:
+    """Versions of weights mean nothing in another process: what they tell is in the state."""
+    model = monotone()
+    optimizer = KFACAdam(model, lr=1e-2)
+    train_clamped(optimizer, model, saved_after, limit=0.5)
+    other = copy.deepcopy(model)
+    resumed = KFACAdam(other, lr=1e-2)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for of, by in ((model, optimizer), (other, resumed)):
+        train_clamped(by, of, 12, limit=0.5)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_state_that_is_loaded_beside_the_weights_keeps_its_stretches() -> None:
+    """Going back to an earlier point of the run is no projection."""
+    model = net()
+    optimizer = KFACSGD(model, lr=0.05, momentum=0.9)
+    saved: dict[str, Any] = {}
+    ends = []
+    for attempt in range(2):
+        for i, (x, y) in enumerate(batches(24)):
+            if i == 12 and attempt == 0:
+                saved = {"optimizer": copy.deepcopy(optimizer.state_dict()), "model": copy.deepcopy(model.state_dict())}
+            if i < 12 and attempt == 1:
+                continue
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        ends.append([p.detach().clone() for p in model.parameters()])
+        optimizer.load_state_dict(saved["optimizer"])
+        model.load_state_dict(saved["model"])
+    assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))
+
+
+def test_without_a_stretch_nothing_is_kept_of_the_weights() -> None:
+    model = net()
+    optimizer = KFACSGD(model, lr=0.05, momentum=0.9, scaling=Graft(stretch=False))
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert not any("kfac_stretch" in state for state in optimizer.state.values())
