@@ -133,16 +133,21 @@ def _is_part(averages: Iterable[Any]) -> bool:
 
 
 def check_sums(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any], counters: Mapping[str, Any]) -> None:
-    """Raises ValueError unless checked states have the checksums that were saved; without them, definite factors."""
+    """Raises ValueError unless checked states have the checksums that were saved; without them, definite factors.
+
+    Nor do those have them that the base class has loaded, in the type of its parameters.
+    """
+    averages = [tensors[side] for state in states.values() for tensors in state.values() for side in SIDES]
+    rounded = any(average["weight"].dtype != torch.float64 for average in averages)
     for name, value in checksums(states.values()).items():
         saved = counters.get(name)
-        if saved is None or value is None:
+        if saved is None or value is None or rounded:
             check_definite(blocks, states)
         elif saved != value and any(name.endswith(source) for state in states.values() for source in state):
             raise ValueError(
                 f"the state is damaged: the {name.replace('_', ' ')} of its Kronecker factors is {value} instead of "
-                f"{saved}. Load another checkpoint; if the factors were changed on purpose, or the base class has "
-                f"rounded them to the type of its parameters, delete {PREFIX + name!r} from the state's param_groups"
+                f"{saved}. Load another checkpoint; if the factors were changed on purpose, delete {PREFIX + name!r} "
+                "from the state's param_groups"
             )
 
 
@@ -159,11 +164,7 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's 32-bit (or narrower) words, 0-dim, int64.
-
-    Of single numbers as float32 has them: the base class loads a state in the type of its parameters.
-    """
-    tensor = tensor.float() if tensor.dim() == 0 else tensor
+    """The sum of a tensor's 32-bit (or narrower) words, 0-dim, int64."""
     words = {1: torch.uint8, 2: torch.int16}.get(tensor.element_size(), torch.int32)
     bits = tensor.detach().contiguous().view(-1).view(words)
     # In parts, because on the CPU a sum in another dtype copies what it adds up.

@@ -11,6 +11,7 @@ from .blocks import Block
 from .damping import value_of
 from .diagnostics import Row, StageTimes, count, human_bytes, memory_of, report_of, row_of, table, total, workers_of
 from .layers import KroneckerLayer
+from .reach import LEAST
 from .schedules import value_at
 from .state import StatefulEngine
 from .steering import Plan
@@ -193,5 +194,6 @@ class ViewedEngine(StatefulEngine):
         title = f"Curvature after {self.step_count} steps"
         plan = self.plan()
         title += f", trust {plan.trust:.1f}" if plan.learns else ""
-        title += f", reach up to {self.reach:.2g}" if plan.stretches else ""
+        if plan.stretches:
+            title += f", reach up to {self.reach:.2g}" if self.reach > LEAST else ", not stretched"
         return table(rows, title, footer)

@@ -16,18 +16,12 @@ __all__ = ["AttentionInputLayer", "AttentionLayer", "ProjectionCall"]
 
 
 class ProjectionCall(NamedTuple):
-    """One use of a projection.
+    """One use of a projection."""
 
-    Attributes:
-        examples: The number of examples in the call.
-        first_pair: Of packed q, k, v projections: the first pair that is applied.
-        end_pair: Likewise the one after the last; 0 where the projection is not packed.
-        query_rows: Likewise the number of the queries' rows.
-    """
-
-    examples: int
-    first_pair: int = 0
-    end_pair: int = 0
+    examples: int  # in the call
+    # Of packed q, k, v projections also:
+    first_pair: int = 0  # the first pair that is applied
+    end_pair: int = 0  # the one after the last
     query_rows: int = 0
 
     @property

@@ -39,6 +39,8 @@ def change(optimizer: KFACSGD, what: str) -> None:
     if what == "damping":
         engine.damping = 0.4
     elif what == "function":
+        engine.damping = exponential_decay(0.2, 0.5, 7).__call__  # no schedule that is known
+    elif what == "schedule":
         engine.damping = exponential_decay(0.2, 0.5, 7)
     elif what == "kind":
         engine.damping = OfMean(0.1)
@@ -80,6 +82,7 @@ def test_damping_as_a_function_shows_its_value_at_the_step() -> None:
     ("what", "text"),
     [
         ("kind", "damping is 0.1 on rank 0, ('OfMean', 0.1) on rank 1"),
+        ("schedule", "damping is 0.1 on rank 0, ('exponential_decay', 0.2, 0.5, 7, 0.0) on rank 1"),
         ("scaling", "scaling is ('Graft', None, True) on rank 0, ('KLClip', 0.5) on rank 1"),
         ("decay", "factor_decay is 0.95 on rank 0, 0.5 on rank 1"),
         ("slack", "factor_decay is 0.95 on rank 0, ('forgetting', 0.95, 3.0) on rank 1"),
