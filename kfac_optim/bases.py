@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -135,11 +135,11 @@ class BaseStep:
         moments: The first moments of the raw gradients, in the direction of descent; the gradients themselves where
             none is kept.
         updates: What the base class took off the weights because of the gradients, per unit of the learning rate; the
-            very tensors of ``moments`` where that is the moment itself.
+            very tensors of ``moments`` where that is the moment itself, and that very dict where it is of all of them.
     """
 
-    moments: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    updates: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    moments: dict[nn.Parameter, Tensor]
+    updates: dict[nn.Parameter, Tensor]
 
 
 def base_step(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], before: Sequence[Tensors]) -> BaseStep:
@@ -150,13 +150,15 @@ def base_step(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], befor
         members: The parameters of interest, with their states after it.
         before: Their weights before it.
     """
-    parts = BaseStep()
+    moments_of: dict[nn.Parameter, Tensor] = {}
+    updates_of: dict[nn.Parameter, Tensor] = {}
+    alike = True
     for bucket, weights in zip(members, before, strict=True):
         moments, updates = _take_apart(optimizer, bucket, weights)
-        params = [m.p for m in bucket]
-        parts.moments.update(zip(params, moments, strict=True))
-        parts.updates.update(zip(params, updates, strict=True))
-    return parts
+        params, alike = [m.p for m in bucket], alike and updates is moments
+        moments_of.update(zip(params, moments, strict=True))
+        updates_of.update(zip(params, updates, strict=True))
+    return BaseStep(moments_of, moments_of if alike else updates_of)
 
 
 def _take_apart(optimizer: torch.optim.Optimizer, bucket: Bucket, before: Tensors) -> tuple[Tensors, Tensors]:
@@ -239,7 +241,7 @@ def keep_first_moments(members: Sequence[Bucket], decay: float) -> None:
                 m.state[MOMENT] = moment
 
 
-def update_length(members: Sequence[Bucket], updates: Sequence[Tensor], together: Tensor | None) -> Tensor | None:
+def update_length(members: Sequence[Bucket], updates: Sequence[Tensor], length: Tensor | None) -> Tensor | None:
     """The norm of all updates together, 0-dim, per unit of the weight that gradients have in the momentum of SGD.
 
     That weight grows from 1 to ``1 / (1 - momentum)``. None for Adam and its kin, whose updates do not grow with the
@@ -248,13 +250,13 @@ def update_length(members: Sequence[Bucket], updates: Sequence[Tensor], together
     Args:
         members: The parameters, with their states after the step.
         updates: Their updates, in this order.
-        together: All updates as one vector; None: there is none.
+        length: The norm of all updates, where it is known.
     """
     if any("exp_avg" in m.state for bucket in members for m in bucket):
         return None
     weights = [m.moment_weight for bucket in members for m in bucket]
-    if together is not None and len(set(weights)) == 1:
-        return torch.linalg.vector_norm(together) / weights[0]
+    if length is not None and len(set(weights)) == 1:
+        return length / weights[0]
     dtype = torch.float64 if any(update.dtype == torch.float64 for update in updates) else torch.float32
     if any_sharded(updates):
         squares = summed_over_shards([update.to(dtype).square().sum() for update in updates])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .distributed import ShardExchange, any_sharded, gathered, is_sharded, sharded_like
 from .flat_storage import as_one
 from .layout import Layout, Part
-from .stack_algebra import Direction
+from .stack_algebra import Direction, length_of_updates
 
 __all__ = ["Directions", "Maker", "StackedDirection", "by_parameter"]
 
@@ -69,10 +69,13 @@ class Directions:
         """The scaled direction of each stack."""
         return [stack.scaled for stack in self.stacks]
 
-    def updates_together(self, updates: Collection[nn.Parameter]) -> Tensor | None:
-        """The base optimizer's updates as one vector, where they lie side by side and are all that there are."""
+    def update_length(self, updates: Collection[nn.Parameter]) -> Tensor | None:
+        """The norm of the base optimizer's updates together, 0-dim; None where other parameters have one, too."""
         covered = {p for stack in self.stacks for p in stack.layout.parameters}
-        return as_one([d.update for d in self.scaled]) if covered.issuperset(updates) else None
+        if not self.stacks or not covered.issuperset(updates):
+            return None
+        whole = as_one([d.update for d in self.scaled])
+        return length_of_updates(self.scaled) if whole is None else torch.linalg.vector_norm(whole)
 
     def laid_out(self, matrices: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
         """What each parameter has in matrices of the stacks' shapes, laid out as the parameter is.

@@ -19,6 +19,7 @@ __all__ = [
     "Direction",
     "inners",
     "keep_zeros_",
+    "length_of_updates",
     "norms",
     "rates_followed",
     "ratios",
@@ -179,7 +180,9 @@ def keep_zeros_(directions: Sequence[Direction]) -> None:
     if whole is not None and given is not None:
         matrices, vectors = [whole], [given]
     for matrix, vector in zip(matrices, vectors, strict=True):
-        matrix.masked_fill_(vector == 0, 0.0)
+        # Counting takes a third of the time, and makes no host wait on a CPU.
+        if is_launch_bound(vector.device) or int(vector.count_nonzero()) < vector.numel():
+            matrix.masked_fill_(vector == 0, 0.0)
 
 
 def update_norms(directions: Sequence[Direction]) -> list[Tensor]:
@@ -188,6 +191,15 @@ def update_norms(directions: Sequence[Direction]) -> list[Tensor]:
     for d, norm in zip(new, norms(new, [d.update for d in new]), strict=True):
         d.known["update norm"] = norm
     return [d.known["update norm"] for d in directions]
+
+
+def length_of_updates(directions: Sequence[Direction]) -> Tensor:
+    """The norm of the base optimizer's updates of all layers, 0-dim."""
+    device = directions[0].update.device
+    alone = [d.layer_of_pair is None for d in directions]
+    of_pairs = [norm for norm, known in zip(update_norms(directions), alone, strict=True) if known]
+    of_norm_layers = [torch.linalg.vector_norm(d.update).view(1) for d in directions if d.layer_of_pair is not None]
+    return torch.linalg.vector_norm(torch.cat([norm.to(device) for norm in (*of_pairs, *of_norm_layers)]))
 
 
 def rates_followed(directions: Sequence[Direction]) -> list[Tensor]:
