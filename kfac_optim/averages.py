@@ -46,15 +46,12 @@ class Averaging:
 
     Attributes:
         skipped_batches: How many micro-batches of all ranks were left out because a moment was not finite.
-        blind: Whether no rank had anything to add in the last step with statistics, and one has said that this goes on
-            for too long; the same on all ranks.
     """
 
     def __init__(self, dtype: torch.dtype, stopwatch: StageTimes, *, summed: bool, sampled: bool) -> None:
         self.dtype, self.stopwatch = torch.promote_types(dtype, torch.float32), stopwatch
         self.summed, self.sampled = summed, sampled
         self.skipped_batches = 0
-        self.blind = False
         self.clear()
 
     def clear(self) -> None:
@@ -75,7 +72,7 @@ class Averaging:
         comm: Communicator,
         *,
         unseen: bool,
-    ) -> None:
+    ) -> bool:
         """Adds what this rank has captured in one step (a collective).
 
         Args:
@@ -85,6 +82,9 @@ class Averaging:
             slack: The ``slack`` of :class:`~kfac_optim.forgetting`; infinite where xi does not depend on the moments.
             comm: The ranks.
             unseen: Whether this rank has trained for too many such steps in a row without seeing any layer.
+
+        Returns:
+            Whether no rank had anything to add and one was without for too long; the same on all ranks.
         """
         own = {i: (sums.a, sums.g) for i, sums in statistics.sums.items() if statistics.rows(i)}
         terms = self._scale_(own, statistics, comm)
@@ -101,14 +101,15 @@ class Averaging:
         with communicating("factor", self.stopwatch, comm.world_size):
             seen, of_step = comm.sum([seen, torch.tensor([skips, unseen], dtype=torch.float64)], "counts")
         self.skipped_batches += int(of_step[0])
-        self.blind = bool(of_step[1])
+        blind = bool(of_step[1])
         for index, (block, (of_a, of_g)) in enumerate(zip(blocks, seen.tolist(), strict=True)):
             rows, _ = of_a
             if rows:  # some rank has used the layer; of others the averages stay as they are
-                self.blind = False
+                blind = False
                 averages = [block.state["current"][side] for side in SIDES]
                 local = self._local.setdefault(block, LocalSums())
                 local.add(own.get(index), averages, (of_a, of_g), decay, slack)
+        return blind
 
     def _terms(self, statistics: StepMoments, layer: int | None, comm: Communicator) -> tuple[float, float]:
         """See :func:`terms_of_rank`; only micro-batches that are finite count.

@@ -21,6 +21,7 @@ from .preconditioning import Preconditioner
 from .ranks import Ranks
 from .refresh import Refresher
 from .scaling import traits_of
+from .sightings import Sightings
 from .steering import Steering
 from .views import ViewedEngine
 
@@ -40,7 +41,6 @@ class BuiltEngine(ViewedEngine):
         self.step_count = 0
         self.skipped_steps = 0
         self.last_statistics: int | None = None
-        self._unseen_steps = 0  # statistics steps in a row with gradients, but no backward pass that was seen
         self._steps_taken = 0  # by this object, not by the run that it resumes
         self._first_step_seen = False
         self._is_noop = False  # the step in progress changes nothing; see update()
@@ -55,6 +55,7 @@ class BuiltEngine(ViewedEngine):
         )
         self._refresher = Refresher(self.solver, self.inv_dtype, self._stopwatch)
         self._steering = Steering()
+        self._sightings = Sightings()
         self._find_layers()
         self.trained.warn_if_uncovered(self.skip_layers)
         self._restore()

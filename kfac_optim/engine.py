@@ -17,6 +17,7 @@ state::
     refresh.py          the refresh in progress, and when the next one is due            (eqs. 8-13, by the solver)
     preconditioning.py  layers of one shape side by side, see stacks.py                  (eqs. 8-13, by the solver)
     scaling.py          nothing                                                          (eq. 16)
+    sightings.py        whether training is seen at all
 
 The class is built up in five files: its options (:mod:`~kfac_optim.config`), what is saved of it
 (:mod:`~kfac_optim.state`), what it tells of itself (:mod:`~kfac_optim.views`), how it is put together
@@ -33,7 +34,6 @@ used: what is due depends on the step alone, what is sent on the assignment alon
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -41,7 +41,6 @@ import torch
 from torch import Tensor, nn
 
 from .bases import Scalar
-from .blocks import UNSEEN_STEPS
 from .build import BuiltEngine
 from .capture import TakenStatistics
 from .config import describe, signature
@@ -57,13 +56,6 @@ from .scaling import traits_of
 from .schedules import due
 
 __all__ = ["CurvatureEngine", "memory_estimate"]
-
-_UNSEEN = (
-    "the model has gradients, but none of its layers was seen in a forward and backward pass since the last "
-    "zero_grad(). Build the optimizer before the forward pass whose gradients it is to take, call the model's modules "
-    "rather than their forward methods, and call them outside of torch.func.grad and vmap. If the model is compiled, "
-    "build the optimizer before the first call of a compiled model, or call torch._dynamo.reset()"
-)
 
 
 class CurvatureEngine(BuiltEngine):
@@ -278,55 +270,33 @@ class CurvatureEngine(BuiltEngine):
     def _take_up(self, statistics: TakenStatistics, flags: Iterable[float], *, trains: bool) -> None:
         """Adds the statistics of this step to the running averages (a collective); ``trains``: see :meth:`_refresh`."""
         settled, blocks = statistics.resolve(flags), self.trained.blocks
-        if trains and not any(settled.taken) and statistics.has_gradients():
-            self._unseen_steps += UNSEEN_STEPS if statistics.transformed else 1
-        elif trains:
-            self._unseen_steps = 0
+        unseen = self._sightings.look(statistics, settled, trains=trains)
         self.last_statistics = self.step_count
         with self._stopwatch.stage("factor update"):
-            decay, unseen = self.at("factor_decay", self.step_count), self._unseen_steps >= UNSEEN_STEPS
-            self._averaging.fold(blocks, settled, decay, self.slack, self.comm, unseen=unseen)
-            for index, block in enumerate(blocks):
-                block.note_statistics(seen=index in settled.sums)
+            decay = self.at("factor_decay", self.step_count)
+            blind = self._averaging.fold(blocks, settled, decay, self.slack, self.comm, unseen=unseen)
+            self._sightings.note(blocks, settled, blind=blind)
             if self.ranks.alone or self.ranks.work.shares_factors:
                 self._averaging.pool(blocks, self.comm)
-        self._require_seen()
+        self._sightings.require()
 
     def _refresh(self, trains: bool) -> None:
         """Starts a refresh of the layers that have been seen; ``trains``: whether this step changes weights."""
         self._averaging.pool(self.trained.blocks, self.comm)
-        self._require_seen()
+        self._sightings.require()
         ready = [block for block in self.trained.blocks if block.factors("current").has_data]
         if ready:
             self._refresher.pace.measure(ready, self.at("factor_batch_fraction", self.step_count), self.comm.world_size)
             if not self._refresher.is_due(self.inv_update_steps, self.step_count):
                 return
-            self._warn_of_unseen_layers()
+            self._sightings.warn(self.trained.blocks)
             step = self.step_count
             self._refresher.start(step, ready, self.damping_rule, self.spread_at(step), self.comm)
             return
         seen_nothing = self.last_statistics == self.step_count and not self.skipped_batches
         self.last_statistics = None  # every step collects until there is something
-        if trains and seen_nothing and any(layer.weight.grad is not None for layer in self.layers):
-            raise RuntimeError(_UNSEEN)
-
-    def _require_seen(self) -> None:
-        """Raises if the model was trained in some statistics steps, but no rank saw one of its layers."""
-        if self._averaging.blind:
-            raise RuntimeError(_UNSEEN)
-
-    def _warn_of_unseen_layers(self) -> None:
-        """Some layers have gradients, but their modules are never called; says so once for each."""
-        names = [repr(block.layer.name) for block in self.trained.blocks if block.needs_unseen_warning()]
-        if names:
-            warnings.warn(
-                f"{', '.join(names)}: the weight has gradients, but the layer was never seen in a forward and backward "
-                "pass, so that it trains by the base rule. Call the module itself: a weight that is used on its own, "
-                "as in F.linear(x, layer.weight), is not seen, nor is one inside a function that was compiled before "
-                "the optimizer was built, or in a pipeline whose schedule splits backward passes (zero bubble). If "
-                "that is intended, name the layer in skip_layers",
-                stacklevel=2,
-            )
+        has_gradients = any(layer.weight.grad is not None for layer in self.layers)
+        self._sightings.require(missing=trains and seen_nothing and has_gradients)
 
     def _restart_for_new_layers(self) -> None:
         """Layers were unfrozen or added: the next step collects statistics and refreshes, as the first step did.

@@ -44,7 +44,7 @@ LAYERS = (
     ("capture", "trust", "graft", "brake", "bases", "layout", "tiles", "lessons"),
     ("blocks", "config", "directions", "objective"),
     ("coverage", "diagnostics", "pacing", "sharing", "reach"),
-    ("averages", "jobs", "stacks", "shard_routing", "steering", "ranks"),
+    ("averages", "jobs", "stacks", "shard_routing", "steering", "ranks", "sightings"),
     ("preconditioning",),
     ("refresh",),
     ("state_checks",),

@@ -1,0 +1,82 @@
+"""Whether training is seen: no layer is to train without curvature in silence.
+
+Layers whose modules are called by other means than their own ``__call__``, or compiled before the hooks were there,
+have gradients but show nothing. If that is so of all of them, the step raises an error; of single ones, the user is
+told once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+from .blocks import UNSEEN_STEPS, Block
+from .capture import StepMoments, TakenStatistics
+
+__all__ = ["Sightings"]
+
+_NONE_SEEN = (
+    "the model has gradients, but none of its layers was seen in a forward and backward pass since the last "
+    "zero_grad(). Build the optimizer before the forward pass whose gradients it is to take, call the model's modules "
+    "rather than their forward methods, and call them outside of torch.func.grad and vmap. If the model is compiled, "
+    "build the optimizer before the first call of a compiled model, or call torch._dynamo.reset()"
+)
+
+
+class Sightings:
+    """What this rank has seen of the model.
+
+    Attributes:
+        blind: Whether no rank has seen a layer in the last step with statistics, and one says that this has gone on for
+            too long; the same on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.blind = False
+        self._steps = 0  # with statistics, in a row, with gradients but no backward pass that was seen
+
+    def look(self, statistics: TakenStatistics, settled: StepMoments, *, trains: bool) -> bool:
+        """Counts a step with statistics.
+
+        Args:
+            statistics: What was captured in it.
+            settled: The same, resolved.
+            trains: Whether the step changes weights.
+
+        Returns:
+            Whether this rank has trained for too many such steps in a row without seeing any layer.
+        """
+        if trains and not any(settled.taken) and statistics.has_gradients():
+            self._steps += UNSEEN_STEPS if statistics.transformed else 1
+        elif trains:
+            self._steps = 0
+        return self._steps >= UNSEEN_STEPS
+
+    def note(self, blocks: Iterable[Block], settled: StepMoments, *, blind: bool) -> None:
+        """Notes for each layer whether it was seen; ``blind``: see the attribute."""
+        self.blind = blind
+        for index, block in enumerate(blocks):
+            block.note_statistics(seen=index in settled.sums)
+
+    def require(self, *, missing: bool = False) -> None:
+        """Raises RuntimeError if training is not seen.
+
+        Args:
+            missing: Whether that is known already, of a refresh that has nothing to decompose.
+        """
+        if self.blind or missing:
+            raise RuntimeError(_NONE_SEEN)
+
+    @staticmethod
+    def warn(blocks: Iterable[Block]) -> None:
+        """Some layers have gradients, but their modules are never called; says so once for each."""
+        names = [repr(block.layer.name) for block in blocks if block.needs_unseen_warning()]
+        if names:
+            warnings.warn(
+                f"{', '.join(names)}: the weight has gradients, but the layer was never seen in a forward and backward "
+                "pass, so that it trains by the base rule. Call the module itself: a weight that is used on its own, "
+                "as in F.linear(x, layer.weight), is not seen, nor is one inside a function that was compiled before "
+                "the optimizer was built, or in a pipeline whose schedule splits backward passes (zero bubble). If "
+                "that is intended, name the layer in skip_layers",
+                stacklevel=2,
+            )
