@@ -26,7 +26,7 @@ from .precision import without_autocast
 from .scaling import Scaling, traits_of
 from .shard_routing import exchanged_blocks, gathered_vectors
 from .solvers import Decomposition, Joint, Solver, Spectral
-from .stack_algebra import Direction, keep_zeros_, scaled
+from .stack_algebra import Direction, keep_zeros_, leaks, scaled
 from .stacks import Stack, layer_of_pair, stack_key, stacks_of, with_vectors
 from .tiles import Tile, precondition
 
@@ -100,7 +100,7 @@ class Preconditioner:
                 self._send_directions([block for block in known if block not in exchanged], stacks, found, comm)
         with self.stopwatch.stage("scaling"):
             if keeps_zeros:
-                keep_zeros_(found)
+                keep_zeros_(_leaking(stacks, found))
             for stack, d in zip(stacks, found, strict=True):
                 _note_cosines(stack, d)
             if scaling is not None:
@@ -321,6 +321,21 @@ def _are_alike(stack: Stack, vectors: Mapping[nn.Parameter, Tensor], updates: Ma
 
 def _are_of(dtype: torch.dtype, decomposed: tuple[Decomposition, Decomposition]) -> bool:
     return all(part.dtype == dtype for side in decomposed for part in side)
+
+
+def _leaking(stacks: Sequence[Stack], directions: Sequence[Direction]) -> Sequence[Direction]:
+    """Those that are not zero by themselves where their vectors are.
+
+    On an accelerator all of them: there it takes fewer launches to do it than to ask. Elsewhere the first step with new
+    decompositions tells: zeros of a vector become fewer, seldom more; most layers have none, or, as embeddings, such that
+    the direction is zero there by itself.
+    """
+    if any(is_launch_bound(d.direction.device) for d in directions):
+        return directions
+    for stack, d in zip(stacks, directions, strict=True):
+        if stack.leaks is None:
+            stack.note_leaks(leaks(d))
+    return [d for stack, d in zip(stacks, directions, strict=True) if stack.leaks]
 
 
 def _note_cosines(stack: Stack, d: Direction) -> None:

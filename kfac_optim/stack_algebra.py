@@ -19,6 +19,7 @@ __all__ = [
     "Direction",
     "inners",
     "keep_zeros_",
+    "leaks",
     "length_of_updates",
     "norms",
     "rates_followed",
@@ -173,6 +174,17 @@ def scaled(directions: Sequence[Direction], multipliers: Sequence[Tensor]) -> li
     return [replace(d, direction=matrix, steepest=of) for d, matrix, of in parts]
 
 
+def leaks(direction: Direction) -> bool | None:
+    """Whether a direction is not zero somewhere where its vector is; None if nothing can be told of a vector of zeros.
+
+    Waits for the device.
+    """
+    zero = direction.gradient == 0
+    if bool(zero.all()):
+        return None
+    return bool((direction.direction[zero] != 0).any())
+
+
 def keep_zeros_(directions: Sequence[Direction]) -> None:
     """Makes directions zero, in place, wherever what was preconditioned is zero."""
     matrices, vectors = [d.direction for d in directions], [d.gradient for d in directions]
@@ -180,9 +192,7 @@ def keep_zeros_(directions: Sequence[Direction]) -> None:
     if whole is not None and given is not None:
         matrices, vectors = [whole], [given]
     for matrix, vector in zip(matrices, vectors, strict=True):
-        # Counting takes a third of the time, and makes no host wait on a CPU.
-        if is_launch_bound(vector.device) or int(vector.count_nonzero()) < vector.numel():
-            matrix.masked_fill_(vector == 0, 0.0)
+        matrix.masked_fill_(vector == 0, 0.0)
 
 
 def update_norms(directions: Sequence[Direction]) -> list[Tensor]:

@@ -40,6 +40,9 @@ class Stack:
         tiles: The parts of the stack's matrices, each with decompositions of one block of A and of one of G.
         relevant: A damping, and the tiles with what matters of their decompositions at it; None: not yet computed.
         layout: Where the parameters lie in the stack's matrices.
+        leaks: Whether directions have to be kept zero where their vectors are
+            (:func:`~kfac_optim.stack_algebra.leaks`), as it was in the first step with these decompositions; None: not
+            yet known.
         singles: Stacks of single blocks, of steps in which others of the stack have no vector.
     """
 
@@ -50,6 +53,7 @@ class Stack:
     tiles: list[Tile] = field(init=False)
     relevant: tuple[float, list[Tile]] | None = None
     layout: Layout = field(init=False)
+    leaks: bool | None = None
     singles: dict[Block, Stack] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -81,6 +85,10 @@ class Stack:
         if block not in self.singles:
             self.singles[block] = stack_of([block], damping)
         return self.singles[block]
+
+    def note_leaks(self, found: bool | None) -> None:
+        """Notes whether directions have to be kept zero."""
+        self.leaks = found
 
     def keep(self, value: float, tiles: list[Tile]) -> None:
         """Notes what matters of the tiles' decompositions at a damping of ``value`` units."""
