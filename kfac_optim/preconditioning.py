@@ -327,8 +327,8 @@ def _leaking(stacks: Sequence[Stack], directions: Sequence[Direction]) -> Sequen
     """Those that are not zero by themselves where their vectors are.
 
     On an accelerator all of them: there it takes fewer launches to do it than to ask. Elsewhere the first step with new
-    decompositions tells: zeros of a vector become fewer, seldom more; most layers have none, or, as embeddings, such that
-    the direction is zero there by itself.
+    decompositions tells: zeros of a vector become fewer, seldom more. Most layers have none, or, as embeddings have
+    them, none where the direction is not zero by itself.
     """
     if any(is_launch_bound(d.direction.device) for d in directions):
         return directions
