@@ -349,8 +349,8 @@ def compared(value: Any, step: int) -> Any:
         value = value(step)
     if value is None or isinstance(value, int | float):
         return value
-    if isinstance(value, tuple | list):
-        return [compared(each, step) for each in value]
+    if isinstance(value, tuple):
+        return tuple(compared(each, step) for each in value)
     parts = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
     return (type(value).__qualname__, *(compared(getattr(value, part.name), step) for part in parts))
 

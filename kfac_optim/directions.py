@@ -70,9 +70,12 @@ class Directions:
         return [stack.scaled for stack in self.stacks]
 
     def update_length(self, updates: Collection[nn.Parameter]) -> Tensor | None:
-        """The norm of the base optimizer's updates together, 0-dim; None where other parameters have one, too."""
+        """The norm of the base optimizer's updates together, 0-dim.
+
+        None where other parameters have one, too, or ranks have different ones: all of them have to add up then.
+        """
         covered = {p for stack in self.stacks for p in stack.layout.parameters}
-        if not self.stacks or not covered.issuperset(updates):
+        if not self.stacks or self.has_shards or not covered.issuperset(updates):
             return None
         whole = as_one([d.update for d in self.scaled])
         return length_of_updates(self.scaled) if whole is None else torch.linalg.vector_norm(whole)

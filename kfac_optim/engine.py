@@ -144,6 +144,8 @@ class CurvatureEngine(BuiltEngine):
         vectors: Mapping[nn.Parameter, Tensor],
         lr: Scalar | Mapping[nn.Parameter, Scalar],
         updates: Mapping[nn.Parameter, Tensor] | None = None,
+        *,
+        keeps_zeros: bool = False,
     ) -> Directions:
         """The second half of a step: the preconditioned and scaled vectors.
 
@@ -152,6 +154,7 @@ class CurvatureEngine(BuiltEngine):
             lr: The current learning rate, for the scaling; by parameter where there are several.
             updates: What the base optimizer itself would do with the vectors, per unit of the learning rate; None: take
                 them as they are.
+            keeps_zeros: Whether directions are zero wherever the vectors are.
 
         Returns:
             Directions of the layers that have a decomposition and a vector.
@@ -165,7 +168,7 @@ class CurvatureEngine(BuiltEngine):
             damping=self.damping_rule,
             scaling=self.scaling,
             step=self.step_count,
-            keeps_zeros=updates is not None,
+            keeps_zeros=keeps_zeros,
         )
 
     def skip_directions(self) -> None:

@@ -106,7 +106,7 @@ def take_turned_step(
     if computes:
         base = base_step(optimizer, covered, before)
         del before
-        directions = engine.directions(base.moments, lr, base.updates)
+        directions = engine.directions(base.moments, lr, base.updates, keeps_zeros=plan.learns)
         _turn_and_stretch(engine, plan, covered, base, directions)
     else:
         if repeats:
