@@ -428,9 +428,9 @@ def test_a_layer_whose_weight_and_bias_have_other_momenta(
     noted: list[tuple[dict[nn.Parameter, Tensor], Directions]] = []
     directions = CurvatureEngine.directions
 
-    def note(engine: CurvatureEngine, vectors: Any, lr: Any, updates: Any) -> Directions:
+    def note(engine: CurvatureEngine, vectors: Any, lr: Any, updates: Any, **more: Any) -> Directions:
         copies = {p: update.clone() for p, update in updates.items()}
-        noted.append((copies, directions(engine, vectors, lr, updates)))
+        noted.append((copies, directions(engine, vectors, lr, updates, **more)))
         return noted[-1][1]
 
     monkeypatch.setattr(CurvatureEngine, "directions", note)
