@@ -23,7 +23,7 @@ the base class's own update.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -241,7 +241,9 @@ def keep_first_moments(members: Sequence[Bucket], decay: float) -> None:
                 m.state[MOMENT] = moment
 
 
-def update_length(members: Sequence[Bucket], updates: Sequence[Tensor], length: Tensor | None) -> Tensor | None:
+def update_length(
+    members: Sequence[Bucket], updates: Sequence[Tensor], known_length: Callable[[], Tensor | None]
+) -> Tensor | None:
     """The norm of all updates together, 0-dim, per unit of the weight that gradients have in the momentum of SGD.
 
     That weight grows from 1 to ``1 / (1 - momentum)``. None for Adam and its kin, whose updates do not grow with the
@@ -250,12 +252,12 @@ def update_length(members: Sequence[Bucket], updates: Sequence[Tensor], length: 
     Args:
         members: The parameters, with their states after the step.
         updates: Their updates, in this order.
-        length: The norm of all updates, where it is known.
+        known_length: Gives the norm of all updates, where that takes less than to compute it here.
     """
     if any("exp_avg" in m.state for bucket in members for m in bucket):
         return None
     weights = [m.moment_weight for bucket in members for m in bucket]
-    if length is not None and len(set(weights)) == 1:
+    if len(set(weights)) == 1 and (length := known_length()) is not None:
         return length / weights[0]
     dtype = torch.float64 if any(update.dtype == torch.float64 for update in updates) else torch.float32
     if any_sharded(updates):

@@ -125,7 +125,7 @@ def _turn_and_stretch(
         _subtract(_changes_of(covered, directions.laid_out(changes_at(directions.scaled, plan.trust))))
         return
     of_stacks, trust = shortened(directions.scaled, plan.graft), plan.trust
-    length = update_length(covered, list(base.updates.values()), directions.update_length(base.updates))
+    length = update_length(covered, list(base.updates.values()), lambda: directions.update_length(base.updates))
     braked = None if length is None else brake(length, plan.usual_length)
     makers: dict[str, Maker] = (
         {CHANGE: lambda out: changes_at(of_stacks, trust, braked, plan.graft, out)} if trust > 0 else {}
@@ -151,9 +151,11 @@ def forget_undone(optimizer: torch.optim.Optimizer, engine: CurvatureEngine) -> 
     """Forgets the stretches of layers whose weights somebody has changed since the step that stretched them.
 
     A projection (``clamp_``) may have undone them. The next gradients would still point along them, and the stretches
-    grow without end.
+    grow without end. Of several ranks none looks: one of them may have put other weights in for the time of an
+    evaluation, and all have to learn the same.
     """
-    changed = {p for p, version in _LEFT.get(optimizer, ()) if p._version != version}
+    left = _LEFT.get(optimizer, ()) if engine.ranks.alone else ()
+    changed = {p for p, version in left if p._version != version}
     for layer in engine.layers if changed else ():
         for p in layer.parameters if not changed.isdisjoint(layer.parameters) else ():
             _forget_stretch(optimizer.state.get(p, {}))

@@ -155,3 +155,25 @@ def test_a_nan_on_all_ranks_is_a_skipped_step_as_ever() -> None:
         assert all(torch.equal(p, q) and bool(p.isfinite().all()) for p, q in zip(first[0], second[0], strict=True))
         assert first[1] == second[1]
         assert (first[1]["skipped_steps"], first[1]["step"]) == (1, STEPS - 1)
+
+
+def train_and_evaluate(rank: int, world_size: int, averages: bool) -> tuple[list[torch.Tensor], list[float]]:
+    """The defaults; one rank puts averaged weights in after each step, as for an evaluation, and its own back."""
+    model = DDP(make_model())
+    optimizer = KFACSGD(model, lr=0.01, momentum=0.9)
+    for step in range(STEPS):
+        train(model, optimizer, [step], rank=rank, world_size=world_size)
+        if averages and rank == 0:
+            with torch.no_grad():
+                for p in model.parameters():
+                    own = p.clone()
+                    p.mul_(0.9)
+                    p.copy_(own)
+    return values(model), [block.reach for block in optimizer.curvature.trained.blocks]
+
+
+def test_ranks_do_not_part_where_one_of_them_evaluates_other_weights() -> None:
+    found, expected = (run_ranks(2, train_and_evaluate, averages) for averages in (True, False))
+    for (weights, reaches), (without, others) in zip(found, expected, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(weights, without, strict=True))
+        assert reaches == others and len(set(reaches)) > 1, "nothing was learned of stretches"
