@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .bases import Bucket, gradients_of
+from .bases import Bucket, gradients_of, rate_of
 from .capture import Fisher, RandomState, Replay, frozen
 from .capture.fisher import FisherProducts, TargetCheck
 from .checks import require_number
@@ -66,7 +66,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
 
     In ``param_groups[0]``, "damping" is the present lambda, which may be set; "learning_rate" and "momentum" are the
     coefficients of the last step, and "reduction_ratio" is how much of the predicted fall of the loss it brought. Where
-    that is negative the step was undone.
+    that is negative the step was undone. "lr" is 1.0, a share of the step that was found: what schedulers change.
 
     Raises:
         TypeError: If an argument is unknown or of the wrong kind, ``model`` is no module, ``fisher`` can only draw
@@ -104,7 +104,8 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             require_number(name, value, allowed, lambda x, most=most: 0 < x <= most)  # type: ignore[misc]
         refuse_unknown(type(self).__name__, options, [name for name in engine_options() if name not in _GIVEN])
         self.rule, self.model_fraction = LevenbergMarquardt(least_damping), model_fraction
-        groups = {"damping": damping or 0.0, "learning_rate": 0.0, "momentum": 0.0, "reduction_ratio": 1.0}
+        groups = {"lr": 1.0, "damping": damping or 0.0}
+        groups |= {"learning_rate": 0.0, "momentum": 0.0, "reduction_ratio": 1.0}
         interval = options.get("inv_update_steps", growing(0.1, minimum=5))
         defaults = {"inv_update_steps": interval, "factor_update_steps": interval, "factor_decay": 0.75}
         options = {**defaults, **options, "fisher": fisher, "damping": self.rule}
@@ -226,7 +227,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             pairs = zip(states, gradients, strict=True)
             last = [state[UPDATE] if UPDATE in state else torch.zeros_like(p) for state, p in pairs]
         model = objective.model(self._directions(gradients), last)
-        c = model.minimum(self.rule.value)
+        c = model.minimum(self.rule.value) * float(rate_of(self.param_groups[0]))
         if interval == 1 and last is not None:
             self._compare_slopes(float(model.slopes[-1]))
         shown = {"learning_rate": float(c[0]), "momentum": 0.0 if last is None else float(c[-1])}

@@ -91,8 +91,24 @@ def test_training_lowers_the_loss_without_any_rate() -> None:
     train(model, optimizer, [learnable()] * 12)
     assert loss_now(model) < before / 2
     group = optimizer.param_groups[0]
-    assert "lr" not in group and group["damping"] > 0 and group["learning_rate"] != 0 and group["momentum"] != 0
+    assert group["lr"] == 1.0 and group["damping"] > 0 and group["learning_rate"] != 0 and group["momentum"] != 0
     assert group["reduction_ratio"] > 0
+
+
+def test_a_scheduler_shortens_the_step_that_was_found() -> None:
+    steps = []
+    for share in (1.0, 0.25, 0.0):
+        model, optimizer = make()
+        train(model, optimizer, range(2), **BATCH)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch, share=share: share)  # type: ignore[misc]
+        before = values(model)
+        train(model, optimizer, [2], **BATCH)
+        scheduler.step()
+        steps.append([after - w for after, w in zip(values(model), before, strict=True)])
+    for whole, quarter, none in zip(*steps, strict=True):
+        assert_near(quarter, whole / 4)
+        assert not none.any()
+    assert any(whole.any() for whole in steps[0])
 
 
 def test_parameters_without_a_layer_are_trained_too() -> None:
