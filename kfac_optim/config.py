@@ -216,7 +216,7 @@ class Config:
         if field is not None and constructed:
             try:
                 self._option_changed()
-            except ValueError:
+            except Exception:
                 super().__setattr__(name, before)
                 raise
 
@@ -224,7 +224,7 @@ class Config:
         self.__dict__["_constructed"] = True
 
     def _option_changed(self) -> None:
-        """Called after an option was set during training; a ValueError takes it back."""
+        """Called after an option was set during training; an error takes it back."""
 
     def at(self, name: str, step: int) -> Any:
         """The value of an option at ``step``; what a function of the step returns is checked like a given value."""

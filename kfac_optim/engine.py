@@ -241,9 +241,11 @@ class CurvatureEngine(BuiltEngine):
 
     def _compare_ranks(self, finite: bool) -> None:
         """Compares the ranks in the steps in which they exchange something (then a collective)."""
+        if self.ranks.alone:
+            return
         step = self.ranks.common_step(self.step_count, skipped=not finite)
         pools = due(self.statistics_interval(step), step, self.last_statistics)
-        if not self.ranks.alone and (pools or self._refresher.communicates(self.inv_update_steps, step)):
+        if pools or self._refresher.communicates(self.inv_update_steps, step):
             self.ranks.check(self._built())
 
     def _skip(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -25,7 +25,7 @@ Part = tuple[nn.Parameter, slice, Tensor]
 _WHOLE = slice(None)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Run:
     """Parameters, or slices of them that layers cover, which lie in the matrices one after the other.
 
@@ -38,6 +38,7 @@ class _Run:
         shape: Their shape in the other dimensions.
         stride: The stride of the run's part of the matrices.
         offset: How many numbers the matrices have before it.
+        length: All lengths together.
     """
 
     parameters: list[nn.Parameter]
@@ -46,27 +47,35 @@ class _Run:
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.length = sum(self.lengths)
 
     def is_followed_by(self, part: Tensor) -> bool:
         """Whether a part of the matrices lies where the next parameter of the run would."""
         alike = part.shape[1:] == self.shape and part.stride() == self.stride
-        return alike and part.storage_offset() == self.offset + sum(self.lengths) * self.stride[0]
+        return alike and part.storage_offset() == self.offset + self.length * self.stride[0]
 
     def append(self, parameter: nn.Parameter, index: slice, length: int) -> None:
         """Adds the next one."""
         self.parameters.append(parameter)
         self.indices.append(index)
         self.lengths.append(length)
+        self.length += length
 
     def of(self, whole: Tensor) -> Tensor:
         """This run's part of contiguous matrices, a view."""
         offset = whole.storage_offset() + self.offset
-        return whole.as_strided((sum(self.lengths), *self.shape), self.stride, offset)
+        return whole.as_strided((self.length, *self.shape), self.stride, offset)
 
     def fill(self, whole: Tensor, vectors: Mapping[nn.Parameter, Tensor]) -> None:
         """Copies the parameters' vectors to the matrices."""
-        given = zip(self.parameters, self.indices, strict=True)
-        torch.cat([vectors[p] if index == _WHOLE else vectors[p][index] for p, index in given], out=self.of(whole))
+        given = [_part(vectors[p], index) for p, index in zip(self.parameters, self.indices, strict=True)]
+        if len(given) == 1:
+            self.of(whole).copy_(given[0])
+        else:
+            torch.cat(given, out=self.of(whole))
 
     def fill_in_part(self, whole: Tensor, vectors: Mapping[nn.Parameter, Tensor]) -> None:
         """As :meth:`fill`; where there is no vector nothing is changed."""
@@ -85,7 +94,7 @@ class _Run:
     @property
     def is_contiguous(self) -> bool:
         """Whether all of it lies in the matrices side by side."""
-        return self.stride == tuple(torch.empty((sum(self.lengths), *self.shape), device="meta").stride())
+        return self.stride == tuple(torch.empty((self.length, *self.shape), device="meta").stride())
 
     def read_several(
         self, wholes: Sequence[Tensor], parameters: Collection[nn.Parameter], copies: bool
@@ -99,6 +108,11 @@ class _Run:
         copied = [part.split(self.lengths) for part in strided.clone(memory_format=torch.contiguous_format)]
         found = [zip(self.parameters, self.indices, parts, strict=True) for parts in copied]
         return [[part for part in of_whole if part[0] in parameters] for of_whole in found]
+
+
+def _part(vector: Tensor, index: slice) -> Tensor:
+    """A slice of a vector; asking first takes less than to slice all of it."""
+    return vector if index == _WHOLE else vector[index]
 
 
 class Layout:
@@ -152,9 +166,7 @@ class Layout:
         copied: list[tuple[Tensor, Tensor]] = []
         for run in self._runs:
             parts = zip(run.parameters, run.indices, run.of(whole).split(run.lengths), strict=True)
-            given = [
-                (part, vectors[p] if index == _WHOLE else vectors[p][index]) for p, index, part in parts if p in vectors
-            ]
+            given = [(part, _part(vectors[p], index)) for p, index, part in parts if p in vectors]
             if all(part.stride() == vector.stride() and part.is_contiguous() for part, vector in given):
                 copied += given
             elif len(given) == len(run.parameters):
@@ -181,7 +193,7 @@ class Layout:
     @cached_property
     def viewable_numel(self) -> int:
         """How many entries of the matrices can be read by views."""
-        return sum(sum(run.lengths) * math.prod(run.shape) for run in self._runs if run.is_contiguous)
+        return sum(run.length * math.prod(run.shape) for run in self._runs if run.is_contiguous)
 
     def read_several(
         self, matrices: Sequence[Tensor], parameters: Collection[nn.Parameter], *, copies: bool

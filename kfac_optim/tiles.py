@@ -96,4 +96,6 @@ def precondition(solver: Solver, gradient: Tensor, tiles: Sequence[Tile], gamma:
 def _as(dtype: torch.dtype, tile: Tile) -> tuple[Decomposition, Decomposition]:
     """The decompositions of a tile in a precision."""
     a, g = tile.decomposed
+    if all(part.dtype == dtype for part in (*a, *g)):
+        return a, g
     return tuple(part.to(dtype) for part in a), tuple(part.to(dtype) for part in g)

@@ -139,7 +139,7 @@ def changes_at(
         return turns(directions, out)
     updates, towards = [d.update for d in directions], [d.direction for d in directions]
     steps = each("lerp", updates, towards, trust, out=out)
-    if trust < 1:
+    if trust < 1 and graft > 0:
         lengths = ratios(update_norms(directions), norms(directions, steps))
         lengths = lengths if graft == 1 else each("pow", lengths, graft)
         times(steps, lengths, directions[0].storage, out=steps)

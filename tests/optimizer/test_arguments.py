@@ -193,6 +193,23 @@ def test_a_misspelt_attribute_is_answered_with_what_was_meant(typo: str, meant: 
         assert not hasattr(engine, typo)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("factor_batch_fraction", lambda step: 2.0, ValueError),
+        ("factor_batch_fraction", lambda step: "a half", TypeError),
+        ("factor_update_steps", lambda step: 2.5, TypeError),
+        ("factor_update_steps", lambda step: step[0], TypeError),
+    ],
+)
+def test_a_function_that_fails_when_it_is_set_does_not_stay(name: str, value: Any, error: Any) -> None:
+    engine = KFACSGD(nn.Linear(3, 2), lr=0.1).curvature
+    before = getattr(engine, name)
+    with pytest.raises(error):
+        setattr(engine, name, value)
+    assert getattr(engine, name) is before
+
+
 def test_an_attribute_like_no_other_is_refused_without_a_guess() -> None:
     message = refusal(AttributeError, lambda: setattr(CurvatureEngine(make_model()), "xyzzy", 1))
     assert "'xyzzy'" in message and "mean" not in message
