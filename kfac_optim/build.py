@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,23 +11,24 @@ from torch import nn
 
 from .averages import Averaging
 from .capture import Capture, Fisher, LossTerms
-from .config import compared, compared_options, options, refuse_unknown
+from .config import Config, compared, compared_options, options, refuse_unknown
 from .coverage import TrainedModel
 from .cuda_graphs import refuse_cuda_graphs
 from .diagnostics import StageTimes
 from .distributed import Communicator
+from .layers import KroneckerLayer
 from .preconditioning import Preconditioner
 from .ranks import Ranks
 from .refresh import Refresher
 from .scaling import traits_of
+from .schedules import due
 from .sightings import Sightings
 from .steering import Steering
-from .views import ViewedEngine
 
 __all__ = ["BuiltEngine"]
 
 
-class BuiltEngine(ViewedEngine):
+class BuiltEngine(Config):
     """The part of the engine that builds the stages, and builds them anew when the model or the ranks change."""
 
     def __init__(
@@ -60,6 +60,41 @@ class BuiltEngine(ViewedEngine):
         self.trained.warn_if_uncovered(self.skip_layers)
         self._restore()
         self._end_construction()
+
+    @property
+    def layers(self) -> list[KroneckerLayer]:
+        """The layers that are preconditioned."""
+        return [block.layer for block in self.trained.blocks]
+
+    @property
+    def comm(self) -> Communicator:
+        """The communicator of the ranks."""
+        return self.ranks.comm
+
+    @property
+    def skipped_batches(self) -> int:
+        """Micro-batches of all ranks that were left out because their statistics were not finite."""
+        return self._averaging.skipped_batches
+
+    @property
+    def last_refresh(self) -> int | None:
+        """The step at which a refresh began last, or None before the first."""
+        return self._refresher.last_refresh
+
+    @property
+    def frozen_at(self) -> int | None:
+        """The step whose factors are in use, or None where none are."""
+        return self._refresher.frozen_at
+
+    @property
+    def refreshes(self) -> int:
+        """How many refreshes have begun."""
+        return self._refresher.refreshes
+
+    @property
+    def failed_decompositions(self) -> int:
+        """How many layers had to keep their last decompositions, over all refreshes."""
+        return self._refresher.failed_decompositions
 
     def refresh_interval(self, step: int) -> int:
         """Steps between refreshes at ``step``; as many as their work asks for, where the schedule says so."""
@@ -208,6 +243,17 @@ class BuiltEngine(ViewedEngine):
             break
         self.ranks.prepare(self.trained.blocks, self.factor_dtype, self._built)
 
+    def stage_counters(self) -> dict[str, float]:
+        """The counters of the engine and of its stages; -1: never."""
+        return {
+            "step": self.step_count,
+            "last_statistics": -1 if self.last_statistics is None else self.last_statistics,
+            "skipped_steps": self.skipped_steps,
+            "skipped_batches": self._averaging.skipped_batches,
+            **self._refresher.counters(),
+            **self._steering.counters(captured=bool(self._capture.statistics.sums), alone=self.ranks.alone),
+        }
+
     def _built(self) -> dict[str, Any]:
         """What has to be the same on all ranks, by name."""
         return {
@@ -222,6 +268,16 @@ class BuiltEngine(ViewedEngine):
             "comm_dtype": self.comm.comm_dtype,
         }
 
-    @abstractmethod
     def _plan_statistics(self) -> None:
-        """Decides what the coming step captures."""
+        """Decides whether the coming step collects statistics; its forward has not run yet."""
+        step = self.step_count
+        self._capture.plan(
+            step=step,
+            enabled=not self._closed and due(self.statistics_interval(step), step, self.last_statistics),
+            fraction=self.at("factor_batch_fraction", step),
+            grad_scaler=self.grad_scaler,
+        )
+
+    def _option_changed(self) -> None:
+        self._check_scaling()
+        self._plan_statistics()

@@ -19,9 +19,9 @@ state::
     scaling.py          nothing                                                          (eq. 16)
     sightings.py        whether training is seen at all
 
-The class is built up in five files: its options (:mod:`~kfac_optim.config`), what is saved of it
-(:mod:`~kfac_optim.state`), what it tells of itself (:mod:`~kfac_optim.views`), how it is put together
-(:mod:`~kfac_optim.build`), and the conduct of a step, here. It returns directions and leaves ``.grad`` alone; whoever
+The class is built up in five files, each on the one before: its options (:mod:`~kfac_optim.config`), how it is put
+together (:mod:`~kfac_optim.build`), what is saved of it (:mod:`~kfac_optim.state`), what it tells of itself
+(:mod:`~kfac_optim.views`), and the conduct of a step, here. It returns directions and leaves ``.grad`` alone; whoever
 owns the gradients (an optimizer of this package, or the caller of :meth:`~kfac_optim.CurvatureEngine.precondition_`)
 applies them.
 
@@ -41,7 +41,6 @@ import torch
 from torch import Tensor, nn
 
 from .bases import Scalar
-from .build import BuiltEngine
 from .capture import TakenStatistics
 from .config import describe, signature
 from .directions import Directions, by_parameter
@@ -54,11 +53,12 @@ from .distributed import (
 from .lessons import Lessons, read_all
 from .scaling import traits_of
 from .schedules import due
+from .views import ViewedEngine
 
 __all__ = ["CurvatureEngine", "memory_estimate"]
 
 
-class CurvatureEngine(BuiltEngine):
+class CurvatureEngine(ViewedEngine):
     __doc__ = f"""Everything about curvature for one model; ``optimizer.curvature`` of the optimizers of this package.
 
     Args:
@@ -76,7 +76,7 @@ class CurvatureEngine(BuiltEngine):
         UserWarning: If no module owns any of the parameters: all of them then train by the base rule.
     """
 
-    __signature__ = signature(BuiltEngine.__init__)
+    __signature__ = signature(ViewedEngine.__init__)
 
     def update(
         self,
@@ -225,18 +225,6 @@ class CurvatureEngine(BuiltEngine):
         """Looks, before ``zero_grad()``, whether that throws away what was added to the gradients of the last step."""
         self._steering.opposition.look_back()
 
-    @torch.no_grad()
-    def synchronize(self) -> None:
-        """Pools what the ranks saw since the last refresh, so that the state holds it (a collective: call it on all).
-
-        Without it, a state saved between two refreshes lacks at most that one interval of statistics. One process has
-        nothing to pool.
-        """
-        self._prepare_ranks()
-        if not self.ranks.alone:
-            self.ranks.check(self._built())
-        self._averaging.pool(self.trained.blocks, self.comm)
-
     # Parts of a step ------------------------------------------------------------------------------------------------
 
     def _compare_ranks(self, finite: bool) -> None:
@@ -252,24 +240,6 @@ class CurvatureEngine(BuiltEngine):
         """Ends a step that is not taken, and still sends what other ranks may be waiting for."""
         self._restart_for_new_layers()
         self._preconditioner.send_zeros(self.trained.blocks, self.scaling, self.comm)
-        self._plan_statistics()
-
-    def _plan_statistics(self) -> None:
-        """Decides whether the coming step collects statistics; its forward has not run yet."""
-        step = self.step_count
-        self._capture.plan(
-            step=step,
-            enabled=not self._closed and due(self.statistics_interval(step), step, self.last_statistics),
-            fraction=self.at("factor_batch_fraction", step),
-            grad_scaler=self.grad_scaler,
-        )
-
-    def _option_changed(self) -> None:
-        self._check_scaling()
-        self._plan_statistics()
-
-    def _state_loaded(self) -> None:
-        self._capture.forget()
         self._plan_statistics()
 
     def _take_up(self, statistics: TakenStatistics, flags: Iterable[float], *, trains: bool) -> None:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
-from .averages import Averaging
 from .blocks import SIDES
-from .capture import Capture
-from .config import Config, loaded_options, saved_options
-from .coverage import TrainedModel
-from .distributed import Communicator
+from .build import BuiltEngine
+from .config import loaded_options, saved_options
 from .factors import copy_average_
-from .ranks import Ranks
-from .refresh import Refresher
 from .sharing import on_cpu, whole_state
 from .state_checks import check_counters, check_states, check_sums, checksums
-from .steering import Steering
 
 __all__ = ["StatefulEngine", "copy_state"]
 
@@ -30,71 +24,12 @@ Engine = TypeVar("Engine", bound="StatefulEngine")
 _LEFT_BEHIND = ("_capture", "_owner", "grad_scaler", "_preconditioner")
 
 
-class StatefulEngine(Config, ABC):
+class StatefulEngine(BuiltEngine):
     """The part of the engine that saves, loads and copies.
 
     The factors of a layer stand in the state of its weight, the counters in every parameter group of the optimizer:
     the two places that survive torch.distributed.checkpoint. Counters are plain numbers; -1 stands for "never".
     """
-
-    step_count: int
-    last_statistics: int | None
-    skipped_steps: int
-    ranks: Ranks
-    trained: TrainedModel
-    _averaging: Averaging
-    _capture: Capture
-    _refresher: Refresher
-    _steering: Steering
-    _closed: bool
-
-    @abstractmethod
-    def _restore(self) -> None:
-        """Builds what a copy leaves behind, and puts the hooks on."""
-
-    @abstractmethod
-    def _join_ranks(self, comm: Communicator) -> None:
-        """Goes on among other ranks than before."""
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Pools what the ranks saw since they last did (a collective)."""
-
-    @abstractmethod
-    def _state_loaded(self) -> None:
-        """Called when counters and factors have been loaded."""
-
-    @property
-    def comm(self) -> Communicator:
-        """The communicator of the ranks."""
-        return self.ranks.comm
-
-    # The counters of the stages.
-
-    @property
-    def skipped_batches(self) -> int:
-        """Micro-batches of all ranks that were left out because their statistics were not finite."""
-        return self._averaging.skipped_batches
-
-    @property
-    def last_refresh(self) -> int | None:
-        """The step at which a refresh began last, or None before the first."""
-        return self._refresher.last_refresh
-
-    @property
-    def frozen_at(self) -> int | None:
-        """The step whose factors are in use, or None where none are."""
-        return self._refresher.frozen_at
-
-    @property
-    def refreshes(self) -> int:
-        """How many refreshes have begun."""
-        return self._refresher.refreshes
-
-    @property
-    def failed_decompositions(self) -> int:
-        """How many layers had to keep their last decompositions, over all refreshes."""
-        return self._refresher.failed_decompositions
 
     # Loading and saving ---------------------------------------------------------------------------------------------
 
@@ -106,17 +41,6 @@ class StatefulEngine(Config, ABC):
         """Takes factors that somebody moved or replaced (Lightning moves optimizer state between devices)."""
         for block in self.trained.blocks:
             block.adopt(states.get(block.layer.weight, block.state))
-
-    def stage_counters(self) -> dict[str, float]:
-        """The counters of the engine and of its stages; -1: never."""
-        return {
-            "step": self.step_count,
-            "last_statistics": -1 if self.last_statistics is None else self.last_statistics,
-            "skipped_steps": self.skipped_steps,
-            "skipped_batches": self._averaging.skipped_batches,
-            **self._refresher.counters(),
-            **self._steering.counters(captured=bool(self._capture.statistics.sums), alone=self.ranks.alone),
-        }
 
     def counters(self) -> dict[str, float | int]:
         """Plain numbers that belong to the state: counters and the hyperparameters that are numbers."""
@@ -159,7 +83,8 @@ class StatefulEngine(Config, ABC):
             self._refresher.invalidate()
             if self.ranks.alone:  # several ranks do it together, in their next step
                 self._refresher.rebuild(self.step_count, self.trained.blocks, self.comm)
-        self._state_loaded()
+        self._capture.forget()
+        self._plan_statistics()
 
     def state_dict(self) -> dict[str, Any]:
         """State of an engine that stands alone: factors by layer name, and counters.
@@ -177,6 +102,18 @@ class StatefulEngine(Config, ABC):
 
     def _saved(self, layers: dict[str, Any]) -> dict[str, Any]:
         return {"layers": layers, "counters": {**self.counters(), **checksums(layers.values())}}
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Pools what the ranks saw since the last refresh, so that the state holds it (a collective: call it on all).
+
+        Without it, a state saved between two refreshes lacks at most that one interval of statistics. One process has
+        nothing to pool.
+        """
+        self._prepare_ranks()
+        if not self.ranks.alone:
+            self.ranks.check(self._built())
+        self._averaging.pool(self.trained.blocks, self.comm)
 
     def whole_states(self) -> dict[nn.Parameter, dict[str, Any]]:
         """The factors of all ranks by weight, with all that the ranks have seen so far (a collective).

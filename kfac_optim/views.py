@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any
 
 from torch import Tensor
 
 from .blocks import Block
 from .damping import value_of
-from .diagnostics import Row, StageTimes, count, human_bytes, memory_of, report_of, row_of, table, total, workers_of
+from .diagnostics import Row, count, human_bytes, memory_of, report_of, row_of, table, total, workers_of
 from .layers import KroneckerLayer
 from .reach import LEAST
 from .schedules import value_at
@@ -21,19 +20,6 @@ __all__ = ["ViewedEngine"]
 
 class ViewedEngine(StatefulEngine):
     """The read-only part of the engine."""
-
-    _stopwatch: StageTimes
-    _steps_taken: int
-
-    @property
-    def layers(self) -> list[KroneckerLayer]:
-        """The layers that are preconditioned."""
-        return [block.layer for block in self.trained.blocks]
-
-    @property
-    @abstractmethod
-    def owner(self) -> Any:
-        """The optimizer of this package that conducts the engine; None for an engine that stands alone."""
 
     def plan(self) -> Plan:
         """What becomes of the base optimizer's step, the one in progress or else the coming one."""
