@@ -134,8 +134,8 @@ class BaseStep:
     Attributes:
         moments: The first moments of the raw gradients, in the direction of descent; the gradients themselves where
             none is kept.
-        updates: What the base class took off the weights because of the gradients, per unit of the learning rate; the
-            very tensors of ``moments`` where that is the moment itself, and that very dict where it is of all of them.
+        updates: What the base class took off the weights because of the gradients, per unit of the learning rate. Where
+            that is the moment itself it is the same tensor, and the same dict if it is so for all parameters.
     """
 
     moments: dict[nn.Parameter, Tensor]
@@ -181,8 +181,9 @@ def _take_apart(optimizer: torch.optim.Optimizer, bucket: Bucket, before: Tensor
     if is_sgd:
         return moments, moments if group["momentum"] else descent  # exactly; a difference of weights would be rounded
     lr = rate_of(group)
-    updates = list(decayed)  # copies, of which nobody needs the values any more
+    updates = list(decayed)  # our own copies, which are overwritten here
     torch._foreach_sub_(updates, [m.p for m in bucket])
+    # At a rate of 0 nothing has moved, whatever it is divided by.
     torch._foreach_div_(updates, torch.where(lr == 0, 1.0, lr) if isinstance(lr, Tensor) else lr or 1.0)
     return moments, updates
 

@@ -46,7 +46,12 @@ class Brake(Counted):
     seen: int
     last: float
 
-    def learn(self, length: float = 0.0) -> None:
+    @property
+    def updates_grow(self) -> bool:
+        """Whether the base's updates are known to grow with the gradient: of others no length is given."""
+        return self.usual > 0
+
+    def learn(self, length: float) -> None:
         """Notes the length of the base's update in the step before; 0: it was not turned, or is not to be braked."""
         if 0 < length < math.inf:
             braked = brake(length, self.usual)

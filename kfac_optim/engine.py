@@ -124,8 +124,9 @@ class CurvatureEngine(ViewedEngine):
         if not finite:
             self._skip()
             return False
+        # Before the first step losses are often tried out, and their gradients thrown away.
         looked = self._capture.enabled and self.step_count > 0
-        self._steering.learn(self.trained.blocks, lessons, read, captured_lost if looked else None, alone=alone)
+        self._steering.learn(self.trained.blocks, read, captured_lost if looked else None, alone=alone)
         if not self.trained.blocks:  # everything trains by the base rule
             return True
         if self._capture.enabled:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 
@@ -60,25 +60,10 @@ class Lessons:
     rates: Sequence[float] = ()
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        """All that is known, by name."""
-        known = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in known.items() if isinstance(value, Tensor)}
-
-    def read(self, numbers: Iterable[float]) -> tuple[dict[str, float], dict[nn.Parameter, tuple[float, float]]]:
-        """Assigns the numbers read from the device to the quantities they stand for.
-
-        Args:
-            numbers: The entries of all :attr:`tensors`, one after the other.
-
-        Returns:
-            ``turn``, ``average`` and ``length`` as far as they are known, and by parameter ``stretch`` and ``descent``.
-        """
-        values = iter(numbers)
-        found = {name: [next(values) for _ in range(of.numel())] for name, of in self.tensors.items()}
-        slopes = zip(found.pop("stretch", ()), found.pop("descent", ()), self.rates, strict=True)
-        by_parameter = zip(self.stretched, ((after * lr, before * lr) for after, before, lr in slopes), strict=True)
-        return {name: value for name, (value,) in found.items()}, dict(by_parameter)
+    def tensors(self) -> list[Tensor]:
+        """All that is known."""
+        given = (self.turn, self.average, self.length, self.stretch, self.descent)
+        return [tensor for tensor in given if tensor is not None]
 
 
 @dataclass(frozen=True)
@@ -88,31 +73,44 @@ class Read:
     Attributes:
         largest: The largest absolute entry of the gradients; NaN or infinite if one of them is.
         rate: The highest learning rate.
-        lessons: The numbers of the lessons.
+        turn: See :class:`Lessons`; 0 where there is none.
+        average: See :class:`Lessons`; None where there is none.
+        length: See :class:`Lessons`; 0 where there is none.
+        slopes: ``stretch`` and ``descent``, by parameter, times their learning rates.
         flags: The flags of the statistics.
     """
 
     largest: float
     rate: float
-    lessons: list[float]
-    flags: list[float]
+    turn: float
+    average: float | None
+    length: float
+    slopes: Mapping[nn.Parameter, tuple[float, float]]
+    flags: Sequence[float]
 
 
 def read_all(
     gradients: Sequence[Tensor], rates: Sequence[float | Tensor], lessons: Lessons, flags: Sequence[Tensor]
 ) -> Read:
-    """Waits for the device, as nothing else in an ordinary step does."""
+    """Reads all numbers that a step needs in one transfer: the only wait for the device in an ordinary step."""
     largest = largest_entry(gradients)
-    on_device, of_lessons = [rate for rate in rates if isinstance(rate, Tensor)], list(lessons.tensors.values())
-    tensors = [largest, *on_device, *of_lessons, *flags]
+    tensors = [largest, *(rate for rate in rates if isinstance(rate, Tensor)), *lessons.tensors, *flags]
     dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     values = iter(torch.cat([tensor.to(largest.device, dtype).view(-1) for tensor in tensors]).tolist())
-    return Read(
-        next(values),
-        max((abs(next(values) if isinstance(rate, Tensor) else rate) for rate in rates), default=0.0),
-        list(islice(values, sum(tensor.numel() for tensor in of_lessons))),
-        list(values),
+    # In the order in which they were put together.
+    found = next(values)
+    rate = max((abs(next(values) if isinstance(rate, Tensor) else rate) for rate in rates), default=0.0)
+    turn, average, length = (
+        None if of is None else next(values) for of in (lessons.turn, lessons.average, lessons.length)
     )
+    after, before = (
+        []
+        if of is None
+        else [number * lr for number, lr in zip(islice(values, of.numel()), lessons.rates, strict=True)]
+        for of in (lessons.stretch, lessons.descent)
+    )
+    slopes = dict(zip(lessons.stretched, zip(after, before, strict=True), strict=True))
+    return Read(found, rate, turn or 0.0, average, length or 0.0, slopes, list(values))
 
 
 def alignment(compared: Sequence[Compared], copies: Copies | None = None) -> Tensor:

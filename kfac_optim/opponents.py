@@ -104,9 +104,8 @@ class Opposition:
     """Whether the network of one optimizer trains against another one.
 
     Attributes:
-        opposes: Whether captured gradients were thrown away before each of the last two steps that collected
-            statistics. Nobody looks before the very first step, so that it counts as one of them. None until the
-            second.
+        opposes: Whether captured gradients were thrown away before both of the last two steps that collected
+            statistics. The very first step, before which nobody looks, counts as such a step. None until the second.
         suspected: Whether gradients were thrown away before the last of these steps. A step that was skipped, because
             its gradients had overflowed for instance, makes nobody an opponent.
         throws: For each of the last 16 steps, whether gradients were cleared before it that had been added to those of

@@ -89,7 +89,8 @@ class Preconditioner:
             vectors, updates, exchange = gathered_vectors(known, exchanged, vectors, updates, comm)
         stacks = [part for stack in self._current(known, damping) for part in with_vectors(stack, vectors, damping)]
         self._select(stacks, value)
-        # Directions of any length may do without the division by gamma, if they do not travel.
+        # Directions of any length may do without the division by gamma. Not if they travel: the rank that receives them
+        # takes them for eqs. 11-13.
         any_length = traits_of(scaling).of_any_length and not any(block.route for block in blocks)
         device = stacks[0].damping_unit.device.type if stacks else "cpu"
         with self.stopwatch.stage("preconditioning"), without_autocast(device):

@@ -41,7 +41,7 @@ from .stack_algebra import Direction, rates_followed, steepest_of
 
 __all__ = ["LEAST", "Rates", "learn_reaches", "lower_reaches", "stretches"]
 
-LEAST, _MOST = 3e-4, 3.0  # at the least nothing is added to a step that one could tell
+LEAST, _MOST = 3e-4, 3.0  # at the least a stretch is too small to notice
 _GROWTH = 1.1  # of reach per step, or its inverse
 _TURNED, _FALL = 0.3, 30.0  # where the gradient has turned round by more than this share, reach falls by up to that
 _JUMP = 2.0  # a rate that rises by more from one step to the next is not warmed up

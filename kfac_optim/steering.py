@@ -7,7 +7,7 @@ carries out the plan.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import nn
@@ -17,7 +17,7 @@ from .brake import Brake
 from .counters import Counted, Counter
 from .damping import Damping, OfLargest
 from .graft import GraftShare
-from .lessons import Lessons, Read
+from .lessons import Read
 from .opponents import Opposition
 from .reach import LEAST, Rates, learn_reaches, lower_reaches
 from .scaling import Scaling, traits_of
@@ -33,8 +33,7 @@ class Plan:
     Attributes:
         trust: How far it turns from the base optimizer's own update to K-FAC's direction, in [0, 1].
         learns: Whether trust is learned.
-        computes: Whether K-FAC's directions are computed, if the step repeats nothing; else the base optimizer's own
-            step is all.
+        computes: Whether K-FAC's directions are computed, unless the step repeats the last change.
         repeats: Whether the step may be changed as the last one was.
         stretches: Whether it is stretched along flat directions as well (:mod:`~kfac_optim.reach`).
         too_long: The parameters of layers whose last stretch was too long, which no other step is to repeat.
@@ -51,7 +50,7 @@ class Plan:
     computes: bool
     repeats: bool
     stretches: bool
-    too_long: Collection[nn.Parameter]
+    too_long: Collection[nn.Parameter] = field(repr=False)
     moment_decay: float
     usual_length: float
     graft: float
@@ -80,26 +79,21 @@ class Steering:
         self.rates, self.opposition = Rates(), Opposition()
         self._too_long: set[nn.Parameter] = set()
 
-    def learn(
-        self, blocks: Sequence[Block], lessons: Lessons, read: Read, captured_lost: bool | None, *, alone: bool
-    ) -> None:
+    def learn(self, blocks: Sequence[Block], read: Read, captured_lost: bool | None, *, alone: bool) -> None:
         """Takes in what the gradients of a step say of the last one.
 
         Args:
             blocks: The layers' blocks, whose reaches move.
-            lessons: What there is to learn.
-            read: Its numbers, and the learning rate.
+            read: What they say, and the learning rate.
             captured_lost: Whether captured gradients have been thrown away since; None: nobody has looked.
             alone: Whether there is one rank.
         """
-        numbers, slopes = lessons.read(read.lessons)
         self.opposition.learn(captured_lost, alone=alone)
-        self.brake.learn(numbers.pop("length", 0.0))
-        grows = self.brake.usual > 0
-        self.trust.learn(**numbers, grows=grows)
-        has_moment = grows and lessons.average is None
-        self.graft.learn(sum(after for after, _ in slopes.values()) if has_moment else None)
-        self._too_long = learn_reaches(blocks, slopes)
+        self.brake.learn(read.length)
+        self.trust.learn(read.turn, read.average or 0.0, grows=self.brake.updates_grow)
+        has_momentum = self.brake.updates_grow and read.average is None  # else averages are kept for it
+        self.graft.learn(sum(after for after, _ in read.slopes.values()) if has_momentum else None)
+        self._too_long = learn_reaches(blocks, read.slopes)
         lower_reaches(blocks, self.rates.rise(read.rate))
 
     def plan(

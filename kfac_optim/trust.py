@@ -93,7 +93,7 @@ class Trust(Counted):
         most = 4 if self.notches == _NOTCHES else 3
         return (self.notches > 0 or stretches) and step % min(most, 1 + step // _YOUNG) != 0
 
-    def learn(self, turn: float = 0.0, average: float = 0.0, *, grows: bool) -> None:
+    def learn(self, turn: float, average: float, *, grows: bool) -> None:
         """Moves a tenth towards K-FAC's directions if the gradients say so, else one or two towards the base's updates.
 
         Args:

@@ -54,12 +54,12 @@ __all__ = [
     "trust_weights",
 ]
 
-# Keys in the state of a parameter, of the step that last computed directions: K-FAC's direction less the base's update,
-# which the next gradients judge; and what the base's update was changed by, which the next step may repeat. In the
-# state of one of them: the length of the whole update, which the next step takes into the usual one. Likewise the
-# stretch, and the alignment with it of the gradients that it was made of.
-TURN, CHANGE, LENGTH = "kfac_turn", "kfac_change", "kfac_length"
-STRETCH, DESCENT = "kfac_stretch", "kfac_descent"
+# Keys in the state of a parameter, of the step that last computed directions.
+TURN = "kfac_turn"  # K-FAC's direction less the base's update, which the next gradients judge
+CHANGE = "kfac_change"  # what was taken off the weights besides the base's update, for the next step to repeat
+LENGTH = "kfac_length"  # the length of the whole update, in the state of one parameter
+STRETCH = "kfac_stretch"  # the stretch at reach 1, which the next gradients judge and the next step repeats
+DESCENT = "kfac_descent"  # its alignment with the gradients that it was made of
 _OF_STEP = (TURN, CHANGE, LENGTH, STRETCH, DESCENT)
 
 # The parameters that were stretched in the last step, each with the version of its weights as the step left them.
