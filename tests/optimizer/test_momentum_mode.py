@@ -597,7 +597,7 @@ def test_something_is_left_of_updates_that_grow_with_the_gradient() -> None:
     for grows, most in [(True, 0.6), (False, 1.0)]:
         trust = Trust()
         for _ in range(20):
-            trust.learn(1.0, grows=grows)
+            trust.learn(1.0, 0.0, grows=grows)
         assert trust.value == most
 
 
