@@ -245,7 +245,7 @@ class Increment:
     trace: float = 0.0
 
     def add(self, count: float, trace: float, decay: float) -> None:
-        """Adds an update."""
+        """Adds an update with the decay xi (eqs. 14-15)."""
         self.past, self.count, self.trace = decay * self.past, decay * self.count + count, decay * self.trace + trace
 
     def added_to(self, average: Mapping[str, Tensor]) -> tuple[float, float]:
@@ -256,7 +256,7 @@ class Increment:
 
 
 def fold_(updates: Sequence[tuple[dict[str, Tensor], Increment]], moments: Sequence[Tensor | None]) -> None:
-    """Updates running averages in place: ``S <- xi S + moments``, ``w <- xi w + count``.
+    """Updates running averages in place (eqs. 14-15): ``S <- xi S + moments``, ``w <- xi w + count``.
 
     What is stored is S / w and w (:meth:`~kfac_optim.factors.FactorSpec.empty`), which keeps half precision from
     overflowing.

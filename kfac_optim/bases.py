@@ -6,7 +6,7 @@ towards the preconditioned first moment, as far as trust goes, and stretched alo
 
     base class:  w <- w - D - lr u
     at trust 1:  w <- w - D - lr |u| P m / |P m|
-    stretched:   w <- w - reach lr s ((L + gamma) P m - m), in addition,    s = <u, m> / <m, m>
+    stretched:   w <- w - reach lr c ((L + gamma) P m - m), in addition,    c = <u, m> / <m, m>
 
 D is the weight decay, u the rest of the update, m the first moment and P the preconditioner (eqs. 8-13). L is the
 largest eigenvalue of ``A (x) G``. Norms are taken per Kronecker pair (:class:`~kfac_optim.Graft`).

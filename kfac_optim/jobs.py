@@ -13,7 +13,7 @@ from .blocks import Block, Extent, Source
 from .distributed import longest_first
 from .factors import FactorSpec
 from .grouping import grouped_by_key
-from .solvers import BATCH_NUMEL, Batch, Decomposition, Failure, MaybeDecomposition, Solver, Spectral
+from .solvers import BATCH_NUMEL, Batch, Decomposition, EigenSolver, Failure, MaybeDecomposition, Solver
 
 __all__ = ["FactorJob", "RefreshInProgress", "batch_of", "together"]
 
@@ -164,7 +164,7 @@ def batch_of(jobs: Sequence[FactorJob], refresh: RefreshInProgress, solver: Solv
         block, side = jobs[0]
         dtype = torch.promote_types(whole.dtype, torch.promote_types(inv_dtype, torch.float32))
         factors = block.specs[side].unpack(whole).to(dtype)
-        if isinstance(solver, Spectral):
+        if isinstance(solver, EigenSolver):
             return factors, factors.new_zeros(len(factors))
         shifts = [block.specs[side].for_blocks(_shift_of(block, side, refresh, solver)) for block, side in jobs]
         return factors, torch.cat(shifts).to(factors)

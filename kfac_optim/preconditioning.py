@@ -25,7 +25,7 @@ from .layout import fill_all
 from .precision import without_autocast
 from .scaling import Scaling, traits_of
 from .shard_routing import exchanged_blocks, gathered_vectors
-from .solvers import Decomposition, Joint, Solver, Spectral
+from .solvers import Decomposition, EigenSolver, JointEigen, Solver
 from .stack_algebra import Direction, keep_zeros_, leaks, scaled
 from .stacks import Stack, layer_of_pair, stack_key, stacks_of, with_vectors
 from .tiles import Tile, precondition
@@ -47,9 +47,8 @@ class Preconditioner:
     def __init__(self, solver: Solver, inv_dtype: torch.dtype, stopwatch: StageTimes) -> None:
         self.solver, self.dtype, self.stopwatch = solver, torch.promote_types(inv_dtype, torch.float32), stopwatch
         self._stacks: list[Stack] = []
-        self._spectral = solver if isinstance(solver, Spectral) else None  # the check takes long for a step
         self._storage: FlatStorage | None = None
-        self._joint: tuple[list[Any], Joint] | None = None  # the decompositions that it was made of, and what was
+        self._joint: tuple[list[Any], JointEigen] | None = None  # the decompositions that it was made of, and what was
         self._stack_key: Any = None  # versions of the decompositions that the stacks hold, and the kind of damping
 
     def directions(
@@ -116,8 +115,8 @@ class Preconditioner:
         Only when the damping has crossed a quarter octave (rounding down makes a resumed run decide alike), or the
         decompositions are new. What decides is read from the device once for all stacks.
         """
-        solver = self._spectral
-        if solver is None:
+        solver = self.solver
+        if not isinstance(solver, EigenSolver):
             return
         floor = 2 ** (math.floor(4 * math.log2(value)) / 4)
         old = [s for s in stacks if s.decomposed is not None and (s.relevant is None or s.relevant[0] != floor)]
@@ -206,7 +205,7 @@ class Preconditioner:
     def _of_all(
         self,
         stacks: Sequence[Stack],
-        joint: Joint,
+        joint: JointEigen,
         value: float,
         gammas: Sequence[Tensor],
         vectors: Mapping[nn.Parameter, Tensor],
@@ -230,10 +229,10 @@ class Preconditioner:
             fill_all(layouts, updates, filled)
         return list(zip(directions, gradients, filled, strict=True))
 
-    def _joint_of(self, stacks: Sequence[Stack]) -> Joint | None:
+    def _joint_of(self, stacks: Sequence[Stack]) -> JointEigen | None:
         """The decompositions of all stacks together, where launches count; then their matrices lie side by side."""
         tiles = [stack.current_tiles for stack in stacks]
-        if self._spectral is None or not self._can_join(stacks, tiles):
+        if not isinstance(self.solver, EigenSolver) or not self._can_join(stacks, tiles):
             self._storage = self._joint = None
             return None
         shapes = [stack.layout.shape for stack in stacks]
@@ -241,7 +240,7 @@ class Preconditioner:
             self._storage = FlatStorage(shapes, stacks[0].layout.device)
         if self._joint is None or list(map(id, self._joint[0])) != list(map(id, tiles)):
             units = [stack.damping_unit.to(self.dtype) for stack in stacks]
-            self._joint = tiles, self._spectral.joint([of_stack[0].decomposed for of_stack in tiles], units)
+            self._joint = tiles, self.solver.joint([of_stack[0].decomposed for of_stack in tiles], units)
         return self._joint[1]
 
     def _can_join(self, stacks: Sequence[Stack], tiles: Sequence[Sequence[Tile]]) -> bool:

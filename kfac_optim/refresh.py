@@ -27,7 +27,7 @@ from .pacing import Pace
 from .precision import full_precision
 from .schedules import Schedule
 from .sharing import extents, extents_found
-from .solvers import Batch, Decomposition, MaybeDecomposition, Solver, Spectral, Worker, decompose_all
+from .solvers import Batch, Decomposition, EigenSolver, MaybeDecomposition, Solver, Worker, decompose_all
 
 __all__ = ["Refresher"]
 
@@ -85,7 +85,7 @@ class Refresher:
             spread: Over how many steps to work it off; the first refresh is at once all the same.
             comm: The ranks.
         """
-        damped = [] if isinstance(self.solver, Spectral) else blocks
+        damped = [] if isinstance(self.solver, EigenSolver) else blocks
         known = extents(damped, "current", comm)
         value = value_of(damping, step)
         gammas = {block: value * damping.unit(block.factors("current", known.get(block))) for block in damped}
@@ -118,7 +118,7 @@ class Refresher:
             refresh = RefreshInProgress(step, 0, "in_use")
             refresh.plan([block for block in blocks if block.factors("in_use").has_data], comm.rank)
             for stale in (refresh, self.in_progress):
-                if stale is not None and not isinstance(self.solver, Spectral):
+                if stale is not None and not isinstance(self.solver, EigenSolver):
                     stale.add_extents(extents(stale.blocks, stale.source, comm))
             self._work_off(refresh, step, comm)
 
@@ -178,7 +178,7 @@ class Refresher:
             self.frozen_at = refresh.start
         failed, found = self._exchange(refresh, comm)
         known = refresh.extents
-        if isinstance(self.solver, Spectral):
+        if isinstance(self.solver, EigenSolver):
             known = extents_found(refresh.blocks, refresh.source, refresh.found, self.solver, self.inv_dtype, comm)
         for block, own in found:
             if refresh.source != "in_use":

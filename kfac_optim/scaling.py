@@ -96,6 +96,7 @@ class KLClip:
         kappa = _check_kappa(value_at(self.kappa, step), step if callable(self.kappa) else None)
         if not directions:
             return []
+        # The absolute value of a stack's sum is the sum of its layers': <P m, m> >= 0 of each, but for rounding.
         products = [(d.direction * d.gradient * (d.lr * d.lr)).sum().abs() for d in directions]
         total = torch.stack([product.to(products[0]) for product in products]).sum()
         nu = torch.where(total > 0, kappa / total, 1.0).sqrt().clamp(max=1.0)

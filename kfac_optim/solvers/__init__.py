@@ -8,8 +8,8 @@ Two solvers, both for stacks of ``p`` Kronecker pairs, ``V`` of shape ``[p, d_ou
 with ``pi^2 = mean eigenvalue(A) / mean eigenvalue(G)`` (Martens & Grosse 2015, section 6.3), a factored form of
 the same Tikhonov damping. A diagonal factor is decomposed by its diagonal alone.
 
-A solver by eigendecompositions may also tell which part of them matters at the damping at hand, check them, and
-decompose factors of nearly one size as one (``Spectral`` in protocol.py).
+The eigen solver ignores damping when it decomposes, so that eigenvalues are known afterwards. So it can also tell which
+part of a decomposition matters at the damping at hand, check it, and decompose factors of nearly one size as one.
 
 A decomposition is a tuple of tensors, so that any solver's results can be sent between ranks. Matrices in it are stored
 in ``inv_dtype``, vectors and scalars (which carry the magnitude) in float32 at least.
@@ -27,7 +27,8 @@ Where to look::
 from .decompose import BATCH_NUMEL, Batch, decompose_all, decompose_safely
 from .eigen import EigenSolver
 from .inverse import InverseSolver
-from .protocol import Decomposition, Failure, Joint, MaybeDecomposition, Solver, Spectral
+from .joint import JointEigen
+from .protocol import Decomposition, Failure, MaybeDecomposition, Solver
 from .worker import Worker
 
 __all__ = [
@@ -37,10 +38,9 @@ __all__ = [
     "EigenSolver",
     "Failure",
     "InverseSolver",
-    "Joint",
+    "JointEigen",
     "MaybeDecomposition",
     "Solver",
-    "Spectral",
     "Worker",
     "decompose_all",
     "decompose_safely",

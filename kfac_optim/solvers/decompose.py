@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..grouping import grouped_by_key
 from ..precision import full_precision
-from .protocol import Decomposition, Failure, MaybeDecomposition, Solver, Spectral
+from .eigen import EigenSolver
+from .protocol import Decomposition, Failure, MaybeDecomposition, Solver
 
 __all__ = ["BATCH_NUMEL", "Batch", "decompose_all", "decompose_safely"]
 
@@ -86,7 +87,7 @@ def decompose_all(
     """
     batches = list(batches)
     attempts: dict[Batch, _Attempt] = {}
-    for group in _called_together(batches) if isinstance(solver, Spectral) else [[batch] for batch in batches]:
+    for group in _called_together(batches) if isinstance(solver, EigenSolver) else [[batch] for batch in batches]:
         attempts.update(zip(group, _attempt(solver, [batch.make() for batch in group], stored), strict=True))
     passed = iter(_read([check for batch in batches for check in attempts[batch].checks]))
     found: list[list[MaybeDecomposition]] = []
@@ -153,7 +154,7 @@ def _attempt(
             if len(inputs) == 1:
                 found = [solver.decompose(*inputs[0])]
             else:
-                assert isinstance(solver, Spectral)
+                assert isinstance(solver, EigenSolver)
                 found = solver.decompose_padded([factor for factor, _ in inputs])
     except RuntimeError as error:  # LinAlgError, GPU libraries' own errors, and out of memory, which the CPU may solve
         return [_Attempt(Failure(f"{type(error).__name__}: {error}"))] * len(inputs)
@@ -162,7 +163,7 @@ def _attempt(
 
 def _checked(solver: Solver, result: Decomposition, stored: Callable[[Tensor], Tensor]) -> _Attempt:
     checks = [part.isfinite().all() for part in result]
-    if isinstance(solver, Spectral):
+    if isinstance(solver, EigenSolver):
         checks.append(solver.is_valid(result))
     return _Attempt(tuple(map(stored, result)), checks)
 
@@ -181,7 +182,7 @@ def _precision_of(solver: Solver, device_type: str) -> AbstractContextManager[No
     The switch is the whole process's. Beside training, in the background, it would slow the model down, and a compiled
     one would be compiled again.
     """
-    return nullcontext() if isinstance(solver, Spectral) else full_precision(device_type)
+    return nullcontext() if isinstance(solver, EigenSolver) else full_precision(device_type)
 
 
 def _jittered(factor: Tensor) -> Tensor:

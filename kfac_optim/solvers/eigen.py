@@ -27,6 +27,8 @@ _JACOBI_ROWS = range(32, 513)
 class EigenSolver:
     """Eigendecomposition: Tikhonov damping of ``A (x) G`` itself, which may change at every step. The default.
 
+    Damping plays no part in the decompositions.
+
     Args:
         negligible: Truncation threshold, in [0, 1). An eigenvalue of A or G whose products with all eigenvalues of the
             other factor are at most ``negligible * gamma`` counts as zero, and its eigenvector is left out of the
@@ -63,7 +65,10 @@ class EigenSolver:
         return values.clamp_(min=0), vectors
 
     def decompose_padded(self, factors: Sequence[Tensor]) -> list[Decomposition]:
-        """Decomposes factors ``[p, n, n]`` of several n as one, the smaller ones in a corner of larger matrices."""
+        """Decomposes factors ``[p, n, n]`` of several n as one, the smaller ones in a corner of larger matrices.
+
+        By one call of a library, for which the host waits once.
+        """
         sizes = [factor.shape[-1] for factor in factors]
         whole = torch.cat([_in_corner(factor, max(sizes)) for factor in factors])
         parts = (part.split([len(factor) for factor in factors]) for part in self.decompose(whole, whole.new_zeros(())))
@@ -85,13 +90,16 @@ class EigenSolver:
         return (torch.linalg.vector_norm(vectors[0], dim=-1).square() - 1).abs().amax() < _ORTHONORMAL
 
     def count_relevant(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
-        """How many eigenvalues of A and of G are not negligible in some pair, ``[2]``."""
+        """How many eigenvalues of A and of G are not negligible in some pair, ``[2]``; does not wait for the device."""
         return torch.stack([_count_above(*side) for side in self._limits(a, g, gamma)])
 
     def relevant(
         self, a: Decomposition, g: Decomposition, gamma: Tensor, counts: Sequence[int]
     ) -> tuple[Decomposition, Decomposition]:
-        """Eigenvalues, negligible ones set to zero, and the eigenvectors of the others."""
+        """Eigenvalues, negligible ones set to zero, and the eigenvectors of the others, which ``precondition`` gets.
+
+        ``counts``: those of :meth:`count_relevant`. A pair's contribution does not depend on other pairs in the stack.
+        """
         if not self.negligible:
             return a, g
         of_a, of_g = zip(self._limits(a, g, gamma), counts, strict=True)
@@ -103,7 +111,7 @@ class EigenSolver:
         return (a, limit / g[0].amax(-1)), (g, limit / a[0].amax(-1))
 
     def precondition(self, gradient: Tensor, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
-        """Eqs. 11-13.
+        """Eqs. 11-13, of one stack; :mod:`~kfac_optim.solvers.joint` has them for all stacks at once, on GPUs.
 
         Where eigenvectors are missing their eigenvalues are zero, and ``(A (x) G + gamma I)^-1`` is ``I / gamma`` but
         for a correction in the span of the others.
@@ -123,7 +131,12 @@ class EigenSolver:
         return v if whole else v.addcdiv_(gradient, gamma)
 
     def joint(self, decomposed: Sequence[tuple[Decomposition, Decomposition]], units: Sequence[Tensor]) -> JointEigen:
-        """Some stacks together."""
+        """Some stacks together, where launches count.
+
+        Args:
+            decomposed: What :meth:`relevant` has given, for each stack.
+            units: What gamma is a multiple of, ``[p]`` of each stack.
+        """
         return JointEigen(decomposed, units)
 
 
