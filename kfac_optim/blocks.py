@@ -33,6 +33,7 @@ __all__ = [
 SIDES = ("A", "G")
 Source = Literal["current", "pending", "in_use"]
 _FIRST_REACH = 0.01
+CONSTRAINED = 2  # looks in a row that have found a layer changed, from which on it counts as constrained
 # Statistics steps in a row with gradients after which a layer that was never seen is called so; a model of which
 # nothing was seen stops training.
 UNSEEN_STEPS = 3
@@ -137,7 +138,8 @@ class Block:
         route: How its preconditioned gradient comes to this rank, or leaves it: the source and the members of the
             broadcast; None if it does not travel.
         state: What the optimizer's state holds of the layer: the tensors of its :class:`Factors` "current" (the
-            running averages; beside them the reach of its steps, and whether its weight trains), "in_use" (what the
+            running averages; beside them the reach of its steps, whether its weight trains, and how many looks
+            in a row have found it changed), "in_use" (what the
             decompositions in use were made of) and, where refreshes may be spread over steps, "pending" (what a refresh
             in progress decomposes). Empty before the first step.
         kept_by: The workers under whom the factors of the state were shared out; None before there are any.
@@ -182,7 +184,7 @@ class Block:
                     for side, (name, spec) in enumerate(zip(SIDES, self.specs, strict=True))
                 }
                 if source == "current":
-                    tensors.update(reach=_FIRST_REACH, trains=False)
+                    tensors.update(reach=_FIRST_REACH, trains=False, changes=0)
                 else:
                     precision = torch.promote_types(dtype, torch.float32)
                     tensors["gamma"] = torch.zeros(self.specs[0].pairs, dtype=precision, device=device)
@@ -196,7 +198,7 @@ class Block:
     @property
     def reach(self) -> float:
         """The share of the stretch along flat directions that its steps get, learned (:mod:`kfac_optim.reach`)."""
-        return float(self.state["current"]["reach"]) if self.state else _FIRST_REACH
+        return float(self.state["current"]["reach"]) if self.state and not self.is_constrained else _FIRST_REACH
 
     def set_reach(self, value: float) -> None:
         """Notes what has been learned."""
@@ -210,6 +212,16 @@ class Block:
     def note_trains(self) -> None:
         """Notes whether the weight requires gradients now."""
         self.state["current"]["trains"] = self.layer.weight.requires_grad
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the training loop keeps changing its weights between steps (:mod:`kfac_optim.constraints`)."""
+        return bool(self.state) and int(self.state["current"]["changes"]) == CONSTRAINED
+
+    def note_look(self, *, changed: bool) -> None:
+        """Somebody has looked whether its weights were changed since the last step; so many times in a row stay."""
+        if not self.is_constrained:
+            self.state["current"]["changes"] = int(self.state["current"]["changes"]) + 1 if changed else 0
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Replaces the state."""

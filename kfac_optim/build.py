@@ -259,6 +259,7 @@ class BuiltEngine(Config):
         return {
             **self.stage_counters(),
             "reach": [block.reach for block in self.trained.blocks],
+            "constrained": [block.is_constrained for block in self.trained.blocks],
             **compared_options(self, self.step_count),
             "layers": [block.layer.name for block in self.trained.blocks],
             "factors and workers": [(block.specs, block.workers) for block in self.trained.blocks],

@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from .bases import Scalar
 from .capture import TakenStatistics
 from .config import describe, signature
+from .constraints import WeightWatch, is_looked_at
 from .directions import Directions, by_parameter
 from .distributed import (
     AssignmentStrategy,
@@ -53,6 +54,7 @@ from .distributed import (
 from .lessons import Lessons, read_all
 from .scaling import traits_of
 from .schedules import due
+from .steering import note_changes
 from .views import ViewedEngine
 
 __all__ = ["CurvatureEngine", "memory_estimate"]
@@ -186,6 +188,28 @@ class CurvatureEngine(ViewedEngine):
             self.step_count += 1
             self._steps_taken += 1
         self._plan_statistics()
+
+    @property
+    def watch(self) -> WeightWatch:
+        """Tells whether somebody changes weights between steps."""
+        return self._steering.watch
+
+    def watch_weights(self, stretched: Iterable[nn.Parameter]) -> None:
+        """Notes, at the end of a step, the stretched weights, if the next step is to look at them."""
+        self.watch.note(stretched if is_looked_at(self.step_count + 1) else ())
+
+    @torch.no_grad()
+    def note_changed_weights(self) -> set[nn.Parameter]:
+        """Looks before the next step, which else does, for a state that is saved; of several ranks none does.
+
+        Returns:
+            The parameters of layers whose last stretch somebody may have undone.
+        """
+        changed = self.watch.changed() if self.ranks.alone else ()
+        undone = note_changes(self.trained.blocks, self.watch.watched, changed) if self.ranks.alone else set()
+        if changed:
+            self.watch.forget()  # or the next step would count the same change once more
+        return undone
 
     @torch.no_grad()
     def precondition_(self, lr: Scalar | None = None) -> bool:

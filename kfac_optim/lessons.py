@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -49,6 +49,8 @@ class Lessons:
             :mod:`~kfac_optim.reach`.
         stretched: These parameters.
         rates: Their learning rates, where these are numbers, which the device need not know; else 1.
+        changes: 1 for each of some weights that somebody has changed since the last step, else 0, ``[n]``.
+        watched: These parameters.
     """
 
     turn: Tensor | None = None
@@ -58,11 +60,13 @@ class Lessons:
     descent: Tensor | None = None
     stretched: Sequence[nn.Parameter] = ()
     rates: Sequence[float] = ()
+    changes: Tensor | None = None
+    watched: Sequence[nn.Parameter] = ()
 
     @property
     def tensors(self) -> list[Tensor]:
         """All that is known."""
-        given = (self.turn, self.average, self.length, self.stretch, self.descent)
+        given = (self.turn, self.average, self.length, self.stretch, self.descent, self.changes)
         return [tensor for tensor in given if tensor is not None]
 
 
@@ -77,6 +81,8 @@ class Read:
         average: See :class:`Lessons`; None where there is none.
         length: See :class:`Lessons`; 0 where there is none.
         slopes: ``stretch`` and ``descent``, by parameter, times their learning rates.
+        watched: The parameters that were looked at, whether somebody has changed them since the last step.
+        changed: Those of them that somebody has.
         flags: The flags of the statistics.
     """
 
@@ -86,6 +92,8 @@ class Read:
     average: float | None
     length: float
     slopes: Mapping[nn.Parameter, tuple[float, float]]
+    watched: Collection[nn.Parameter]
+    changed: Collection[nn.Parameter]
     flags: Sequence[float]
 
 
@@ -110,7 +118,8 @@ def read_all(
         for of in (lessons.stretch, lessons.descent)
     )
     slopes = dict(zip(lessons.stretched, zip(after, before, strict=True), strict=True))
-    return Read(found, rate, turn or 0.0, average, length or 0.0, slopes, list(values))
+    changed = [] if lessons.changes is None else [p for p in lessons.watched if next(values)]
+    return Read(found, rate, turn or 0.0, average, length or 0.0, slopes, lessons.watched, changed, list(values))
 
 
 def alignment(compared: Sequence[Compared], copies: Copies | None = None) -> Tensor:

@@ -27,7 +27,7 @@ from .engine import CurvatureEngine
 from .lamb import MultiTensorLamb
 from .schedules import forgetting, growing, inverse_time_decay
 from .solvers import EigenSolver
-from .turning import forget, forget_undone, lessons_of, take_turned_step, trust_weights
+from .turning import forget, forget_undone, lessons_of, take_turned_step
 
 __all__ = ["KFACLAMB", "KFACAdam", "KFACAdamW", "KFACMixin", "KFACSGD"]
 
@@ -170,9 +170,8 @@ class KFACMixin(_Optimizer):
         self._hand_over_states()
         members = members_of(self)
         gradients, lrs = gradients_of(members), [rate_of(group) for group in self.param_groups]
-        forget_undone(self, self.curvature)
         try:
-            if engine.update(list(gradients.values()), lrs, lessons_of(self, members)):
+            if engine.update(list(gradients.values()), lrs, lessons_of(self, members, engine.watch)):
                 self._update_weights(members, closure)
                 engine.advance(gradients)
         finally:  # also of a step that was interrupted or ran out of memory a state can be saved
@@ -357,7 +356,6 @@ class KFACMixin(_Optimizer):
         for state in self.state.values():
             state.pop(AVERAGES, None)
         self.curvature.load(*checked[0])
-        trust_weights(self)
         self._show_states()
         self._show_counters()
 

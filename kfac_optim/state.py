@@ -83,6 +83,7 @@ class StatefulEngine(BuiltEngine):
             self._refresher.invalidate()
             if self.ranks.alone:  # several ranks do it together, in their next step
                 self._refresher.rebuild(self.step_count, self.trained.blocks, self.comm)
+        self._steering.watch.forget()
         self._capture.forget()
         self._plan_statistics()
 
@@ -186,4 +187,5 @@ def copy_state(target: Mapping[str, dict[str, Any]], saved: Mapping[str, Mapping
         if "gamma" in tensors:
             tensors["gamma"].copy_(saved[source]["gamma"])
         else:
-            tensors.update(reach=float(saved[source]["reach"]), trains=bool(saved[source]["trains"]))
+            kept = saved[source]
+            tensors.update(reach=float(kept["reach"]), trains=bool(kept["trains"]), changes=int(kept["changes"]))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .blocks import SIDES, Block, Source
+from .blocks import CONSTRAINED, SIDES, Block, Source
 from .counters import Counter
 from .steering import Steering
 
@@ -57,8 +57,9 @@ def _problem(block: Block, state: Any, rank: int, *, pending: bool) -> str:
         gamma, reach = tensors.get("gamma"), tensors.get("reach")
         if source == "current" and not (isinstance(reach, int | float) and 0 <= reach < math.inf):
             return f"has a reach of {reach}"
-        if source == "current" and tensors.get("trains") not in (0, 1):
-            return f"says {tensors.get('trains')!r} where it should say whether the layer trains"
+        for name, most in (("trains", 1), ("changes", CONSTRAINED)) if source == "current" else ():
+            if tensors.get(name) not in range(most + 1):
+                return f"has {name}={tensors.get(name)!r}, which is not in 0 to {most}"
         if source != "current" and not _is_damping(gamma, block.specs[0].pairs):
             return f"has a damping of {gamma}"
     return ""

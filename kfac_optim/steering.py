@@ -14,6 +14,7 @@ from torch import nn
 
 from .blocks import Block
 from .brake import Brake
+from .constraints import WeightWatch
 from .counters import Counted, Counter
 from .damping import Damping, OfLargest
 from .graft import GraftShare
@@ -23,7 +24,7 @@ from .reach import LEAST, Rates, learn_reaches, lower_reaches
 from .scaling import Scaling, traits_of
 from .trust import Trust
 
-__all__ = ["Plan", "Steering"]
+__all__ = ["Plan", "Steering", "note_changes"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Plan:
         computes: Whether K-FAC's directions are computed, unless the step repeats the last change.
         repeats: Whether the step may be changed as the last one was.
         stretches: Whether it is stretched along flat directions as well (:mod:`~kfac_optim.reach`).
-        too_long: The parameters of layers whose last stretch was too long, which no other step is to repeat.
+        too_long: The parameters of layers whose last stretch was too long, or undone, which no other step is to repeat.
         moment_decay: The decay, in [0, 0.9], of the averaged gradients that give the direction where the base optimizer
             keeps no first moment.
         usual_length: The usual length of the base optimizer's update, by which the step is braked
@@ -57,6 +58,29 @@ class Plan:
     last_brake: float
 
 
+def note_changes(
+    blocks: Iterable[Block], watched: Collection[nn.Parameter], changed: Collection[nn.Parameter]
+) -> set[nn.Parameter]:
+    """Notes in which layers weights were changed between two steps.
+
+    Args:
+        blocks: The layers' blocks.
+        watched: The parameters that were looked at.
+        changed: Those of them that were changed.
+
+    Returns:
+        The parameters of layers whose last stretch somebody may have undone.
+    """
+    undone: set[nn.Parameter] = set()
+    for block in blocks:
+        own = set(block.layer.parameters)
+        if not own.isdisjoint(watched):
+            block.note_look(changed=not own.isdisjoint(changed))
+        if block.is_constrained or not own.isdisjoint(changed):
+            undone |= own
+    return undone
+
+
 class Steering:
     """Everything learned so far about how closely steps should follow K-FAC.
 
@@ -66,6 +90,7 @@ class Steering:
         brake: How long the base optimizer's updates are.
         rates: What the learning rate has done, which reaches are tied to.
         opposition: Whether the network trains against another one; then steps are not stretched.
+        watch: Whether somebody changes weights between steps; what they were stretched by then teaches nothing.
     """
 
     COUNTERS: ClassVar[Mapping[str, Counter]] = {
@@ -76,7 +101,7 @@ class Steering:
 
     def __init__(self) -> None:
         self.trust, self.graft, self.brake = Trust(), GraftShare(), Brake()
-        self.rates, self.opposition = Rates(), Opposition()
+        self.rates, self.opposition, self.watch = Rates(), Opposition(), WeightWatch()
         self._too_long: set[nn.Parameter] = set()
 
     def learn(self, blocks: Sequence[Block], read: Read, captured_lost: bool | None, *, alone: bool) -> None:
@@ -92,8 +117,10 @@ class Steering:
         self.brake.learn(read.length)
         self.trust.learn(read.turn, read.average or 0.0, grows=self.brake.updates_grow)
         has_momentum = self.brake.updates_grow and read.average is None  # else averages are kept for it
-        self.graft.learn(sum(after for after, _ in read.slopes.values()) if has_momentum else None)
-        self._too_long = learn_reaches(blocks, read.slopes)
+        undone = note_changes(blocks, read.watched, read.changed)
+        slopes = {p: slope for p, slope in read.slopes.items() if p not in undone}
+        self.graft.learn(sum(after for after, _ in slopes.values()) if has_momentum else None)
+        self._too_long = learn_reaches(blocks, slopes) | undone
         lower_reaches(blocks, self.rates.rise(read.rate))
 
     def plan(

@@ -8,7 +8,6 @@ stands in the state of the parameters, so that a resumed run goes on as if it ha
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, groupby
 from operator import itemgetter
@@ -32,6 +31,7 @@ from .bases import (
     weights_before,
 )
 from .brake import brake
+from .constraints import WeightWatch
 from .directions import Directions, Maker
 from .engine import CurvatureEngine
 from .flat_storage import as_one
@@ -51,7 +51,6 @@ __all__ = [
     "forget_undone",
     "lessons_of",
     "take_turned_step",
-    "trust_weights",
 ]
 
 # Keys in the state of a parameter, of the step that last computed directions.
@@ -61,9 +60,6 @@ LENGTH = "kfac_length"  # the length of the whole update, in the state of one pa
 STRETCH = "kfac_stretch"  # the stretch at reach 1, which the next gradients judge and the next step repeats
 DESCENT = "kfac_descent"  # its alignment with the gradients that it was made of
 _OF_STEP = (TURN, CHANGE, LENGTH, STRETCH, DESCENT)
-
-# The parameters that were stretched in the last step, each with the version of its weights as the step left them.
-_LEFT: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[nn.Parameter, int]]] = weakref.WeakKeyDictionary()
 
 # Parameters of one group and type, and what is taken off each, per unit of the learning rate; of several groups.
 Changes = list[tuple[Bucket, list[Tensor]]]
@@ -112,7 +108,7 @@ def take_turned_step(
         if repeats:
             _subtract(_repeated_changes(engine, plan, covered))
         engine.skip_directions()
-    _LEFT[optimizer] = [(m.p, m.p._version) for m in chain.from_iterable(covered) if STRETCH in m.state]
+    engine.watch_weights(m.p for m in chain.from_iterable(covered) if STRETCH in m.state)
 
 
 def _turn_and_stretch(
@@ -148,22 +144,12 @@ def _turn_and_stretch(
 
 
 def forget_undone(optimizer: torch.optim.Optimizer, engine: CurvatureEngine) -> None:
-    """Forgets the stretches of layers whose weights somebody has changed since the step that stretched them.
+    """Forgets the stretches that somebody has undone since the step that made them; waits for the device.
 
-    A projection (``clamp_``) may have undone them. The next gradients would still point along them, and the stretches
-    grow without end. Of several ranks none looks: one of them may have put other weights in for the time of an
-    evaluation, and all have to learn the same.
+    The next step finds that out by itself. A state that is saved before has to know.
     """
-    left = _LEFT.get(optimizer, ()) if engine.ranks.alone else ()
-    changed = {p for p, version in left if p._version != version}
-    for layer in engine.layers if changed else ():
-        for p in layer.parameters if not changed.isdisjoint(layer.parameters) else ():
-            _forget_stretch(optimizer.state.get(p, {}))
-
-
-def trust_weights(optimizer: torch.optim.Optimizer) -> None:
-    """Takes the weights as they are for those that the last step left: a state has been loaded."""
-    _LEFT.pop(optimizer, None)
+    for p in engine.note_changed_weights():
+        _forget_stretch(optimizer.state.get(p, {}))
 
 
 def _forget_stretch(state: dict[str, Any]) -> None:
@@ -171,12 +157,13 @@ def _forget_stretch(state: dict[str, Any]) -> None:
         state.pop(key, None)
 
 
-def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket]) -> Lessons:
+def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watch: WeightWatch) -> Lessons:
     """Compares the new gradients with the directions, stretches and averages that earlier steps recorded.
 
     Args:
         optimizer: The optimizer, before its step.
         members: The parameters that have a gradient.
+        watch: Knows whether weights have changed since the last step.
     """
     turns: list[Compared] = []
     stretches: list[Compared] = []
@@ -212,6 +199,8 @@ def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket]) -> L
         descent=_together(descents) if descents else None,
         stretched=stretched,
         rates=rates,
+        changes=watch.changes(),
+        watched=watch.watched,
     )
 
 

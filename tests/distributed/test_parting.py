@@ -157,23 +157,30 @@ def test_a_nan_on_all_ranks_is_a_skipped_step_as_ever() -> None:
         assert (first[1]["skipped_steps"], first[1]["step"]) == (1, STEPS - 1)
 
 
-def train_and_evaluate(rank: int, world_size: int, averages: bool) -> tuple[list[torch.Tensor], list[float]]:
-    """The defaults; one rank puts averaged weights in after each step, as for an evaluation, and its own back."""
+def train_and_change(rank: int, world_size: int, change: str) -> tuple[list[torch.Tensor], list[float]]:
+    """All ranks constrain a layer, or one puts other weights in, as for an evaluation, and its own back."""
     model = DDP(make_model())
     optimizer = KFACSGD(model, lr=0.01, momentum=0.9)
     for step in range(STEPS):
         train(model, optimizer, [step], rank=rank, world_size=world_size)
-        if averages and rank == 0:
-            with torch.no_grad():
-                for p in model.parameters():
-                    own = p.clone()
-                    p.mul_(0.9)
-                    p.copy_(own)
+        with torch.no_grad():
+            for p in model.parameters() if change == "evaluates" and rank == 0 else ():
+                own = p.clone()
+                p.mul_(0.9)
+                p.copy_(own)
+            if change == "constrains":
+                next(model.parameters()).data.clamp_(-0.1, 0.1)
     return values(model), [block.reach for block in optimizer.curvature.trained.blocks]
 
 
 def test_ranks_do_not_part_where_one_of_them_evaluates_other_weights() -> None:
-    found, expected = (run_ranks(2, train_and_evaluate, averages) for averages in (True, False))
+    found, expected = (run_ranks(2, train_and_change, change) for change in ("evaluates", ""))
     for (weights, reaches), (without, others) in zip(found, expected, strict=True):
         assert all(torch.equal(p, q) for p, q in zip(weights, without, strict=True))
         assert reaches == others and len(set(reaches)) > 1, "nothing was learned of stretches"
+
+
+def test_ranks_that_constrain_a_layer_alike_learn_that_together() -> None:
+    (weights, reaches), (others, same) = run_ranks(2, train_and_change, "constrains")
+    assert all(torch.equal(p, q) for p, q in zip(weights, others, strict=True))
+    assert reaches == same and reaches[0] == 0.01 and len(set(reaches)) > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -110,23 +111,95 @@ def test_stretches_that_a_projection_undoes_do_not_grow(seed: int) -> None:
     assert optimizer.curvature.reach <= 0.0101, "it has learned from them"
 
 
-def test_a_weight_that_is_left_alone_goes_on_learning() -> None:
-    """A projection of one layer says nothing about the others."""
+def reaches_after(change: Callable[[nn.Sequential, int], object], steps: int = 40) -> dict[str, float]:
+    """The reaches after a training on one batch, in which they grow; ``change``: what each step ends with."""
     model, (x, y) = net(), batches(1)[0]
     optimizer = KFACSGD(model, lr=1e-3, momentum=0.9)
-    for _ in range(30):
+    for step in range(steps):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         with torch.no_grad():
-            model[2].bias.clamp_(min=-1)  # type: ignore[operator, union-attr]
-    layers = optimizer.curvature.report()["layers"]
-    assert layers["2"]["reach"] == 0.01 and layers["0"]["reach"] > 0.02 < layers["4"]["reach"]
+            change(model, step)
+    return {name: of_layer["reach"] for name, of_layer in optimizer.curvature.report()["layers"].items()}
+
+
+def clamp(model: nn.Sequential, step: int) -> None:
+    model[2].bias.clamp_(min=-1e-3, max=1e-3)  # type: ignore[operator, union-attr]
+
+
+def clamp_data(model: nn.Sequential, step: int) -> None:
+    model[2].bias.data.clamp_(min=-1e-3, max=1e-3)  # type: ignore[operator, union-attr]
+
+
+def clamp_later(model: nn.Sequential, step: int) -> None:
+    if step > 20:
+        clamp(model, step)
+
+
+@pytest.mark.parametrize("change", [clamp, clamp_data])
+def test_a_weight_that_is_left_alone_goes_on_learning(change: Any) -> None:
+    """A projection of one layer says nothing about the others; also one through ``.data``, which torch counts not."""
+    found = reaches_after(change)
+    assert found["2"] == 0.01 and found["0"] > 0.02 < found["4"]
+
+
+def test_a_projection_that_begins_later_is_found() -> None:
+    found = reaches_after(clamp_later)
+    assert found["2"] == 0.01 < reaches_after(clamp_later, 20)["2"]
+
+
+def average_for_a_while(model: nn.Sequential, step: int) -> None:
+    """Other weights are put in to evaluate the model, and its own again."""
+    kept = [p.clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.mul_(0.5)
+    for p, own in zip(model.parameters(), kept, strict=True):
+        p.copy_(own)
+
+
+def look_ahead(model: nn.Sequential, step: int) -> None:
+    """As optimizers do that go half of the way back in every fifth step."""
+    if step % 5 == 4:
+        model[2].weight.mul_(1.001)  # type: ignore[operator, union-attr]
+
+
+def bound_far_away(model: nn.Sequential, step: int) -> None:
+    for p in model.parameters():
+        p.clamp_(-100, 100)
+
+
+@pytest.mark.parametrize("change", [average_for_a_while, look_ahead, bound_far_away])
+def test_what_undoes_no_step_does_not_stop_the_stretching(change: Any) -> None:
+    free = reaches_after(lambda model, step: None)
+    found = reaches_after(change)
+    if change is look_ahead:
+        assert found["2"] > 0.02
+    else:
+        assert found == free and min(free.values()) > 0.02
+
+
+def test_the_state_knows_of_a_constrained_layer() -> None:
+    model, (x, y) = net(), batches(1)[0]
+    optimizer = KFACSGD(model, lr=1e-3, momentum=0.9)
+    for step in range(12):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        with torch.no_grad():
+            clamp(model, step)
+    state, resumed = copy.deepcopy(optimizer.state_dict()), KFACSGD(net(), lr=1e-3, momentum=0.9)
+    resumed.load_state_dict(state)
+    known = [of["kfac"]["current"] for of in resumed.state_dict()["state"].values() if "kfac" in of]
+    assert [of_layer["changes"] for of_layer in known] == [0, 2, 0]
+    state["state"][2]["kfac"]["current"]["changes"] = 3
+    with pytest.raises(ValueError, match="changes=3"):
+        resumed.load_state_dict(state)
 
 
 @pytest.mark.parametrize("saved_after", [7, 8, 9, 24, 25])
 def test_a_resumed_run_forgets_what_the_other_forgets(saved_after: int) -> None:
-    """Versions of weights mean nothing in another process: what they tell is in the state."""
+    """What a step has left means nothing in another process: what it tells is in the state."""
     model = monotone()
     optimizer = KFACAdam(model, lr=1e-2)
     train_clamped(optimizer, model, saved_after, limit=0.5)

@@ -41,7 +41,7 @@ LAYERS = (
     ),
     ("damping", "stack_algebra"),
     ("layers", "solvers", "scaling", "distributed"),
-    ("capture", "trust", "graft", "brake", "bases", "layout", "tiles", "lessons"),
+    ("capture", "trust", "graft", "brake", "bases", "layout", "tiles", "lessons", "constraints"),
     ("blocks", "config", "directions", "objective"),
     ("coverage", "diagnostics", "pacing", "sharing", "reach"),
     ("averages", "jobs", "stacks", "shard_routing", "steering", "ranks", "sightings"),

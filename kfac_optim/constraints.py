@@ -1,0 +1,75 @@
+"""Whether a training loop changes weights between two steps, as a projection (``clamp_``) does.
+
+A projection may undo what a step has done along flat directions. The next gradient then still points that way, the
+stretch seems to have been too short (:mod:`~kfac_optim.reach`), and stretches would grow without end. So what gradients
+say of a stretch does not count where the weights are not those that the step has left. A layer of which that is found
+twice in a row counts as constrained from then on: its reach stays where it began, and no step repeats its stretch.
+
+Norms of the weights tell, in float64, after a step and before the next one: at first in every step, then in every
+eighth. Ranks whose loops do the same find the same; one that has put other weights in for the time of an evaluation
+finds nothing. Parts of sharded weights are not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .distributed import is_sharded
+
+__all__ = ["WeightWatch", "is_looked_at"]
+
+_AT_FIRST, _INTERVAL = 16, 8  # steps in which all stretched weights are looked at: so many, then one in so many
+
+
+def is_looked_at(step: int) -> bool:
+    """Whether all stretched weights are looked at before this step."""
+    return step < _AT_FIRST or step % _INTERVAL == 0
+
+
+class WeightWatch:
+    """Compares weights with what the last step has left. Copies and pickles know of no last step.
+
+    Attributes:
+        watched: The parameters that it looks at.
+    """
+
+    def __init__(self) -> None:
+        self.watched: list[nn.Parameter] = []
+        self._norms: Tensor | None = None
+
+    def note(self, parameters: Iterable[nn.Parameter]) -> None:
+        """A step leaves these parameters as they are now."""
+        self.watched = [p for p in parameters if not is_sharded(p)]
+        self._norms = _norms(self.watched)
+
+    def changes(self) -> Tensor | None:
+        """1 for each of :attr:`watched` that has changed since, else 0, ``[n]``; None if there are none."""
+        now = _norms(self.watched)
+        return None if now is None or self._norms is None else (now != self._norms.to(now.device)).float()
+
+    def changed(self) -> Collection[nn.Parameter]:
+        """Those that have changed since; waits for the device."""
+        changes = self.changes()
+        return () if changes is None else [p for p, c in zip(self.watched, changes.tolist(), strict=True) if c]
+
+    def forget(self) -> None:
+        """Takes the weights as they are for those that the last step left: a state has been loaded."""
+        self.__init__()  # type: ignore[misc]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WeightWatch, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightWatch:
+        return WeightWatch()
+
+
+def _norms(parameters: list[nn.Parameter]) -> Tensor | None:
+    """The norms of some parameters, in float64, ``[n]``."""
+    if not parameters:
+        return None
+    found = torch._foreach_norm([p.detach() for p in parameters], 2, dtype=torch.float64)
+    return torch.stack([norm.to(found[0].device) for norm in found])
