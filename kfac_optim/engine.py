@@ -296,6 +296,7 @@ class CurvatureEngine(ViewedEngine):
         seen_nothing = self.last_statistics == self.step_count and not self.skipped_batches
         self.last_statistics = None  # every step collects until there is something
         has_gradients = any(layer.weight.grad is not None for layer in self.layers)
+        self._sightings.warn(self.trained.blocks)
         self._sightings.require(missing=trains and seen_nothing and has_gradients)
 
     def _restart_for_new_layers(self) -> None:

@@ -1,8 +1,8 @@
 """Whether training is seen: no layer is to train without curvature in silence.
 
 Layers whose modules are called by other means than their own ``__call__``, or compiled before the hooks were there,
-have gradients but show nothing. If that is so of all of them, the step raises an error; of single ones, the user is
-told once.
+have gradients but show nothing. The user is told so once for each layer. If not even a call of the model was seen, the
+step raises an error.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Sightings:
 
     def __init__(self) -> None:
         self.blind = False
+        self._model_seen = False  # in the last step with statistics
         self._steps = 0  # with statistics, in a row, with gradients but no backward pass that was seen
 
     def look(self, statistics: TakenStatistics, settled: StepMoments, *, trains: bool) -> bool:
@@ -44,9 +45,10 @@ class Sightings:
             trains: Whether the step changes weights.
 
         Returns:
-            Whether this rank has trained for too many such steps in a row without seeing any layer.
+            Whether this rank has trained for too many such steps in a row without seeing the model.
         """
-        if trains and not any(settled.taken) and statistics.has_gradients():
+        self._model_seen = statistics.model_seen
+        if trains and not (any(settled.taken) or self._model_seen) and statistics.has_gradients():
             self._steps += UNSEEN_STEPS if statistics.transformed else 1
         elif trains:
             self._steps = 0
@@ -59,12 +61,12 @@ class Sightings:
             block.note_statistics(seen=index in settled.sums)
 
     def require(self, *, missing: bool = False) -> None:
-        """Raises RuntimeError if training is not seen.
+        """Raises RuntimeError if no training of the model is seen.
 
         Args:
             missing: Whether that is known already, of a refresh that has nothing to decompose.
         """
-        if self.blind or missing:
+        if self.blind or (missing and not self._model_seen):
             raise RuntimeError(_NONE_SEEN)
 
     @staticmethod

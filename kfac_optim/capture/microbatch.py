@@ -173,13 +173,14 @@ class BackwardPasses:
             ``.grad``.
         hidden: The layers, by index, whose gradients have come through calls inside ``torch.func``.
         transformed: Whether a layer was called inside ``torch.func``.
+        model_seen: Whether a backward pass has come through a call of the model.
     """
 
     def __init__(self, recorder: Recorder, on_thrown_away: Callable[[], None]) -> None:
         self.recorder, self._on_thrown_away = recorder, on_thrown_away
         self.statistics, self.to_caller = StepStatistics(), StepStatistics()
         self.hidden: set[int] = set()
-        self.transformed = False
+        self.transformed = self.model_seen = False
         self._watch = GradientWatch(recorder.layers)
         self._batch: MicroBatch | None = None
         self._end: Callable[[], Any] = lambda: None  # what its pass calls at the end, held weakly
@@ -236,6 +237,7 @@ class BackwardPasses:
                 self._end = weakref.ref(end)
                 torch.autograd.Variable._execution_engine.queue_callback(end)
             batch = self._batch
+            self.model_seen |= call is not None
             if call is not None and call not in batch.calls:
                 # The hooks of a pass on a GPU run in a thread of torch's own; the calls know whose pass it is. A
                 # backward pass inside another one (checkpoints) has another number, but the thread is the same.
@@ -285,14 +287,17 @@ class BackwardPasses:
 
     def take(self) -> TakenStatistics:
         """The statistics of the step, which is being taken."""
-        taken = TakenStatistics(self.statistics, self.to_caller, self._watch, transformed=self.transformed)
+        seen = self.model_seen and not self.transformed
+        taken = TakenStatistics(
+            self.statistics, self.to_caller, self._watch, transformed=self.transformed, model_seen=seen
+        )
         self.statistics = StepStatistics()
         return taken
 
     def forget(self) -> None:
         """Forgets the micro-batches of this step; a backward pass that is running goes on."""
         self.statistics, self.to_caller = StepStatistics(), StepStatistics()
-        self.hidden, self.transformed = set(), False
+        self.hidden, self.transformed, self.model_seen = set(), False, False
         self._watch.forget()
         if not in_backward():
             self.abandon()

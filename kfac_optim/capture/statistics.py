@@ -214,9 +214,11 @@ class TakenStatistics:
             others does.
         watch: The gradients.
         transformed: Whether a layer was called inside ``torch.func``.
+        model_seen: Whether a backward pass has come through an ordinary call of the model.
 
     Attributes:
-        transformed: Whether a layer was called inside ``torch.func``.
+        transformed: See above.
+        model_seen: Likewise.
     """
 
     def __init__(
@@ -226,9 +228,10 @@ class TakenStatistics:
         watch: GradientWatch,
         *,
         transformed: bool,
+        model_seen: bool,
     ) -> None:
         self._passes, self._to_caller, self._watch = passes, to_caller, watch
-        self.transformed = transformed
+        self.transformed, self.model_seen = transformed, model_seen
         self._largest: dict[StepKind, Tensor] = {}
         self._dropped: set[StepKind] = set()
         gone = set(watch.removed(passes.sums))

@@ -60,6 +60,8 @@ def _factory_for(module: nn.Module) -> tuple[LayerFactory | None, str]:
                 problem = f"{_path(type(module))} overrides {cls.__name__}.{name}; see register_layer"
                 return _like(module) or (None, problem)
         return factory, ""
+    if isinstance(module, nn.ParameterList | nn.ParameterDict):
+        return None, f"in a {type(module).__name__}: layers are found as submodules alone, put them in an nn.ModuleList"
     return _like(module) or (None, f"no Kronecker rule for {_path(type(module))}")
 
 

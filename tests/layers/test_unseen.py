@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -42,6 +43,48 @@ def test_a_layer_that_is_never_called_is_named_in_the_table_and_in_one_warning()
     assert "never seen" in next(line for line in table if line.startswith("used "))
     assert "raw gradient until its first" in next(line for line in table if line.startswith("idle "))
     assert table[-1].startswith("2 layers preconditioned, 2 parameters by the base rule")
+
+
+class Masked(nn.Module):
+    """The inner layer only holds the weight."""
+
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(d_in, d_out)
+        self.register_buffer("mask", torch.ones(d_out, d_in).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.linear.weight * self.mask, self.linear.bias)
+
+
+def test_a_model_none_of_whose_layers_is_called_trains_as_by_the_base_class() -> None:
+    """As flows of masked layers do; they are named once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Masked(4, 6), nn.Tanh(), Masked(6, 3))
+    other = copy.deepcopy(model)
+    optimizers = [KFACSGD(model, lr=0.1, momentum=0.9), torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(12):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+            for net, optimizer in zip((model, other), optimizers, strict=True):
+                optimizer.zero_grad()
+                net(x).square().mean().backward()
+                optimizer.step()
+    assert [str(w.message).partition(":")[0] for w in caught] == ["'0.linear', '2.linear'"]
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    assert repr(optimizers[0].curvature).splitlines()[-1].startswith("0 layers preconditioned, 4 parameters")  # type: ignore[attr-defined]
+
+
+def test_layers_in_plain_lists_are_said_to_be_no_submodules() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = [nn.Linear(4, 6), nn.Linear(6, 3)]
+            self.held = nn.ParameterList(p for part in self.parts for p in part.parameters())
+
+    with pytest.warns(UserWarning, match="in a ParameterList: layers are found as submodules alone.*nn.ModuleList"):
+        KFACSGD(Net(), lr=0.1)
 
 
 def test_a_layer_that_is_seen_later_is_an_ordinary_one() -> None:
