@@ -294,7 +294,8 @@ class CurvatureEngine(ViewedEngine):
             self._refresher.start(step, ready, self.damping_rule, self.spread_at(step), self.comm)
             return
         seen_nothing = self.last_statistics == self.step_count and not self.skipped_batches
-        self.last_statistics = None  # every step collects until there is something
+        if not all(block.never_seen for block in self.trained.blocks):
+            self.last_statistics = None  # every step collects until there is something
         has_gradients = any(layer.weight.grad is not None for layer in self.layers)
         self._sightings.warn(self.trained.blocks)
         self._sightings.require(missing=trains and seen_nothing and has_gradients)

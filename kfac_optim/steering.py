@@ -141,7 +141,7 @@ class Steering:
         learns, fixed = given is None, 1.0 if given is None else float(given)
         wanted = learns and traits.stretch and isinstance(damping, OfLargest)
         stretches = wanted and self.opposition.may_stretch(alone=alone)
-        changed = stretches and any(block.reach > LEAST for block in blocks)
+        changed = stretches and any(block.has_direction and block.reach > LEAST for block in blocks)
         return Plan(
             trust=self.trust.value if learns else fixed,
             learns=learns,
