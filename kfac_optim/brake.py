@@ -48,7 +48,7 @@ class Brake(Counted):
 
     @property
     def updates_grow(self) -> bool:
-        """Whether the base's updates are known to grow with the gradient: of others no length is given."""
+        """Whether the base's updates are known to grow with the gradient; the length of others is not given."""
         return self.usual > 0
 
     def learn(self, length: float) -> None:

@@ -25,7 +25,8 @@ from .layout import fill_all
 from .precision import without_autocast
 from .scaling import Scaling, traits_of
 from .shard_routing import exchanged_blocks, gathered_vectors
-from .solvers import Decomposition, EigenSolver, JointEigen, Solver
+from .solvers import Decomposition, EigenSolver, Solver
+from .solvers.joint import JointEigen
 from .stack_algebra import Direction, keep_zeros_, leaks, scaled
 from .stacks import Stack, layer_of_pair, stack_key, stacks_of, with_vectors
 from .tiles import Tile, precondition

@@ -27,7 +27,6 @@ Where to look::
 from .decompose import BATCH_NUMEL, Batch, decompose_all, decompose_safely
 from .eigen import EigenSolver
 from .inverse import InverseSolver
-from .joint import JointEigen
 from .protocol import Decomposition, Failure, MaybeDecomposition, Solver
 from .worker import Worker
 
@@ -38,7 +37,6 @@ __all__ = [
     "EigenSolver",
     "Failure",
     "InverseSolver",
-    "JointEigen",
     "MaybeDecomposition",
     "Solver",
     "Worker",

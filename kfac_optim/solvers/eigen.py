@@ -111,7 +111,7 @@ class EigenSolver:
         return (a, limit / g[0].amax(-1)), (g, limit / a[0].amax(-1))
 
     def precondition(self, gradient: Tensor, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
-        """Eqs. 11-13, of one stack; :mod:`~kfac_optim.solvers.joint` has them for all stacks at once, on GPUs.
+        """Eqs. 11-13, of one stack; ``joint.py`` has them for all stacks at once, on GPUs.
 
         Where eigenvectors are missing their eigenvalues are zero, and ``(A (x) G + gamma I)^-1`` is ``I / gamma`` but
         for a correction in the span of the others.
