@@ -12,7 +12,7 @@ finds nothing. Parts of sharded weights are not looked at.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class WeightWatch:
 
     def __init__(self) -> None:
         self.watched: list[nn.Parameter] = []
-        self._norms: Tensor | None = None
+        self._norms: Sequence[Tensor] = ()
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """A step leaves these parameters as they are now."""
@@ -48,8 +48,12 @@ class WeightWatch:
 
     def changes(self) -> Tensor | None:
         """1 for each of :attr:`watched` that has changed since, else 0, ``[n]``; None if there are none."""
-        now = _norms(self.watched)
-        return None if now is None or self._norms is None else (now != self._norms.to(now.device)).float()
+        if not self.watched:
+            return None
+        device = self.watched[0].device
+        left, now = (torch.stack([norm.to(device) for norm in norms]) for norms in (self._norms, _norms(self.watched)))
+        # Numbers at once, as they are read with others: on a GPU a launch less.
+        return torch.ne(left, now, out=now.new_empty(now.shape, dtype=torch.float32))
 
     def changed(self) -> Collection[nn.Parameter]:
         """Those that have changed since; waits for the device."""
@@ -67,9 +71,6 @@ class WeightWatch:
         return WeightWatch()
 
 
-def _norms(parameters: list[nn.Parameter]) -> Tensor | None:
-    """The norms of some parameters, in float64, ``[n]``."""
-    if not parameters:
-        return None
-    found = torch._foreach_norm([p.detach() for p in parameters], 2, dtype=torch.float64)
-    return torch.stack([norm.to(found[0].device) for norm in found])
+def _norms(parameters: list[nn.Parameter]) -> Sequence[Tensor]:
+    """The norm of each parameter, in float64, 0-dim."""
+    return torch._foreach_norm([p.detach() for p in parameters], 2, dtype=torch.float64) if parameters else ()
