@@ -62,7 +62,7 @@ class WeightWatch:
 
     def forget(self) -> None:
         """Takes the weights as they are for those that the last step left: a state has been loaded."""
-        self.__init__()  # type: ignore[misc]
+        self.watched, self._norms = [], ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WeightWatch, ()

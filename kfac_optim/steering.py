@@ -59,7 +59,7 @@ class Plan:
 
 
 def note_changes(
-    blocks: Iterable[Block], watched: Collection[nn.Parameter], changed: Collection[nn.Parameter]
+    blocks: Iterable[Block], watched: Iterable[nn.Parameter], changed: Iterable[nn.Parameter]
 ) -> set[nn.Parameter]:
     """Notes in which layers weights were changed between two steps.
 
@@ -71,13 +71,14 @@ def note_changes(
     Returns:
         The parameters of layers whose last stretch somebody may have undone.
     """
-    undone: set[nn.Parameter] = set()
+    looked_at, moved, undone = set(watched), set(changed), set[nn.Parameter]()
     for block in blocks:
-        own = set(block.layer.parameters)
-        if not own.isdisjoint(watched):
-            block.note_look(changed=not own.isdisjoint(changed))
-        if block.is_constrained or not own.isdisjoint(changed):
-            undone |= own
+        own = block.layer.parameters
+        has_moved = bool(moved) and not moved.isdisjoint(own)
+        if looked_at and not looked_at.isdisjoint(own):
+            block.note_look(changed=has_moved)
+        if has_moved or block.is_constrained:
+            undone.update(own)
     return undone
 
 
@@ -118,7 +119,7 @@ class Steering:
         self.trust.learn(read.turn, read.average or 0.0, grows=self.brake.updates_grow)
         has_momentum = self.brake.updates_grow and read.average is None  # else averages are kept for it
         undone = note_changes(blocks, read.watched, read.changed)
-        slopes = {p: slope for p, slope in read.slopes.items() if p not in undone}
+        slopes = {p: slope for p, slope in read.slopes.items() if p not in undone} if undone else read.slopes
         self.graft.learn(sum(after for after, _ in slopes.values()) if has_momentum else None)
         self._too_long = learn_reaches(blocks, slopes) | undone
         lower_reaches(blocks, self.rates.rise(read.rate))

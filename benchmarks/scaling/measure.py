@@ -77,26 +77,19 @@ def strategies_on(ranks: int) -> list[str]:
     return {1: ["SGD", "factor-wise"], 2: ["SGD", "layer-wise", "factor-wise"]}.get(ranks, list(STRATEGIES))
 
 
-@dataclass
-class Timed:
+@dataclass(frozen=True)
+class Timed(EigenSolver):
     """The eigen solver, with a note of dimension, pairs and seconds of each decomposition."""
 
-    solver: EigenSolver = field(default_factory=EigenSolver)
-    notes: list[tuple[int, int, float]] = field(default_factory=list)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "solver"), name)
+    notes: list[tuple[int, int, float]] = field(default_factory=list, repr=False, compare=False)
 
     def decompose(self, factor: Tensor, shift: Tensor) -> Decomposition:
         """See :class:`kfac_optim.solvers.Solver`."""
         start = time.perf_counter()
-        result = self.solver.decompose(factor, shift)
+        result = super().decompose(factor, shift)
         if factor.dim() == 3:
-            self.notes.append((factor.shape[-1], factor.shape[0], time.perf_counter() - start))
+            self.notes.append((factor.shape[-1], len(factor), time.perf_counter() - start))
         return result
-
-    def __repr__(self) -> str:
-        return repr(self.solver)  # ranks compare it
 
 
 # One rank ------------------------------------------------------------------------------------------------------------

@@ -366,7 +366,9 @@ def test_estimated_memory_is_what_is_then_held(options: str) -> None:
         model(torch.randn(4, 3, 5, 5, dtype=torch.float32)).square().mean().backward()
         optimizer.step()
     # The estimates leave out the weights of averages and the cosine of each layer, gamma, the unit of damping and the
-    # two largest eigenvalues of each pair, and of channels the layer that they belong to.
+    # two largest eigenvalues of each pair, and of channels the layer that they belong to; and, in the steps that look
+    # whether somebody changes them, a norm of each parameter.
+    optimizer.curvature.watch.forget()
     layers = optimizer.curvature.layers
     weights, gammas = 4 * 8 * len(layers), 4 * sum(layer.pairs for layer in layers)
     cosines, channels = 4 * len(layers), 8 * model.bn.num_features
