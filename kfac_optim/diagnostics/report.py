@@ -183,6 +183,8 @@ def row_of(block: Block, memory: int, comm: Communicator) -> Row:
         notes.append("never seen, so raw gradient: call the module instead of using its weight")
     elif not block.has_direction:
         notes.append("raw gradient until its first decomposition")
+    elif block.is_constrained:
+        notes.append("hardly stretched: its weights are changed between steps")
     a, g = (f"{spec.pairs} x {spec.dim}" if spec.pairs > 1 else str(spec.dim) for spec in block.specs)
     inverse, gradient = "", ""
     if comm.world_size > 1:

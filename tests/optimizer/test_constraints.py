@@ -179,7 +179,7 @@ def test_what_undoes_no_step_does_not_stop_the_stretching(change: Any) -> None:
         assert found == free and min(free.values()) > 0.02
 
 
-def test_the_state_knows_of_a_constrained_layer() -> None:
+def test_state_and_table_know_of_a_constrained_layer() -> None:
     model, (x, y) = net(), batches(1)[0]
     optimizer = KFACSGD(model, lr=1e-3, momentum=0.9)
     for step in range(12):
@@ -188,6 +188,8 @@ def test_the_state_knows_of_a_constrained_layer() -> None:
         optimizer.step()
         with torch.no_grad():
             clamp(model, step)
+    told = ["changed between steps" in line for line in repr(optimizer.curvature).splitlines() if "Linear" in line]
+    assert told == [False, True, False]
     state, resumed = copy.deepcopy(optimizer.state_dict()), KFACSGD(net(), lr=1e-3, momentum=0.9)
     resumed.load_state_dict(state)
     known = [of["kfac"]["current"] for of in resumed.state_dict()["state"].values() if "kfac" in of]
