@@ -205,8 +205,10 @@ class CurvatureEngine(ViewedEngine):
         Returns:
             The parameters of layers whose last stretch somebody may have undone.
         """
-        changed = self.watch.changed() if self.ranks.alone else ()
-        undone = note_changes(self.trained.blocks, self.watch.watched, changed) if self.ranks.alone else set()
+        if not self.ranks.alone:
+            return set()
+        changed = self.watch.changed()
+        undone = note_changes(self.trained.blocks, self.watch.watched, changed)
         if changed:
             self.watch.forget()  # or the next step would count the same change once more
         return undone
@@ -294,8 +296,9 @@ class CurvatureEngine(ViewedEngine):
             self._refresher.start(step, ready, self.damping_rule, self.spread_at(step), self.comm)
             return
         seen_nothing = self.last_statistics == self.step_count and not self.skipped_batches
-        if not all(block.never_seen for block in self.trained.blocks):
-            self.last_statistics = None  # every step collects until there is something
+        # Every step collects until there is something. What one of several ranks has not seen must not decide that.
+        if not (self.ranks.alone and all(block.never_seen for block in self.trained.blocks)):
+            self.last_statistics = None
         has_gradients = any(layer.weight.grad is not None for layer in self.layers)
         self._sightings.warn(self.trained.blocks)
         self._sightings.require(missing=trains and seen_nothing and has_gradients)

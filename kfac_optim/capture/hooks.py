@@ -126,8 +126,6 @@ class Capture:
 
     def discard(self) -> None:
         """Forgets the micro-batches of this step, whose gradients are thrown away."""
-        if not self.enabled:
-            return
         if self.statistics.sums:
             self._on_thrown_away()
         self.forget()

@@ -184,3 +184,31 @@ def test_ranks_that_constrain_a_layer_alike_learn_that_together() -> None:
     (weights, reaches), (others, same) = run_ranks(2, train_and_change, "constrains")
     assert all(torch.equal(p, q) for p, q in zip(weights, others, strict=True))
     assert reaches == same and reaches[0] == 0.01 and len(set(reaches)) > 1
+
+
+class Masked(torch.nn.Module):
+    """Its weight is used without calling the layer that holds it."""
+
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(d_in, d_out)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.inner.weight, self.inner.bias)
+
+
+def train_unseen(rank: int, world_size: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = DDP(torch.nn.Sequential(Masked(4, 6), torch.nn.Tanh(), Masked(6, 3)))
+    optimizer = KFACSGD(model, lr=0.01, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4, generator=torch.Generator().manual_seed(2 * step + rank))).square().mean().backward()
+        optimizer.step()
+    return values(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*never seen")
+def test_ranks_whose_layers_are_never_called_go_on_together() -> None:
+    first, second = run_ranks(2, train_unseen)
+    assert all(torch.equal(p, q) and bool(p.isfinite().all()) for p, q in zip(first, second, strict=True))

@@ -242,3 +242,21 @@ def test_without_a_stretch_nothing_is_kept_of_the_weights() -> None:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     assert not any("kfac_stretch" in state for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_whoever_turns_no_step_looks_at_no_weights(closes: bool) -> None:
+    """An optimizer that was closed, or goes on by preconditioned gradients."""
+    model = net()
+    optimizer = KFACSGD(model, lr=0.05, momentum=0.9)
+    looks = []
+    for i, (x, y) in enumerate(batches(14)):
+        if i == 12 and closes:
+            optimizer.curvature.close()
+        elif i == 12:
+            optimizer.precondition = "gradient"
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        looks.append(bool(optimizer.curvature.watch.watched))
+    assert looks[10:] == [True, True, False, False]
