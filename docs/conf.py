@@ -28,7 +28,7 @@ def skip_public(app, what, name, obj, skip, options):
 
 def link_pages(app, path, parent, content):
     """README.rst is the front page: there its links to docs/NAME.rst lead to NAME.html."""
-    content[0] = re.sub(r"<docs/(\w+)\.rst>`__", r"<\1.html>`__", content[0])
+    content[0] = re.sub(r"<docs/([\w/]+)\.rst>`__", r"<\1.html>`__", content[0])
 
 
 def setup(app):

@@ -24,7 +24,8 @@ __all__ = ["Stack", "layer_of_pair", "stack_key", "stack_of", "stacks_of", "with
 
 # Layers of one shape are preconditioned together up to this many numbers in their gradients and decompositions (64 MiB
 # in float32, 1 GiB where launches count), which are copied to lie side by side. Larger ones gain nothing on a CPU. On
-# accelerators each stack costs a dozen launches in a step, and a refresh hardly needs more memory (docs/results.rst).
+# accelerators each stack costs a dozen launches in a step, and a refresh hardly needs more memory
+# (docs/results/costs.rst).
 _STACK_NUMEL = {"cpu": 2**24, "accelerator": 2**28}
 
 

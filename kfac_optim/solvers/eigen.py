@@ -34,7 +34,7 @@ class EigenSolver:
             other factor are at most ``negligible * gamma`` counts as zero, and its eigenvector is left out of the
             products of eqs. 11-13. No component of the direction changes by more than this share. Default 0.01: in the
             paper's mode a transformer's ordinary step then takes 1.08 times SGD's instead of 1.35 ("What a step costs"
-            in docs/results.rst). 0: exact.
+            in docs/results/costs.rst). 0: exact.
 
     Raises:
         TypeError: If the argument is not a number.

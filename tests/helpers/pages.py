@@ -1,4 +1,6 @@
-"""Code blocks of README.rst and docs/*.rst. Needs no package, so that ``.ci/run`` can print blocks with any Python.
+"""Code blocks of README.rst and the pages under docs.
+
+Needs no package, so that ``.ci/run`` can print blocks with any Python.
 
 ``python tests/helpers/pages.py README.rst MARK`` prints the blocks after a comment ``.. ci: MARK``, or those of the
 language MARK that have no comment.

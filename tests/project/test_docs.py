@@ -1,4 +1,4 @@
-"""The code of README.rst and docs/*.rst: all of it runs; the examples of "Extending" compute what the package's own do.
+"""The code of README.rst and of the pages under docs runs; "Extending"'s examples compute what the package's own do.
 
 Blocks of a page run in order, in one namespace that starts with the names of README's complete script. A comment before
 a block changes that: ``.. ci: ranks`` runs it on two processes, ``.. ci: skip REASON`` not at all.
@@ -41,7 +41,7 @@ from tests.helpers.reference import Oracle, apply, averaged, backward, squared_e
 from tests.helpers.settings import EXACT, FLOAT64, OFTEN, damping_of
 from tests.helpers.training import make_model, train
 
-PAGES = [ROOT / "README.rst", *sorted((ROOT / "docs").glob("*.rst"))]
+PAGES = [ROOT / "README.rst", *sorted((ROOT / "docs").rglob("*.rst"))]
 EXTENDING = ROOT / "docs" / "extending.rst"
 SHELL = {"main", "tests", "install", "checks"}  # what .ci/run takes from the pages
 MAX_LINES = 30
