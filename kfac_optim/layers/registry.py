@@ -115,14 +115,14 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
             parts = list(module.modules()) if isinstance(module, nn.MultiheadAttention) else [module]
             visited.update(parts)
             found, reason = _layers_of(name, module, options)
-            for layer in found:
-                _add(layer, layers, reasons)
-                if not options.trains(layer.weight):
-                    beside_untrained.update(module.parameters())
             for parameter_name, parameter in module.named_parameters(name, recurse=len(parts) > 1):
                 _, declined = reasons.setdefault(parameter, (parameter_name, reason))
                 if reason and not declined:
                     _decline_layers_of(parameter, layers.values(), reasons, f"shared with {parameter_name}: {reason}")
+            for layer in found:
+                _add(layer, layers, reasons)
+                if not options.trains(layer.weight):
+                    beside_untrained.update(module.parameters())
             for layer in found:
                 for pattern in [p for p in options.skip_layers if re.search(p, layer.name)][:1]:
                     for parameter in layer.parameters:
@@ -192,14 +192,15 @@ def _add(
     first = layers.setdefault(layer.weight, layer)
     if first is layer:
         return
-    same = getattr(first, "eps", None) == getattr(layer, "eps", None)  # of norm layers that have their own
-    if same and type(first) is type(layer) and first.bias is layer.bias and first.sharing == layer.sharing:
+    same = type(first) is type(layer) and first.bias is layer.bias and first.sharing == layer.sharing
+    same = same and getattr(first, "eps", None) == getattr(layer, "eps", None)  # of norm layers that have their own
+    # Of attention: the calls of one module alone are watched, and each projection has its part of the bias.
+    if same and first.host is layer.host and first.bias_part == layer.bias_part:
         first.add_modules(layer.modules)
         return
     reason = f"weight shared by {first.name} ({first.rule_name}) and {layer.name} ({layer.rule_name})"
     for parameter in (*first.parameters, *layer.parameters):
-        name, _ = reasons.get(parameter, (f"{layer.name}.bias", ""))
-        reasons[parameter] = (name, reason)
+        reasons[parameter] = (reasons[parameter][0], reason)
 
 
 def _decline_whole_layers(layers: Collection[KroneckerLayer], reasons: dict[nn.Parameter, tuple[str, str]]) -> None:

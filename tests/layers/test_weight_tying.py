@@ -318,6 +318,30 @@ def test_a_call_on_no_examples_is_no_call(case: tuple[Callable[[], nn.Module], t
     assert_same_weights(*models)
 
 
+@pytest.mark.parametrize("shared", ["two modules", "keys and values"])
+def test_shared_projections_of_attention_train_by_the_base_rule(shared: str) -> None:
+    """The calls of one module alone would be seen, and values have another part of the bias than keys."""
+    own = shared == "keys and values"
+    model = nn.ModuleList(nn.MultiheadAttention(4, 2, **({"kdim": 3, "vdim": 3} if own else {})) for _ in range(2))
+    first, second = model
+    if own:
+        first.v_proj_weight = first.k_proj_weight
+    else:
+        second.in_proj_weight, second.in_proj_bias, second.out_proj = (
+            first.in_proj_weight,
+            first.in_proj_bias,
+            first.out_proj,
+        )
+    optimizer = KFACSGD(model, **OPTIONS)
+    reasons = dict(optimizer.curvature.trained.uncovered.values())
+    expected = (
+        {"0.k_proj_weight", "0.q_proj_weight", "0.in_proj_bias"}
+        if own
+        else {"0.in_proj_weight", "0.in_proj_bias", "0.out_proj.weight", "0.out_proj.bias"}
+    )
+    assert set(reasons) == expected and all("weight shared by 0." in reason for reason in reasons.values())
+
+
 def test_a_bias_of_a_declined_layer_declines_the_other_layer_that_has_it() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     model[1].weight, model[2].bias = model[0].weight, model[1].bias
