@@ -98,7 +98,7 @@ class BuiltEngine(Config):
 
     def refresh_interval(self, step: int) -> int:
         """Steps between refreshes at ``step``; as many as their work asks for, where the schedule says so."""
-        return max(super().refresh_interval(step), self._refresher.pace.least(self.inv_update_steps))
+        return self._refresher.pace.interval(self, step)
 
     def _find_layers(self) -> None:
         """Finds the layers of the trained parameters, and who works on them; known ones keep their identity."""
@@ -178,14 +178,14 @@ class BuiltEngine(Config):
     def require(self, parameters: Sequence[nn.Parameter]) -> None:
         """Makes sure that the parameters an optimizer steps on are the model's own; see :mod:`~kfac_optim.coverage`.
 
-        Layers go on with parameters that have taken the place of theirs in the model and in the optimizer. A layer
+        A closed engine does not ask. Layers go on with parameters that have taken the place of theirs in the model and in the optimizer. A layer
         whose weight is computed from other parameters by now (parametrizations, pruning) is declined, with a warning.
 
         Raises:
             RuntimeError: If the parameters are no weights of the model, or no matrices any more, or those of a layer
                 have been replaced in the model alone.
         """
-        if self.trained.follow(parameters, first=not self._first_step_seen):
+        if not self._closed and self.trained.follow(parameters, first=not self._first_step_seen):
             self._renew_layers()
 
     def _require_own(self) -> None:

@@ -135,7 +135,7 @@ class CurvatureEngine(ViewedEngine):
             self._take_up(statistics, read.flags, trains=trains)
         del statistics  # as large as the factors: not to lie beside a refresh
         self._refresher.rebuild(self.step_count, self.trained.blocks, self.comm)
-        if self._refresher.is_due(self.inv_update_steps, self.step_count):
+        if self._refresher.is_due(self, self.step_count):
             self._refresh(trains)
         self._refresher.work_off(self.step_count, self.comm)
         self._preconditioner.release(self.trained.blocks, self.damping_rule)
@@ -183,7 +183,7 @@ class CurvatureEngine(ViewedEngine):
 
     def advance(self, left: Mapping[nn.Parameter, Tensor] | None = None) -> None:
         """Ends the step; ``left``: the gradients that it leaves in ``.grad``, for :meth:`look_back`."""
-        self._steering.opposition.note_left(left)
+        self._steering.opposition.note_left(None if self._closed else left)
         if not self._is_noop:
             self.step_count += 1
             self._steps_taken += 1
@@ -260,7 +260,7 @@ class CurvatureEngine(ViewedEngine):
             return
         step = self.ranks.common_step(self.step_count, skipped=not finite)
         pools = due(self.statistics_interval(step), step, self.last_statistics)
-        if pools or self._refresher.communicates(self.inv_update_steps, step):
+        if pools or self._refresher.communicates(self, step):
             self.ranks.check(self._built())
 
     def _skip(self) -> None:
@@ -289,7 +289,7 @@ class CurvatureEngine(ViewedEngine):
         ready = [block for block in self.trained.blocks if block.factors("current").has_data]
         if ready:
             self._refresher.pace.measure(ready, self.at("factor_batch_fraction", self.step_count), self.comm.world_size)
-            if not self._refresher.is_due(self.inv_update_steps, self.step_count):
+            if not self._refresher.is_due(self, self.step_count):
                 return
             self._sightings.warn(self.trained.blocks)
             step = self.step_count

@@ -198,7 +198,7 @@ class FactorSpec:
         for name, number in numbers.items():
             if number.dim() != 0 or not float(number) >= 0:
                 return f"has a {name} of {number}"
-        if not all(bool(tensor.isfinite().all()) for tensor in known.values()):
+        if not all(isinstance(t, Tensor) and bool(t.isfinite().all()) for t in known.values()):
             return "is not finite"
         return ""
 

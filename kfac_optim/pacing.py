@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .blocks import Block
-from .schedules import Schedule, growing, value_at
+from .config import Config
+from .schedules import due, growing
 
 __all__ = ["Pace"]
 
@@ -57,15 +58,20 @@ class Pace:
             decompositions += cost * sum(spec.cost for spec in block.specs) / world_size
         self.work = max(1, round(decompositions / passes)) if passes else 0
 
-    def is_due(self, schedule: Schedule[int], step: int, last: int | None) -> bool:
+    def is_due(self, config: Config, step: int, last: int | None) -> bool:
         """Whether a refresh is due at ``step``; ``last``: the step of the last one, None before the first."""
-        least = self.least(schedule)
         if last is not None:
-            return step - last >= max(value_at(schedule, step), least)
-        return least <= _WORTH_WAITING * value_at(schedule, 0) or step >= least
+            return due(self.interval(config, step), step, last)
+        least = self._least(config)
+        return least <= _WORTH_WAITING * config.at("inv_update_steps", 0) or step >= least
 
-    def least(self, schedule: Schedule[int]) -> int:
+    def interval(self, config: Config, step: int) -> int:
+        """Steps between refreshes at ``step``: those of the schedule, or as many as their work asks for."""
+        return max(int(config.at("inv_update_steps", step)), self._least(config))
+
+    def _least(self, config: Config) -> int:
         """Steps between refreshes at least; 0 where the schedule does not ask what they take."""
+        schedule = config.inv_update_steps
         most_work = schedule.most_work if isinstance(schedule, growing) else None
         return 0 if most_work is None else int(self.work / most_work)
 

@@ -117,7 +117,7 @@ class Preconditioner:
         decompositions are new. What decides is read from the device once for all stacks.
         """
         solver = self.solver
-        if not isinstance(solver, EigenSolver):
+        if not isinstance(solver, EigenSolver) or not solver.negligible:
             return
         floor = 2 ** (math.floor(4 * math.log2(value)) / 4)
         old = [s for s in stacks if s.decomposed is not None and (s.relevant is None or s.relevant[0] != floor)]

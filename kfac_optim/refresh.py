@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from .blocks import Block, part_dtype
+from .config import Config
 from .damping import Damping, value_of
 from .diagnostics import StageTimes, communicating
 from .distributed import Broadcast, Communicator
 from .jobs import FactorJob, RefreshInProgress, batch_of, together
 from .pacing import Pace
 from .precision import full_precision
-from .schedules import Schedule
 from .sharing import extents, extents_found
 from .solvers import Batch, Decomposition, EigenSolver, MaybeDecomposition, Solver, Worker, decompose_all
 
@@ -62,14 +62,14 @@ class Refresher:
 
     # When -----------------------------------------------------------------------------------------------------------
 
-    def is_due(self, interval: Schedule[int], step: int) -> bool:
+    def is_due(self, config: Config, step: int) -> bool:
         """Whether a refresh begins at ``step``."""
-        return self.in_progress is None and self.pace.is_due(interval, step, self.last_refresh)
+        return self.in_progress is None and self.pace.is_due(config, step, self.last_refresh)
 
-    def communicates(self, interval: Schedule[int], step: int) -> bool:
+    def communicates(self, config: Config, step: int) -> bool:
         """Whether the ranks exchange something in the step of that number."""
         ends = self.in_progress is not None and self.in_progress.ends(step)
-        return self._stale or ends or self.is_due(interval, step)
+        return self._stale or ends or self.is_due(config, step)
 
     def refresh_next_step(self) -> None:
         """Makes a full refresh due at the next step."""
@@ -89,18 +89,21 @@ class Refresher:
         known = extents(damped, "current", comm)
         value = value_of(damping, step)
         gammas = {block: value * damping.unit(block.factors("current", known.get(block))) for block in damped}
-        self.refreshes += 1
         if self.last_refresh is None or not spread:
             refresh = RefreshInProgress(step, 0, "current", gammas, known)
             refresh.plan(blocks, comm.rank)
             self._work_off(refresh, step, comm)
-            self.last_refresh = step  # not before: an interrupted one is due again
+            self._note_begun(step)  # not before: an interrupted one is due again
             return
-        self.last_refresh = step
+        self._note_begun(step)
         for block in blocks:
             block.factors("pending").freeze(block.factors("current"), gammas.get(block))
         self.in_progress = RefreshInProgress(step, spread, "pending", extents=known)
         self.in_progress.plan(blocks, comm.rank)
+
+    def _note_begun(self, step: int) -> None:
+        self.last_refresh = step
+        self.refreshes += 1
 
     def work_off(self, step: int, comm: Communicator) -> None:
         """Does the share of this step of a refresh in progress, and ends it when its time is up (then a collective)."""

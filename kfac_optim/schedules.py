@@ -36,9 +36,9 @@ def value_at(schedule: Schedule[Number], step: int) -> Number:
     return schedule(step) if callable(schedule) else schedule
 
 
-def due(interval: Schedule[int], step: int, last: int | None) -> bool:
+def due(interval: int, step: int, last: int | None) -> bool:
     """Whether work that was last done at step ``last`` (None: never) is due at ``step``."""
-    return last is None or step - last >= value_at(interval, step)
+    return last is None or step - last >= interval
 
 
 @dataclass(frozen=True)

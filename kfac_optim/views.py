@@ -11,7 +11,6 @@ from .damping import value_of
 from .diagnostics import Row, count, human_bytes, memory_of, report_of, row_of, table, total, workers_of
 from .layers import KroneckerLayer
 from .reach import LEAST
-from .schedules import value_at
 from .state import StatefulEngine
 from .steering import Plan
 
@@ -172,7 +171,7 @@ class ViewedEngine(StatefulEngine):
                 f"largest / mean = {self.ranks.work.imbalance:.2f}"
             )
         interval = self.refresh_interval(self.step_count)
-        if interval > value_at(self.inv_update_steps, self.step_count):
+        if interval > self.at("inv_update_steps", self.step_count):
             first = f", from step {interval} on" if self.frozen_at is None else ""
             footer += (
                 f"\na refresh is as much work as {self._refresher.pace.work} steps: one in {interval} steps{first}"

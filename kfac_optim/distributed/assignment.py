@@ -120,6 +120,12 @@ class Assignment:
         """Raises ValueError unless there are exactly ``layers`` layers and every worker is a valid rank."""
         if len(self.layers) != layers:
             raise ValueError(f"assignment: has {len(self.layers)} layers instead of {layers}")
+        for i, layer in enumerate(self.layers):
+            if not (isinstance(layer.inverse_workers, tuple) and isinstance(layer.gradient_workers, tuple)):
+                raise ValueError(
+                    f"assignment: layer {i} has workers {layer.inverse_workers!r} and {layer.gradient_workers!r}; they "
+                    "must be tuples of ranks"
+                )
         distinct = {layer: i for i, layer in enumerate(self.layers)}
         for i in distinct.values():
             layer = self.layers[i]

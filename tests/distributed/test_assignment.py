@@ -372,6 +372,13 @@ def test_layer_wise_shares_memory_out_evenly(name: str) -> None:
         assert sharded["local sums"] == 0
 
 
+def test_workers_are_tuples() -> None:
+    for inverse, gradient in (([0, 0], (0,)), ((0, 0), [0])):
+        made = Assignment((LayerAssignment(inverse, gradient),), loads=(1.0,))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="layer 0 has workers .* must be tuples of ranks"):
+            made.check(1, 1)
+
+
 def test_a_layer_s_factors_stand_in_a_place_that_is_known() -> None:
     layer = LayerAssignment((0, 1), (0,), "elsewhere")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="layer 0.factors='elsewhere'"):

@@ -73,9 +73,10 @@ def test_expensive_refreshes_wait_and_cheap_ones_do_not(monkeypatch: pytest.Monk
     assert train(*built(growing(0.5, minimum=10, most_work=2.0)), least + 1) == [0, least], "the first is not too long"
 
 
-def test_what_a_function_of_the_step_returns_is_checked() -> None:
+@pytest.mark.parametrize("spread", [None, 0])
+def test_what_a_function_of_the_step_returns_is_checked(spread: int | None) -> None:
     model, optimizer = built(lambda step: 2 if step < 3 else 0)
-    optimizer.curvature.spread = None
+    optimizer.curvature.spread = spread
     with pytest.raises(ValueError, match=r"inv_update_steps"):
         train(model, optimizer, 6)
 

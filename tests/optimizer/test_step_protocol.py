@@ -352,6 +352,21 @@ def test_a_closed_engine_leaves_the_base_class(spread: int) -> None:
     assert_identical(model, base_model)
 
 
+def test_a_closed_engine_hooks_nothing_and_asks_for_nothing() -> None:
+    """Its optimizer steps on what it has, as the base class does, where other parameters stand in the model by now."""
+    model = make_model()
+    optimizer = KFACSGD(model, lr=0.05, **SETTINGS)
+    train(model, optimizer, range(3))
+    optimizer.curvature.close()
+    stepped = list(model.parameters())
+    train(model, optimizer, range(3, 4))
+    assert not any(p._post_accumulate_grad_hooks for p in stepped)
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    before = stepped[0].detach().clone()
+    optimizer.step()
+    assert not torch.equal(stepped[0], before)
+
+
 # Waits ---------------------------------------------------------------------------------------------------------------
 
 

@@ -144,6 +144,13 @@ def test_a_factor_in_float16_needs_its_scale() -> None:
         optimizer.load_state_dict(state)
 
 
+def test_a_factor_with_something_else_than_tensors_is_refused() -> None:
+    state = without_checksums(trained())
+    entry = next(entry["kfac"] for entry in state["state"].values() if "kfac" in entry)
+    entry["current"]["G"]["scale"] = 3
+    assert "factor G (current) that is not finite" in assert_refused(state)
+
+
 def test_a_state_without_its_refresh_in_progress_loads_where_none_is_in_progress() -> None:
     """torch.distributed.checkpoint loads what the fresh optimizer has room for."""
     state = trained(steps=6, inv_update_steps=5)
