@@ -33,7 +33,7 @@ __all__ = [
 SIDES = ("A", "G")
 Source = Literal["current", "pending", "in_use"]
 _FIRST_REACH = 0.01
-CONSTRAINED = 2  # looks in a row that have found a layer changed, from which on it counts as constrained
+CONSTRAINED = 2  # comparisons in a row that have found a layer changed, from which on it counts as constrained
 # Statistics steps in a row with gradients after which a layer that was never seen is called so; a model of which
 # nothing was seen stops training.
 UNSEEN_STEPS = 3
@@ -138,10 +138,9 @@ class Block:
         route: How its preconditioned gradient comes to this rank, or leaves it: the source and the members of the
             broadcast; None if it does not travel.
         state: What the optimizer's state holds of the layer: the tensors of its :class:`Factors` "current" (the
-            running averages; beside them the reach of its steps, whether its weight trains, and how many looks
-            in a row have found it changed), "in_use" (what the
-            decompositions in use were made of) and, where refreshes may be spread over steps, "pending" (what a refresh
-            in progress decomposes). Empty before the first step.
+            running averages; beside them the reach of its steps, whether its weight trains, and :attr:`changes`),
+            "in_use" (what the decompositions in use were made of) and, where refreshes may be spread over steps,
+            "pending" (what a refresh in progress decomposes). Empty before the first step.
         kept_by: The workers under whom the factors of the state were shared out; None before there are any.
         decomposed: The decompositions of A and G in use; None on ranks that do not precondition the layer, and before
             the first refresh.
@@ -214,14 +213,24 @@ class Block:
         self.state["current"]["trains"] = self.layer.weight.requires_grad
 
     @property
-    def is_constrained(self) -> bool:
-        """Whether the training loop keeps changing its weights between steps (:mod:`kfac_optim.constraints`)."""
-        return bool(self.state) and int(self.state["current"]["changes"]) == CONSTRAINED
+    def changes(self) -> int:
+        """Comparisons in a row that found its weights changed between steps (:mod:`kfac_optim.constraints`)."""
+        return int(self.state["current"]["changes"]) if self.state else 0
 
-    def note_look(self, *, changed: bool) -> None:
-        """Somebody has looked whether its weights were changed since the last step; so many times in a row stay."""
-        if not self.is_constrained:
-            self.state["current"]["changes"] = int(self.state["current"]["changes"]) + 1 if changed else 0
+    def changes_after(self, *, changed: bool) -> int:
+        """What :attr:`changes` is after one more comparison; it stays once the layer counts as constrained."""
+        if self.is_constrained:
+            return CONSTRAINED
+        return self.changes + 1 if changed else 0
+
+    def set_changes(self, value: int) -> None:
+        """Notes what a comparison has found."""
+        self.state["current"]["changes"] = value
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the training loop keeps changing its weights between steps."""
+        return self.changes == CONSTRAINED
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Replaces the state."""

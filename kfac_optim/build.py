@@ -178,8 +178,9 @@ class BuiltEngine(Config):
     def require(self, parameters: Sequence[nn.Parameter]) -> None:
         """Makes sure that the parameters an optimizer steps on are the model's own; see :mod:`~kfac_optim.coverage`.
 
-        A closed engine does not ask. Layers go on with parameters that have taken the place of theirs in the model and in the optimizer. A layer
-        whose weight is computed from other parameters by now (parametrizations, pruning) is declined, with a warning.
+        A closed engine does not ask. Layers go on with parameters that have taken the place of theirs in the model and
+        in the optimizer. A layer whose weight is computed from other parameters by now (parametrizations, pruning) is
+        declined, with a warning.
 
         Raises:
             RuntimeError: If the parameters are no weights of the model, or no matrices any more, or those of a layer

@@ -7,7 +7,7 @@ twice in a row counts as constrained from then on: its reach stays where it bega
 
 Norms of the weights tell, in float64, after a step and before the next one: at first in every step, then in every
 eighth. Ranks whose loops do the same find the same; one that has put other weights in for the time of an evaluation
-finds nothing. Parts of sharded weights are not looked at.
+finds nothing. Parts of sharded weights are not compared.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from .distributed import is_sharded
 
-__all__ = ["WeightWatch", "is_looked_at"]
+__all__ = ["WeightWatch", "compares_weights"]
 
-_AT_FIRST, _INTERVAL = 16, 8  # steps in which all stretched weights are looked at: so many, then one in so many
+_AT_FIRST, _INTERVAL = 16, 8  # steps in which all stretched weights are compared: so many, then one in so many
 
 
-def is_looked_at(step: int) -> bool:
-    """Whether all stretched weights are looked at before this step."""
+def compares_weights(step: int) -> bool:
+    """Whether this step compares the stretched weights with what the last one has left."""
     return step < _AT_FIRST or step % _INTERVAL == 0
 
 
@@ -34,7 +34,7 @@ class WeightWatch:
     """Compares weights with what the last step has left. Copies and pickles know of no last step.
 
     Attributes:
-        watched: The parameters that it looks at.
+        watched: The parameters that it compares.
     """
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from .bases import Scalar
 from .capture import TakenStatistics
 from .config import describe, signature
-from .constraints import WeightWatch, is_looked_at
+from .constraints import WeightWatch, compares_weights
 from .directions import Directions, by_parameter
 from .distributed import (
     AssignmentStrategy,
@@ -54,7 +54,7 @@ from .distributed import (
 from .lessons import Lessons, read_all
 from .scaling import traits_of
 from .schedules import due
-from .steering import note_changes
+from .steering import Changes, find_changes
 from .views import ViewedEngine
 
 __all__ = ["CurvatureEngine", "memory_estimate"]
@@ -182,7 +182,7 @@ class CurvatureEngine(ViewedEngine):
         self._preconditioner.send_zeros(self.trained.blocks, self.scaling, self.comm)
 
     def advance(self, left: Mapping[nn.Parameter, Tensor] | None = None) -> None:
-        """Ends the step; ``left``: the gradients that it leaves in ``.grad``, for :meth:`look_back`."""
+        """Ends the step; ``left``: the gradients that it leaves in ``.grad``, for :meth:`note_clearing`."""
         self._steering.opposition.note_left(None if self._closed else left)
         if not self._is_noop:
             self.step_count += 1
@@ -195,23 +195,16 @@ class CurvatureEngine(ViewedEngine):
         return self._steering.watch
 
     def watch_weights(self, stretched: Iterable[nn.Parameter]) -> None:
-        """Notes, at the end of a step, the stretched weights, if the next step is to look at them."""
-        self.watch.note(stretched if is_looked_at(self.step_count + 1) else ())
+        """Records the stretched weights at the end of a step, if the next one compares them."""
+        self.watch.note(stretched if compares_weights(self.step_count + 1) else ())
 
     @torch.no_grad()
-    def note_changed_weights(self) -> set[nn.Parameter]:
-        """Looks before the next step, which else does, for a state that is saved; of several ranks none does.
+    def changes_since_step(self) -> Changes | None:
+        """What the next step would find changed, for a state that is saved before it; waits for the device.
 
-        Returns:
-            The parameters of layers whose last stretch somebody may have undone.
+        None on several ranks, of which one may save a state alone, with other weights than the rest.
         """
-        if not self.ranks.alone:
-            return set()
-        changed = self.watch.changed()
-        undone = note_changes(self.trained.blocks, self.watch.watched, changed)
-        if changed:
-            self.watch.forget()  # or the next step would count the same change once more
-        return undone
+        return find_changes(self.trained.blocks, self.watch.watched, self.watch.changed()) if self.ranks.alone else None
 
     @torch.no_grad()
     def precondition_(self, lr: Scalar | None = None) -> bool:
@@ -248,9 +241,9 @@ class CurvatureEngine(ViewedEngine):
         """Forgets what this step has captured so far (``zero_grad()`` does it)."""
         self._capture.discard()
 
-    def look_back(self) -> None:
-        """Looks, before ``zero_grad()``, whether that throws away what was added to the gradients of the last step."""
-        self._steering.opposition.look_back()
+    def note_clearing(self) -> None:
+        """Notes, before ``zero_grad()``, whether that throws away what was added to the gradients of the last step."""
+        self._steering.opposition.note_clearing()
 
     # Parts of a step ------------------------------------------------------------------------------------------------
 
@@ -272,7 +265,7 @@ class CurvatureEngine(ViewedEngine):
     def _take_up(self, statistics: TakenStatistics, flags: Iterable[float], *, trains: bool) -> None:
         """Adds the statistics of this step to the running averages (a collective); ``trains``: see :meth:`_refresh`."""
         settled, blocks = statistics.resolve(flags), self.trained.blocks
-        unseen = self._sightings.look(statistics, settled, trains=trains)
+        unseen = self._sightings.count_step(statistics, settled, trains=trains)
         self.last_statistics = self.step_count
         with self._stopwatch.stage("factor update"):
             decay = self.at("factor_decay", self.step_count)

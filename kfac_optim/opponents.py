@@ -44,7 +44,7 @@ class Leftover:
             handle = parameter.register_post_accumulate_grad_hook(lambda p: _note(of_self, p))
             weakref.finalize(self, handle.remove)
 
-    def look_at(self, parameter: Tensor) -> None:
+    def on_gradient_added(self, parameter: Tensor) -> None:
         """A backward pass has added to the gradient of the parameter."""
         self.has_grown |= parameter.grad is not None and parameter.grad is self._gradient()
 
@@ -52,7 +52,7 @@ class Leftover:
 def _note(leftover: weakref.ref[Leftover], parameter: Tensor) -> None:
     known = leftover()
     if known is not None:
-        known.look_at(parameter)
+        known.on_gradient_added(parameter)
 
 
 class Opponents:
@@ -138,14 +138,14 @@ class Opposition:
         """A step leaves these gradients in ``.grad``."""
         self._leftover = Leftover(*next(iter(gradients.items()))) if gradients else None
 
-    def look_back(self) -> None:
-        """Looks, before gradients are cleared, whether others have been added to those that the step had left."""
+    def note_clearing(self) -> None:
+        """Notes, before gradients are cleared, whether others have been added to those that the step had left."""
         self._added_lost = self._added_would_be_lost
         self._leftover = None  # what is cleared twice was thrown away once
 
     @property
     def _added_would_be_lost(self) -> bool:
-        """What :meth:`look_back` would find."""
+        """What :meth:`note_clearing` would find."""
         return self._added_lost or (self._leftover is not None and self._leftover.has_grown)
 
     def note_captured_lost(self) -> None:

@@ -27,7 +27,7 @@ from .engine import CurvatureEngine
 from .lamb import MultiTensorLamb
 from .schedules import forgetting, growing, inverse_time_decay
 from .solvers import EigenSolver
-from .turning import forget, forget_undone, lessons_of, take_turned_step
+from .turning import as_next_step_finds, forget, lessons_of, take_turned_step
 
 __all__ = ["KFACLAMB", "KFACAdam", "KFACAdamW", "KFACMixin", "KFACSGD"]
 
@@ -248,7 +248,7 @@ class KFACMixin(_Optimizer):
         """Clears the gradients, and with them the statistics of backward passes whose step was not taken."""
         known = hasattr(self, "curvature")  # perhaps not in vars(self): Lightning calls this on a stand-in of our class
         if known:
-            self.curvature.look_back()
+            self.curvature.note_clearing()
         super().zero_grad(set_to_none)
         if known:
             self.curvature.discard()
@@ -296,9 +296,8 @@ class KFACMixin(_Optimizer):
         Where the strategy shares factors out (``factors="sharded"``), those of this rank alone, as
         ``torch.distributed.checkpoint`` takes them; :meth:`full_state_dict` has all of them.
         """
-        forget_undone(self, self.curvature)
         self._show_counters()
-        return with_checksums(super().state_dict())
+        return with_checksums(as_next_step_finds(super().state_dict(), self, self.curvature))
 
     def full_state_dict(self) -> dict[str, Any]:
         """As :meth:`state_dict`, whole and the same on every rank (a collective: call it on all of them).
@@ -307,7 +306,6 @@ class KFACMixin(_Optimizer):
         Factors that the strategy shares out are on the CPU in it. Parts of the base class's state that FSDP2 has
         sharded stay sharded: there, use ``torch.distributed.checkpoint``.
         """
-        forget_undone(self, self.curvature)
         self._hand_over_states()
         try:
             whole = self.curvature.whole_states()
@@ -319,7 +317,7 @@ class KFACMixin(_Optimizer):
             for parameter, i in zip(group["params"], saved["params"], strict=True):
                 if parameter in whole:
                     state_dict["state"][i] = {**state_dict["state"][i], AVERAGES: whole[parameter]}
-        return with_checksums(state_dict)
+        return with_checksums(as_next_step_finds(state_dict, self, self.curvature))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this optimizer, or of its plain base class (the curvature then starts anew).

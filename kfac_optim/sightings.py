@@ -36,7 +36,7 @@ class Sightings:
         self._model_seen = False  # in the last step with statistics
         self._steps = 0  # with statistics, in a row, with gradients but no backward pass that was seen
 
-    def look(self, statistics: TakenStatistics, settled: StepMoments, *, trains: bool) -> bool:
+    def count_step(self, statistics: TakenStatistics, settled: StepMoments, *, trains: bool) -> bool:
         """Counts a step with statistics.
 
         Args:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from .blocks import Block
+from .blocks import CONSTRAINED, Block
 from .brake import Brake
 from .constraints import WeightWatch
 from .counters import Counted, Counter
@@ -24,7 +24,7 @@ from .reach import LEAST, Rates, learn_reaches, lower_reaches
 from .scaling import Scaling, traits_of
 from .trust import Trust
 
-__all__ = ["Plan", "Steering", "note_changes"]
+__all__ = ["Changes", "Plan", "Steering", "find_changes"]
 
 
 @dataclass(frozen=True)
@@ -58,28 +58,37 @@ class Plan:
     last_brake: float
 
 
-def note_changes(
-    blocks: Iterable[Block], watched: Iterable[nn.Parameter], changed: Iterable[nn.Parameter]
-) -> set[nn.Parameter]:
-    """Notes in which layers weights were changed between two steps.
+@dataclass(frozen=True)
+class Changes:
+    """In which layers weights were changed between two steps.
+
+    Attributes:
+        counts: For each layer that was compared, what its count is now (:attr:`~kfac_optim.blocks.Block.changes`).
+        undone: The parameters of layers whose last stretch somebody may have undone.
+    """
+
+    counts: Mapping[Block, int]
+    undone: set[nn.Parameter]
+
+
+def find_changes(blocks: Iterable[Block], watched: Iterable[nn.Parameter], changed: Iterable[nn.Parameter]) -> Changes:
+    """Finds in which layers weights were changed.
 
     Args:
         blocks: The layers' blocks.
-        watched: The parameters that were looked at.
+        watched: The parameters that were compared with what the last step has left.
         changed: Those of them that were changed.
-
-    Returns:
-        The parameters of layers whose last stretch somebody may have undone.
     """
-    looked_at, moved, undone = set(watched), set(changed), set[nn.Parameter]()
+    compared, moved = set(watched), set(changed)
+    counts, undone = dict[Block, int](), set[nn.Parameter]()
     for block in blocks:
-        own = block.layer.parameters
+        own, count = block.layer.parameters, block.changes
         has_moved = bool(moved) and not moved.isdisjoint(own)
-        if looked_at and not looked_at.isdisjoint(own):
-            block.note_look(changed=has_moved)
-        if has_moved or block.is_constrained:
+        if compared and not compared.isdisjoint(own):
+            counts[block] = count = block.changes_after(changed=has_moved)
+        if has_moved or count == CONSTRAINED:
             undone.update(own)
-    return undone
+    return Changes(counts, undone)
 
 
 class Steering:
@@ -118,7 +127,10 @@ class Steering:
         self.brake.learn(read.length)
         self.trust.learn(read.turn, read.average or 0.0, grows=self.brake.updates_grow)
         has_momentum = self.brake.updates_grow and read.average is None  # else averages are kept for it
-        undone = note_changes(blocks, read.watched, read.changed)
+        changes = find_changes(blocks, read.watched, read.changed)
+        for block, count in changes.counts.items():
+            block.set_changes(count)
+        undone = changes.undone
         slopes = {p: slope for p, slope in read.slopes.items() if p not in undone} if undone else read.slopes
         self.graft.learn(sum(after for after, _ in slopes.values()) if has_momentum else None)
         self._too_long = learn_reaches(blocks, slopes) | undone

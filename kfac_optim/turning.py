@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .base_state import AVERAGES
 from .bases import (
     MOMENT,
     BaseStep,
@@ -47,8 +48,8 @@ __all__ = [
     "LENGTH",
     "STRETCH",
     "TURN",
+    "as_next_step_finds",
     "forget",
-    "forget_undone",
     "lessons_of",
     "take_turned_step",
 ]
@@ -85,7 +86,8 @@ def take_turned_step(
     covered = [some for bucket in members if (some := [m for m in bucket if m.p in of_layers])]
     plan = engine.plan()
     for state in [optimizer.state[p] for p in plan.too_long if p in optimizer.state]:
-        _forget_stretch(state)
+        for key in (STRETCH, DESCENT):
+            state.pop(key, None)
     repeats = plan.repeats and _can_repeat(engine, plan, covered)
     computes = plan.computes and not repeats
     before = weights_before(covered) if computes else []
@@ -143,18 +145,27 @@ def _turn_and_stretch(
         first.state[LENGTH] = length.to(first.p.dtype)  # as torch's load_state_dict() would round it
 
 
-def forget_undone(optimizer: torch.optim.Optimizer, engine: CurvatureEngine) -> None:
-    """Forgets the stretches that somebody has undone since the step that made them; waits for the device.
+def as_next_step_finds(
+    state_dict: dict[str, Any], optimizer: torch.optim.Optimizer, engine: CurvatureEngine
+) -> dict[str, Any]:
+    """A saved state without the stretches that somebody has undone since the step that made them.
 
-    The next step finds that out by itself. A state that is saved before has to know.
+    The run itself finds that out in its next step; one that goes on from the state could not.
     """
-    for p in engine.note_changed_weights():
-        _forget_stretch(optimizer.state.get(p, {}))
-
-
-def _forget_stretch(state: dict[str, Any]) -> None:
-    for key in (STRETCH, DESCENT):
-        state.pop(key, None)
+    changes = engine.changes_since_step()
+    if changes is None:
+        return state_dict
+    states = dict(state_dict["state"])
+    counts = {block.layer.weight: count for block, count in changes.counts.items() if count != block.changes}
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for p, i in zip(group["params"], saved["params"], strict=True):
+            if p in changes.undone and i in states:
+                states[i] = {key: value for key, value in states[i].items() if key not in (STRETCH, DESCENT)}
+            if p in counts:
+                averages = states[i][AVERAGES]
+                counted = {**averages, "current": {**averages["current"], "changes": counts[p]}}
+                states[i] = {**states[i], AVERAGES: counted}
+    return {**state_dict, "state": states}
 
 
 def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watch: WeightWatch) -> Lessons:

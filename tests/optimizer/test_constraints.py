@@ -213,6 +213,30 @@ def test_a_resumed_run_forgets_what_the_other_forgets(saved_after: int) -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_to_save_a_state_changes_nothing(whole: bool) -> None:
+    """Also while averaged weights are in the model's place, as some loops save them; and under a projection."""
+    ends = []
+    for saves in (False, True):
+        model = net()
+        optimizer = KFACSGD(model, lr=1e-2, momentum=0.9)
+        for step, (x, y) in enumerate(batches(40)):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            with torch.no_grad():
+                clamp_later(model, step)
+            if saves and step % 3 == 0:
+                own = copy.deepcopy(model.state_dict())
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.mul_(0.9)
+                optimizer.full_state_dict() if whole else optimizer.state_dict()
+                model.load_state_dict(own)
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))
+
+
 def test_a_state_that_is_loaded_beside_the_weights_keeps_its_stretches() -> None:
     """Going back to an earlier point of the run is no projection."""
     model = net()
