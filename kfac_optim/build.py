@@ -23,7 +23,7 @@ from .refresh import Refresher
 from .scaling import traits_of
 from .schedules import due
 from .sightings import Sightings
-from .steering import Steering
+from .steering import Plan, Steering
 
 __all__ = ["BuiltEngine"]
 
@@ -71,30 +71,16 @@ class BuiltEngine(Config):
         """The communicator of the ranks."""
         return self.ranks.comm
 
-    @property
-    def skipped_batches(self) -> int:
-        """Micro-batches of all ranks that were left out because their statistics were not finite."""
-        return self._averaging.skipped_batches
-
-    @property
-    def last_refresh(self) -> int | None:
-        """The step at which a refresh began last, or None before the first."""
-        return self._refresher.last_refresh
-
-    @property
-    def frozen_at(self) -> int | None:
-        """The step whose factors are in use, or None where none are."""
-        return self._refresher.frozen_at
-
-    @property
-    def refreshes(self) -> int:
-        """How many refreshes have begun."""
-        return self._refresher.refreshes
-
-    @property
-    def failed_decompositions(self) -> int:
-        """How many layers had to keep their last decompositions, over all refreshes."""
-        return self._refresher.failed_decompositions
+    def plan(self) -> Plan:
+        """What becomes of the base optimizer's step, the one in progress or else the coming one."""
+        return self._steering.plan(
+            self.trained.blocks,
+            self.step_count,
+            self.scaling,
+            self.damping_rule,
+            turns=getattr(self.owner, "precondition", "gradient") == "momentum",
+            alone=self.ranks.alone,
+        )
 
     def refresh_interval(self, step: int) -> int:
         """Steps between refreshes at ``step``; as many as their work asks for, where the schedule says so."""

@@ -12,7 +12,6 @@ from .diagnostics import Row, count, human_bytes, memory_of, report_of, row_of, 
 from .layers import KroneckerLayer
 from .reach import LEAST
 from .state import StatefulEngine
-from .steering import Plan
 
 __all__ = ["ViewedEngine"]
 
@@ -20,16 +19,30 @@ __all__ = ["ViewedEngine"]
 class ViewedEngine(StatefulEngine):
     """The read-only part of the engine."""
 
-    def plan(self) -> Plan:
-        """What becomes of the base optimizer's step, the one in progress or else the coming one."""
-        return self._steering.plan(
-            self.trained.blocks,
-            self.step_count,
-            self.scaling,
-            self.damping_rule,
-            turns=getattr(self.owner, "precondition", "gradient") == "momentum",
-            alone=self.ranks.alone,
-        )
+    @property
+    def skipped_batches(self) -> int:
+        """Micro-batches of all ranks that were left out because their statistics were not finite."""
+        return self._averaging.skipped_batches
+
+    @property
+    def last_refresh(self) -> int | None:
+        """The step at which a refresh began last, or None before the first."""
+        return self._refresher.last_refresh
+
+    @property
+    def frozen_at(self) -> int | None:
+        """The step whose factors are in use, or None where none are."""
+        return self._refresher.frozen_at
+
+    @property
+    def refreshes(self) -> int:
+        """How many refreshes have begun."""
+        return self._refresher.refreshes
+
+    @property
+    def failed_decompositions(self) -> int:
+        """How many layers had to keep their last decompositions, over all refreshes."""
+        return self._refresher.failed_decompositions
 
     @property
     def trust(self) -> float:
