@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from .counters import Counter
 from .damping import Damping, kind_of
 from .distributed import LayerAssignment
 from .factors import FactorSpec, copy_average_, numbers_of, read
@@ -19,6 +20,7 @@ from .solvers import Decomposition, Solver
 from .spectra import eigenvalues, largest_eigenvalue
 
 __all__ = [
+    "LEARNED",
     "SIDES",
     "UNSEEN_STEPS",
     "Block",
@@ -32,8 +34,13 @@ __all__ = [
 
 SIDES = ("A", "G")
 Source = Literal["current", "pending", "in_use"]
-_FIRST_REACH = 0.01
 CONSTRAINED = 2  # comparisons in a row that have found a layer changed, from which on it counts as constrained
+# What is learned of a layer; saved beside its running averages.
+LEARNED: Mapping[str, Counter] = {
+    "reach": Counter("reach", 0.01),
+    "trains": Counter("trains", False, 1),
+    "changes": Counter("changes", 0, CONSTRAINED),
+}
 # Statistics steps in a row with gradients after which a layer that was never seen is called so; a model of which
 # nothing was seen stops training.
 UNSEEN_STEPS = 3
@@ -138,9 +145,9 @@ class Block:
         route: How its preconditioned gradient comes to this rank, or leaves it: the source and the members of the
             broadcast; None if it does not travel.
         state: What the optimizer's state holds of the layer: the tensors of its :class:`Factors` "current" (the
-            running averages; beside them the reach of its steps, whether its weight trains, and :attr:`changes`),
-            "in_use" (what the decompositions in use were made of) and, where refreshes may be spread over steps,
-            "pending" (what a refresh in progress decomposes). Empty before the first step.
+            running averages; beside them its ``LEARNED`` numbers), "in_use" (what the decompositions in use were made
+            of) and, where refreshes may be spread over steps, "pending" (what a refresh in progress decomposes). Empty
+            before the first step.
         kept_by: The workers under whom the factors of the state were shared out; None before there are any.
         decomposed: The decompositions of A and G in use; None on ranks that do not precondition the layer, and before
             the first refresh.
@@ -183,7 +190,7 @@ class Block:
                     for side, (name, spec) in enumerate(zip(SIDES, self.specs, strict=True))
                 }
                 if source == "current":
-                    tensors.update(reach=_FIRST_REACH, trains=False, changes=0)
+                    tensors.update({name: learned.start for name, learned in LEARNED.items()})
                 else:
                     precision = torch.promote_types(dtype, torch.float32)
                     tensors["gamma"] = torch.zeros(self.specs[0].pairs, dtype=precision, device=device)
@@ -197,7 +204,8 @@ class Block:
     @property
     def reach(self) -> float:
         """The share of the stretch along flat directions that its steps get, learned (:mod:`kfac_optim.reach`)."""
-        return float(self.state["current"]["reach"]) if self.state and not self.is_constrained else _FIRST_REACH
+        learns = bool(self.state) and not self.is_constrained
+        return float(self.state["current"]["reach"]) if learns else LEARNED["reach"].start
 
     def set_reach(self, value: float) -> None:
         """Notes what has been learned."""

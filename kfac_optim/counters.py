@@ -22,6 +22,15 @@ class Counter(NamedTuple):
     start: float
     largest: float = math.inf
 
+    def allows(self, value: Any, least: float = 0) -> bool:
+        """Whether a saved value can be one of its own."""
+        in_range = isinstance(value, int | float) and math.isfinite(value) and least <= value <= self.largest
+        return in_range and (isinstance(self.start, float) or value == int(value))
+
+    def restored(self, value: Any) -> Any:
+        """A saved value, as the number it was."""
+        return type(self.start)(value)
+
 
 class Counted:
     """An object that is known by its counters.
@@ -43,7 +52,7 @@ class Counted:
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters; those that are missing start anew."""
         for name, each in self.COUNTERS.items():
-            setattr(self, each.attribute, type(each.start)(counters.get(name, each.start)))
+            setattr(self, each.attribute, each.restored(counters.get(name, each.start)))
 
 
 def moved(notches: int, alignment: float, most: int, *, fall: int = 1, rise: int = 1) -> int:

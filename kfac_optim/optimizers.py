@@ -7,7 +7,6 @@ them, and ``.grad`` is put back. Momentum, weight decay, trust ratio, foreach an
 
 from __future__ import annotations
 
-import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from .config import options as engine_options
 from .config import refuse_unknown, signature
 from .damping import OfLargest
 from .directions import by_parameter
-from .distributed import join_hook, notify_join_context, register_joinable, share_gradients
+from .distributed import derived_from_by_horovod, join_hook, notify_join_context, register_joinable, share_gradients
 from .engine import CurvatureEngine
 from .lamb import MultiTensorLamb
 from .schedules import forgetting, growing, inverse_time_decay
@@ -114,11 +113,11 @@ class KFACMixin(_Optimizer):
         params = params if isinstance(params, Tensor) else list(params)  # the base class refuses a lone tensor
         curvature = {name: options.pop(name) for name in engine_options() if name in options}
         refuse_unknown(type(self).__name__, options, list(inspect.signature(type(self)).parameters))
-        derived_from = self._derived_from(params)
+        derived_from = derived_from_by_horovod(type(self), params)
         super().__init__(params, *args, **options)
         self._step_supports_amp_scaling = False
         self.precondition = precondition
-        if derived_from is not None:
+        if isinstance(derived_from, KFACMixin):
             self.__dict__.update(derived_from._settings())
             engine = derived_from.curvature
         else:
@@ -128,19 +127,6 @@ class KFACMixin(_Optimizer):
         engine.belong_to(self)
         self.curvature = engine
         self._show_counters()
-
-    def _derived_from(self, params: Any) -> KFACMixin | None:
-        """The optimizer that Horovod derives this one from, whose engine it goes on with; None for any other.
-
-        ``hvd.DistributedOptimizer`` makes a class of the same name from the optimizer's own, and calls its constructor
-        with the very groups of the optimizer. Nothing in them leads back to it, so it is looked for.
-        """
-        cls, (parent, *others) = type(self), type(self).__bases__
-        if not others and cls.__name__ == parent.__name__ and issubclass(parent, KFACMixin):
-            for other in (found for found in gc.get_objects() if type(found) is parent):
-                if list(map(id, params)) == list(map(id, other.__dict__.get("param_groups", ()))):
-                    return other
-        return None
 
     # The step -------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .blocks import SIDES
+from .blocks import LEARNED, SIDES
 from .build import BuiltEngine
 from .config import loaded_options, saved_options
 from .factors import copy_average_
@@ -187,5 +187,4 @@ def copy_state(target: Mapping[str, dict[str, Any]], saved: Mapping[str, Mapping
         if "gamma" in tensors:
             tensors["gamma"].copy_(saved[source]["gamma"])
         else:
-            kept = saved[source]
-            tensors.update(reach=float(kept["reach"]), trains=bool(kept["trains"]), changes=int(kept["changes"]))
+            tensors.update({name: learned.restored(saved[source][name]) for name, learned in LEARNED.items()})

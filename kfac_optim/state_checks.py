@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .blocks import CONSTRAINED, SIDES, Block, Source
+from .blocks import LEARNED, SIDES, Block, Source
 from .counters import Counter
 from .steering import Steering
 
@@ -54,14 +54,11 @@ def _problem(block: Block, state: Any, rank: int, *, pending: bool) -> str:
             problem = spec.problem(tensors.get(side), kept=block.workers.keeps(i, rank))
             if problem:
                 return f"has a factor {side} ({source.replace('_', ' ')}) that {problem}"
-        gamma, reach = tensors.get("gamma"), tensors.get("reach")
-        if source == "current" and not (isinstance(reach, int | float) and 0 <= reach < math.inf):
-            return f"has a reach of {reach}"
-        for name, most in (("trains", 1), ("changes", CONSTRAINED)) if source == "current" else ():
-            if tensors.get(name) not in range(most + 1):
-                return f"has {name}={tensors.get(name)!r}, which is not in 0 to {most}"
-        if source != "current" and not _is_damping(gamma, block.specs[0].pairs):
-            return f"has a damping of {gamma}"
+        for name, learned in LEARNED.items() if source == "current" else ():
+            if not learned.allows(tensors.get(name)):
+                return f"has {name}={tensors.get(name)!r}, which must be in 0 to {learned.largest}"
+        if source != "current" and not _is_damping(tensors.get("gamma"), block.specs[0].pairs):
+            return f"has a damping of {tensors.get('gamma')}"
     return ""
 
 
@@ -93,9 +90,7 @@ def _counter_problem(known: Iterable[str], counters: Mapping[str, Any]) -> str:
             return f"its counter {name!r} is {value!r}"
     for name in known:
         counter = Steering.COUNTERS.get(name, Counter(name, 0))
-        least = -1 if name in _MAY_BE_NEVER else 0
-        whole = isinstance(counter.start, float) or counters[name] == int(counters[name])
-        if not least <= counters[name] <= counter.largest or not whole:
+        if not counter.allows(counters[name], least=-1 if name in _MAY_BE_NEVER else 0):
             return f"its counter {name!r} is {counters[name]}"
     for name, limit in (("last_statistics", "step"), ("last_refresh", "step"), ("frozen_at", "step")):
         if counters[name] > counters[limit]:

@@ -34,7 +34,7 @@ Where to look::
 from . import agreement
 from .assignment import Assignment, AssignmentStrategy, LayerAssignment, LayerCost
 from .communicator import Broadcast, Communicator, LocalCommunicator
-from .horovod import HorovodCommunicator
+from .horovod import HorovodCommunicator, derived_from_by_horovod
 from .join import join_hook, notify_join_context, register_joinable, share_gradients
 from .sharding import (
     all_gathered,
@@ -73,6 +73,7 @@ __all__ = [
     "are_exchangeable",
     "all_gathered",
     "any_sharded",
+    "derived_from_by_horovod",
     "full_gradient",
     "gathered",
     "summed_over_shards",

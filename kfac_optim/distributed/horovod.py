@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -10,7 +11,21 @@ from torch import Tensor
 
 from .communicator import BUCKET_BYTES, Communicator, Work
 
-__all__ = ["HorovodCommunicator"]
+__all__ = ["HorovodCommunicator", "derived_from_by_horovod"]
+
+
+def derived_from_by_horovod(cls: type, groups: Sequence[Any]) -> Any:
+    """The optimizer that Horovod derives another one from, with whose engine that goes on; None for any other.
+
+    ``hvd.DistributedOptimizer`` makes a class of the same name from the optimizer's own, and calls its constructor with
+    the very groups of the optimizer. Nothing in them leads back to it, so it is looked for.
+    """
+    parent, *others = cls.__bases__
+    if not others and cls.__name__ == parent.__name__:
+        for other in (found for found in gc.get_objects() if type(found) is parent):
+            if list(map(id, groups)) == list(map(id, other.__dict__.get("param_groups", ()))):
+                return other
+    return None
 
 
 class _HorovodWork:
