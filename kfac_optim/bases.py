@@ -72,7 +72,8 @@ class Member:
         p: The parameter.
         gradient: Its gradient.
         group: Its group.
-        state: What the optimizer's state has of it; an empty dict, of its own, where that is nothing.
+        state: What the optimizer's state has of it; where that is nothing an empty dict, and what is written to it
+            before :meth:`take_state` is lost.
         is_sgd: Whether the base class is SGD.
     """
 

@@ -24,7 +24,7 @@ __all__ = [
     "SIDES",
     "UNSEEN_STEPS",
     "Block",
-    "Extent",
+    "KnownSpectra",
     "Factors",
     "Source",
     "decomposed_bytes",
@@ -47,7 +47,7 @@ UNSEEN_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Extent:
+class KnownSpectra:
     """How large the eigenvalues of A and of G are, ``[p]`` each, where it is known without looking at the factors."""
 
     means: tuple[Tensor, Tensor] | None = None
@@ -63,7 +63,7 @@ class Factors:
         tensors: The running averages "A" and "G" (see :meth:`~kfac_optim.factors.FactorSpec.empty`) and, of a snapshot
             that decompositions are made of, "gamma": the damping of each pair with which they were, ``[p]``; 0 where
             damping comes later. Of a factor that another rank keeps only its weight.
-        extent: What is known of the eigenvalues; all of it where another rank keeps a factor.
+        known: What is known of the eigenvalues; all of it where another rank keeps a factor.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Factors:
         layer: KroneckerLayer,
         specs: tuple[FactorSpec, FactorSpec],
         tensors: dict[str, Any],
-        extent: Extent | None,
+        known: KnownSpectra | None,
     ) -> None:
         self.pairs_share_scale, self.specs, self.tensors = layer.pairs_share_scale, specs, tensors
-        self._extent = extent or Extent()
+        self._known_spectra = known or KnownSpectra()
 
     @property
     def has_data(self) -> bool:
@@ -101,12 +101,12 @@ class Factors:
 
     def means(self) -> tuple[Tensor, Tensor]:
         """The mean eigenvalues of A and of G, ``[p]`` each; those of joint pairs are averaged."""
-        a, g = self._extent.means or (self.mean(0), self.mean(1))
+        a, g = self._known_spectra.means or (self.mean(0), self.mean(1))
         return (a.mean().expand_as(a), g.mean().expand_as(g)) if self.pairs_share_scale else (a, g)
 
     def largest(self) -> tuple[Tensor, Tensor]:
         """The largest eigenvalues of A and of G, ``[p]`` each; joint pairs share the largest of all of them."""
-        a, g = self._extent.largest or (self.largest_of(0), self.largest_of(1))
+        a, g = self._known_spectra.largest or (self.largest_of(0), self.largest_of(1))
         return (a.amax().expand_as(a), g.amax().expand_as(g)) if self.pairs_share_scale else (a, g)
 
     def mean(self, side: int) -> Tensor:
@@ -121,8 +121,8 @@ class Factors:
 
     def ones(self) -> Tensor:
         """1 for each pair, ``[p]``."""
-        if self._extent.means is not None:
-            return torch.ones_like(self._extent.means[0])
+        if self._known_spectra.means is not None:
+            return torch.ones_like(self._known_spectra.means[0])
         value: Tensor = self.tensors["A"]["value"]
         return value.new_ones(self.specs[0].pairs, dtype=torch.promote_types(value.dtype, torch.float32))
 
@@ -170,8 +170,8 @@ class Block:
     unseen: int = 0
     _unseen_warned: bool = False
     _unit: tuple[Any, Tensor] | None = None
-    _extent: Extent | None = None
-    _spectra: tuple[Tensor | None, ...] | None = None
+    _known_spectra: KnownSpectra | None = None
+    _eigenvalues: tuple[Tensor | None, ...] | None = None
 
     # Factors --------------------------------------------------------------------------------------------------------
 
@@ -196,9 +196,9 @@ class Block:
                     tensors["gamma"] = torch.zeros(self.specs[0].pairs, dtype=precision, device=device)
                 self.state[source] = tensors
 
-    def factors(self, source: Source, extent: Extent | None = None) -> Factors:
-        """The factors at one of the three stages; ``extent``: known eigenvalues, in place of those the block keeps."""
-        known = extent or (self._extent if source == "in_use" else None)
+    def factors(self, source: Source, known: KnownSpectra | None = None) -> Factors:
+        """The factors at one of the three stages; ``known``: eigenvalues, in place of those that the block keeps."""
+        known = known or (self._known_spectra if source == "in_use" else None)
         return Factors(self.layer, self.specs, self.state[source], known)
 
     @property
@@ -279,13 +279,15 @@ class Block:
 
     # Decompositions -------------------------------------------------------------------------------------------------
 
-    def install(self, decomposed: tuple[Decomposition, Decomposition] | None, extent: Extent | None = None) -> None:
+    def install(
+        self, decomposed: tuple[Decomposition, Decomposition] | None, known: KnownSpectra | None = None
+    ) -> None:
         """Takes decompositions of the factors in use; None where other ranks precondition the layer.
 
-        ``extent``: what is known of the factors' eigenvalues.
+        ``known``: what is known of the factors' eigenvalues.
         """
         self.drop()
-        self.decomposed, self.has_direction, self._extent = decomposed, True, extent
+        self.decomposed, self.has_direction, self._known_spectra = decomposed, True, known
 
     def share_storage(self, decomposed: tuple[Decomposition, Decomposition]) -> None:
         """Replaces the decompositions by equal ones that are views of a larger tensor."""
@@ -293,7 +295,7 @@ class Block:
 
     def drop(self) -> None:
         """Discards the decompositions."""
-        self.decomposed = self.cosine = self._unit = self._extent = self._spectra = None
+        self.decomposed = self.cosine = self._unit = self._known_spectra = self._eigenvalues = None
         self.has_direction = False
         self.version += 1
 
@@ -309,15 +311,15 @@ class Block:
             self._unit = kind, damping.unit(self.factors("in_use"))
         return self._unit[1]
 
-    def spectra(self) -> tuple[Tensor | None, ...]:
+    def eigenvalues(self) -> tuple[Tensor | None, ...]:
         """All eigenvalues of A and of G in use, largest first, ``[p n]`` each, on the CPU; None on other ranks."""
-        if self._spectra is None:
+        if self._eigenvalues is None:
             used = self.factors("in_use")
             found = (eigenvalues(used.matrix(side)) if used.kept(side) else None for side in range(2))
             # What fills up blocks has eigenvalues of 0, the last ones.
             kept = zip(self.specs, found, strict=True)
-            self._spectra = tuple(None if v is None else v[: s.pairs * s.dim] for s, v in kept)
-        return self._spectra
+            self._eigenvalues = tuple(None if v is None else v[: s.pairs * s.dim] for s, v in kept)
+        return self._eigenvalues
 
     # Workers --------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .distributed import ShardExchange, any_sharded, gathered, is_sharded, sharded_like
-from .flat_storage import as_one
+from .flat_storage import flat_view
 from .layout import Layout, Part
 from .stack_algebra import Direction, length_of_updates
 
@@ -77,7 +77,7 @@ class Directions:
         covered = {p for stack in self.stacks for p in stack.layout.parameters}
         if not self.stacks or self.has_shards or not covered.issuperset(updates):
             return None
-        whole = as_one([d.update for d in self.scaled])
+        whole = flat_view([d.update for d in self.scaled])
         return length_of_updates(self.scaled) if whole is None else torch.linalg.vector_norm(whole)
 
     def laid_out(self, matrices: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:

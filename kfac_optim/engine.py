@@ -54,7 +54,7 @@ from .distributed import (
 from .lessons import Lessons, read_all
 from .scaling import traits_of
 from .schedules import due
-from .steering import Changes, find_changes
+from .steering import WeightChanges, find_weight_changes
 from .views import ViewedEngine
 
 __all__ = ["CurvatureEngine", "memory_estimate"]
@@ -199,12 +199,16 @@ class CurvatureEngine(ViewedEngine):
         self.watch.note(stretched if compares_weights(self.step_count + 1) else ())
 
     @torch.no_grad()
-    def changes_since_step(self) -> Changes | None:
+    def changes_since_step(self) -> WeightChanges | None:
         """What the next step would find changed, for a state that is saved before it; waits for the device.
 
         None on several ranks, of which one may save a state alone, with other weights than the rest.
         """
-        return find_changes(self.trained.blocks, self.watch.watched, self.watch.changed()) if self.ranks.alone else None
+        return (
+            find_weight_changes(self.trained.blocks, self.watch.watched, self.watch.changed())
+            if self.ranks.alone
+            else None
+        )
 
     @torch.no_grad()
     def precondition_(self, lr: Scalar | None = None) -> bool:

@@ -123,11 +123,11 @@ class FactorSpec:
         return float(self.matrices * (self.size if self.diagonal else self.size**3))
 
     def for_blocks(self, of_pairs: Tensor) -> Tensor:
-        """What each pair has, ``[p]``, for each of its blocks, ``[p b]``."""
+        """Repeats a value per pair, ``[p]``, for each of the pair's blocks, ``[p b]``."""
         return of_pairs if self.blocks == 1 else of_pairs[:, None].expand(-1, self.blocks).flatten()
 
     def largest_of_blocks(self, of_blocks: Tensor) -> Tensor:
-        """The largest that a block of each pair has, ``[p]``, of what all blocks have, ``[p b]``."""
+        """The largest of each pair's blocks, ``[p]``, from a value per block, ``[p b]``."""
         return of_blocks if self.blocks == 1 else of_blocks.unflatten(0, (self.pairs, self.blocks)).amax(1)
 
     def empty(self, dtype: torch.dtype, device: torch.device, *, kept: bool = True) -> dict[str, Tensor]:

@@ -13,7 +13,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["FlatStorage", "Tensors", "apart", "as_one", "each", "is_launch_bound", "needs_own_launch", "times"]
+__all__ = [
+    "FlatStorage",
+    "Tensors",
+    "split_flat",
+    "flat_view",
+    "elementwise",
+    "is_launch_bound",
+    "needs_own_launch",
+    "scale_pairs",
+]
 
 Tensors = list[Tensor] | tuple[Tensor, ...]  # what multi-tensor operations take
 
@@ -63,7 +72,7 @@ class FlatStorage:
     def several(self, n: int, dtype: torch.dtype) -> list[list[Tensor]]:
         """``n`` uninitialised sets of matrices, all in one storage."""
         whole = torch.empty((n, sum(map(math.prod, self.shapes))), dtype=dtype, device=self.device)
-        return [like(part, self._templates) for part in whole]
+        return [views_like(part, self._templates) for part in whole]
 
     def fits(self, matrices: Sequence[Tensor]) -> bool:
         """Whether these are matrices of all stacks, side by side, of which some have rows."""
@@ -78,17 +87,17 @@ class FlatStorage:
         return torch.cat(list(of_pairs)).index_select(0, self._pair_of_row)[:, None]
 
 
-def apart(whole: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+def split_flat(whole: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """The parts of a vector that have these shapes, views."""
-    return like(whole, [torch.empty(tuple(shape), device="meta") for shape in shapes])
+    return views_like(whole, [torch.empty(tuple(shape), device="meta") for shape in shapes])
 
 
-def like(whole: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+def views_like(whole: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The parts of a vector that have the shapes of some tensors, views; on the host a tenth of what Python takes."""
     return list(torch._utils._unflatten_dense_tensors(whole, tensors))
 
 
-def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+def flat_view(tensors: Sequence[Tensor]) -> Tensor | None:
     """Tensors as one vector, a view; None where they do not lie side by side in one storage."""
     if not _are_adjacent(tensors):
         return None
@@ -107,7 +116,7 @@ def _are_adjacent(tensors: Sequence[Tensor]) -> bool:
     return True
 
 
-def each(
+def elementwise(
     operation: str,
     first: Sequence[Tensor],
     *others: Sequence[Tensor] | Tensor | float,
@@ -123,18 +132,18 @@ def each(
     """
     if not first:
         return []
-    together = [as_one(given) if isinstance(given, (list, tuple)) else given for given in (first, *others)]
+    together = [flat_view(given) if isinstance(given, (list, tuple)) else given for given in (first, *others)]
     if all(given is not None for given in together):
         if out is not None:
-            getattr(torch, operation)(*together, out=as_one(out))
+            getattr(torch, operation)(*together, out=flat_view(out))
             return list(out)
         found = getattr(torch.Tensor, operation)(*together)
-        return list(first) if operation.endswith("_") else like(found, first)
+        return list(first) if operation.endswith("_") else views_like(found, first)
     found = getattr(torch, f"_foreach_{operation}")(list(first), *others)
     return list(first) if operation.endswith("_") else list(found)
 
 
-def times(
+def scale_pairs(
     matrices: Sequence[Tensor],
     factors: Sequence[Tensor],
     storage: FlatStorage | None = None,
@@ -154,7 +163,7 @@ def times(
             return [matrix.mul_(by) for matrix, by in zip(matrices, by_pair, strict=True)]
         return [matrix * by for matrix, by in zip(matrices, by_pair, strict=True)]
     results = storage.empty(matrices[0].dtype) if out is None else list(out)
-    given, found = as_one(matrices), as_one(results)
+    given, found = flat_view(matrices), flat_view(results)
     assert given is not None and found is not None
     of_few = slice(0, storage.rows * storage.row)
     of_pairs = [f if f.dim() else f.expand(len(m)) for m, f in zip(matrices, factors[: storage.shared], strict=False)]

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from .counters import Counted, Counter, moved
-from .flat_storage import each
+from .flat_storage import elementwise
 from .stack_algebra import Direction, norms, rates_followed, ratios, scaled, steepest_of, update_norms
 
 __all__ = ["GraftShare", "shortened"]
@@ -65,7 +65,7 @@ def shortened(directions: Sequence[Direction], graft: float) -> Sequence[Directi
         return directions
     bare = [d.bare for d in directions if d.bare is not None]
     shares = ratios(norms(directions, bare), update_norms(directions)) if bare else steepest_of(directions)
-    shares = shares if bare else each("div", shares, contrast)
+    shares = shares if bare else elementwise("div", shares, contrast)
     if any(d.update is not d.gradient for d in directions):  # else it follows at a rate of 1
-        shares = each("mul", shares, rates_followed(directions))
-    return scaled(directions, each("pow", shares, 1 - graft))
+        shares = elementwise("mul", shares, rates_followed(directions))
+    return scaled(directions, elementwise("pow", shares, 1 - graft))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocks import Block, Extent, Source
+from .blocks import Block, KnownSpectra, Source
 from .distributed import longest_first
 from .factors import FactorSpec
 from .grouping import grouped_by_key
@@ -29,7 +29,7 @@ class RefreshInProgress:
         source: Which factors are decomposed: "current" at once, "pending" when spread, "in_use" when the decompositions
             in use are only made again.
         gammas: The damping of each block's pairs, ``[p]``; that in its snapshot, or none, for the others.
-        extents: What is known of the eigenvalues of factors of which other ranks keep some, by block.
+        spectra: What is known of the eigenvalues of factors of which other ranks keep some, by block.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class RefreshInProgress:
         spread: int,
         source: Source,
         gammas: Mapping[Block, Tensor] | None = None,
-        extents: Mapping[Block, Extent] | None = None,
+        spectra: Mapping[Block, KnownSpectra] | None = None,
     ) -> None:
         self.start, self.spread, self.source, self.gammas = start, spread, source, dict(gammas or {})
-        self.extents = dict(extents or {})
+        self.spectra = dict(spectra or {})
         self.blocks: list[Block] = []
         self.steps: dict[FactorJob, int] = {}  # this rank's jobs: how many steps after the start each is due
         self.background: list[FactorJob] = []  # those of them that run in the background
@@ -109,9 +109,9 @@ class RefreshInProgress:
         """Takes the results of other jobs."""
         self._done.update(zip(jobs, results, strict=True))
 
-    def add_extents(self, extents: Mapping[Block, Extent]) -> None:
+    def add_spectra(self, spectra: Mapping[Block, KnownSpectra]) -> None:
         """Takes what is known of the eigenvalues of more factors."""
-        self.extents.update(extents)
+        self.spectra.update(spectra)
 
     def failure(self, block: Block, side: int) -> str:
         """Why a job of this rank has failed; empty if it has not."""
@@ -178,7 +178,7 @@ def batch_of(jobs: Sequence[FactorJob], refresh: RefreshInProgress, solver: Solv
 
 def _shift_of(block: Block, side: int, refresh: RefreshInProgress, solver: Solver) -> Tensor:
     """What the solver adds to the diagonal of a factor, ``[p]``."""
-    factors, gamma = block.factors(refresh.source, refresh.extents.get(block)), refresh.gamma(block)
+    factors, gamma = block.factors(refresh.source, refresh.spectra.get(block)), refresh.gamma(block)
     if gamma is None:
         return torch.zeros_like(factors.ones())
     if block.layer.pairs_share_scale:  # where A is the constant 1 there is nothing to split the damping between

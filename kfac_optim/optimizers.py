@@ -26,7 +26,7 @@ from .engine import CurvatureEngine
 from .lamb import MultiTensorLamb
 from .schedules import forgetting, growing, inverse_time_decay
 from .solvers import EigenSolver
-from .turning import as_next_step_finds, forget, lessons_of, take_turned_step
+from .turning import as_next_step_finds, forget_all, lessons_of, take_turned_step
 
 __all__ = ["KFACLAMB", "KFACAdam", "KFACAdamW", "KFACMixin", "KFACSGD"]
 
@@ -166,7 +166,7 @@ class KFACMixin(_Optimizer):
     def _update_weights(self, members: Sequence[Bucket], closure: Callable[[], Any] | None) -> None:
         """The step itself; ``closure``: what evaluates the loss, if the loop has one."""
         if self.precondition == "gradient" or self.curvature.closed:
-            forget(self)
+            forget_all(self)
             self.curvature.watch.forget()
             self._precondition_gradients(gradients_of(members))
         else:

@@ -20,14 +20,14 @@ from .distributed import (
     Broadcast,
     Communicator,
 )
-from .flat_storage import FlatStorage, is_launch_bound, times
+from .flat_storage import FlatStorage, is_launch_bound, scale_pairs
 from .layout import fill_all
 from .precision import without_autocast
 from .scaling import Scaling, traits_of
 from .shard_routing import exchanged_blocks, gathered_vectors
 from .solvers import Decomposition, EigenSolver, Solver
 from .solvers.joint import JointEigen
-from .stack_algebra import Direction, keep_zeros_, leaks, scaled
+from .stack_algebra import Direction, fills_zeros, keep_zeros_, scaled
 from .stacks import Stack, layer_of_pair, stack_key, stacks_of, with_vectors
 from .tiles import Tile, precondition
 
@@ -101,7 +101,7 @@ class Preconditioner:
                 self._send_directions([block for block in known if block not in exchanged], stacks, found, comm)
         with self.stopwatch.stage("scaling"):
             if keeps_zeros:
-                keep_zeros_(_leaking(stacks, found))
+                keep_zeros_(_filling_zeros(stacks, found))
             for stack, d in zip(stacks, found, strict=True):
                 _note_cosines(stack, d)
             if scaling is not None:
@@ -223,7 +223,7 @@ class Preconditioner:
         joint.precondition(gradients, value, directions)
         if gammas:
             by = torch._foreach_reciprocal([gamma.to(self.dtype) for gamma in gammas])
-            times(directions, by, self._storage, out=directions)
+            scale_pairs(directions, by, self._storage, out=directions)
         filled = gradients
         if not all(_are_alike(stack, vectors, updates) for stack in stacks):
             filled = self._storage.empty(self.dtype)
@@ -324,7 +324,7 @@ def _are_of(dtype: torch.dtype, decomposed: tuple[Decomposition, Decomposition])
     return all(part.dtype == dtype for side in decomposed for part in side)
 
 
-def _leaking(stacks: Sequence[Stack], directions: Sequence[Direction]) -> Sequence[Direction]:
+def _filling_zeros(stacks: Sequence[Stack], directions: Sequence[Direction]) -> Sequence[Direction]:
     """Those that are not zero by themselves where their vectors are.
 
     On an accelerator all of them: there it takes fewer launches to do it than to ask. Elsewhere the first step with new
@@ -334,9 +334,9 @@ def _leaking(stacks: Sequence[Stack], directions: Sequence[Direction]) -> Sequen
     if any(is_launch_bound(d.direction.device) for d in directions):
         return directions
     for stack, d in zip(stacks, directions, strict=True):
-        if stack.leaks is None:
-            stack.note_leaks(leaks(d))
-    return [d for stack, d in zip(stacks, directions, strict=True) if stack.leaks]
+        if stack.fills_zeros is None:
+            stack.note_fills_zeros(fills_zeros(d))
+    return [d for stack, d in zip(stacks, directions, strict=True) if stack.fills_zeros]
 
 
 def _note_cosines(stack: Stack, d: Direction) -> None:

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from .blocks import Block
 from .counters import Counted, Counter
-from .flat_storage import each, times
+from .flat_storage import elementwise, scale_pairs
 from .stack_algebra import Direction, rates_followed, steepest_of
 
 __all__ = ["LEAST", "Rates", "learn_reaches", "lower_reaches", "stretches"]
@@ -117,12 +117,12 @@ def stretches(directions: Sequence[Direction], out: Sequence[Tensor] | None = No
     storage = directions[0].storage
     bare = [d.bare for d in directions if d.bare is not None]
     if bare:
-        found = each("mul", bare, directions[0].contrast, out=out)
+        found = elementwise("mul", bare, directions[0].contrast, out=out)
     else:
-        found = times([d.direction for d in directions], steepest_of(directions), storage, out)
-    each("sub_", found, [d.gradient for d in directions])
+        found = scale_pairs([d.direction for d in directions], steepest_of(directions), storage, out)
+    elementwise("sub_", found, [d.gradient for d in directions])
     followed = [i for i, d in enumerate(directions) if d.update is not d.gradient]
     if followed:
         changed = [found[i] for i in followed]
-        times(changed, rates_followed([directions[i] for i in followed]), storage, out=changed)
+        scale_pairs(changed, rates_followed([directions[i] for i in followed]), storage, out=changed)
     return found

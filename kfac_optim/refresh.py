@@ -26,7 +26,7 @@ from .distributed import Broadcast, Communicator
 from .jobs import FactorJob, RefreshInProgress, batch_of, together
 from .pacing import Pace
 from .precision import full_precision
-from .sharing import extents, extents_found
+from .sharing import decomposed_spectra, shared_spectra
 from .solvers import Batch, Decomposition, EigenSolver, MaybeDecomposition, Solver, Worker, decompose_all
 
 __all__ = ["Refresher"]
@@ -86,7 +86,7 @@ class Refresher:
             comm: The ranks.
         """
         damped = [] if isinstance(self.solver, EigenSolver) else blocks
-        known = extents(damped, "current", comm)
+        known = shared_spectra(damped, "current", comm)
         value = value_of(damping, step)
         gammas = {block: value * damping.unit(block.factors("current", known.get(block))) for block in damped}
         if self.last_refresh is None or not spread:
@@ -98,7 +98,7 @@ class Refresher:
         self._note_begun(step)
         for block in blocks:
             block.factors("pending").freeze(block.factors("current"), gammas.get(block))
-        self.in_progress = RefreshInProgress(step, spread, "pending", extents=known)
+        self.in_progress = RefreshInProgress(step, spread, "pending", spectra=known)
         self.in_progress.plan(blocks, comm.rank)
 
     def _note_begun(self, step: int) -> None:
@@ -122,7 +122,7 @@ class Refresher:
             refresh.plan([block for block in blocks if block.factors("in_use").has_data], comm.rank)
             for stale in (refresh, self.in_progress):
                 if stale is not None and not isinstance(self.solver, EigenSolver):
-                    stale.add_extents(extents(stale.blocks, stale.source, comm))
+                    stale.add_spectra(shared_spectra(stale.blocks, stale.source, comm))
             self._work_off(refresh, step, comm)
 
     def replan(self, rank: int) -> None:
@@ -180,9 +180,9 @@ class Refresher:
         if refresh.source != "in_use":
             self.frozen_at = refresh.start
         failed, found = self._exchange(refresh, comm)
-        known = refresh.extents
+        known = refresh.spectra
         if isinstance(self.solver, EigenSolver):
-            known = extents_found(refresh.blocks, refresh.source, refresh.found, self.solver, self.inv_dtype, comm)
+            known = decomposed_spectra(refresh.blocks, refresh.source, refresh.found, self.solver, self.inv_dtype, comm)
         for block, own in found:
             if refresh.source != "in_use":
                 block.factors("in_use").freeze(block.factors(refresh.source), refresh.gamma(block))

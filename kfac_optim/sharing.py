@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-from .blocks import SIDES, Block, Extent, Source, part_dtype
+from .blocks import SIDES, Block, KnownSpectra, Source, part_dtype
 from .distributed import Broadcast, Communicator
 from .solvers import Decomposition, EigenSolver
 
-__all__ = ["extents", "extents_found", "move_factors", "on_cpu", "refuse_to_move", "whole_state"]
+__all__ = ["shared_spectra", "decomposed_spectra", "move_factors", "on_cpu", "refuse_to_move", "whole_state"]
 
 
-def extents(
+def shared_spectra(
     blocks: Sequence[Block], source: Source, comm: Communicator, *, largest: bool = True
-) -> dict[Block, Extent]:
+) -> dict[Block, KnownSpectra]:
     """How large the eigenvalues of factors are that are shared out (a collective if there are such factors).
 
     Args:
@@ -48,22 +48,22 @@ def extents(
             own += [factors.largest_of(side) if kept else elsewhere] if largest else []
     found = iter(comm.sum(own, "counts"))
 
-    def of(block: Block) -> Extent:
+    def of(block: Block) -> KnownSpectra:
         a, g = ([next(found) for _ in range(1 + largest)] for _ in range(2))
-        return Extent((a[0], g[0]), (a[1], g[1]) if largest else None)
+        return KnownSpectra((a[0], g[0]), (a[1], g[1]) if largest else None)
 
     return {block: of(block) for block in shared}
 
 
-def extents_found(
+def decomposed_spectra(
     blocks: Sequence[Block],
     source: Source,
     found: Callable[[Block, int], Decomposition | None],
     solver: EigenSolver,
     inv_dtype: torch.dtype,
     comm: Communicator,
-) -> dict[Block, Extent]:
-    """As :func:`extents`, for all blocks, the largest eigenvalues taken from their decompositions (a collective).
+) -> dict[Block, KnownSpectra]:
+    """As :func:`shared_spectra`, for all blocks; the largest eigenvalues are those of decompositions (a collective).
 
     Args:
         blocks: Those that were decomposed, the same on all ranks.
@@ -85,8 +85,8 @@ def extents_found(
             own.append(block.specs[side].largest_of_blocks(solver.largest(parts)).to(dtype))
     pairs = iter(comm.sum(own, "counts"))
     largest = dict(zip(blocks, zip(pairs, pairs, strict=True), strict=True))
-    means = extents(blocks, source, comm, largest=False)
-    return {block: replace(means.get(block, Extent()), largest=largest[block]) for block in blocks}
+    means = shared_spectra(blocks, source, comm, largest=False)
+    return {block: replace(means.get(block, KnownSpectra()), largest=largest[block]) for block in blocks}
 
 
 def whole_state(block: Block, dtype: torch.dtype, comm: Communicator) -> dict[str, Any]:

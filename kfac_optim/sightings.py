@@ -64,7 +64,7 @@ class Sightings:
         """Raises RuntimeError if no training of the model is seen.
 
         Args:
-            missing: Whether that is known already, of a refresh that has nothing to decompose.
+            missing: Whether a refresh has just found nothing to decompose.
         """
         if self.blind or (missing and not self._model_seen):
             raise RuntimeError(_NONE_SEEN)

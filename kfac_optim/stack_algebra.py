@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .flat_storage import FlatStorage, apart, as_one, each, is_launch_bound, times
+from .flat_storage import FlatStorage, elementwise, flat_view, is_launch_bound, scale_pairs, split_flat
 
 __all__ = [
     "Direction",
     "inners",
     "keep_zeros_",
-    "leaks",
+    "fills_zeros",
     "length_of_updates",
     "norms",
     "rates_followed",
@@ -54,7 +54,8 @@ class Direction:
         contrast: ``(L + gamma) / gamma``, with the largest eigenvalue L: how much more the steepest components are
             damped than the flattest. None where damping is not relative to L.
         storage: Where the matrices of all stacks lie in one storage; None: each in its own.
-        known: What ``update_norms`` and ``rates_followed`` have found, for later calls in the step.
+        cache: What ``update_norms`` and ``rates_followed`` have found, for later calls in the step. The copies that
+            ``scaled`` makes share it: it holds only what depends on ``gradient`` and ``update``.
     """
 
     direction: Tensor
@@ -67,7 +68,7 @@ class Direction:
     bare: Tensor | None = None
     contrast: float | None = None
     storage: FlatStorage | None = None
-    known: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def inner(self, one: Tensor, other: Tensor) -> Tensor:
         """For each pair the inner product of two matrices over all pairs scaled with it, ``[p]``."""
@@ -128,12 +129,12 @@ def _by_rows(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> lis
     storage = directions[0].storage
     if storage is None or not storage.rows or not storage.fits(matrices):
         return list(matrices)
-    whole = as_one(matrices[: storage.shared])
+    whole = flat_view(matrices[: storage.shared])
     if whole is None:
         return list(matrices)
     of_rows = torch.linalg.vector_norm(whole.view(-1, storage.row), dim=1)
     shapes = [(p, d_out * d_in // storage.row, 1) for p, d_out, d_in in storage.shapes[: storage.shared]]
-    return [*apart(of_rows, shapes), *matrices[storage.shared :]]
+    return [*split_flat(of_rows, shapes), *matrices[storage.shared :]]
 
 
 def inners(directions: Sequence[Direction], matrices: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
@@ -141,8 +142,8 @@ def inners(directions: Sequence[Direction], matrices: Sequence[Tensor], others: 
     storage = directions[0].storage if directions else None
     if storage is None or not storage.rows or not (storage.fits(matrices) and storage.fits(others)):
         return [d.inner(*both) for d, *both in zip(directions, matrices, others, strict=True)]
-    products = each("mul", matrices, others)
-    whole = as_one(products)
+    products = elementwise("mul", matrices, others)
+    whole = flat_view(products)
     assert whole is not None
     of_rows = whole[: storage.rows * storage.row].view(-1, storage.row).sum(1)
     found: list[Tensor] = []
@@ -165,7 +166,7 @@ def scaled(directions: Sequence[Direction], multipliers: Sequence[Tensor]) -> li
     """Directions times multipliers, ``[p]`` or 0-dim."""
     if not directions:
         return []
-    matrices = times([d.direction for d in directions], multipliers, directions[0].storage)
+    matrices = scale_pairs([d.direction for d in directions], multipliers, directions[0].storage)
     steepest: Sequence[Tensor | None] = [None] * len(directions)
     known = steepest_of(directions)
     if len(known) == len(directions):
@@ -174,7 +175,7 @@ def scaled(directions: Sequence[Direction], multipliers: Sequence[Tensor]) -> li
     return [replace(d, direction=matrix, steepest=of) for d, matrix, of in parts]
 
 
-def leaks(direction: Direction) -> bool | None:
+def fills_zeros(direction: Direction) -> bool | None:
     """Whether a direction is not zero somewhere where its vector is; None if nothing can be told of a vector of zeros.
 
     Waits for the device.
@@ -188,7 +189,7 @@ def leaks(direction: Direction) -> bool | None:
 def keep_zeros_(directions: Sequence[Direction]) -> None:
     """Makes directions zero, in place, wherever what was preconditioned is zero."""
     matrices, vectors = [d.direction for d in directions], [d.gradient for d in directions]
-    whole, given = as_one(matrices), as_one(vectors)
+    whole, given = flat_view(matrices), flat_view(vectors)
     if whole is not None and given is not None:
         matrices, vectors = [whole], [given]
     for matrix, vector in zip(matrices, vectors, strict=True):
@@ -197,10 +198,10 @@ def keep_zeros_(directions: Sequence[Direction]) -> None:
 
 def update_norms(directions: Sequence[Direction]) -> list[Tensor]:
     """For each direction the ``norm`` of the base optimizer's update, ``[p]``; computed once in a step."""
-    new = [d for d in directions if "update norm" not in d.known]
+    new = [d for d in directions if "update norm" not in d.cache]
     for d, norm in zip(new, norms(new, [d.update for d in new]), strict=True):
-        d.known["update norm"] = norm
-    return [d.known["update norm"] for d in directions]
+        d.cache["update norm"] = norm
+    return [d.cache["update norm"] for d in directions]
 
 
 def length_of_updates(directions: Sequence[Direction]) -> Tensor:
@@ -217,13 +218,13 @@ def rates_followed(directions: Sequence[Direction]) -> list[Tensor]:
 
     Computed once in a step.
     """
-    new = [d for d in directions if "rate followed" not in d.known]
+    new = [d for d in directions if "rate followed" not in d.cache]
     if new:
         moments = [d.gradient for d in new]
         found = ratios(inners(new, [d.update for d in new], moments), squares(new, moments))
-        for d, rate in zip(new, each("clamp_min", found, 0), strict=True):
-            d.known["rate followed"] = rate
-    return [d.known["rate followed"] for d in directions]
+        for d, rate in zip(new, elementwise("clamp_min", found, 0), strict=True):
+            d.cache["rate followed"] = rate
+    return [d.cache["rate followed"] for d in directions]
 
 
 def steepest_of(directions: Sequence[Direction]) -> list[Tensor]:

@@ -41,9 +41,9 @@ class Stack:
         tiles: The parts of the stack's matrices, each with decompositions of one block of A and of one of G.
         relevant: A damping, and the tiles with what matters of their decompositions at it; None: not yet computed.
         layout: Where the parameters lie in the stack's matrices.
-        leaks: Whether directions have to be kept zero where their vectors are
-            (:func:`~kfac_optim.stack_algebra.leaks`), as it was in the first step with these decompositions; None: not
-            yet known.
+        fills_zeros: Whether directions have to be kept zero where their vectors are
+            (:func:`~kfac_optim.stack_algebra.fills_zeros`), as it was in the first step with these decompositions;
+            None: not yet known.
         singles: Stacks of single blocks, of steps in which others of the stack have no vector.
     """
 
@@ -54,7 +54,7 @@ class Stack:
     tiles: list[Tile] = field(init=False)
     relevant: tuple[float, list[Tile]] | None = None
     layout: Layout = field(init=False)
-    leaks: bool | None = None
+    fills_zeros: bool | None = None
     singles: dict[Block, Stack] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -87,9 +87,9 @@ class Stack:
             self.singles[block] = stack_of([block], damping)
         return self.singles[block]
 
-    def note_leaks(self, found: bool | None) -> None:
+    def note_fills_zeros(self, found: bool | None) -> None:
         """Notes whether directions have to be kept zero."""
-        self.leaks = found
+        self.fills_zeros = found
 
     def keep(self, value: float, tiles: list[Tile]) -> None:
         """Notes what matters of the tiles' decompositions at a damping of ``value`` units."""
@@ -153,10 +153,10 @@ def layer_of_pair(blocks: Sequence[Block]) -> Tensor:
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:
-    """One after the other along the first dimension.
+    """Concatenates along the first dimension.
 
-    Not copied where they are all that their storage has, as where a batch of factors was decomposed for this stack. A
-    part of a storage would keep the rest of it alive.
+    Returns a view where the tensors fill one storage exactly, as a batch of factors that was decomposed for this stack
+    does. A view of part of a storage would keep the rest of it alive.
     """
     first, storage = tensors[0], tensors[0].untyped_storage()
     starts = accumulate((tensor.numel() for tensor in tensors), initial=0)

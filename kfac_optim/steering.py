@@ -24,7 +24,7 @@ from .reach import LEAST, Rates, learn_reaches, lower_reaches
 from .scaling import Scaling, traits_of
 from .trust import Trust
 
-__all__ = ["Changes", "Plan", "Steering", "find_changes"]
+__all__ = ["WeightChanges", "Plan", "Steering", "find_weight_changes"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Changes:
+class WeightChanges:
     """In which layers weights were changed between two steps.
 
     Attributes:
@@ -71,7 +71,9 @@ class Changes:
     undone: set[nn.Parameter]
 
 
-def find_changes(blocks: Iterable[Block], watched: Iterable[nn.Parameter], changed: Iterable[nn.Parameter]) -> Changes:
+def find_weight_changes(
+    blocks: Iterable[Block], watched: Iterable[nn.Parameter], changed: Iterable[nn.Parameter]
+) -> WeightChanges:
     """Finds in which layers weights were changed.
 
     Args:
@@ -88,7 +90,7 @@ def find_changes(blocks: Iterable[Block], watched: Iterable[nn.Parameter], chang
             counts[block] = count = block.changes_after(changed=has_moved)
         if has_moved or count == CONSTRAINED:
             undone.update(own)
-    return Changes(counts, undone)
+    return WeightChanges(counts, undone)
 
 
 class Steering:
@@ -127,7 +129,7 @@ class Steering:
         self.brake.learn(read.length)
         self.trust.learn(read.turn, read.average or 0.0, grows=self.brake.updates_grow)
         has_momentum = self.brake.updates_grow and read.average is None  # else averages are kept for it
-        changes = find_changes(blocks, read.watched, read.changed)
+        changes = find_weight_changes(blocks, read.watched, read.changed)
         for block, count in changes.counts.items():
             block.set_changes(count)
         undone = changes.undone

@@ -34,7 +34,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from .counters import Counted, Counter, moved
-from .flat_storage import Tensors, each, times
+from .flat_storage import Tensors, elementwise, scale_pairs
 from .stack_algebra import Direction, norms, ratios, update_norms
 
 __all__ = ["Trust", "changes_at", "turns"]
@@ -107,10 +107,10 @@ class Trust(Counted):
 
 
 def turns(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) -> Tensors:
-    """``k - u`` of each stack of layers, ``[p, d_out, d_in]``; ``out``: see :func:`~kfac_optim.flat_storage.each`."""
+    """``k - u`` of each stack of layers, ``[p, d_out, d_in]``; ``out``: see :func:`~.flat_storage.elementwise`."""
     if not directions:
         return []
-    return each("sub", [d.direction for d in directions], [d.update for d in directions], out=out)
+    return elementwise("sub", [d.direction for d in directions], [d.update for d in directions], out=out)
 
 
 def changes_at(
@@ -131,22 +131,22 @@ def changes_at(
         trust: In [0, 1].
         braked: What :func:`~kfac_optim.brake.brake` has found.
         graft: How much of the length of u their k has, in [0, 1].
-        out: See :func:`~kfac_optim.flat_storage.each`.
+        out: See :func:`~kfac_optim.flat_storage.elementwise`.
     """
     if not directions:
         return []
     if trust == 1 and braked is None:
         return turns(directions, out)
     updates, towards = [d.update for d in directions], [d.direction for d in directions]
-    steps = each("lerp", updates, towards, trust, out=out)
+    steps = elementwise("lerp", updates, towards, trust, out=out)
     if trust < 1 and graft > 0:
         lengths = ratios(update_norms(directions), norms(directions, steps))
-        lengths = lengths if graft == 1 else each("pow", lengths, graft)
-        times(steps, lengths, directions[0].storage, out=steps)
+        lengths = lengths if graft == 1 else elementwise("pow", lengths, graft)
+        scale_pairs(steps, lengths, directions[0].storage, out=steps)
     if braked is not None:
         braked = braked.to(steps[0].dtype) if isinstance(braked, Tensor) else braked
         share = 1 - trust * (1 - braked)  # of the length of u: see the brake
         for device in {step.device for step in steps}:
             by = share.to(device) if isinstance(share, Tensor) else share
-            each("mul_", [step for step in steps if step.device == device], by)
-    return each("sub_", steps, updates)
+            elementwise("mul_", [step for step in steps if step.device == device], by)
+    return elementwise("sub_", steps, updates)

@@ -35,7 +35,7 @@ from .brake import brake
 from .constraints import WeightWatch
 from .directions import Directions, Maker
 from .engine import CurvatureEngine
-from .flat_storage import as_one
+from .flat_storage import flat_view
 from .graft import shortened
 from .lessons import Compared, Copies, Lessons, alignment, alignments
 from .reach import stretches
@@ -49,7 +49,7 @@ __all__ = [
     "STRETCH",
     "TURN",
     "as_next_step_finds",
-    "forget",
+    "forget_all",
     "lessons_of",
     "take_turned_step",
 ]
@@ -62,7 +62,7 @@ STRETCH = "kfac_stretch"  # the stretch at reach 1, which the next gradients jud
 DESCENT = "kfac_descent"  # its alignment with the gradients that it was made of
 _OF_STEP = (TURN, CHANGE, LENGTH, STRETCH, DESCENT)
 
-# Parameters of one group and type, and what is taken off each, per unit of the learning rate; of several groups.
+# For each bucket: its members, and what is subtracted from each, per unit of the learning rate.
 Changes = list[tuple[Bucket, list[Tensor]]]
 
 
@@ -99,8 +99,8 @@ def take_turned_step(
     if plan.learns:
         keep_first_moments(covered, plan.moment_decay)
     else:
-        forget(optimizer, MOMENT)
-    forget(optimizer, *((LENGTH,) if repeats else _OF_STEP))  # all that has been learned from
+        _forget(optimizer, (MOMENT,))
+    _forget(optimizer, (LENGTH,) if repeats else _OF_STEP)  # all that has been learned from
     if computes:
         base = base_step(optimizer, covered, before)
         del before
@@ -223,7 +223,7 @@ def _unit(groups: Sequence[Mapping[str, Any]]) -> float:
 
 def _together(numbers: Sequence[Tensor]) -> Tensor:
     """Joins 0-dim tensors into one: a view while they share one storage, which loading a state ends."""
-    known = as_one(numbers)
+    known = flat_view(numbers)
     return torch.stack([number.to(numbers[0]) for number in numbers]) if known is None else known
 
 
@@ -284,9 +284,12 @@ def _moves(group: Mapping[str, Any]) -> bool:
     return isinstance(rate, Tensor) or rate != 0
 
 
-def forget(optimizer: torch.optim.Optimizer, *keys: str) -> None:
-    """Deletes what earlier steps recorded in the optimizer's state; by default all of it."""
-    keys = keys or (*_OF_STEP, MOMENT)
+def forget_all(optimizer: torch.optim.Optimizer) -> None:
+    """Deletes all that earlier steps recorded in the optimizer's state."""
+    _forget(optimizer, (*_OF_STEP, MOMENT))
+
+
+def _forget(optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> None:
     for p, state in list(optimizer.state.items()):
         noted = [key for key in keys if key in state]
         for key in noted:

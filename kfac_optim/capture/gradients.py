@@ -77,11 +77,11 @@ class GradientWatch:
         self._marks = {}
 
     def removed(self, layers: Iterable[int]) -> list[int]:
-        """Those that had a gradient and have none now."""
+        """The layers whose weight had a gradient and has none now."""
         return [i for i in layers if i in self._marks and self.layers[i].weight.grad is None]
 
     def changed(self, layers: Iterable[int]) -> list[int]:
-        """Those whose gradient is not as it was: another tensor, or written to in place."""
+        """The layers whose gradient is not as it was: another tensor, or written to in place."""
         pairs = ((i, _local(self.layers[i].weight.grad)) for i in layers if i in self._marks)
         return [i for i, g in pairs if g is not None and _comparable(g) and _mark(g) != self._marks[i]]
 
@@ -93,7 +93,7 @@ class GradientWatch:
         return not (changed and bool(self.largest(changed).any()))
 
     def written(self, layers: Iterable[int]) -> list[int]:
-        """Those with a gradient that they did not have, or not with these values."""
+        """The layers whose weight has a gradient that it did not have, or not with these values."""
         pairs = ((i, _local(self.layers[i].weight.grad)) for i in layers)
         return [i for i, g in pairs if g is not None and _mark(g) != self._marks.get(i)]
 
@@ -107,7 +107,7 @@ class GradientWatch:
         return torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms])
 
     def comparable(self, layers: Iterable[int]) -> list[int]:
-        """Those with a gradient that :meth:`largest` can look at."""
+        """The layers with a gradient that :meth:`largest` can look at."""
         return [i for i in layers if (g := _local(self.layers[i].weight.grad)) is not None and _comparable(g)]
 
 

@@ -51,7 +51,7 @@ def report_of(block: Block, gamma: Tensor, *, full: bool) -> dict[str, Any]:
         gamma: The damping of its pairs, ``[p]``.
         full: Whether to list all eigenvalues.
     """
-    spectra = zip(SIDES, block.spectra(), strict=True)
+    spectra = zip(SIDES, block.eigenvalues(), strict=True)
     report: dict[str, Any] = {side: None if values is None else spectrum(values, full=full) for side, values in spectra}
     report["damping"], known = float(gamma.mean()), report["A"] and report["G"]
     report["condition"] = damped_condition(report["A"], report["G"], report["damping"]) if known else None

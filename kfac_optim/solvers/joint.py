@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..flat_storage import apart
+from ..flat_storage import split_flat
 from .protocol import Decomposition
 
 __all__ = ["JointEigen", "g_first"]
@@ -59,7 +59,7 @@ class JointEigen:
             stacks = [self._stacks[i] for i in members]
             products = _products(stacks) if kept is None else kept
             rotated = torch.empty_like(products)
-            of_stacks = apart(rotated, [stack.shape for stack in stacks])
+            of_stacks = split_flat(rotated, [stack.shape for stack in stacks])
             for i, stack, v in zip(members, stacks, of_stacks, strict=True):
                 stack.rotate(gradients[i], v)
             in_part = slice(0, sum(stack.numel for stack in stacks if not stack.is_whole))
@@ -113,6 +113,6 @@ def _products(stacks: Sequence[_OfStack]) -> Tensor:
     if not stacks:
         return torch.empty(0)
     whole = stacks[0].values_a.new_empty(sum(stack.numel for stack in stacks))
-    for stack, part in zip(stacks, apart(whole, [stack.shape for stack in stacks]), strict=True):
+    for stack, part in zip(stacks, split_flat(whole, [stack.shape for stack in stacks]), strict=True):
         torch.mul(stack.values_g[:, :, None], stack.values_a[:, None, :], out=part)
     return whole

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, Graft, KFACAdam, KFACAdamW, OfLargest, OfMean, flat_storage
-from kfac_optim.flat_storage import FlatStorage, as_one, each, times
+from kfac_optim.flat_storage import FlatStorage, elementwise, flat_view, scale_pairs
 from kfac_optim.solvers.joint import JointEigen
 from kfac_optim.turning import STRETCH, TURN
 from tests.helpers.compare import assert_near
@@ -120,10 +120,10 @@ def test_factors_of_pairs_reach_the_rows_of_their_matrices() -> None:
     assert not side.fits(matrices[:3])
     assert not side.fits([matrix.clone() for matrix in matrices])
     factors = [torch.randn(2), torch.randn(3), torch.randn(()), torch.randn(100)]
-    expected = times([matrix.clone() for matrix in matrices], factors)
-    torch.testing.assert_close(times(matrices, factors, side), expected, rtol=0, atol=0)
-    assert as_one(each("sub", matrices, others)) is not None, "side by side again"
-    times(matrices, factors, side, out=matrices)
+    expected = scale_pairs([matrix.clone() for matrix in matrices], factors)
+    torch.testing.assert_close(scale_pairs(matrices, factors, side), expected, rtol=0, atol=0)
+    assert flat_view(elementwise("sub", matrices, others)) is not None, "side by side again"
+    scale_pairs(matrices, factors, side, out=matrices)
     torch.testing.assert_close(list(matrices), expected, rtol=0, atol=0)
 
 
