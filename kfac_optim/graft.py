@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from .counters import Counted, Counter, moved
 from .flat_storage import elementwise
-from .stack_algebra import Direction, norms, rates_followed, ratios, scaled, steepest_of, update_norms
+from .stack_algebra import Direction, bare_shares, rates_followed, scaled
 
 __all__ = ["GraftShare", "shortened"]
 
@@ -60,12 +60,9 @@ def shortened(directions: Sequence[Direction], graft: float) -> Sequence[Directi
         directions: The stacks.
         graft: How much of the base's length they keep, in [0, 1]; 1: all.
     """
-    contrast = directions[0].contrast if directions else None
-    if graft == 1 or contrast is None:
+    if graft == 1 or not directions or directions[0].contrast is None:
         return directions
-    bare = [d.bare for d in directions if d.bare is not None]
-    shares = ratios(norms(directions, bare), update_norms(directions)) if bare else steepest_of(directions)
-    shares = shares if bare else elementwise("div", shares, contrast)
+    shares = bare_shares(directions)
     if any(d.update is not d.gradient for d in directions):  # else it follows at a rate of 1
         shares = elementwise("mul", shares, rates_followed(directions))
     return scaled(directions, elementwise("pow", shares, 1 - graft))

@@ -241,7 +241,7 @@ class Preconditioner:
             self._storage = FlatStorage(shapes, stacks[0].layout.device)
         if self._joint is None or list(map(id, self._joint[0])) != list(map(id, tiles)):
             units = [stack.damping_unit.to(self.dtype) for stack in stacks]
-            self._joint = tiles, self.solver.joint([of_stack[0].decomposed for of_stack in tiles], units)
+            self._joint = tiles, JointEigen([of_stack[0].decomposed for of_stack in tiles], units)
         return self._joint[1]
 
     def _can_join(self, stacks: Sequence[Stack], tiles: Sequence[Sequence[Tile]]) -> bool:

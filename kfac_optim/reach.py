@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from .blocks import Block
 from .counters import Counted, Counter
 from .flat_storage import elementwise, scale_pairs
-from .stack_algebra import Direction, rates_followed, steepest_of
+from .stack_algebra import Direction, at_largest, rates_followed
 
 __all__ = ["LEAST", "Rates", "learn_reaches", "lower_reaches", "stretches"]
 
@@ -114,15 +114,11 @@ def stretches(directions: Sequence[Direction], out: Sequence[Tensor] | None = No
     """The stretch of each stack of layers, ``[p, d_out, d_in]``; none where damping is relative to something else."""
     if not directions or directions[0].contrast is None:
         return []
-    storage = directions[0].storage
-    bare = [d.bare for d in directions if d.bare is not None]
-    if bare:
-        found = elementwise("mul", bare, directions[0].contrast, out=out)
-    else:
-        found = scale_pairs([d.direction for d in directions], steepest_of(directions), storage, out)
+    found = at_largest(directions, out)
     elementwise("sub_", found, [d.gradient for d in directions])
     followed = [i for i, d in enumerate(directions) if d.update is not d.gradient]
     if followed:
         changed = [found[i] for i in followed]
-        scale_pairs(changed, rates_followed([directions[i] for i in followed]), storage, out=changed)
+        rates = rates_followed([directions[i] for i in followed])
+        scale_pairs(changed, rates, directions[0].storage, out=changed)
     return found

@@ -37,7 +37,7 @@ def shared_spectra(
     Returns:
         Mean and, if wanted, largest eigenvalues by block, the same on all ranks.
     """
-    shared = [block for block in blocks if comm.world_size > 1 and block.workers.factors != "replicated"]
+    shared = [block for block in blocks if comm.world_size > 1 and block.workers.shares_factors]
     own = []
     for block in shared:
         factors, dtype = block.factors(source), block.state["in_use"]["gamma"].dtype

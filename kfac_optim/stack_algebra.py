@@ -16,6 +16,8 @@ from torch import Tensor
 from .flat_storage import FlatStorage, elementwise, flat_view, is_launch_bound, scale_pairs, split_flat
 
 __all__ = [
+    "at_largest",
+    "bare_shares",
     "Direction",
     "inners",
     "keep_zeros_",
@@ -26,7 +28,6 @@ __all__ = [
     "ratios",
     "scaled",
     "squares",
-    "steepest_of",
     "update_norms",
 ]
 
@@ -168,7 +169,7 @@ def scaled(directions: Sequence[Direction], multipliers: Sequence[Tensor]) -> li
         return []
     matrices = scale_pairs([d.direction for d in directions], multipliers, directions[0].storage)
     steepest: Sequence[Tensor | None] = [None] * len(directions)
-    known = steepest_of(directions)
+    known = _steepest_of(directions)
     if len(known) == len(directions):
         steepest = ratios(known, [by.expand(len(of)) for by, of in zip(multipliers, known, strict=True)])
     parts = zip(directions, matrices, steepest, strict=True)
@@ -227,8 +228,32 @@ def rates_followed(directions: Sequence[Direction]) -> list[Tensor]:
     return [d.cache["rate followed"] for d in directions]
 
 
-def steepest_of(directions: Sequence[Direction]) -> list[Tensor]:
-    """What is known of the steepest curvature, of each that knows it."""
+def at_largest(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
+    """``(L + gamma) P m`` of each stack, where damping is relative to the largest eigenvalue L.
+
+    ``out``: see :func:`~kfac_optim.flat_storage.elementwise`.
+    """
+    if bare := _bare_of(directions):
+        contrast = directions[0].contrast
+        assert contrast is not None
+        return elementwise("mul", bare, contrast, out=out)
+    return scale_pairs([d.direction for d in directions], _steepest_of(directions), directions[0].storage, out)
+
+
+def bare_shares(directions: Sequence[Direction]) -> list[Tensor]:
+    """``|gamma P m| / |u|`` of directions that are as long as the update u, ``[p]``; for damping as above."""
+    if bare := _bare_of(directions):
+        return ratios(norms(directions, bare), update_norms(directions))
+    contrast = directions[0].contrast
+    assert contrast is not None
+    return elementwise("div", _steepest_of(directions), contrast)
+
+
+def _bare_of(directions: Sequence[Direction]) -> list[Tensor]:
+    return [d.bare for d in directions if d.bare is not None]
+
+
+def _steepest_of(directions: Sequence[Direction]) -> list[Tensor]:
     return [d.steepest for d in directions if d.steepest is not None]
 
 

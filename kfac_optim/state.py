@@ -126,7 +126,7 @@ class StatefulEngine(BuiltEngine):
         for block in self.trained.blocks:
             if block.state:
                 whole = whole_state(block, self.factor_dtype, self.comm)
-                found[block.layer.weight] = whole if block.workers.factors == "replicated" else on_cpu(whole)
+                found[block.layer.weight] = on_cpu(whole) if block.workers.shares_factors else whole
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

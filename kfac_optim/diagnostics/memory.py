@@ -35,7 +35,7 @@ def memory_of(block: Block, rank: int, world_size: int, config: Config) -> dict[
     """
     specs, workers = block.specs, block.workers
     numbers = sum(spec.packed_numel for side, spec in enumerate(specs) if workers.keeps(side, rank))
-    waits = world_size > 1 and workers.factors == "replicated"
+    waits = world_size > 1 and not workers.shares_factors
     stored, exact = config.factor_dtype.itemsize, torch.promote_types(config.factor_dtype, torch.float32).itemsize
     here = specs if rank in workers.gradient_workers else ()
     share = [spec for spec, worker in zip(specs, workers.inverse_workers, strict=True) if worker == rank]

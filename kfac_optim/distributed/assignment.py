@@ -46,9 +46,14 @@ class LayerAssignment:
     gradient_workers: tuple[int, ...]
     factors: FactorPlace = "replicated"
 
+    @property
+    def shares_factors(self) -> bool:
+        """Whether A and G are kept by one rank each alone."""
+        return self.factors != "replicated"
+
     def owner(self, side: int) -> int | None:
         """The rank that alone keeps A (side 0) or G (side 1); None: every rank keeps it."""
-        return None if self.factors == "replicated" else self.inverse_workers[side]
+        return self.inverse_workers[side] if self.shares_factors else None
 
     def keeps(self, side: int, rank: int) -> bool:
         """Whether a rank keeps A (side 0) or G (side 1)."""
@@ -101,7 +106,7 @@ class Assignment:
     @property
     def shares_factors(self) -> bool:
         """Whether some factors are kept by one rank alone."""
-        return any(layer.factors != "replicated" for layer in self.layers)
+        return any(layer.shares_factors for layer in self.layers)
 
     @property
     def imbalance(self) -> float:

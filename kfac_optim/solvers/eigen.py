@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import require_number
-from .joint import JointEigen, g_first
+from .joint import g_first
 from .protocol import Decomposition
 
 __all__ = ["EigenSolver"]
@@ -129,15 +129,6 @@ class EigenSolver:
         for q, left in _in_order(vectors_g, vectors_a, not first):
             v = torch.bmm(q, v) if left else torch.bmm(v, q.mT)
         return v if whole else v.addcdiv_(gradient, gamma)
-
-    def joint(self, decomposed: Sequence[tuple[Decomposition, Decomposition]], units: Sequence[Tensor]) -> JointEigen:
-        """Some stacks together, where launches count.
-
-        Args:
-            decomposed: What :meth:`relevant` has given, for each stack.
-            units: What gamma is a multiple of, ``[p]`` of each stack.
-        """
-        return JointEigen(decomposed, units)
 
 
 def _eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
