@@ -1,23 +1,44 @@
-"""The directions of a step: matrices of layers of one shape, and what each parameter has in them."""
+"""What is preconditioned in a step, and its directions: matrices of layers of one shape, and each parameter's part."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from .bases import Scalar
 from .distributed import ShardExchange, any_sharded, gathered, is_sharded, sharded_like
 from .flat_storage import flat_view
 from .layout import Layout, Part
 from .stack_algebra import Direction, length_of_updates
 
-__all__ = ["Directions", "Maker", "StackedDirection", "by_parameter"]
+__all__ = ["Directions", "Maker", "StackedDirection", "StepVectors", "by_parameter"]
 
 # Makes one matrix per stack, written into the given ones, if any.
 Maker = Callable[[Sequence[Tensor] | None], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class StepVectors:
+    """What is preconditioned in a step; by parameter.
+
+    Attributes:
+        given: Gradients or first moments.
+        updates: What the base optimizer itself would do with them, per unit of the learning rate. Where that is what is
+            given it is the same tensor, and the same mapping if it is so for all parameters.
+        lr: The learning rate, for the scaling; by parameter where there are several.
+    """
+
+    given: Mapping[nn.Parameter, Tensor]
+    updates: Mapping[nn.Parameter, Tensor]
+    lr: Scalar | Mapping[nn.Parameter, Scalar]
+
+    def are_alike(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether the updates of these parameters are what is given."""
+        return self.given is self.updates or all(self.updates.get(p) is self.given.get(p) for p in parameters)
 
 
 @dataclass(frozen=True)

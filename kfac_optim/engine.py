@@ -44,7 +44,7 @@ from .bases import Scalar
 from .capture import TakenStatistics
 from .config import describe, signature
 from .constraints import WeightWatch, compares_weights
-from .directions import Directions, by_parameter
+from .directions import Directions, StepVectors, by_parameter
 from .distributed import (
     AssignmentStrategy,
     LocalCommunicator,
@@ -164,9 +164,7 @@ class CurvatureEngine(ViewedEngine):
         """
         return self._preconditioner.directions(
             self.trained.blocks,
-            vectors,
-            lr,
-            vectors if updates is None else updates,
+            StepVectors(vectors, vectors if updates is None else updates, lr),
             self.comm,
             damping=self.damping_rule,
             scaling=self.scaling,

@@ -9,13 +9,13 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .bases import Scalar, common_rate
 from .blocks import Block
 from .damping import Damping, OfLargest, value_of
 from .diagnostics import StageTimes, communicating, cosines
-from .directions import Directions, StackedDirection
+from .directions import Directions, StackedDirection, StepVectors
 from .distributed import (
     Broadcast,
     Communicator,
@@ -55,9 +55,7 @@ class Preconditioner:
     def directions(
         self,
         blocks: Sequence[Block],
-        vectors: Mapping[nn.Parameter, Tensor],
-        lr: Scalar | Mapping[nn.Parameter, Scalar],
-        updates: Mapping[nn.Parameter, Tensor],
+        vectors: StepVectors,
         comm: Communicator,
         *,
         damping: Damping,
@@ -69,9 +67,7 @@ class Preconditioner:
 
         Args:
             blocks: All there are.
-            vectors: What to precondition, by parameter.
-            lr: The current learning rate, for the scaling; by parameter where there are several.
-            updates: What the base optimizer itself would do with the vectors, per unit of the learning rate.
+            vectors: What to precondition.
             comm: The ranks.
             damping: What is added to the eigenvalues.
             scaling: How long the directions are; None: as they are.
@@ -86,8 +82,9 @@ class Preconditioner:
         value = value_of(damping, step)
         exchanged = exchanged_blocks(known, scaling, comm)
         with communicating("gradient", self.stopwatch, comm.world_size) if exchanged else nullcontext():
-            vectors, updates, exchange = gathered_vectors(known, exchanged, vectors, updates, comm)
-        stacks = [part for stack in self._current(known, damping) for part in with_vectors(stack, vectors, damping)]
+            vectors, exchange = gathered_vectors(known, exchanged, vectors, comm)
+        given, current = vectors.given, self._current(known, damping)
+        stacks = [part for stack in current for part in with_vectors(stack, given, damping)]
         self._select(stacks, value)
         # Directions of any length may do without the division by gamma. Not if they travel: the rank that receives them
         # takes them for eqs. 11-13.
@@ -95,7 +92,7 @@ class Preconditioner:
         device = stacks[0].damping_unit.device.type if stacks else "cpu"
         with self.stopwatch.stage("preconditioning"), without_autocast(device):
             contrast = 1 + 1 / value if isinstance(damping, OfLargest) else None
-            found = self._precondition(stacks, vectors, updates, lr, value, contrast, any_length=any_length)
+            found = self._precondition(stacks, vectors, value, contrast, any_length=any_length)
         if any(block.route for block in blocks if block not in exchanged):
             with communicating("gradient", self.stopwatch, comm.world_size):
                 self._send_directions([block for block in known if block not in exchanged], stacks, found, comm)
@@ -107,7 +104,7 @@ class Preconditioner:
             if scaling is not None:
                 multipliers = scaling.multipliers(found, step)
                 found = scaled(found, multipliers)
-            parts = [StackedDirection(stack.layout, vectors, d) for stack, d in zip(stacks, found, strict=True)]
+            parts = [StackedDirection(stack.layout, given, d) for stack, d in zip(stacks, found, strict=True)]
             return Directions(parts, self.dtype, exchange)
 
     def _select(self, stacks: Sequence[Stack], value: float) -> None:
@@ -159,9 +156,7 @@ class Preconditioner:
     def _precondition(
         self,
         stacks: Sequence[Stack],
-        vectors: Mapping[nn.Parameter, Tensor],
-        updates: Mapping[nn.Parameter, Tensor],
-        lr: Scalar | Mapping[nn.Parameter, Scalar],
+        vectors: StepVectors,
         value: float,
         contrast: float | None,
         *,
@@ -171,9 +166,7 @@ class Preconditioner:
 
         Args:
             stacks: Those that have a vector.
-            vectors: See :meth:`directions`.
-            updates: Likewise.
-            lr: Likewise.
+            vectors: What to precondition.
             value: gamma, in units of the damping.
             contrast: See :class:`~kfac_optim.stack_algebra.Direction`.
             any_length: Whether the directions may be gamma times as long, which saves launches.
@@ -183,16 +176,14 @@ class Preconditioner:
         gammas = torch._foreach_mul([stack.damping_unit for stack in stacks], value) if stacks and not bare else ()
         steepest = _steepest(stacks, gammas) if contrast and not bare else [None] * len(stacks)
         if joint is None:
-            matrices = [
-                self._of_one(stack, gamma.to(self.dtype), vectors, updates)
-                for stack, gamma in zip(stacks, gammas, strict=True)
-            ]
+            by_stack = zip(stacks, gammas, strict=True)
+            matrices = [self._of_one(stack, gamma.to(self.dtype), vectors) for stack, gamma in by_stack]
         else:
-            matrices = self._of_all(stacks, joint, value, gammas, vectors, updates)
+            matrices = self._of_all(stacks, joint, value, gammas, vectors)
         return [
             Direction(
                 *of_stack,
-                self._rate(stack, lr, vectors),
+                self._rate(stack, vectors),
                 stack.layer_of_pair,
                 stack.scaled_together,
                 steepest=largest,
@@ -209,8 +200,7 @@ class Preconditioner:
         joint: JointEigen,
         value: float,
         gammas: Sequence[Tensor],
-        vectors: Mapping[nn.Parameter, Tensor],
-        updates: Mapping[nn.Parameter, Tensor],
+        vectors: StepVectors,
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
         """The preconditioned matrices of each stack (eqs. 8 and 11-13), what was preconditioned, and the updates.
 
@@ -219,15 +209,15 @@ class Preconditioner:
         assert self._storage is not None
         layouts = [stack.layout for stack in stacks]
         gradients, directions = (self._storage.empty(self.dtype) for _ in range(2))
-        fill_all(layouts, vectors, gradients)
+        fill_all(layouts, vectors.given, gradients)
         joint.precondition(gradients, value, directions)
         if gammas:
             by = torch._foreach_reciprocal([gamma.to(self.dtype) for gamma in gammas])
             scale_pairs(directions, by, self._storage, out=directions)
         filled = gradients
-        if not all(_are_alike(stack, vectors, updates) for stack in stacks):
+        if not all(vectors.are_alike(layout.parameters) for layout in layouts):
             filled = self._storage.empty(self.dtype)
-            fill_all(layouts, updates, filled)
+            fill_all(layouts, vectors.updates, filled)
         return list(zip(directions, gradients, filled, strict=True))
 
     def _joint_of(self, stacks: Sequence[Stack]) -> JointEigen | None:
@@ -252,33 +242,26 @@ class Preconditioner:
         few = sum(math.prod(stack.layout.shape) for stack in stacks) <= _MOST_NUMEL
         return few and all(len(of) == 1 and _are_of(self.dtype, of[0].decomposed) for of in tiles)
 
-    def _of_one(
-        self,
-        stack: Stack,
-        gamma: Tensor,
-        vectors: Mapping[nn.Parameter, Tensor],
-        updates: Mapping[nn.Parameter, Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _of_one(self, stack: Stack, gamma: Tensor, vectors: StepVectors) -> tuple[Tensor, Tensor, Tensor]:
         """As :meth:`_of_all`, for one stack whose matrices have storage of their own."""
-        gradient = stack.layout.fill(vectors, self.dtype)
+        gradient = stack.layout.fill(vectors.given, self.dtype)
         if stack.decomposed is not None:
             direction = precondition(self.solver, gradient, stack.current_tiles, gamma)
         else:  # buffer for the direction that a gradient worker will send
             direction = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-        if _are_alike(stack, vectors, updates):
+        if vectors.are_alike(stack.layout.parameters):
             return direction, gradient, gradient
-        return direction, gradient, stack.layout.fill(updates, self.dtype)
+        return direction, gradient, stack.layout.fill(vectors.updates, self.dtype)
 
-    def _rate(
-        self, stack: Stack, lr: Scalar | Mapping[nn.Parameter, Scalar], vectors: Mapping[nn.Parameter, Tensor]
-    ) -> Scalar:
+    def _rate(self, stack: Stack, vectors: StepVectors) -> Scalar:
         """The learning rate of a stack; where weights and biases have different ones a tensor of the stack's shape."""
+        lr, given = vectors.lr, vectors.given
         if not isinstance(lr, Mapping):
             return lr
-        moved = [p for layer in stack.layers for p in layer.parameters if p in vectors]
+        moved = [p for layer in stack.layers for p in layer.parameters if p in given]
         rate = common_rate([lr[p] for p in moved])
         if rate is None:
-            return stack.layout.fill({p: torch.ones_like(vectors[p]) * lr[p] for p in moved}, self.dtype)
+            return stack.layout.fill({p: torch.ones_like(given[p]) * lr[p] for p in moved}, self.dtype)
         return rate
 
     def _send_directions(
@@ -313,11 +296,6 @@ class Preconditioner:
 def _steepest(stacks: Sequence[Stack], gammas: Sequence[Tensor]) -> Sequence[Tensor]:
     """The largest eigenvalue plus gamma of each stack's pairs, ``[p]``."""
     return torch._foreach_add([stack.damping_unit for stack in stacks], list(gammas)) if stacks else []
-
-
-def _are_alike(stack: Stack, vectors: Mapping[nn.Parameter, Tensor], updates: Mapping[nn.Parameter, Tensor]) -> bool:
-    """Whether the base optimizer's updates are what is preconditioned."""
-    return vectors is updates or all(updates.get(p) is vectors.get(p) for p in stack.layout.parameters)
 
 
 def _are_of(dtype: torch.dtype, decomposed: tuple[Decomposition, Decomposition]) -> bool:

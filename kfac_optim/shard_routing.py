@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import nn
 
 from .blocks import Block
+from .directions import StepVectors
 from .distributed import Communicator, ShardExchange, all_gathered, any_sharded, are_exchangeable, gathered
 from .scaling import Scaling, traits_of
 
@@ -36,27 +38,24 @@ def exchanged_blocks(known: Sequence[Block], scaling: Scaling | None, comm: Comm
 
 
 def gathered_vectors(
-    known: Sequence[Block],
-    exchanged: Collection[Block],
-    vectors: Mapping[nn.Parameter, Tensor],
-    updates: Mapping[nn.Parameter, Tensor],
-    comm: Communicator,
-) -> tuple[Mapping[nn.Parameter, Tensor], Mapping[nn.Parameter, Tensor], ShardExchange | None]:
+    known: Sequence[Block], exchanged: Collection[Block], vectors: StepVectors, comm: Communicator
+) -> tuple[StepVectors, ShardExchange | None]:
     """Whole vectors and updates of what this rank works on, and how the others' get there (a collective)."""
-    if not exchanged and not any_sharded(vectors):
-        return vectors, updates, None
-    present = [block for block in known if block.layer.weight in vectors]
+    given, updates = vectors.given, vectors.updates
+    if not exchanged and not any_sharded(given):
+        return vectors, None
+    present = [block for block in known if block.layer.weight in given]
     sent = [block for block in present if block in exchanged]
-    moving = {p: b.layer.is_shard for b in present if b not in exchanged for p in b.layer.parameters if p in vectors}
-    others = [p for p in moving if updates[p] is not vectors[p]]
-    parts = [(vectors[p], moving[p]) for p in moving] + [(updates[p], moving[p]) for p in others]
+    moving = {p: b.layer.is_shard for b in present if b not in exchanged for p in b.layer.parameters if p in given}
+    others = [p for p in moving if updates[p] is not given[p]]
+    parts = [(given[p], moving[p]) for p in moving] + [(updates[p], moving[p]) for p in others]
     found = all_gathered([gathered(part, shard=True) if shard else part for part, shard in parts])
     whole = dict(zip(moving, found, strict=False))
     of_updates = {**whole, **dict(zip(others, found[len(moving) :], strict=True))}
     if not sent:
-        return whole, of_updates, None
-    places = {p: b.workers.gradient_workers for b in sent for p in b.layer.parameters if p in vectors}
+        return replace(vectors, given=whole, updates=of_updates), None
+    places = {p: b.workers.gradient_workers for b in sent for p in b.layer.parameters if p in given}
     exchange = ShardExchange(places, comm)
-    own = exchange.gather(vectors)
-    alike = all(updates[p] is vectors[p] for p in places)
-    return {**whole, **own}, {**of_updates, **(own if alike else exchange.gather(updates))}, exchange
+    own = exchange.gather(given)
+    own_updates = own if vectors.are_alike(places) else exchange.gather(updates)
+    return replace(vectors, given={**whole, **own}, updates={**of_updates, **own_updates}), exchange
