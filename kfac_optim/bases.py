@@ -2,7 +2,7 @@
 
 By default the base class steps on the raw gradients, with its own state. Each layer's part of that step is then turned
 towards the preconditioned first moment, as far as trust goes, and stretched along flat directions, as far as reach goes
-(:mod:`~kfac_optim.trust`, :mod:`~kfac_optim.reach`)::
+(:mod:`~.trust`, :mod:`~.reach`)::
 
     base class:  w <- w - D - lr u
     at trust 1:  w <- w - D - lr |u| P m / |P m|

@@ -203,7 +203,7 @@ class Block:
 
     @property
     def reach(self) -> float:
-        """The share of the stretch along flat directions that its steps get, learned (:mod:`kfac_optim.reach`)."""
+        """The share of the stretch along flat directions that its steps get, learned (:mod:`~.reach`)."""
         learns = bool(self.state) and not self.is_constrained
         return float(self.state["current"]["reach"]) if learns else LEARNED["reach"].start
 
@@ -222,7 +222,7 @@ class Block:
 
     @property
     def changes(self) -> int:
-        """Comparisons in a row that found its weights changed between steps (:mod:`kfac_optim.constraints`)."""
+        """Comparisons in a row that found its weights changed between steps (:mod:`~.constraints`)."""
         return int(self.state["current"]["changes"]) if self.state else 0
 
     def changes_after(self, *, changed: bool) -> int:

@@ -43,7 +43,6 @@ from torch import Tensor, nn
 from .bases import Scalar
 from .capture import TakenStatistics
 from .config import describe, signature
-from .constraints import WeightWatch, compares_weights
 from .directions import Directions, StepVectors, by_parameter
 from .distributed import (
     AssignmentStrategy,
@@ -51,10 +50,9 @@ from .distributed import (
     full_gradient,
     set_full_gradient_,
 )
-from .lessons import Lessons, read_all
 from .scaling import traits_of
 from .schedules import due
-from .steering import WeightChanges, find_weight_changes
+from .steering import Lessons, WeightChanges, WeightWatch, compares_weights, find_weight_changes, read_all
 from .views import ViewedEngine
 
 __all__ = ["CurvatureEngine", "memory_estimate"]

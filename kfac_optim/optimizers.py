@@ -64,7 +64,7 @@ class KFACMixin(_Optimizer):
             keeps neither, an average of the gradients while trust is learned and the gradient itself otherwise. With
             ``scaling="graft"`` (default) the update turns as far as trust goes and keeps its length, so that ``lr``
             means what it means to the base class, and is then lengthened along directions flatter than the steepest
-            one, as far as reach goes; both are learned (:mod:`kfac_optim.trust`, :mod:`kfac_optim.reach`). Weight decay
+            one, as far as reach goes; both are learned (:mod:`~.trust`, :mod:`~.reach`). Weight decay
             acts as in the base class and is not preconditioned, unless a class other than SGD, Adam, AdamW or LAMB
             adds it to the gradient. "gradient": gradients are preconditioned, and the base class steps on the result,
             as in the paper.

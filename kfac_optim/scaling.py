@@ -148,7 +148,7 @@ class Graft:
 
     Args:
         trust: How far the step turns from the base's own update to K-FAC's direction, in [0, 1]; 1: all the way. None
-            (default): learned while training, from 0 on (:mod:`kfac_optim.trust`).
+            (default): learned while training, from 0 on (:mod:`~.trust`).
         stretch: Whether steps are also stretched along flat directions, where trust is learned and damping is relative
             to the largest eigenvalue; steps are then longer than the base optimizer's own. Default True.
 

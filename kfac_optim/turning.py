@@ -1,7 +1,7 @@
 """A step of the base optimizer, turned towards K-FAC's directions as far as trust goes (``precondition="momentum"``).
 
 The base class takes its own step on the raw gradients. Its part in the layers is then changed by the difference between
-the turned update and its own (:mod:`~kfac_optim.bases`, :mod:`~kfac_optim.trust`). What a step leaves for the next one
+the turned update and its own (:mod:`~kfac_optim.bases`, :mod:`~.trust`). What a step leaves for the next one
 stands in the state of the parameters, so that a resumed run goes on as if it had not ended.
 """
 
@@ -31,16 +31,23 @@ from .bases import (
     update_length,
     weights_before,
 )
-from .brake import brake
-from .constraints import WeightWatch
 from .directions import Directions, Maker
 from .engine import CurvatureEngine
 from .flat_storage import flat_view
-from .graft import shortened
-from .lessons import Compared, Copies, Lessons, alignment, alignments
-from .reach import stretches
-from .steering import Plan
-from .trust import changes_at, turns
+from .steering import (
+    Compared,
+    Copies,
+    Lessons,
+    Plan,
+    WeightWatch,
+    alignment,
+    alignments,
+    brake_of,
+    changes_at,
+    shortened,
+    stretches,
+    turns,
+)
 
 __all__ = [
     "CHANGE",
@@ -124,7 +131,7 @@ def _turn_and_stretch(
         return
     of_stacks, trust = shortened(directions.scaled, plan.graft), plan.trust
     length = update_length(covered, list(base.updates.values()), lambda: directions.update_length(base.updates))
-    braked = None if length is None else brake(length, plan.usual_length)
+    braked = None if length is None else brake_of(length, plan.usual_length)
     makers: dict[str, Maker] = (
         {CHANGE: lambda out: changes_at(of_stacks, trust, braked, plan.graft, out)} if trust > 0 else {}
     )

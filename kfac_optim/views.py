@@ -10,8 +10,8 @@ from .blocks import Block
 from .damping import value_of
 from .diagnostics import Row, count, human_bytes, memory_of, report_of, row_of, table, total, workers_of
 from .layers import KroneckerLayer
-from .reach import LEAST
 from .state import StatefulEngine
+from .steering import LEAST
 
 __all__ = ["ViewedEngine"]
 
@@ -51,7 +51,7 @@ class ViewedEngine(StatefulEngine):
 
     @property
     def reach(self) -> float:
-        """The largest share of the stretch along flat directions that a layer's steps get (:mod:`kfac_optim.reach`)."""
+        """The largest share of the stretch along flat directions that a layer's steps get (:mod:`~.reach`)."""
         return max((block.reach for block in self.trained.blocks), default=0.0) if self.plan().stretches else 0.0
 
     def factors(self, layer: KroneckerLayer | str) -> tuple[Tensor, Tensor]:
@@ -102,7 +102,7 @@ class ViewedEngine(StatefulEngine):
 
             - ``step``: the number of steps taken.
             - ``trust``: how far the coming step turns from the base optimizer's own update to K-FAC's direction, in
-              [0, 1] (:mod:`kfac_optim.trust`).
+              [0, 1] (:mod:`~.trust`).
             - ``brake``: what K-FAC's direction was multiplied by in the last step that computed one, in (0, 1].
             - ``graft``: how much of the base optimizer's length K-FAC's direction has in the coming step, in [0, 1].
             - ``reach``: the largest of the layers'; 0 where steps are not stretched.
@@ -122,7 +122,7 @@ class ViewedEngine(StatefulEngine):
               - ``cosine``: between gradient and direction in the first step after the last refresh; None where the
                 gradient's shards went to another rank.
               - ``reach``: the share of the stretch that a step gets, 0.0003 to 3; 0 where steps are not stretched
-                (:mod:`kfac_optim.reach`).
+                (:mod:`~.reach`).
         """
         damping = self.damping_rule
         value, steps = value_of(damping, self.step_count), max(1, self._steps_taken)

@@ -81,4 +81,4 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def soon_grown(monkeypatch: pytest.MonkeyPatch) -> None:
     """What changes a step is repeated from the second step on, instead of the twentieth."""
-    monkeypatch.setattr("kfac_optim.trust._YOUNG", 1)
+    monkeypatch.setattr("kfac_optim.steering.trust._YOUNG", 1)

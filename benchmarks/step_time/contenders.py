@@ -13,7 +13,7 @@ from benchmarks.common.optimizers import find, interval
 from benchmarks.common.settings import KFAC, OPTIMIZER_DEFAULTS, RECIPES
 from benchmarks.common.works import Work
 from kfac_optim import CurvatureEngine, EigenSolver, Graft
-from kfac_optim.trust import Trust
+from kfac_optim.steering.trust import Trust
 
 LARGEST = 8192  # factor that kfac-pytorch gets
 LR = 1e-4  # no time depends on it

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from kfac_optim import KAISA, KFACSGD, EigenSolver, FactorWise, LayerWise, OfMean, forgetting, trust
+from kfac_optim import KAISA, KFACSGD, EigenSolver, FactorWise, LayerWise, OfMean, forgetting
+from kfac_optim.steering import trust
 from tests.helpers.compare import assert_all_near, values
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, KINDS, OFTEN

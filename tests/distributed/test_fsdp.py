@@ -24,8 +24,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from kfac_optim import KAISA, KFACLAMB, KFACSGD, KFACAdamW, LayerWise, TorchCommunicator, trust
+from kfac_optim import KAISA, KFACLAMB, KFACSGD, KFACAdamW, LayerWise, TorchCommunicator
 from kfac_optim.distributed import Communicator, sharding
+from kfac_optim.steering import trust
 from tests.helpers.compare import assert_all_near, assert_equal_on_ranks
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, KINDS, OFTEN

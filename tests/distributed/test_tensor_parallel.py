@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, KFACAdamW, TorchCommunicator, reach, steering
+from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, KFACAdamW, TorchCommunicator
 from kfac_optim.blocks import Block
 from kfac_optim.distributed import LocalCommunicator
 from kfac_optim.lamb import MultiTensorLamb
+from kfac_optim.steering import plan, reach
 from tests.helpers.compare import assert_all_near
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64
@@ -149,7 +150,7 @@ def all_kinds(rank: int, world_size: int, data_ranks: int) -> dict[str, list[Ten
 def test_shards_equal_one_process_with_these_blocks(
     data_ranks: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steering, "learn_reaches", learn_together)
+    monkeypatch.setattr(plan, "learn_reaches", learn_together)
     outcomes = run_ranks(data_ranks * parts, all_kinds, data_ranks)
     for kind in KINDS:
         model = in_one_process(kind, parts)

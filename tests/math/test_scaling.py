@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from kfac_optim import Graft, stack_algebra
-from kfac_optim.brake import brake
-from kfac_optim.graft import shortened
-from kfac_optim.reach import stretches
 from kfac_optim.stack_algebra import Direction, _few_norms, inners, norms, scaled
-from kfac_optim.trust import changes_at
+from kfac_optim.steering.brake import brake_of
+from kfac_optim.steering.graft import shortened
+from kfac_optim.steering.reach import stretches
+from kfac_optim.steering.trust import changes_at
 
 
 def direction(layers: list[int] | None, shape: tuple[int, ...] = (3, 2)) -> Direction:
@@ -59,10 +59,10 @@ def test_a_brake_shortens_what_trust_gives_to_the_direction(trust: float, factor
 
 def test_a_brake_acts_where_an_update_is_longer_than_usual() -> None:
     length = torch.tensor(2.6)
-    assert brake(length, 0.0) is None, "nothing is known yet"
-    assert brake(length, 2.0) is None, "1.3 times as long is not much"
-    assert brake(length, 1.0) == pytest.approx(0.25)
-    assert brake(torch.tensor(0.0), 1.0) is None
+    assert brake_of(length, 0.0) is None, "nothing is known yet"
+    assert brake_of(length, 2.0) is None, "1.3 times as long is not much"
+    assert brake_of(length, 1.0) == pytest.approx(0.25)
+    assert brake_of(torch.tensor(0.0), 1.0) is None
 
 
 @pytest.mark.parametrize("bare", [False, True])

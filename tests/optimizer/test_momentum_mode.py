@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, Graft, KFACAdam, KFACAdamW, KFACMixin
 from kfac_optim.bases import base_step, members_of
-from kfac_optim.brake import Brake
-from kfac_optim.graft import GraftShare
-from kfac_optim.lessons import Compared, alignment
-from kfac_optim.trust import Trust
+from kfac_optim.steering.brake import Brake
+from kfac_optim.steering.graft import GraftShare
+from kfac_optim.steering.inner_products import Compared, alignment
+from kfac_optim.steering.trust import Trust
 from tests.helpers.compare import (
     SAME,
     assert_identical,

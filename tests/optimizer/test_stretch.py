@@ -20,16 +20,10 @@ from kfac_optim import (
     KFACAdamW,
     OfLargest,
     OfMean,
-    brake,
     flat_storage,
-    graft,
-    lessons,
-    opponents,
-    reach,
-    steering,
-    trust,
     turning,
 )
+from kfac_optim.steering import brake, graft, inner_products, opponents, plan, reach, trust
 from tests.helpers.compare import assert_near, snapshot
 from tests.helpers.reference import Oracle, averaged, backward, log_cosh
 from tests.helpers.settings import OPTIONS
@@ -292,25 +286,25 @@ def test_a_stretch_of_nothing_teaches_nothing() -> None:
 @pytest.mark.parametrize("is_launch_bound", [False, True])
 def test_alignments_are_those_of_each_parameter(monkeypatch: pytest.MonkeyPatch, is_launch_bound: bool) -> None:
     """In their order, whatever their sizes, kinds and rates are; also where they lie side by side."""
-    monkeypatch.setattr(lessons, "is_launch_bound", lambda _: is_launch_bound)
-    monkeypatch.setattr(lessons, "_BATCH_NUMEL", 701)
-    monkeypatch.setattr(lessons, "SMALL_NUMEL", 20)
-    lessons._batches.cache_clear()
+    monkeypatch.setattr(inner_products, "is_launch_bound", lambda _: is_launch_bound)
+    monkeypatch.setattr(inner_products, "_BATCH_NUMEL", 701)
+    monkeypatch.setattr(inner_products, "SMALL_NUMEL", 20)
+    inner_products._batches.cache_clear()
     shapes = [(3, 2), (700,), (4,), (2, 2), (1,), (5, 7), (20,)]
     g, v = ([torch.randn(*shape, dtype=torch.float64) for shape in shapes] for _ in range(2))
     expected = torch.stack([(a * b).sum() for a, b in zip(g, v, strict=True)])
     half = [vector.float() for vector in v]
     compared = [
-        lessons.Compared(g, v, 0.5),
-        lessons.Compared(g, half, torch.tensor(3.0)),
-        lessons.Compared(g[:2], v[:2]),
+        inner_products.Compared(g, v, 0.5),
+        inner_products.Compared(g, half, torch.tensor(3.0)),
+        inner_products.Compared(g[:2], v[:2]),
     ]
     expected = torch.cat([0.5 * expected, 3 * expected, expected[:2]])
-    copies: lessons.Copies = {}
+    copies: inner_products.Copies = {}
     for _ in range(2):  # with what is side by side already
-        assert_near(lessons.alignments(compared, copies), expected, rel=1e-5)
-        assert_near(lessons.alignment(compared, copies), expected.sum(), rel=1e-5)
-    lessons._batches.cache_clear()
+        assert_near(inner_products.alignments(compared, copies), expected, rel=1e-5)
+        assert_near(inner_products.alignment(compared, copies), expected.sum(), rel=1e-5)
+    inner_products._batches.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -363,7 +357,7 @@ def test_the_stretch_is_braked_with_the_step(monkeypatch: pytest.MonkeyPatch) ->
     optimizer.step()  # nothing is stretched before the second step
     backward(other, batch, loss)
     plain.step()
-    monkeypatch.setattr(turning, "brake", lambda *_: 0.25)
+    monkeypatch.setattr(turning, "brake_of", lambda *_: 0.25)
     optimizer.curvature._steering.brake.last = 0.25
     monkeypatch.setattr(brake.Brake, "learn", lambda *_: None)  # that it is another one
     backward(model, batch, loss)
@@ -402,11 +396,11 @@ def test_what_a_step_repeats(momentum: float, too_far: bool, monkeypatch: pytest
     learned = optimizer.curvature._steering.trust
     learned.notches, learned.memory, learned.brake = 5, 5, 1.0
     monkeypatch.setattr(type(learned), "learn", lambda *_, **__: None)
-    monkeypatch.setattr(turning, "brake", lambda *_: None)
+    monkeypatch.setattr(turning, "brake_of", lambda *_: None)
     step()  # computes
     noted = {p: dict(optimizer.state[p]) for p in model.parameters()}
     before = {p: p.detach().clone() for p in model.parameters()}
-    monkeypatch.setattr(steering, "learn_reaches", lambda *_: set(model.parameters()) if too_far else set())
+    monkeypatch.setattr(plan, "learn_reaches", lambda *_: set(model.parameters()) if too_far else set())
     step()
     for p, reached in optimizer.curvature.trained.reaches().items():
         update = optimizer.state[p]["momentum_buffer"] if momentum else p.grad
@@ -595,7 +589,7 @@ def test_a_rate_that_rises_again_or_jumps_leaves_the_stretch_as_long_as_it_was(
     for rate, rise in rises:
         twin, other = copy.deepcopy((model, optimizer))
         with monkeypatch.context() as alone:
-            alone.setattr(steering, "lower_reaches", lambda *given: None)
+            alone.setattr(plan, "lower_reaches", lambda *given: None)
             expected = reaches_at(rate, twin, other) / rise
         state = optimizer.state_dict()
         optimizer = KFACSGD(model, **how)

@@ -21,9 +21,9 @@ average ``m = decay m + (1 - decay) g``, whose decay is learned in the same way:
 by noise, and a longer average is better; once they oscillate between steep walls, a step along old gradients would
 leave the valley.
 
-Where updates grow with the gradient, K-FAC's share of a step is braked (:mod:`~kfac_optim.brake`), some of the base
+Where updates grow with the gradient, K-FAC's share of a step is braked (:mod:`~.brake`), some of the base
 optimizer's own always remains, so that trust goes up to 0.6, and how long K-FAC's direction is is learned as well
-(:mod:`~kfac_optim.graft`).
+(:mod:`~.graft`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from .counters import Counted, Counter, moved
-from .flat_storage import Tensors, elementwise, scale_pairs
-from .stack_algebra import Direction, norms, ratios, update_norms
+from ..counters import Counted, Counter, moved
+from ..flat_storage import Tensors, elementwise, scale_pairs
+from ..stack_algebra import Direction, norms, ratios, update_norms
 
 __all__ = ["Trust", "changes_at", "turns"]
 
@@ -129,7 +129,7 @@ def changes_at(
     Args:
         directions: The stacks.
         trust: In [0, 1].
-        braked: What :func:`~kfac_optim.brake.brake` has found.
+        braked: What :func:`~kfac_optim.steering.brake.brake_of` has found.
         graft: How much of the length of u their k has, in [0, 1].
         out: See :func:`~kfac_optim.flat_storage.elementwise`.
     """

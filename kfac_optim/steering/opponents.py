@@ -1,4 +1,4 @@
-"""Networks that train against each other, as those of a GAN: none of them is stretched (:mod:`~kfac_optim.reach`).
+"""Networks that train against each other, as those of a GAN: none of them is stretched (:mod:`~.reach`).
 
 A discriminator that trains faster wins at once, and the generator has nothing to learn from; a generator that trains
 faster finds the discriminator's blind spots instead of the data. The discriminator is known by gradients that are
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from .counters import Counter
+from ..counters import Counter
 
 __all__ = ["OPPONENTS", "Leftover", "Opponents", "Opposition"]
 

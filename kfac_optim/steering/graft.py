@@ -1,7 +1,7 @@
 """The graft: how much of the length of the base optimizer's update K-FAC's direction has.
 
 Given all of it, K-FAC's direction has less than the update along steep components, and so more along flat ones. Once
-only noise is left there, that does harm, and trust (:mod:`~kfac_optim.trust`) does not fall: taking less of what is
+only noise is left there, that does harm, and trust (:mod:`~.trust`) does not fall: taking less of what is
 steep still agrees with the next gradient. Without any of it, the direction is the base's step with steep components
 shortened by the damping, the flattest left as they are. With the base's update u, the first moment m, the rate c at
 which u follows m, and the preconditioner P::
@@ -10,7 +10,7 @@ which u follows m, and the preconditioner P::
 
 A step between u and k is brought back to the length of u by that share alone, ``(|u| / |mixture|)^graft``.
 
-graft starts at 1 and moves by the sign of ``<g', stretch>`` (:mod:`~kfac_optim.reach`), over all layers whose stretch
+graft starts at 1 and moves by the sign of ``<g', stretch>`` (:mod:`~.reach`), over all layers whose stretch
 has not been found too long before: whether the loss falls along what is flat. It moves by three hundredths: slowly,
 because the sign is almost a coin's where all is well. It is learned where the base class keeps a first moment that
 grows with the gradient, as SGD's momentum does.
@@ -21,9 +21,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from .counters import Counted, Counter, moved
-from .flat_storage import elementwise
-from .stack_algebra import Direction, bare_shares, rates_followed, scaled
+from ..counters import Counted, Counter, moved
+from ..flat_storage import elementwise
+from ..stack_algebra import Direction, bare_shares, rates_followed, scaled
 
 __all__ = ["GraftShare", "shortened"]
 

@@ -1,7 +1,7 @@
 """How much further the step of a layer goes where it is flat, learned while training.
 
 The steepest direction limits the learning rate. Along a flatter one, a step may be longer in proportion. So besides
-being turned (:mod:`~kfac_optim.trust`) a step is stretched, where damping is relative to the largest eigenvalue L of a
+being turned (:mod:`~.trust`) a step is stretched, where damping is relative to the largest eigenvalue L of a
 layer's ``A (x) G``. With the first moment m and the rate c at which the base follows it::
 
     stretch = c ((L + gamma) (A (x) G + gamma I)^-1 - I) m,    c = <u, m> / <m, m>
@@ -23,7 +23,7 @@ A reach is tied to the learning rate at which it was learned. Where the rate ris
 restarts, cycles), or jumps, steps along flat directions are to be as long as they were, so that reaches fall by as
 much. In a warm-up they grow with the rate.
 
-Networks that train against each other are not stretched (:mod:`~kfac_optim.opponents`).
+Networks that train against each other are not stretched (:mod:`~.opponents`).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from .blocks import Block
-from .counters import Counted, Counter
-from .flat_storage import elementwise, scale_pairs
-from .stack_algebra import Direction, at_largest, rates_followed
+from ..blocks import Block
+from ..counters import Counted, Counter
+from ..flat_storage import elementwise, scale_pairs
+from ..stack_algebra import Direction, at_largest, rates_followed
 
 __all__ = ["LEAST", "Rates", "learn_reaches", "lower_reaches", "stretches"]
 

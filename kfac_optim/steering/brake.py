@@ -2,7 +2,7 @@
 
 What the factors call flat is not always flat. A step that was too long there raises the gradient; a base class whose
 updates grow with the gradient then takes a longer step, and K-FAC's direction, scaled to that length, leads further
-astray. So with trust as in :mod:`~kfac_optim.trust`::
+astray. So with trust as in :mod:`~.trust`::
 
     length of the step = |u| (1 - trust + trust brake),    brake = min(1, 1.3 usual / |u|)^2
 
@@ -19,9 +19,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from .counters import Counted, Counter
+from ..counters import Counted, Counter
 
-__all__ = ["Brake", "brake"]
+__all__ = ["Brake", "brake_of"]
 
 _REMEMBERED = 10  # lengths of updates that their running average remembers
 _SLACK, _POWER = 1.3, 2  # steps are braked where the update is longer than 1.3 times the usual, by that squared
@@ -54,13 +54,13 @@ class Brake(Counted):
     def learn(self, length: float) -> None:
         """Notes the length of the base's update in the step before; 0: it was not turned, or is not to be braked."""
         if 0 < length < math.inf:
-            braked = brake(length, self.usual)
+            braked = brake_of(length, self.usual)
             self.last = 1.0 if braked is None else float(braked)
             self.seen = min(_REMEMBERED, self.seen + 1)
             self.usual += (length - self.usual) / self.seen
 
 
-def brake(length: Tensor | float, usual: float) -> Tensor | float | None:
+def brake_of(length: Tensor | float, usual: float) -> Tensor | float | None:
     """The brake where the base's update is so long; None: there is none.
 
     A device is not waited for: there it is a 0-dim tensor, which may turn out to be 1.

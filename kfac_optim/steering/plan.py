@@ -12,16 +12,16 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from .blocks import CONSTRAINED, Block
+from ..blocks import CONSTRAINED, Block
+from ..counters import Counted, Counter
+from ..damping import Damping, OfLargest
+from ..scaling import Scaling, traits_of
 from .brake import Brake
 from .constraints import WeightWatch
-from .counters import Counted, Counter
-from .damping import Damping, OfLargest
 from .graft import GraftShare
 from .lessons import Read
 from .opponents import Opposition
 from .reach import LEAST, Rates, learn_reaches, lower_reaches
-from .scaling import Scaling, traits_of
 from .trust import Trust
 
 __all__ = ["WeightChanges", "Plan", "Steering", "find_weight_changes"]
@@ -36,12 +36,12 @@ class Plan:
         learns: Whether trust is learned.
         computes: Whether K-FAC's directions are computed, unless the step repeats the last change.
         repeats: Whether the step may be changed as the last one was.
-        stretches: Whether it is stretched along flat directions as well (:mod:`~kfac_optim.reach`).
+        stretches: Whether it is stretched along flat directions as well (:mod:`~.reach`).
         too_long: The parameters of layers whose last stretch was too long, or undone, which no other step is to repeat.
         moment_decay: The decay, in [0, 0.9], of the averaged gradients that give the direction where the base optimizer
             keeps no first moment.
         usual_length: The usual length of the base optimizer's update, by which the step is braked
-            (:func:`~kfac_optim.brake.brake`).
+            (:func:`~kfac_optim.steering.brake.brake_of`).
         graft: How much of the base optimizer's length directions have, in [0, 1].
         last_brake: What the step that computed directions last was shortened by; 1: nothing.
     """
@@ -171,7 +171,7 @@ class Steering:
         )
 
     def counters(self, *, captured: bool, alone: bool) -> dict[str, float]:
-        """Its part of the saved counters; see :meth:`~kfac_optim.opponents.Opposition.counters`."""
+        """Its part of the saved counters; see :meth:`~kfac_optim.steering.opponents.Opposition.counters`."""
         opposition = self.opposition.counters(captured=captured, alone=alone)
         known = {name: value for part in self._counted for name, value in part.counters().items()}
         return {**known, **opposition}

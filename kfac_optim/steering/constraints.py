@@ -1,7 +1,7 @@
 """Whether a training loop changes weights between two steps, as a projection (``clamp_``) does.
 
 A projection may undo what a step has done along flat directions. The next gradient then still points that way, the
-stretch seems to have been too short (:mod:`~kfac_optim.reach`), and stretches would grow without end. So what gradients
+stretch seems to have been too short (:mod:`~.reach`), and stretches would grow without end. So what gradients
 say of a stretch does not count where the weights are not those that the step has left. A layer of which that is found
 twice in a row counts as constrained from then on: its reach stays where it began, and no step repeats its stretch.
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .distributed import is_sharded
+from ..distributed import is_sharded
 
 __all__ = ["WeightWatch", "compares_weights"]
 
