@@ -59,7 +59,8 @@ __all__ = [
 # Classes of torch that shrink the weights by lr * weight_decay beside their update; Muon is not in every version.
 _DECOUPLED = tuple(getattr(torch.optim, name) for name in ("AdamW", "Adafactor", "Muon") if hasattr(torch.optim, name))
 
-MOMENT = "kfac_moment"  # key in the state of a parameter of the average of its gradients that is kept here
+# Keys in the state of a parameter: the average of its gradients that is kept here, and the weights of SGD's together.
+MOMENT, GRADIENT_WEIGHT = "kfac_moment", "kfac_gradient_weight"
 
 Scalar = float | Tensor  # 0-dim where only the device knows the number
 
@@ -102,7 +103,7 @@ class Member:
         """The sum of the weights that gradients have in the first moment of SGD; of averages of gradients 1."""
         if not self.is_sgd or not self.group["momentum"]:
             return 1.0
-        weight: float = self.state.get("gradient_weight", 1.0)
+        weight: float = self.state.get(GRADIENT_WEIGHT, 1.0)
         return 1 + self.group["momentum"] * weight if self.group["nesterov"] else weight
 
 
@@ -281,7 +282,7 @@ def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[
     """
     lr, decay = rate_of(group), group["weight_decay"]
     if isinstance(optimizer, torch.optim.SGD):
-        weight = state["gradient_weight"] if group["momentum"] else 1.0
+        weight = state[GRADIENT_WEIGHT] if group["momentum"] else 1.0
         if group["nesterov"]:  # of the gradient itself the decay is not yet a part
             return group["momentum"] * weight * decay, 0.0
         return (weight * decay if group["momentum"] else 0.0), 0.0
@@ -331,7 +332,7 @@ def subtract_(params: list[Tensor], changes: list[Tensor], lr: Scalar) -> None:
 
 @contextmanager
 def gradient_weight_tracked(optimizer: torch.optim.Optimizer, members: Sequence[Bucket]) -> Iterator[None]:
-    """Keeps ``state["gradient_weight"]`` through a step of SGD: :func:`base_step` needs it to take its moments apart.
+    """Keeps ``state[GRADIENT_WEIGHT]`` through a step of SGD: :func:`base_step` needs it to take its moments apart.
 
     It is the sum of the weights with which gradients, and the decay that was added to them, stand in the momentum
     buffer: 1 after the first, then ``momentum * c + 1 - dampening``; in a buffer that plain SGD has filled, its limit.
@@ -340,14 +341,14 @@ def gradient_weight_tracked(optimizer: torch.optim.Optimizer, members: Sequence[
     for bucket in members if isinstance(optimizer, torch.optim.SGD) else ():
         momentum, kept = bucket[0].group["momentum"], 1 - bucket[0].group["dampening"]
         for m in bucket if momentum else ():
-            known, filled = m.state.get("gradient_weight"), m.state.get("momentum_buffer") is not None
+            known, filled = m.state.get(GRADIENT_WEIGHT), m.state.get("momentum_buffer") is not None
             if known is not None:
                 weights[m.p] = momentum * known + kept
             else:
                 weights[m.p] = kept / (1 - momentum) if filled and momentum < 1 else 1.0
     yield
     for p, weight in weights.items():  # not before: base classes take a state that is not empty for their own
-        optimizer.state[p]["gradient_weight"] = weight
+        optimizer.state[p][GRADIENT_WEIGHT] = weight
 
 
 def multiplied(vectors: list[Tensor], factors: list[float], shared: Scalar) -> list[Tensor]:
