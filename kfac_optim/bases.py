@@ -22,6 +22,7 @@ the base class's own update.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,6 +52,7 @@ __all__ = [
     "members_of",
     "multiplied",
     "rate_of",
+    "refuse_base",
     "subtract_",
     "update_length",
     "weights_before",
@@ -63,6 +65,27 @@ _DECOUPLED = tuple(getattr(torch.optim, name) for name in ("AdamW", "Adafactor",
 MOMENT, GRADIENT_WEIGHT = "kfac_moment", "kfac_gradient_weight"
 
 Scalar = float | Tensor  # 0-dim where only the device knows the number
+
+
+def refuse_base(cls: type, step: Callable[..., Any]) -> None:
+    """Raises TypeError if K-FAC can't be put in front of the base class of an optimizer.
+
+    Args:
+        cls: The optimizer's class.
+        step: The base class's ``step``.
+    """
+    instead = "Take a base class such as torch.optim.SGD or Adam"
+    needed = inspect.signature(step).parameters.get("closure")
+    if needed is not None and needed.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{cls.__name__}: its base class's step() needs a closure, to take several gradients in one step; K-FAC "
+            f"preconditions the one that stands in .grad. {instead}, whose step() works without a closure"
+        )
+    if issubclass(cls, torch.optim.Rprop):
+        raise TypeError(
+            f"{cls.__name__}: Rprop lets the step of each weight grow while its gradients keep their sign, which is no "
+            f"answer to steps that K-FAC has turned; it diverges. {instead}"
+        )
 
 
 @dataclass(slots=True)

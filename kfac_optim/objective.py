@@ -32,7 +32,8 @@ _TOLERANCE = 0.2  # of a slope, relative; differences of outputs have an error o
 
 _NOT_CANONICAL = (
     "KFAC needs the loss to be the mean negative log likelihood of the output distribution, here {}, because it "
-    "predicts the loss from the outputs alone; but {}. Possible causes: another distribution; a mean over something "
+    "predicts the loss from the outputs alone; but {}. Possible causes: another distribution, or other classes than "
+    "those of the last dimension (of an output [N, C, ...] pass Categorical(dim=1)); a mean over something "
     "other than loss_average; a loss scale (pass grad_scaler=); micro-batches whose losses are not divided by their "
     "number; clipped gradients; penalties or other terms. With step(closure) any loss works"
 )

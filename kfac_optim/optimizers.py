@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from .base_state import AVERAGES, PREFIX, saved_parts, with_checksums
-from .bases import Bucket, Scalar, common_rate, gradients_of, members_of, rate_of
+from .bases import Bucket, Scalar, common_rate, gradients_of, members_of, rate_of, refuse_base
 from .config import options as engine_options
 from .config import refuse_unknown, signature
 from .damping import OfLargest
@@ -96,13 +96,7 @@ class KFACMixin(_Optimizer):
         cls.__signature__ = shown  # type: ignore[attr-defined]
 
     def __init__(self, params: Any, *args: Any, model: nn.Module | None = None, **options: Any) -> None:
-        needed = inspect.signature(self._base_function()).parameters.get("closure")
-        if needed is not None and needed.default is inspect.Parameter.empty:
-            raise TypeError(
-                f"{type(self).__name__}: its base class's step() needs a closure, to take several gradients in one "
-                "step; K-FAC preconditions the one that stands in .grad. Take a base class whose step() works without "
-                "a closure, such as torch.optim.SGD or Adam"
-            )
+        refuse_base(type(self), self._base_function())
         precondition = options.pop("precondition", _PRECONDITIONS[0])
         if precondition not in _PRECONDITIONS:
             raise ValueError(f"precondition={precondition!r}: must be {' or '.join(map(repr, _PRECONDITIONS))}")
@@ -111,6 +105,8 @@ class KFACMixin(_Optimizer):
         if isinstance(params, nn.Module):
             model, params = params if model is None else model, params.parameters()
         params = params if isinstance(params, Tensor) else list(params)  # the base class refuses a lone tensor
+        if any(isinstance(given, nn.Module) for given in params):
+            raise TypeError("params has modules in it: pass nn.ModuleList([...]) of them, or their parameters()")
         curvature = {name: options.pop(name) for name in engine_options() if name in options}
         refuse_unknown(type(self).__name__, options, list(inspect.signature(type(self)).parameters))
         derived_from = derived_from_by_horovod(type(self), params)

@@ -252,8 +252,9 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         if ratio is not None and not isinstance(self._fisher, TargetCheck):
             warnings.warn(
                 f"in the first steps the loss had {ratio:.2g} times the curvature that {self._fisher} predicts: either "
-                "the loss has another factor (for nn.MSELoss pass Gaussian(variance=0.5) and loss_average='elements'), "
-                "or the batches are too small for KFAC; then use larger ones, or KFACSGD",
+                "the batches are too small for KFAC (use larger ones, or KFACSGD), or the loss has another factor, or "
+                "is a mean over something other than loss_average. nn.MSELoss is Gaussian(variance=0.5) with "
+                "loss_average='elements'",
                 stacklevel=2,
             )
 

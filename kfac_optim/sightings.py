@@ -19,7 +19,9 @@ _NONE_SEEN = (
     "the model has gradients, but none of its layers was seen in a forward and backward pass since the last "
     "zero_grad(). Build the optimizer before the forward pass whose gradients it is to take, call the model's modules "
     "rather than their forward methods, and call them outside of torch.func.grad and vmap. If the model is compiled, "
-    "build the optimizer before the first call of a compiled model, or call torch._dynamo.reset()"
+    "build the optimizer before the first call of a compiled model, or call torch._dynamo.reset(). Gradients that no "
+    "backward pass has made (a formula, evolution strategies, the averages of a server) have no curvature: there take "
+    "the base class itself"
 )
 
 
@@ -78,7 +80,8 @@ class Sightings:
                 f"{', '.join(names)}: the weight has gradients, but the layer was never seen in a forward and backward "
                 "pass, so that it trains by the base rule. Call the module itself: a weight that is used on its own, "
                 "as in F.linear(x, layer.weight), is not seen, nor is one inside a function that was compiled before "
-                "the optimizer was built, or in a pipeline whose schedule splits backward passes (zero bubble). If "
-                "that is intended, name the layer in skip_layers",
+                "the optimizer was built, or in a pipeline whose schedule splits backward passes (zero bubble). Nor do "
+                "passes count whose gradients were cleared since (PCGrad), torch.autograd.grad beside a backward(), "
+                "and passes with create_graph=True. If that is intended, name the layer in skip_layers",
                 stacklevel=2,
             )

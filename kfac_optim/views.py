@@ -194,4 +194,6 @@ class ViewedEngine(StatefulEngine):
         title += f", trust {plan.trust:.1f}" if plan.learns else ""
         if plan.stretches:
             title += f", reach up to {self.reach:.2g}" if self.reach > LEAST else ", not stretched"
+        if plan.opposed:
+            title += ", not stretched: a network's gradients are thrown away, as where two train against each other"
         return table(rows, title, footer)

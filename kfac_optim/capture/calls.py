@@ -3,8 +3,8 @@
 The states of a model call::
 
     open       the outermost watched module was entered with gradients enabled; layers that run now belong to it
-      -> returned   its forward has returned an output: M is known
-      -> dropped    its forward raised, was interrupted, or has returned nothing or without gradients
+      -> returned   its forward has returned: M is known
+      -> dropped    its forward raised, was interrupted, or has returned without gradients
     returned   the last call: what is run again during its backward pass (activation checkpoints) belongs to it
       -> forgotten  another call has returned, or the step is over
 
@@ -41,7 +41,7 @@ class ModelCall:
         forward: The module's ``forward`` when it was called; None where the call is traced for a compiled graph.
         thread: The thread that made the call; None where the call is traced.
         depth: How often the module is entered at present: it may call itself.
-        terms: M, from the time when the call returns.
+        terms: M; as the inputs have it until the call returns.
         awaited: For the sampled Fisher, what its layers did: a layer call and the graph edge of its output each.
     """
 
@@ -101,33 +101,33 @@ class ModelCalls:
         self.current: ModelCall | None = None
         self.last: ModelCall | None = None
 
-    def enter(self, module: nn.Module, forward: Any) -> bool:
-        """A watched module was called. Returns whether a model call was opened by it.
+    def enter(self, module: nn.Module, forward: Any) -> ModelCall | None:
+        """A watched module was called. Returns the model call that it opens, if any.
 
         Raises:
             RuntimeError: If another thread is in a call of the model.
         """
         if forward is not None and self.current is not None and self.current.is_elsewhere:
             if not torch.is_grad_enabled():  # somebody looks at the model while it trains
-                return False
+                return None
             raise RuntimeError(CONCURRENT)
         if in_backward() and self.last is not None:  # part of a checkpoint, in a call that was counted
-            return False
+            return None
         if self.current is not None and self.current.is_training_loop:
             self.current = None
         opens = self.current is None
         if self.current is None:
             if not torch.is_grad_enabled():
-                return False
+                return None
             self.current = ModelCall(module, forward, None if forward is None else threading.current_thread())
         if self.current.module is module:
             self.current.enter()
-        return opens
+        return self.current if opens else None
 
-    def leave(self, module: nn.Module, output: Any) -> ModelCall | None:
+    def leave(self, module: nn.Module) -> ModelCall | None:
         """A watched module was left, by a return or an exception. If it had opened the model call, the call is over.
 
-        Returns it if it counts (it has an output, and gradients are enabled), else None.
+        Returns it if gradients are enabled, else None.
         """
         call = self.current
         if call is None or call.module is not module:
@@ -139,7 +139,7 @@ class ModelCalls:
         if not call.leave():
             return None
         self.current = None
-        return call if output is not None and torch.is_grad_enabled() else None
+        return call if torch.is_grad_enabled() else None
 
     def returned(self, call: ModelCall) -> None:
         """A call has returned and M is known."""

@@ -134,7 +134,10 @@ class Categorical(Fisher):
     def misfit(self, gradient: Tensor) -> str:
         """The gradient of a cross-entropy sums to zero over the classes."""
         if float(_share_of_sums(gradient, self.dim)) > 0.01:
-            return "does not sum to zero over the classes, as that of every cross-entropy after a softmax does"
+            other = ""
+            if gradient.dim() > 2:
+                other = f" (taken for dimension {self.dim}; of an output [N, C, ...] pass Categorical(dim=1))"
+            return f"does not sum to zero over the classes{other}, as that of every cross-entropy after a softmax does"
         return ""
 
     def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:

@@ -21,6 +21,7 @@ each hook hands over to ``compiled.py``.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -199,13 +200,16 @@ class Capture:
     def _on_model_call_start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             self._calls.enter(module, None)
-        elif self._calls.enter(module, module.forward) and not in_backward():
-            self._passes.require_alone()
-            self._passes.abandon()
+        elif (call := self._calls.enter(module, module.forward)) is not None:
+            if not in_backward():
+                self._passes.require_alone()
+                self._passes.abandon()
+            # The backward pass may begin before the call returns, or the call be left by an exception of the user's.
+            call.finish(self._loss_terms.of_inputs(args, kwargs))
 
     def _on_model_call_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        call = self._calls.leave(module, output)
-        if call is None:
+        call = self._calls.leave(module)
+        if call is None or (output is None and sys.exc_info()[0] is not None):  # hooks run while an exception goes by
             return
         call.finish(self._loss_terms.count(args, kwargs, output))
         if torch.compiler.is_compiling():
@@ -214,7 +218,8 @@ class Capture:
         if not in_backward():
             self._calls.returned(call)
         if self._sampling is not None:
-            self._sampling.run(call, output)
+            if output is not None:
+                self._sampling.run(call, output)
             return
         tensor = main_tensor(output)
         if tensor is not None and tensor.requires_grad:

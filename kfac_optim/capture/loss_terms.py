@@ -30,7 +30,7 @@ class LossTerms:
     def count(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
         """The number of loss terms M in one model call.
 
-        It is derived from the output, or from the inputs if the model returns a scalar loss.
+        It is derived from the output, or from the inputs if the model returns a scalar loss or nothing.
 
         Args:
             args: The positional arguments of the call. A callable ``average`` gets them as its ``inputs``.
@@ -60,6 +60,10 @@ class LossTerms:
         if self.average == "batch+sequence":
             return batch_times_positions
         return tensor.shape[self.dim_of_examples(tensor)]  # "batch"
+
+    def of_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """M as far as it is known before the model returns; 0 if a callable ``average`` has to see the output."""
+        return 0 if callable(self.average) else self.count(args, kwargs, None)
 
     @staticmethod
     def _checked(terms: Any) -> int:

@@ -206,7 +206,8 @@ class BackwardPasses:
         # Another pass over a retained graph may bring both again, and sums are changed in place.
         if torch._C._autograd._get_current_graph_task_keep_graph():
             observation, g = dataclasses.replace(observation, a=observation.a.clone()), g.clone()
-        if to_caller:
+        # A pass inside this one returns them to it: the backward of a function of the user's (adjoints), for instance.
+        if to_caller and torch._C._current_graph_task_id() == batch.task:
             batch.note_caller()
         if self.recorder.layers[index].by_example:  # calls on as many examples are taken for calls on the same examples
             observation = dataclasses.replace(observation, context=None)  # has served; of norm layers it is an image

@@ -180,7 +180,7 @@ def row_of(block: Block, memory: int, comm: Communicator) -> Row:
         others = any(parameter.requires_grad for parameter in layer.parameters)
         notes.append("frozen, its bias trains by the base rule" if others else "frozen")
     elif block.never_seen:
-        notes.append("never seen, so raw gradient: call the module instead of using its weight")
+        notes.append("never seen in a backward pass, so raw gradient (a warning lists what may be the cause)")
     elif not block.has_direction:
         notes.append("raw gradient until its first decomposition")
     elif block.is_constrained:

@@ -37,6 +37,7 @@ class Plan:
         computes: Whether K-FAC's directions are computed, unless the step repeats the last change.
         repeats: Whether the step may be changed as the last one was.
         stretches: Whether it is stretched along flat directions as well (:mod:`~.reach`).
+        opposed: Whether it would be, but for networks that seem to train against each other (:mod:`~.opponents`).
         too_long: The parameters of layers whose last stretch was too long, or undone, which no other step is to repeat.
         moment_decay: The decay, in [0, 0.9], of the averaged gradients that give the direction where the base optimizer
             keeps no first moment.
@@ -51,6 +52,7 @@ class Plan:
     computes: bool
     repeats: bool
     stretches: bool
+    opposed: bool
     too_long: Collection[nn.Parameter] = field(repr=False)
     moment_decay: float
     usual_length: float
@@ -163,6 +165,7 @@ class Steering:
             computes=self.trust.is_measured(step, stretches=changed) if learns else fixed > 0,
             repeats=learns and self.trust.repeats(step, stretches=changed),
             stretches=stretches,
+            opposed=wanted and not stretches and self.opposition.opposes is not None,
             too_long=self._too_long,
             moment_decay=self.trust.decay,
             usual_length=self.brake.usual,

@@ -469,3 +469,93 @@ def test_batched_gradients_are_left_alone() -> None:
         ):
             assert_near(whole[i], one)
     assert optimizer.curvature.layers
+
+
+# Models that hand their output over in another way -------------------------------------------------------------------
+
+
+class Teller(nn.Module):
+    """Returns its output, keeps it, calls the backward pass itself, or is left by an exception."""
+
+    class Left(Exception):
+        """Carries the output away."""
+
+    def __init__(self, body: nn.Module, how: str) -> None:
+        super().__init__()
+        self.body, self.how = body, how
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        output = self.body(x)
+        if self.how == "returns":
+            return output
+        if self.how == "raises":
+            raise self.Left(output)
+        if self.how == "keeps":
+            self.output = output
+            return None
+        F.cross_entropy(output, y).backward()
+        return None if self.how == "steps" else 0.0
+
+
+@pytest.mark.parametrize("average", ["batch", 6, None])
+@pytest.mark.parametrize("how", ["raises", "keeps", "goes back", "steps"])
+def test_a_model_that_returns_no_output_is_seen(how: str, average: Any) -> None:
+    teller, twin = Teller(net(), how), Teller(net(), "returns")
+    x, y = torch.randn(6, 3), torch.randint(2, (6,))
+    optimizers = [KFACSGD(m, **(OPTIONS | {"loss_average": average})) for m in (teller, twin)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        try:
+            teller(x, y)
+            if how == "keeps":
+                F.cross_entropy(teller.output, y).backward()
+        except Teller.Left as left:
+            F.cross_entropy(left.args[0], y).backward()
+        F.cross_entropy(twin(x, y), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same_factors(*optimizers)
+
+
+class Adjoint(torch.autograd.Function):
+    """Computes a layer again in its backward pass, by a pass of its own that returns the gradients of its weights."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: nn.Module, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.layer(x)
+            return None, *torch.autograd.grad(y, (x, *ctx.layer.parameters()), g)
+
+
+def test_a_pass_inside_another_takes_no_statistics_away() -> None:
+    """Those of layers whose gradients it returns to the outer pass count, too."""
+
+    class Model(nn.Module):
+        def __init__(self, adjoint: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.inner, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+            self.adjoint = adjoint
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x).tanh()
+            x = Adjoint.apply(self.inner, x, *self.inner.parameters()) if self.adjoint else self.inner(x)
+            return self.last(x)
+
+    models = [Model(adjoint) for adjoint in (True, False)]
+    optimizers = [KFACSGD(model, **OPTIONS) for model in models]
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        assert_same_factors(*optimizers)

@@ -370,3 +370,8 @@ def test_defaults_are_those_of_the_signature(cls: Any) -> None:
 def test_an_engine_of_its_own_has_the_papers_defaults() -> None:
     engine = CurvatureEngine(make_model())
     assert (engine.damping, engine.scaling, engine.inv_update_steps) == (0.03, KLClip(1e-3), 100)
+
+
+def test_a_list_of_modules_is_told_apart_from_parameters() -> None:
+    with pytest.raises(TypeError, match=r"params has modules in it: pass nn.ModuleList"):
+        KFACSGD([nn.Linear(2, 2), nn.Linear(2, 2)], lr=0.1)

@@ -124,12 +124,18 @@ def test_lamb_on_float16_weights_is_torch_optimizers() -> None:
 # Closures ------------------------------------------------------------------------------------------------------------
 
 
+class KFACRprop(KFACMixin, torch.optim.Rprop):
+    """Whose steps are not of the length of the gradient, nor of its moments."""
+
+
 class KFACLBFGS(KFACMixin, torch.optim.LBFGS):
     """A base class that cannot be."""
 
 
 def test_a_base_class_that_needs_a_closure_is_refused_at_construction() -> None:
     model = make_model()
+    with pytest.raises(TypeError, match="KFACRprop: .*diverges.*SGD or Adam"):
+        KFACRprop(model, lr=0.01)
     with pytest.raises(TypeError, match="KFACLBFGS: .*needs a closure.*without a closure"):
         KFACLBFGS(model, lr=0.1)
     assert not any(module._forward_hooks for module in model.modules())

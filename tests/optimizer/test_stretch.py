@@ -447,6 +447,7 @@ def test_a_discriminator_is_not_stretched(zero: Any, generator_first: bool) -> N
     assert all(opponents.OPPONENTS.exist_for(player.curvature._steering.opposition) for player in copied[1].values())
     for player in players.values():
         assert player.curvature.reach == 0
+        assert "not stretched: a network's gradients are thrown away" in repr(player.curvature)
         assert not any("kfac_stretch" in state for state in player.state.values())
     resumed = KFACAdam(discriminator.parameters(), **options(0.01))
     resumed.load_state_dict(players[discriminator].state_dict())
