@@ -104,7 +104,8 @@ class Averaging:
         blind = bool(of_step[1])
         for index, (block, (of_a, of_g)) in enumerate(zip(blocks, seen.tolist(), strict=True)):
             rows, _ = of_a
-            if rows:  # some rank has used the layer; of others the averages stay as they are
+            # Of layers that no rank has used, or that were frozen before their first step, nothing is taken up.
+            if rows and block.state:
                 blind = False
                 averages = [block.state["current"][side] for side in SIDES]
                 local = self._local.setdefault(block, LocalSums())

@@ -32,13 +32,16 @@ def with_checksums(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def saved_parts(
     optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], base_step: Callable[[Any], Any]
-) -> tuple[dict[nn.Parameter, dict[str, Any]], dict[str, float | int]]:
-    """The averages by weight and the engine's numbers in a saved state, after checks of all the rest of it.
+) -> tuple[dict[nn.Parameter, dict[str, Any]], dict[str, float | int], set[nn.Parameter]]:
+    """What is the engine's in a saved state, after checks of all the rest of it.
 
     Args:
         optimizer: The optimizer that is to load it; it is not changed.
         state_dict: The saved state.
         base_step: The base class's ``step``.
+
+    Returns:
+        The averages by weight; the engine's numbers; and the parameters of which nothing was saved.
 
     Raises:
         ValueError: If the state is no optimizer's, of another model, damaged, or of another kind of weight decay.
@@ -50,7 +53,7 @@ def saved_parts(
     sizes, saved_sizes = ([len(group["params"]) for group in gs] for gs in (groups, saved_groups))
     if sizes != saved_sizes:
         raise ValueError(f"the state has groups of {saved_sizes} parameters, the optimizer of {sizes}: another model?")
-    averages = {}
+    averages, without = {}, set()
     for group, saved in zip(groups, saved_groups, strict=True):
         decoupled, own = saved.get(_DECOUPLED), group.get(_DECOUPLED)
         if saved.get("weight_decay") and None not in (decoupled, own) and decoupled != own:
@@ -63,6 +66,8 @@ def saved_parts(
             state = state_dict["state"].get(i, {})
             if not isinstance(state, dict):
                 raise ValueError(f"the state is damaged: that of parameter {i} is {state!r}")
+            if not state:
+                without.add(parameter)
             if AVERAGES in state:
                 averages[parameter] = state[AVERAGES]
             base = {key: value for key, value in state.items() if key != AVERAGES}
@@ -70,7 +75,8 @@ def saved_parts(
             if problem:
                 raise ValueError(f"the state of parameter {i} {problem}")
     first: Mapping[str, Any] = saved_groups[0] if saved_groups else {}
-    return averages, {name.removeprefix(PREFIX): v for name, v in first.items() if name.startswith(PREFIX)}
+    numbers = {name.removeprefix(PREFIX): value for name, value in first.items() if name.startswith(PREFIX)}
+    return averages, numbers, without
 
 
 @torch.no_grad()

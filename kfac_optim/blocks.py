@@ -147,7 +147,7 @@ class Block:
         state: What the optimizer's state holds of the layer: the tensors of its :class:`Factors` "current" (the
             running averages; beside them its ``LEARNED`` numbers), "in_use" (what the decompositions in use were made
             of) and, where refreshes may be spread over steps, "pending" (what a refresh in progress decomposes). Empty
-            before the first step.
+            before the first step, and as long as the weight is frozen from then on.
         kept_by: The workers under whom the factors of the state were shared out; None before there are any.
         decomposed: The decompositions of A and G in use; None on ranks that do not precondition the layer, and before
             the first refresh.
@@ -175,6 +175,11 @@ class Block:
 
     # Factors --------------------------------------------------------------------------------------------------------
 
+    @property
+    def needs_room(self) -> bool:
+        """Whether its factors have or need room; those of a weight that is frozen from the first step on do not."""
+        return bool(self.state) or self.layer.weight.requires_grad
+
     def make_room(self, dtype: torch.dtype, rank: int, *, spreads: bool) -> None:
         """Makes room where there is none: for factors in ``dtype`` that ``rank``, this process, is to keep.
 
@@ -201,6 +206,10 @@ class Block:
         known = known or (self._known_spectra if source == "in_use" else None)
         return Factors(self.layer, self.specs, self.state[source], known)
 
+    def has_data(self, source: Source = "current") -> bool:
+        """Whether both factors at one of the stages have seen something."""
+        return bool(self.state) and self.factors(source).has_data
+
     @property
     def reach(self) -> float:
         """The share of the stretch along flat directions that its steps get, learned (:mod:`~.reach`)."""
@@ -214,11 +223,12 @@ class Block:
     @property
     def trains(self) -> bool:
         """Whether the weight required gradients when this was noted last."""
-        return bool(self.state["current"]["trains"])
+        return bool(self.state) and bool(self.state["current"]["trains"])
 
     def note_trains(self) -> None:
         """Notes whether the weight requires gradients now."""
-        self.state["current"]["trains"] = self.layer.weight.requires_grad
+        if self.state:
+            self.state["current"]["trains"] = self.layer.weight.requires_grad
 
     @property
     def changes(self) -> int:
@@ -270,7 +280,7 @@ class Block:
     @property
     def never_seen(self) -> bool:
         """Whether the weight trains, but no rank has ever seen the layer in a forward and backward pass."""
-        return self.unseen >= UNSEEN_STEPS and not (self.has_direction or self.factors("current").has_data)
+        return self.unseen >= UNSEEN_STEPS and not (self.has_direction or self.has_data())
 
     def needs_unseen_warning(self) -> bool:
         """Whether the user has to be told that the layer was never seen; true once."""

@@ -150,7 +150,7 @@ class BuiltEngine(Config):
         self.trained.extend(params)
         self._find_layers()
         if any(block.state for block in self.trained.blocks):  # a state may be saved before the next step makes room
-            for block in [block for block in self.trained.blocks if not block.state]:
+            for block in [block for block in self.trained.blocks if block.needs_room and not block.state]:
                 block.make_room(self.factor_dtype, self.comm.rank, spreads=self.may_spread)
         self._rebuild_stages()
 

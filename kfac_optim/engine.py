@@ -105,7 +105,8 @@ class CurvatureEngine(ViewedEngine):
         self._prepare_ranks()
         # Before the return of a no-op: torch.distributed.checkpoint takes one to make the state exist.
         for block in self.trained.blocks:
-            block.make_room(self.factor_dtype, self.comm.rank, spreads=self.may_spread)
+            if block.needs_room:
+                block.make_room(self.factor_dtype, self.comm.rank, spreads=self.may_spread)
             if self.last_refresh is None:  # until then nobody comes late
                 block.note_trains()
         statistics, lessons = self._capture.take(), lessons or Lessons()
@@ -279,7 +280,7 @@ class CurvatureEngine(ViewedEngine):
         """Starts a refresh of the layers that have been seen; ``trains``: whether this step changes weights."""
         self._averaging.pool(self.trained.blocks, self.comm)
         self._sightings.require()
-        ready = [block for block in self.trained.blocks if block.factors("current").has_data]
+        ready = [block for block in self.trained.blocks if block.has_data()]
         if ready:
             self._refresher.pace.measure(ready, self.at("factor_batch_fraction", self.step_count), self.comm.world_size)
             if not self._refresher.is_due(self, self.step_count):
@@ -329,9 +330,9 @@ def memory_estimate(
         Bytes by kind; the kinds are ``factors`` (running averages), ``snapshots`` (what the decompositions were made
         of), ``local sums`` (what a rank has seen since the ranks last pooled their factors), ``decompositions``,
         ``refresh`` (while one is worked off: its snapshot and the new decompositions), and their ``total``. On
-        statistics steps one more copy of the factors comes and goes. Not counted is what an optimizer that learns
-        trust, as by default, keeps of its last steps: three numbers for each weight of a layer, four where its base
-        class keeps no first moment.
+        statistics steps one more copy of the factors comes and goes. Layers whose weight is frozen take nothing. Not
+        counted is what an optimizer that learns trust, as by default, keeps of its last steps: three numbers for each
+        weight of a layer, four where its base class keeps no first moment.
     """
     with torch.no_grad():
         engine = CurvatureEngine(model, assignment=assignment, communicator=LocalCommunicator(0, world_size), **options)

@@ -310,9 +310,9 @@ class KFACMixin(_Optimizer):
         checked: list[tuple[Any, Any]] = []
 
         def check(_: Any, given: dict[str, Any]) -> None:
-            saved, counters = saved_parts(self, given, self._base_function())
+            saved, counters, without = saved_parts(self, given, self._base_function())
             if saved or counters:
-                self.curvature.check(saved, counters)
+                self.curvature.check(saved, counters, without)
             checked.append((saved, counters))
 
         before = dict(self.__dict__)

@@ -119,7 +119,7 @@ class Refresher:
         if self._stale:
             self._stale = False
             refresh = RefreshInProgress(step, 0, "in_use")
-            refresh.plan([block for block in blocks if block.factors("in_use").has_data], comm.rank)
+            refresh.plan([block for block in blocks if block.has_data("in_use")], comm.rank)
             for stale in (refresh, self.in_progress):
                 if stale is not None and not isinstance(self.solver, EigenSolver):
                     stale.add_spectra(shared_spectra(stale.blocks, stale.source, comm))
@@ -267,7 +267,7 @@ class Refresher:
         self.in_progress = None
         if spread >= 0 and self.last_refresh is not None and any(block.state for block in blocks):
             self.in_progress = RefreshInProgress(self.last_refresh, spread, "pending")
-            self.in_progress.plan([block for block in blocks if block.factors("pending").has_data], rank)
+            self.in_progress.plan([block for block in blocks if block.has_data("pending")], rank)
 
     def close(self) -> None:
         """Gives up what is in progress and ends the worker's thread."""

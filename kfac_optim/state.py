@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -46,8 +46,18 @@ class StatefulEngine(BuiltEngine):
         """Plain numbers that belong to the state: counters and the hyperparameters that are numbers."""
         return {**self.stage_counters(), **saved_options(self)}
 
-    def check(self, states: Mapping[nn.Parameter, Any], counters: Mapping[str, Any]) -> None:
+    def check(
+        self,
+        states: Mapping[nn.Parameter, Any],
+        counters: Mapping[str, Any],
+        frozen: Collection[nn.Parameter] | None = None,
+    ) -> None:
         """Raises unless the state could be loaded; changes nothing.
+
+        Args:
+            states: The factors by weight.
+            counters: The counters.
+            frozen: The weights that may have been frozen when it was saved, and have no factors then; None: all.
 
         Raises:
             ValueError: If a layer's factors are missing, of another shape, not finite, or there is one too many; if
@@ -58,7 +68,7 @@ class StatefulEngine(BuiltEngine):
         if self.trained.blocks and not states and counters["last_refresh"] >= 0:
             raise ValueError("the state is damaged: it has counters but no Kronecker factors")
         loaded_options(self, counters)
-        check_states(self.trained.blocks, states, self.comm.rank, pending=counters["pending_spread"] >= 0)
+        check_states(self.trained.blocks, states, self.comm.rank, frozen, pending=counters["pending_spread"] >= 0)
         check_sums(self.trained.blocks, states, counters)
 
     def load(self, states: Mapping[nn.Parameter, dict[str, Any]], counters: Mapping[str, Any]) -> None:
@@ -73,9 +83,11 @@ class StatefulEngine(BuiltEngine):
         for block in self.trained.blocks:
             block.drop()
             block.adopt({})
-            if states:
+            saved = states.get(block.layer.weight)
+            if saved is not None or (states and block.needs_room):
                 block.make_room(self.factor_dtype, self.comm.rank, spreads=spreads)
-                copy_state(block.state, states[block.layer.weight])
+            if saved is not None:
+                copy_state(block.state, saved)
         self._averaging.load(counters)
         self._steering.load(counters)
         self._refresher.load(counters, self.trained.blocks, self.comm.rank)

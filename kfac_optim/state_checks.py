@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,16 +22,30 @@ _MAY_BE_NEVER = ("last_statistics", "last_refresh", "frozen_at", "pending_spread
 _SOURCES: tuple[Source, ...] = ("current", "in_use", "pending")
 
 
-def check_states(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any], rank: int, *, pending: bool) -> None:
-    """Raises ValueError unless ``rank``, this process, could load its factors from a state of all or of its own.
+def check_states(
+    blocks: Iterable[Block],
+    states: Mapping[nn.Parameter, Any],
+    rank: int,
+    frozen: Collection[nn.Parameter] | None,
+    *,
+    pending: bool,
+) -> None:
+    """Raises ValueError unless a rank could load its factors from a state of all or of its own.
 
-    ``pending``: with those of a refresh in progress. Without one they may be missing, but not be damaged.
+    Args:
+        blocks: The layers' blocks.
+        states: The factors by weight.
+        rank: The rank of this process.
+        frozen: Weights that may lack them; None: all.
+        pending: With those of a refresh in progress. Without one they may be missing, but not be damaged.
     """
     weights = {block.layer.weight: block for block in blocks}
     if any(weight not in weights for weight in states):
         raise ValueError("the state has Kronecker factors for a parameter that has none here: another model?")
     for weight, block in weights.items() if states else ():
         known = weight in states
+        if not known and (frozen is None or weight in frozen):
+            continue
         problem = _problem(block, states[weight], rank, pending=pending) if known else "has no Kronecker factors"
         if problem:
             raise ValueError(
@@ -169,8 +183,8 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 def check_definite(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any]) -> None:
     """Raises ValueError if a factor has an eigenvalue that is negative by more than rounding; costs a Cholesky each."""
-    for block in blocks if states else ():
-        saved = states[block.layer.weight]
+    for block in blocks:
+        saved = states.get(block.layer.weight, {})
         for source in (source for source in _SOURCES if source in saved):
             for side, spec in zip(SIDES, block.specs, strict=True):
                 average = saved[source][side]

@@ -67,7 +67,9 @@ class ViewedEngine(StatefulEngine):
         if block is None:
             raise ValueError(f"layer={layer!r}: no such layer is preconditioned; print(optimizer.curvature) lists them")
         if not block.state:
-            raise RuntimeError(f"the factors of {block.layer.name!r}: there are none before the first step()")
+            raise RuntimeError(
+                f"the factors of {block.layer.name!r}: there are none before the first step(), nor of a frozen layer"
+            )
         current = block.factors("current")
         if not (current.kept(0) and current.kept(1)):
             raise RuntimeError(
@@ -175,7 +177,8 @@ class ViewedEngine(StatefulEngine):
         rows += [Row(name, "base", note=reason) for name, reason in self.trained.uncovered.values()]
         memory = human_bytes(self.memory_estimate()["total"])
         idle = [b.layer for b in self.trained.blocks if b.never_seen or not b.layer.weight.requires_grad]
-        base = len(self.trained.uncovered) + sum(p.requires_grad for layer in idle for p in layer.parameters)
+        unused = [*self.trained.uncovered, *(p for layer in idle for p in layer.parameters)]
+        base = sum(p.requires_grad for p in unused)
         layers = len(rows) - len(self.trained.uncovered) - len(idle)
         footer = f"{count(layers, 'layer')} preconditioned, {count(base, 'parameter')} by the base rule, {memory}"
         if not self.ranks.alone:

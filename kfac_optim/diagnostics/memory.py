@@ -33,6 +33,8 @@ def memory_of(block: Block, rank: int, world_size: int, config: Config) -> dict[
         world_size: The number of ranks.
         config: The options: solver, storage, and whether refreshes may be spread over steps.
     """
+    if not block.needs_room:
+        return {}
     specs, workers = block.specs, block.workers
     numbers = sum(spec.packed_numel for side, spec in enumerate(specs) if workers.keeps(side, rank))
     waits = world_size > 1 and not workers.shares_factors

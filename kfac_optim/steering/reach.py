@@ -72,7 +72,7 @@ def learn_reaches(blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[f
 
 def lower_reaches(blocks: Sequence[Block], rise: float) -> None:
     """Reaches fall where the learning rate rises; ``rise``: by how much (:meth:`Rates.rise`)."""
-    for block in blocks if rise > 1 else ():
+    for block in (block for block in blocks if block.state) if rise > 1 else ():
         block.set_reach(max(LEAST, block.reach / rise))
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -30,6 +31,7 @@ from kfac_optim import (
     constant_then_scaled,
     forgetting,
     growing,
+    memory_estimate,
 )
 from tests.helpers.compare import assert_identical, assert_trained, values
 from tests.helpers.settings import ALL_CLASSES, BASES, CLASSES, FLOAT64, OFTEN
@@ -181,11 +183,11 @@ def test_hooks_on_loading_are_heard_before_the_state_is_judged() -> None:
 def test_a_layer_that_has_not_trained_yet_is_resumed(
     kfac: Any, again: Callable[..., tuple[nn.Module, Any]], wait: int
 ) -> None:
-    """The base class has no state of it, and Adam takes a state with the averages alone for one of its own."""
+    """Nothing is kept of it, neither by the base class nor here."""
     model, optimizer = build(kfac)
     model[0].requires_grad_(False)
     train(model, optimizer, range(K))
-    assert set(optimizer.state[model[0].weight]) == {"kfac"}
+    assert model[0].weight not in optimizer.state
     model2, optimizer2 = again(model, optimizer)
     for net, own in ((model, optimizer), (model2, optimizer2)):
         train(net, own, range(K, K + wait))
@@ -883,3 +885,50 @@ def test_a_state_comes_back_from_the_base_class(kfac: Any, steps: int) -> None:
     for found, expected in zip(other.curvature.factors("0"), optimizer.curvature.factors("0"), strict=True):
         torch.testing.assert_close(found, expected)
     train(twin, other, range(K + steps, 2 * K))
+
+
+def lora(trains: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+    model[2].requires_grad_(trains)
+    return model
+
+
+def test_frozen_layers_take_no_memory_until_they_train() -> None:
+    """Nor do they in a saved state, which goes on in a model of which all layers train by now."""
+
+    def train_on(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            optimizer.zero_grad()
+            x = torch.randn(16, 6, generator=generator)
+            F.cross_entropy(model(x), (x[:, 0] > 0).long()).backward()
+            optimizer.step()
+
+    def kept(optimizer: Any) -> list[str]:
+        states = optimizer.state_dict()["state"]
+        return [name for i, (name, _) in enumerate(model.named_parameters()) if "kfac" in states.get(i, {})]
+
+    options: dict[str, Any] = {"lr": 0.01, "inv_update_steps": 4, "factor_update_steps": 2, "spread": 1}
+    model, whole = lora(trains=False), lora(trains=True)
+    alone = memory_estimate(nn.ModuleList([whole[0], whole[4]]))
+    assert memory_estimate(model) == alone and memory_estimate(whole)["total"] > alone["total"]
+    optimizer = KFACAdam(model, **options)
+    train_on(model, optimizer, range(6))
+    assert kept(optimizer) == ["0.weight", "4.weight"]
+    row = next(line for line in repr(optimizer.curvature).splitlines() if line.startswith("2 "))
+    assert "frozen" in row and " B" not in row
+    assert "2 layers preconditioned, 0 parameters by the base rule" in repr(optimizer.curvature)
+    whole.load_state_dict(model.state_dict())
+    resumed = KFACAdam(whole, **options)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    model[2].requires_grad_(True)
+    for trained, by in ((model, optimizer), (whole, resumed)):
+        train_on(trained, by, range(6, 14))
+        assert kept(by) == ["0.weight", "2.weight", "4.weight"]
+        assert all(block.has_direction for block in by.curvature.trained.blocks)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), whole.parameters(), strict=True))
+    state = optimizer.state_dict()
+    del state["state"][0]["kfac"]
+    with pytest.raises(ValueError, match="'0' has no Kronecker factors"):
+        KFACAdam(lora(trains=True), **options).load_state_dict(state)
