@@ -27,7 +27,7 @@ from .scaling import Scaling, traits_of
 from .shard_routing import exchanged_blocks, gathered_vectors
 from .solvers import Decomposition, EigenSolver, Solver
 from .solvers.joint import JointEigen
-from .stack_algebra import Direction, fills_zeros, keep_zeros_, scaled
+from .stack_algebra import Direction, keep_zeros_, scaled
 from .stacks import Stack, layer_of_pair, stack_key, stacks_of, with_vectors
 from .tiles import Tile, precondition
 
@@ -98,7 +98,7 @@ class Preconditioner:
                 self._send_directions([block for block in known if block not in exchanged], stacks, found, comm)
         with self.stopwatch.stage("scaling"):
             if keeps_zeros:
-                keep_zeros_(_filling_zeros(stacks, found))
+                keep_zeros_(found)
             for stack, d in zip(stacks, found, strict=True):
                 _note_cosines(stack, d)
             if scaling is not None:
@@ -300,21 +300,6 @@ def _steepest(stacks: Sequence[Stack], gammas: Sequence[Tensor]) -> Sequence[Ten
 
 def _are_of(dtype: torch.dtype, decomposed: tuple[Decomposition, Decomposition]) -> bool:
     return all(part.dtype == dtype for side in decomposed for part in side)
-
-
-def _filling_zeros(stacks: Sequence[Stack], directions: Sequence[Direction]) -> Sequence[Direction]:
-    """Those that are not zero by themselves where their vectors are.
-
-    On an accelerator all of them: there it takes fewer launches to do it than to ask. Elsewhere the first step with new
-    decompositions tells: zeros of a vector become fewer, seldom more. Most layers have none, or, as embeddings have
-    them, none where the direction is not zero by itself.
-    """
-    if any(is_launch_bound(d.direction.device) for d in directions):
-        return directions
-    for stack, d in zip(stacks, directions, strict=True):
-        if stack.fills_zeros is None:
-            stack.note_fills_zeros(fills_zeros(d))
-    return [d for stack, d in zip(stacks, directions, strict=True) if stack.fills_zeros]
 
 
 def _note_cosines(stack: Stack, d: Direction) -> None:

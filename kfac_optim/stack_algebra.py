@@ -21,7 +21,6 @@ __all__ = [
     "Direction",
     "inners",
     "keep_zeros_",
-    "fills_zeros",
     "length_of_updates",
     "norms",
     "rates_followed",
@@ -176,17 +175,6 @@ def scaled(directions: Sequence[Direction], multipliers: Sequence[Tensor]) -> li
     return [replace(d, direction=matrix, steepest=of) for d, matrix, of in parts]
 
 
-def fills_zeros(direction: Direction) -> bool | None:
-    """Whether a direction is not zero somewhere where its vector is; None if nothing can be told of a vector of zeros.
-
-    Waits for the device.
-    """
-    zero = direction.gradient == 0
-    if bool(zero.all()):
-        return None
-    return bool((direction.direction[zero] != 0).any())
-
-
 def keep_zeros_(directions: Sequence[Direction]) -> None:
     """Makes directions zero, in place, wherever what was preconditioned is zero."""
     matrices, vectors = [d.direction for d in directions], [d.gradient for d in directions]
@@ -194,7 +182,10 @@ def keep_zeros_(directions: Sequence[Direction]) -> None:
     if whole is not None and given is not None:
         matrices, vectors = [whole], [given]
     for matrix, vector in zip(matrices, vectors, strict=True):
-        matrix.masked_fill_(vector == 0, 0.0)
+        zero = vector == 0
+        # Most vectors have no zeros, and to ask takes less than to write. Not where it would be to wait for a device.
+        if is_launch_bound(matrix.device) or bool(zero.any()):
+            matrix.masked_fill_(zero, 0.0)
 
 
 def update_norms(directions: Sequence[Direction]) -> list[Tensor]:

@@ -41,9 +41,6 @@ class Stack:
         tiles: The parts of the stack's matrices, each with decompositions of one block of A and of one of G.
         relevant: A damping, and the tiles with what matters of their decompositions at it; None: not yet computed.
         layout: Where the parameters lie in the stack's matrices.
-        fills_zeros: Whether directions have to be kept zero where their vectors are
-            (:func:`~kfac_optim.stack_algebra.fills_zeros`), as it was in the first step with these decompositions;
-            None: not yet known.
         singles: Stacks of single blocks, of steps in which others of the stack have no vector.
     """
 
@@ -54,7 +51,6 @@ class Stack:
     tiles: list[Tile] = field(init=False)
     relevant: tuple[float, list[Tile]] | None = None
     layout: Layout = field(init=False)
-    fills_zeros: bool | None = None
     singles: dict[Block, Stack] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -86,10 +82,6 @@ class Stack:
         if block not in self.singles:
             self.singles[block] = stack_of([block], damping)
         return self.singles[block]
-
-    def note_fills_zeros(self, found: bool | None) -> None:
-        """Notes whether directions have to be kept zero."""
-        self.fills_zeros = found
 
     def keep(self, value: float, tiles: list[Tile]) -> None:
         """Notes what matters of the tiles' decompositions at a damping of ``value`` units."""

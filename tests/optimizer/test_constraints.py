@@ -71,6 +71,29 @@ def test_weights_whose_gradients_are_masked_move_as_those_of_the_base(
     assert max(differences) > 1e-3
 
 
+@pytest.mark.parametrize("launches_count", [False, True])
+def test_weights_that_are_masked_later_stay_from_then_on(launches_count: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a base without a momentum; no new decompositions are waited for."""
+    if launches_count:
+        monkeypatch.setattr(flat_storage, "_CHEAP_LAUNCHES", set())
+    model = net()
+    optimizer = KFACSGD(model, lr=0.1, inv_update_steps=100)
+    mask = torch.rand(16, 16, generator=torch.Generator().manual_seed(2)) < 0.6
+    for step, (x, y) in enumerate(batches(20)):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if step >= 5:
+            model[2].weight.grad[mask] = 0.0  # type: ignore[union-attr, index]
+        if step == 12:  # the average of gradients that directions are made of has forgotten those of before
+            before = model[2].weight.detach().clone()
+            optimizer.state[model[2].weight]["kfac_moment"][mask] = 0.0  # type: ignore[index]
+            optimizer.state[model[2].weight].pop("kfac_change", None)  # type: ignore[index]
+            optimizer.state[model[2].weight].pop("kfac_stretch", None)  # type: ignore[index]
+        optimizer.step()
+    assert bool((model[2].weight[mask] == before[mask]).all())  # type: ignore[index]
+    assert not bool((model[2].weight[~mask] == before[~mask]).any())  # type: ignore[index]
+
+
 # Projections ---------------------------------------------------------------------------------------------------------
 
 

@@ -932,3 +932,32 @@ def test_frozen_layers_take_no_memory_until_they_train() -> None:
     del state["state"][0]["kfac"]
     with pytest.raises(ValueError, match="'0' has no Kronecker factors"):
         KFACAdam(lora(trains=True), **options).load_state_dict(state)
+
+
+def test_zeros_of_gradients_decide_nothing_for_later_steps() -> None:
+    """Units that no example of a small batch reaches have gradients of zero in some steps, and in others not."""
+
+    def made() -> tuple[nn.Module, KFACSGD]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5))
+        return model, KFACSGD(model, lr=0.1)
+
+    def step(model: nn.Module, optimizer: KFACSGD, t: int) -> None:
+        generator = torch.Generator().manual_seed(t)
+        optimizer.zero_grad()
+        inputs, targets = torch.randn(4, 12, generator=generator), torch.randint(5, (4,), generator=generator)
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+
+    model, optimizer = made()
+    states = []
+    for t in range(24):
+        states.append(saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
+        step(model, optimizer, t)
+    for start in range(0, 24, 3):
+        resumed, again = made()
+        resumed.load_state_dict(states[start]["model"])
+        again.load_state_dict(states[start]["optimizer"])
+        for t in range(start, 24):
+            step(resumed, again, t)
+        assert_identical(model, resumed)
