@@ -212,6 +212,7 @@ class BuiltEngine(Config):
     def close(self) -> None:
         """Removes every hook; from then on the optimizer is its base class. With several ranks, on all of them."""
         self._capture.close()
+        self._steering.opposition.note_left(None)
         self._closed = True
         for block in self.trained.blocks:
             block.drop()

@@ -42,6 +42,7 @@ from torch import Tensor, nn
 
 from .bases import Scalar
 from .capture import TakenStatistics
+from .checks import is_int, require_number
 from .config import describe, signature
 from .directions import Directions, StepVectors, by_parameter
 from .distributed import (
@@ -334,6 +335,7 @@ def memory_estimate(
         counted is what an optimizer that learns trust, as by default, keeps of its last steps: three numbers for each
         weight of a layer, four where its base class keeps no first moment.
     """
+    require_number("world_size", world_size, "an int >= 1", lambda n: is_int(n) and n >= 1)
     with torch.no_grad():
         engine = CurvatureEngine(model, assignment=assignment, communicator=LocalCommunicator(0, world_size), **options)
     engine.close()

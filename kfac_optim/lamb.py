@@ -49,8 +49,8 @@ class MultiTensorLamb(torch_optimizer.Lamb):
         if group["weight_decay"] != 0:
             torch._foreach_add_(updates, params, alpha=group["weight_decay"])
 
-        weight_norms = torch.stack(torch._foreach_norm(params)).clamp(0, self.clamp_value)
-        adam_norms = torch.stack(torch._foreach_norm(updates))
+        weight_norms = _whole(torch.stack(torch._foreach_norm(params))).clamp(0, self.clamp_value)
+        adam_norms = _whole(torch.stack(torch._foreach_norm(updates)))
         ratios = torch.where((weight_norms == 0) | (adam_norms == 0), 1.0, weight_norms / adam_norms)
         found = zip(*(of_all.unbind() for of_all in (weight_norms, adam_norms, ratios)), strict=True)
         for state, (weight, adam, ratio) in zip(states, found, strict=True):
@@ -59,6 +59,12 @@ class MultiTensorLamb(torch_optimizer.Lamb):
             updates = _times_own(updates, ratios)
         torch._foreach_mul_(updates, [-group["lr"] * debiasing(self, group, state) for state in states])
         torch._foreach_add_(params, updates)
+
+
+def _whole(norms: Tensor) -> Tensor:
+    """Norms of sharded tensors, added up (a collective): the state cannot be saved with the ranks' parts of them."""
+    sum_up: Callable[[], Tensor] | None = getattr(norms, "full_tensor", None)
+    return norms if sum_up is None else sum_up()
 
 
 def _times_own(tensors: Sequence[Tensor], factors: Tensor) -> tuple[Tensor, ...]:

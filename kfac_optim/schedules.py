@@ -9,11 +9,12 @@ which it was last done. Work that was never done is due at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeVar, Union
 
-from .checks import is_int, require_number
+from .checks import is_int, is_number, require_number
 
 __all__ = [
     "OWN_SCHEDULES",
@@ -66,7 +67,8 @@ class growing:
     most_work: float | None = None
 
     def __post_init__(self) -> None:
-        require_number("fraction", self.fraction, ">= 0", lambda x: x >= 0, owner="growing")
+        allowed = ">= 0 and finite"
+        require_number("fraction", self.fraction, allowed, lambda x: 0 <= x < math.inf, owner="growing")
         require_number("minimum", self.minimum, "an int >= 1", lambda x: is_int(x) and x >= 1, owner="growing")
         if self.maximum is not None:
             allowed = f"an int >= minimum={self.minimum!r}, or None"
@@ -93,8 +95,8 @@ class exponential_decay:
         final: The smallest value. Default 0: no limit.
 
     Raises:
-        TypeError: If ``steps`` is not a number.
-        ValueError: If it is out of range.
+        TypeError: If a value is not a number.
+        ValueError: If one is not finite, or ``steps`` is not positive.
     """
 
     initial: float
@@ -103,7 +105,7 @@ class exponential_decay:
     final: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_steps(self)
+        _check_decay(self)
 
     def __call__(self, step: int) -> float:
         return max(self.final, self.initial * self.rate ** (step / self.steps))
@@ -119,8 +121,8 @@ class inverse_time_decay:
         final: The smallest value. Default 0: no limit.
 
     Raises:
-        TypeError: If ``steps`` is not a number.
-        ValueError: If it is out of range.
+        TypeError: If a value is not a number.
+        ValueError: If one is not finite, or ``steps`` is not positive.
     """
 
     initial: float
@@ -128,7 +130,7 @@ class inverse_time_decay:
     final: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_steps(self)
+        _check_decay(self)
 
     def __call__(self, step: int) -> float:
         return max(self.final, self.initial * self.steps / (self.steps + step))
@@ -172,8 +174,11 @@ class forgetting:
         return value_at(self.decay, step)
 
 
-def _check_steps(schedule: exponential_decay | inverse_time_decay) -> None:
-    require_number("steps", schedule.steps, "> 0", lambda x: x > 0, owner=type(schedule).__name__)
+def _check_decay(schedule: exponential_decay | inverse_time_decay) -> None:
+    owner = type(schedule).__name__
+    require_number("steps", schedule.steps, "> 0", lambda x: x > 0, owner=owner)
+    for name in (field.name for field in fields(schedule) if field.name != "steps"):
+        require_number(name, getattr(schedule, name), "finite", math.isfinite, owner=owner)
 
 
 @dataclass(frozen=True)
@@ -186,11 +191,21 @@ class constant_then_scaled:
         initial: The value before the first milestone. If it is an int, all values are rounded to ints >= 1.
         milestones: The steps at which it changes.
         factor: What it is multiplied by at each of them.
+
+    Raises:
+        TypeError: If ``initial`` or ``factor`` is not a number, or ``milestones`` are no steps.
+        ValueError: If one is not finite.
     """
 
     initial: float
     milestones: tuple[int, ...]
     factor: float
+
+    def __post_init__(self) -> None:
+        for name in ("initial", "factor"):
+            require_number(name, getattr(self, name), "finite", math.isfinite, owner="constant_then_scaled")
+        if isinstance(self.milestones, str) or not all(map(is_number, self.milestones)):
+            raise TypeError(f"constant_then_scaled(milestones={self.milestones!r}): must be a sequence of steps")
 
     def __call__(self, step: int) -> float:
         value = self.initial * self.factor ** sum(step >= milestone for milestone in self.milestones)

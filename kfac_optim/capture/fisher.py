@@ -122,6 +122,11 @@ class Categorical(Fisher):
 
     dim: int = -1
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_int(self.dim):
+            raise TypeError(f"Categorical(dim={self.dim!r}): must be an int")
+
     @property
     def class_dim(self) -> int:
         """See :class:`Fisher`."""

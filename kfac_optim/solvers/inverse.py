@@ -20,9 +20,16 @@ class InverseSolver:
     Args:
         pi: True (default) splits the damping by the ratio of the factors' mean eigenvalues. False adds gamma to both
             factors, eqs. 9-10 of the paper to the letter.
+
+    Raises:
+        TypeError: If the argument is no bool.
     """
 
     pi: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pi, bool):
+            raise TypeError(f"InverseSolver(pi={self.pi!r}): must be True or False")
 
     def shifts(self, gamma: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor]:
         """``pi sqrt(gamma)`` for A and ``sqrt(gamma) / pi`` for G; pi is 1 where a factor is zero."""

@@ -16,16 +16,21 @@ import kfac_optim
 from kfac_optim import (
     KFACLAMB,
     KFACSGD,
+    Categorical,
     CurvatureEngine,
     EigenSolver,
+    InverseSolver,
     KFACAdam,
     KFACMixin,
     KLClip,
     OfLargest,
     OfMean,
+    constant_then_scaled,
+    exponential_decay,
     forgetting,
     growing,
     inverse_time_decay,
+    memory_estimate,
 )
 from kfac_optim.damping import Spectra
 from tests.helpers.settings import ALL_CLASSES, BASES, CLASSES
@@ -72,6 +77,7 @@ TABLE: list[tuple[str, Any, type[Exception], str]] = [
     ("inv_update_steps", 0, ValueError, ">= 1"),
     ("inv_update_steps", 10.0, TypeError, INT_OR_CALLABLE),
     ("inv_update_steps", None, TypeError, INT_OR_CALLABLE),
+    ("inv_update_steps", growing, TypeError, INT_OR_CALLABLE),  # the class
     ("scaling", "muon", ValueError, "'kl_clip'.*'unit'.*'graft'.*None"),
     ("scaling", 0.5, TypeError, "multipliers"),
     ("solver", "cholesky", ValueError, "'eigen'.*'inverse'"),
@@ -88,6 +94,7 @@ TABLE: list[tuple[str, Any, type[Exception], str]] = [
     ("loss_average", 2.0, ValueError, "int.*callable"),
     ("batch_dim", 2, ValueError, "0, 1"),
     ("batch_dim", -1, ValueError, "0, 1"),
+    ("batch_dim", True, ValueError, "0, 1"),
     ("weight_sharing", "kfac", ValueError, "'expand'.*'reduce'.*callable"),
     ("weight_sharing", None, ValueError, "'expand'.*'reduce'.*callable"),
     ("skip_layers", "head", TypeError, "sequence of regular expressions"),
@@ -310,6 +317,14 @@ OBJECTS: list[tuple[Any, Any, type[Exception], str]] = [
     (KLClip, 0, ValueError, r"KLClip\(kappa=0\): must be > 0"),
     (KLClip, NAN, ValueError, r"KLClip\(kappa=nan\): must be > 0"),
     (KLClip, None, TypeError, r"KLClip\(kappa=None\): must be a number > 0, or a function of the step"),
+    (growing, INF, ValueError, r"growing\(fraction=inf\): must be >= 0 and finite"),
+    (InverseSolver, 3, TypeError, r"InverseSolver\(pi=3\): must be True or False"),
+    (Categorical, "a", TypeError, r"Categorical\(dim='a'\): must be an int"),
+    (lambda x: inverse_time_decay(x, 3), NAN, ValueError, r"inverse_time_decay\(initial=nan\): must be finite"),
+    (lambda x: exponential_decay(0.1, x, 3), "b", TypeError, r"exponential_decay\(rate='b'\): must be a number"),
+    (lambda x: constant_then_scaled(1, x, 2), "c", TypeError, r"constant_then_scaled\(milestones='c'\): must be"),
+    (lambda x: constant_then_scaled(1, (2,), x), None, TypeError, r"constant_then_scaled\(factor=None\): must be"),
+    (lambda x: memory_estimate(nn.Linear(2, 2), world_size=x), 0, ValueError, r"world_size=0: must be an int >= 1"),
 ]
 
 

@@ -359,6 +359,7 @@ def test_a_closed_engine_hooks_nothing_and_asks_for_nothing() -> None:
     train(model, optimizer, range(3))
     optimizer.curvature.close()
     stepped = list(model.parameters())
+    assert not any(p._post_accumulate_grad_hooks for p in stepped)
     train(model, optimizer, range(3, 4))
     assert not any(p._post_accumulate_grad_hooks for p in stepped)
     model[0].weight = nn.Parameter(model[0].weight.detach().clone())
