@@ -235,15 +235,10 @@ class Block:
         """Comparisons in a row that found its weights changed between steps (:mod:`~.constraints`)."""
         return int(self.state["current"]["changes"]) if self.state else 0
 
-    def changes_after(self, *, changed: bool) -> int:
-        """What :attr:`changes` is after one more comparison; it stays once the layer counts as constrained."""
-        if self.is_constrained:
-            return CONSTRAINED
-        return self.changes + 1 if changed else 0
-
-    def set_changes(self, value: int) -> None:
-        """Notes what a comparison has found."""
-        self.state["current"]["changes"] = value
+    def note_comparison(self, *, changed: bool) -> None:
+        """Counts one more comparison; the count stays once the layer counts as constrained."""
+        if not self.is_constrained:
+            self.state["current"]["changes"] = self.changes + 1 if changed else 0
 
     @property
     def is_constrained(self) -> bool:

@@ -150,9 +150,14 @@ class BuiltEngine(Config):
         self.trained.extend(params)
         self._find_layers()
         if any(block.state for block in self.trained.blocks):  # a state may be saved before the next step makes room
-            for block in [block for block in self.trained.blocks if block.needs_room and not block.state]:
-                block.make_room(self.factor_dtype, self.comm.rank, spreads=self.may_spread)
+            self.make_room()
         self._rebuild_stages()
+
+    def make_room(self) -> None:
+        """Makes room for the factors of all layers that train, where there is none."""
+        for block in self.trained.blocks:
+            if block.needs_room:
+                block.make_room(self.factor_dtype, self.comm.rank, spreads=self.may_spread)
 
     def _rebuild_stages(self) -> None:
         """The layers are others than before: rebuilds what depends on them."""

@@ -53,7 +53,7 @@ from .distributed import (
 )
 from .scaling import traits_of
 from .schedules import due
-from .steering import Lessons, WeightChanges, WeightWatch, compares_weights, find_weight_changes, read_all
+from .steering import Lessons, WeightWatch, compares_weights, read_all
 from .views import ViewedEngine
 
 __all__ = ["CurvatureEngine", "memory_estimate"]
@@ -105,11 +105,9 @@ class CurvatureEngine(ViewedEngine):
             return True
         self._prepare_ranks()
         # Before the return of a no-op: torch.distributed.checkpoint takes one to make the state exist.
-        for block in self.trained.blocks:
-            if block.needs_room:
-                block.make_room(self.factor_dtype, self.comm.rank, spreads=self.may_spread)
-            if self.last_refresh is None:  # until then nobody comes late
-                block.note_trains()
+        self.make_room()
+        for block in self.trained.blocks if self.last_refresh is None else ():  # until then nobody comes late
+            block.note_trains()
         statistics, lessons = self._capture.take(), lessons or Lessons()
         captured_lost = self._steering.opposition.take_captured_lost()
         read = read_all(gradients, list(lrs), lessons, statistics.flags)
@@ -195,18 +193,6 @@ class CurvatureEngine(ViewedEngine):
     def watch_weights(self, stretched: Iterable[nn.Parameter]) -> None:
         """Records the stretched weights at the end of a step, if the next one compares them."""
         self.watch.note(stretched if compares_weights(self.step_count + 1) else ())
-
-    @torch.no_grad()
-    def changes_since_step(self) -> WeightChanges | None:
-        """What the next step would find changed, for a state that is saved before it; waits for the device.
-
-        None on several ranks, of which one may save a state alone, with other weights than the rest.
-        """
-        return (
-            find_weight_changes(self.trained.blocks, self.watch.watched, self.watch.changed())
-            if self.ranks.alone
-            else None
-        )
 
     @torch.no_grad()
     def precondition_(self, lr: Scalar | None = None) -> bool:

@@ -26,7 +26,8 @@ from .engine import CurvatureEngine
 from .lamb import MultiTensorLamb
 from .schedules import forgetting, growing, inverse_time_decay
 from .solvers import EigenSolver
-from .turning import as_next_step_finds, forget_all, lessons_of, take_turned_step
+from .step_state import forget_all, saved_form, take_saved_form
+from .turning import lessons_of, take_turned_step
 
 __all__ = ["KFACLAMB", "KFACAdam", "KFACAdamW", "KFACMixin", "KFACSGD"]
 
@@ -122,6 +123,9 @@ class KFACMixin(_Optimizer):
             engine = CurvatureEngine(trained if model is None else model, trained, **given)
         engine.belong_to(self)
         self.curvature = engine
+        if self.state:  # Adagrad's: torch.distributed.checkpoint takes it for whole
+            engine.make_room()
+            self._show_states()
         self._show_counters()
 
     # The step -------------------------------------------------------------------------------------------------------
@@ -279,7 +283,7 @@ class KFACMixin(_Optimizer):
         ``torch.distributed.checkpoint`` takes them; :meth:`full_state_dict` has all of them.
         """
         self._show_counters()
-        return with_checksums(as_next_step_finds(super().state_dict(), self, self.curvature))
+        return self._in_saved_form(super().state_dict())
 
     def full_state_dict(self) -> dict[str, Any]:
         """As :meth:`state_dict`, whole and the same on every rank (a collective: call it on all of them).
@@ -299,7 +303,12 @@ class KFACMixin(_Optimizer):
             for parameter, i in zip(group["params"], saved["params"], strict=True):
                 if parameter in whole:
                     state_dict["state"][i] = {**state_dict["state"][i], AVERAGES: whole[parameter]}
-        return with_checksums(as_next_step_finds(state_dict, self, self.curvature))
+        return self._in_saved_form(state_dict)
+
+    def _in_saved_form(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        engine = self.curvature
+        turned = engine.trained.covered() if engine.plan().learns and not engine.closed else ()
+        return with_checksums(saved_form(state_dict, self, turned, engine.watch.norms()))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this optimizer, or of its plain base class (the curvature then starts anew).
@@ -336,7 +345,9 @@ class KFACMixin(_Optimizer):
             last_hook.remove()
         for state in self.state.values():
             state.pop(AVERAGES, None)
+        norms = take_saved_form(self)
         self.curvature.load(*checked[0])
+        self.curvature.watch.restore(norms)
         self._show_states()
         self._show_counters()
 

@@ -66,7 +66,11 @@ class StatefulEngine(BuiltEngine):
         """
         check_counters(self.stage_counters(), counters)
         if self.trained.blocks and not states and counters["last_refresh"] >= 0:
-            raise ValueError("the state is damaged: it has counters but no Kronecker factors")
+            raise ValueError(
+                "the state has counters but no Kronecker factors: it is damaged, or torch.distributed.checkpoint read "
+                "it into an optimizer that had no room for them, as where gradients were there already when its state "
+                "was asked for: ask for it before the first backward pass"
+            )
         loaded_options(self, counters)
         check_states(self.trained.blocks, states, self.comm.rank, frozen, pending=counters["pending_spread"] >= 0)
         check_sums(self.trained.blocks, states, counters)

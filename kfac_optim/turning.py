@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base_state import AVERAGES
 from .bases import (
     MOMENT,
     BaseStep,
@@ -48,26 +47,9 @@ from .steering import (
     stretches,
     turns,
 )
+from .step_state import CHANGE, DESCENT, LENGTH, OF_STEP, STRETCH, TURN, forget
 
-__all__ = [
-    "CHANGE",
-    "DESCENT",
-    "LENGTH",
-    "STRETCH",
-    "TURN",
-    "as_next_step_finds",
-    "forget_all",
-    "lessons_of",
-    "take_turned_step",
-]
-
-# Keys in the state of a parameter, of the step that last computed directions.
-TURN = "kfac_turn"  # K-FAC's direction less the base's update, which the next gradients judge
-CHANGE = "kfac_change"  # what was taken off the weights besides the base's update, for the next step to repeat
-LENGTH = "kfac_length"  # the length of the whole update, in the state of one parameter
-STRETCH = "kfac_stretch"  # the stretch at reach 1, which the next gradients judge and the next step repeats
-DESCENT = "kfac_descent"  # its alignment with the gradients that it was made of
-_OF_STEP = (TURN, CHANGE, LENGTH, STRETCH, DESCENT)
+__all__ = ["lessons_of", "take_turned_step"]
 
 # For each bucket: its members, and what is subtracted from each, per unit of the learning rate.
 Changes = list[tuple[Bucket, list[Tensor]]]
@@ -106,8 +88,8 @@ def take_turned_step(
     if plan.learns:
         keep_first_moments(covered, plan.moment_decay)
     else:
-        _forget(optimizer, (MOMENT,))
-    _forget(optimizer, (LENGTH,) if repeats else _OF_STEP)  # all that has been learned from
+        forget(optimizer, (MOMENT,))
+    forget(optimizer, (LENGTH,) if repeats else OF_STEP)  # all that has been learned from
     if computes:
         base = base_step(optimizer, covered, before)
         del before
@@ -150,29 +132,6 @@ def _turn_and_stretch(
     if length is not None:
         first = covered[0][0]
         first.state[LENGTH] = length.to(first.p.dtype)  # as torch's load_state_dict() would round it
-
-
-def as_next_step_finds(
-    state_dict: dict[str, Any], optimizer: torch.optim.Optimizer, engine: CurvatureEngine
-) -> dict[str, Any]:
-    """A saved state without the stretches that somebody has undone since the step that made them.
-
-    The run itself finds that out in its next step; one that goes on from the state could not.
-    """
-    changes = engine.changes_since_step()
-    if changes is None:
-        return state_dict
-    states = dict(state_dict["state"])
-    counts = {block.layer.weight: count for block, count in changes.counts.items() if count != block.changes}
-    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        for p, i in zip(group["params"], saved["params"], strict=True):
-            if p in changes.undone and i in states:
-                states[i] = {key: value for key, value in states[i].items() if key not in (STRETCH, DESCENT)}
-            if p in counts:
-                averages = states[i][AVERAGES]
-                counted = {**averages, "current": {**averages["current"], "changes": counts[p]}}
-                states[i] = {**states[i], AVERAGES: counted}
-    return {**state_dict, "state": states}
 
 
 def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watch: WeightWatch) -> Lessons:
@@ -289,20 +248,6 @@ def _moves(group: Mapping[str, Any]) -> bool:
     """Whether parameters of a group move, as far as the host knows."""
     rate = rate_of(group)
     return isinstance(rate, Tensor) or rate != 0
-
-
-def forget_all(optimizer: torch.optim.Optimizer) -> None:
-    """Deletes all that earlier steps recorded in the optimizer's state."""
-    _forget(optimizer, (*_OF_STEP, MOMENT))
-
-
-def _forget(optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> None:
-    for p, state in list(optimizer.state.items()):
-        noted = [key for key in keys if key in state]
-        for key in noted:
-            del state[key]
-        if noted and not state:
-            del optimizer.state[p]  # the base class keeps nothing of it
 
 
 def _can_repeat(engine: CurvatureEngine, plan: Plan, members: Sequence[Bucket]) -> bool:

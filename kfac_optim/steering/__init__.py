@@ -25,7 +25,7 @@ from .constraints import WeightWatch, compares_weights
 from .graft import shortened
 from .inner_products import Compared, Copies, alignment, alignments
 from .lessons import Lessons, read_all
-from .plan import Plan, Steering, WeightChanges, find_weight_changes
+from .plan import Plan, Steering
 from .reach import LEAST, stretches
 from .trust import changes_at, turns
 
@@ -36,14 +36,12 @@ __all__ = [
     "Lessons",
     "Plan",
     "Steering",
-    "WeightChanges",
     "WeightWatch",
     "alignment",
     "alignments",
     "brake_of",
     "changes_at",
     "compares_weights",
-    "find_weight_changes",
     "read_all",
     "shortened",
     "stretches",

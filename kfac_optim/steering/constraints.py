@@ -12,8 +12,7 @@ finds nothing. Parts of sharded weights are not compared.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from ..distributed import is_sharded
 
 __all__ = ["WeightWatch", "compares_weights"]
 
+_ROUNDING = 1e-12  # of sums of millions of squares in float64
 _AT_FIRST, _INTERVAL = 16, 8  # steps in which all stretched weights are compared: so many, then one in so many
 
 
@@ -31,7 +31,7 @@ def compares_weights(step: int) -> bool:
 
 
 class WeightWatch:
-    """Compares weights with what the last step has left. Copies and pickles know of no last step.
+    """Compares weights with what the last step has left.
 
     Attributes:
         watched: The parameters that it compares.
@@ -40,11 +40,22 @@ class WeightWatch:
     def __init__(self) -> None:
         self.watched: list[nn.Parameter] = []
         self._norms: Sequence[Tensor] = ()
+        self._rounding = 0.0  # by how much of themselves norms may differ
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """A step leaves these parameters as they are now."""
         self.watched = [p for p in parameters if not is_sharded(p)]
-        self._norms = _norms(self.watched)
+        self._norms, self._rounding = _norms(self.watched), 0.0
+
+    def norms(self) -> dict[nn.Parameter, float]:
+        """The norms that the last step has left, to be saved; waits for the device."""
+        together = torch.stack([norm.cpu() for norm in self._norms]).tolist() if self.watched else ()
+        return dict(zip(self.watched, together, strict=True))
+
+    def restore(self, norms: Mapping[nn.Parameter, float]) -> None:
+        """Goes on from saved norms, which another processor may have added up in another order."""
+        self.watched, self._rounding = list(norms), _ROUNDING
+        self._norms = [torch.tensor(norm, dtype=torch.float64, device=p.device) for p, norm in norms.items()]
 
     def changes(self) -> Tensor | None:
         """1 for each of :attr:`watched` that has changed since, else 0, ``[n]``; None if there are none."""
@@ -52,23 +63,14 @@ class WeightWatch:
             return None
         device = self.watched[0].device
         left, now = (torch.stack([norm.to(device) for norm in norms]) for norms in (self._norms, _norms(self.watched)))
+        if self._rounding:
+            return ((left - now).abs() > self._rounding * left).float()
         # Numbers at once, as they are read with others: on a GPU a launch less.
         return torch.ne(left, now, out=now.new_empty(now.shape, dtype=torch.float32))
 
-    def changed(self) -> Collection[nn.Parameter]:
-        """Those that have changed since; waits for the device."""
-        changes = self.changes()
-        return () if changes is None else [p for p, c in zip(self.watched, changes.tolist(), strict=True) if c]
-
     def forget(self) -> None:
-        """Takes the weights as they are for those that the last step left: a state has been loaded."""
+        """Compares nothing in the next step."""
         self.watched, self._norms = [], ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return WeightWatch, ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> WeightWatch:
-        return WeightWatch()
 
 
 def _norms(parameters: list[nn.Parameter]) -> Sequence[Tensor]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ..blocks import CONSTRAINED, Block
+from ..blocks import Block
 from ..counters import Counted, Counter
 from ..damping import Damping, OfLargest
 from ..scaling import Scaling, traits_of
@@ -24,7 +24,7 @@ from .opponents import Opposition
 from .reach import LEAST, Rates, learn_reaches, lower_reaches
 from .trust import Trust
 
-__all__ = ["WeightChanges", "Plan", "Steering", "find_weight_changes"]
+__all__ = ["Plan", "Steering"]
 
 
 @dataclass(frozen=True)
@@ -60,39 +60,28 @@ class Plan:
     last_brake: float
 
 
-@dataclass(frozen=True)
-class WeightChanges:
-    """In which layers weights were changed between two steps.
-
-    Attributes:
-        counts: For each layer that was compared, what its count is now (:attr:`~kfac_optim.blocks.Block.changes`).
-        undone: The parameters of layers whose last stretch somebody may have undone.
-    """
-
-    counts: Mapping[Block, int]
-    undone: set[nn.Parameter]
-
-
-def find_weight_changes(
+def _note_comparison(
     blocks: Iterable[Block], watched: Iterable[nn.Parameter], changed: Iterable[nn.Parameter]
-) -> WeightChanges:
-    """Finds in which layers weights were changed.
+) -> set[nn.Parameter]:
+    """Notes in which layers weights were changed between two steps.
 
     Args:
         blocks: The layers' blocks.
         watched: The parameters that were compared with what the last step has left.
         changed: Those of them that were changed.
+
+    Returns:
+        The parameters of layers whose last stretch somebody may have undone.
     """
-    compared, moved = set(watched), set(changed)
-    counts, undone = dict[Block, int](), set[nn.Parameter]()
+    compared, moved, undone = set(watched), set(changed), set[nn.Parameter]()
     for block in blocks:
-        own, count = block.layer.parameters, block.changes
+        own = block.layer.parameters
         has_moved = bool(moved) and not moved.isdisjoint(own)
         if compared and not compared.isdisjoint(own):
-            counts[block] = count = block.changes_after(changed=has_moved)
-        if has_moved or count == CONSTRAINED:
+            block.note_comparison(changed=has_moved)
+        if has_moved or block.is_constrained:
             undone.update(own)
-    return WeightChanges(counts, undone)
+    return undone
 
 
 class Steering:
@@ -131,10 +120,7 @@ class Steering:
         self.brake.learn(read.length)
         self.trust.learn(read.turn, read.average or 0.0, grows=self.brake.updates_grow)
         has_momentum = self.brake.updates_grow and read.average is None  # else averages are kept for it
-        changes = find_weight_changes(blocks, read.watched, read.changed)
-        for block, count in changes.counts.items():
-            block.set_changes(count)
-        undone = changes.undone
+        undone = _note_comparison(blocks, read.watched, read.changed)
         slopes = {p: slope for p, slope in read.slopes.items() if p not in undone} if undone else read.slopes
         self.graft.learn(sum(after for after, _ in slopes.values()) if has_momentum else None)
         self._too_long = learn_reaches(blocks, slopes) | undone

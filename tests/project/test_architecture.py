@@ -52,6 +52,7 @@ LAYERS = (
     ("state",),
     ("views",),
     ("engine",),
+    ("step_state",),
     ("turning",),
     ("optimizers",),
     ("selftuning",),
