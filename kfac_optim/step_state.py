@@ -71,7 +71,7 @@ def saved_form(
         state_dict: What the base class saves of the optimizer.
         optimizer: The optimizer.
         turned: The parameters whose steps may be turned as far as trust goes, so that they have all keys.
-        norms: See :data:`NORM`.
+        norms: The norms of the weights that the next step is to compare.
     """
     states = dict(state_dict["state"])
     base_keeps = any(map(_is_the_base_s, states.values()))
