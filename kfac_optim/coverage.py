@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .blocks import Block, specs_of
 from .config import Config
 from .distributed import Communicator, own_shape, refuse_flattened, sharding_problem
-from .layers import LayerOptions, LinearLayer, find_layers, owners_of, skip_reason, unwrap
+from .layers import COMPUTED, LayerOptions, LinearLayer, find_layers, owners_of, skip_reason, unwrap
 
 __all__ = ["TrainedModel", "parameters_of"]
 
@@ -212,8 +212,18 @@ class TrainedModel:
         return {p for root in self.roots for p in root.parameters()}
 
     def _note_slots(self) -> None:
-        """Notes where in their modules the parameters of layers are; not those that are sharded, which come and go."""
+        """Notes where in their modules the parameters of layers are; not those that are sharded, which come and go.
+
+        And those that weights are computed from (pruning), which become the weights again.
+        """
+        computed = {p for p, (_, reason) in self.uncovered.items() if COMPUTED in reason}
         self._slots = [
+            (module, name, p)
+            for module in (module for root in self.roots for module in root.modules() if computed)
+            for name, p in module._parameters.items()
+            if p in computed
+        ]
+        self._slots += [
             (module, name, own)
             for layer in (block.layer for block in self.blocks)
             for module in layer.modules

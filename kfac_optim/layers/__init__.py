@@ -37,7 +37,7 @@ Where to look::
 
 from . import attention, convolution, linear, lookalikes, norm  # noqa: F401  (each registers its layers)
 from .attention import AttentionInputLayer, AttentionLayer, ProjectionCall
-from .base import Declined, KroneckerLayer, LayerOptions, Observation, RowsLayer, Sharing
+from .base import COMPUTED, Declined, KroneckerLayer, LayerOptions, Observation, RowsLayer, Sharing
 from .linear import LinearLayer, TransposedLinearLayer
 from .moments import gram, second_moment, spread_examples
 from .norm import RMSNormLayer
@@ -47,6 +47,7 @@ from .shifts import shift_pays
 from .windows import Windows
 
 __all__ = [
+    "COMPUTED",
     "AttentionInputLayer",
     "AttentionLayer",
     "Declined",

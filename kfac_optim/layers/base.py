@@ -17,9 +17,19 @@ from torch import Tensor, nn
 from .limits import LARGEST, Kept, kept_of
 from .moments import multiplicand, second_moment, spread_examples, with_ones
 
-__all__ = ["Declined", "KroneckerLayer", "LayerOptions", "Observation", "RowsLayer", "Sharing", "own_parameter"]
+__all__ = [
+    "COMPUTED",
+    "Declined",
+    "KroneckerLayer",
+    "LayerOptions",
+    "Observation",
+    "RowsLayer",
+    "Sharing",
+    "own_parameter",
+]
 
 Sharing = Literal["expand", "reduce"]
+COMPUTED = "is computed from other parameters"  # in the reason why a layer is declined that may come back
 
 
 class Declined(Exception):
@@ -359,7 +369,7 @@ def own_parameter(module: nn.Module, name: str) -> nn.Parameter:
     """
     parameter = module._parameters.get(name)
     if parameter is None:
-        raise Declined(f"{name} is computed from other parameters (weight_norm, spectral_norm, pruning) or missing")
+        raise Declined(f"{name} {COMPUTED} (weight_norm, spectral_norm, pruning) or missing")
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ValueError(
             f"{type(module).__name__} is not initialised: run the model once before building the optimizer"

@@ -80,6 +80,20 @@ def test_a_layer_whose_weight_is_computed_later_is_declined(cls: type, change: C
     optimizer.load_state_dict(optimizer.state_dict())
 
 
+def test_a_layer_comes_back_when_its_weight_is_a_parameter_again() -> None:
+    """Pruning that has been made permanent."""
+    model = make()
+    optimizer = KFACSGD(model, lr=0.05, **OFTEN)
+    train(model, optimizer, range(4))
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    with pytest.warns(UserWarning, match="parametrization or pruning"):
+        train(model, optimizer, range(4, 8))
+    prune.remove(model[0], "weight")
+    train(model, optimizer, range(8, 16))
+    assert set(optimizer.curvature.report()["layers"]) == {"0", "2"}
+    assert "weight_orig" not in repr(optimizer.curvature)
+
+
 @contextmanager
 def overwriting() -> Iterator[None]:
     torch.__future__.set_overwrite_module_params_on_conversion(True)
