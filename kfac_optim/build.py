@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .averages import Averaging
+from .blocks import Block
 from .capture import Capture, Fisher, LossTerms
 from .config import Config, compared, compared_options, options, refuse_unknown
 from .coverage import TrainedModel
@@ -150,12 +151,12 @@ class BuiltEngine(Config):
         self.trained.extend(params)
         self._find_layers()
         if any(block.state for block in self.trained.blocks):  # a state may be saved before the next step makes room
-            self.make_room()
+            self.make_room([block for block in self.trained.blocks if not block.state])
         self._rebuild_stages()
 
-    def make_room(self) -> None:
-        """Makes room for the factors of all layers that train, where there is none."""
-        for block in self.trained.blocks:
+    def make_room(self, blocks: Iterable[Block]) -> None:
+        """Makes room for the factors of layers that train, where there is none."""
+        for block in blocks:
             if block.needs_room:
                 block.make_room(self.factor_dtype, self.comm.rank, spreads=self.may_spread)
 

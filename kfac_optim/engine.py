@@ -105,7 +105,7 @@ class CurvatureEngine(ViewedEngine):
             return True
         self._prepare_ranks()
         # Before the return of a no-op: torch.distributed.checkpoint takes one to make the state exist.
-        self.make_room()
+        self.make_room(self.trained.blocks)
         for block in self.trained.blocks if self.last_refresh is None else ():  # until then nobody comes late
             block.note_trains()
         statistics, lessons = self._capture.take(), lessons or Lessons()

@@ -124,7 +124,7 @@ class KFACMixin(_Optimizer):
         engine.belong_to(self)
         self.curvature = engine
         if self.state:  # Adagrad's: torch.distributed.checkpoint takes it for whole
-            engine.make_room()
+            engine.make_room(engine.trained.blocks)
             self._show_states()
         self._show_counters()
 
