@@ -182,10 +182,9 @@ def keep_zeros_(directions: Sequence[Direction]) -> None:
     if whole is not None and given is not None:
         matrices, vectors = [whole], [given]
     for matrix, vector in zip(matrices, vectors, strict=True):
-        zero = vector == 0
-        # Most vectors have no zeros, and to ask takes less than to write. Not where it would be to wait for a device.
-        if is_launch_bound(matrix.device) or bool(zero.any()):
-            matrix.masked_fill_(zero, 0.0)
+        # Most vectors have no zeros, and to ask takes a sixth of the time. Not where it would be to wait for a device.
+        if is_launch_bound(matrix.device) or float(vector.abs().amin()) == 0:
+            matrix.masked_fill_(vector == 0, 0.0)
 
 
 def update_norms(directions: Sequence[Direction]) -> list[Tensor]:
