@@ -328,7 +328,7 @@ OBJECTS: list[tuple[Any, Any, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "value", "error", "message"), OBJECTS, ids=str)
+@pytest.mark.parametrize(("kind", "value", "error", "message"), OBJECTS, ids=[case[-1] for case in OBJECTS])
 def test_objects_given_for_options_check_their_values(
     kind: Any, value: Any, error: type[Exception], message: str
 ) -> None:
