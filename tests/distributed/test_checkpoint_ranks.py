@@ -210,6 +210,7 @@ def test_without_synchronising_one_interval_of_statistics_is_lost(
         assert_all_near([found["lost", case, name][0]], expected)
 
 
+@pytest.mark.slow
 def test_traffic_is_reported_per_step_of_this_run(resumed: list[dict[Any, Any]]) -> None:
     """A resumed run has sent nothing in the steps before."""
     if len(resumed) == 1:

@@ -150,6 +150,7 @@ def train_with_nans(rank: int, world_size: int) -> list[Any]:
     return [train_with_nan(rank, world_size, name, when, True) for name in OPTIONS for when in (0, 6, 10, 13)]
 
 
+@pytest.mark.slow
 def test_a_nan_on_all_ranks_is_a_skipped_step_as_ever() -> None:
     for first, second in zip(*run_ranks(2, train_with_nans), strict=True):
         assert all(torch.equal(p, q) and bool(p.isfinite().all()) for p, q in zip(first[0], second[0], strict=True))

@@ -105,6 +105,7 @@ def test_the_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert all(bool(p.isfinite().all()) for p in namespace["model"].parameters())
 
 
+@pytest.mark.slow
 def test_the_table_of_llamas_is_what_its_code_prints(capsys: pytest.CaptureFixture[str]) -> None:
     page = ROOT / "docs" / "distributed.rst"
     (block,) = (block for block in blocks(page) if "def llama(" in block.code)
@@ -138,6 +139,7 @@ def run_as_a_script(rank: int, world_size: int, code: str, port: int) -> None:
     exec(compile(code, "train.py", "exec", dont_inherit=True), {"__name__": "__main__"})
 
 
+@pytest.mark.fast("README")
 @pytest.mark.parametrize("page", with_code("ranks"))
 def test_the_blocks_for_several_processes_run_on_two(page: Path, tmp_path: Path) -> None:
     for block in blocks(page):
