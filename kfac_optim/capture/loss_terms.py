@@ -45,8 +45,9 @@ class LossTerms:
             return 1
         tensor = main_tensor(output)
         if tensor is None or tensor.dim() == 0:  # the model returns its loss: count its examples instead
-            tensor = first_tensor((args, kwargs))
-            if tensor is None:
+            # Not a time or another number that is the same for all; a strided nested tensor has no shape.
+            sized = (t for t in _tensors((args, kwargs)) if t.dim() and not t.is_nested)
+            if (tensor := next(sized, None)) is None:
                 return 1
             classes = tensor.shape[-1] if tensor.is_floating_point() else 1
             batch_times_positions = tensor.numel() // max(1, classes)

@@ -518,6 +518,45 @@ def test_a_model_that_returns_no_output_is_seen(how: str, average: Any) -> None:
         assert_same_factors(*optimizers)
 
 
+class Field(nn.Module):
+    """A vector field, whose first input is the time."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, time: Any, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+@pytest.mark.parametrize("returns", ["output", "loss"])
+@pytest.mark.parametrize("average", ["batch", "batch+sequence", "elements"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", ["real", "whole", "nested"])
+def test_a_number_that_comes_first_is_not_counted(kind: str, average: Any, returns: str) -> None:
+    """Nor is what has no shape."""
+    time = {"real": torch.tensor(0.5), "whole": torch.tensor(3)}.get(kind)
+    if time is None:
+        time = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(1)])
+    field, twin = Field(net()), Field(net())
+    if returns == "loss":
+        for model in (field, twin):
+            model.body = nn.Sequential(model.body, Mean())
+    x = torch.randn(6, 3)
+    optimizers = [KFACSGD(model, **(OPTIONS | {"loss_average": average})) for model in (field, twin)]
+    for model, optimizer, first in zip((field, twin), optimizers, (time, None), strict=True):
+        model(first, x).square().mean().backward()
+        optimizer.step()
+    assert_same_factors(*optimizers)
+
+
+class Mean(nn.Module):
+    """A model's own loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()
+
+
 class Adjoint(torch.autograd.Function):
     """Computes a layer again in its backward pass, by a pass of its own that returns the gradients of its weights."""
 
