@@ -49,10 +49,10 @@ class MultiTensorLamb(torch_optimizer.Lamb):
         if group["weight_decay"] != 0:
             torch._foreach_add_(updates, params, alpha=group["weight_decay"])
 
-        weight_norms = torch.stack(torch._foreach_norm(params)).clamp(0, self.clamp_value)
-        adam_norms = torch.stack(torch._foreach_norm(updates))
+        weight_norms = _whole(torch.stack(torch._foreach_norm(params))).clamp(0, self.clamp_value)
+        adam_norms = _whole(torch.stack(torch._foreach_norm(updates)))
         ratios = torch.where((weight_norms == 0) | (adam_norms == 0), 1.0, weight_norms / adam_norms)
-        found = zip(*(_whole(of_all).unbind() for of_all in (weight_norms, adam_norms, ratios)), strict=True)
+        found = zip(*(of_all.unbind() for of_all in (weight_norms, adam_norms, ratios)), strict=True)
         for state, (weight, adam, ratio) in zip(states, found, strict=True):
             state.update(weight_norm=weight, adam_norm=adam, trust_ratio=ratio)
         if not self.adam:
@@ -75,8 +75,8 @@ def _times_own(tensors: Sequence[Tensor], factors: Tensor) -> tuple[Tensor, ...]
     """
     found, alike = list(tensors), dict[Hashable, list[int]]()
     for i, tensor in enumerate(tensors):
-        # Not of one number: DTensor would forget its placement.
-        is_vector = tensor.dim() == 1 and len(tensor) > 1 and tensor.dtype is factors.dtype
+        # Not shards: they take a number for one of all ranks, but no vector of them.
+        is_vector = tensor.dim() == 1 and tensor.dtype is factors.dtype and not hasattr(tensor, "full_tensor")
         alike.setdefault((len(tensor), tensor.device) if is_vector else i, []).append(i)
     apart = factors.unbind()
     for places in alike.values():
