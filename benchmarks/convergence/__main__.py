@@ -10,6 +10,7 @@ setting with each seed, prints a table and writes ``TASK.json`` and ``.png`` to
                  ``TUNING_STEPS``; the lowest training loss at its end wins.
     swap rows    K-FAC by its class name alone: the tuned settings of the class it is built on, nothing else changed,
                  not even ``loss_average``; the K-FAC options of the row are those of the recipe "swap".
+    default rows the same, but lr tuned for K-FAC itself, with as many draws, from where the base class starts.
 
 Training losses are running averages (weight of the past 0.9). Held-out data chooses nothing. A run is written as soon
 as it ends; started again, the command repeats no run whose settings and data are those of one in the result file,
@@ -30,7 +31,7 @@ from benchmarks.common import plots
 from benchmarks.common.optimizers import OPTIMIZERS
 from benchmarks.common.reports import Command, Output, aligned
 from benchmarks.common.runs import Line, Record, Store, Trainer, identity, train
-from benchmarks.common.settings import KFAC, Settings, nearest, resolve
+from benchmarks.common.settings import KFAC, LEARNING_RATES, Settings, nearest, resolve
 from benchmarks.common.tasks import TASKS, Task
 
 LENGTHS: dict[str, dict[str, int]] = {
@@ -76,17 +77,20 @@ class Row:
     @property
     def label(self) -> str:
         """Name of the row."""
-        return f"{self.name} for {self.settings_of}" if self.settings_of else self.name
+        if self.settings_of:
+            return f"{self.name} for {self.settings_of}"
+        return f"{self.name}, defaults" if self.recipe == SWAP else self.name
 
     def settings(self, task: Task, given: Mapping[str, Any]) -> Settings:
         """Return its settings on ``task``."""
-        given = {**STARTS.get((task.name, self.name), {}), **given}
+        start = {"lr": LEARNING_RATES[task.name][KFAC[self.name]]} if self.recipe == SWAP else {}
+        given = {**start, **STARTS.get((task.name, self.name), {}), **given}
         given["kfac"] = {**self.kfac, **given.get("kfac", {})}
         return resolve(task, self.name, recipe=self.recipe, given=given)
 
 
 def rows_of(word: str) -> list[Row]:
-    """Return the rows of ``NAME`` (for K-FAC swap and tuned), or of ``NAME:swap`` or ``NAME:tuned`` that alone.
+    """Return the rows of ``NAME``, for K-FAC swap, defaults and tuned, or of ``NAME:KIND`` that one alone.
 
     Raises:
         ValueError: If there is no such optimizer or row.
@@ -94,14 +98,15 @@ def rows_of(word: str) -> list[Row]:
     name, colon, kind = word.partition(":")
     rows = {"tuned": Row(nearest("optimizer", name, OPTIMIZERS))}
     if name in KFAC:
-        rows = {"swap": Row(name, SWAP, KFAC[name]), "tuned": Row(name, RECIPE)}
+        rows = {"swap": Row(name, SWAP, KFAC[name]), "defaults": Row(name, SWAP), "tuned": Row(name, RECIPE)}
     return [rows[nearest("row", kind, rows)]] if colon else list(rows.values())
 
 
 def factors(start: Settings, draw: int) -> dict[str, float]:
     """Return what draw number ``draw`` multiplies each tuned setting of ``start`` by; draw 0 is the start itself."""
     rates = (*(("lr",) if start.lr else ()), *(("rest_lr",) if start.rest else ()))
-    settings = (*rates, *TUNED.get(start.optimizer, ()))
+    more = TUNED.get(start.optimizer, ())
+    settings = (*rates, *(name for name in more if name != "kfac.damping" or "damping" in start.kfac))
     if draw == 0:
         return dict.fromkeys(settings, 1.0)
     source = random.Random(f"{start.task} {start.optimizer} {draw}")
@@ -291,7 +296,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = command.add_argument
     add("--task", action="append", choices=tuple(TASKS), help="may be repeated (default: all)")
     everything = f"{', '.join(CONTENDERS)}; if installed: {', '.join(EXTRAS)}"
-    which = f"which to compare; of a K-FAC optimizer NAME:swap or NAME:tuned is one row alone (default: {everything})"
+    kinds = "NAME:swap, NAME:defaults or NAME:tuned is one row alone"
+    which = f"which to compare; of a K-FAC optimizer {kinds} (default: {everything})"
     add("--optimizer", nargs="+", metavar="NAME", help=which)
     add("--draws", type=int, default=4, metavar="N", help="settings tried for each optimizer (default: 4)")
     add("--seeds", type=whole, default=[0, 1, 2], metavar="N,...", help="of the reported runs (default: 0,1,2)")
