@@ -13,7 +13,7 @@ import functools
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -49,7 +49,8 @@ class _Switch:
             before = torch.get_float32_matmul_precision()
             if before == "highest":
                 return _nothing
-            of_cpu = getattr(cast(Any, torch.backends.mkldnn).matmul, "fp32_precision", None)
+            # CPUs have an attribute of their own from torch 2.9 on.
+            of_cpu = getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None)
             torch.set_float32_matmul_precision("highest")
         except RuntimeError:  # the user has set torch 2.9's attributes, and then these functions refuse to work
             return _set_attributes()
@@ -106,16 +107,16 @@ class full_precision:
         self._device_type = device_type
 
     def __enter__(self) -> None:
+        _SWITCH.hold()  # first: if that fails, nothing is left switched off
         self._grad = torch.is_grad_enabled()
         self._autocast = without_autocast(self._device_type)
         self._autocast.__enter__()
         torch.set_grad_enabled(False)
-        _SWITCH.hold()
 
     def __exit__(self, *error: Any) -> None:
-        _SWITCH.release()
         torch.set_grad_enabled(self._grad)
         self._autocast.__exit__(*error)
+        _SWITCH.release()
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:

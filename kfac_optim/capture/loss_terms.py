@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal
 
@@ -46,9 +46,10 @@ class LossTerms:
         tensor = main_tensor(output)
         if tensor is None or tensor.dim() == 0:  # the model returns its loss: count its examples instead
             # Not a time or another number that is the same for all; a strided nested tensor has no shape.
-            sized = (t for t in _tensors((args, kwargs)) if t.dim() and not t.is_nested)
-            if (tensor := next(sized, None)) is None:
+            sized = [t for t in _tensors((args, kwargs)) if t.dim() and not t.is_nested]
+            if not sized:
                 return 1
+            tensor = sized[0]
             classes = tensor.shape[-1] if tensor.is_floating_point() else 1
             batch_times_positions = tensor.numel() // max(1, classes)
         elif self.average != "elements" and _is_one_example(first_tensor((args, kwargs)), tensor):
@@ -94,7 +95,8 @@ def _is_one_example(x: Tensor | None, output: Tensor) -> bool:
 
 def first_tensor(value: Any) -> Tensor | None:
     """The first tensor in nested tuples, lists, dicts and dataclasses."""
-    return next(_tensors(value), None)
+    found = _tensors(value)
+    return found[0] if found else None
 
 
 def main_tensor(output: Any) -> Tensor | None:
@@ -102,16 +104,16 @@ def main_tensor(output: Any) -> Tensor | None:
     logits = getattr(output, "logits", None)
     if isinstance(logits, Tensor):
         return logits
-    return next((t for t in _tensors(output) if t.is_floating_point() or t.is_complex()), None)
+    return first_tensor([t for t in _tensors(output) if t.is_floating_point() or t.is_complex()])
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    items: Iterable[Any] = value if isinstance(value, (tuple, list)) else ()
+def _tensors(value: Any) -> list[Tensor]:
+    """All of them, in order; a list, because older compilers of torch know no generators."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
+        return [value]
+    items: Iterable[Any] = value if isinstance(value, (tuple, list)) else ()
+    if isinstance(value, dict):
         items = value.values()
     elif is_dataclass(value):
         items = vars(value).values()
-    for item in items:
-        yield from _tensors(item)
+    return [tensor for item in items for tensor in _tensors(item)]
