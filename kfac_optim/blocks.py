@@ -213,8 +213,9 @@ class Block:
     @property
     def reach(self) -> float:
         """The share of the stretch along flat directions that its steps get, learned (:mod:`~.reach`)."""
-        learns = bool(self.state) and not self.is_constrained
-        return float(self.state["current"]["reach"]) if learns else LEARNED["reach"].start
+        learned = self.state.get("current")  # asked for each parameter in every step
+        learns = learned is not None and learned["changes"] != CONSTRAINED
+        return float(learned["reach"]) if learns else LEARNED["reach"].start
 
     def set_reach(self, value: float) -> None:
         """Notes what has been learned."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .bases import Scalar
-from .distributed import ShardExchange, any_sharded, gathered, is_sharded, sharded_like
+from .distributed import ShardExchange, any_sharded, gathered, sharded_like
 from .flat_storage import flat_view
 from .layout import Layout, Part
 from .stack_algebra import Direction, length_of_updates
@@ -101,12 +101,20 @@ class Directions:
         whole = flat_view([d.update for d in self.scaled])
         return length_of_updates(self.scaled) if whole is None else torch.linalg.vector_norm(whole)
 
-    def laid_out(self, matrices: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
+    def laid_out(
+        self, matrices: Sequence[Tensor], elsewhere: Mapping[nn.Parameter, Tensor] | None = None
+    ) -> dict[nn.Parameter, Tensor]:
         """What each parameter has in matrices of the stacks' shapes, laid out as the parameter is.
 
         A collective, where there are shards that have gone to other ranks: those ranks send them back.
+
+        Args:
+            matrices: The matrices.
+            elsewhere: What parameters have in parts that no layer covers; None: 0.
         """
-        whole = _assembled(self.stacks, matrices)
+        whole: dict[nn.Parameter, Tensor] = {}
+        for stack, of_stack in zip(self.stacks, matrices, strict=True):
+            _assemble(whole, stack.parts(of_stack), elsewhere)
         if not self.has_shards:
             return whole
         back = {} if self.exchange is None else self.exchange.scatter(whole, self.dtype)
@@ -140,21 +148,17 @@ class Directions:
         return dict(zip(makers, found, strict=True))
 
 
-def _assembled(stacks: Sequence[StackedDirection], matrices: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
-    """What each parameter has in matrices of the stacks' shapes; 0 in parts that no layer covers."""
-    result: dict[nn.Parameter, Tensor] = {}
-    for d, whole in zip(stacks, matrices, strict=True):
-        _assemble(result, d.parts(whole))
-    return result
-
-
-def _assemble(result: dict[nn.Parameter, Tensor], parts: Sequence[Part]) -> None:
-    """Puts parts of parameters in their places."""
+def _assemble(
+    result: dict[nn.Parameter, Tensor], parts: Sequence[Part], elsewhere: Mapping[nn.Parameter, Tensor] | None = None
+) -> None:
+    """Puts parts of parameters in their places; ``elsewhere``: see :meth:`Directions.laid_out`."""
     for p, index, part in parts:
         if index == slice(None):
             result[p] = part
-        else:
-            result.setdefault(p, part.new_zeros(p.shape))[index] = part
+            continue
+        if p not in result:
+            result[p] = part.new_zeros(p.shape) if elsewhere is None else gathered(elsewhere[p]).clone()
+        result[p][index] = part
 
 
 def by_parameter(directions: Directions, vectors: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
@@ -162,25 +166,12 @@ def by_parameter(directions: Directions, vectors: Mapping[nn.Parameter, Tensor])
 
     A collective, as :meth:`Directions.laid_out`.
     """
-    result: dict[nn.Parameter, Tensor] = {}
-    if directions.exchange is not None:
-        found = directions.laid_out([d.direction for d in directions.scaled])
-        result.update((p, found[p].to(vectors[p].dtype)) for p in directions.exchange.workers)
-    back = set(result)
-    for d in directions.stacks:
-        for p, index, part in d.parts(d.scaled.direction):
-            if p in back:
-                continue
-            if is_sharded(vectors[p]):
-                whole = part.to(vectors[p].dtype)
-                if index != slice(None):
-                    whole = gathered(vectors[p]).clone()
-                    whole[index] = part
-                result[p] = sharded_like(whole, vectors[p])
-            elif index == slice(None) and (part.dtype, part.stride()) == (vectors[p].dtype, vectors[p].stride()):
-                result[p] = part
-            else:  # fused kernels expect the layout of the parameter
-                if p not in result:
-                    result[p] = torch.empty_like(vectors[p]) if index == slice(None) else vectors[p].clone()
-                result[p][index] = part
-    return result
+    found = directions.laid_out([d.direction for d in directions.scaled], vectors)
+    return {p: _laid_out_as(vectors[p], direction) for p, direction in found.items()}
+
+
+def _laid_out_as(vector: Tensor, direction: Tensor) -> Tensor:
+    """A direction in the type and the layout of its vector, which fused kernels expect."""
+    if (direction.dtype, direction.stride()) == (vector.dtype, vector.stride()):
+        return direction
+    return torch.empty_like(vector).copy_(direction)

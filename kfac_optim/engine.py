@@ -291,12 +291,13 @@ class CurvatureEngine(ViewedEngine):
         """
         if self._refresher.in_progress is not None or self.last_refresh is None:
             return
-        late = [block for block in self.trained.blocks if block.layer.weight.requires_grad and not block.trains]
-        if not all(block.has_direction for block in late):  # those that had trained before go on with what they have
+        changed = [block for block in self.trained.blocks if block.layer.weight.requires_grad != block.trains]
+        for block in changed:
+            block.note_trains()
+        # Those that had trained before go on with what they have.
+        if not all(block.has_direction for block in changed if block.layer.weight.requires_grad):
             self.last_statistics = None
             self._refresher.refresh_next_step()
-        for block in self.trained.blocks:
-            block.note_trains()
 
 
 # Functions beside the engine -----------------------------------------------------------------------------------------

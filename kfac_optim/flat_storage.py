@@ -7,6 +7,7 @@ long vectors leave the cache, so each matrix has storage of its own and operatio
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -63,7 +64,6 @@ class FlatStorage:
         pairs = [(p, d_out * d_in) for p, d_out, d_in in shapes[: self.shared]]
         self.rows = sum(p * numel for p, numel in pairs) // self.row if self.row else 0
         self._pair_of_row: Tensor | None = None
-        self._templates = [torch.empty(shape, device="meta") for shape in shapes]
 
     def empty(self, dtype: torch.dtype) -> list[Tensor]:
         """Matrices without values."""
@@ -72,7 +72,7 @@ class FlatStorage:
     def several(self, n: int, dtype: torch.dtype) -> list[list[Tensor]]:
         """``n`` uninitialised sets of matrices, all in one storage."""
         whole = torch.empty((n, sum(map(math.prod, self.shapes))), dtype=dtype, device=self.device)
-        return [views_like(part, self._templates) for part in whole]
+        return [split_flat(part, self.shapes) for part in whole]
 
     def fits(self, matrices: Sequence[Tensor]) -> bool:
         """Whether these are matrices of all stacks, side by side, of which some have rows."""
@@ -87,9 +87,14 @@ class FlatStorage:
         return torch.cat(list(of_pairs)).index_select(0, self._pair_of_row)[:, None]
 
 
-def split_flat(whole: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+def split_flat(whole: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """The parts of a vector that have these shapes, views."""
-    return views_like(whole, [torch.empty(tuple(shape), device="meta") for shape in shapes])
+    return views_like(whole, _templates(tuple(shapes)))
+
+
+@functools.lru_cache(maxsize=64)
+def _templates(shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
+    return [torch.empty(shape, device="meta") for shape in shapes]  # to make them takes longer than the views
 
 
 def views_like(whole: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
