@@ -68,8 +68,10 @@ def _of_shards(compared: Sequence[Compared]) -> list[Tensor]:
     sharded = [some for some in compared if some.are_shards]
     if not sharded:
         return []
-    pairs = ((g, v, some.rate) for some in sharded for g, v in zip(some.gradients, some.vectors, strict=True))
-    return summed_over_shards([torch.mul(*_widened(g, v)).sum() * rate for g, v, rate in pairs])
+    pairs = [(g, v, some.rate) for some in sharded for g, v in zip(some.gradients, some.vectors, strict=True)]
+    summed = summed_over_shards([torch.mul(*_widened(g, v)).sum() for g, v, _ in pairs])
+    # Not before: torch 2.6 multiplies the parts of a sum by the number that such parts were multiplied by first.
+    return [_times(product, rate) for product, (_, _, rate) in zip(summed, pairs, strict=True)]
 
 
 def _each_dot(compared: Compared, copies: Copies) -> Tensor:
