@@ -185,8 +185,10 @@ class Block:
 
         ``spreads``: also for those of a spread refresh.
         """
-        device = self.layer.weight.device
         self.kept_by = self.workers
+        if len(self.state) >= 2 + spreads:  # as in all steps but the first
+            return
+        device = self.layer.weight.device
         sources: tuple[Source, ...] = ("current", "in_use", "pending") if spreads else ("current", "in_use")
         for source in sources:
             if source not in self.state:
@@ -213,9 +215,10 @@ class Block:
     @property
     def reach(self) -> float:
         """The share of the stretch along flat directions that its steps get, learned (:mod:`~.reach`)."""
-        learned = self.state.get("current")  # asked for each parameter in every step
-        learns = learned is not None and learned["changes"] != CONSTRAINED
-        return float(learned["reach"]) if learns else LEARNED["reach"].start
+        learned = self.state.get("current")  # asked for in every step
+        if learned is None or learned["changes"] == CONSTRAINED:
+            return LEARNED["reach"].start
+        return float(learned["reach"])
 
     def set_reach(self, value: float) -> None:
         """Notes what has been learned."""

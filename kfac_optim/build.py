@@ -156,9 +156,10 @@ class BuiltEngine(Config):
 
     def make_room(self, blocks: Iterable[Block]) -> None:
         """Makes room for the factors of layers that train, where there is none."""
+        spreads = self.may_spread
         for block in blocks:
             if block.needs_room:
-                block.make_room(self.factor_dtype, self.comm.rank, spreads=self.may_spread)
+                block.make_room(self.factor_dtype, self.comm.rank, spreads=spreads)
 
     def _rebuild_stages(self) -> None:
         """The layers are others than before: rebuilds what depends on them."""

@@ -26,6 +26,7 @@ from tests.helpers.compare import assert_close, assert_identical, assert_same_fa
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, KINDS, OFTEN
 from tests.helpers.training import make_model, train
+from tests.helpers.versions import needs_export_flag
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -540,6 +541,7 @@ def test_two_ranks() -> None:
 # Traced for use elsewhere --------------------------------------------------------------------------------------------
 
 
+@needs_export_flag
 def test_an_exported_model_knows_nothing_of_the_optimizer_that_trains_it() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(8, 6)
@@ -561,6 +563,7 @@ def test_an_exported_model_knows_nothing_of_the_optimizer_that_trains_it() -> No
 # CUDA graphs ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="this torch knows no such tag")
 def test_the_operators_stay_out_of_cuda_graphs() -> None:
     """mode="reduce-overhead" records a graph's kernels; the operators' Python code would not be replayed."""
     for name in ("record_input", "record_output_gradient"):

@@ -31,6 +31,9 @@ from tests.helpers.compare import assert_all_near, assert_equal_on_ranks
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, KINDS, OFTEN
 from tests.helpers.training import average_gradients, data_of, share, train, trusts_of
+from tests.helpers.versions import needs_sharding_on_cpus
+
+pytestmark = needs_sharding_on_cpus
 
 SHAPE = (12, 4)
 OPTIONS: dict[str, Any] = {**OFTEN, **FLOAT64}

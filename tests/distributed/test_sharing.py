@@ -42,6 +42,7 @@ from tests.helpers.compare import assert_all_near, assert_near, factors_of, valu
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, OFTEN
 from tests.helpers.training import data_of, make_model, share, train
+from tests.helpers.versions import FLATTENS_DICTS
 from tests.optimizer.test_views import reachable_bytes
 from tests.state.test_checkpoint import assert_same_state
 
@@ -288,7 +289,9 @@ def save(rank: int, world_size: int, folder: str) -> dict[Any, Any]:
     return found
 
 
-HOW = {"nested": StateDictOptions(), "flat": StateDictOptions(flatten_optimizer_state_dict=True)}
+HOW = {"nested": StateDictOptions()}
+if FLATTENS_DICTS:
+    HOW["flat"] = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 @pytest.fixture(scope="module")

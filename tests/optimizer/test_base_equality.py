@@ -15,6 +15,7 @@ from tests.helpers.compare import assert_close, assert_identical, assert_trained
 from tests.helpers.reads import HostReads
 from tests.helpers.settings import ALL_CLASSES, BASES, FLOAT64
 from tests.helpers.training import backward, make_model, train
+from tests.helpers.versions import ADAM_DECOUPLES, RATES_OF_ONE_DIMENSION
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -31,20 +32,20 @@ SGD_KEYWORDS: list[dict[str, Any]] = [
     {"momentum": 0.9, "foreach": False},
     {"momentum": 0.9, "fused": True},
     {"lr": torch.tensor(0.1), "momentum": 0.9},
-    {"lr": torch.tensor([0.1]), "momentum": 0.9},
+    *[{"lr": torch.tensor([0.1]), "momentum": 0.9}] * RATES_OF_ONE_DIMENSION,
 ]
 ADAM_KEYWORDS: list[dict[str, Any]] = [
     {},
     {"betas": (0.8, 0.9), "eps": 1e-3},
     {"weight_decay": 0.1},
-    {"weight_decay": 0.1, "decoupled_weight_decay": True},
+    *[{"weight_decay": 0.1, "decoupled_weight_decay": True}] * ADAM_DECOUPLES,
     {"amsgrad": True},
     {"maximize": True},
     {"foreach": True},
     {"foreach": False},
     {"fused": True},
     {"lr": torch.tensor(0.1)},
-    {"lr": torch.tensor([0.1])},
+    *[{"lr": torch.tensor([0.1])}] * RATES_OF_ONE_DIMENSION,
 ]
 LAMB_KEYWORDS: list[dict[str, Any]] = [
     {},

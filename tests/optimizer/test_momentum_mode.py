@@ -30,6 +30,7 @@ from tests.helpers.reference import Named, Oracle, averaged, backward, log_cosh
 from tests.helpers.settings import ALL_CLASSES, BASES, KINDS, OPTIONS
 from tests.helpers.textbook import TextbookAdam, TextbookMomentum, grafted, kl_clip_factor, unit_scaled
 from tests.helpers.training import make_model, train
+from tests.helpers.versions import ADAM_DECOUPLES, needs_rates_of_one_dimension
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -263,7 +264,7 @@ def test_adam_and_its_kin_against_the_textbook(
 
 WAYS: list[tuple[Any, Callable[[float], Rule], dict[str, Any]]] = [
     (KFACAdam, lambda decay: Adam(decay, amsgrad=True), {"amsgrad": True, "betas": (0.9, 0.5)}),
-    (KFACAdam, lambda decay: Adam(decay, coupled=False), {"decoupled_weight_decay": True}),
+    *[(KFACAdam, lambda decay: Adam(decay, coupled=False), {"decoupled_weight_decay": True})] * ADAM_DECOUPLES,
     (KFACAdam, lambda decay: Adam(decay, sign=-1.0), {"maximize": True}),
     (KFACLAMB, lambda decay: Lamb(decay, debias=True), {"debias": True}),
     (KFACLAMB, lambda decay: Lamb(decay, adam=True), {"adam": True}),
@@ -799,6 +800,7 @@ def test_a_pause_of_the_momentum_brakes_nothing(nesterov: bool) -> None:
     assert max(known) < 1.1 * min(known)  # the gradient hardly changes
 
 
+@needs_rates_of_one_dimension
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rate_may_be_a_tensor_of_one_element(kind: str) -> None:
     cls, base = KINDS[kind]

@@ -1,0 +1,24 @@
+"""What torch can do from some version after 2.6 on, asked of torch itself."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict
+
+ADAM_DECOUPLES = "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters
+RATES_OF_ONE_DIMENSION = hasattr(sys.modules[torch.optim.Optimizer.__module__], "_to_scalar")
+FLATTENS_DICTS = "nested" in inspect.getsource(state_dict._flatten_optim_state_dict)  # a block's factors are one
+
+needs_sharding_on_cpus = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP2 of this torch asks CPUs for events of streams"
+)
+needs_export_flag = pytest.mark.skipif(
+    not hasattr(torch.compiler, "_is_exporting_flag"), reason="this torch does not say that it exports"
+)
+needs_rates_of_one_dimension = pytest.mark.skipif(
+    not RATES_OF_ONE_DIMENSION, reason="this torch's own optimizers take no rate [1]"
+)
