@@ -6,6 +6,7 @@ TypeError or ValueError that names the argument, the value and what is allowed.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
@@ -17,6 +18,7 @@ __all__ = [
     "is_function",
     "is_int",
     "is_number",
+    "is_positive",
     "loss_average",
     "number",
     "one_of",
@@ -36,6 +38,11 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 def is_int(value: Any) -> TypeGuard[int]:
     """Whether this is an int; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_positive(value: float) -> bool:
+    """Whether a number is > 0 and finite."""
+    return 0 < value < math.inf
 
 
 def require_number(name: str, value: Any, allowed: str, test: Callable[[Any], bool], *, owner: str = "") -> None:

@@ -9,14 +9,13 @@ adds gamma to the eigenvalues of ``A (x) G`` itself.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from .checks import is_number, require_number
+from .checks import is_number, is_positive, require_number
 from .schedules import Schedule, value_at
 
 __all__ = [
@@ -79,7 +78,7 @@ class _Relative:
     def __post_init__(self) -> None:
         if not callable(self.value):
             allowed = "> 0 and finite, or a callable(step)"
-            require_number("value", self.value, allowed, _is_positive, owner=type(self).__name__)
+            require_number("value", self.value, allowed, is_positive, owner=type(self).__name__)
 
 
 class OfMean(_Relative):
@@ -132,7 +131,7 @@ def check_damping(given: object) -> object:
     if is_class or not (is_number(given) or callable(given)):
         allowed = "a number > 0, a callable(step), OfMean(...) or OfLargest(...)"
         raise TypeError(f"damping={given!r}: must be {allowed}, not {type(given).__name__}")
-    if is_number(given) and not _is_positive(given):
+    if is_number(given) and not is_positive(given):
         raise ValueError(f"damping={given!r}: must be > 0 and finite, or a callable(step)")
     return given
 
@@ -150,7 +149,7 @@ def value_of(damping: Damping, step: int) -> float:
         ValueError: If it returns a number that is not positive and finite.
     """
     value = value_at(damping.value, step)
-    require_number(f"damping at step {step}", value, "> 0 and finite", _is_positive)
+    require_number(f"damping at step {step}", value, "> 0 and finite", is_positive)
     return value
 
 
@@ -162,10 +161,6 @@ def split(gamma: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor
     pi = torch.where((mean_a > 0) & (mean_g > 0), (mean_a / mean_g).sqrt(), 1.0)
     root = gamma.sqrt()
     return pi * root, root / pi
-
-
-def _is_positive(value: float) -> bool:
-    return 0 < value < math.inf
 
 
 def _positive(unit: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 __all__ = [
     "FlatStorage",
     "Tensors",
+    "are_adjacent",
     "split_flat",
     "flat_view",
     "elementwise",
@@ -75,8 +76,8 @@ class FlatStorage:
         return [split_flat(part, self.shapes) for part in whole]
 
     def fits(self, matrices: Sequence[Tensor]) -> bool:
-        """Whether these are matrices of all stacks, side by side, of which some have rows."""
-        return [tuple(m.shape) for m in matrices] == self.shapes and _are_adjacent(matrices)
+        """Whether these are matrices of all stacks, side by side."""
+        return [tuple(m.shape) for m in matrices] == self.shapes and are_adjacent(matrices)
 
     def by_row(self, of_pairs: Sequence[Tensor]) -> Tensor:
         """Values of the pairs of the first stacks, ``[p]`` each, for each row of :attr:`row` numbers, ``[rows, 1]``."""
@@ -104,14 +105,13 @@ def views_like(whole: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def flat_view(tensors: Sequence[Tensor]) -> Tensor | None:
     """Tensors as one vector, a view; None where they do not lie side by side in one storage."""
-    if not _are_adjacent(tensors):
+    if len(tensors) < 2 or not are_adjacent(tensors):
         return None
     return tensors[0].as_strided((sum(t.numel() for t in tensors),), (1,), tensors[0].storage_offset())
 
 
-def _are_adjacent(tensors: Sequence[Tensor]) -> bool:
-    if len(tensors) < 2:
-        return False
+def are_adjacent(tensors: Sequence[Tensor]) -> bool:
+    """Whether contiguous tensors, at least one, lie side by side in one storage."""
     storage, dtype, start = tensors[0].untyped_storage()._cdata, tensors[0].dtype, tensors[0].storage_offset()
     for tensor in tensors:
         same = tensor.dtype == dtype and tensor.storage_offset() == start and tensor.is_contiguous()

@@ -9,10 +9,11 @@ statistics are known: it is the same on every rank and in every run, whatever el
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import ClassVar
 
 from .blocks import Block
 from .config import Config
+from .counters import Counted, Counter
 from .schedules import due, growing
 
 __all__ = ["Pace"]
@@ -26,15 +27,15 @@ _PER_WEIGHT = 300.0  # what reading and writing a weight some 15 times in a step
 _WORTH_WAITING = 10  # the first refresh is at once, unless this many intervals of the schedule are too short for it
 
 
-class Pace:
+class Pace(Counted):
     """When a refresh is due.
 
     Attributes:
         work: What a refresh takes, in steps of training; 0: not known yet.
     """
 
-    def __init__(self) -> None:
-        self.work = 0
+    COUNTERS: ClassVar[Mapping[str, Counter]] = {"refresh_work": Counter("work", 0)}
+    work: int
 
     def measure(self, blocks: Iterable[Block], fraction: float, world_size: int) -> None:
         """Notes the work of a refresh, the first time that it is called.
@@ -74,11 +75,3 @@ class Pace:
         schedule = config.inv_update_steps
         most_work = schedule.most_work if isinstance(schedule, growing) else None
         return 0 if most_work is None else int(self.work / most_work)
-
-    def counters(self) -> dict[str, int]:
-        """Its part of the saved counters."""
-        return {"refresh_work": self.work}
-
-    def load(self, counters: Mapping[str, Any]) -> None:
-        """Restores saved counters."""
-        self.work = int(counters.get("refresh_work", 0))

@@ -244,7 +244,7 @@ class Refresher:
 
     # State ----------------------------------------------------------------------------------------------------------
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         """Its part of the saved counters; -1 stands for None."""
         pending = self.in_progress
         return {

@@ -7,7 +7,6 @@ on the host.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol
@@ -15,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from .checks import is_number, require_number
+from .checks import is_positive, require_number
 from .schedules import Schedule, value_at
 from .stack_algebra import Direction, norms, ratios, update_norms
 
@@ -89,11 +88,12 @@ class KLClip:
 
     def __post_init__(self) -> None:
         if not callable(self.kappa):
-            _check_kappa(self.kappa)
+            require_number("kappa", self.kappa, "> 0 and finite, or a callable(step)", is_positive, owner="KLClip")
 
     def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
         """See :class:`Scaling`."""
-        kappa = _check_kappa(value_at(self.kappa, step), step if callable(self.kappa) else None)
+        kappa = value_at(self.kappa, step)
+        require_number(f"kappa at step {step}", kappa, "> 0 and finite", is_positive, owner="KLClip")
         if not directions:
             return []
         # The absolute value of a stack's sum is the sum of its layers': <P m, m> >= 0 of each, but for rounding.
@@ -101,16 +101,6 @@ class KLClip:
         total = torch.stack([product.to(products[0]) for product in products]).sum()
         nu = torch.where(total > 0, kappa / total, 1.0).sqrt().clamp(max=1.0)
         return [nu.to(d.direction) for d in directions]
-
-
-def _check_kappa(kappa: Any, step: int | None = None) -> float:
-    """Returns a valid kappa; ``step``: the one at which a function returned it."""
-    what = f"KLClip(kappa={kappa!r})" if step is None else f"KLClip(kappa=...) at step {step}: {kappa!r}"
-    if not is_number(kappa):
-        raise TypeError(f"{what}: must be a number > 0, or a function of the step, not {type(kappa).__name__}")
-    if not 0 < kappa < math.inf:
-        raise ValueError(f"{what}: must be > 0 and finite, or a function of the step")
-    return kappa
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from .blocks import Block
 from .damping import Damping, kind_of
-from .flat_storage import is_launch_bound, needs_own_launch
+from .flat_storage import are_adjacent, is_launch_bound, needs_own_launch
 from .grouping import grouped_by_key
 from .layers import KroneckerLayer
 from .layout import Layout
@@ -150,12 +149,7 @@ def _cat(tensors: Sequence[Tensor]) -> Tensor:
     Returns a view where the tensors fill one storage exactly, as a batch of factors that was decomposed for this stack
     does. A view of part of a storage would keep the rest of it alive.
     """
-    first, storage = tensors[0], tensors[0].untyped_storage()
-    starts = accumulate((tensor.numel() for tensor in tensors), initial=0)
-    places = [(tensor.untyped_storage()._cdata, tensor.storage_offset()) for tensor in tensors]
-    adjacent = first.is_contiguous() and all(
-        at == (storage._cdata, start) for at, start in zip(places, starts, strict=False)
-    )
-    if adjacent and sum(tensor.nbytes for tensor in tensors) == storage.nbytes():
+    first = tensors[0]
+    if are_adjacent(tensors) and sum(tensor.nbytes for tensor in tensors) == first.untyped_storage().nbytes():
         return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
     return torch.cat(list(tensors))

@@ -44,7 +44,6 @@ def command() -> Command:
     add("--spread", type=int, metavar="N", help=spread)
     share = "share of a batch's examples that statistics see; may be repeated (default: 1)"
     add("--fraction", action="append", type=float, metavar="X", help=share)
-    add("--default", action="store_true", help="a row with the package's defaults; without --every no other")
     add("--dtype", action="append", choices=("float32", "bf16"), help="bf16: autocast; may be repeated")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu, on one thread")
     add("--seconds", type=float, default=100, metavar="S", help="of rounds, for each table (default: 100)")
@@ -57,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     made = command()
     options, output = made.start(arguments, "tiny models, one round")
-    schedules = options.every or ([] if options.default else [Schedule(1, 10), Schedule(10, 100)])
+    schedules = options.every or [Schedule(1, 10), Schedule(10, 100)]
     spread = 0 if options.spread is None and not options.exact else options.spread
     if spread is not None and any(spread >= each.decompositions for each in schedules):
         made.error(f"--spread {options.spread}: must be smaller than the interval between decompositions")
@@ -69,15 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     works = list(SMOKE_WORKS.values()) if options.smoke else [WORKS[name] for name in options.work or DEFAULT_WORKS]
     if options.batch:
         works = [replace(work, batch=options.batch) for work in works]
-    solvers = (options.solver or ["eigen"]) if schedules else []
-    fractions = options.fraction or [1.0]
+    solvers, fractions = options.solver or ["eigen"], options.fraction or [1.0]
     budget = None if options.exact else 0 if options.smoke else options.seconds
     results = []
     for work, dtype, optimizer in itertools.product(
         works, options.dtype or ["float32"], options.optimizer or ["KFACSGD"]
     ):
         place = Place(options.device, dtype, options.seed)
-        chosen = contenders(work, optimizer, solvers, spread=spread, fractions=fractions, default=options.default)
+        chosen = contenders(work, optimizer, solvers, spread=spread, fractions=fractions)
         results.append(measure(work, chosen, schedules, place, budget))
         print(summary(results[-1]))
         # After each: a run that is cut off keeps what it has.

@@ -57,7 +57,6 @@ class Contender:
     label: str  # Name in tables
     optimizer: str  # Name in ``OPTIMIZERS``
     options: Mapping[str, Any] = field(default_factory=dict)  # K-FAC keywords
-    own_schedule: bool = False  # Whether it is measured only under its own schedule
     trust: float | None = None  # That is held instead of learned
 
     def build(self, model: nn.Module, work: Work) -> tuple[Any, Any]:
@@ -86,7 +85,6 @@ def contenders(
     *,
     spread: int | None = 0,
     fractions: Sequence[float] = (1.0,),
-    default: bool = False,
 ) -> list[Contender]:
     """Return the base of a K-FAC optimizer, then that in the paper's mode with each solver, and kfac-pytorch likewise.
 
@@ -96,7 +94,6 @@ def contenders(
         solvers: Names in ``SOLVERS``.
         spread: Steps of a refresh, in the paper's mode; None: a tenth of the interval, the package's default.
         fractions: Shares of a batch's examples that statistics see, in the paper's mode; each is a row.
-        default: One more: what the package does by itself.
     """
     base = KFAC[optimizer]
     paper = {name: value for name, value in RECIPES["paper"].kfac.items() if not name.endswith("_steps")}
@@ -105,8 +102,6 @@ def contenders(
         options = {**paper, "solver": solver, "spread": spread, "factor_batch_fraction": fraction}
         share = "" if fraction == 1 else f", {fraction:g} of the batch"
         found.append(Contender(f"{optimizer} {solver}{share}", optimizer, options))
-    if default:
-        found.append(Contender(f"{optimizer} defaults", optimizer, own_schedule=True))
     # A large vocabulary's factor, which ours keeps diagonal, kfac-pytorch could not decompose.
     skipped = [*work.kfac.get("skip_layers", ()), *(("head", "decoder") if work.symbols > LARGEST else ())]
     for solver in ("eigen", "inverse"):

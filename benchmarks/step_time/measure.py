@@ -65,30 +65,29 @@ Costs = dict[tuple[str, Schedule], tuple[Cost, Cost]]
 
 
 def by_rounds(
-    runs: Mapping[str, Run], base: str, wanted: Mapping[str, Sequence[Schedule]], budget: float
+    runs: Mapping[str, Run], base: str, schedules: Sequence[Schedule], budget: float
 ) -> tuple[Costs, dict[str, Seconds]]:
     """Time rounds for ``budget`` seconds; return the composed costs, and every step's seconds."""
     measured = take_turns(runs, budget)
     plain = Cost.observed(measured[base][ORDINARY])
     costs: Costs = {}
-    for label, own in wanted.items():
+    for label in [label for label in runs if label != base]:
         means = {kind: statistics.fmean(each) for kind, each in measured[label].items()}
-        for schedule in own:
+        for schedule in schedules:
             costs[label, schedule] = Cost(*compose(schedule, runs[label].spread, means)), plain
     return costs, measured
 
 
 def by_periods(
-    runs: Mapping[str, Run], base: str, wanted: Mapping[str, Sequence[Schedule]]
+    runs: Mapping[str, Run], base: str, schedules: Sequence[Schedule]
 ) -> tuple[Costs, dict[str, dict[str, list[float]]]]:
     """Time one period of each schedule; return the costs, and every step's seconds."""
     costs: Costs = {}
     measured = {}
-    for schedule in dict.fromkeys(schedule for own in wanted.values() for schedule in own):
-        members = [label for label, own in wanted.items() if schedule in own]
-        seconds = take_period({label: runs[label] for label in (base, *members)}, schedule)
+    for schedule in schedules:
+        seconds = take_period(runs, schedule)
         plain = Cost.observed(seconds[base])
-        for label in members:
+        for label in [label for label in runs if label != base]:
             costs[label, schedule] = beside(seconds[label], seconds[base]), plain
         measured[str(schedule)] = seconds
     return costs, measured
@@ -112,11 +111,9 @@ def measure(
     """
     base = chosen[0].label
     runs, peaks = begin_all(work, chosen, place)
-    own = {contender.label for contender in chosen if contender.own_schedule}
-    wanted = {label: [run.schedule] if label in own else schedules for label, run in runs.items() if label != base}
     costs: Costs
     measured: Mapping[str, Any]
-    costs, measured = by_periods(runs, base, wanted) if budget is None else by_rounds(runs, base, wanted, budget)
+    costs, measured = by_periods(runs, base, schedules) if budget is None else by_rounds(runs, base, schedules, budget)
     rows = []
     for (label, schedule), (cost, plain) in costs.items():
         run = runs[label]

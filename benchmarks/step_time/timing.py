@@ -25,13 +25,12 @@ from tqdm import tqdm
 
 from benchmarks.common.works import Schedule, Work
 from benchmarks.step_time.contenders import Contender
-from kfac_optim import CurvatureEngine, growing
-from kfac_optim.schedules import value_at
+from kfac_optim import CurvatureEngine
 
 NEVER = 10**9  # an interval longer than any run
 ORDINARY = "ordinary"
 BATCHES = 4  # that a run goes through in turn
-LATE = 1000  # the step at which schedules that are callables are looked at
+LATE = 1000  # the step at which the spread is looked at, where that depends on the step
 
 Seconds = dict[str, list[float]]  # by kind of step
 
@@ -86,16 +85,6 @@ def compose(schedule: Schedule, spread: int, seconds: Mapping[str, float]) -> tu
     return statistics.fmean(steps), max(steps)
 
 
-def schedule_of(engine: CurvatureEngine) -> tuple[Schedule, int]:
-    """Return intervals and spread of an engine, those of step ``LATE`` where they depend on the step."""
-    refresh = int(value_at(engine.inv_update_steps, LATE))
-    default = max(1, refresh // 5) if isinstance(engine.inv_update_steps, growing) else 10
-    given = engine.factor_update_steps
-    statistics_ = default if given is None else int(value_at(given, LATE))
-    spread = refresh // 10 if engine.spread is None else int(value_at(engine.spread, LATE))
-    return Schedule(statistics_, refresh), spread
-
-
 # Steps ---------------------------------------------------------------------------------------------------------------
 
 
@@ -132,8 +121,7 @@ class Run:
         ]
         self.steps = 0
         self.loss = torch.zeros(())
-        engine = isinstance(self.keeper, CurvatureEngine)
-        self.schedule, self.spread = schedule_of(self.keeper) if engine else (Schedule(), 0)
+        self.spread = self.keeper.spread_at(LATE) if isinstance(self.keeper, CurvatureEngine) else 0
         self.kinds = kinds(self.spread) if self.keeper is not None else [ORDINARY]
 
     def set_schedule(self, schedule: Schedule) -> None:

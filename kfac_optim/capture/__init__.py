@@ -33,9 +33,9 @@ Where to look::
 
 from .fisher import Bernoulli, Categorical, Fisher, Gaussian
 from .hooks import Capture
-from .loss_terms import LossAverage, LossTerms, first_tensor, main_tensor
+from .loss_terms import LossAverage, LossTerms
 from .replay import Part, RandomState, Replay, frozen
-from .statistics import Moments, StepMoments, StepStatistics, TakenStatistics
+from .statistics import StepMoments, TakenStatistics
 
 __all__ = [
     "Bernoulli",
@@ -45,14 +45,10 @@ __all__ = [
     "Gaussian",
     "LossAverage",
     "LossTerms",
-    "Moments",
     "Part",
     "RandomState",
     "Replay",
     "StepMoments",
-    "StepStatistics",
     "TakenStatistics",
-    "first_tensor",
     "frozen",
-    "main_tensor",
 ]

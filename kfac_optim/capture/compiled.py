@@ -50,11 +50,14 @@ class CompiledCalls:
         recorder: Makes moments of inputs.
         passes: Takes output gradients.
         sampled: Whether the Fisher is a sampled one, which compiled graphs can't serve.
+
+    Attributes:
+        enabled: Whether the step collects statistics.
     """
 
     def __init__(self, calls: ModelCalls, recorder: Recorder, passes: BackwardPasses, *, sampled: bool) -> None:
         self.calls, self.recorder, self.passes, self.sampled = calls, recorder, passes, sampled
-        self._enabled = False
+        self.enabled = False
         self._running: ModelCall | None = None  # stands for the call whose graph runs
         self._traced: ModelCall | None = None  # that call itself, as its Python code made it
         self._handle = next(_HANDLES)  # by which graphs know this object
@@ -62,12 +65,7 @@ class CompiledCalls:
 
     def plan(self, *, enabled: bool) -> None:
         """Sets whether the coming step collects statistics."""
-        self._enabled = enabled
-
-    @property
-    def enabled(self) -> bool:
-        """Whether the step collects statistics."""
-        return self._enabled
+        self.enabled = enabled
 
     # While a graph is traced.
 

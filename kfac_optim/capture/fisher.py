@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..checks import is_int, require_number
+from ..checks import is_int, is_positive, require_number
 from .loss_terms import main_tensor
 
 __all__ = ["Bernoulli", "Categorical", "Fisher", "FisherProducts", "Gaussian", "TargetCheck"]
@@ -213,7 +212,7 @@ class Gaussian(Fisher):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_number("variance", self.variance, "> 0 and finite", lambda x: 0 < x < math.inf, owner="Gaussian")
+        require_number("variance", self.variance, "> 0 and finite", is_positive, owner="Gaussian")
 
     def misfit(self, gradient: Tensor) -> str:
         """See ``_like_softmax``."""

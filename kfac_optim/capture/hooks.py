@@ -176,16 +176,19 @@ class Capture:
             state = leave_hooks_behind(module, Hook)
             if state is not None:
                 self._handles.append(state)
-            self._before(module, _FirstHook(self, "_on_model_call_start"), prepend=True)
-            if module in hosts:
-                self._before(module, Hook(self, "_on_attention_start"))
-                self._after(module, Hook(self, "_on_attention_end"), always_call=True)
             if module in called:
                 # First, or it would take the output of a hook that changes it for the layer's own. Those of tensor
                 # parallelism come before: they make local tensors of DTensors.
                 index, _ = called[module]
                 first = not hasattr(self.layers[index].weight, "device_mesh")
+                if not list(module.children()):  # torch takes as long for a module's hooks as for a small layer
+                    self._after(module, _FirstHook(self, "_on_layer_call", *called[module]), prepend=first)
+                    continue
                 self._after(module, Hook(self, "_record_input", *called[module]), prepend=first)
+            self._before(module, _FirstHook(self, "_on_model_call_start"), prepend=True)
+            if module in hosts:
+                self._before(module, Hook(self, "_on_attention_start"))
+                self._after(module, Hook(self, "_on_attention_end"), always_call=True)
             self._after(module, Hook(self, "_on_model_call_end"), always_call=True)
 
     def _before(self, module: nn.Module, hook: Hook, *, prepend: bool = False) -> None:
@@ -231,6 +234,15 @@ class Capture:
             self._passes.micro_batch_of(call)
 
     # Layer calls ----------------------------------------------------------------------------------------------------
+
+    def _on_layer_call(
+        self, index: int, use: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Tensor | None:
+        """A layer without modules in it was called, perhaps on its own: all three hooks in one."""
+        self._on_model_call_start(module, args, kwargs)
+        replaced = self._record_input(index, use, module, args, kwargs, output)
+        self._on_model_call_end(module, args, kwargs, output if replaced is None else replaced)
+        return replaced
 
     def _record_input(
         self,

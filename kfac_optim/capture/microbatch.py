@@ -287,13 +287,9 @@ class BackwardPasses:
         self._batch = None
 
     def take(self) -> TakenStatistics:
-        """The statistics of the step, which is being taken."""
-        seen = self.model_seen and not self.transformed
-        taken = TakenStatistics(
-            self.statistics, self.to_caller, self._watch, transformed=self.transformed, model_seen=seen
-        )
-        self.statistics = StepStatistics()
-        return taken
+        """The statistics of the step, which is being taken; :meth:`forget` follows."""
+        seen, transformed = self.model_seen and not self.transformed, self.transformed
+        return TakenStatistics(self.statistics, self.to_caller, self._watch, transformed=transformed, model_seen=seen)
 
     def forget(self) -> None:
         """Forgets the micro-batches of this step; a backward pass that is running goes on."""

@@ -38,9 +38,8 @@ Where to look::
 from . import attention, convolution, linear, lookalikes, norm  # noqa: F401  (each registers its layers)
 from .attention import AttentionInputLayer, AttentionLayer, ProjectionCall
 from .base import COMPUTED, Declined, KroneckerLayer, LayerOptions, Observation, RowsLayer, Sharing
-from .linear import LinearLayer, TransposedLinearLayer
+from .linear import LinearLayer
 from .moments import gram, second_moment, spread_examples
-from .norm import RMSNormLayer
 from .ownership import owners_of, unwrap
 from .registry import find_layers, register_layer, skip_reason
 from .shifts import shift_pays
@@ -56,10 +55,8 @@ __all__ = [
     "LinearLayer",
     "Observation",
     "ProjectionCall",
-    "RMSNormLayer",
     "RowsLayer",
     "Sharing",
-    "TransposedLinearLayer",
     "Windows",
     "find_layers",
     "gram",

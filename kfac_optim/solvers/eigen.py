@@ -100,8 +100,6 @@ class EigenSolver:
 
         ``counts``: those of :meth:`count_relevant`. A pair's contribution does not depend on other pairs in the stack.
         """
-        if not self.negligible:
-            return a, g
         of_a, of_g = zip(self._limits(a, g, gamma), counts, strict=True)
         return _largest(*of_a[0], of_a[1]), _largest(*of_g[0], of_g[1])
 

@@ -345,7 +345,7 @@ def resume_from_folder(rank: int, world_size: int, folder: str, case: str, how: 
     model, optimizer = build(case, LayerWise(), seed=1)
     wrapped = DDP(model) if world_size > 1 else model
     state = dcp_state(wrapped, optimizer, how)
-    dcp.load(state, checkpoint_id=f"{folder}/{case}/{how}", no_dist=world_size == 1)
+    dcp.load(state, checkpoint_id=f"{folder}/{case}/{how}")
     set_dcp_state(wrapped, optimizer, state, how)
     train(wrapped, optimizer, range(K, END), rank=rank, world_size=world_size)
     return values(model)

@@ -316,7 +316,7 @@ def resume(rank: int, world_size: int, files: dict[str, bytes], folder: str) -> 
                     "model": model.state_dict(),
                     "optimizer": get_optimizer_state_dict(wrapped, optimizer, options=options),
                 }
-                dcp.load(fresh, checkpoint_id=f"{folder}/{case}/{how}", no_dist=world_size == 1)
+                dcp.load(fresh, checkpoint_id=f"{folder}/{case}/{how}")
                 model.load_state_dict(fresh["model"])
                 set_optimizer_state_dict(wrapped, optimizer, fresh["optimizer"], options=options)
                 found[how, case, other] = go_on(model, optimizer, rank, world_size)

@@ -316,7 +316,7 @@ OBJECTS: list[tuple[Any, Any, type[Exception], str]] = [
     (OfLargest, True, TypeError, r"OfLargest\(value=True\): must be a number, > 0 and finite, or a callable"),
     (KLClip, 0, ValueError, r"KLClip\(kappa=0\): must be > 0"),
     (KLClip, NAN, ValueError, r"KLClip\(kappa=nan\): must be > 0"),
-    (KLClip, None, TypeError, r"KLClip\(kappa=None\): must be a number > 0, or a function of the step"),
+    (KLClip, None, TypeError, r"KLClip\(kappa=None\): must be a number, > 0 and finite"),
     (growing, INF, ValueError, r"growing\(fraction=inf\): must be >= 0 and finite"),
     (InverseSolver, 3, TypeError, r"InverseSolver\(pi=3\): must be True or False"),
     (Categorical, "a", TypeError, r"Categorical\(dim='a'\): must be an int"),
