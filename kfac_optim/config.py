@@ -133,7 +133,7 @@ class Config:
         or a :class:`~kfac_optim.Fisher`.""",
         fixed=True,
     )
-    loss_average: LossAverage | int | Callable[[Any, Any], int] | None = _option(
+    loss_average: LossAverage | None = _option(
         "batch",
         checks.loss_average,
         """Over what the loss takes its mean: "batch", "batch+sequence" (token-mean language models), "elements"

@@ -11,7 +11,7 @@ What a step does, in order::
 ``update`` does the first three lines, ``directions`` the last two, ``advance`` ends the step. Each stage owns its
 state::
 
-    steering.py         how far steps turn; with the blocks, layer by layer, how far they stretch
+    steering/           how far steps turn; with the blocks, layer by layer, how far they stretch
     capture/            what backward passes have shown since the last step
     averages.py         what this rank has seen since the ranks last pooled it           (eqs. 14-15)
     refresh.py          the refresh in progress, and when the next one is due            (eqs. 8-13, by the solver)

@@ -1,6 +1,6 @@
 """Counts one model's kinds of step; a process of its own, because the device has to be there before torch.
 
-``python -m benchmarks.launches.count '{"work": "resnet50", ...}'`` prints the counts as a line of JSON. The kinds::
+``python -m benchmarks.launches.count '{"name": "resnet50", ...}'`` prints the counts as a line of JSON. The kinds::
 
     base         a step of the base optimizer
     first        statistics and a refresh at once, which are always in the first step

@@ -123,7 +123,7 @@ FOLD = Work(0, 0, 5 * FLOAT)
 
 
 def buckets(sizes: Iterable[int], bucket_bytes: int) -> list[int]:
-    """Sizes of the flat buckets that tensors of these sizes fill, in order, as ``comm.py`` fills them."""
+    """Sizes of the flat buckets that tensors of these sizes fill, in order, as ``communicator.py`` fills them."""
     filled: list[int] = []
     for size in sizes:
         if filled and bucket_bytes and filled[-1] + size <= bucket_bytes:

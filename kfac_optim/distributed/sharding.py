@@ -66,8 +66,8 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def any_sharded(tensors: Iterable[Tensor]) -> bool:
-    """Whether one of some tensors is a DTensor; where there can be none, they are not looked at."""
-    # Whoever has one has imported their module, which takes longer than importing this whole package.
+    """Whether one of some tensors is a DTensor."""
+    # Not imported for this: it takes longer than this whole package. Whoever has one has imported it.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
 
