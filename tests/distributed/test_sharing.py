@@ -335,7 +335,7 @@ def test_a_run_goes_on_on_any_ranks_with_any_strategy(
         outcomes = [resume(0, 1, files, str(folder))]
     else:
         outcomes = run_ranks(world_size, resume, files, str(folder))
-    assert len(outcomes[0]) == 3 * len(CASES) * (4 if world_size > 1 else 1)
+    assert len(outcomes[0]) == (1 + len(HOW)) * len(CASES) * (4 if world_size > 1 else 1)
     for key in outcomes[0]:
         assert_all_near([found[key] for found in outcomes], saved[0]["final", key[1]], case=str(key))
 
