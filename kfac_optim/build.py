@@ -16,7 +16,7 @@ from .config import Config, compared, compared_options, options, refuse_unknown
 from .coverage import TrainedModel
 from .cuda_graphs import refuse_cuda_graphs
 from .diagnostics import StageTimes
-from .distributed import Communicator
+from .distributed import Communicator, communicator_of, is_sharded
 from .layers import KroneckerLayer
 from .preconditioning import Preconditioner
 from .ranks import Ranks
@@ -28,6 +28,8 @@ from .steering import Plan, Steering
 
 __all__ = ["BuiltEngine"]
 
+_FEW = 16  # weights of a layer that are compared before the first step
+
 
 class BuiltEngine(Config):
     """The part of the engine that builds the stages, and builds them anew when the model or the ranks change."""
@@ -37,7 +39,7 @@ class BuiltEngine(Config):
     ) -> None:
         refuse_unknown(type(self).__name__, given, list(options()))
         super().__init__(**given)
-        self.ranks = Ranks(self.communicator)
+        self.ranks = Ranks(self.communicator or communicator_of(model))
         self.trained = TrainedModel(model, params)
         self.step_count = 0
         self.skipped_steps = 0
@@ -229,14 +231,20 @@ class BuiltEngine(Config):
     def _prepare_ranks(self) -> None:
         """Before anything is read or sent: torch.distributed may be up by now, and sub-groups have to exist."""
         refuse_cuda_graphs()
-        first, self._first_step_seen = not self._first_step_seen, True
-        late_communicator = self.ranks.late_communicator() if first else None
+        self._first_step_seen = True
+        late_communicator = self.ranks.late_communicator()
         if late_communicator is not None:
+            if any(block.has_data() for block in self.trained.blocks):
+                raise RuntimeError(
+                    "torch.distributed was initialised after the first steps of this optimizer, in which each rank has "
+                    "learned on its own: build the optimizer after init_process_group() and load the state_dict(), or "
+                    "give communicator=LocalCommunicator() if the ranks train apart"
+                )
             self._join_ranks(late_communicator)
         for parameter in self.trained.parameters:  # the model may have moved since it was built
             self.comm.use_device(parameter.device)
             break
-        self.ranks.prepare(self.trained.blocks, self.factor_dtype, self._built)
+        self.ranks.prepare(self.trained.blocks, self.factor_dtype, lambda: self._compare(weights=self._first_weights()))
 
     def stage_counters(self) -> dict[str, float]:
         """The counters of the engine and of its stages; -1: never."""
@@ -248,6 +256,23 @@ class BuiltEngine(Config):
             **self._refresher.counters(),
             **self._steering.counters(captured=bool(self._capture.statistics.sums), alone=self.ranks.alone),
         }
+
+    def _compare(self, **more: Any) -> None:
+        """Compares the ranks; what they have learned and rounded differently, all have as rank 0 (a collective).
+
+        ``more``: further numbers that may differ by rounding alone.
+        """
+        found = self.ranks.check({**self._built(), **more}, {*Steering.COUNTERS, "reach", *more})
+        self._steering.take_over(found)
+        for block, reach in zip(self.trained.blocks, found.get("reach", ()), strict=False):
+            if reach != block.reach:
+                block.set_reach(reach)
+
+    def _first_weights(self) -> list[float]:
+        """The size of some weights of each layer that is whole, of which models that train apart have others."""
+        weights = [layer.weight.detach() for layer in self.layers if not is_sharded(layer.weight)]
+        sizes = [torch.linalg.vector_norm(weight.flatten()[:_FEW].float().cpu()) for weight in weights]
+        return torch.stack(sizes).tolist() if sizes else []
 
     def _built(self) -> dict[str, Any]:
         """What has to be the same on all ranks, by name."""

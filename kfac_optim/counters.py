@@ -51,8 +51,13 @@ class Counted:
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters; those that are missing start anew."""
-        for name, each in self.COUNTERS.items():
-            setattr(self, each.attribute, each.restored(counters.get(name, each.start)))
+        self.take_over({name: counters.get(name, each.start) for name, each in self.COUNTERS.items()})
+
+    def take_over(self, counters: Mapping[str, Any]) -> None:
+        """Restores some counters; the others stay as they are."""
+        for name in self.COUNTERS.keys() & counters.keys():
+            each = self.COUNTERS[name]
+            setattr(self, each.attribute, each.restored(counters[name]))
 
 
 def moved(notches: int, alignment: float, most: int, *, fall: int = 1, rise: int = 1) -> int:

@@ -242,7 +242,7 @@ class CurvatureEngine(ViewedEngine):
         step = self.ranks.common_step(self.step_count, skipped=not finite)
         pools = due(self.statistics_interval(step), step, self.last_statistics)
         if pools or self._refresher.communicates(self, step):
-            self.ranks.check(self._built())
+            self._compare()
 
     def _skip(self) -> None:
         """Ends a step that is not taken, and still sends what other ranks may be waiting for."""

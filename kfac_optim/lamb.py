@@ -24,8 +24,8 @@ class MultiTensorLamb(torch_optimizer.Lamb):
             if any(p.grad.is_sparse for p in params):
                 raise RuntimeError("Lamb does not support sparse gradients, please consider SparseAdam instead")
             alike: dict[Hashable, list[Tensor]] = {}
-            for p in params:  # multi-tensor operations take no mixture of types, nor do norms beside one another
-                alike.setdefault((type(p), p.device), []).append(p)
+            for p in params:  # multi-tensor operations take no mixture of types, nor do norms of shards one of meshes
+                alike.setdefault((type(p), p.device, getattr(p, "device_mesh", None)), []).append(p)
             for of_one_kind in alike.values():
                 self._update(of_one_kind, group)
         return loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,12 +88,11 @@ class Ranks:
         return changed
 
     def late_communicator(self) -> Communicator | None:
-        """Before the first step: the ranks that torch.distributed has by now, if it was not up before."""
-        return make_communicator() if self.alone and not self._given else None
+        """The ranks that torch.distributed has by now, if it was not up before and they were not given; else None."""
+        late = make_communicator() if self.alone and not self._given else self.comm
+        return None if late.world_size == self.comm.world_size else late
 
-    def prepare(
-        self, blocks: Sequence[Block], factor_dtype: torch.dtype, built: Callable[[], Mapping[str, object]]
-    ) -> None:
+    def prepare(self, blocks: Sequence[Block], factor_dtype: torch.dtype, compare: Callable[[], None]) -> None:
         """Makes the groups of ranks that :attr:`work` needs, and moves factors there, unless that is done.
 
         A collective then.
@@ -101,18 +100,19 @@ class Ranks:
         Args:
             blocks: All there are.
             factor_dtype: Storage of the factors.
-            built: What has to be the same on all ranks.
+            compare: Compares the ranks.
         """
         if not self.alone and self._prepared_for is not self.work:
-            self.check(built())
+            compare()
             self.comm.prepare(self._groups)
             move_factors(blocks, factor_dtype, self.comm)
             self._prepared_for = self.work
 
-    def check(self, built: Mapping[str, object]) -> None:
-        """Raises RuntimeError, on all ranks, unless they have the same engine (a collective)."""
-        agreement.check(self.comm, built)
+    def check(self, built: Mapping[str, object], learned: Collection[str]) -> dict[str, Any]:
+        """Raises RuntimeError, on all ranks, unless they have the same engine; see ``agreement`` (a collective)."""
+        found = agreement.check(self.comm, built, learned)
         self._unconfirmed_skips = 0
+        return found
 
     def common_step(self, step: int, *, skipped: bool) -> int:
         """The number of a step, the same on ranks that have diverged.

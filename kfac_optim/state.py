@@ -129,7 +129,7 @@ class StatefulEngine(BuiltEngine):
         """
         self._prepare_ranks()
         if not self.ranks.alone:
-            self.ranks.check(self._built())
+            self._compare()
         self._averaging.pool(self.trained.blocks, self.comm)
 
     def whole_states(self) -> dict[nn.Parameter, dict[str, Any]]:

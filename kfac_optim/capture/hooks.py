@@ -261,6 +261,8 @@ class Capture:
             return None
         if not (isinstance(output, Tensor) and output.requires_grad and isinstance(a, Tensor)):
             return None
+        if not _is_local(self.layers[index], a, output):
+            return None
         if torch.compiler.is_compiling():
             return self._compiled.trace_layer_call(index, use, a, output, projection)
         if torch._C._functorch.is_functorch_wrapped_tensor(output):
@@ -346,6 +348,15 @@ class _FirstHook(Hook):
         if self.capture is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             refuse_cuda_graphs()
         return super().__call__(*args)
+
+
+def _is_local(layer: KroneckerLayer, a: Tensor, output: Tensor) -> bool:
+    """Whether the output is this rank's own, of all rows of its input; tensor parallelism may hand out others."""
+    if hasattr(output, "device_mesh"):
+        return False
+    if not (isinstance(layer, LinearLayer) and hasattr(layer.weight, "device_mesh")):
+        return True
+    return output.shape[-1] == layer.d_out and a.shape[:-1] == output.shape[:-1]
 
 
 def remove_all(handles: list[Any]) -> None:

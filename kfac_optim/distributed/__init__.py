@@ -53,7 +53,7 @@ from .sharding import (
 )
 from .shards import ShardExchange, are_exchangeable
 from .strategies import KAISA, FactorWise, LayerWise, longest_first
-from .torch import TorchCommunicator, make_communicator
+from .torch import TorchCommunicator, communicator_of, make_communicator
 
 __all__ = [
     "KAISA",
@@ -73,6 +73,7 @@ __all__ = [
     "are_exchangeable",
     "all_gathered",
     "any_sharded",
+    "communicator_of",
     "derived_from_by_horovod",
     "full_gradient",
     "gathered",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Mapping
+from ast import literal_eval
+from collections.abc import Collection, Mapping, Sequence
 from os.path import commonprefix
+from typing import Any
 
 import torch
 
@@ -13,14 +16,20 @@ from .communicator import Communicator
 __all__ = ["check"]
 
 _SHOWN = 60  # characters of a value that is too long to be shown whole
+_ROUNDING = 1e-3  # by what share numbers may differ that each rank has learned by itself
 
 
-def check(comm: Communicator, built: Mapping[str, object]) -> None:
+def check(comm: Communicator, built: Mapping[str, object], learned: Collection[str] = ()) -> dict[str, Any]:
     """Compares what the ranks have built, and where they are in training (a collective).
 
     Args:
         comm: The ranks.
         built: By name everything that must be the same on every rank; it is compared by its ``repr``.
+        learned: The names of numbers, or lists of them, that each rank has learned from the same gradients. Machines
+            of another kind, or with more threads, round them in another way.
+
+    Returns:
+        What rank 0 has learned, by name, where the ranks differ by rounding alone.
 
     Raises:
         RuntimeError: On every rank, if one of them has something else; says what, and on which ranks.
@@ -32,17 +41,29 @@ def check(comm: Communicator, built: Mapping[str, object]) -> None:
     mine = torch.cat([halves, halves.square()])
     (total,) = comm.sum([mine], "counts")
     if torch.equal(total, mine * comm.world_size):
-        return
+        return {}
     # The halves differ on some rank, hence their mean square and squared mean: every rank comes here.
     everyone = [text.split("\n") for text in _gathered(comm, "\n".join(texts))]
     differing = [values for values in zip(*everyone, strict=False) if len(set(values)) > 1]
+    names = [values[0].partition(" = ")[0] for values in differing]
+    if set(names) <= set(learned):
+        numbers = [[literal_eval(value.partition(" = ")[2]) for value in values] for values in differing]
+        if all(_differ_by_rounding(each) for each in numbers):
+            return {name: each[0] for name, each in zip(names, numbers, strict=True)}
     skipped = any(values[0].startswith("skipped_steps ") for values in differing)
     found = "; ".join(_described(values) for values in differing[:3])
-    stages = any(values[0].startswith("layers ") for values in differing)
-    remedy = (
-        ". If each rank has a part of the model (pipeline stages), give each the ranks that have the same part: "
-        "communicator=TorchCommunicator(group), the group of the rank alone if there is no other"
-    )
+    remedy = ""
+    if "layers" in names:
+        remedy = (
+            ". If each rank has a part of the model (pipeline stages), give each the ranks that have the same part: "
+            "communicator=TorchCommunicator(group), the group of the rank alone if there is no other"
+        )
+    elif set(names) & set(learned):
+        remedy = (
+            ". If some ranks train a model of their own, give each the ranks that train the same one: "
+            "communicator=TorchCommunicator(group), or LocalCommunicator() for a rank alone (local SGD, too); layers "
+            "that each rank has for itself (experts) belong into skip_layers"
+        )
     raise RuntimeError(
         (
             "the ranks have diverged: a gradient was not finite on some ranks only, which skipped a step that the "
@@ -53,9 +74,17 @@ def check(comm: Communicator, built: Mapping[str, object]) -> None:
         else (
             f"the ranks have built different optimizers, or have been changed differently since: {found}. Layers, "
             "solver, dtypes and assignment must be the same on every rank of the process group, and so must "
-            f"hyperparameters, whenever they are set, and loaded state{remedy if stages else ''}"
+            f"hyperparameters, whenever they are set, and loaded state{remedy}"
         )
     )
+
+
+def _differ_by_rounding(of_ranks: Sequence[Any]) -> bool:
+    """Whether numbers, or lists of them, are nearly those of the first rank."""
+    lists = [value if isinstance(value, list) else [value] for value in of_ranks]
+    alike = all(len(numbers) == len(lists[0]) for numbers in lists)
+    pairs = [pair for numbers in lists for pair in zip(numbers, lists[0], strict=False)]
+    return alike and all(math.isclose(own, first, rel_tol=_ROUNDING) for own, first in pairs)
 
 
 def _gathered(comm: Communicator, text: str) -> list[str]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .communicator import BUCKET_BYTES, Communicator, LocalCommunicator, Work
 
-__all__ = ["TorchCommunicator", "make_communicator"]
+__all__ = ["TorchCommunicator", "communicator_of", "make_communicator"]
 
 
 class TorchCommunicator(Communicator):
@@ -117,6 +119,19 @@ def _is_group(process_group: Any) -> bool:
     if process_group is None or process_group is dist.GroupMember.NON_GROUP_MEMBER:
         return True
     return isinstance(process_group, dist.ProcessGroup)
+
+
+def communicator_of(model: Any) -> Communicator | None:
+    """The ranks among which DistributedDataParallel or FSDP2 has put a model, where they are some of all; else None."""
+    group = None
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever uses it has imported it
+    if isinstance(model, DistributedDataParallel):
+        group = model.process_group
+    elif isinstance(model, nn.Module) and fsdp is not None and isinstance(model, fsdp.FSDPModule):
+        meshes = [mesh for p in model.parameters() if (mesh := getattr(p, "device_mesh", None)) is not None]
+        if len(set(meshes)) == 1 and meshes[0].ndim == 1:  # of a larger one the ranks are no group
+            group = meshes[0].get_group()
+    return None if group is None or group.size() == dist.get_world_size() else TorchCommunicator(group)
 
 
 def make_communicator() -> Communicator:

@@ -165,6 +165,11 @@ class Steering:
         known = {name: value for part in self._counted for name, value in part.counters().items()}
         return {**known, **opposition}
 
+    def take_over(self, counters: Mapping[str, Any]) -> None:
+        """Takes some counters as another rank has them."""
+        for part in self._counted:
+            part.take_over(counters)
+
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""
         for part in self._counted:

@@ -159,9 +159,10 @@ def steps_of_one_rank(model: nn.Module, engine: CurvatureEngine, steps: int) -> 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_traffic_is_the_engines(work: Workload, strategy: AssignmentStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(comm: Communicator, built: object) -> None:
+    def check(comm: Communicator, built: object, learned: object) -> dict[str, Any]:
         """Send what the ranks' comparison sends; a recorder's sums are its own, so the comparison itself would fail."""
         list(comm.sum([torch.zeros(4, dtype=torch.float64)], "counts"))
+        return {}
 
     monkeypatch.setattr(agreement, "check", check)
     ranks, schedule = 4, Schedule(2, 6)

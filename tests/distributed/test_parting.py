@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from kfac_optim import KFACSGD, FactorWise, KLClip, OfMean, exponential_decay, forgetting
-from tests.helpers.compare import values
+from kfac_optim import KFACSGD, FactorWise, KLClip, OfLargest, OfMean, exponential_decay, forgetting
+from tests.helpers.compare import assert_all_near, values
 from tests.helpers.ranks import run_ranks
+from tests.helpers.settings import FLOAT64
 from tests.helpers.training import make_model, train
+from tests.helpers.versions import needs_sharding_on_cpus
 
 STEPS = 24
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -213,3 +220,91 @@ def train_unseen(rank: int, world_size: int) -> list[torch.Tensor]:
 def test_ranks_whose_layers_are_never_called_go_on_together() -> None:
     first, second = run_ranks(2, train_unseen)
     assert all(torch.equal(p, q) and bool(p.isfinite().all()) for p, q in zip(first, second, strict=True))
+
+
+# Ranks that may differ -----------------------------------------------------------------------------------------------
+
+
+def round_differently(rank: int, world_size: int, by: float, notches: int) -> list[Any]:
+    """The last rank changes what it has learned as other roundings do, or by more; returns what all know in the end."""
+    model, optimizer = make(rank, {"damping": OfLargest(0.03)})
+    engine = optimizer.curvature
+    for step in range(STEPS):
+        train(model, optimizer, [step], rank=rank, world_size=world_size)
+        if step in (6, 13) and rank == world_size - 1:
+            engine._steering.brake.usual *= by
+            engine._steering.trust.notches += notches
+            for block in engine.trained.blocks:
+                block.set_reach(block.reach * by)
+    return [engine._built()["usual_length"], [block.reach for block in engine.trained.blocks], values(model)]
+
+
+def test_what_ranks_round_differently_becomes_that_of_the_first() -> None:
+    known, *others = run_ranks(3, round_differently, 1 + 1e-6, 0)
+    for other in others:
+        assert known[:2] == other[:2]
+        torch.testing.assert_close(other[2], known[2], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("by", "notches", "named"), [(1.01, 0, "usual_length is"), (1.0, 1, "trust is")])
+def test_what_differs_by_more_is_no_rounding(by: float, notches: int, named: str) -> None:
+    for story in run_ranks(2, round_differently, by, notches, may_fail=True):
+        assert named in str(story) and "LocalCommunicator() for a rank alone" in str(story), story
+
+
+def train_apart(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    model = make_model(seed=rank)
+    train(model, KFACSGD(model, lr=0.05, **options), range(2))
+
+
+@pytest.mark.parametrize("options", [{}, {"precondition": "gradient", "scaling": "kl_clip", "damping": 0.1}])
+def test_models_of_their_own_are_no_ranks_of_one_training(options: dict[str, Any]) -> None:
+    for story in run_ranks(2, train_apart, options, may_fail=True):
+        assert "weights is" in str(story) and "train a model of their own" in str(story), story
+
+
+def train_in_pairs(rank: int, world_size: int, wrap: str) -> list[Tensor]:
+    """Two pairs of ranks train two models; with one process the model of the first pair."""
+    pair = rank // 2 if world_size > 1 else 0
+    model: Any = make_model(seed=pair).double()
+    if world_size > 1 and wrap == "DDP":
+        model = DDP(model, process_group=[dist.new_group([0, 1]), dist.new_group([2, 3])][pair])
+    elif world_size > 1:
+        model = fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "data"))["data"])
+    options = {"scaling": "unit", "damping": OfMean(0.1), **FLOAT64, "assignment": "layer-wise"}
+    optimizer = KFACSGD(model, lr=0.05, momentum=0.9, factor_update_steps=1, inv_update_steps=2, **options)
+    assert optimizer.curvature.comm.world_size == min(world_size, 2)
+    train(model, optimizer, range(8), rank=rank % 2, world_size=min(world_size, 2))
+    return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("wrap", ["DDP", pytest.param("FSDP2", marks=needs_sharding_on_cpus)])
+def test_a_wrapper_says_which_ranks_train_together(wrap: str) -> None:
+    expected = train_in_pairs(0, 1, wrap)
+    for found in run_ranks(4, train_in_pairs, wrap)[:2]:
+        assert_all_near([found], expected)
+
+
+def start_late(rank: int, world_size: int, folder: str, before: str) -> list[Tensor]:
+    """The process group comes after the optimizer, which has done something before."""
+    dist.destroy_process_group()
+    model = make_model()
+    optimizer = KFACSGD(model, lr=0.05, momentum=0.9)
+    if before == "a step":
+        train(model, optimizer, range(1))
+    elif before == "its state":
+        get_optimizer_state_dict(model, optimizer)  # takes a step of length zero
+    dist.init_process_group("gloo", init_method=f"file://{folder}/late", rank=rank, world_size=world_size)
+    train(DDP(model), optimizer, range(1, 6), rank=rank, world_size=world_size)
+    return values(model)
+
+
+@pytest.mark.parametrize("before", ["nothing", "its state"])
+def test_a_process_group_may_come_before_anything_is_learned(tmp_path: Path, before: str) -> None:
+    one, other = run_ranks(2, start_late, str(tmp_path), before)
+    assert all(map(torch.equal, one, other))
+
+
+def test_a_process_group_that_comes_later_is_refused(tmp_path: Path) -> None:
+    for story in run_ranks(2, start_late, str(tmp_path), "a step", may_fail=True):
+        assert "initialised after the first steps" in str(story) and "load the state_dict()" in str(story), story

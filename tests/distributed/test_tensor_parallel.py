@@ -13,6 +13,8 @@ import torch.distributed as dist
 import torch_optimizer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
@@ -24,6 +26,7 @@ from kfac_optim.steering import plan, reach
 from tests.helpers.compare import assert_all_near
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64
+from tests.helpers.versions import needs_sharding_on_cpus
 
 WIDTH, STEPS, BATCH = 8, 10, 12
 SETTINGS: dict[str, Any] = FLOAT64 | {"factor_update_steps": 1, "inv_update_steps": 3, "spread": 2}
@@ -184,6 +187,54 @@ def test_lamb_takes_split_and_whole_weights_in_one_group() -> None:
         assert all(bool(p.isfinite().all()) for p in found["KFACLAMB"])
         pairs = zip(found["KFACLAMB"], found["Lamb"], strict=True)
         assert not any(torch.equal(a, b) for a, b in pairs)
+
+
+def with_layout(rank: int, world_size: int, name: str) -> dict[str, bool]:
+    """Whether the layers of a split network have been seen, by name."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = nn.Sequential(nn.Linear(5, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)).double()
+    parallelize_module(model, mesh, LAYOUTS[name])
+    optimizer = KFACSGD(model, lr=0.1, communicator=LocalCommunicator(), **SETTINGS)
+    for step in range(2):
+        optimizer.zero_grad()
+        output = model(data(step)[0])
+        (output.to_local() if isinstance(output, DTensor) else output).square().mean().backward()
+        optimizer.step()
+    return {block.layer.name: block.has_data() for block in optimizer.curvature.trained.blocks}
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "default": {"0": ColwiseParallel(), "2": RowwiseParallel()},
+    "a part of the rows": {"0": ColwiseParallel(), "2": RowwiseParallel(output_layouts=Shard(0))},
+    "DTensors": {"0": ColwiseParallel(), "2": RowwiseParallel(use_local_output=False)},
+    "whole outputs": {"0": ColwiseParallel(output_layouts=Replicate())},
+}
+UNSEEN = {"a part of the rows": "2", "DTensors": "2", "whole outputs": "0"}
+
+
+@pytest.mark.filterwarnings("ignore:.*K-FAC")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layers_whose_output_is_not_their_own_train_by_the_base_rule(name: str) -> None:
+    for seen in run_ranks(2, with_layout, name):
+        assert seen == {layer: layer != UNSEEN.get(name) for layer in seen}
+
+
+def lamb_on_two_meshes(rank: int, world_size: int) -> bool:
+    model = network()
+    fully_shard(model[2], mesh=init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard")))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    optimizer = KFACLAMB(model, lr=0.01, **SETTINGS)
+    for step in range(3):
+        x, y = data(step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return all(bool(local(p).isfinite().all()) for p in model.parameters())
+
+
+@needs_sharding_on_cpus
+def test_lamb_on_two_meshes() -> None:
+    assert all(run_ranks(2, lamb_on_two_meshes))
 
 
 # What is declined or refused -----------------------------------------------------------------------------------------
