@@ -231,10 +231,10 @@ class BuiltEngine(Config):
     def _prepare_ranks(self) -> None:
         """Before anything is read or sent: torch.distributed may be up by now, and sub-groups have to exist."""
         refuse_cuda_graphs()
-        self._first_step_seen = True
+        first, self._first_step_seen = not self._first_step_seen, True
         late_communicator = self.ranks.late_communicator()
         if late_communicator is not None:
-            if any(block.has_data() for block in self.trained.blocks):
+            if not first and any(block.has_data() for block in self.trained.blocks):  # not loaded, nor of a dry step
                 raise RuntimeError(
                     "torch.distributed was initialised after the first steps of this optimizer, in which each rank has "
                     "learned on its own: build the optimizer after init_process_group() and load the state_dict(), or "

@@ -261,7 +261,7 @@ class Capture:
             return None
         if not (isinstance(output, Tensor) and output.requires_grad and isinstance(a, Tensor)):
             return None
-        if not _is_local(self.layers[index], a, output):
+        if projection is None and not _is_local(self.layers[index], a, output):
             return None
         if torch.compiler.is_compiling():
             return self._compiled.trace_layer_call(index, use, a, output, projection)

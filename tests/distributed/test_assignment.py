@@ -350,9 +350,8 @@ def test_collectives_of_a_refresh_of_resnet50() -> None:
 @pytest.mark.slow
 def test_collectives_of_a_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """ResNet-50 with narrow layers: 214 factors, whose costs stand in the same proportions, on 256 ranks."""
-    monkeypatch.setattr(
-        agreement, "check", lambda comm, built, learned: {}
-    )  # the sums of a checksum depend on the others
+    # The sums of a checksum depend on the other ranks.
+    monkeypatch.setattr(agreement, "check", lambda comm, built, learned: {})
     model = BottleneckResNet(width=2, classes=32)
     comm = Counting(256)
     optimizer = KFACSGD(model, lr=0.1, communicator=comm, spread=0)
