@@ -182,7 +182,9 @@ def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module], comm: Commun
     if are_rows(placements) and _uses_fsdp(roots):
         return ""
     if not _is_split(parameter, roots):
-        return f"a DTensor that is not split by rows alone: {placements}"
+        if all(placement.is_replicate() for placement in placements):
+            return "a DTensor that every rank has whole: take DistributedDataParallel in place of replicate()"
+        return f"split by tensor parallelism, or not by rows: {placements}"
     if _hold_one_shard(comm, cast(Any, parameter).device_mesh):
         return ""
     return (

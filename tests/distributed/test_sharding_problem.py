@@ -53,4 +53,6 @@ def test_without_fsdp2_they_are_split_by_tensor_parallelism(mesh: DeviceMesh) ->
 @pytest.mark.parametrize("placements", OTHERS, ids=str)
 def test_anything_but_rows_is_a_problem_under_fsdp2_too(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
     roots = [fully_shard(nn.Linear(8, 8), mesh=mesh)]
-    assert "not split by rows alone" in sharding_problem(sharded(mesh, *placements), roots)
+    whole = placements == (Replicate(), Replicate())
+    said = "in place of replicate()" if whole else "or not by rows"
+    assert said in sharding_problem(sharded(mesh, *placements), roots)
