@@ -271,8 +271,8 @@ class BuiltEngine(Config):
     def _first_weights(self) -> list[float]:
         """The size of some weights of each layer that is whole, of which models that train apart have others."""
         weights = [layer.weight.detach() for layer in self.layers if not is_sharded(layer.weight)]
-        sizes = [torch.linalg.vector_norm(weight.flatten()[:_FEW].float().cpu()) for weight in weights]
-        return torch.stack(sizes).tolist() if sizes else []
+        sizes = [torch.linalg.vector_norm(weight.flatten()[:_FEW].float()) for weight in weights]
+        return torch.stack([size.to(sizes[0].device) for size in sizes]).tolist() if sizes else []
 
     def _built(self) -> dict[str, Any]:
         """What has to be the same on all ranks, by name."""

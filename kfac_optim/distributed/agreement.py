@@ -47,7 +47,7 @@ def check(comm: Communicator, built: Mapping[str, object], learned: Collection[s
     differing = [values for values in zip(*everyone, strict=False) if len(set(values)) > 1]
     names = [values[0].partition(" = ")[0] for values in differing]
     if set(names) <= set(learned):
-        numbers = [[literal_eval(value.partition(" = ")[2]) for value in values] for values in differing]
+        numbers = [[_numbers(value.partition(" = ")[2]) for value in values] for values in differing]
         if all(_differ_by_rounding(each) for each in numbers):
             return {name: each[0] for name, each in zip(names, numbers, strict=True)}
     skipped = any(values[0].startswith("skipped_steps ") for values in differing)
@@ -77,6 +77,14 @@ def check(comm: Communicator, built: Mapping[str, object], learned: Collection[s
             f"hyperparameters, whenever they are set, and loaded state{remedy}"
         )
     )
+
+
+def _numbers(text: str) -> Any:
+    """The numbers of a text; nan, which is near nothing, where one of them is not finite."""
+    try:
+        return literal_eval(text)
+    except ValueError:
+        return math.nan
 
 
 def _differ_by_rounding(of_ranks: Sequence[Any]) -> bool:

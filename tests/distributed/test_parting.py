@@ -246,7 +246,9 @@ def test_what_ranks_round_differently_becomes_that_of_the_first() -> None:
         torch.testing.assert_close(other[2], known[2], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("by", "notches", "named"), [(1.01, 0, "usual_length is"), (1.0, 1, "trust is")])
+@pytest.mark.parametrize(
+    ("by", "notches", "named"), [(1.01, 0, "usual_length is"), (1.0, 1, "trust is"), (math.inf, 0, "usual_length is")]
+)
 def test_what_differs_by_more_is_no_rounding(by: float, notches: int, named: str) -> None:
     for story in run_ranks(2, round_differently, by, notches, may_fail=True):
         assert named in str(story) and "LocalCommunicator() for a rank alone" in str(story), story
