@@ -563,7 +563,10 @@ def test_an_exported_model_knows_nothing_of_the_optimizer_that_trains_it() -> No
 # CUDA graphs ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="this torch knows no such tag")
+@pytest.mark.skipif(
+    not hasattr(torch.Tag, "cudagraph_unsafe"),
+    reason="this torch has no such tag: it records no graph that has a tensor on the CPU, as the operators' tokens are",
+)
 def test_the_operators_stay_out_of_cuda_graphs() -> None:
     """mode="reduce-overhead" records a graph's kernels; the operators' Python code would not be replayed."""
     for name in ("record_input", "record_output_gradient"):
