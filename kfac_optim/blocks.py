@@ -258,7 +258,7 @@ class Block:
         """Whether no factor is on another rank."""
         return all("value" in tensors[side] for tensors in self.state.values() for side in SIDES)
 
-    def keep(self, whole: dict[str, Any], rank: int) -> None:
+    def take_factors(self, whole: dict[str, Any], rank: int) -> None:
         """Takes what ``rank``, this process, is now to keep of all factors, in place."""
         for source, tensors in self.state.items():
             for side, name in enumerate(SIDES):

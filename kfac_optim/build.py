@@ -107,7 +107,7 @@ class BuiltEngine(Config):
     def _assign(self) -> None:
         """Decides who decomposes and who preconditions what."""
         self.ranks.share_out(self.assignment, self.trained.blocks, self.solver, self.inv_dtype)
-        self._refresher.replan(self.comm.rank)
+        self._refresher.reschedule(self.comm.rank)
 
     def _restore(self) -> None:
         """Builds what a copy or a pickle leaves behind, and puts the hooks on."""
@@ -126,7 +126,7 @@ class BuiltEngine(Config):
         )
         if self._closed:
             self._capture.close()
-        self._plan_statistics()
+        self._prepare_statistics()
 
     @property
     def _sampled_fisher(self) -> Fisher | None:
@@ -145,7 +145,7 @@ class BuiltEngine(Config):
             self._assign()
             self._capture.change_rank(comm.rank, self.ranks.left_out(self.trained.blocks))
             for block in self.trained.blocks:
-                block.keep(block.state, comm.rank)
+                block.take_factors(block.state, comm.rank)
             self._refresher.invalidate()
 
     def extend(self, params: Iterable[Any]) -> None:
@@ -198,7 +198,7 @@ class BuiltEngine(Config):
             return
         self._rebuild_stages()
         # What this step has captured went with the old hooks.
-        self._capture.plan(step=self.step_count, enabled=False, fraction=1.0, grad_scaler=self.grad_scaler)
+        self._capture.prepare(step=self.step_count, enabled=False, fraction=1.0, grad_scaler=self.grad_scaler)
         for block in before:
             if block not in self.trained.blocks:
                 block.drop()
@@ -289,10 +289,10 @@ class BuiltEngine(Config):
             "comm_dtype": self.comm.comm_dtype,
         }
 
-    def _plan_statistics(self) -> None:
+    def _prepare_statistics(self) -> None:
         """Decides whether the coming step collects statistics; its forward has not run yet."""
         step = self.step_count
-        self._capture.plan(
+        self._capture.prepare(
             step=step,
             enabled=not self._closed and due(self.statistics_interval(step), step, self.last_statistics),
             fraction=self.at("factor_batch_fraction", step),
@@ -301,4 +301,4 @@ class BuiltEngine(Config):
 
     def _option_changed(self) -> None:
         self._check_scaling()
-        self._plan_statistics()
+        self._prepare_statistics()

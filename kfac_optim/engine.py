@@ -183,7 +183,7 @@ class CurvatureEngine(ViewedEngine):
         if not self._is_noop:
             self.step_count += 1
             self._steps_taken += 1
-        self._plan_statistics()
+        self._prepare_statistics()
 
     @property
     def watch(self) -> WeightWatch:
@@ -248,7 +248,7 @@ class CurvatureEngine(ViewedEngine):
         """Ends a step that is not taken, and still sends what other ranks may be waiting for."""
         self._restart_for_new_layers()
         self._preconditioner.send_zeros(self.trained.blocks, self.scaling, self.comm)
-        self._plan_statistics()
+        self._prepare_statistics()
 
     def _take_up(self, statistics: TakenStatistics, flags: Iterable[float], *, trains: bool) -> None:
         """Adds the statistics of this step to the running averages (a collective); ``trains``: see :meth:`_refresh`."""

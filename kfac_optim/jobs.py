@@ -48,7 +48,7 @@ class RefreshInProgress:
         self._running: dict[FactorJob, Callable[[], MaybeDecomposition]] = {}
         self._done: dict[FactorJob, MaybeDecomposition] = {}
 
-    def plan(self, blocks: list[Block], rank: int) -> None:
+    def schedule(self, blocks: list[Block], rank: int) -> None:
         """Shares this rank's decompositions out to the steps: evenly by cost, and same shapes together.
 
         A job larger than one step's budget runs in the background and is due at the end.

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from .base_state import AVERAGES, PREFIX, saved_parts, with_checksums
 from .bases import Bucket, Scalar, common_rate, gradients_of, members_of, rate_of, refuse_base
 from .config import options as engine_options
 from .config import refuse_unknown, signature
@@ -24,9 +23,9 @@ from .directions import by_parameter
 from .distributed import derived_from_by_horovod, join_hook, notify_join_context, register_joinable, share_gradients
 from .engine import CurvatureEngine
 from .lamb import MultiTensorLamb
+from .saved_state import AVERAGES, PREFIX, forget_all, saved_form, saved_parts, take_saved_form, with_checksums
 from .schedules import forgetting, growing, inverse_time_decay
 from .solvers import EigenSolver
-from .step_state import forget_all, saved_form, take_saved_form
 from .turning import lessons_of, take_turned_step
 
 __all__ = ["KFACLAMB", "KFACAdam", "KFACAdamW", "KFACMixin", "KFACSGD"]

@@ -124,7 +124,7 @@ class Preconditioner:
         lengths = [len(count) for count in counts]
         parts = (solver.relevant(*t, list(islice(found, n))) for t, n in zip(given, lengths, strict=True))
         for stack in old:
-            stack.keep(floor, [tile.with_parts(next(parts)) for tile in stack.tiles])
+            stack.note_relevant(floor, [tile.with_parts(next(parts)) for tile in stack.tiles])
 
     def send_zeros(self, blocks: Sequence[Block], scaling: Scaling | None, comm: Communicator) -> None:
         """Takes part in the exchange of directions where this rank has none to send (a collective)."""

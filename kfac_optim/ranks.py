@@ -17,7 +17,7 @@ from .distributed import (
     agreement,
     make_communicator,
 )
-from .sharing import move_factors, refuse_to_move
+from .factor_owners import move_factors, refuse_to_move
 from .solvers import Solver
 
 __all__ = ["Ranks"]

@@ -23,10 +23,10 @@ from .config import Config
 from .damping import Damping, value_of
 from .diagnostics import StageTimes, communicating
 from .distributed import Broadcast, Communicator
+from .factor_owners import decomposed_spectra, shared_spectra
 from .jobs import FactorJob, RefreshInProgress, batch_of, together
 from .pacing import Pace
 from .precision import full_precision
-from .sharing import decomposed_spectra, shared_spectra
 from .solvers import Batch, Decomposition, EigenSolver, MaybeDecomposition, Solver, Worker, decompose_all
 
 __all__ = ["Refresher"]
@@ -91,7 +91,7 @@ class Refresher:
         gammas = {block: value * damping.unit(block.factors("current", known.get(block))) for block in damped}
         if self.last_refresh is None or not spread:
             refresh = RefreshInProgress(step, 0, "current", gammas, known)
-            refresh.plan(blocks, comm.rank)
+            refresh.schedule(blocks, comm.rank)
             self._work_off(refresh, step, comm)
             self._note_begun(step)  # not before: an interrupted one is due again
             return
@@ -99,7 +99,7 @@ class Refresher:
         for block in blocks:
             block.factors("pending").freeze(block.factors("current"), gammas.get(block))
         self.in_progress = RefreshInProgress(step, spread, "pending", spectra=known)
-        self.in_progress.plan(blocks, comm.rank)
+        self.in_progress.schedule(blocks, comm.rank)
 
     def _note_begun(self, step: int) -> None:
         self.last_refresh = step
@@ -119,16 +119,16 @@ class Refresher:
         if self._stale:
             self._stale = False
             refresh = RefreshInProgress(step, 0, "in_use")
-            refresh.plan([block for block in blocks if block.has_data("in_use")], comm.rank)
+            refresh.schedule([block for block in blocks if block.has_data("in_use")], comm.rank)
             for stale in (refresh, self.in_progress):
                 if stale is not None and not isinstance(self.solver, EigenSolver):
                     stale.add_spectra(shared_spectra(stale.blocks, stale.source, comm))
             self._work_off(refresh, step, comm)
 
-    def replan(self, rank: int) -> None:
-        """Re-plans a refresh in progress after the blocks' workers have changed."""
+    def reschedule(self, rank: int) -> None:
+        """Reschedules a refresh in progress after the blocks' workers have changed."""
         if self.in_progress is not None:
-            self.in_progress.plan(self.in_progress.blocks, rank)
+            self.in_progress.schedule(self.in_progress.blocks, rank)
 
     # Work -----------------------------------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class Refresher:
         self.in_progress = None
         if spread >= 0 and self.last_refresh is not None and any(block.state for block in blocks):
             self.in_progress = RefreshInProgress(self.last_refresh, spread, "pending")
-            self.in_progress.plan([block for block in blocks if block.has_data("pending")], rank)
+            self.in_progress.schedule([block for block in blocks if block.has_data("pending")], rank)
 
     def close(self) -> None:
         """Gives up what is in progress and ends the worker's thread."""

@@ -82,7 +82,7 @@ class Stack:
             self.singles[block] = stack_of([block], damping)
         return self.singles[block]
 
-    def keep(self, value: float, tiles: list[Tile]) -> None:
+    def note_relevant(self, value: float, tiles: list[Tile]) -> None:
         """Notes what matters of the tiles' decompositions at a damping of ``value`` units."""
         self.relevant = value, tiles
 

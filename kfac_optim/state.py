@@ -12,9 +12,9 @@ from torch import nn
 from .blocks import LEARNED, SIDES
 from .build import BuiltEngine
 from .config import loaded_options, saved_options
+from .factor_owners import on_cpu, whole_state
 from .factors import copy_average_
-from .sharing import on_cpu, whole_state
-from .state_checks import check_counters, check_states, check_sums, checksums
+from .saved_state import check_counters, check_states, check_sums, checksums
 
 __all__ = ["StatefulEngine", "copy_state"]
 
@@ -101,7 +101,7 @@ class StatefulEngine(BuiltEngine):
                 self._refresher.rebuild(self.step_count, self.trained.blocks, self.comm)
         self._steering.watch.forget()
         self._capture.forget()
-        self._plan_statistics()
+        self._prepare_statistics()
 
     def state_dict(self) -> dict[str, Any]:
         """State of an engine that stands alone: factors by layer name, and counters.

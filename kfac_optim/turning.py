@@ -33,6 +33,7 @@ from .bases import (
 from .directions import Directions, Maker
 from .engine import CurvatureEngine
 from .flat_storage import flat_view
+from .saved_state import CHANGE, DESCENT, LENGTH, OF_STEP, STRETCH, TURN, forget
 from .steering import (
     Compared,
     Copies,
@@ -47,7 +48,6 @@ from .steering import (
     stretches,
     turns,
 )
-from .step_state import CHANGE, DESCENT, LENGTH, OF_STEP, STRETCH, TURN, forget
 
 __all__ = ["lessons_of", "take_turned_step"]
 

@@ -63,7 +63,7 @@ class CompiledCalls:
         self._handle = next(_HANDLES)  # by which graphs know this object
         _WATCHERS[self._handle] = self
 
-    def plan(self, *, enabled: bool) -> None:
+    def prepare(self, *, enabled: bool) -> None:
         """Sets whether the coming step collects statistics."""
         self.enabled = enabled
 

@@ -47,7 +47,7 @@ __all__ = ["Capture", "Hook", "remove_all"]
 
 
 class Capture:
-    """Watches the layers of a model. One for an engine; nothing is captured before :meth:`plan` enables it.
+    """Watches the layers of a model. One for an engine; nothing is captured before :meth:`prepare` enables it.
 
     Args:
         layers: The layers.
@@ -94,7 +94,7 @@ class Capture:
         """The statistics of this step so far."""
         return self._passes.statistics
 
-    def plan(self, *, step: int, enabled: bool, fraction: float, grad_scaler: torch.amp.GradScaler | None) -> None:
+    def prepare(self, *, step: int, enabled: bool, fraction: float, grad_scaler: torch.amp.GradScaler | None) -> None:
         """Sets what the coming step captures.
 
         Args:
@@ -104,10 +104,10 @@ class Capture:
             grad_scaler: Whose loss scale the gradients carry; None for none.
         """
         self.enabled = enabled
-        self._recorder.plan(fraction=fraction, grad_scaler=grad_scaler)
-        self._compiled.plan(enabled=enabled)
+        self._recorder.prepare(fraction=fraction, grad_scaler=grad_scaler)
+        self._compiled.prepare(enabled=enabled)
         if self._sampling is not None:
-            self._sampling.plan(step)
+            self._sampling.prepare(step)
         if not enabled:
             self._passes.abandon()
 
@@ -120,7 +120,7 @@ class Capture:
     def close(self) -> None:
         """Removes every hook and forgets what was captured."""
         self.enabled = False
-        self._compiled.plan(enabled=False)
+        self._compiled.prepare(enabled=False)
         self.forget()
         self._passes.abandon()
         remove_all(self._handles)

@@ -74,7 +74,7 @@ class Recorder:
         self._fraction = 1.0
         self._grad_scaler: torch.amp.GradScaler | None = None
 
-    def plan(self, *, fraction: float, grad_scaler: torch.amp.GradScaler | None) -> None:
+    def prepare(self, *, fraction: float, grad_scaler: torch.amp.GradScaler | None) -> None:
         """Sets the share of the examples that is looked at, and whose loss scale the gradients carry."""
         self._fraction, self._grad_scaler = fraction, grad_scaler
 

@@ -38,7 +38,7 @@ class SampledBackward:
         self._samples = 0  # drawn in this step
         self._checked = False  # whether the loss's gradient was looked at
 
-    def plan(self, step: int) -> None:
+    def prepare(self, step: int) -> None:
         """Sets the number of the step, from which the samples come."""
         self._step = step
 

@@ -28,7 +28,7 @@ Where to look::
     agreement.py        whether all ranks have built the same engine
     join.py             uneven inputs: ranks that have run out of them
     sharding.py         tensors and gradients of which every rank holds a part (FSDP2, DeepSpeed ZeRO)
-    shards.py           how FSDP2's parts get to the ranks that precondition a layer, and back
+    shard_exchange.py   how FSDP2's parts get to the ranks that precondition a layer, and back
 """
 
 from . import agreement
@@ -36,6 +36,7 @@ from .assignment import Assignment, AssignmentStrategy, LayerAssignment, LayerCo
 from .communicator import Broadcast, Communicator, LocalCommunicator
 from .horovod import HorovodCommunicator, derived_from_by_horovod
 from .join import join_hook, notify_join_context, register_joinable, share_gradients
+from .shard_exchange import ShardExchange, are_exchangeable
 from .sharding import (
     all_gathered,
     any_sharded,
@@ -51,7 +52,6 @@ from .sharding import (
     sharding_problem,
     summed_over_shards,
 )
-from .shards import ShardExchange, are_exchangeable
 from .strategies import KAISA, FactorWise, LayerWise, longest_first
 from .torch import TorchCommunicator, communicator_of, make_communicator
 

@@ -76,16 +76,16 @@ def _of_shards(compared: Sequence[Compared]) -> list[Tensor]:
 
 def _each_dot(compared: Compared, copies: Copies) -> Tensor:
     """The dot product of each gradient with its vector, ``[n]``."""
-    plan = _batches_of(compared)
+    shared = _batches_of(compared)
     found: list[Tensor] = []
-    for places, lengths in plan.batches:
+    for places, lengths in shared.batches:
         g, v = _side_by_side(compared, places, copies)
         alone = len(places) == 1
         found.append(
             torch.dot(g, v).view(1) if alone else torch.segment_reduce(g * v, "sum", lengths=lengths, unsafe=True)
         )
     whole = found[0] if len(found) == 1 else torch.cat(found)
-    return whole if plan.back is None else whole.index_select(0, plan.back)
+    return whole if shared.back is None else whole.index_select(0, shared.back)
 
 
 @dataclass(frozen=True)

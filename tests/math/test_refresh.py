@@ -45,11 +45,11 @@ class Block:
         return self.spec, self.spec
 
 
-def planned(shapes: list[FactorSpec], spread: int) -> tuple[RefreshInProgress, dict[Any, FactorSpec]]:
+def scheduled(shapes: list[FactorSpec], spread: int) -> tuple[RefreshInProgress, dict[Any, FactorSpec]]:
     """A refresh of factors of these shapes by one rank, and its jobs."""
     blocks: list[Any] = [Block(spec) for spec in shapes]
     refresh = RefreshInProgress(0, spread, "pending")
-    refresh.plan(blocks, rank=0)
+    refresh.schedule(blocks, rank=0)
     return refresh, {(block, 0): block.spec for block in blocks}
 
 
@@ -58,7 +58,7 @@ def planned(shapes: list[FactorSpec], spread: int) -> tuple[RefreshInProgress, d
 
 @given(st.lists(specs, min_size=1, max_size=12), st.integers(0, 6))
 def test_every_job_is_due_once_within_the_spread(shapes: list[FactorSpec], spread: int) -> None:
-    refresh, share = planned(shapes, spread)
+    refresh, share = scheduled(shapes, spread)
     due: list[object] = []
     for step in range(spread + 1):
         now = refresh.due(step)
@@ -73,7 +73,7 @@ def test_a_step_has_its_share_and_at_most_one_batch_more(shapes: list[FactorSpec
 
     The step that begins, which has collected statistics, is idle where two others or more are left.
     """
-    refresh, share = planned(shapes, spread)
+    refresh, share = scheduled(shapes, spread)
     working = range(1, spread) if spread > 2 else range(spread)
     mean = sum(spec.cost for spec in shapes) / len(working)
     background = set(refresh.background)
@@ -87,7 +87,7 @@ def test_a_step_has_its_share_and_at_most_one_batch_more(shapes: list[FactorSpec
 def test_same_shapes_are_due_together_as_far_as_the_share_goes(pairs: tuple[int, ...]) -> None:
     """However many pairs they have."""
     shapes = [FactorSpec(p, dim) for p, dim in zip(pairs, (4, 8, 4, 4, 8, 4), strict=True)]
-    refresh, share = planned(shapes, 4)
+    refresh, share = scheduled(shapes, 4)
     steps = {refresh.steps[job] for job, spec in share.items() if spec.dim == 4}
     assert len(steps) == 1, "all of 4 rows cost less than one of 8"
 
@@ -95,7 +95,7 @@ def test_same_shapes_are_due_together_as_far_as_the_share_goes(pairs: tuple[int,
 @given(st.lists(specs, min_size=1, max_size=12), st.integers(0, 6))
 @example([FactorSpec(1, 10), FactorSpec(2, 10), FactorSpec(1, 3)], 6)  # the first two in the background
 def test_the_largest_is_made_first(shapes: list[FactorSpec], spread: int) -> None:
-    refresh, share = planned(shapes, spread)
+    refresh, share = scheduled(shapes, spread)
     for jobs in (refresh.background, refresh.due(spread)):
         costs = [share[job].cost for job in jobs]
         assert costs == sorted(costs, reverse=True)
@@ -103,14 +103,14 @@ def test_the_largest_is_made_first(shapes: list[FactorSpec], spread: int) -> Non
 
 def test_a_new_plan_keeps_what_is_done_of_its_own_jobs() -> None:
     """Other ranks take over layers in the midst of a refresh."""
-    refresh, share = planned([FactorSpec(1, dim) for dim in (4, 4, 5, 5, 6)], 3)
+    refresh, share = scheduled([FactorSpec(1, dim) for dim in (4, 4, 5, 5, 6)], 3)
     done, running, kept_done, kept_running, fresh = (block for block, _ in share)
     refresh.finish([(done, 0), (kept_done, 0)], [(), ()])
     refresh.background = [(running, 0), (kept_running, 0)]
     refresh.start_background(lambda job: tuple)
     for block in (done, running):
         vars(block)["workers"] = SimpleNamespace(inverse_workers=(1, 0))
-    refresh.plan(refresh.blocks, rank=0)
+    refresh.schedule(refresh.blocks, rank=0)
     blocks = (done, kept_done, running, kept_running)
     assert [b for b in blocks if refresh.found(b, 0) is not None] == [kept_done]
     assert [b for b in blocks if refresh.is_running((b, 0))] == [kept_running]

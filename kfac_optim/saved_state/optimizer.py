@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .state_checks import PREFIX, checksums
+from .checks import PREFIX, checksums
 
 __all__ = ["AVERAGES", "PREFIX", "saved_parts", "with_checksums"]
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base_state import AVERAGES, PREFIX
-from .bases import MOMENT
+from ..bases import MOMENT
+from .optimizer import AVERAGES, PREFIX
 
 __all__ = [
     "CHANGE",

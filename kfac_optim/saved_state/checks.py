@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .blocks import LEARNED, SIDES, Block, Source
-from .counters import Counter
-from .steering import Steering
+from ..blocks import LEARNED, SIDES, Block, Source
+from ..counters import Counter
+from ..steering import Steering
 
 __all__ = ["PREFIX", "check_counters", "check_states", "check_sums", "checksums"]
 

@@ -120,7 +120,7 @@ def move_factors(blocks: Sequence[Block], dtype: torch.dtype, comm: Communicator
     for block in blocks:
         before, now = block.kept_by, block.workers
         if block.state and before is not None and any(before.owner(side) != now.owner(side) for side in range(2)):
-            block.keep(whole_state(block, dtype, comm), comm.rank)
+            block.take_factors(whole_state(block, dtype, comm), comm.rank)
 
 
 def refuse_to_move(blocks: Sequence[Block], comm: Communicator) -> None:
