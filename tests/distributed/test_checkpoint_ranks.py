@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kfac_optim import KAISA, KFACLAMB, KFACSGD, FactorWise, KFACAdam, KLClip, LayerWise
 from tests.helpers.compare import assert_all_near, values
+from tests.helpers.files import packed, unpacked
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import CLASSES, FLOAT64
 from tests.helpers.training import make_model, train
@@ -50,18 +50,6 @@ def build(case: str, strategy: Any, seed: int = 0) -> tuple[nn.Module, Any]:
     model = make_model(seed).double()
     cls, options = CASES[case]
     return model, cls(model, **{**CLASSES[cls], **SETTINGS, "assignment": strategy, **options})
-
-
-def packed(value: Any) -> bytes:
-    """As a file."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def unpacked(content: bytes) -> Any:
-    """From a file, with nothing but tensors and plain numbers allowed in it."""
-    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def differ(found: list[Tensor], expected: list[Tensor]) -> bool:

@@ -12,8 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from kfac_optim import KAISA, KFAC, Categorical, FactorWise, LayerWise
+from kfac_optim import KAISA, KFAC, FactorWise, LayerWise
 from tests.helpers.compare import assert_all_near, assert_equal_on_ranks, values
+from tests.helpers.fishers import FixedTargets
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64
 from tests.helpers.training import data_of, make_model, train
@@ -21,13 +22,6 @@ from tests.helpers.training import data_of, make_model, train
 SHAPE = (64, 4)
 STRATEGIES = {"kaisa": KAISA(1.0), "sharded": LayerWise("sharded")}
 NUMBERS = ("damping", "learning_rate", "momentum", "reduction_ratio")
-
-
-class FixedTargets(Categorical):
-    """Targets that depend on the output alone: those of a batch are the same however it is spread over ranks."""
-
-    def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
-        return output.softmax(-1) - F.one_hot(output.argmin(-1), output.shape[-1])
 
 
 def trained(rank: int, world_size: int, how: str) -> tuple[list[Tensor], list[float]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from kfac_optim.diagnostics import plot_history, plot_spectrum
 from tests.distributed.test_communication import Odd, train_branching
 from tests.distributed.test_distributed import trained
 from tests.helpers.compare import assert_all_near, assert_near, factors_of, values
+from tests.helpers.files import packed, unpacked
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, OFTEN
 from tests.helpers.training import data_of, make_model, share, train
@@ -256,12 +256,6 @@ def build(case: str, strategy: Any, seed: int = 0) -> tuple[nn.Module, Any]:
     return model, cls(model, **{**SETTINGS, **options, "assignment": strategy})
 
 
-def packed(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
 def go_on(model: nn.Module, optimizer: Any, rank: int, world_size: int) -> list[Tensor]:
     train(DDP(model) if world_size > 1 else model, optimizer, range(K, END), rank=rank, world_size=world_size)
     return values(model)
@@ -305,7 +299,7 @@ def resume(rank: int, world_size: int, files: dict[str, bytes], folder: str) -> 
     for case, file in files.items():
         for other, strategy in ELSEWHERE.items() if world_size > 1 else [("replicated", FactorWise())]:
             model, optimizer = build(case, strategy, seed=1)
-            weights, state = torch.load(io.BytesIO(file), weights_only=True)
+            weights, state = unpacked(file)
             model.load_state_dict(weights)
             optimizer.load_state_dict(state)
             found["whole", case, other] = go_on(model, optimizer, rank, world_size)
@@ -342,7 +336,7 @@ def test_a_run_goes_on_on_any_ranks_with_any_strategy(
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_whole_state_is_the_same_on_every_rank(saved: list[dict[Any, Any]], case: str) -> None:
-    states = [torch.load(io.BytesIO(found["whole", case]), weights_only=True)[1] for found in saved]
+    states = [unpacked(found["whole", case])[1] for found in saved]
     for state in states[1:]:
         assert_same_state(state, states[0])
     assert isinstance(states[0]["param_groups"][0]["kfac_checksum_current"], int)
@@ -367,8 +361,8 @@ def test_saving_and_copying_change_nothing(saved: list[dict[Any, Any]], case: st
 
 def test_a_part_holds_its_share_and_is_refused_where_more_is_needed(saved: list[dict[Any, Any]]) -> None:
     """The factors of all parts are those of the whole, each once."""
-    parts = [torch.load(io.BytesIO(found["part", "adam"]), weights_only=True) for found in saved]
-    whole = torch.load(io.BytesIO(saved[0]["whole", "adam"]), weights_only=True)[1]
+    parts = [unpacked(found["part", "adam"]) for found in saved]
+    whole = unpacked(saved[0]["whole", "adam"])[1]
     for i, state in whole["state"].items():
         for source, side in [(s, x) for s in ("current", "in_use") for x in "AG" if "kfac" in state]:
             there = [part[1]["state"][i]["kfac"][source][side] for part in parts]
@@ -464,7 +458,7 @@ def join_late(rank: int, world_size: int, file: bytes, folder: str) -> list[list
     found = []
     for i, strategy in enumerate([LayerWise("sharded"), FactorWise("sharded")]):
         model, optimizer = build("adam", strategy, seed=1)
-        weights, state = torch.load(io.BytesIO(file), weights_only=True)
+        weights, state = unpacked(file)
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
         dist.init_process_group("gloo", init_method=f"file://{folder}/late-{i}", rank=rank, world_size=world_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from kfac_optim.distributed import LocalCommunicator
 from kfac_optim.lamb import MultiTensorLamb
 from kfac_optim.steering import plan, reach
 from tests.helpers.compare import assert_all_near
+from tests.helpers.files import packed, unpacked
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64
 from tests.helpers.versions import needs_sharding_on_cpus
@@ -99,11 +99,9 @@ def on_a_mesh(rank: int, world_size: int, kind: str, data_ranks: int) -> list[Te
     for step in range(STEPS):
         if step == STEPS // 2:  # goes on from a file of this rank's own, in the midst of a refresh
             optimizer.curvature.synchronize()
-            file = io.BytesIO()
-            torch.save(optimizer.state_dict(), file)
-            file.seek(0)
+            file = packed(optimizer.state_dict())
             optimizer = cls(model, communicator=communicator, **{**SETTINGS, **options})
-            optimizer.load_state_dict(torch.load(file))
+            optimizer.load_state_dict(unpacked(file))
         optimizer.zero_grad()
         x, y = data(step)
         F.cross_entropy(model(x[share]), y[share]).backward()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from kfac_optim import KFACSGD, OfLargest, OfMean, exponential_decay
 from kfac_optim.spectra import largest_eigenvalue
 from tests.helpers.compare import assert_applied, assert_identical, assert_trained, values
+from tests.helpers.files import through_a_file
 from tests.helpers.reference import Curvature, Oracle, averaged, squared_error, take_step
 from tests.helpers.settings import EXACT, SOLVERS
 from tests.helpers.training import train
@@ -191,12 +191,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(schedule: Any, solver: str, spre
     model, optimizer = build(OfLargest(schedule))
     before = values(model)
     train(model, optimizer, range(STEPS), shape=(8, 70))
-    file = io.BytesIO()
-    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    weights, state = through_a_file((model.state_dict(), optimizer.state_dict()))
     train(model, optimizer, range(STEPS, 2 * STEPS), shape=(8, 70))
 
-    file.seek(0)
-    weights, state = torch.load(file, weights_only=True)
     resumed, again = build(OfLargest(schedule))
     resumed.load_state_dict(weights)
     again.load_state_dict(state)

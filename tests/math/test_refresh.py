@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import math
 import threading
 import weakref
@@ -28,6 +27,7 @@ from kfac_optim.layers import gram
 from kfac_optim.refresh import Refresher, _decompose
 from kfac_optim.solvers import Batch, Failure, decompose_all, decompose_safely
 from kfac_optim.stacks import _cat, stack_of
+from tests.helpers.files import through_a_file
 
 specs = st.builds(FactorSpec, st.integers(1, 3), st.sampled_from([3, 4, 10]), st.booleans())
 
@@ -410,10 +410,7 @@ def test_a_refresh_under_way_survives(way: str) -> None:
     elif way == "deepcopy":
         other, resumed = copy.deepcopy((net, optimizer))
     else:
-        file = io.BytesIO()
-        torch.save((net, optimizer), file)
-        file.seek(0)
-        other, resumed = torch.load(file, weights_only=False)
+        other, resumed = through_a_file((net, optimizer), plain=False)
     expected, found = steps(net, optimizer, 6, 12), steps(other, resumed, 6, 12)
     assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
 

@@ -12,13 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kfac_optim import KFACSGD, Graft, KFACAdam, KFACAdamW, KFACMixin, flat_storage
+from kfac_optim import KFACSGD, Graft, KFACAdam, KFACAdamW, flat_storage
+from tests.helpers.bases import KFACRMSprop
 
 Case = tuple[Any, Any, dict[str, Any]]
-
-
-class KFACRMSprop(KFACMixin, torch.optim.RMSprop):
-    """A base class that keeps no first moment."""
 
 
 CASES: list[Case] = [

@@ -5,7 +5,6 @@ What is batched, filled up and put off on a device is none of that on the CPU, s
 
 from __future__ import annotations
 
-import io
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from kfac_optim.layers.moments import _SUMS_IN_FLOAT32
 from kfac_optim.optimizers import KFACMixin
 from tests.helpers.compare import assert_near, assert_same_weights
 from tests.helpers.compiler import needs_compiler
+from tests.helpers.files import packed, unpacked
 from tests.helpers.settings import ALL_CLASSES, FLOAT64, PAPER
 from tests.helpers.zoo import FAMILIES, Family
 
@@ -109,9 +109,8 @@ def test_a_model_that_moves_after_construction() -> None:
 def test_a_checkpoint_goes_on_on_the_cpu() -> None:
     family = FAMILIES["GPT"]
     model, optimizer = trained(family, KFACAdamW, "cuda", **DEFAULTS)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    found = torch.load(io.BytesIO(file.getvalue()), map_location="cpu", weights_only=True)
+    file = packed({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    found = unpacked(file, map_location="cpu")
     other = family.make().double()
     resumed = KFACAdamW(other, loss_average=family.average, **ALL_CLASSES[KFACAdamW], **DEFAULTS)
     other.load_state_dict(found["model"])

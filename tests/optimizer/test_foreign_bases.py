@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.nn import functional as F
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACMixin
 from tests.helpers.compare import assert_identical, values
+from tests.helpers.files import through_a_file
 from tests.helpers.settings import OFTEN
 from tests.helpers.training import make_model, train
 
@@ -148,13 +148,6 @@ ODD: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
     KFACShampoo: {"lr": 0.01, "momentum": 0.9},
     KFACSWATS: {"lr": 0.01},
 }
-
-
-def through_a_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import torch_optimizer
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin, KLClip
+from tests.helpers.bases import KFACRMSprop
 from tests.helpers.compare import assert_close, assert_trained, values
 from tests.helpers.settings import FLOAT64, OFTEN
 from tests.helpers.training import backward, make_model, train
@@ -68,10 +69,6 @@ class LION(torch.optim.Optimizer):
                 p.add_(torch.sign(first * moment + (1 - first) * p.grad), alpha=-group["lr"])
                 moment.lerp_(p.grad, 1 - second)
         return loss
-
-
-class KFACRMSprop(KFACMixin, torch.optim.RMSprop):
-    pass
 
 
 class KFACLARS(KFACMixin, LARS):

@@ -17,6 +17,7 @@ from kfac_optim.steering.brake import Brake
 from kfac_optim.steering.graft import GraftShare
 from kfac_optim.steering.inner_products import Compared, alignment
 from kfac_optim.steering.trust import Trust
+from tests.helpers.bases import KFACAdagrad, KFACRMSprop
 from tests.helpers.compare import (
     SAME,
     assert_identical,
@@ -306,9 +307,6 @@ def test_without_curvature_it_is_sgd(how: dict[str, Any]) -> None:
 def test_a_base_without_moments_has_its_gradients_preconditioned() -> None:
     """Adagrad keeps no first moment: the direction is that of the gradient, the length Adagrad's."""
 
-    class KFACAdagrad(KFACMixin, torch.optim.Adagrad):
-        pass
-
     class Rule:
         def __init__(self) -> None:
             self.total = torch.zeros(())
@@ -325,9 +323,6 @@ def test_a_base_without_moments_has_its_gradients_preconditioned() -> None:
 
 def test_momentum_of_divided_gradients_is_no_first_moment() -> None:
     """RMSprop's: the direction is that of the gradient, the length RMSprop's; while trust is learned of an average."""
-
-    class KFACRMSprop(KFACMixin, torch.optim.RMSprop):
-        pass
 
     class Rule:
         def __init__(self) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from kfac_optim import KAISA, KFACSGD, Assignment, CurvatureEngine, FactorWise, LayerAssignment, LayerWise, diagnostics
 from kfac_optim.distributed import LocalCommunicator
+from tests.helpers.files import through_a_file
 from tests.helpers.settings import FLOAT64, damping_of
 from tests.helpers.training import make_model, train
 
@@ -128,18 +129,11 @@ def test_eigenvalues_are_computed_once_per_refresh(monkeypatch: pytest.MonkeyPat
         counts.append(len(calls))
         largest.append(rows["3"]["G"]["max"])
         if step == 2:
-            saved = optimizer.state_dict()
-            saved = torch.load(io.BytesIO(_bytes(saved)), weights_only=True)
+            saved = through_a_file(optimizer.state_dict())
     assert counts == [6, 6, 6, 12, 12, 12]
     assert largest[0] == largest[2] != largest[3]
     optimizer.load_state_dict(saved)
     assert optimizer.curvature.report()["layers"]["3"]["G"]["max"] == pytest.approx(largest[2], rel=TOL)
-
-
-def _bytes(state: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
 
 
 # Spectrum ------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,10 +15,12 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from kfac_optim import KFAC, Categorical, Gaussian, InverseSolver
+from kfac_optim import KFAC, Gaussian, InverseSolver
 from kfac_optim.capture import replay as replay_module
 from kfac_optim.objective import Objective
 from tests.helpers.compare import assert_identical, assert_near, assert_trained, values
+from tests.helpers.files import through_a_file
+from tests.helpers.fishers import FixedTargets
 from tests.helpers.settings import FLOAT64
 from tests.helpers.training import data_of, make_model, train
 
@@ -279,13 +280,6 @@ def test_micro_batches_are_one_batch() -> None:
     for p, q in zip(model.parameters(), parted.parameters(), strict=True):
         assert_near(q.detach(), p.detach(), rel=1e-6)
     assert again.param_groups[0]["damping"] == pytest.approx(optimizer.param_groups[0]["damping"])
-
-
-class FixedTargets(Categorical):
-    """Targets that depend on the output alone, so that all ways of computing a batch draw the same."""
-
-    def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
-        return output.softmax(-1) - F.one_hot(output.argmin(-1), output.shape[-1])
 
 
 def test_what_a_loop_does_beside_training_is_left_alone() -> None:
@@ -564,11 +558,8 @@ def test_a_batch_that_is_not_finite_is_skipped() -> None:
 def test_a_resumed_run_is_the_uninterrupted_one(seen: int) -> None:
     model, optimizer = make(torch.float32)
     train(model, optimizer, range(seen), **BATCH)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     train(model, optimizer, range(seen, 14), **BATCH)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
     resumed, again = make(torch.float32)
     resumed.load_state_dict(saved["model"])
     again.load_state_dict(saved["optimizer"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import pickle
 from typing import Any
@@ -25,6 +24,7 @@ from kfac_optim import (
 )
 from kfac_optim.steering import brake, graft, inner_products, opponents, plan, reach, trust
 from tests.helpers.compare import assert_near, snapshot
+from tests.helpers.files import through_a_file
 from tests.helpers.reference import Oracle, averaged, backward, log_cosh
 from tests.helpers.settings import OPTIONS
 
@@ -498,10 +498,7 @@ def test_a_discriminator_is_known_by_what_is_added_to_its_last_gradients(
         again[1] = KFACAdam(discriminator.parameters(), **how, skip_layers=[""])
     for own, resumed in zip((ours, theirs), again, strict=True):
         resumed.load_state_dict(own.state_dict())
-    file = io.BytesIO()
-    torch.save((models, ours, theirs), file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
+    loaded = through_a_file((models, ours, theirs), plain=False)
     for trio in ((models, ours, theirs), (models, *again), loaded):
         assert trio[2].curvature._steering.opposition.is_seen
         assert trio[1].curvature.reach == 0 and not trio[1].curvature._steering.opposition.is_seen

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import kfac_optim
-from kfac_optim import KAISA, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin
+from kfac_optim import KAISA, KFACSGD, CurvatureEngine, KFACAdam
 from kfac_optim.distributed import LocalCommunicator
+from tests.helpers.bases import KFACRMSprop
 from tests.helpers.compare import values
 from tests.helpers.settings import FLOAT64
 from tests.helpers.training import backward, make_model, train
@@ -417,10 +418,6 @@ def test_estimates_need_no_gradients_and_train_nothing() -> None:
 
 
 # Nothing captured ----------------------------------------------------------------------------------------------------
-
-
-class KFACRMSprop(KFACMixin, torch.optim.RMSprop):
-    pass
 
 
 @pytest.mark.parametrize("kfac", [KFACSGD, KFACAdam, KFACRMSprop])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -34,6 +33,7 @@ from kfac_optim import (
     memory_estimate,
 )
 from tests.helpers.compare import assert_identical, assert_trained, values
+from tests.helpers.files import through_a_file
 from tests.helpers.settings import ALL_CLASSES, BASES, CLASSES, FLOAT64, OFTEN
 from tests.helpers.training import backward, make_model, train
 from tests.helpers.versions import FLATTENS_DICTS
@@ -73,14 +73,6 @@ def build(kfac: Any, options: str | dict[str, Any] = "paper", seed: int = 0) -> 
     return model, kfac(model, **ALL_CLASSES[kfac], **{**SETTINGS, **chosen})
 
 
-def saved(state: Any) -> Any:
-    """Through a file, with nothing but tensors and plain numbers allowed in it."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every leaf of nested dicts and lists, with where it stands."""
     items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
@@ -110,7 +102,7 @@ def again_by_state(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
     model2, optimizer2 = build(type(optimizer), seed=1)
     model2.load_state_dict(model.state_dict())
     model2[0].requires_grad_(model[0].weight.requires_grad)  # type: ignore[index, union-attr]
-    optimizer2.load_state_dict(saved(optimizer.state_dict()))
+    optimizer2.load_state_dict(through_a_file(optimizer.state_dict()))
     return model2, optimizer2
 
 
@@ -124,7 +116,7 @@ def test_a_state_has_the_options_of_its_moment() -> None:
     optimizer.curvature.damping = 0.5
     for state in (optimizer.state_dict(), optimizer.full_state_dict()):
         _, resumed = build(KFACSGD)
-        resumed.load_state_dict(saved(state))
+        resumed.load_state_dict(through_a_file(state))
         assert resumed.curvature.damping == 0.5
 
 
@@ -136,7 +128,7 @@ def test_a_refresh_in_progress_ends_where_refreshes_are_not_spread(other: dict[s
     while optimizer.curvature._refresher.in_progress is None:
         train(model, optimizer, [step])
         step += 1
-    state = saved(optimizer.state_dict())
+    state = through_a_file(optimizer.state_dict())
     assert state["param_groups"][0]["kfac_pending_spread"] >= 0
     resumed = KFACSGD(model, lr=0.1, **other)
     resumed.load_state_dict(state)
@@ -161,7 +153,7 @@ def test_hooks_on_loading_are_heard_before_the_state_is_judged() -> None:
 
     model, optimizer = built()
     train(model, optimizer, range(K))
-    reversed_groups = in_order(optimizer, saved(optimizer.state_dict()))
+    reversed_groups = in_order(optimizer, through_a_file(optimizer.state_dict()))
     other, resumed = built()
     other.load_state_dict(model.state_dict())
     with pytest.raises(ValueError, match="groups of"):
@@ -203,7 +195,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(kfac: Any, options: str) -> None
     model, optimizer = build(kfac, options)
     before = values(model)
     train(model, optimizer, range(K))
-    checkpoint = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    checkpoint = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     train(model, optimizer, range(K, 2 * K))
 
     resumed, again = build(kfac, options, seed=1)
@@ -223,7 +215,7 @@ def test_at_whatever_step_a_spread_refresh_is_interrupted(interrupted_after: int
     options = {"spread": 3, "inv_update_steps": 5, "factor_update_steps": 1, "solver": solver}
     model, optimizer = build(KFACSGD, options)
     train(model, optimizer, range(interrupted_after))
-    checkpoint = saved([model.state_dict(), optimizer.state_dict()])
+    checkpoint = through_a_file([model.state_dict(), optimizer.state_dict()])
     resumed, again = build(KFACSGD, options, seed=1)
     resumed.load_state_dict(checkpoint[0])
     again.load_state_dict(checkpoint[1])
@@ -237,7 +229,7 @@ def test_rolling_back_an_optimizer_in_use() -> None:
     """Loading an earlier state into the same optimizer: nothing of the later one is left."""
     model, optimizer = build(KFACSGD, "spread")
     train(model, optimizer, range(K))
-    checkpoint = saved([model.state_dict(), optimizer.state_dict()])
+    checkpoint = through_a_file([model.state_dict(), optimizer.state_dict()])
     train(model, optimizer, range(K, 2 * K))
     expected = values(model)
     train(model, optimizer, range(30, 35))
@@ -252,7 +244,7 @@ def test_the_loaded_factors_are_copied() -> None:
     """One loaded dict serves several optimizers."""
     model, optimizer = build(KFACAdam)
     train(model, optimizer, range(K))
-    checkpoint = saved(optimizer.state_dict())
+    checkpoint = through_a_file(optimizer.state_dict())
     kept = copy.deepcopy(checkpoint)
     resumed, again = build(KFACAdam)
     again.load_state_dict(checkpoint)
@@ -272,7 +264,7 @@ def test_an_engine_that_stands_alone_resumes() -> None:
     engine, again = (CurvatureEngine(m, **SETTINGS, spread=2) for m in (model, resumed))
     run(model, engine, range(K))
     resumed.load_state_dict(model.state_dict())
-    again.load_state_dict(saved(engine.state_dict()))
+    again.load_state_dict(through_a_file(engine.state_dict()))
     run(model, engine, range(K, 2 * K))
     run(resumed, again, range(K, 2 * K))
     assert_identical(model, resumed)
@@ -329,7 +321,7 @@ def test_float32_factors_stay_float32_on_a_half_precision_model(kfac: Any, dtype
     resumed, again = build(kfac, seed=1)
     resumed.to(dtype)
     resumed.load_state_dict(model.state_dict())
-    again.load_state_dict(saved(optimizer.state_dict()))
+    again.load_state_dict(through_a_file(optimizer.state_dict()))
     for name in ("0", "2", "3"):
         for ours, theirs in zip(again.curvature.factors(name), optimizer.curvature.factors(name), strict=True):
             assert ours.dtype is torch.float32
@@ -353,7 +345,7 @@ def test_numbers_are_saved_and_loaded() -> None:
     train(model, optimizer, range(K))
     resumed, again = build(KFACSGD, seed=1)
     resumed.load_state_dict(model.state_dict())
-    again.load_state_dict(saved(optimizer.state_dict()))
+    again.load_state_dict(through_a_file(optimizer.state_dict()))
     for name in ("damping", "factor_decay", "inv_update_steps"):
         ours, theirs = getattr(again.curvature, name), getattr(engine, name)
         assert ours == theirs and type(ours) is type(theirs), name
@@ -377,7 +369,7 @@ def test_a_saved_number_is_loaded_as_it_is(name: str, fresh: Any, saved_value: A
     model, optimizer = build(KFACSGD, {name: saved_value})
     train(model, optimizer, range(K))
     _, again = build(KFACSGD, {name: fresh})
-    again.load_state_dict(saved(optimizer.state_dict()))
+    again.load_state_dict(through_a_file(optimizer.state_dict()))
     assert getattr(again.curvature, name) == saved_value
 
 
@@ -392,7 +384,7 @@ def test_the_kind_of_a_damping_is_part_of_the_state(kept: Any, fresh: Any) -> No
     train(model, optimizer, range(K - 2))
     optimizer.curvature.damping = kept
     train(model, optimizer, range(K - 2, K))
-    state = saved(optimizer.state_dict())
+    state = through_a_file(optimizer.state_dict())
     names = {key for group in state["param_groups"] for key in group if key.startswith("kfac_damping")}
     kind = {OfMean: "_of_mean", OfLargest: "_of_largest"}.get(type(kept), "")
     assert names == {f"kfac_damping{kind}"}, "and no other"
@@ -404,7 +396,7 @@ def test_the_kind_of_a_damping_is_part_of_the_state(kept: Any, fresh: Any) -> No
     train(resumed, again, range(K, 2 * K))
     assert_identical(resumed, model)
     alone = CurvatureEngine(make_model(), damping=fresh)
-    alone.load_state_dict(saved(optimizer.curvature.state_dict()))
+    alone.load_state_dict(through_a_file(optimizer.curvature.state_dict()))
     assert alone.damping == kept and type(alone.damping) is type(kept)
 
 
@@ -420,13 +412,13 @@ def test_a_saved_number_of_any_kind_does_not_override_a_function(number: Any, sc
     model, optimizer = build(KFACSGD, {"damping": number})
     train(model, optimizer, range(K))
     resumed, again = build(KFACSGD, {"damping": schedule})
-    again.load_state_dict(saved(optimizer.state_dict()))
+    again.load_state_dict(through_a_file(optimizer.state_dict()))
     assert again.curvature.damping is schedule
     train(resumed, again, range(2))
     assert not any(key.startswith("kfac_damping") for key in again.param_groups[0])
 
     _, with_number = build(KFACSGD, {"damping": number})
-    with_number.load_state_dict(saved(again.state_dict()))
+    with_number.load_state_dict(through_a_file(again.state_dict()))
     assert with_number.curvature.damping is number, "the state has no number for it"
 
 
@@ -435,7 +427,7 @@ def test_a_saved_number_of_any_kind_does_not_override_a_function(number: Any, sc
 def test_a_damaged_relative_damping_is_refused(name: str, value: float) -> None:
     model, optimizer = build(KFACSGD, {"damping": OfMean(0.1)})
     train(model, optimizer, range(K))
-    state = saved(optimizer.state_dict())
+    state = through_a_file(optimizer.state_dict())
     for group in state["param_groups"]:
         del group["kfac_damping_of_mean"]
         group[f"kfac_{name}"] = value
@@ -459,7 +451,7 @@ def test_a_damaged_relative_damping_is_refused(name: str, value: float) -> None:
 def test_callables_are_not_saved_and_not_overridden(name: str, schedule: Callable[[int], Any], number: Any) -> None:
     model, optimizer = build(KFACSGD, {name: schedule})
     train(model, optimizer, range(K))
-    state = saved(optimizer.state_dict())
+    state = through_a_file(optimizer.state_dict())
     assert not any(callable(value) for _, value in leaves(state) if not isinstance(value, Tensor))
 
     _, with_number = build(KFACSGD, {name: number})
@@ -469,7 +461,7 @@ def test_callables_are_not_saved_and_not_overridden(name: str, schedule: Callabl
     model, optimizer = build(KFACSGD, {name: number})
     train(model, optimizer, range(K))
     _, with_schedule = build(KFACSGD, {name: schedule})
-    with_schedule.load_state_dict(saved(optimizer.state_dict()))
+    with_schedule.load_state_dict(through_a_file(optimizer.state_dict()))
     assert getattr(with_schedule.curvature, name) is schedule
 
 
@@ -483,7 +475,7 @@ def test_the_schedule_s_clock_goes_on() -> None:
         return 0.1
 
     resumed, again = build(KFACSGD, {"damping": damping})
-    again.load_state_dict(saved(optimizer.state_dict()))
+    again.load_state_dict(through_a_file(optimizer.state_dict()))
     seen.clear()
     train(resumed, again, range(2))
     assert sorted(set(seen)) == [K, K + 1]
@@ -499,7 +491,7 @@ def test_the_base_class_s_state_starts_the_curvature_anew(kfac: Any) -> None:
     model = make_model()
     base = BASES[kfac](model.parameters(), **CLASSES[kfac])
     train(model, base, range(K))
-    state = saved(base.state_dict())
+    state = through_a_file(base.state_dict())
 
     runs = []
     for trained in (0, 5):
@@ -525,7 +517,7 @@ def test_the_base_class_loads_our_state(kfac: Any) -> None:
     train(model, optimizer, range(K))
     before = values(model)
     base = BASES[kfac](model.parameters(), **CLASSES[kfac])
-    base.load_state_dict(saved(optimizer.state_dict()))
+    base.load_state_dict(through_a_file(optimizer.state_dict()))
     train(model, base, range(K, K + 3))
     assert_trained(model, before)
 
@@ -681,7 +673,7 @@ def test_a_damaged_state_is_refused_and_nothing_is_changed(damage: Callable[[dic
     options = {"spread": 2}
     model, optimizer = build(KFACSGD, options)
     train(model, optimizer, range(K))
-    state = saved(optimizer.state_dict())
+    state = through_a_file(optimizer.state_dict())
     assert "pending" in weight_state(state)
     damage(state)
     resumed, again = build(KFACSGD, options, seed=1)
@@ -711,7 +703,7 @@ def test_a_state_of_another_model_is_refused(name: str) -> None:
     optimizer.step()  # the dry step creates all state
     model, again = build(KFACSGD)
     train(model, again, range(3))
-    assert_refused(model, again, saved(optimizer.state_dict()))
+    assert_refused(model, again, through_a_file(optimizer.state_dict()))
 
 
 def test_a_state_with_other_skipped_layers_is_refused() -> None:
@@ -719,14 +711,14 @@ def test_a_state_with_other_skipped_layers_is_refused() -> None:
     train(model, optimizer, range(K))
     resumed, again = build(KFACSGD)
     train(resumed, again, range(3))
-    assert_refused(resumed, again, saved(optimizer.state_dict()))
+    assert_refused(resumed, again, through_a_file(optimizer.state_dict()))
 
 
 @pytest.mark.parametrize("key", ["state", "param_groups"])
 def test_a_dict_that_is_no_optimizer_state_is_refused(key: str) -> None:
     model, optimizer = build(KFACSGD)
     train(model, optimizer, range(K))
-    state = saved(optimizer.state_dict())
+    state = through_a_file(optimizer.state_dict())
     del state[key]
     assert_refused(model, optimizer, state)
 
@@ -736,7 +728,7 @@ def test_the_engine_refuses_too() -> None:
     engine = CurvatureEngine(model, **SETTINGS)
     backward(model, 0)
     engine.precondition_(lr=0.1)
-    state = saved(engine.state_dict())
+    state = through_a_file(engine.state_dict())
     damages: list[Callable[[dict[str, Any]], Any]] = [
         lambda layers: layers.update(x={}),
         lambda layers: layers.pop("0"),
@@ -791,7 +783,10 @@ def test_distributed_checkpoint_round_trip(kfac: Any, options: str, flatten: boo
     how = StateDictOptions(flatten_optimizer_state_dict=flatten)
     model, optimizer = build(kfac, options)
     train(model, optimizer, range(K))
-    weights, state = saved(model.state_dict()), saved(get_optimizer_state_dict(model, optimizer, options=how))
+    weights, state = (
+        through_a_file(model.state_dict()),
+        through_a_file(get_optimizer_state_dict(model, optimizer, options=how)),
+    )
     train(model, optimizer, range(K, 2 * K))
 
     resumed, again = build(kfac, options, seed=1)
@@ -845,7 +840,7 @@ def test_lists_of_parameter_names_survive() -> None:
     model = make_model()
     optimizer = KFACSGD(model.named_parameters(), lr=0.1, **SETTINGS)
     train(model, optimizer, range(K))
-    state = saved(optimizer.state_dict())
+    state = through_a_file(optimizer.state_dict())
     assert state["param_groups"][0]["param_names"] == [name for name, _ in model.named_parameters()]
     resumed = make_model(1)
     again = KFACSGD(resumed.named_parameters(), lr=0.1, **SETTINGS)
@@ -859,7 +854,7 @@ def test_lists_of_parameter_names_survive() -> None:
 def test_the_number_in_klclip_is_saved_and_loaded_and_does_not_replace_a_function() -> None:
     model, optimizer = build(KFACSGD, {"scaling": KLClip(1e-4)})
     train(model, optimizer, range(K))
-    state = saved(optimizer.state_dict())
+    state = through_a_file(optimizer.state_dict())
     _, number = build(KFACSGD, {"scaling": KLClip(0.5)})
     number.load_state_dict(state)
     assert number.curvature.scaling == KLClip(1e-4)
@@ -953,7 +948,7 @@ def test_zeros_of_gradients_decide_nothing_for_later_steps() -> None:
     model, optimizer = made()
     states = []
     for t in range(24):
-        states.append(saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
+        states.append(through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
         step(model, optimizer, t)
     for start in range(0, 24, 3):
         resumed, again = made()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import warnings
 import weakref
@@ -19,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from kfac_optim import KFACSGD, CurvatureEngine, EigenSolver, Graft, KFACAdam, exponential_decay, growing
 from kfac_optim.capture.copies import leave_hooks_behind
 from tests.helpers.compare import assert_identical, assert_trained, values
+from tests.helpers.files import packed, through_a_file, unpacked
 from tests.helpers.settings import CLASSES, SETTINGS
 from tests.helpers.training import backward, loss_of, make_model, train
 
@@ -42,10 +42,7 @@ def by_pickle(pair: Any) -> Any:
 
 
 def by_torch_save(pair: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(pair, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+    return through_a_file(pair, plain=False)
 
 
 COPIES: list[Callable[[Any], Any]] = [by_deepcopy, by_pickle, by_torch_save]
@@ -270,13 +267,6 @@ def test_the_model_is_left_as_it_was_found(end: Callable[[Any], None], fisher: s
 # Copies and pickles of a model that is trained -----------------------------------------------------------------------
 
 
-def saved(model: nn.Module) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return file
-
-
 def trained_model() -> tuple[nn.Sequential, Any]:
     model = make_model()
     optimizer = KFACSGD(model, lr=0.1, factor_update_steps=1, inv_update_steps=1)
@@ -315,9 +305,10 @@ def pre_hook_of_the_users(module: nn.Module, args: Any) -> None:
 def test_a_saved_model_needs_nothing_of_this_package() -> None:
     model, optimizer = trained_model()
     assert b"kfac_optim" not in pickle.dumps(model)
-    assert b"kfac_optim" not in saved(model).getvalue()
+    file = packed(model)
+    assert b"kfac_optim" not in file
     with torch.serialization.safe_globals([type(module) for module in model.modules()]):
-        loaded = torch.load(saved(model), weights_only=True)
+        loaded = unpacked(file)
     x = torch.randn(5, 4)
     assert torch.equal(loaded(x), model(x))
     assert optimizer.curvature.last_refresh is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,16 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACAdamW, KFACMixin
+from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACAdamW
+from tests.helpers.bases import KFACRMSprop
 from tests.helpers.compare import assert_identical, assert_near, assert_same_factors, values
+from tests.helpers.files import through_a_file
 from tests.helpers.settings import CLASSES, OFTEN
 from tests.helpers.training import backward, make_model, train
 
 K = 7
-
-
-class KFACRMSprop(KFACMixin, torch.optim.RMSprop):
-    """A fourth optimizer."""
 
 
 def build(kfac: Any = KFACSGD, seed: int = 0, **options: Any) -> tuple[nn.Module, Any]:
@@ -29,18 +26,11 @@ def build(kfac: Any = KFACSGD, seed: int = 0, **options: Any) -> tuple[nn.Module
     return model, kfac(model, **CLASSES.get(kfac, {"lr": 0.01}), **{**OFTEN, "spread": 2, **options})
 
 
-def saved(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def trained(kfac: Any = KFACSGD, steps: int = K, **options: Any) -> Any:
     """A saved state."""
     model, optimizer = build(kfac, **options)
     train(model, optimizer, range(steps))
-    return saved(optimizer.state_dict())
+    return through_a_file(optimizer.state_dict())
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
@@ -108,7 +98,7 @@ def test_an_engine_that_stands_alone_has_a_checksum_too() -> None:
     engine = CurvatureEngine(model, **OFTEN)
     backward(model, 0)
     engine.precondition_(lr=0.1)
-    state = saved(engine.state_dict())
+    state = through_a_file(engine.state_dict())
     engine.load_state_dict(state)
     state["layers"]["0"]["current"]["A"]["value"][0, 0] += 1
     with pytest.raises(ValueError, match="checksum"):
@@ -125,14 +115,14 @@ def test_factors_in_another_precision_load(before: torch.dtype, after: torch.dty
     model, optimizer = build(factor_dtype=before)
     train(model, optimizer, range(K))
     _, resumed = build(factor_dtype=after)
-    resumed.load_state_dict(saved(optimizer.state_dict()))
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
     assert_same_factors(resumed, optimizer, rel=2 * torch.finfo(after).eps)
     for name in ("in_use", "pending"):
         for block, twin in zip(optimizer.curvature.trained.blocks, resumed.curvature.trained.blocks, strict=True):
             for side in range(2):
                 expected, found = (b.factors(name).matrix(side).double() for b in (block, twin))  # type: ignore[arg-type]
                 assert_near(found, expected, f"{block.layer.name}, {name}", rel=2 * torch.finfo(after).eps)
-    resumed.load_state_dict(saved(resumed.state_dict()))
+    resumed.load_state_dict(through_a_file(resumed.state_dict()))
 
 
 def test_a_factor_in_float16_needs_its_scale() -> None:
@@ -288,7 +278,7 @@ def test_blocks_of_grouped_layers_are_checked_one_by_one() -> None:
     x = torch.randn(20, 8, 3) * torch.tensor([1.0, 1e4]).repeat_interleave(4)[:, None]
     model(x).square().mean().backward()
     optimizer.step()
-    state = without_checksums(saved(optimizer.state_dict()))
+    state = without_checksums(through_a_file(optimizer.state_dict()))
     optimizer.load_state_dict(state)
     for block in state["state"][0]["kfac"]["current"]["A"]["value"][:2]:  # of the first pair
         block.neg_()
@@ -308,7 +298,7 @@ def test_state_dict_leaves_the_groups_alone() -> None:
     train(model, optimizer, range(3))
     state = optimizer.state_dict()
     assert any("checksum" in name for name in state["param_groups"][0])
-    optimizer.load_state_dict(saved(state))
+    optimizer.load_state_dict(through_a_file(state))
     assert not any("checksum" in name for group in optimizer.param_groups for name in group)
 
 

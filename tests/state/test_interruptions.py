@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.overrides import _get_current_function_mode_stack
 from kfac_optim import KFACSGD, CurvatureEngine
 from kfac_optim.refresh import Refresher
 from tests.helpers.compare import assert_identical, factors_of
+from tests.helpers.files import through_a_file
 from tests.helpers.settings import CLASSES, SETTINGS
 from tests.helpers.training import loss_of, make_model, train
 
@@ -86,9 +86,6 @@ def test_the_state_is_whole_after_a_step_that_was_interrupted(
     optimizer.curvature.inv_update_steps = due
     if where != "directions":
         assert optimizer.curvature.last_refresh == refreshed
-    saved = io.BytesIO()
-    torch.save(optimizer.state_dict(), saved)
-    saved.seek(0)
-    other.load_state_dict(torch.load(saved, weights_only=True))
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
     expected = factors_of(optimizer)
     assert expected and all(torch.equal(factors_of(other)[name], factor) for name, factor in expected.items())

@@ -14,18 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from kfac_optim import KFACLAMB, KFACSGD, Graft, KFACAdam, KFACAdamW, KFACMixin
+from kfac_optim import KFACLAMB, KFACSGD, Graft, KFACAdam, KFACAdamW
+from tests.helpers.bases import KFACAdagrad, KFACRMSprop
 from tests.helpers.compare import assert_identical
 
 STEPS = 16
-
-
-class KFACRMSprop(KFACMixin, torch.optim.RMSprop):
-    """Keeps no first moment that is known."""
-
-
-class KFACAdagrad(KFACMixin, torch.optim.Adagrad):
-    """Makes its state at construction."""
 
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
