@@ -70,9 +70,8 @@ class Averaging:
         decay: float,
         slack: float,
         comm: Communicator,
-        *,
-        unseen: bool,
-    ) -> bool:
+        reports: Sequence[bool],
+    ) -> tuple[bool, list[int]]:
         """Adds what this rank has captured in one step (a collective).
 
         Args:
@@ -81,10 +80,10 @@ class Averaging:
             decay: xi at this step.
             slack: The ``slack`` of :class:`~kfac_optim.forgetting`; infinite where xi does not depend on the moments.
             comm: The ranks.
-            unseen: Whether this rank has trained for too many such steps in a row without seeing any layer.
+            reports: What else the ranks are to know of one another.
 
         Returns:
-            Whether no rank had anything to add and one was without for too long; the same on all ranks.
+            Whether any rank had something to add, and how many ranks have reported each: the same on all ranks.
         """
         own = {i: (sums.a, sums.g) for i, sums in statistics.sums.items() if statistics.rows(i)}
         terms = self._scale_(own, statistics, comm)
@@ -99,18 +98,19 @@ class Averaging:
         seen *= _counted(blocks, comm.rank)[:, :, None]
         skips = sum(statistics.taken) - sum(statistics.finite)
         with communicating("factor", self.stopwatch, comm.world_size):
-            seen, of_step = comm.sum([seen, torch.tensor([skips, unseen], dtype=torch.float64)], "counts")
-        self.skipped_batches += int(of_step[0])
-        blind = bool(of_step[1])
+            seen, of_step = comm.sum([seen, torch.tensor([skips, *reports], dtype=torch.float64)], "counts")
+        all_skips, *reported = map(int, of_step.tolist())
+        self.skipped_batches += all_skips
+        anything = False
         for index, (block, (of_a, of_g)) in enumerate(zip(blocks, seen.tolist(), strict=True)):
             rows, _ = of_a
             # Of layers that no rank has used, or that were frozen before their first step, nothing is taken up.
             if rows and block.state:
-                blind = False
+                anything = True
                 averages = [block.state["current"][side] for side in SIDES]
                 local = self._local.setdefault(block, LocalSums())
                 local.add(own.get(index), averages, (of_a, of_g), decay, slack)
-        return blind
+        return anything, reported
 
     def _terms(self, statistics: StepMoments, layer: int | None, comm: Communicator) -> tuple[float, float]:
         """See :func:`terms_of_rank`; only micro-batches that are finite count.

@@ -53,7 +53,7 @@ from .distributed import (
 )
 from .scaling import traits_of
 from .schedules import due
-from .steering import Lessons, WeightWatch, compares_weights, read_all
+from .steering import Lessons, Signs, WeightWatch, compares_weights, read_all
 from .views import ViewedEngine
 
 __all__ = ["CurvatureEngine", "memory_estimate"]
@@ -130,7 +130,7 @@ class CurvatureEngine(ViewedEngine):
         if not self.trained.blocks:  # everything trains by the base rule
             return True
         if self._capture.enabled:
-            self._take_up(statistics, read.flags, trains=trains)
+            self._take_up(statistics, read.flags, trains=trains, captured_lost=captured_lost)
         del statistics  # as large as the factors: not to lie beside a refresh
         self._refresher.rebuild(self.step_count, self.trained.blocks, self.comm)
         if self._refresher.is_due(self, self.step_count):
@@ -250,15 +250,29 @@ class CurvatureEngine(ViewedEngine):
         self._preconditioner.send_zeros(self.trained.blocks, self.scaling, self.comm)
         self._prepare_statistics()
 
-    def _take_up(self, statistics: TakenStatistics, flags: Iterable[float], *, trains: bool) -> None:
-        """Adds the statistics of this step to the running averages (a collective); ``trains``: see :meth:`_refresh`."""
+    def _take_up(
+        self, statistics: TakenStatistics, flags: Iterable[float], *, trains: bool, captured_lost: bool
+    ) -> None:
+        """Adds the statistics of this step to the running averages (a collective).
+
+        Args:
+            statistics: What was captured.
+            flags: Its flags, read.
+            trains: See :meth:`_refresh`.
+            captured_lost: Whether gradients captured before it were thrown away.
+        """
         settled, blocks = statistics.resolve(flags), self.trained.blocks
         unseen = self._sightings.count_step(statistics, settled, trains=trains)
         self.last_statistics = self.step_count
         with self._stopwatch.stage("factor update"):
             decay = self.at("factor_decay", self.step_count)
-            blind = self._averaging.fold(blocks, settled, decay, self.slack, self.comm, unseen=unseen)
-            self._sightings.note(blocks, settled, blind=blind)
+            reports = [unseen, *self._steering.opposition.signs(captured_lost)]
+            anything, reported = self._averaging.fold(blocks, settled, decay, self.slack, self.comm, reports)
+            blind, *signs = reported
+            self._sightings.note(blocks, settled, blind=blind > 0 and not anything)
+            if not self.ranks.alone:
+                by_all = Signs(*(ranks == self.comm.world_size for ranks in signs))
+                self._steering.opposition.learn_of_ranks(by_all, looked=self.step_count > 0)
             if self.ranks.alone or self.ranks.work.shares_factors:
                 self._averaging.pool(blocks, self.comm)
         self._sightings.require()

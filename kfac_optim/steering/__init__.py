@@ -25,6 +25,7 @@ from .constraints import WeightWatch, compares_weights
 from .graft import shortened
 from .inner_products import Compared, Copies, alignment, alignments
 from .lessons import Lessons, read_all
+from .opponents import Signs
 from .plan import Plan, Steering
 from .reach import LEAST, stretches
 from .trust import changes_at, turns
@@ -35,6 +36,7 @@ __all__ = [
     "Copies",
     "Lessons",
     "Plan",
+    "Signs",
     "Steering",
     "WeightWatch",
     "alignment",

@@ -6,19 +6,22 @@ thrown away, those of the backward passes by which the generator trains. They ar
 captured is gone (:class:`~kfac_optim.capture.statistics.TakenStatistics`), and what a step has left in ``.grad`` has
 grown until the optimizer clears it (:class:`Leftover`). Nothing tells of a generator. So an optimizer takes itself for
 an opponent as long as such a network takes steps in the same process, between its own.
+
+Several ranks tell each other what they have seen in the steps that collect statistics, and what all of them have seen
+counts: a game that is on one rank alone must not decide how the others go on.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
 from ..counters import Counter
 
-__all__ = ["OPPONENTS", "Leftover", "Opponents", "Opposition"]
+__all__ = ["OPPONENTS", "Leftover", "Opponents", "Opposition", "Signs"]
 
 _LATELY = 16  # steps of all optimizers of the process: several of one network may come before the next of the other
 _THROWS = 2**16 - 1  # bits: so many steps are remembered
@@ -67,7 +70,7 @@ class Opponents:
         """Somebody takes a step; ``opposes``: whether it is known to train against others."""
         self._steps += 1
         self._first_steps.setdefault(who, self._steps)
-        self._note(who, opposes=opposes)
+        self.note(who, opposes=opposes)
 
     def resume(self, who: object, *, opposes: bool) -> None:
         """Somebody goes on from a saved state.
@@ -75,7 +78,7 @@ class Opponents:
         It counts as older than every step of this process, so that an opponent which is loaded beside it is seen.
         """
         self._first_steps[who] = -1
-        self._note(who, opposes=opposes)
+        self.note(who, opposes=opposes)
 
     def copy(self, who: object, copied: object) -> None:
         """Somebody was copied: the copy inherits its original's opponents, and its status as one."""
@@ -83,7 +86,8 @@ class Opponents:
             if who in known:
                 known[copied] = known[who]
 
-    def _note(self, who: object, *, opposes: bool) -> None:
+    def note(self, who: object, *, opposes: bool) -> None:
+        """Notes whether somebody is known to train against others."""
         if opposes:
             self._last_steps[who] = self._steps
         else:
@@ -100,6 +104,20 @@ class Opponents:
 OPPONENTS = Opponents()  # of this process
 
 
+class Signs(NamedTuple):
+    """Signs of a game, since the ranks last told each other of them.
+
+    Attributes:
+        captured_lost: Whether captured gradients were thrown away before this step.
+        added_lost: Whether gradients were that had been added to those which a step had left.
+        opponents: Whether other networks are known to train against each other.
+    """
+
+    captured_lost: bool
+    added_lost: bool
+    opponents: bool
+
+
 class Opposition:
     """Whether the network of one optimizer trains against another one.
 
@@ -110,7 +128,9 @@ class Opposition:
             its gradients had overflowed for instance, makes nobody an opponent.
         throws: For each of the last 16 steps, whether gradients were cleared before it that had been added to those of
             the step before; one bit each, the last one lowest. Two of them make an opponent: it may take several steps
-            for one of the other network's.
+            for one of the other network's. Of several ranks only those steps count in which they told each other.
+        all_see_opponents: Of several ranks, whether all of them knew of other networks that train against each other
+            when they last told each other.
     """
 
     COUNTERS: ClassVar[Mapping[str, Counter]] = {
@@ -119,12 +139,14 @@ class Opposition:
         "throws": Counter("throws", 0, _THROWS),
         "captured_lost": Counter("_captured_lost", 0, 1),
         "added_lost": Counter("_added_lost", 0, 1),
+        "all_see_opponents": Counter("all_see_opponents", 0, 1),
     }
 
     def __init__(self) -> None:
         self.opposes: bool | None = None
         self.suspected = True
         self.throws = 0
+        self.all_see_opponents = False
         self._leftover: Leftover | None = None
         # Since the last step gradients were thrown away: captured ones, and ones that were added to that step's.
         self._captured_lost = self._added_lost = False
@@ -162,21 +184,33 @@ class Opposition:
 
         Args:
             captured_lost: Whether captured gradients were thrown away; None: nobody has looked.
-            alone: Whether there is one rank; of several one may have thrown something away that the others have not.
+            alone: Whether there is one rank; several learn by :meth:`learn_of_ranks`.
         """
-        if captured_lost is not None:
-            self.opposes, self.suspected = captured_lost and alone and self.suspected, captured_lost and alone
-        thrown_away, self._added_lost = self._added_lost and alone, False
-        self.throws = (2 * self.throws + thrown_away) & _THROWS
+        if alone:
+            self._judge(captured_lost, self._added_lost)
         OPPONENTS.step(self, opposes=self.is_seen)
+
+    def signs(self, captured_lost: bool) -> Signs:
+        """What this rank has to tell the others; ``captured_lost``: see :class:`Signs`."""
+        return Signs(captured_lost, self._added_lost, OPPONENTS.exist_for(self))
+
+    def learn_of_ranks(self, seen_by_all: Signs, *, looked: bool) -> None:
+        """Takes in what all of several ranks have seen; ``looked``: whether this is not the very first step."""
+        self._judge(seen_by_all.captured_lost if looked else None, seen_by_all.added_lost)
+        self.all_see_opponents = seen_by_all.opponents
+        OPPONENTS.note(self, opposes=self.is_seen)
+
+    def _judge(self, captured_lost: bool | None, added_lost: bool) -> None:
+        if captured_lost is not None:
+            self.opposes, self.suspected = captured_lost and self.suspected, captured_lost
+        self.throws, self._added_lost = (2 * self.throws + added_lost) & _THROWS, False
 
     def may_stretch(self, *, alone: bool) -> bool:
         """Whether steps may be stretched: it is known that no two networks train against each other.
 
-        That is known in the second step that collects statistics. ``alone``: whether there is one rank; of several one
-        may have opponents that the others have not.
+        That is known in the second step that collects statistics. ``alone``: whether there is one rank.
         """
-        return self.opposes is False and not (alone and OPPONENTS.exist_for(self))
+        return self.opposes is False and not (OPPONENTS.exist_for(self) if alone else self.all_see_opponents)
 
     def counters(self, *, captured: bool, alone: bool) -> dict[str, float]:
         """Its part of the saved counters.
@@ -185,14 +219,16 @@ class Opposition:
 
         Args:
             captured: Whether some of them are captured.
-            alone: Whether there is one rank; of several the state is the same.
+            alone: Whether there is one rank. Of several the state is the same, whatever each has seen since they last
+                told each other: an opponent is taken to have lost gradients again.
         """
         return {
             "opposes": -1 if self.opposes is None else int(self.opposes),
             "suspected": int(self.suspected),
             "throws": self.throws,
-            "captured_lost": int(alone and (captured or self._captured_lost)),
+            "captured_lost": int((captured or self._captured_lost) if alone else bool(self.opposes)),
             "added_lost": int(alone and self._added_would_be_lost),
+            "all_see_opponents": int(self.all_see_opponents),
         }
 
     def load(self, counters: Mapping[str, Any]) -> None:
@@ -201,6 +237,7 @@ class Opposition:
         self.opposes = None if known["opposes"] < 0 else bool(known["opposes"])
         self.suspected, self.throws, self._leftover = bool(known["suspected"]), known["throws"], None
         self._captured_lost, self._added_lost = bool(known["captured_lost"]), bool(known["added_lost"])
+        self.all_see_opponents = bool(known["all_see_opponents"])
         OPPONENTS.resume(self, opposes=self.is_seen)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,0 +1,123 @@
+"""Networks that train against each other on several ranks: as in one process, none of them is stretched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from kfac_optim import KFACAdam
+from tests.helpers.compare import assert_all_near, assert_equal_on_ranks, values
+from tests.helpers.files import through_a_file
+from tests.helpers.ranks import run_ranks
+from tests.helpers.settings import FLOAT64
+
+EVERY_SECOND: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 4, "spread": 0}
+STEPS = 20
+
+
+class Game:
+    """A small GAN, its two players wrapped by DDP where there are several ranks."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        self.rank, self.world_size = rank, world_size
+        self.generator = nn.Sequential(nn.Linear(4, 10), nn.Tanh(), nn.Linear(10, 6)).double()
+        self.discriminator = nn.Sequential(nn.Linear(6, 10), nn.LeakyReLU(), nn.Linear(10, 1)).double()
+        players = (self.generator, self.discriminator)
+        self.g, self.d = (DDP(player) for player in players) if world_size > 1 else players
+        self.build()
+
+    def build(self) -> None:
+        """New optimizers, as a run that goes on has."""
+        self.optimizers = [KFACAdam(player, lr=0.01, **EVERY_SECOND, **FLOAT64) for player in (self.g, self.d)]
+
+    def play(self, first: int, last: int, *, generator_first: bool) -> None:
+        """Both players take some steps."""
+        for step in range(first, last):
+            source = torch.Generator().manual_seed(step)
+            batch = torch.randn(16, 10, generator=source, dtype=torch.float64).chunk(self.world_size)[self.rank]
+            turns = (self._generate, self._discriminate) if generator_first else (self._discriminate, self._generate)
+            for turn in turns:
+                turn(batch[:, :6] + 1, batch[:, 6:])
+
+    def _discriminate(self, real: Tensor, noise: Tensor) -> None:
+        self.optimizers[1].zero_grad()
+        with torch.no_grad():
+            fake = self.generator(noise)
+        (F.softplus(-self.d(real)).mean() + F.softplus(self.d(fake)).mean()).backward()
+        self.optimizers[1].step()
+
+    def _generate(self, real: Tensor, noise: Tensor) -> None:
+        self.optimizers[0].zero_grad()
+        F.softplus(-self.d(self.g(noise))).mean().backward()
+        self.optimizers[0].step()
+
+    def weights(self) -> list[Tensor]:
+        """Of both players."""
+        return values(self.generator) + values(self.discriminator)
+
+
+def assert_neither_is_stretched(game: Game) -> None:
+    for optimizer in game.optimizers:
+        assert optimizer.curvature.reach == 0
+        assert "not stretched: a network's gradients are thrown away" in repr(optimizer.curvature)
+
+
+def played(rank: int, world_size: int, generator_first: bool) -> list[Tensor]:
+    game = Game(rank, world_size)
+    game.play(0, STEPS, generator_first=generator_first)
+    assert_neither_is_stretched(game)
+    return game.weights()
+
+
+@pytest.mark.parametrize("generator_first", [False, True])
+def test_players_on_several_ranks_are_not_stretched(generator_first: bool) -> None:
+    """Nor in one process. There an opponent that moves later is known at once, here at the next statistics."""
+    found = run_ranks(2, played, generator_first)
+    assert_equal_on_ranks(found)
+    if not generator_first:
+        assert_all_near(found, played(0, 1, generator_first))
+
+
+def resumed(rank: int, world_size: int) -> list[Tensor]:
+    """A game that goes on from a file is one from its first step on."""
+    game = Game(rank, world_size)
+    game.play(0, 7, generator_first=False)
+    states = [through_a_file(optimizer.state_dict()) for optimizer in game.optimizers]
+    game.build()
+    for optimizer, state in zip(game.optimizers, states, strict=True):
+        optimizer.load_state_dict(state)
+    for step in range(7, STEPS):
+        game.play(step, step + 1, generator_first=False)
+        assert_neither_is_stretched(game)
+    return game.weights()
+
+
+def test_players_go_on_as_they_were() -> None:
+    found = run_ranks(2, resumed)
+    assert_equal_on_ranks(found)
+    assert_all_near(found, played(0, 1, False))
+
+
+def left_by_one(rank: int, world_size: int) -> list[Tensor]:
+    """Gradients that one rank alone throws away make no game."""
+    game = Game(rank, world_size)
+    optimizer = game.optimizers[1]
+    for step in range(STEPS):
+        batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        if rank == 0:
+            game.discriminator(batch).square().mean().backward()
+        optimizer.zero_grad()
+        game.d(batch).square().mean().backward()
+        optimizer.step()
+    assert optimizer.curvature.plan().stretches and optimizer.curvature.reach > 0
+    return game.weights()
+
+
+def test_what_one_rank_throws_away_decides_nothing() -> None:
+    assert_equal_on_ranks(run_ranks(2, left_by_one))
