@@ -83,7 +83,7 @@ class Averaging:
             reports: What else the ranks are to know of one another.
 
         Returns:
-            Whether any rank had something to add, and how many ranks have reported each: the same on all ranks.
+            Two values, the same on all ranks. Whether any of them had something to add; how many have reported each.
         """
         own = {i: (sums.a, sums.g) for i, sums in statistics.sums.items() if statistics.rows(i)}
         terms = self._scale_(own, statistics, comm)
@@ -104,6 +104,7 @@ class Averaging:
         anything = False
         for index, (block, (of_a, of_g)) in enumerate(zip(blocks, seen.tolist(), strict=True)):
             rows, _ = of_a
+            block.note_rows(rows)
             # Of layers that no rank has used, or that were frozen before their first step, nothing is taken up.
             if rows and block.state:
                 anything = True

@@ -119,7 +119,8 @@ class Member:
         """
         if self.is_sgd:
             return bool(self.group["momentum"]) and self.state.get("momentum_buffer") is not None
-        return "exp_avg" in self.state
+        moment = self.state.get("exp_avg")  # that of projected or masked gradients has another shape
+        return isinstance(moment, Tensor) and moment.shape == self.p.shape
 
     @property
     def moment_weight(self) -> float:
@@ -221,7 +222,7 @@ def _first_moments(bucket: Bucket, descent: Tensors) -> Tensors:
         if len(kept) < len(states):
             return descent
         return torch._foreach_neg(kept) if group.get("maximize") else kept
-    if all("exp_avg" in state for state in states):  # Adam and its kin, LAMB
+    if not bucket[0].is_sgd:  # Adam and its kin, LAMB
         return [state["exp_avg"] for state in states]
     buffers = [state["momentum_buffer"] for state in states]
     return torch._foreach_add(descent, buffers, alpha=group["momentum"]) if group.get("nesterov") else buffers

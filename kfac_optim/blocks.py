@@ -154,6 +154,7 @@ class Block:
         has_direction: Whether some rank has decompositions: the layer is preconditioned.
         version: Counts the changes of its decompositions, for whoever keeps something made of them.
         cosine: The cosine between gradient and direction in the first step that used the decompositions, 0-dim.
+        rows: The rows that all ranks saw in the last step with statistics; 0 where that was before a checkpoint.
         unseen: The statistics steps in a row in which the weight had a gradient, but this rank has not seen the layer.
     """
 
@@ -167,6 +168,7 @@ class Block:
     has_direction: bool = False
     version: int = 0
     cosine: Tensor | None = None
+    rows: float = 0.0
     unseen: int = 0
     _unseen_warned: bool = False
     _unit: tuple[Any, Tensor] | None = None
@@ -253,6 +255,20 @@ class Block:
         """Replaces the state."""
         self.state = state
 
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether factors are of this layer's shapes: not those from before it was narrowed, or had a bias."""
+        sides = list(zip(SIDES, self.specs, strict=True))
+        return not any(spec.problem(tensors.get(s), kept=False) for tensors in state.values() for s, spec in sides)
+
+    def goes_on_as(self, layer: KroneckerLayer) -> bool:
+        """Becomes the block of a layer that was found anew, perhaps in other modules, if its factors can serve it."""
+        same = type(layer) is type(self.layer) and set(layer.parameters) == set(self.layer.parameters)
+        if not same or specs_of(layer) != self.specs:
+            return False
+        if layer.modules != self.layer.modules or layer.host is not self.layer.host:
+            self.layer = layer
+        return True
+
     @property
     def has_all_factors(self) -> bool:
         """Whether no factor is on another rank."""
@@ -265,6 +281,10 @@ class Block:
                 kept, average = self.workers.keeps(side, rank), whole[source][name]
                 tensors[name] = average if kept else numbers_of(average)
         self.kept_by = self.workers
+
+    def note_rows(self, rows: float) -> None:
+        """A statistics step has ended, in which all ranks together have seen so many rows of the layer's input."""
+        self.rows = rows
 
     def note_statistics(self, *, seen: bool) -> None:
         """A statistics step has ended, in which this rank has seen the layer or not."""
@@ -281,9 +301,14 @@ class Block:
         """Whether the weight trains, but no rank has ever seen the layer in a forward and backward pass."""
         return self.unseen >= UNSEEN_STEPS and not (self.has_direction or self.has_data())
 
+    @property
+    def out_of_sight(self) -> bool:
+        """Whether the weight still trains, but the layer, seen before, was not in the last steps with statistics."""
+        return self.unseen >= UNSEEN_STEPS and not self.never_seen
+
     def needs_unseen_warning(self) -> bool:
-        """Whether the user has to be told that the layer was never seen; true once."""
-        told, self._unseen_warned = self._unseen_warned, self._unseen_warned or self.never_seen
+        """Whether the user has to be told that the layer is not seen; true once."""
+        told, self._unseen_warned = self._unseen_warned, self._unseen_warned or self.unseen >= UNSEEN_STEPS
         return self._unseen_warned and not told
 
     # Decompositions -------------------------------------------------------------------------------------------------

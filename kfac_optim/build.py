@@ -191,10 +191,10 @@ class BuiltEngine(Config):
 
     def _renew_layers(self) -> None:
         """Parameters were replaced, or moved inside the model: goes on with the layers that there are now."""
-        before = self.trained.blocks
+        before, layers = self.trained.blocks, self.layers
         self._find_layers()
         self._preconditioner.clear()
-        if before == self.trained.blocks:
+        if before == self.trained.blocks and layers == self.layers:
             return
         self._rebuild_stages()
         # What this step has captured went with the old hooks.

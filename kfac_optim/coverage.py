@@ -18,6 +18,7 @@ from .layers import COMPUTED, LayerOptions, LinearLayer, find_layers, owners_of,
 __all__ = ["TrainedModel", "parameters_of"]
 
 _Slot = tuple[nn.Module, str, nn.Parameter]  # a module, the name of a parameter, and the parameter that is to be there
+_Place = tuple[nn.Module, str, nn.Module]  # a module, the name of one in it, and the module that is to be there
 
 
 def parameters_of(source: nn.Module | Iterable[Any]) -> list[nn.Parameter]:
@@ -63,6 +64,7 @@ class TrainedModel:
         self.blocks: list[Block] = []
         self.uncovered: dict[nn.Parameter, tuple[str, str]] = {}
         self._slots: list[_Slot] = []
+        self._places: list[_Place] = []
         owned = () if self.model is None else self.model.parameters()
         if self.model is not None and self.parameters and not any(p in self.parameters for p in owned):
             raise ValueError(
@@ -105,8 +107,8 @@ class TrainedModel:
                 uncovered.update(dict.fromkeys(layer.parameters, (layer.name, problem)))
             else:
                 old = known.get(layer.weight)
-                same = old is not None and set(old.layer.parameters) <= set(layer.parameters)
-                blocks.append(old if old is not None and same else Block(layer, specs_of(layer)))
+                goes_on = old is not None and old.goes_on_as(layer)
+                blocks.append(old if old is not None and goes_on else Block(layer, specs_of(layer)))
         self.blocks, self.uncovered = blocks, uncovered
         covered = self.covered()
         for i, parameter in enumerate(self.parameters):
@@ -152,8 +154,9 @@ class TrainedModel:
 
     @property
     def is_intact(self) -> bool:
-        """Whether all parameters of layers are where they were; takes some microseconds for a large model."""
-        return all(module._parameters.get(name) is parameter for module, name, parameter in self._slots)
+        """Whether all layers and their parameters are where they were; takes some microseconds for a large model."""
+        at_home = all(module._parameters.get(name) is parameter for module, name, parameter in self._slots)
+        return at_home and all(parent._modules.get(name) is module for parent, name, module in self._places)
 
     def present_parameters(self) -> list[nn.Parameter]:
         """The trained parameters, with those that have taken the place of others in a layer."""
@@ -177,6 +180,7 @@ class TrainedModel:
                 have been replaced in the model alone.
         """
         known, whole = all(p in self.parameters for p in stepped), self.is_intact
+        known = known and len(stepped) >= len(self.parameters)  # fewer: groups were taken out of the optimizer
         if known and whole and not first:
             return False
         new = self._replacements(stepped) if first else {}
@@ -186,7 +190,7 @@ class TrainedModel:
             for block in self.blocks:
                 block.layer.replace_parameters(new)
             self._note_slots()
-        elif not known and self._owned().issuperset(stepped):
+        elif not known and not self._lost_to_strangers(stepped):
             self.parameters = dict.fromkeys(stepped)
             taken = {p: q for p, q in self._in_slots().items() if q in self.parameters and q.shape == p.shape}
             for block in self.blocks:
@@ -197,12 +201,12 @@ class TrainedModel:
     def warn_of_declined(self, before: Iterable[Block]) -> None:
         """Warns of layers that there were before and that are declined now, whose parameters were changed since."""
         names = {block.layer.name for block in self.blocks}
-        left = [block.layer for block in before if block not in self.blocks]
+        left = [block.layer for block in before if block not in self.blocks and block.layer.weight in self.parameters]
         declined = {f"{x.name!r} ({type(x.modules[0]).__name__})" for x in left if x.name not in names}
         if declined:
             warnings.warn(
-                f"{', '.join(sorted(declined))}: the parameters were changed after the optimizer was built, by a "
-                "parametrization or pruning for instance; from now on they train by the base rule "
+                f"{', '.join(sorted(declined))}: the parameters or the modules were changed after the optimizer was "
+                "built, by a parametrization or pruning for instance; from now on they train by the base rule "
                 "(print(optimizer.curvature) says why)",
                 stacklevel=3,
             )
@@ -210,6 +214,15 @@ class TrainedModel:
     def _owned(self) -> set[nn.Parameter]:
         """The parameters that the model has now."""
         return {p for root in self.roots for p in root.parameters()}
+
+    def _lost_to_strangers(self, stepped: Sequence[nn.Parameter]) -> bool:
+        """Whether weights of layers may be in other tensors now, which no module owns (flat partitions).
+
+        Other tensors than weights come and go as the loop likes: points of a scene that are split and pruned.
+        """
+        now, stepping, own = self._in_slots(), set(stepped), self._owned()
+        strangers = any(p not in self.parameters and p not in own for p in stepping)
+        return strangers and any(p not in stepping and now.get(p, p) not in stepping for p in self.covered())
 
     def _note_slots(self) -> None:
         """Notes where in their modules the parameters of layers are; not those that are sharded, which come and go.
@@ -229,6 +242,13 @@ class TrainedModel:
             for module in layer.modules
             for name, own in module._parameters.items()
             if own is not None and not hasattr(own, "device_mesh") and any(own is p for p in layer.parameters)
+        ]
+        watched = {module for block in self.blocks for module in (*block.layer.modules, block.layer.host)}
+        self._places = [
+            (parent, name, module)
+            for parent in dict.fromkeys(module for root in self.roots for module in root.modules())
+            for name, module in parent._modules.items()
+            if module is not None and any(part in watched for part in module.modules())
         ]
 
     def _in_slots(self) -> dict[nn.Parameter, nn.Parameter | None]:
@@ -259,7 +279,7 @@ class TrainedModel:
                 parameters than the optimizer, if they are no matrices any more (FSDP1), or if some layer has other
                 parameters than those that the optimizer steps on.
         """
-        own = self._owned()
+        own, stepping = self._owned(), set(stepped)
         if any(p not in self.parameters for p in stepped):
             raise RuntimeError(
                 "the optimizer's parameters have been replaced by others that are not weights of the model, as "
@@ -267,19 +287,21 @@ class TrainedModel:
                 "optimizer instead, build engine = CurvatureEngine(model, ...) before wrapping the model, and call "
                 "engine.precondition_(lr) between its backward and its step"
             )
-        if own and not any(p in self.parameters for p in own):
+        blocks = [block for block in self.blocks if not stepping.isdisjoint(block.layer.parameters)]
+        if own and (blocks or not self.blocks) and not any(p in self.parameters for p in own):
             raise RuntimeError(
                 "the model's parameters have been replaced since the optimizer was built: build it after "
                 "fully_shard(), to_empty(), load_state_dict(assign=True) or whatever made new ones"
             )
-        matrices = [block.layer for block in self.blocks if not block.layer.is_shard]
+        matrices = [block.layer for block in blocks if not block.layer.is_shard]
         if any(getattr(layer.weight, "ds_shape", layer.weight.shape) != layer.weight_shape for layer in matrices):
             raise RuntimeError(
                 "the model's weights have changed their shape since the optimizer was built, as under "
                 "FullyShardedDataParallel (FSDP1): shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
-        gone = set(stepped) - own
-        lost = [b.layer.name for b in self.blocks if own and any(p in gone for p in b.layer.parameters)]
+        gone, there = stepping - own, {module for root in self.roots for module in root.modules()}
+        layers = [block.layer for block in blocks if not there.isdisjoint(block.layer.modules)]  # others were taken out
+        lost = [layer.name for layer in layers if own and any(p in gone for p in layer.parameters)]
         if lost:
             raise RuntimeError(
                 f"the optimizer steps on parameters that the model no longer has, of {', '.join(map(repr, lost))}: "

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ class CurvatureEngine(ViewedEngine):
         self._prepare_ranks()
         # Before the return of a no-op: torch.distributed.checkpoint takes one to make the state exist.
         self.make_room(self.trained.blocks)
-        for block in self.trained.blocks if self.last_refresh is None else ():  # until then nobody comes late
+        for block in () if self._refresher.pace.work else self.trained.blocks:  # until then nobody comes late
             block.note_trains()
         statistics, lessons = self._capture.take(), lessons or Lessons()
         captured_lost = self._steering.opposition.take_captured_lost()
@@ -266,10 +267,10 @@ class CurvatureEngine(ViewedEngine):
         self.last_statistics = self.step_count
         with self._stopwatch.stage("factor update"):
             decay = self.at("factor_decay", self.step_count)
-            reports = [unseen, *self._steering.opposition.signs(captured_lost)]
+            reports = [unseen, *astuple(self._steering.opposition.signs(captured_lost))]
             anything, reported = self._averaging.fold(blocks, settled, decay, self.slack, self.comm, reports)
             blind, *signs = reported
-            self._sightings.note(blocks, settled, blind=blind > 0 and not anything)
+            self._sightings.note(blocks, settled, blind=blind > 0 and not anything, alone=self.ranks.alone)
             if not self.ranks.alone:
                 by_all = Signs(*(ranks == self.comm.world_size for ranks in signs))
                 self._steering.opposition.learn_of_ranks(by_all, looked=self.step_count > 0)
@@ -303,7 +304,7 @@ class CurvatureEngine(ViewedEngine):
 
         What trains is the same on all ranks, unlike what they have seen of it.
         """
-        if self._refresher.in_progress is not None or self.last_refresh is None:
+        if self._refresher.in_progress is not None or not self._refresher.pace.work:
             return
         changed = [block for block in self.trained.blocks if block.layer.weight.requires_grad != block.trains]
         for block in changed:
@@ -311,6 +312,7 @@ class CurvatureEngine(ViewedEngine):
         # Those that had trained before go on with what they have.
         if not all(block.has_direction for block in changed if block.layer.weight.requires_grad):
             self.last_statistics = None
+            self._refresher.pace.forget()
             self._refresher.refresh_next_step()
 
 

@@ -23,7 +23,16 @@ from .directions import by_parameter
 from .distributed import derived_from_by_horovod, join_hook, notify_join_context, register_joinable, share_gradients
 from .engine import CurvatureEngine
 from .lamb import MultiTensorLamb
-from .saved_state import AVERAGES, PREFIX, forget_all, saved_form, saved_parts, take_saved_form, with_checksums
+from .saved_state import (
+    AVERAGES,
+    PREFIX,
+    forget_all,
+    kept_states,
+    saved_form,
+    saved_parts,
+    take_saved_form,
+    with_checksums,
+)
 from .schedules import forgetting, growing, inverse_time_decay
 from .solvers import EigenSolver
 from .turning import lessons_of, take_turned_step
@@ -259,7 +268,7 @@ class KFACMixin(_Optimizer):
     # torch.distributed.checkpoint. Base classes take a non-empty state for an initialised one, so they never see ours.
 
     def _hand_over_states(self) -> None:
-        states: dict[Any, Any] = {p: state.pop(AVERAGES) for p, state in self.state.items() if AVERAGES in state}
+        states: dict[Any, Any] = {p: state.pop(AVERAGES) for p, state in kept_states(self) if AVERAGES in state}
         for p in [p for p in states if not self.state[p]]:
             del self.state[p]  # of a parameter that was replaced, perhaps: torch saves no state without its parameter
         self.curvature.adopt_states(states)
@@ -342,7 +351,7 @@ class KFACMixin(_Optimizer):
             ) from error
         finally:
             last_hook.remove()
-        for state in self.state.values():
+        for _, state in kept_states(self):
             state.pop(AVERAGES, None)
         norms = take_saved_form(self)
         self.curvature.load(*checked[0])
@@ -357,7 +366,7 @@ class KFACMixin(_Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Adam looks for its own entries in every state that is not empty; an unused layer has the averages alone.
         states = state.get("state", {})
-        averages = [(own, own.pop(AVERAGES)) for own in states.values() if AVERAGES in own]
+        averages = [(own, own.pop(AVERAGES)) for own in states.values() if isinstance(own, dict) and AVERAGES in own]
         super().__setstate__(state)
         for own, of_layer in averages:
             own[AVERAGES] = of_layer

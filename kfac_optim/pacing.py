@@ -38,10 +38,10 @@ class Pace(Counted):
     work: int
 
     def measure(self, blocks: Iterable[Block], fraction: float, world_size: int) -> None:
-        """Notes the work of a refresh, the first time that it is called.
+        """Notes the work of a refresh, the first time that it is called and after :meth:`forget`.
 
         Args:
-            blocks: Those whose factors have data, of one step and all ranks (local factors: of one rank).
+            blocks: Those whose factors have data, of all ranks (local factors: of one rank).
             fraction: The share of the examples that is in the data.
             world_size: The number of ranks, which share the work.
         """
@@ -51,13 +51,18 @@ class Pace(Counted):
         for block in blocks:
             layer = block.layer
             ranks = 1 if block.workers.factors == "local" else world_size
-            rows = float(block.state["current"]["A"]["weight"]) / ranks / fraction
+            seen = block.rows or float(block.state["current"]["A"]["weight"])
+            rows = seen / ranks / fraction
             inputs = 1 if block.specs[0].diagonal else layer.d_in  # of embeddings one row is looked up
             numel = layer.pairs * layer.d_out
             passes += _PASSES * rows * inputs * numel + _PER_WEIGHT * layer.d_in * numel
             cost = _DECOMPOSITION.get(layer.weight.device.type, _DECOMPOSITION["cuda"])
             decompositions += cost * sum(spec.cost for spec in block.specs) / world_size
         self.work = max(1, round(decompositions / passes)) if passes else 0
+
+    def forget(self) -> None:
+        """Other layers train from now on: what a refresh takes is to be measured again."""
+        self.work = 0
 
     def is_due(self, config: Config, step: int, last: int | None) -> bool:
         """Whether a refresh is due at ``step``; ``last``: the step of the last one, None before the first."""

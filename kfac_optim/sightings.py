@@ -56,11 +56,14 @@ class Sightings:
             self._steps = 0
         return self._steps >= UNSEEN_STEPS
 
-    def note(self, blocks: Iterable[Block], settled: StepMoments, *, blind: bool) -> None:
-        """Notes for each layer whether it was seen; ``blind``: see the attribute."""
+    def note(self, blocks: Iterable[Block], settled: StepMoments, *, blind: bool, alone: bool) -> None:
+        """Notes for each layer whether it was seen; ``blind``: see the attribute.
+
+        ``alone``: whether there is no other rank, which may be the one that sees a layer.
+        """
         self.blind = blind
         for index, block in enumerate(blocks):
-            block.note_statistics(seen=index in settled.sums)
+            block.note_statistics(seen=index in settled.sums or not alone and block.has_data())
 
     def require(self, *, missing: bool = False) -> None:
         """Raises RuntimeError if no training of the model is seen.
@@ -73,12 +76,17 @@ class Sightings:
 
     @staticmethod
     def warn(blocks: Iterable[Block]) -> None:
-        """Some layers have gradients, but their modules are never called; says so once for each."""
-        names = [repr(block.layer.name) for block in blocks if block.needs_unseen_warning()]
-        if names:
+        """Some layers have gradients, but their modules are not called; says so once for each."""
+        told = [block for block in blocks if block.needs_unseen_warning()]
+        for lost in (False, True):
+            names = [repr(block.layer.name) for block in told if block.out_of_sight == lost]
+            if not names:
+                continue
+            seen = "is no longer seen" if lost else "was never seen"
+            ends = "goes on with the factors that it has" if lost else "trains by the base rule"
             warnings.warn(
-                f"{', '.join(names)}: the weight has gradients, but the layer was never seen in a forward and backward "
-                "pass, so that it trains by the base rule. Call the module itself: a weight that is used on its own, "
+                f"{', '.join(names)}: the weight has gradients, but the layer {seen} in a forward and backward "
+                f"pass, so that it {ends}. Call the module itself: a weight that is used on its own, "
                 "as in F.linear(x, layer.weight), is not seen, nor is one inside a function that was compiled before "
                 "the optimizer was built, or in a pipeline whose schedule splits backward passes (zero bubble). Nor do "
                 "passes count whose gradients were cleared since (PCGrad), torch.autograd.grad beside a backward(), "

@@ -40,7 +40,9 @@ class StatefulEngine(BuiltEngine):
     def adopt_states(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         """Takes factors that somebody moved or replaced (Lightning moves optimizer state between devices)."""
         for block in self.trained.blocks:
-            block.adopt(states.get(block.layer.weight, block.state))
+            given = states.get(block.layer.weight, block.state)
+            if given is block.state or block.fits(given):
+                block.adopt(given)
 
     def counters(self) -> dict[str, float | int]:
         """Plain numbers that belong to the state: counters and the hyperparameters that are numbers."""

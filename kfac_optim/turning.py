@@ -33,7 +33,7 @@ from .bases import (
 from .directions import Directions, Maker
 from .engine import CurvatureEngine
 from .flat_storage import flat_view
-from .saved_state import CHANGE, DESCENT, LENGTH, OF_STEP, STRETCH, TURN, forget
+from .saved_state import CHANGE, DESCENT, LENGTH, OF_STEP, STRETCH, TURN, forget, kept_states
 from .steering import (
     Compared,
     Copies,
@@ -150,7 +150,7 @@ def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watc
     rates: list[float] = []
     unit = _unit(optimizer.param_groups)
     # The parameter that keeps the length of the last update may have no gradient now.
-    length = next((state[LENGTH] for state in optimizer.state.values() if LENGTH in state), None)
+    length = next((state[LENGTH] for _, state in kept_states(optimizer) if LENGTH in state), None)
     for bucket in members:
         lr = rate_of(bucket[0].group)
         lr = -lr if bucket[0].group.get("maximize") else lr

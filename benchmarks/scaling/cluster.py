@@ -309,10 +309,10 @@ def predict(
 def update_bytes(work: Workload) -> int:
     """What ranks tell each other in a step with statistics, in float64.
 
-    Counts and traces of A and of G by layer, two numbers for all of them, and four by which the ranks see that they
+    Counts and traces of A and of G by layer, five numbers for all of them, and four by which the ranks see that they
     have built the same.
     """
-    return 8 * (4 * len(work.layers) + 2 + 4)
+    return 8 * (4 * len(work.layers) + 5 + 4)
 
 
 def factor_sizes(work: Workload, exchange: Exchange) -> list[int]:

@@ -14,6 +14,7 @@ Where the code of a model is traced for a compiled graph, the same states are pa
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CONCURRENT", "ModelCall", "ModelCalls", "PendingGradient", "in_backward"]
+__all__ = ["CONCURRENT", "ModelCall", "ModelCalls", "PendingGradient", "in_backward", "own_result"]
 
 CONCURRENT = (
     "two threads are in forward or backward passes of one model at the same time, and its statistics can't tell them "
@@ -159,6 +160,19 @@ class ModelCalls:
         self.last = None
 
 
+def own_result(output: Tensor) -> Tensor:
+    """What a layer has computed, of which its output may be a view in another shape; else the output.
+
+    ``F.linear`` with a bias returns a view of a matrix for inputs of three and more dimensions. Where a view is changed
+    in place, by ``ReLU(inplace=True)`` say, autograd puts another node in the place of its own, which never runs then;
+    that of the matrix does.
+    """
+    result = None if output.is_nested or not output._is_view() else output._base
+    if result is None or result.grad_fn is None or result.numel() != output.numel() or result.dtype != output.dtype:
+        return output
+    return result if result.is_contiguous() and output.is_contiguous() else output
+
+
 def in_backward() -> bool:
     """Whether a backward pass is running; while a graph is traced, none is."""
     return not torch.compiler.is_compiling() and bool(torch._C._current_graph_task_id() != -1)
@@ -174,6 +188,21 @@ class PendingGradient:
 
     def __init__(self, take: Callable[[Tensor], None]) -> None:
         self.take: Callable[[Tensor], None] | None = take
+
+    def wait_at(self, output: Tensor) -> None:
+        """Takes the gradient that goes into a layer, after all hooks that the user may put on its output later.
+
+        Hooks of a tensor run in the order in which they were put there, and may change the gradient (those that clip
+        it in a recurrent loop): what the layer's own operation gets is the gradient that the weight's is made of.
+        """
+        node, number = torch.autograd.graph.get_gradient_edge(output)[:2]
+        node.register_prehook(functools.partial(self._on_node, number))
+
+    def _on_node(self, number: int, gradients: tuple[Tensor | None, ...]) -> None:
+        """The operation that has made the output is about to run; ``number``: which one of its results that is."""
+        g = gradients[number]
+        if g is not None:
+            self(g)
 
     def __call__(self, g: Tensor) -> None:
         if self.take is None:

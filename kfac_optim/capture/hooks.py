@@ -34,7 +34,7 @@ from ..cuda_graphs import refuse_cuda_graphs
 from ..factors import FactorSpec
 from ..layers import AttentionLayer, KroneckerLayer, LinearLayer, ProjectionCall
 from .attention import ProjectionTap, remove_taps
-from .calls import ModelCall, ModelCalls, PendingGradient, in_backward
+from .calls import ModelCall, ModelCalls, PendingGradient, in_backward, own_result
 from .compiled import CompiledCalls
 from .copies import leave_hooks_behind
 from .fisher import Fisher
@@ -192,11 +192,12 @@ class Capture:
             self._after(module, Hook(self, "_on_model_call_end"), always_call=True)
 
     def _before(self, module: nn.Module, hook: Hook, *, prepend: bool = False) -> None:
-        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend))
+        register = module.register_forward_pre_hook
+        self._handles.append(register(hook.of(module), with_kwargs=True, prepend=prepend))
 
     def _after(self, module: nn.Module, hook: Hook, *, prepend: bool = False, always_call: bool = False) -> None:
         register = module.register_forward_hook
-        self._handles.append(register(hook, with_kwargs=True, prepend=prepend, always_call=always_call))
+        self._handles.append(register(hook.of(module), with_kwargs=True, prepend=prepend, always_call=always_call))
 
     # Model calls ----------------------------------------------------------------------------------------------------
 
@@ -278,15 +279,16 @@ class Capture:
         if output.numel() == 0:  # an expert to which no token was routed: nothing was seen
             return None
         call = self._calls.current
-        if self._sampling is not None:
-            if call is not None and not in_backward():
-                # The edge, not the tensor: after an in-place activation the tensor stands for the activation's output.
-                edge = torch.autograd.graph.get_gradient_edge(output)
-                call.await_gradient(self._recorder.observe(index, use, a, output, projection), edge)
+        if self._sampling is not None and (call is None or in_backward()):
             return None
-        layer_call = self._recorder.observe(index, use, a, output, projection)
-        take = functools.partial(self._passes.record_output_gradient, layer_call, call or self._calls.last)
-        output.register_hook(PendingGradient(take))
+        result = own_result(output)
+        layer_call = self._recorder.observe(index, use, a, output, projection, result)
+        if self._sampling is not None and call is not None:
+            # The edge, not the tensor: after an in-place activation the tensor stands for the activation's output.
+            call.await_gradient(layer_call, torch.autograd.graph.get_gradient_edge(result))
+        else:
+            take = functools.partial(self._passes.record_output_gradient, layer_call, call or self._calls.last)
+            PendingGradient(take).wait_at(result)
         return None
 
     def _await_hidden(self, index: int, output: Tensor) -> None:
@@ -318,10 +320,18 @@ class Hook:
     def __init__(self, capture: Any, method: str = "", *args: Any) -> None:
         self.capture = weakref.ref(capture) if capture is not None else None
         self.method, self.args = method, args
+        self.module: Callable[[], Any] | None = None
+
+    def of(self, module: nn.Module) -> Hook:
+        """Serves this module alone: tools that swap modules put hooks on the new one, and may drop the flags."""
+        self.module = weakref.ref(module)
+        return self
 
     def __call__(self, *args: Any) -> Any:
         capture = self.capture() if self.capture is not None else None
         if capture is None or not capture.enabled or _exporting():
+            return None
+        if self.module is not None and self.module() is not args[0]:
             return None
         return getattr(capture, self.method)(*self.args, *args)
 

@@ -39,11 +39,15 @@ __all__ = ["BackwardPasses", "LayerCall", "Recorder", "positions_of"]
 
 @dataclass(eq=False)
 class LayerCall:
-    """One call of a layer, whose output gradient is awaited: the layer's index, the module and what it saw."""
+    """One call of a layer, whose output gradient is awaited: the layer's index, the module and what it saw.
+
+    ``shape``: that of the output, where its gradient comes in another one.
+    """
 
     index: int
     module: nn.Module
     observation: Observation
+    shape: torch.Size | None = None
 
 
 def positions_of(nested: Tensor) -> Tensor:
@@ -89,7 +93,15 @@ class Recorder:
         scale = scaler._get_scale_async() if scaler is not None and scaler.is_enabled() else None
         return torch.ones((), device=device) if scale is None else scale.to(device)
 
-    def observe(self, index: int, use: int, a: Tensor, output: Tensor, projection: ProjectionCall | None) -> LayerCall:
+    def observe(
+        self,
+        index: int,
+        use: int,
+        a: Tensor,
+        output: Tensor,
+        projection: ProjectionCall | None,
+        result: Tensor | None = None,
+    ) -> LayerCall:
         """A layer was called: what it saw, with the moment of its input already taken.
 
         Args:
@@ -98,6 +110,7 @@ class Recorder:
             a: The input.
             output: The output.
             projection: Which use of a projection of attention it was; None where a module was called.
+            result: The tensor whose gradient is awaited, if it is not the output (:func:`~.calls.own_result`).
         """
         layer = self.layers[index]
         module = layer.modules[use]
@@ -112,7 +125,7 @@ class Recorder:
             observation = layer.observe(module, seen, output, self.dtype, **more)
             moment = observation.a if layer.by_example else self.specs[index][0].pack(observation.a)
         observation = dataclasses.replace(observation, a=moment, subsample=subsample)
-        return LayerCall(index, module, observation)
+        return LayerCall(index, module, observation, None if result is None or result is output else output.shape)
 
     def output_moment(self, call: LayerCall, g: Tensor, *, scaled: bool) -> Tensor:
         """The packed moment of one call's output gradient; ``scaled``: the gradient carries the loss scale.
@@ -122,7 +135,7 @@ class Recorder:
         """
         layer = self.layers[call.index]
         with self.stage("factor computation"), full_precision(g.device.type):
-            g = positions_of(g) if g.is_nested else g
+            g = positions_of(g) if g.is_nested else g if call.shape is None else g.reshape(call.shape)
             seen = call.observation.subsample(g.detach())
             scaled, part = scaled and self.scaled, seen.numel() < g.numel()
             seen = seen.to(self.dtype) if scaled or part else layer.multiplicand(seen, self.dtype)

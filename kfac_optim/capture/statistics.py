@@ -240,7 +240,8 @@ class TakenStatistics:
             self._dropped.add("passes")
         elif watch.changed(rest) == rest:
             self._largest["passes"] = watch.largest(rest)
-        set_by_hand = watch.comparable(watch.written(to_caller.sums))
+        # Where no pass has added to any gradient, whatever there is was set; through .data, too, which shows nowhere.
+        set_by_hand = watch.comparable(watch.written(to_caller.sums) if passes.terms else to_caller.sums)
         if set_by_hand:
             self._largest["to_caller"] = watch.largest(set_by_hand)
         else:

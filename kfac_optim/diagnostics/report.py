@@ -181,6 +181,8 @@ def row_of(block: Block, memory: int, comm: Communicator) -> Row:
         notes.append("frozen, its bias trains by the base rule" if others else "frozen")
     elif block.never_seen:
         notes.append("never seen in a backward pass, so raw gradient (a warning lists what may be the cause)")
+    elif block.out_of_sight:
+        notes.append("no longer seen in backward passes, so the factors are old ones")
     elif not block.has_direction:
         notes.append("raw gradient until its first decomposition")
     elif block.is_constrained:

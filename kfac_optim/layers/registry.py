@@ -59,10 +59,22 @@ def _factory_for(module: nn.Module) -> tuple[LayerFactory | None, str]:
             if getattr(type(module), name, None) is not getattr(cls, name, None):
                 problem = f"{_path(type(module))} overrides {cls.__name__}.{name}; see register_layer"
                 return _like(module) or (None, problem)
+            if name in vars(module) and _unwrapped(vars(module)[name]) is not getattr(cls, name, None):
+                return None, f"{name} was replaced on this {cls.__name__} alone; see register_layer"
         return factory, ""
     if isinstance(module, nn.ParameterList | nn.ParameterDict):
-        return None, f"in a {type(module).__name__}: layers are found as submodules alone, put them in an nn.ModuleList"
+        return None, (
+            f"in a {type(module).__name__}: layers are found as submodules alone, put them in an nn.ModuleList; "
+            "weights that are used without a layer have no rule"
+        )
     return _like(module) or (None, f"no Kronecker rule for {_path(type(module))}")
+
+
+def _unwrapped(method: Any) -> Any:
+    """The function behind a method, and behind what says that it wraps one (autocast, hooks that move to a device)."""
+    while (inner := getattr(method, "__func__", None) or getattr(method, "__wrapped__", None)) is not None:
+        method = inner
+    return method
 
 
 def _like(module: nn.Module) -> tuple[LayerFactory, str] | None:

@@ -10,7 +10,7 @@ Where to look::
 """
 
 from .checks import check_counters, check_states, check_sums, checksums
-from .optimizer import AVERAGES, PREFIX, saved_parts, with_checksums
+from .optimizer import AVERAGES, PREFIX, kept_states, saved_parts, with_checksums
 from .step import CHANGE, DESCENT, LENGTH, OF_STEP, STRETCH, TURN, forget, forget_all, saved_form, take_saved_form
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "checksums",
     "forget",
     "forget_all",
+    "kept_states",
     "saved_form",
     "saved_parts",
     "take_saved_form",

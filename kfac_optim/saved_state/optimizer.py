@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .checks import PREFIX, checksums
 
-__all__ = ["AVERAGES", "PREFIX", "saved_parts", "with_checksums"]
+__all__ = ["AVERAGES", "PREFIX", "kept_states", "saved_parts", "with_checksums"]
 
 AVERAGES = "kfac"  # the averages of a layer stand under this key in the optimizer's state of its weight
 
@@ -20,6 +20,11 @@ _DECOUPLED = "decoupled_weight_decay"  # in the groups of Adam, False, and AdamW
 
 # The shape of a small parameter: all sizes differ, and some bases treat matrices below 128 x 128 in another way.
 _SMALL = (131, 137, 3, 5, 7, 11)
+
+
+def kept_states(optimizer: torch.optim.Optimizer) -> list[tuple[Any, dict[str, Any]]]:
+    """The states of the parameters; under keys of their own some base classes keep numbers beside them."""
+    return [(p, state) for p, state in optimizer.state.items() if isinstance(state, dict)]
 
 
 def with_checksums(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +90,7 @@ def _kinds(optimizer: Any, group: dict[str, Any], base_step: Callable[[Any], Any
 
     Returns:
         By number of dimensions of a parameter and key of its state: "parameter" if the tensor has its shape, "dims" if
-        it shares dimensions with it (Adafactor, Shampoo). Empty if the step fails.
+        it shares dimensions with it (Adafactor, Shampoo), "none" where the class keeps None. Empty if the step fails.
     """
     dims = {p.dim(): p for p in group["params"] if p.dim()}
     small = [torch.ones(_SMALL[:n], dtype=p.dtype, device=p.device) for n, p in dims.items()]
@@ -102,6 +107,8 @@ def _kinds(optimizer: Any, group: dict[str, Any], base_step: Callable[[Any], Any
         for key, value in probe.state.get(tensor, {}).items():
             if isinstance(value, Tensor) and value.dim() and _shares(value.shape, tensor.shape):
                 found[tensor.dim(), key] = "parameter" if value.shape == tensor.shape else "dims"
+            elif value is None:
+                found[tensor.dim(), key] = "none"
     return found
 
 
@@ -130,7 +137,7 @@ def _base_problem(
         if isinstance(value, Tensor) and bool(value.isnan().any()):
             return f"is damaged, or was saved after training had failed: {key!r} is not a number"
         counts = key == "step" and isinstance(value, Tensor | int | float)
-        none = value is None and (kinds or key.startswith(PREFIX))
+        none = value is None and (kinds or key.startswith(PREFIX)) and kinds.get((parameter.dim(), key)) != "none"
         if none or counts and not 0 <= float(value) < math.inf:
             return f"is damaged: its {key!r} is {value}"
     return ""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..bases import MOMENT
-from .optimizer import AVERAGES, PREFIX
+from .optimizer import AVERAGES, PREFIX, kept_states
 
 __all__ = [
     "CHANGE",
@@ -46,7 +46,7 @@ _NUMBERS = (LENGTH, DESCENT)  # 0-dim; the others are like the parameter
 
 def forget(optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> None:
     """Deletes some of what earlier steps recorded in the optimizer's state."""
-    for p, state in list(optimizer.state.items()):
+    for p, state in kept_states(optimizer):
         noted = [key for key in keys if key in state]
         for key in noted:
             del state[key]
@@ -74,7 +74,7 @@ def saved_form(
         norms: The norms of the weights that the next step is to compare.
     """
     states = dict(state_dict["state"])
-    base_keeps = any(map(_is_the_base_s, states.values()))
+    base_keeps = any(_is_the_base_s(state) for state in states.values() if isinstance(state, dict))
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for p, i in zip(group["params"], saved["params"], strict=True):
             state = states.get(i, {})
@@ -83,7 +83,7 @@ def saved_form(
                 continue
             found: dict[str, Any] = {NOTED: sum(1 << n for n, key in enumerate(_ALL) if key in state)}
             if p in turned:
-                keys = OF_STEP if _keeps_first_moment(optimizer, group, state) else _ALL
+                keys = OF_STEP if _keeps_first_moment(optimizer, group, state, p) else _ALL
                 found |= {key: _zeros(p, key) for key in keys if key not in state} | {NORM: norms.get(p, -1.0)}
             states[i] = {**state, **found}
     return {**state_dict, "state": states}
@@ -113,8 +113,12 @@ def _is_the_base_s(state: Mapping[str, Any]) -> bool:
     return any(key != AVERAGES and not key.startswith(PREFIX) for key in state)
 
 
-def _keeps_first_moment(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
-    return bool(group["momentum"]) if isinstance(optimizer, torch.optim.SGD) else "exp_avg" in state
+def _keeps_first_moment(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], state: Mapping[str, Any], p: nn.Parameter
+) -> bool:
+    moment = state.get("exp_avg")  # as for Member.has_first_moment
+    like = isinstance(moment, Tensor) and moment.shape == p.shape
+    return bool(group["momentum"]) if isinstance(optimizer, torch.optim.SGD) else like
 
 
 def _zeros(p: nn.Parameter, key: str) -> Tensor:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -104,7 +105,8 @@ class Opponents:
 OPPONENTS = Opponents()  # of this process
 
 
-class Signs(NamedTuple):
+@dataclass(frozen=True)
+class Signs:
     """Signs of a game, since the ranks last told each other of them.
 
     Attributes:

@@ -325,6 +325,33 @@ def test_a_loop_that_sets_the_gradients_itself(how: str, parts: int) -> None:
     assert_as(run, passes(*range(parts)))
 
 
+@pytest.mark.parametrize("how", ["copied", "replaced"])
+def test_a_loop_that_writes_through_data(how: str) -> None:
+    """Torch counts no such change: in the second step the tensors of the first one hold other numbers."""
+
+    def run(model: nn.Module, optimizer: KFACSGD) -> None:
+        for seed in (1, 2):
+            for p, g in zip(
+                model.parameters(), torch.autograd.grad(loss_of(model, seed), list(model.parameters())), strict=True
+            ):
+                if p.grad is None:
+                    p.grad = g.clone()
+                elif how == "copied":
+                    p.grad.data.copy_(g)
+                else:
+                    p.grad.data = g.clone()
+            if seed == 1:
+                optimizer.step()
+
+    def expected(model: nn.Module, optimizer: KFACSGD) -> None:
+        loss_of(model, 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, 2).backward()
+
+    assert_as(run, expected)
+
+
 def test_saliency_maps_and_clearing_between_them() -> None:
     def run(model: nn.Module, optimizer: KFACSGD) -> None:
         x = torch.randn(6, 3, requires_grad=True)

@@ -115,6 +115,69 @@ def test_a_forward_hook_that_changes_the_output(fisher: str, when: str) -> None:
     assert_same_factors(first, second)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("fisher", ["empirical", "gaussian"])
+@pytest.mark.parametrize("shape", [(6, 5, 3), (2, 3, 5, 3)])
+def test_in_place_on_the_tokens_of_a_linear(shape: tuple[int, ...], fisher: str, bias: bool) -> None:
+    """With a bias the output is a view of a matrix, and views that are changed in place get another node."""
+    models = [
+        nn.Sequential(nn.Linear(3, 4, bias=bias), nn.ReLU(inplace=inplace), nn.Linear(4, 2))
+        for inplace in (True, False)
+    ]
+    models[0].load_state_dict(models[1].state_dict())
+    first, second = (KFACSGD(m, fisher=fisher, factor_batch_fraction=0.5, **(OPTIONS | {"lr": 0.01})) for m in models)
+    for _ in range(STEPS):
+        x = torch.randn(shape)
+        for model, optimizer in zip(models, (first, second), strict=True):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    assert_same_factors(first, second)
+    assert_same_weights(*models)
+    assert float(first.curvature.factors("0")[1].norm()) > 0
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "categorical"])
+def test_a_hook_that_changes_the_gradient_of_an_output(fisher: str) -> None:
+    """Loops that clip gradients inside a network do it so: what the layer gets is what its weight's gradient is of."""
+    plain = nn.Sequential(nn.Linear(3, 4), WithHook(as_function=True), nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(3, 4), WithHook(as_function=False), nn.Linear(4, 2))
+    model.load_state_dict(plain.state_dict())
+    first, second = (KFACSGD(m, fisher=fisher, **(OPTIONS | {"lr": 0.01})) for m in (model, plain))
+    x, y = torch.randn(6, 3), torch.randint(2, (6,))
+    for m, optimizer in ((model, first), (plain, second)):
+        nn.functional.cross_entropy(m(x), y).backward()
+        optimizer.step()
+    assert_same_factors(first, second)
+    assert_same_weights(model, plain)
+
+
+class TenthOfGradient(torch.autograd.Function):
+    """Returns its input, and sends a tenth of the gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 0.1 * g
+
+
+class WithHook(nn.Module):
+    """Sends a tenth of the gradient back, by an operation or by a hook on its input."""
+
+    def __init__(self, as_function: bool) -> None:
+        super().__init__()
+        self.as_function = as_function
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.as_function:
+            return TenthOfGradient.apply(x)
+        x.register_hook(lambda g: 0.1 * g)
+        return x
+
+
 class Twice(nn.Module):
     """Doubles."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 
@@ -237,3 +238,16 @@ def test_a_class_without_a_rule_is_named_with_its_module() -> None:
     engine = CurvatureEngine(nn.Sequential(nn.Linear(6, 6), GemmaRMSNorm(6)))
     (reason,) = {reason for _, reason in engine.trained.uncovered.values()}
     assert reason == f"no Kronecker rule for {__name__}.GemmaRMSNorm"
+
+
+def test_a_forward_that_was_replaced_on_one_module_is_declined() -> None:
+    """What its class computes says nothing then; another module of the class is covered."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4), nn.Conv1d(4, 2, 1))
+    patched, own = model[0], model[2]
+    patched.forward = lambda x: F.linear(x, 0.1 * patched.weight, patched.bias)
+    own.forward = functools.wraps(own.forward)(lambda x: type(own).forward(own, x))  # as accelerate's hooks do
+    model[3]._conv_forward = lambda x, weight, bias: F.conv1d(x, 2 * weight, bias)
+    optimizer = KFACSGD(model, lr=0.1)
+    assert [layer.name for layer in optimizer.curvature.layers] == ["2"]
+    assert "forward was replaced on this Linear alone" in repr(optimizer.curvature)
+    assert "_conv_forward was replaced on this Conv1d alone" in repr(optimizer.curvature)

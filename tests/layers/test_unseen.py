@@ -45,6 +45,39 @@ def test_a_layer_that_is_never_called_is_named_in_the_table_and_in_one_warning()
     assert table[-1].startswith("2 layers preconditioned, 2 parameters by the base rule")
 
 
+class Switched(Functional):
+    """Calls the second layer until it is told not to."""
+
+    calls = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(torch.tanh(self.called(x))) if self.calls else super().forward(x)
+
+
+def test_a_layer_that_is_no_longer_called_is_named_in_the_table_and_in_one_warning() -> None:
+    """Its factors are those of other steps from then on, until it is called again."""
+    model = Switched()
+    optimizer = KFACSGD(model, lr=0.1, **OFTEN)
+
+    def train() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(12):
+                optimizer.zero_grad()
+                model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+        return [str(w.message) for w in caught]
+
+    assert not train()
+    model.calls = False
+    texts = train()
+    assert len(texts) == 1 and texts[0].startswith("'used': ") and "no longer seen" in texts[0], texts
+    assert "no longer seen" in next(line for line in repr(optimizer.curvature).splitlines() if line.startswith("used "))
+    model.calls = True
+    assert not train()
+    assert "no longer seen" not in repr(optimizer.curvature)
+
+
 class Masked(nn.Module):
     """The inner layer only holds the weight."""
 

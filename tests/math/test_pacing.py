@@ -94,6 +94,24 @@ def test_waiting_goes_on_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None
         assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize(("first", "dear_first"), [(0, True), (2, False)])
+def test_the_work_is_measured_again_when_layers_are_unfrozen(
+    first: int, dear_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer that trains alone says nothing of what the others take, whether it makes refreshes wait or not."""
+    monkeypatch.setitem(pacing._DECOMPOSITION, "cpu", 3000.0)
+    model, optimizer = built(growing(fraction=0.5, minimum=2, most_work=0.2))
+    model[2 - first].requires_grad_(False)
+    train(model, optimizer, 3)
+    alone, together = optimizer.curvature.refresh_interval(0), 5 * work(6, 3000.0)
+    assert (alone > together) == dear_first and alone != together
+    model.requires_grad_(True)
+    step = optimizer.curvature.step_count
+    train(model, optimizer, 2, examples=6)  # the first of them notices
+    assert optimizer.curvature.refresh_interval(0) == together
+    assert optimizer.curvature.last_statistics == step + 1
+
+
 def wait_together(rank: int, world_size: int) -> tuple[int, list[int]]:
     """Ranks with batches of different sizes."""
     pacing._DECOMPOSITION["cpu"] = 3000.0

@@ -31,6 +31,28 @@ class KFACSWATS(KFACMixin, torch_optimizer.SWATS):
     """Its state has vectors with one entry."""
 
 
+class Projected(torch.optim.Optimizer):
+    """Sums up rows of gradients, as GaLore keeps moments of projected ones; counts its steps beside the parameters."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["total_steps"] = self.state.get("total_steps", 0) + 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, g = self.state[p], p.grad.flatten(1).sum(1) if p.dim() > 1 else p.grad
+                state.setdefault("exp_avg", torch.zeros_like(g)).lerp_(g, 0.1)
+                state["compensation"] = None
+                moment = state["exp_avg"] / (1 - 0.9 ** self.state["total_steps"])
+                p.sub_(moment.sign().view(-1, *[1] * (p.dim() - 1)), alpha=group["lr"])
+
+
+class KFACProjected(KFACMixin, Projected):
+    """Its first moment of a matrix is a vector."""
+
+
 # Sparse gradients ----------------------------------------------------------------------------------------------------
 
 
@@ -147,6 +169,7 @@ ODD: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
     KFACAdafactor: {"lr": 0.01},
     KFACShampoo: {"lr": 0.01, "momentum": 0.9},
     KFACSWATS: {"lr": 0.01},
+    KFACProjected: {"lr": 0.001},
 }
 
 

@@ -1,0 +1,189 @@
+"""What a loop does to modules and groups after the optimizer was built: others around the same weights, fewer, more."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+from kfac_optim import KFACSGD, KFACAdam
+from tests.helpers.compare import assert_same_factors, assert_same_weights
+from tests.layers.test_replaced_parameters import OFTEN, Double, backward, make, train
+
+STEPS = 6
+
+
+class Tripled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 3 * super().forward(x)
+
+
+def around(cls: type[nn.Linear], old: nn.Linear) -> nn.Linear:
+    """A module of a class with the parameters of another one."""
+    new = cls(old.in_features, old.out_features)
+    new.weight, new.bias = old.weight, old.bias
+    return new
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_another_module_around_the_same_weights_goes_on_with_their_statistics(nested: bool) -> None:
+    """As ``convert_sync_batchnorm`` makes them: nothing but the module is new, also where a container is."""
+    models = [nn.Sequential(make(), nn.Linear(3, 2).double()) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [KFACSGD(model, lr=0.05, **OFTEN) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, range(STEPS))
+    if nested:
+        models[0][0] = nn.Sequential(*(around(nn.Linear, m) if isinstance(m, nn.Linear) else m for m in models[0][0]))
+    else:
+        models[0][1] = around(nn.Linear, models[0][1])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.zero_grad()
+        optimizer.step()  # notices, before anything is captured
+        train(model, optimizer, range(STEPS, 2 * STEPS))
+    assert_same_factors(*optimizers)
+    assert_same_weights(*models)
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
+def test_a_module_of_another_class_around_the_same_weights_is_declined(cls: type) -> None:
+    model = make()
+    optimizer = cls(model, lr=0.05, **OFTEN)
+    train(model, optimizer, range(STEPS))
+    model[0] = around(Tripled, model[0])
+    with pytest.warns(UserWarning, match=r"'0' \(.*Linear\).*modules were changed.*base rule") as warned:
+        train(model, optimizer, range(STEPS, 2 * STEPS))
+    assert len(warned) == 1
+    assert [layer.name for layer in optimizer.curvature.layers] == ["2"]
+    assert "overrides Linear.forward" in repr(optimizer.curvature)
+
+
+def test_hooks_that_a_tool_takes_over_to_another_module_do_nothing() -> None:
+    """As ``torch.ao.quantization.prepare_qat`` does, without the flag that they take keywords."""
+    model = make()
+    optimizer = KFACSGD(model, lr=0.05, **OFTEN)
+    train(model, optimizer, range(STEPS))
+    old, model[0] = model[0], around(Tripled, model[0])
+    for hook in old._forward_pre_hooks.values():
+        model[0].register_forward_pre_hook(hook)
+    for hook in old._forward_hooks.values():
+        model[0].register_forward_hook(hook)
+    with pytest.warns(UserWarning, match="base rule"):
+        train(model, optimizer, range(STEPS, 2 * STEPS))
+
+
+def pruned(layer: nn.Linear) -> None:
+    prune.random_unstructured(layer, "bias", amount=0.5)
+
+
+def parametrized(layer: nn.Linear) -> None:
+    parametrize.register_parametrization(layer, "bias", Double())
+
+
+@pytest.mark.parametrize("change", [pruned, parametrized])
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
+def test_a_layer_whose_bias_is_computed_later_goes_on_without_it(
+    cls: type, change: Callable[[nn.Linear], None]
+) -> None:
+    """With statistics of its own: the old ones have a column for the bias."""
+    model = make()
+    optimizer = cls(model, lr=0.05, **OFTEN)
+    train(model, optimizer, range(STEPS))
+    change(model[0])
+    train(model, optimizer, range(STEPS, 2 * STEPS))
+    first, second = optimizer.curvature.layers
+    assert (first.name, first.bias, second.name) == ("0", None, "2")
+    assert optimizer.curvature.factors("0")[0].shape == (1, 4, 4)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
+def test_a_state_that_is_carried_over_to_a_narrower_weight(cls: type) -> None:
+    """Structured pruning: what has the shape of the parameter is cut with it; the factors have others."""
+    model = make()
+    optimizer = cls(model, lr=0.05, **OFTEN)
+    train(model, optimizer, range(STEPS))
+
+    def narrow(module: nn.Module, name: str, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        old = getattr(module, name)
+        new, state = nn.Parameter(cut(old.detach()).clone()), optimizer.state.pop(old, {})
+        optimizer.state[new] = {
+            key: cut(value).clone() if torch.is_tensor(value) and value.shape == old.shape else value
+            for key, value in state.items()
+        }
+        setattr(module, name, new)
+        group = optimizer.param_groups[0]
+        group["params"] = [new if p is old else p for p in group["params"]]
+
+    narrow(model[0], "weight", lambda value: value[::2])
+    narrow(model[0], "bias", lambda value: value[::2])
+    narrow(model[2], "weight", lambda value: value[:, ::2])
+    losses = train(model, optimizer, range(STEPS, 4 * STEPS))
+    assert losses[-1] < losses[0]
+    assert [len(f) and f.shape[-1] for f in optimizer.curvature.factors("2")] == [4, 3]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_bias_that_joins_its_weight_later_is_part_of_its_block(trained: bool) -> None:
+    model = make()
+    optimizer = KFACSGD([model[0].weight, *model[2].parameters()], lr=0.05, model=model, **OFTEN)
+    if trained:
+        train(model, optimizer, range(STEPS))
+    optimizer.add_param_group({"params": [model[0].bias]})
+    assert not optimizer.curvature.trained.uncovered
+    train(model, optimizer, range(STEPS, 2 * STEPS))
+    assert optimizer.curvature.factors("0")[0].shape == (1, 5, 5)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
+def test_a_group_that_is_taken_out_of_the_optimizer_is_no_longer_covered(cls: type) -> None:
+    model = make()
+    groups = [{"params": list(layer.parameters())} for layer in (model[0], model[2])]
+    optimizer = cls(groups, lr=0.05, model=model, **OFTEN)
+    train(model, optimizer, range(STEPS))
+    for parameter in optimizer.param_groups.pop()["params"]:
+        optimizer.state.pop(parameter, None)
+    before = model[2].weight.detach().clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, range(STEPS, 2 * STEPS))
+    assert torch.equal(model[2].weight, before)
+    assert [layer.name for layer in optimizer.curvature.layers] == ["0"]
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_tensors_of_no_module_may_be_replaced(alone: bool) -> None:
+    """Points of a scene that are split and pruned, as in Gaussian splatting: the base class asks for no more."""
+    model, points = make(), nn.Parameter(torch.randn(8, 4, dtype=torch.float64))
+    groups = [{"params": [points]}] + ([] if alone else [{"params": list(model.parameters())}])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no module owns any of them
+        optimizer = KFACAdam(groups, lr=0.01, **({} if alone else OFTEN))
+        for step in range(4 * STEPS):
+            optimizer.zero_grad()
+            (model(points) - 1).square().mean().backward()
+            optimizer.step()
+            if step % STEPS == STEPS - 1:
+                state, points = optimizer.state.pop(points), nn.Parameter(points.detach()[:-1])
+                optimizer.state[points] = {key: v[:-1] if v.dim() else v for key, v in state.items()}
+                optimizer.param_groups[0]["params"] = [points]
+    assert len(optimizer.curvature.layers) == (0 if alone else 2)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_a_head_that_is_taken_out_of_the_model_leaves_the_rest_training() -> None:
+    """Its parameters, still in the groups, have no gradients any more."""
+    model = make()
+    optimizer = KFACSGD(model, lr=0.05, **OFTEN)
+    train(model, optimizer, range(STEPS))
+    model[2] = nn.Identity()
+    with pytest.warns(UserWarning, match=r"'2' \(Linear\).*modules were changed"):
+        train(model, optimizer, range(STEPS, 2 * STEPS))
+    assert [layer.name for layer in optimizer.curvature.layers] == ["0"]
+    assert backward(model, 0).isfinite()
