@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -601,3 +602,20 @@ def test_reduce_overhead_trains_as_eager() -> None:
     for model, call in ((eager, eager), (compiled, torch.compile(compiled, mode="reduce-overhead"))):
         train(call, KFACSGD(model, **OPTIONS), range(6))
     assert_same_weights(eager, compiled, 1e-9)
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "categorical"])
+def test_compiled_autograd_is_refused_where_statistics_are_due(fisher: str) -> None:
+    """There a backward pass is a graph of its own, in which nothing tells whose gradient a hook gets."""
+    model = make_model().double()
+    optimizer = KFACSGD(model, fisher=fisher, **OPTIONS)
+    loss = F.cross_entropy(model(torch.randn(5, 4)), torch.randint(3, (5,)))
+    with (
+        compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")),
+        warnings.catch_warnings(),
+        pytest.raises(RuntimeError, match=r"compiled_autograd = False.*torch\.compile\(model\) works"),
+    ):
+        warnings.simplefilter("ignore")  # of dynamo, about what it can't trace
+        loss.backward()
+    optimizer.zero_grad()
+    train(model, optimizer, range(3))
