@@ -22,7 +22,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 __all__ = ["CONCURRENT", "ModelCall", "ModelCalls", "PendingGradient", "in_backward", "own_result"]
 
@@ -31,12 +30,6 @@ CONCURRENT = (
     "apart: let one thread after the other run forward and backward (a lock around both), give each a copy of the "
     "model (copy.deepcopy) and an optimizer of its own, or use processes (DistributedDataParallel instead of "
     "DataParallel). If a pass of another thread was interrupted, call zero_grad() of the optimizer first"
-)
-
-
-COMPILED_AUTOGRAD = (
-    "the layers' gradients can't be watched under compiled autograd: call backward() without it "
-    "(torch._dynamo.config.compiled_autograd = False); torch.compile(model) works"
 )
 
 
@@ -211,12 +204,9 @@ class PendingGradient:
         if g is not None:
             self(g)
 
-    @_disable_dynamo
     def __call__(self, g: Tensor) -> None:
         if self.take is None:
             return
-        if torch._C._current_autograd_node() is None:  # the backward pass is a compiled graph
-            raise RuntimeError(COMPILED_AUTOGRAD)
         self.take(g)
         if _goes_on() and not torch._C._autograd._get_current_graph_task_keep_graph():
             self.take = None

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from ..factors import FactorSpec
 from ..layers import KroneckerLayer, Observation, ProjectionCall
@@ -35,6 +36,11 @@ from .gradients import GradientWatch, destination
 from .statistics import MicroBatch, StepStatistics, TakenStatistics
 
 __all__ = ["BackwardPasses", "LayerCall", "Recorder", "positions_of"]
+
+_COMPILED = (
+    "gradients can't be watched under compiled autograd: call backward() without it "
+    "(torch._dynamo.config.compiled_autograd = False); torch.compile(model) works"
+)
 
 
 @dataclass(eq=False)
@@ -237,13 +243,16 @@ class BackwardPasses:
         if not torch.is_grad_enabled() and destination(self.recorder.layers[index]) == "gradient":
             self.hidden.add(index)
 
+    @_disable_dynamo
     def micro_batch_of(self, call: ModelCall | None) -> MicroBatch:
         """The backward pass in progress has reached a model call: its micro-batch, which is opened if there is none.
 
         Raises:
-            RuntimeError: If the open micro-batch is another thread's.
+            RuntimeError: If the open micro-batch is another thread's, or under compiled autograd.
         """
         task = torch._C._current_graph_task_id()
+        if task == -1 or torch._C._current_autograd_node() is None:
+            raise RuntimeError(_COMPILED)
         with self._lock:
             if self._batch is None or self._end() is None:  # a pass that raised lets go of what it was to call
                 self._compare_gradients()
