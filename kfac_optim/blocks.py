@@ -265,7 +265,8 @@ class Block:
         same = type(layer) is type(self.layer) and set(layer.parameters) == set(self.layer.parameters)
         if not same or specs_of(layer) != self.specs:
             return False
-        if layer.modules != self.layer.modules or layer.host is not self.layer.host:
+        own = self.layer
+        if (layer.name, layer.modules) != (own.name, own.modules) or layer.host is not own.host:
             self.layer = layer
         return True
 

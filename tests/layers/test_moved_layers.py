@@ -187,3 +187,20 @@ def test_a_head_that_is_taken_out_of_the_model_leaves_the_rest_training() -> Non
         train(model, optimizer, range(STEPS, 2 * STEPS))
     assert [layer.name for layer in optimizer.curvature.layers] == ["0"]
     assert backward(model, 0).isfinite()
+
+
+def test_layers_have_the_names_of_where_they_are_now() -> None:
+    """A layer that is put in front of the others moves them on."""
+    model = make()
+    optimizer = KFACSGD(model, lr=0.05, **OFTEN)
+    train(model, optimizer, range(STEPS))
+    known = {id(layer.weight): optimizer.curvature.factors(layer.name) for layer in optimizer.curvature.layers}
+    model.insert(0, nn.Linear(4, 4).double())
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    names = {layer.name: layer.weight for layer in optimizer.curvature.layers}
+    assert {name: model.get_submodule(name).weight for name in names} == names and len(names) == 3
+    for name, weight in names.items():
+        if id(weight) in known:
+            assert all(map(torch.equal, optimizer.curvature.factors(name), known[id(weight)]))
+    train(model, optimizer, range(STEPS, 2 * STEPS))
+    assert all(block.has_direction for block in optimizer.curvature.trained.blocks)
