@@ -179,7 +179,7 @@ class TrainedModel:
             RuntimeError: If the parameters are no weights of the model, or no matrices any more, or those of a layer
                 have been replaced in the model alone.
         """
-        known, whole = all(p in self.parameters for p in stepped), self.is_intact
+        known, whole = all(p in self.parameters for p in stepped), self.is_intact or self._only_rearranged()
         known = known and len(stepped) >= len(self.parameters)  # fewer: groups were taken out of the optimizer
         if known and whole and not first:
             return False
@@ -243,6 +243,10 @@ class TrainedModel:
             for name, own in module._parameters.items()
             if own is not None and not hasattr(own, "device_mesh") and any(own is p for p in layer.parameters)
         ]
+        self._note_places()
+
+    def _note_places(self) -> None:
+        """Notes which modules have the modules of layers in them."""
         watched = {module for block in self.blocks for module in (*block.layer.modules, block.layer.host)}
         self._places = [
             (parent, name, module)
@@ -250,6 +254,23 @@ class TrainedModel:
             for name, module in parent._modules.items()
             if module is not None and any(part in watched for part in module.modules())
         ]
+
+    def _only_rearranged(self) -> bool:
+        """Whether modules were moved, taken out or put back, but the layers' parameters are in no other ones.
+
+        Loops that drop layers, or train heads by turns, do so in every step. What is out for now has no gradients.
+        """
+        if not all(module._parameters.get(name) is parameter for module, name, parameter in self._slots):
+            return False
+        homes: dict[nn.Parameter, set[nn.Module | None]] = {}
+        for layer in (block.layer for block in self.blocks):
+            for parameter in layer.parameters:
+                homes.setdefault(parameter, set()).update((*layer.modules, layer.host))
+        modules = [module for root in self.roots for module in root.modules()]
+        if any(p in homes and m not in homes[p] for m in modules for p in m._parameters.values() if p is not None):
+            return False
+        self._note_places()
+        return True
 
     def _in_slots(self) -> dict[nn.Parameter, nn.Parameter | None]:
         """What now stands where each parameter of a layer stood."""

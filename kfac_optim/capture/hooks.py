@@ -170,7 +170,8 @@ class Capture:
         containers: dict[nn.Module, None] = {}
         for root in roots:
             for module in root.modules():
-                if any(child in watched for child in module.modules()):
+                # Not what torch.compile(part) has put in its place: dynamo takes both for one, and the part is there.
+                if "_orig_mod" not in module._modules and any(child in watched for child in module.modules()):
                     containers[module] = None
         for module in containers:
             state = leave_hooks_behind(module, Hook)

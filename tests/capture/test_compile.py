@@ -619,3 +619,21 @@ def test_compiled_autograd_is_refused_where_statistics_are_due(fisher: str) -> N
         loss.backward()
     optimizer.zero_grad()
     train(model, optimizer, range(3))
+
+
+def test_parts_in_whose_places_their_compiled_versions_stand() -> None:
+    """``model.blocks[i] = torch.compile(model.blocks[i])``, as torchtitan does, before the optimizer is built."""
+
+    def train(*, compiled: bool) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)]
+        model = nn.Sequential(*(torch.compile(b, backend="eager") if compiled else b for b in blocks), nn.Linear(4, 2))
+        optimizer = KFACSGD(model, lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+        return [factor for layer in optimizer.curvature.layers for factor in optimizer.curvature.factors(layer.name)]
+
+    torch.testing.assert_close(train(compiled=True), train(compiled=False))

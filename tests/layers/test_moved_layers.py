@@ -178,15 +178,29 @@ def test_tensors_of_no_module_may_be_replaced(alone: bool) -> None:
 
 
 def test_a_head_that_is_taken_out_of_the_model_leaves_the_rest_training() -> None:
-    """Its parameters, still in the groups, have no gradients any more."""
+    """Its parameters, still in the groups, have no gradients any more; it may come back."""
     model = make()
     optimizer = KFACSGD(model, lr=0.05, **OFTEN)
     train(model, optimizer, range(STEPS))
     model[2] = nn.Identity()
-    with pytest.warns(UserWarning, match=r"'2' \(Linear\).*modules were changed"):
-        train(model, optimizer, range(STEPS, 2 * STEPS))
-    assert [layer.name for layer in optimizer.curvature.layers] == ["0"]
+    train(model, optimizer, range(STEPS, 2 * STEPS))
+    assert optimizer.curvature.last_statistics == 2 * STEPS - 1
     assert backward(model, 0).isfinite()
+
+
+def test_modules_that_come_and_go_in_every_step_keep_their_statistics() -> None:
+    """Layer drop, or heads that train by turns: the others collect statistics, too, and nobody is warned."""
+    model = make()
+    heads = model[2], nn.Linear(*reversed(model[2].weight.shape)).double()
+    optimizer = KFACSGD([*model.parameters(), *heads[1].parameters()], lr=0.05, **OFTEN)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(4 * STEPS):
+            model[2] = heads[step % 2]
+            train(model, optimizer, range(step, step + 1))
+    blocks = optimizer.curvature.trained.blocks
+    assert [block.has_direction for block in blocks] == [True] * 3
+    assert optimizer.curvature.last_statistics == 4 * STEPS - 1
 
 
 def test_layers_have_the_names_of_where_they_are_now() -> None:
