@@ -122,7 +122,6 @@ class Capture:
         self.enabled = False
         self._compiled.prepare(enabled=False)
         self.forget()
-        self._passes.abandon()
         remove_all(self._handles)
 
     def discard(self) -> None:

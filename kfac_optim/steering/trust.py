@@ -108,8 +108,6 @@ class Trust(Counted):
 
 def turns(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) -> Tensors:
     """``k - u`` of each stack of layers, ``[p, d_out, d_in]``; ``out``: see :func:`~.flat_storage.elementwise`."""
-    if not directions:
-        return []
     return elementwise("sub", [d.direction for d in directions], [d.update for d in directions], out=out)
 
 

@@ -229,14 +229,17 @@ def loss_in(output: Any) -> Tensor:
 @pytest.mark.parametrize("kind", ["tuple", "dataclass", "nested", "scalar", "none first", "integers first"])
 @pytest.mark.parametrize("average", ["batch", "batch+sequence"])
 @pytest.mark.parametrize("shape", [(4,), (4, 3)])
-def test_models_that_return_other_things_count_the_same(kind: str, average: str, shape: tuple[int, ...]) -> None:
-    """A scalar's examples are those of the first tensor among the inputs."""
+@pytest.mark.parametrize("by_name", [False, True])
+def test_models_that_return_other_things_count_the_same(
+    kind: str, average: str, shape: tuple[int, ...], by_name: bool
+) -> None:
+    """A scalar's examples are those of the first tensor among the inputs, which may be given by name."""
     inner = Tagger()
     model, plain = Wrapped(inner, kind), Wrapped(copy.deepcopy(inner), "tensor")
     first, second = build(model, loss_average=average), build(plain, loss_average=average)
     x, y = torch.randn(*shape, 3), torch.randn(*shape)
     for m, optimizer in ((model, first), (plain, second)):
-        loss_in(m(x, y)).backward()
+        loss_in(m(x=x, y=y) if by_name else m(x, y)).backward()
         optimizer.step()
     assert_same_factors(first, second)
     assert_same_weights(model, plain)

@@ -441,6 +441,41 @@ def test_forwards_without_backward_leave_no_trace() -> None:
     assert_close_to(oracle, apply(model, optimizer), directions)
 
 
+class WithBranch(nn.Module):
+    """The perceptron, and a branch whose output it does not return; that of the last call is kept for the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.branch = perceptron(), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From ``[n, 3]`` to logits ``[n, 3]``."""
+        self.aside = self.branch(x)
+        return self.body(x)
+
+
+@pytest.mark.parametrize("fisher", KINDS)
+def test_layers_that_the_output_does_not_depend_on_get_no_samples(fisher: str) -> None:
+    """The others go on as without them, bit for bit; these train by the base class, on the user's own gradient."""
+    model, plain = WithBranch(), perceptron()
+    plain.load_state_dict(model.body.state_dict())
+    start = parameters(model.branch)
+    first, second = (KFACSGD(m, **EXACT | {"damping": 0.1, "lr": 0.05, "fisher": fisher}) for m in (model, plain))
+    loss, gradients = averaged(cross_entropy, "batch"), {name: torch.zeros_like(p) for name, p in start.items()}
+    for _ in range(3):
+        ((x,), y) = small_passes()[0]
+        backward(model, [((x,), y)], lambda output, y: loss(output, y) + model.aside.square().mean())
+        backward(plain, [((x,), y)], loss)
+        for name, p in model.branch.named_parameters():
+            gradients[name] += p.grad
+        first.step()
+        second.step()
+    for ours, theirs in zip(model.body.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    for name, p in model.branch.named_parameters():
+        assert_near(p.detach(), start[name] - 0.05 * gradients[name], name, rel=1e-12)
+
+
 class Counted(torch.autograd.Function):
     """The identity; its backward counts."""
 

@@ -182,7 +182,7 @@ def test_vocabularies_are_diagonal() -> None:
         diagonal, blocks, notes = kept(d_in, d_out, "meta")
         assert (diagonal, blocks) == ((False, True), (1, 1))
         assert notes == [f"G diagonal: {d_out} is {d_out // d_in} times {d_in} (max_factor_dim=None: whole)"]
-    assert kept(1024, 4096, "meta")[:2] == ((False, False), (1, 1))
+    assert kept(1024, 4096, "meta")[:2] == kept(100, 1024, "meta")[:2] == ((False, False), (1, 1))
     assert kept(2048, 1000, "meta")[:2] == ((False, False), (1, 1))
     assert kept(768, 50257, "cpu", max_factor_dim=None)[:2] == ((False, False), (1, 1))
 

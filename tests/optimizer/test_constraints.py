@@ -288,6 +288,20 @@ def test_without_a_stretch_nothing_is_kept_of_the_weights() -> None:
     assert not any("kfac_stretch" in state for state in optimizer.state.values())
 
 
+def test_weights_are_compared_in_every_step_at_first_and_then_in_every_eighth() -> None:
+    """To compare them takes a pass over all that are stretched."""
+    model = net()
+    optimizer = KFACSGD(model, lr=0.05, momentum=0.9)
+    compared = []
+    for i, (x, y) in enumerate(batches(42)):
+        if optimizer.curvature.watch.watched:
+            compared.append(i)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert compared[compared.index(10) :] == [*range(10, 16), 16, 24, 32, 40]
+
+
 @pytest.mark.parametrize("closes", [True, False])
 def test_whoever_turns_no_step_looks_at_no_weights(closes: bool) -> None:
     """An optimizer that was closed, or goes on by preconditioned gradients."""

@@ -97,7 +97,8 @@ def test_a_view_does_not_keep_the_matrices_of_all_stacks(bias: bool, monkeypatch
     """What a step notes are views where most of the matrices are such, else copies."""
     monkeypatch.setattr(flat_storage, "_CHEAP_LAUNCHES", set())
     model = nn.Sequential(*(nn.Linear(16, 16, bias=bias) for _ in range(4)), nn.Linear(16, 8, bias=not bias))
-    optimizer = KFACSGD(model, lr=0.02, momentum=0.9, factor_update_steps=1)  # the second one tells: stretch
+    # The second step tells: stretch. In the type of the weights, which parts of another would be converted to.
+    optimizer = KFACSGD(model, lr=0.02, momentum=0.9, factor_update_steps=1, inv_dtype=torch.float64)
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.randn(6, 16)).square().mean().backward()

@@ -444,12 +444,16 @@ def test_skipped_steps_leave_the_buffers_untouched() -> None:
     assert first.curvature.report()["skipped_steps"] == 2
 
 
-def test_the_buffer_of_plain_sgd_goes_on() -> None:
-    """A state of torch.optim.SGD loads: its momentum is the same recurrence of the same raw gradients."""
+@pytest.mark.parametrize("momentum", [0.9, 1.0])
+def test_the_buffer_of_plain_sgd_goes_on(momentum: float) -> None:
+    """A state of torch.optim.SGD loads: its momentum is the same recurrence of the same raw gradients.
+
+    Of momentum 1 it is their sum, whose weights grow without end.
+    """
     model = Net()
     other = copy.deepcopy(model)
-    first = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    second = KFACSGD(other, **(MODE | {"momentum": 0.9}))
+    first = torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum)
+    second = KFACSGD(other, **(MODE | {"momentum": momentum}))
     passes = data()
     backward(model, passes, loss)
     first.step()
@@ -459,7 +463,8 @@ def test_the_buffer_of_plain_sgd_goes_on() -> None:
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         if name == "scale":
             continue
-        assert_near(second.state[q]["momentum_buffer"], 0.9 * first.state[p]["momentum_buffer"] + q.grad, name, SAME)
+        expected = momentum * first.state[p]["momentum_buffer"] + q.grad
+        assert_near(second.state[q]["momentum_buffer"], expected, name, SAME)
 
 
 @pytest.mark.parametrize(
@@ -817,3 +822,21 @@ def test_a_model_may_change_its_precision_between_steps(momentum: float) -> None
     before = values(model)
     train(model, optimizer, range(12, 20))
     assert_trained(model, before)
+
+
+def test_a_layer_without_a_direction_counts_in_the_usual_length() -> None:
+    """One that trains before a refresh takes it up: without it, steps would be braked from that refresh on."""
+    model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+    how = {"momentum": 0.0, "scaling": "graft", "lr": 1e-3, "inv_update_steps": 100}
+    optimizer, lengths = KFACSGD(model, **(MODE | how)), []
+    for step in range(6):
+        optimizer.curvature._steering.trust.notches = 5  # every step is turned
+        optimizer.zero_grad()
+        output = sum(layer(torch.randn(6, 3)) for layer in model[: 1 if step < 2 else 2])
+        loss(output, torch.randn(6, 2)).backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        if lengths:  # a length is learned one step later
+            assert optimizer.curvature._steering.brake.usual == pytest.approx(usual(lengths), rel=1e-6)
+        lengths.append(float(torch.cat([g.flatten() for g in gradients]).norm()))
+    assert len(gradients) == 4

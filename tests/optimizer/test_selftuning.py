@@ -468,6 +468,24 @@ def test_the_factor_of_a_squared_error_is_looked_at(loss: Any, options: dict[str
     assert fits == (not [w for w in caught if "times the curvature that" in str(w.message)])
 
 
+def test_a_closure_may_have_another_factor() -> None:
+    """Losses that are no likelihood are what it is for: nobody is told that the curvature is another one."""
+    model, optimizer = make(torch.float32, fisher="gaussian")
+    inputs, _ = learnable()
+    targets = inputs[:, :3].tanh() + 0.1 * torch.randn(64, 3, dtype=torch.float32)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = 4 * F.mse_loss(model(inputs), targets)
+        loss.backward()
+        return loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses = [float(optimizer.step(closure).detach()) for _ in range(12)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
 @pytest.mark.parametrize(("steps", "message"), [(0, "was called on its own"), (1, "seen no call of the model")])
 def test_parts_of_a_model_are_no_calls_of_it(steps: int, message: str) -> None:
     model, optimizer = make()
@@ -505,11 +523,15 @@ def test_parameters_alone_and_half_precision_weights_are_refused() -> None:
         KFAC(model.bfloat16(), fisher="categorical")
 
 
-def test_compiled_models_are_refused() -> None:
+def test_compiled_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch shows of that in full graphs depends on its version."""
     model, optimizer = make(torch.float32)
     with pytest.raises(RuntimeError, match="don't compile the model"):
         torch.compile(model, backend="eager")(learnable()[0])
     torch._dynamo.reset()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(RuntimeError, match="don't compile the model, or use KFACSGD"):
+        model(learnable()[0])
 
 
 def test_a_closed_curvature_ends_it() -> None:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import kfac_optim
 from kfac_optim import KAISA, KFACSGD, CurvatureEngine, KFACAdam
+from kfac_optim.diagnostics import human_bytes
 from kfac_optim.distributed import LocalCommunicator
 from tests.helpers.bases import KFACRMSprop
 from tests.helpers.compare import values
@@ -120,6 +121,11 @@ def test_a_bias_whose_weight_is_frozen_trains_by_the_base_rule() -> None:
     assert "frozen, its bias trains by the base rule" in rows_of(table)["0"]
     assert rows_of(table)["3"].endswith("frozen")
     assert "1 layer preconditioned, 2 parameters by the base rule" in table.splitlines()[-1]
+
+
+def test_bytes_as_text() -> None:
+    found = [human_bytes(number) for number in (0, 1023, 1024, 1536, 3 * 2**20, 2.5 * 2**30, 2**41)]
+    assert found == ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "3.0 MiB", "2.5 GiB", "2048.0 GiB"]
 
 
 def test_memory_of_the_rows_and_of_the_footer() -> None:
