@@ -84,7 +84,8 @@ class CompiledCalls:
         if self.sampled:
             raise RuntimeError(
                 "the sampled Fisher needs gradients of single layers before the backward pass, which a compiled graph "
-                "doesn't give: use fisher='empirical', or don't compile the model"
+                "doesn't give: use fisher='empirical' (in the place of KFAC another optimizer of this package), or "
+                "don't compile the model"
             )
 
     # While a graph runs.

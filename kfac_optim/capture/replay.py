@@ -211,11 +211,6 @@ class Replay:
     # Hooks ----------------------------------------------------------------------------------------------------------
 
     def _on_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "KFAC needs the calls of the model themselves, and gradients of single layers, which a compiled graph "
-                "doesn't give: don't compile the model, or use KFACSGD, KFACAdam, KFACAdamW or KFACLAMB"
-            )
         if not torch.is_grad_enabled() or in_backward():
             return
         self._depth += 1
