@@ -218,10 +218,13 @@ def _first_moments(bucket: Bucket, descent: Tensors) -> Tensors:
     """The first moments, in the direction of descent; ``descent``: the gradients, in that direction."""
     group, states = bucket[0].group, [m.state for m in bucket]
     if not all(m.has_first_moment for m in bucket):
-        kept = [state[MOMENT] for state in states if MOMENT in state]
-        if len(kept) < len(states):
+        known = [m.has_first_moment and not m.is_sgd for m in bucket]  # of some: others are projected
+        if not all(there or MOMENT in state for there, state in zip(known, states, strict=True)):
             return descent
-        return torch._foreach_neg(kept) if group.get("maximize") else kept
+        kept = [state["exp_avg" if there else MOMENT] for there, state in zip(known, states, strict=True)]
+        if group.get("maximize"):
+            kept = [moment if there else -moment for there, moment in zip(known, kept, strict=True)]
+        return kept
     if not bucket[0].is_sgd:  # Adam and its kin, LAMB
         return [state["exp_avg"] for state in states]
     buffers = [state["momentum_buffer"] for state in states]

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .blocks import Block, specs_of
+from .blocks import UNSEEN_STEPS, Block, specs_of
 from .config import Config
 from .distributed import Communicator, own_shape, refuse_flattened, sharding_problem
 from .layers import COMPUTED, LayerOptions, LinearLayer, find_layers, owners_of, skip_reason, unwrap
@@ -65,6 +65,7 @@ class TrainedModel:
         self.uncovered: dict[nn.Parameter, tuple[str, str]] = {}
         self._slots: list[_Slot] = []
         self._places: list[_Place] = []
+        self._fewer = 0  # steps in a row on fewer parameters
         owned = () if self.model is None else self.model.parameters()
         if self.model is not None and self.parameters and not any(p in self.parameters for p in owned):
             raise ValueError(
@@ -180,7 +181,9 @@ class TrainedModel:
                 have been replaced in the model alone.
         """
         known, whole = all(p in self.parameters for p in stepped), self.is_intact or self._only_rearranged()
-        known = known and len(stepped) >= len(self.parameters)  # fewer: groups were taken out of the optimizer
+        # Fewer: groups were taken out of the optimizer, for good unless they are back within some steps.
+        self._fewer = self._fewer + 1 if len(stepped) < len(self.parameters) else 0
+        known = known and self._fewer < UNSEEN_STEPS
         if known and whole and not first:
             return False
         new = self._replacements(stepped) if first else {}

@@ -274,8 +274,10 @@ class KFACMixin(_Optimizer):
         self.curvature.adopt_states(states)
 
     def _show_states(self) -> None:
+        stepped = {p for group in self.param_groups for p in group["params"]}
         for weight, state in self.curvature.layer_states().items():
-            self.state[weight][AVERAGES] = state
+            if weight in stepped:  # torch saves no state of others
+                self.state[weight][AVERAGES] = state
 
     def _show_counters(self) -> None:
         counters = {PREFIX + name: value for name, value in self.curvature.counters().items()}

@@ -34,7 +34,7 @@ from ..cuda_graphs import refuse_cuda_graphs
 from ..factors import FactorSpec
 from ..layers import AttentionLayer, KroneckerLayer, LinearLayer, ProjectionCall
 from .attention import ProjectionTap, remove_taps
-from .calls import ModelCall, ModelCalls, PendingGradient, in_backward, own_result
+from .calls import CONCURRENT, ModelCall, ModelCalls, PendingGradient, in_backward, own_result
 from .compiled import CompiledCalls
 from .copies import leave_hooks_behind
 from .fisher import Fisher
@@ -332,6 +332,8 @@ class Hook:
         if capture is None or not capture.enabled or _exporting():
             return None
         if self.module is not None and self.module() is not args[0]:
+            if getattr(args[0], "_is_replica", False) and torch.is_grad_enabled():  # nn.DataParallel on several GPUs
+                raise RuntimeError(CONCURRENT)
             return None
         return getattr(capture, self.method)(*self.args, *args)
 

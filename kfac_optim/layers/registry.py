@@ -59,7 +59,7 @@ def _factory_for(module: nn.Module) -> tuple[LayerFactory | None, str]:
             if getattr(type(module), name, None) is not getattr(cls, name, None):
                 problem = f"{_path(type(module))} overrides {cls.__name__}.{name}; see register_layer"
                 return _like(module) or (None, problem)
-            if name in vars(module) and _unwrapped(vars(module)[name]) is not getattr(cls, name, None):
+            if name in vars(module) and not _is_method_of(cls, _unwrapped(vars(module)[name])):
                 return None, f"{name} was replaced on this {cls.__name__} alone; see register_layer"
         return factory, ""
     if isinstance(module, nn.ParameterList | nn.ParameterDict):
@@ -68,6 +68,11 @@ def _factory_for(module: nn.Module) -> tuple[LayerFactory | None, str]:
             "weights that are used without a layer have no rule"
         )
     return _like(module) or (None, f"no Kronecker rule for {_path(type(module))}")
+
+
+def _is_method_of(cls: type, function: Any) -> bool:
+    """Whether a class defines a function: a module may choose among its own in ``__init__``."""
+    return any(own is function for base in cls.__mro__ for own in vars(base).values())
 
 
 def _unwrapped(method: Any) -> Any:

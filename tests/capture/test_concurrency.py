@@ -196,3 +196,16 @@ def test_a_pass_that_was_left_behind_by_another_thread() -> None:
     loss_of(model, 1).backward()
     optimizer.step()
     assert optimizer.curvature.step_count == 1
+
+
+def test_replicas_of_data_parallel_are_refused_with_the_remedy() -> None:
+    """On several GPUs it calls copies of the modules, which have the same tables of hooks."""
+    model = nn.Linear(3, 2)
+    optimizer = KFACSGD(model, lr=0.1)
+    replica = model._replicate_for_data_parallel()
+    replica.weight, replica.bias = model.weight * 1, model.bias * 1
+    with pytest.raises(RuntimeError, match="DistributedDataParallel instead of DataParallel"):
+        replica(torch.randn(4, 3))
+    with torch.no_grad():
+        replica(torch.randn(4, 3))
+    assert optimizer.curvature.step_count == 0

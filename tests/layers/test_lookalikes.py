@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, CurvatureEngine
+from kfac_optim.layers import registry
 from tests.helpers.compare import assert_same_factors, assert_same_weights
 
 OFTEN = {"factor_update_steps": 1, "inv_update_steps": 2, "factor_dtype": torch.float64, "inv_dtype": torch.float64}
@@ -251,3 +252,23 @@ def test_a_forward_that_was_replaced_on_one_module_is_declined() -> None:
     assert [layer.name for layer in optimizer.curvature.layers] == ["2"]
     assert "forward was replaced on this Linear alone" in repr(optimizer.curvature)
     assert "_conv_forward was replaced on this Conv1d alone" in repr(optimizer.curvature)
+
+
+class Choosing(nn.Module):
+    """Chooses among its own methods; to its class's rule that is the class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.zeros(4))
+        self.forward = self.fast
+
+    def fast(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fast(x)
+
+
+def test_a_registered_class_may_choose_its_forward_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._FACTORIES, Choosing, registry._FACTORIES[nn.Linear])
+    assert [layer.name for layer in KFACSGD(nn.Sequential(Choosing()), lr=0.1).curvature.layers] == ["0"]

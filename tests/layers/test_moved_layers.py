@@ -148,6 +148,8 @@ def test_a_group_that_is_taken_out_of_the_optimizer_is_no_longer_covered(cls: ty
     train(model, optimizer, range(STEPS))
     for parameter in optimizer.param_groups.pop()["params"]:
         optimizer.state.pop(parameter, None)
+    train(model, optimizer, range(STEPS, STEPS + 1))
+    optimizer.state_dict()
     before = model[2].weight.detach().clone()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -155,6 +157,19 @@ def test_a_group_that_is_taken_out_of_the_optimizer_is_no_longer_covered(cls: ty
     assert torch.equal(model[2].weight, before)
     assert [layer.name for layer in optimizer.curvature.layers] == ["0"]
     optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_groups_that_are_in_the_optimizer_by_turns_keep_their_statistics() -> None:
+    model = make()
+    optimizer = KFACSGD([{"params": list(model[i].parameters())} for i in (0, 2)], lr=0.05, model=model, **OFTEN)
+    groups = list(optimizer.param_groups)
+    for step in range(2 * STEPS):
+        optimizer.param_groups[:] = groups[: 1 + step % 2]
+        model.zero_grad()
+        train(model, optimizer, range(step, step + 1))
+    optimizer.state_dict()
+    assert [block.has_direction for block in optimizer.curvature.trained.blocks] == [True] * 2
+    assert optimizer.curvature.last_statistics == 2 * STEPS - 1
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -12,7 +12,7 @@ import torch_optimizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACMixin
+from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACMixin, bases
 from tests.helpers.compare import assert_identical, values
 from tests.helpers.files import through_a_file
 from tests.helpers.settings import OFTEN
@@ -244,3 +244,17 @@ def test_a_base_without_a_learning_rate(named: bool, mode: dict[str, Any]) -> No
     assert turned != bool(mode)
     train(twin, Relative(twin.parameters()), range(12))
     assert not all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_base_that_projects_some_of_its_moments_has_averages_for_those() -> None:
+    """Its biases, in the same group, have moments of its own; no raw gradients beside them."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = KFACProjected(model, lr=0.001)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 6)).square().mean().backward()
+        optimizer.step()
+    (bucket,) = bases.members_of(optimizer)
+    moments = bases._first_moments(bucket, [m.gradient for m in bucket])
+    for m, moment in zip(bucket, moments, strict=True):
+        assert moment is m.state[bases.MOMENT if m.p.dim() > 1 else "exp_avg"]
