@@ -27,17 +27,22 @@ class Functional(nn.Module):
         return F.linear(torch.tanh(self.called(x)), self.used.weight, self.used.bias)
 
 
-def test_a_layer_that_is_never_called_is_named_in_the_table_and_in_one_warning() -> None:
-    model = Functional()
-    optimizer = KFACSGD(model, lr=0.1, **OFTEN)
-    assert "3 layers preconditioned, 0 parameters by the base rule" in repr(optimizer.curvature)
+def warned_of(model: nn.Module, optimizer: KFACSGD) -> list[str]:
+    """Some steps; the texts of the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(12):
             optimizer.zero_grad()
             model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
-    texts = [str(w.message) for w in caught]
+    return [str(w.message) for w in caught]
+
+
+def test_a_layer_that_is_never_called_is_named_in_the_table_and_in_one_warning() -> None:
+    model = Functional()
+    optimizer = KFACSGD(model, lr=0.1, **OFTEN)
+    assert "3 layers preconditioned, 0 parameters by the base rule" in repr(optimizer.curvature)
+    texts = warned_of(model, optimizer)
     assert len(texts) == 1 and texts[0].startswith("'used': ") and "skip_layers" in texts[0], texts
     table = repr(optimizer.curvature).splitlines()
     assert "never seen" in next(line for line in table if line.startswith("used "))
@@ -58,23 +63,13 @@ def test_a_layer_that_is_no_longer_called_is_named_in_the_table_and_in_one_warni
     """Its factors are those of other steps from then on, until it is called again."""
     model = Switched()
     optimizer = KFACSGD(model, lr=0.1, **OFTEN)
-
-    def train() -> list[str]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(12):
-                optimizer.zero_grad()
-                model(torch.randn(8, 4)).square().mean().backward()
-                optimizer.step()
-        return [str(w.message) for w in caught]
-
-    assert not train()
+    assert not warned_of(model, optimizer)
     model.calls = False
-    texts = train()
+    texts = warned_of(model, optimizer)
     assert len(texts) == 1 and texts[0].startswith("'used': ") and "no longer seen" in texts[0], texts
     assert "no longer seen" in next(line for line in repr(optimizer.curvature).splitlines() if line.startswith("used "))
     model.calls = True
-    assert not train()
+    assert not warned_of(model, optimizer)
     assert "no longer seen" not in repr(optimizer.curvature)
 
 
