@@ -90,6 +90,7 @@ class Sightings:
                 "as in F.linear(x, layer.weight), is not seen, nor is one inside a function that was compiled before "
                 "the optimizer was built, or in a pipeline whose schedule splits backward passes (zero bubble). Nor do "
                 "passes count whose gradients were cleared since (PCGrad), torch.autograd.grad beside a backward(), "
-                "and passes with create_graph=True. If that is intended, name the layer in skip_layers",
+                "and passes with create_graph=True; a sampled Fisher sees no layer that the output does not depend on. "
+                "If that is intended, name the layer in skip_layers",
                 stacklevel=2,
             )
