@@ -155,7 +155,7 @@ class TrainedModel:
 
     @property
     def is_intact(self) -> bool:
-        """Whether all layers and their parameters are where they were; takes some microseconds for a large model."""
+        """Whether all layers and their parameters are where they were; takes some 20 us for a ResNet-50."""
         at_home = all(module._parameters.get(name) is parameter for module, name, parameter in self._slots)
         return at_home and all(parent._modules.get(name) is module for parent, name, module in self._places)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,9 +22,9 @@ _DECOUPLED = "decoupled_weight_decay"  # in the groups of Adam, False, and AdamW
 _SMALL = (131, 137, 3, 5, 7, 11)
 
 
-def kept_states(optimizer: torch.optim.Optimizer) -> list[tuple[Any, dict[str, Any]]]:
+def kept_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, dict[str, Any]]]:
     """The states of the parameters; under keys of their own some base classes keep numbers beside them."""
-    return [(p, state) for p, state in optimizer.state.items() if isinstance(state, dict)]
+    return ((p, state) for p, state in optimizer.state.items() if isinstance(state, dict))
 
 
 def with_checksums(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ _NUMBERS = (LENGTH, DESCENT)  # 0-dim; the others are like the parameter
 
 def forget(optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> None:
     """Deletes some of what earlier steps recorded in the optimizer's state."""
-    for p, state in kept_states(optimizer):
+    for p, state in list(kept_states(optimizer)):
         noted = [key for key in keys if key in state]
         for key in noted:
             del state[key]
