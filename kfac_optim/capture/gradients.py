@@ -26,7 +26,7 @@ from torch import Tensor
 from ..distributed import gradient_moves_away
 from ..layers import KroneckerLayer
 
-__all__ = ["GradientWatch", "destination"]
+__all__ = ["GradientWatch", "destination", "is_used_itself"]
 
 Mark = tuple[int, int]
 
@@ -40,8 +40,7 @@ def destination(layer: KroneckerLayer) -> Literal["gradient", "caller"] | None:
     """
     if not layer.weight.requires_grad:  # frozen since the forward pass
         return None
-    owned = any(own is layer.weight for module in layer.modules for own in module._parameters.values())
-    if not owned or hasattr(layer.weight, "device_mesh"):  # FSDP2 (DTensors): in its graph another tensor stands for it
+    if not is_used_itself(layer) or hasattr(layer.weight, "device_mesh"):  # FSDP2: another tensor stands for a DTensor
         return "gradient"
     # An operator of a compiled graph runs without autograd, which here has to say where the weight's gradient goes.
     keys = torch._C._dispatch_tls_local_exclude_set()
@@ -51,6 +50,11 @@ def destination(layer: KroneckerLayer) -> Literal["gradient", "caller"] | None:
         return "gradient" if torch._C._will_engine_execute_node(node) else None
     except RuntimeError as error:  # raised for leaves whose gradient the pass returns instead of adding it to .grad
         return "caller" if "autograd.grad()" in str(error) else "gradient"
+
+
+def is_used_itself(layer: KroneckerLayer) -> bool:
+    """Whether modules of the layer have its weight as a parameter, and do not compute with another tensor instead."""
+    return any(own is layer.weight for module in layer.modules for own in module._parameters.values())
 
 
 class GradientWatch:

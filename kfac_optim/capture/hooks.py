@@ -42,6 +42,7 @@ from .loss_terms import LossTerms, main_tensor
 from .microbatch import BackwardPasses, Recorder, positions_of
 from .sampling import SampledBackward
 from .statistics import StepStatistics, TakenStatistics
+from .weight_uses import WeightUses
 
 __all__ = ["Capture", "Hook", "remove_all"]
 
@@ -80,7 +81,7 @@ class Capture:
         self.enabled = False
         self._left_out, self._on_thrown_away = left_out, on_thrown_away
         self._loss_terms = loss_terms
-        self._calls = ModelCalls()
+        self._calls, self._uses = ModelCalls(), WeightUses(self.layers)
         self._recorder = Recorder(self.layers, specs, dtype, stage)
         self._passes = BackwardPasses(self._recorder, on_thrown_away)
         self._sampling = None if fisher is None else SampledBackward(fisher, rank, self._recorder, self._passes)
@@ -208,6 +209,7 @@ class Capture:
             if not in_backward():
                 self._passes.require_alone()
                 self._passes.abandon()
+            self._uses.forget_calls()
             # The backward pass may begin before the call returns, or the call be left by an exception of the user's.
             call.finish(self._loss_terms.of_inputs(args, kwargs))
 
@@ -221,6 +223,7 @@ class Capture:
             return
         if not in_backward():
             self._calls.returned(call)
+            self._uses.look(output)
         if self._sampling is not None:
             if output is not None:
                 self._sampling.run(call, output)
@@ -283,6 +286,8 @@ class Capture:
             return None
         result = own_result(output)
         layer_call = self._recorder.observe(index, use, a, output, projection, result)
+        if call is not None and not in_backward():
+            self._uses.note_call(index, result)
         if self._sampling is not None and call is not None:
             # The edge, not the tensor: after an in-place activation the tensor stands for the activation's output.
             call.await_gradient(layer_call, torch.autograd.graph.get_gradient_edge(result))

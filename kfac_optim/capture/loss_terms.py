@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-__all__ = ["LossAverage", "LossTerms", "first_tensor", "main_tensor"]
+__all__ = ["LossAverage", "LossTerms", "first_tensor", "main_tensor", "tensors_in"]
 
 LossAverage = Literal["batch", "batch+sequence", "elements"] | int | Callable[[Any, Any], int]
 
@@ -46,7 +46,7 @@ class LossTerms:
         tensor = main_tensor(output)
         if tensor is None or tensor.dim() == 0:  # the model returns its loss: count its examples instead
             # Not a time or another number that is the same for all; a strided nested tensor has no shape.
-            sized = [t for t in _tensors((args, kwargs)) if t.dim() and not t.is_nested]
+            sized = [t for t in tensors_in((args, kwargs)) if t.dim() and not t.is_nested]
             if not sized:
                 return 1
             tensor = sized[0]
@@ -95,7 +95,7 @@ def _is_one_example(x: Tensor | None, output: Tensor) -> bool:
 
 def first_tensor(value: Any) -> Tensor | None:
     """The first tensor in nested tuples, lists, dicts and dataclasses."""
-    found = _tensors(value)
+    found = tensors_in(value)
     return found[0] if found else None
 
 
@@ -104,10 +104,10 @@ def main_tensor(output: Any) -> Tensor | None:
     logits = getattr(output, "logits", None)
     if isinstance(logits, Tensor):
         return logits
-    return first_tensor([t for t in _tensors(output) if t.is_floating_point() or t.is_complex()])
+    return first_tensor([t for t in tensors_in(output) if t.is_floating_point() or t.is_complex()])
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """All of them, in order; a list, because older compilers of torch know no generators."""
     if isinstance(value, Tensor):
         return [value]
@@ -116,4 +116,4 @@ def _tensors(value: Any) -> list[Tensor]:
         items = value.values()
     elif is_dataclass(value):
         items = vars(value).values()
-    return [tensor for item in items for tensor in _tensors(item)]
+    return [tensor for item in items for tensor in tensors_in(item)]

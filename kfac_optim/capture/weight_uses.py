@@ -1,0 +1,123 @@
+"""Weights that are used beside their module's calls, which no hook on a module shows.
+
+In ``h @ embedding.weight.T``, say, within a model's ``forward``: what such a use adds to the gradient of the weight is
+missing from the layer's factors. The graph shows it, as an edge to the weight that comes from none of the layer's own
+operations. Each layer is looked at once, in the first call of the model that it takes part in.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import KroneckerLayer
+from .gradients import is_used_itself
+from .loss_terms import tensors_in
+
+__all__ = ["WeightUses"]
+
+Edge = tuple[Any, int]  # a node of the graph, and the number of the one behind it
+
+USED_BESIDE = "its weight is used beside its calls, too, which its factors do not show"
+MOST_RESHAPES = 8  # between a layer's operation and its weight or its result: casts, transposes and views
+
+
+class WeightUses:
+    """Looks for uses of the layers' weights beside their calls.
+
+    Args:
+        layers: The layers.
+    """
+
+    def __init__(self, layers: Sequence[KroneckerLayer]) -> None:
+        self._layers = layers
+        self._looked_at: set[int] = set()
+        self._results: dict[int, list[Any]] = {}
+
+    def forget_calls(self) -> None:
+        """A call of the model begins; an interrupted one may have left its graph behind."""
+        self._results = {}
+
+    def note_call(self, index: int, result: Tensor) -> None:
+        """A layer was called, with this result."""
+        if index not in self._looked_at and is_used_itself(self._layers[index]):
+            self._results.setdefault(index, []).append(torch.autograd.graph.get_gradient_edge(result).node)
+
+    def look(self, output: Any) -> None:
+        """The model has returned: names the layers whose weights it has used beside their calls, in one warning."""
+        if not self._results:
+            return
+        results, self._results = self._results, {}
+        self._looked_at |= set(results)
+        known: set[Edge] = set()
+        weights: dict[nn.Parameter, int] = {}
+        for index, nodes in results.items():
+            weight = self._layers[index].weight
+            edges = [_edge_to(weight, node) for node in nodes]
+            if None not in edges:  # else the graph does not show the layer's own use: a checkpoint, FSDP2
+                known.update(edge for edge in edges if edge is not None)
+                weights[weight] = index
+        found = _reached((tensor.grad_fn for tensor in tensors_in(output)), known)
+        self._warn(sorted(weights[weight] for weight in found if weight in weights))
+
+    def _warn(self, layers: Iterable[int]) -> None:
+        new = [layer for layer in (self._layers[i] for i in layers) if USED_BESIDE not in layer.notes]
+        for layer in new:
+            layer.notes.append(USED_BESIDE)
+        if new:
+            warnings.warn(
+                f"{', '.join(repr(layer.name) for layer in new)}: the model uses the weight beside the calls of the "
+                "module, too, as in h @ embedding.weight.T, and what that adds to its gradient is not in the layer's "
+                "factors. Tie a module instead (head.weight = embedding.weight), call the module for each use, or name "
+                "the layer in skip_layers, so that the base rule trains it",
+                stacklevel=2,
+            )
+
+
+def _edge_to(weight: nn.Parameter, node: Any) -> Edge | None:
+    """The edge by which a layer uses its weight, found from the node of its result; None if there is none."""
+    for _ in range(MOST_RESHAPES):
+        leaves = {number: _leaf(after) for number, after in _behind(node)}
+        for number, leaf in leaves.items():
+            if leaf is weight:
+                return node, number
+        further = [after for number, after in _behind(node) if leaves[number] is None]  # not the bias
+        if len(further) != 1:
+            return None
+        node = further[0]
+    return None
+
+
+def _leaf(node: Any) -> Tensor | None:
+    """The parameter that a node stands for, perhaps by casts and reshapes of it."""
+    for _ in range(MOST_RESHAPES):
+        behind = _behind(node)
+        if len(behind) != 1:
+            return getattr(node, "variable", None)
+        node = behind[0][1]
+    return None
+
+
+def _behind(node: Any) -> list[tuple[int, Any]]:
+    """The nodes that a backward pass goes to from this one, and their numbers."""
+    return [(number, after) for number, (after, _) in enumerate(node.next_functions) if after is not None]
+
+
+def _reached(starts: Iterable[Any], known: Collection[Edge]) -> set[nn.Parameter]:
+    """The parameters that a backward pass from some nodes reaches by other edges than the known ones."""
+    found: set[nn.Parameter] = set()
+    nodes = {node for node in starts if node is not None}
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if (variable := getattr(node, "variable", None)) is not None:
+            found.add(variable)
+        for number, after in _behind(node):
+            if after not in nodes and (node, number) not in known:
+                nodes.add(after)
+                waiting.append(after)
+    return found
