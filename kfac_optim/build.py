@@ -254,7 +254,7 @@ class BuiltEngine(Config):
             "skipped_steps": self.skipped_steps,
             "skipped_batches": self._averaging.skipped_batches,
             **self._refresher.counters(),
-            **self._steering.counters(captured=bool(self._capture.statistics.sums), alone=self.ranks.alone),
+            **self._steering.counters(captured=self._capture.has_begun, alone=self.ranks.alone),
         }
 
     def _compare(self, **more: Any) -> None:

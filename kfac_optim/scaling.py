@@ -31,7 +31,7 @@ class Scaling(Protocol):
     - ``of_any_length``: the scaled direction does not depend on how long the given one is.
     - ``needs_lr``: it reads ``Direction.lr``, so that ``precondition_()`` has to be given the learning rate.
     - ``trust``: how far steps turn, in [0, 1], or None to learn it; see :class:`Graft`.
-    - ``stretch``: whether steps are stretched while trust is learned.
+    - ``stretch``: whether steps are stretched while trust is learned; None: see :class:`Graft`.
     """
 
     def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
@@ -55,7 +55,7 @@ class Traits:
     of_any_length: bool = False
     needs_lr: bool = False
     trust: float | None = 1.0
-    stretch: bool = False
+    stretch: bool | None = False
 
 
 def traits_of(scaling: Scaling | None) -> Traits:
@@ -140,23 +140,24 @@ class Graft:
         trust: How far the step turns from the base's own update to K-FAC's direction, in [0, 1]; 1: all the way. None
             (default): learned while training, from 0 on (:mod:`~.trust`).
         stretch: Whether steps are also stretched along flat directions, where trust is learned and damping is relative
-            to the largest eigenvalue; steps are then longer than the base optimizer's own. Default True.
+            to the largest eigenvalue; steps are then longer than the base optimizer's own. None (default): unless two
+            networks seem to train against each other (:mod:`~.opponents`); True: also then, as actor and critic may.
 
     Raises:
         ValueError: If trust is out of range.
-        TypeError: If trust is neither a number nor None, or stretch is no bool.
+        TypeError: If trust is neither a number nor None, or stretch is neither a bool nor None.
     """
 
     trust: float | None = None
-    stretch: bool = True
+    stretch: bool | None = None
     by_layer: ClassVar[bool] = True
     of_any_length: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.trust is not None:
             require_number("trust", self.trust, "in [0, 1], or None to learn it", lambda x: 0 <= x <= 1, owner="Graft")
-        if not isinstance(self.stretch, bool):
-            raise TypeError(f"Graft(stretch={self.stretch!r}): must be True or False")
+        if self.stretch is not None and not isinstance(self.stretch, bool):
+            raise TypeError(f"Graft(stretch={self.stretch!r}): must be True, False or None")
 
     def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
         """See :class:`Scaling`."""

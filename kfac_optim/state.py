@@ -171,7 +171,7 @@ class StatefulEngine(BuiltEngine):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the model; hooks, scaler, communicator and what is captured stay behind."""
         state = {key: value for key, value in self.__dict__.items() if key not in _LEFT_BEHIND}
-        return {**state, "communicator": None, "captured": bool(self._capture.statistics.sums)}
+        return {**state, "communicator": None, "captured": self._capture.has_begun}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._take_over(state)

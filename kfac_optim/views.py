@@ -198,5 +198,5 @@ class ViewedEngine(StatefulEngine):
         if plan.stretches:
             title += f", reach up to {self.reach:.2g}" if self.reach > LEAST else ", not stretched"
         if plan.opposed:
-            title += ", not stretched: a network's gradients are thrown away, as where two train against each other"
+            title += ", not stretched: two networks seem to train against each other"
         return table(rows, title, footer)

@@ -38,6 +38,7 @@ from .calls import CONCURRENT, ModelCall, ModelCalls, PendingGradient, in_backwa
 from .compiled import CompiledCalls
 from .copies import leave_hooks_behind
 from .fisher import Fisher
+from .frozen_passes import FrozenPasses
 from .loss_terms import LossTerms, main_tensor
 from .microbatch import BackwardPasses, Recorder, positions_of
 from .sampling import SampledBackward
@@ -60,7 +61,7 @@ class Capture:
         specs: Per layer the shapes of A and G.
         dtype: Precision of the moments.
         stage: Name of a stage -> context manager that times it.
-        on_thrown_away: Called when gradients whose passes were captured are removed before a step.
+        on_thrown_away: Called before a step if captured gradients were removed, or frozen layers have served others.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Capture:
         self.enabled = False
         self._left_out, self._on_thrown_away = left_out, on_thrown_away
         self._loss_terms = loss_terms
-        self._calls, self._uses = ModelCalls(), WeightUses(self.layers)
+        self._calls, self._uses, self._frozen = ModelCalls(), WeightUses(self.layers), FrozenPasses()
         self._recorder = Recorder(self.layers, specs, dtype, stage)
         self._passes = BackwardPasses(self._recorder, on_thrown_away)
         self._sampling = None if fisher is None else SampledBackward(fisher, rank, self._recorder, self._passes)
@@ -94,6 +95,11 @@ class Capture:
     def statistics(self) -> StepStatistics:
         """The statistics of this step so far."""
         return self._passes.statistics
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether passes of this step were captured, or seen while layers were frozen."""
+        return bool(self.statistics.sums or self._frozen)
 
     def prepare(self, *, step: int, enabled: bool, fraction: float, grad_scaler: torch.amp.GradScaler | None) -> None:
         """Sets what the coming step captures.
@@ -148,6 +154,8 @@ class Capture:
         """
         self._calls.require_alone()
         self._passes.require_alone()
+        if self._frozen.take(self.statistics.sums):
+            self._on_thrown_away()
         statistics, hidden = self._passes.take(), self._passes.hidden
         self.forget()
         self._compiled.finish_running_call()
@@ -261,9 +269,12 @@ class Capture:
         """A layer was called. Returns what takes the place of the output in a graph that is being traced."""
         a = args[0] if args else next(iter(kwargs.values()), None)
         a = getattr(a, "_local_tensor", a)  # tensor parallelism: of the columns that this rank has, all or its own
-        if index in self._left_out or not (torch.is_grad_enabled() and self.layers[index].weight.requires_grad):
+        if index in self._left_out or not torch.is_grad_enabled():
             return None
         if not (isinstance(output, Tensor) and output.requires_grad and isinstance(a, Tensor)):
+            return None
+        if not self.layers[index].weight.requires_grad:
+            self._frozen.note_call(index, self._calls.current, a)
             return None
         if projection is None and not _is_local(self.layers[index], a, output):
             return None

@@ -8,7 +8,7 @@ operations. Each layer is looked at once, in the first call of the model that it
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from ..layers import KroneckerLayer
 from .gradients import is_used_itself
+from .graphs import Edge, leaves_reached, nodes_behind
 from .loss_terms import tensors_in
 
 __all__ = ["WeightUses"]
-
-Edge = tuple[Any, int]  # a node of the graph, and the number of the one behind it
 
 USED_BESIDE = "its weight is used beside its calls, too, which its factors do not show"
 MOST_RESHAPES = 8  # between a layer's operation and its weight or its result: casts, transposes and views
@@ -54,14 +53,14 @@ class WeightUses:
         results, self._results = self._results, {}
         self._looked_at |= set(results)
         known: set[Edge] = set()
-        weights: dict[nn.Parameter, int] = {}
+        weights: dict[Tensor, int] = {}
         for index, nodes in results.items():
             weight = self._layers[index].weight
             edges = [_edge_to(weight, node) for node in nodes]
             if None not in edges:  # else the graph does not show the layer's own use: a checkpoint, FSDP2
                 known.update(edge for edge in edges if edge is not None)
                 weights[weight] = index
-        found = _reached((tensor.grad_fn for tensor in tensors_in(output)), known)
+        found = leaves_reached((tensor.grad_fn for tensor in tensors_in(output)), known)
         self._warn(sorted(weights[weight] for weight in found if weight in weights))
 
     def _warn(self, layers: Iterable[int]) -> None:
@@ -81,11 +80,11 @@ class WeightUses:
 def _edge_to(weight: nn.Parameter, node: Any) -> Edge | None:
     """The edge by which a layer uses its weight, found from the node of its result; None if there is none."""
     for _ in range(MOST_RESHAPES):
-        leaves = {number: _leaf(after) for number, after in _behind(node)}
+        leaves = {number: _leaf(after) for number, after in nodes_behind(node)}
         for number, leaf in leaves.items():
             if leaf is weight:
                 return node, number
-        further = [after for number, after in _behind(node) if leaves[number] is None]  # not the bias
+        further = [after for number, after in nodes_behind(node) if leaves[number] is None]  # not the bias
         if len(further) != 1:
             return None
         node = further[0]
@@ -95,29 +94,8 @@ def _edge_to(weight: nn.Parameter, node: Any) -> Edge | None:
 def _leaf(node: Any) -> Tensor | None:
     """The parameter that a node stands for, perhaps by casts and reshapes of it."""
     for _ in range(MOST_RESHAPES):
-        behind = _behind(node)
+        behind = nodes_behind(node)
         if len(behind) != 1:
             return getattr(node, "variable", None)
         node = behind[0][1]
     return None
-
-
-def _behind(node: Any) -> list[tuple[int, Any]]:
-    """The nodes that a backward pass goes to from this one, and their numbers."""
-    return [(number, after) for number, (after, _) in enumerate(node.next_functions) if after is not None]
-
-
-def _reached(starts: Iterable[Any], known: Collection[Edge]) -> set[nn.Parameter]:
-    """The parameters that a backward pass from some nodes reaches by other edges than the known ones."""
-    found: set[nn.Parameter] = set()
-    nodes = {node for node in starts if node is not None}
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if (variable := getattr(node, "variable", None)) is not None:
-            found.add(variable)
-        for number, after in _behind(node):
-            if after not in nodes and (node, number) not in known:
-                nodes.add(after)
-                waiting.append(after)
-    return found

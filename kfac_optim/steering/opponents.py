@@ -4,8 +4,9 @@ A discriminator that trains faster wins at once, and the generator has nothing t
 faster finds the discriminator's blind spots instead of the data. The discriminator is known by gradients that are
 thrown away, those of the backward passes by which the generator trains. They are seen in two ways: what its layers had
 captured is gone (:class:`~kfac_optim.capture.statistics.TakenStatistics`), and what a step has left in ``.grad`` has
-grown until the optimizer clears it (:class:`Leftover`). Nothing tells of a generator. So an optimizer takes itself for
-an opponent as long as such a network takes steps in the same process, between its own.
+grown until the optimizer clears it (:class:`Leftover`). Where it is frozen for these passes there are none, and they
+are seen themselves (:mod:`kfac_optim.capture.frozen_passes`). Nothing tells of a generator. So an optimizer takes
+itself for an opponent as long as such a network takes steps in the same process, between its own.
 
 Several ranks tell each other what they have seen in the steps that collect statistics, and what all of them have seen
 counts: a game that is on one rank alone must not decide how the others go on.

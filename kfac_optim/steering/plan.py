@@ -142,8 +142,8 @@ class Steering:
         traits = traits_of(scaling)
         given = traits.trust if turns else 1.0
         learns, fixed = given is None, 1.0 if given is None else float(given)
-        wanted = learns and traits.stretch and isinstance(damping, OfLargest)
-        stretches = wanted and self.opposition.may_stretch(alone=alone)
+        wanted = learns and traits.stretch is not False and isinstance(damping, OfLargest)
+        stretches = wanted and (bool(traits.stretch) or self.opposition.may_stretch(alone=alone))
         changed = stretches and any(block.has_direction and block.reach > LEAST for block in blocks)
         return Plan(
             trust=self.trust.value if learns else fixed,

@@ -247,7 +247,7 @@ def test_directions_without_graft_are_the_damped_steps_of_the_base(
 
 
 def test_stretch_is_a_switch() -> None:
-    with pytest.raises(TypeError, match=r"Graft\(stretch=0.5\): must be True or False"):
+    with pytest.raises(TypeError, match=r"Graft\(stretch=0.5\): must be True, False or None"):
         Graft(stretch=0.5)  # type: ignore[arg-type]
 
 
@@ -421,8 +421,12 @@ def zero_by_optimizer(player: nn.Module, optimizer: torch.optim.Optimizer) -> No
 
 @pytest.mark.parametrize("zero", [zero_by_model, zero_by_optimizer])
 @pytest.mark.parametrize("generator_first", [False, True])
-def test_a_discriminator_is_not_stretched(zero: Any, generator_first: bool) -> None:
-    """It gets gradients by which it does not step. Nor is its generator, or anybody who steps in between."""
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_discriminator_is_not_stretched(zero: Any, generator_first: bool, frozen: bool) -> None:
+    """It gets gradients by which it does not step. Nor is its generator, or anybody who steps in between.
+
+    Where the players are frozen by turns it gets none, but is seen to serve the generator.
+    """
     generator, discriminator = net(), nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
     players = {p: KFACAdam(p.parameters(), **options(0.01)) for p in (generator, discriminator)}
 
@@ -430,9 +434,11 @@ def test_a_discriminator_is_not_stretched(zero: Any, generator_first: bool) -> N
         return nn.functional.softplus(sign * discriminator(x)).mean()
 
     def generate() -> None:
+        discriminator.requires_grad_(not frozen)
         zero(generator, players[generator])
         score(generator(torch.randn(6, 3)), -1).backward()
         players[generator].step()
+        discriminator.requires_grad_(True)
 
     for _ in range(4):
         if generator_first:
@@ -447,7 +453,7 @@ def test_a_discriminator_is_not_stretched(zero: Any, generator_first: bool) -> N
     assert all(opponents.OPPONENTS.exist_for(player.curvature._steering.opposition) for player in copied[1].values())
     for player in players.values():
         assert player.curvature.reach == 0
-        assert "not stretched: a network's gradients are thrown away" in repr(player.curvature)
+        assert "not stretched: two networks seem to train against each other" in repr(player.curvature)
         assert not any("kfac_stretch" in state for state in player.state.values())
     resumed = KFACAdam(discriminator.parameters(), **options(0.01))
     resumed.load_state_dict(players[discriminator].state_dict())
@@ -463,6 +469,77 @@ def test_a_discriminator_is_not_stretched(zero: Any, generator_first: bool) -> N
         score(torch.randn(6, 2), 1).backward()
         resumed.step()
     assert resumed.curvature.reach > 0
+
+
+class Chain(nn.Module):
+    """The second part may be frozen while the first one trains through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = net(), nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x))
+        return y
+
+
+def is_a_game(between: Any, *, steps: int = 6) -> bool:
+    """Whether the second part takes itself for an opponent, if that happens between its steps."""
+    torch.manual_seed(0)
+    model = Chain()
+    optimizer = KFACAdam(model.second.parameters(), **options(0.01))
+    for _ in range(steps):
+        between(model, torch.randn(6, 3))
+        optimizer.zero_grad()
+        model.second(torch.randn(6, 2)).square().mean().backward()
+        optimizer.step()
+    return optimizer.curvature._steering.opposition.is_seen
+
+
+def train_the_first(model: Chain, x: Tensor) -> None:
+    model.second.requires_grad_(False)
+    model(x).sum().backward()
+    model.second.requires_grad_(True)
+
+
+def attack(model: Chain, x: Tensor) -> None:
+    """Looks for an adversarial example."""
+    model.requires_grad_(False)
+    shift = torch.zeros_like(x).requires_grad_()
+    model(x + shift).sum().backward()
+    model.requires_grad_(True)
+
+
+def evaluate(model: Chain, x: Tensor) -> None:
+    model.second.requires_grad_(False)
+    with torch.no_grad():
+        model(x)
+    model.second(model.first(x).detach()).sum()
+    model.second.requires_grad_(True)
+
+
+def freeze_for_good(model: Chain, x: Tensor) -> None:
+    """What does not train any more while others do is no opponent."""
+    model.second[0].requires_grad_(False)
+    torch.autograd.grad(model(x).sum(), list(model.first.parameters()))
+
+
+def test_who_serves_others_while_it_is_frozen_is_an_opponent() -> None:
+    games = {between.__name__: is_a_game(between) for between in (train_the_first, attack, evaluate, freeze_for_good)}
+    assert games == {"train_the_first": True, "attack": False, "evaluate": False, "freeze_for_good": False}
+
+
+def test_players_may_be_stretched_all_the_same() -> None:
+    """``Graft(stretch=True)``, for actors and critics."""
+    model = net()
+    optimizer = KFACSGD(model, **options(0.01, momentum=0.9, scaling=Graft(stretch=True)))
+    for _ in range(8):
+        backward(model, data(), loss)
+        optimizer.zero_grad()
+        backward(model, data(), loss)
+        optimizer.step()
+    assert optimizer.curvature._steering.opposition.opposes and optimizer.curvature.reach > 0
+    assert "not stretched" not in repr(optimizer.curvature)
 
 
 @pytest.mark.parametrize("zeroed", [True, False])
@@ -623,6 +700,22 @@ GOING_ON = {
     "copied": lambda *pair: copy.deepcopy(pair),
     "pickled": pickled,
 }
+
+
+@pytest.mark.parametrize("go_on", GOING_ON.values(), ids=GOING_ON)
+def test_whoever_goes_on_knows_that_frozen_layers_have_served_others(go_on: Any) -> None:
+    model = net()
+    optimizer: Any = KFACSGD(model, **options(0.1, momentum=0.9))
+    for _ in range(4):
+        source = nn.Linear(3, 3)
+        model.requires_grad_(False)
+        loss(model(source(torch.randn(6, 3))), torch.randn(6, 2)).backward()
+        model.requires_grad_(True)
+        model, optimizer = go_on(model, optimizer)
+        optimizer.zero_grad()
+        backward(model, data(), loss)
+        optimizer.step()
+        assert optimizer.curvature._steering.opposition.opposes is not False
 
 
 @pytest.mark.parametrize("go_on", GOING_ON.values(), ids=GOING_ON)

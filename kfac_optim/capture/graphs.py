@@ -1,0 +1,38 @@
+"""The graph that autograd has made of a forward pass, as far as its nodes show it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["Edge", "leaves_reached", "nodes_behind"]
+
+Edge = tuple[Any, int]  # a node, and the number of the one behind it
+
+
+def nodes_behind(node: Any) -> list[tuple[int, Any]]:
+    """The nodes that a backward pass goes to from this one, and their numbers."""
+    return [(number, after) for number, (after, _) in enumerate(node.next_functions) if after is not None]
+
+
+def leaves_reached(starts: Iterable[Any], without: Collection[Edge] = ()) -> set[Tensor]:
+    """The leaves, parameters for the most part, that a backward pass from some nodes reaches.
+
+    Args:
+        starts: The nodes; None, as of tensors without a graph, is left out.
+        without: Edges that are not followed.
+    """
+    found: set[Tensor] = set()
+    nodes = {node for node in starts if node is not None}
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(leaf)
+        for number, after in nodes_behind(node):
+            if after not in nodes and (node, number) not in without:
+                nodes.add(after)
+                waiting.append(after)
+    return found
