@@ -333,8 +333,8 @@ def saved_options(config: Config) -> dict[str, int | float]:
             name, value = "damping_of_largest", value.value
         elif isinstance(value, KLClip):
             name, value = "kl_clip", value.kappa
-        if checks.is_number(value):
-            found[name] = value
+        if checks.is_number(value):  # NumPy's are floats too, but torch.load(weights_only=True) refuses them
+            found[name] = int(value) if checks.is_int(value) else float(value)
     return found
 
 

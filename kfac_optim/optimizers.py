@@ -30,6 +30,7 @@ from .saved_state import (
     kept_states,
     saved_form,
     saved_parts,
+    set_aside,
     take_saved_form,
     with_checksums,
 )
@@ -161,10 +162,10 @@ class KFACMixin(_Optimizer):
     def _take_step(self, closure: Callable[[], Any] | None = None) -> None:
         engine = self.curvature
         engine.require(self._parameters())
-        self._hand_over_states()
-        members = members_of(self)
-        gradients, lrs = gradients_of(members), [rate_of(group) for group in self.param_groups]
         try:
+            self._hand_over_states()
+            members = members_of(self)
+            gradients, lrs = gradients_of(members), [rate_of(group) for group in self.param_groups]
             if engine.update(list(gradients.values()), lrs, lessons_of(self, members, engine.watch)):
                 self._update_weights(members, closure)
                 engine.advance(gradients)
@@ -366,12 +367,8 @@ class KFACMixin(_Optimizer):
         return {**super().__getstate__(), **self._settings(), "curvature": self.curvature}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Adam looks for its own entries in every state that is not empty; an unused layer has the averages alone.
-        states = state.get("state", {})
-        averages = [(own, own.pop(AVERAGES)) for own in states.values() if isinstance(own, dict) and AVERAGES in own]
-        super().__setstate__(state)
-        for own, of_layer in averages:
-            own[AVERAGES] = of_layer
+        with set_aside(state.get("state", {})):
+            super().__setstate__(state)
         if "curvature" in self.__dict__:
             self.curvature.belong_to(self)
 

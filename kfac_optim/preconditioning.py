@@ -174,7 +174,7 @@ class Preconditioner:
         joint = self._joint_of(stacks)
         bare = any_length and joint is not None
         gammas = torch._foreach_mul([stack.damping_unit for stack in stacks], value) if stacks and not bare else ()
-        steepest = _steepest(stacks, gammas) if contrast and not bare else [None] * len(stacks)
+        steepest = _steepest(stacks, gammas, self.dtype) if contrast and not bare else [None] * len(stacks)
         if joint is None:
             by_stack = zip(stacks, gammas, strict=True)
             matrices = [self._of_one(stack, gamma.to(self.dtype), vectors) for stack, gamma in by_stack]
@@ -293,9 +293,10 @@ class Preconditioner:
 # Parts of a direction -----------------------------------------------------------------------------------------------
 
 
-def _steepest(stacks: Sequence[Stack], gammas: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The largest eigenvalue plus gamma of each stack's pairs, ``[p]``."""
-    return torch._foreach_add([stack.damping_unit for stack in stacks], list(gammas)) if stacks else []
+def _steepest(stacks: Sequence[Stack], gammas: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    """The largest eigenvalue plus gamma of each stack's pairs, ``[p]``; factors may be in more precision than this."""
+    found = torch._foreach_add([stack.damping_unit for stack in stacks], list(gammas)) if stacks else []
+    return [steepest.to(dtype) for steepest in found]
 
 
 def _are_of(dtype: torch.dtype, decomposed: tuple[Decomposition, Decomposition]) -> bool:

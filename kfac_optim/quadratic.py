@@ -67,7 +67,7 @@ class LevenbergMarquardt:
     rejection = 2.0  # where the loss rose, and the step was wasted
 
     def __init__(self, floor: float) -> None:
-        self.floor, self.value = floor, 0.0
+        self.floor, self.value = float(floor), 0.0
 
     def __call__(self, step: int) -> float:
         """lambda; 1 before it was set."""

@@ -10,7 +10,7 @@ which it was last done. Work that was never done is due at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar, Union
 
@@ -204,7 +204,7 @@ class constant_then_scaled:
     def __post_init__(self) -> None:
         for name in ("initial", "factor"):
             require_number(name, getattr(self, name), "finite", math.isfinite, owner="constant_then_scaled")
-        if isinstance(self.milestones, str) or not all(map(is_number, self.milestones)):
+        if not isinstance(self.milestones, Sequence) or not all(map(is_number, self.milestones)):
             raise TypeError(f"constant_then_scaled(milestones={self.milestones!r}): must be a sequence of steps")
 
     def __call__(self, step: int) -> float:

@@ -71,7 +71,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
     Raises:
         TypeError: If an argument is unknown or of the wrong kind, ``model`` is no module, ``fisher`` can only draw
             samples, or the parameters are sharded (FSDP2) or neither float32 nor float64.
-        ValueError: If a value is out of range.
+        ValueError: If a value is out of range, or no layer of the model is preconditioned.
     """
 
     def __init__(
@@ -100,16 +100,21 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             ("least_damping", least_damping, math.inf),
             ("model_fraction", model_fraction, 1.0),
         ):
-            allowed = "> 0" + (" and at most 1" if most == 1 else "")
-            require_number(name, value, allowed, lambda x, most=most: 0 < x <= most)  # type: ignore[misc]
+            allowed = "> 0 and " + ("at most 1" if most == 1 else "finite")
+            require_number(name, value, allowed, lambda x, most=most: 0 < x <= most and x < math.inf)  # type: ignore[misc]
         refuse_unknown(type(self).__name__, options, [name for name in engine_options() if name not in _GIVEN])
         self.rule, self.model_fraction = LevenbergMarquardt(least_damping), model_fraction
-        groups = {"lr": 1.0, "damping": damping or 0.0}
+        groups = {"lr": 1.0, "damping": float(damping or 0.0)}
         groups |= {"learning_rate": 0.0, "momentum": 0.0, "reduction_ratio": 1.0}
         interval = options.get("inv_update_steps", growing(0.1, minimum=5))
         defaults = {"inv_update_steps": interval, "factor_update_steps": interval, "factor_decay": 0.75}
         options = {**defaults, **options, "fisher": fisher, "damping": self.rule}
         super().__init__(model, groups, precondition="gradient", scaling=None, **options)
+        if not self.curvature.layers:  # which tell whose gradients a backward pass brings
+            self.curvature.close()
+            raise ValueError(
+                f"model={type(model).__name__}: KFAC preconditions none of its layers; take an optimizer of torch's"
+            )
         self._watch_calls()
 
     def _watch_calls(self) -> None:
@@ -157,6 +162,8 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         if engine.closed:
             self._replay.close()
             raise RuntimeError("the curvature of this optimizer is closed, and KFAC has nothing else: build a new one")
+        if not gradients:
+            return
         _check_parameters(gradients)
         self.rule.set(self.param_groups[0]["damping"])
         first, scaler = not (engine.step_count and self.rule.value), engine.grad_scaler
@@ -278,6 +285,8 @@ def _check_parameters(parameters: Iterable[nn.Parameter]) -> None:
     for p in parameters:
         if p.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"a parameter is {p.dtype}: KFAC needs float32 or float64 weights; autocast is fine")
+        if p.grad is not None and p.grad.layout is not torch.strided:
+            raise TypeError("a gradient is sparse: KFAC needs dense ones; build embeddings with sparse=False")
         if hasattr(p, "device_mesh"):
             raise TypeError(
                 "a parameter is sharded (FSDP2, tensor parallelism): KFAC moves the weights to evaluate the model, and "
@@ -299,6 +308,8 @@ class _Closure:
 
     def __call__(self) -> Any:
         loss = self.closure()
+        if not isinstance(loss, Tensor | float | int):
+            raise TypeError(f"step(closure): the closure returned {loss!r}: it must return the loss, after backward()")
         self.first = float(torch.as_tensor(loss).detach())
         return loss
 

@@ -55,13 +55,20 @@ class LossTerms:
         elif self.average != "elements" and _is_one_example(first_tensor((args, kwargs)), tensor):
             return 1
         else:
-            classes = tensor.shape[self.class_dim] if tensor.dim() > 1 else 1
+            classes = self._classes(tensor) if tensor.dim() > 1 else 1
             batch_times_positions = tensor.numel() // max(1, classes)
         if self.average == "elements":
             return tensor.numel()
         if self.average == "batch+sequence":
             return batch_times_positions
         return tensor.shape[self.dim_of_examples(tensor)]  # "batch"
+
+    def _classes(self, tensor: Tensor) -> int:
+        if not -tensor.dim() <= self.class_dim < tensor.dim():
+            raise ValueError(
+                f"Categorical(dim={self.class_dim}): the model's output {list(tensor.shape)} has no such dimension"
+            )
+        return tensor.shape[self.class_dim]
 
     def of_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """M as far as it is known before the model returns; 0 if a callable ``average`` has to see the output."""

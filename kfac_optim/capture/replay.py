@@ -178,7 +178,8 @@ class Replay:
         self.discard()
         # A loss that is a sum has M = 1, in however many calls.
         terms = 1 if self.loss_terms.average is None else sum(call.terms for call in calls)
-        return [self._part(call, fraction, loss_scale) for call in calls], terms
+        seen = [call for call in calls if call.output is not None and call.output.numel()]  # of an empty batch nothing
+        return [self._part(call, fraction, loss_scale) for call in seen], terms
 
     @torch.no_grad()
     def run(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -29,7 +29,13 @@ def register_layer(*module_types: type[nn.Module] | str) -> Callable[[Any], Any]
     Args:
         *module_types: Module classes; those of a package that is not to be imported by their qualified names, such as
             ``"transformers.pytorch_utils.Conv1D"``.
+
+    Raises:
+        TypeError: If there is none, or one is neither a module class nor a name.
     """
+    for given in module_types or (None,):
+        if not (isinstance(given, str) or isinstance(given, type) and issubclass(given, nn.Module)):
+            raise TypeError(f"register_layer({given!r}): must be given the module classes, or their qualified names")
 
     def register(factory: LayerFactory) -> LayerFactory:
         for module_type in module_types:

@@ -10,7 +10,7 @@ Where to look::
 """
 
 from .checks import check_counters, check_states, check_sums, checksums
-from .optimizer import AVERAGES, PREFIX, kept_states, saved_parts, with_checksums
+from .optimizer import AVERAGES, PREFIX, kept_states, saved_parts, set_aside, with_checksums
 from .step import CHANGE, DESCENT, LENGTH, OF_STEP, STRETCH, TURN, forget, forget_all, saved_form, take_saved_form
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "kept_states",
     "saved_form",
     "saved_parts",
+    "set_aside",
     "take_saved_form",
     "with_checksums",
 ]

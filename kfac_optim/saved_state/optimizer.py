@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from .checks import PREFIX, checksums
 
-__all__ = ["AVERAGES", "PREFIX", "kept_states", "saved_parts", "with_checksums"]
+__all__ = ["AVERAGES", "PREFIX", "is_of_base", "kept_states", "saved_parts", "set_aside", "with_checksums"]
 
 AVERAGES = "kfac"  # the averages of a layer stand under this key in the optimizer's state of its weight
 
@@ -25,6 +26,27 @@ _SMALL = (131, 137, 3, 5, 7, 11)
 def kept_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, dict[str, Any]]]:
     """The states of the parameters; under keys of their own some base classes keep numbers beside them."""
     return ((p, state) for p, state in optimizer.state.items() if isinstance(state, dict))
+
+
+def is_of_base(key: str) -> bool:
+    """Whether an entry of a parameter's state is the base class's."""
+    return key != AVERAGES and not key.startswith(PREFIX)
+
+
+@contextmanager
+def set_aside(states: Mapping[Any, Any]) -> Iterator[None]:
+    """Leaves only what is the base class's in some states meanwhile.
+
+    Base classes look for their own entries in every state that is not empty; an unused layer has none of them, and no
+    layer has any where all steps so far were skipped.
+    """
+    own = [state for state in states.values() if isinstance(state, dict)]
+    ours = [{key: state.pop(key) for key in list(state) if not is_of_base(key)} for state in own]
+    try:
+        yield
+    finally:
+        for state, of_ours in zip(own, ours, strict=True):
+            state.update(of_ours)
 
 
 def with_checksums(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kfac_optim import KFACSGD, CurvatureEngine, KFACAdam, LayerOptions
+from kfac_optim import KFACSGD, Categorical, CurvatureEngine, KFACAdam, LayerOptions
 from kfac_optim.layers import RowsLayer
 
 OFTEN = {"factor_update_steps": 1, "inv_update_steps": 2}
@@ -209,8 +209,6 @@ def test_a_loss_that_does_not_fit_the_distribution_warns_once(fisher: str, loss:
 
 
 def test_the_check_of_the_loss_knows_the_dimension_of_the_classes_and_loss_scales() -> None:
-    from kfac_optim import Categorical
-
     model = nn.Conv2d(1, 5, 1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     optimizer = KFACSGD(model, lr=0.01, fisher=Categorical(dim=1), grad_scaler=scaler, **OFTEN)
@@ -218,6 +216,22 @@ def test_the_check_of_the_loss_knows_the_dimension_of_the_classes_and_loss_scale
         warnings.simplefilter("error")
         scaler.scale(F.cross_entropy(model(torch.randn(4, 1, 3, 3)), torch.randint(5, (4, 3, 3)))).backward()
         scaler.step(optimizer)
+
+
+def test_a_dimension_of_the_classes_that_the_output_lacks_is_named() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = KFACSGD(model, lr=0.1, fisher=Categorical(dim=2))
+    with pytest.raises(ValueError, match=r"Categorical\(dim=2\): the model's output \[5, 3\] has no such dimension"):
+        optimizer.step(lambda: model(torch.randn(5, 4)))
+
+
+@pytest.mark.parametrize("output_fn", [lambda output: None, lambda output: output.detach()])
+def test_an_output_that_the_loss_is_not_taken_of_is_among_the_causes(output_fn: Any) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = KFACSGD(model, lr=0.1, fisher=Categorical(output_fn=output_fn))
+    with pytest.raises(RuntimeError, match="output_fn of a sampled fisher has to return the very tensor"):
+        F.cross_entropy(model(torch.randn(5, 4)), torch.zeros(5, dtype=torch.long)).backward()
+        optimizer.step()
 
 
 def test_a_layer_type_that_lacks_a_part_is_refused_by_its_name() -> None:

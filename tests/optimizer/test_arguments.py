@@ -23,6 +23,7 @@ from kfac_optim import (
     KFACAdam,
     KFACMixin,
     KLClip,
+    KroneckerLayer,
     OfLargest,
     OfMean,
     constant_then_scaled,
@@ -31,6 +32,7 @@ from kfac_optim import (
     growing,
     inverse_time_decay,
     memory_estimate,
+    register_layer,
 )
 from kfac_optim.damping import Spectra
 from tests.helpers.settings import ALL_CLASSES, BASES, CLASSES
@@ -324,6 +326,9 @@ OBJECTS: list[tuple[Any, Any, type[Exception], str]] = [
     (lambda x: exponential_decay(0.1, x, 3), "b", TypeError, r"exponential_decay\(rate='b'\): must be a number"),
     (lambda x: constant_then_scaled(1, x, 2), "c", TypeError, r"constant_then_scaled\(milestones='c'\): must be"),
     (lambda x: constant_then_scaled(1, (2,), x), None, TypeError, r"constant_then_scaled\(factor=None\): must be"),
+    (lambda x: constant_then_scaled(1, x, 2), 100, TypeError, r"constant_then_scaled\(milestones=100\): must be"),
+    (register_layer, None, TypeError, r"register_layer\(None\): must be given the module classes"),
+    (register_layer, KroneckerLayer, TypeError, r"register_layer\(.*KroneckerLayer'>\): must be given the module"),
     (lambda x: memory_estimate(nn.Linear(2, 2), world_size=x), 0, ValueError, r"world_size=0: must be an int >= 1"),
 ]
 

@@ -503,6 +503,7 @@ def test_parts_of_a_model_are_no_calls_of_it(steps: int, message: str) -> None:
         ({"fisher": "empirical"}, ValueError, "fisher='empirical': must be the distribution"),
         ({"damping": 0.0}, ValueError, "damping=0.0: must be > 0"),
         ({"least_damping": -1.0}, ValueError, "least_damping=-1.0"),
+        ({"damping": float("inf")}, ValueError, "damping=inf: must be > 0 and finite"),
         ({"model_fraction": 1.5}, ValueError, "model_fraction=1.5: must be > 0 and at most 1"),
         ({"lr": 0.1}, TypeError, "unexpected keyword argument 'lr'"),
         ({"solver": InverseSolver()}, TypeError, "unexpected keyword argument 'solver'"),
@@ -521,6 +522,18 @@ def test_parameters_alone_and_half_precision_weights_are_refused() -> None:
         KFAC(model.parameters(), fisher="categorical")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="bfloat16: KFAC needs float32"):
         KFAC(model.bfloat16(), fisher="categorical")
+
+
+def test_models_without_layers_and_sparse_gradients_are_refused() -> None:
+    model = nn.PReLU()
+    with pytest.warns(UserWarning, match="preconditions none"), pytest.raises(ValueError, match="KFAC preconditions"):
+        KFAC(model, fisher="gaussian")
+    assert not model._forward_hooks
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3))
+    optimizer = KFAC(model, fisher="categorical")
+    F.cross_entropy(model(torch.tensor([1, 2])), torch.tensor([0, 1])).backward()
+    with pytest.raises(TypeError, match="a gradient is sparse: .* sparse=False"):
+        optimizer.step()
 
 
 def test_compiled_models_are_refused() -> None:
@@ -567,6 +580,24 @@ def test_a_batch_that_is_not_finite_is_skipped() -> None:
     assert optimizer.param_groups[0]["damping"] == group["damping"]
     train(model, optimizer, range(3, 5), **BATCH)
     assert_trained(model, before)
+
+
+def test_steps_with_nothing_to_see_change_nothing() -> None:
+    model, optimizer = make()
+    before = values(model)
+    optimizer.step()  # before any backward pass
+    optimizer.zero_grad()
+    F.cross_entropy(model(torch.zeros(0, 4)), torch.zeros(0, dtype=torch.long), reduction="sum").backward()
+    optimizer.step()
+    assert all(map(torch.equal, values(model), before))
+    train(model, optimizer, range(3), **BATCH)
+    assert_trained(model, before)
+
+
+def test_a_closure_has_to_return_the_loss() -> None:
+    model, optimizer = make()
+    with pytest.raises(TypeError, match="the closure returned None: it must return the loss"):
+        optimizer.step(lambda: F.mse_loss(model(torch.zeros(2, 4)), torch.zeros(2, 3)).backward())
 
 
 # State ---------------------------------------------------------------------------------------------------------------

@@ -246,6 +246,30 @@ def test_directions_without_graft_are_the_damped_steps_of_the_base(
         assert_near(change, 0.5 * (u + k) + reached * stretch, layer.name, 1e-6)
 
 
+@pytest.mark.parametrize("launches_count", [False, True])
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_factors_may_be_in_more_precision_than_the_steps(
+    solver: str, launches_count: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if launches_count:
+        monkeypatch.setattr(flat_storage, "_CHEAP_LAUNCHES", set())
+    for learned in (trust.Trust, graft.GraftShare):
+        monkeypatch.setattr(learned, "learn", lambda *_, **__: None)
+    trained = []
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(0)
+        model = net().float()
+        batch = [((inputs.float(),), targets.float()) for (inputs,), targets in data()]
+        optimizer: Any = KFACSGD(model, lr=0.1, momentum=0.9, solver=solver, factor_dtype=dtype)
+        steering = optimizer.curvature._steering
+        steering.trust.notches, steering.graft.hundredths = 5, 50
+        for _ in range(4):
+            backward(model, batch, loss)
+            optimizer.step()
+        trained.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert_near(*trained, "weights", 1e-5)
+
+
 def test_stretch_is_a_switch() -> None:
     with pytest.raises(TypeError, match=r"Graft\(stretch=0.5\): must be True, False or None"):
         Graft(stretch=0.5)  # type: ignore[arg-type]

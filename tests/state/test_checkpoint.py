@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -189,6 +190,21 @@ def test_a_layer_that_has_not_trained_yet_is_resumed(
     assert_identical(model, model2)
 
 
+@pytest.mark.parametrize("again", [again_by_state, again_by_copy])
+@pytest.mark.parametrize("kfac", ALL_CLASSES)
+def test_a_run_is_resumed_all_of_whose_steps_were_skipped(
+    kfac: Any, again: Callable[..., tuple[nn.Module, Any]]
+) -> None:
+    """The base class has no state yet, and takes one that is not empty for its own."""
+    model, optimizer = build(kfac)
+    train(model, optimizer, [0], loss=lambda output, _: output.sum() * math.nan)
+    assert optimizer.curvature.skipped_steps == 1
+    model2, optimizer2 = again(model, optimizer)
+    for net, own in ((model, optimizer), (model2, optimizer2)):
+        train(net, own, range(K))
+    assert_identical(model, model2)
+
+
 @pytest.mark.fast("^KFACSGD-(paper|spread$|inverse|sampled|growing|half|largest|momentum)|^KFACLAMB-paper|^KFACAdamW")
 @pytest.mark.parametrize(("kfac", "options"), CASES)
 def test_a_resumed_run_is_the_uninterrupted_one(kfac: Any, options: str) -> None:
@@ -299,6 +315,17 @@ def test_a_state_is_tensors_and_plain_numbers(kfac: Any, options: str) -> None:
         for key, value in group.items():
             if key.startswith("kfac"):
                 assert isinstance(value, (int, float)), f"{key} is a {type(value).__name__}"
+
+
+def test_numbers_of_numpy_are_saved_as_plain_ones() -> None:
+    """Those of a search over ``np.logspace``; ``through_a_file`` loads with ``weights_only=True``."""
+    number = np.float64(0.1)
+    for damping in (number, OfMean(number), OfLargest(number)):
+        options = {"damping": damping, "factor_decay": number, "factor_batch_fraction": number}
+        model, optimizer = build(KFACSGD, {**options, "scaling": KLClip(number)})
+        train(model, optimizer, range(K))
+        state = through_a_file(optimizer.state_dict())
+        assert state["param_groups"][0]["kfac_factor_decay"] == 0.1
 
 
 def test_state_dict_does_not_depend_on_the_assignment() -> None:

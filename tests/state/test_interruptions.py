@@ -67,7 +67,7 @@ def test_a_forward_that_is_interrupted_leaves_no_trace(
     assert all(torch.equal(factors[name], expected[name]) for name in factors)
 
 
-@pytest.mark.parametrize("where", ["update", "directions", "_finish"])
+@pytest.mark.parametrize("where", ["adopt_states", "update", "directions", "_finish"])
 @pytest.mark.parametrize("kfac", CLASSES)
 def test_the_state_is_whole_after_a_step_that_was_interrupted(
     kfac: Any, where: str, monkeypatch: pytest.MonkeyPatch
