@@ -46,12 +46,11 @@ def due(interval: int, step: int, last: int | None) -> bool:
 class growing:
     """An interval that grows with the step, because curvature changes fast at first and slowly later.
 
-    The interval at step ``t`` is ``max(minimum, fraction * t)`` steps, rounded down, and at most ``maximum``.
+    The interval at step ``t`` is ``max(minimum, fraction * t)`` steps, rounded down.
 
     Args:
         fraction: Interval per step of training, >= 0. Default 0.1: at step 1000 every 100 steps.
         minimum: Smallest interval in steps, >= 1.
-        maximum: Largest interval in steps; None (default) for no limit.
         most_work: Upper bound, > 0, on the cost of a refresh relative to that of the training steps between two
             refreshes, both counted in multiply-adds (:mod:`kfac_optim.pacing`). The interval is lengthened until the
             bound holds: with 1.0 a refresh costs at most as much as those steps. None (default): cost is ignored.
@@ -63,22 +62,17 @@ class growing:
 
     fraction: float = 0.1
     minimum: int = 5
-    maximum: int | None = None
     most_work: float | None = None
 
     def __post_init__(self) -> None:
         allowed = ">= 0 and finite"
         require_number("fraction", self.fraction, allowed, lambda x: 0 <= x < math.inf, owner="growing")
         require_number("minimum", self.minimum, "an int >= 1", lambda x: is_int(x) and x >= 1, owner="growing")
-        if self.maximum is not None:
-            allowed = f"an int >= minimum={self.minimum!r}, or None"
-            require_number("maximum", self.maximum, allowed, lambda x: is_int(x) and x >= self.minimum, owner="growing")
         if self.most_work is not None:
             require_number("most_work", self.most_work, "> 0, or None", lambda x: x > 0, owner="growing")
 
     def __call__(self, step: int) -> int:
-        interval = max(self.minimum, int(self.fraction * step))
-        return interval if self.maximum is None else min(interval, self.maximum)
+        return max(self.minimum, int(self.fraction * step))
 
 
 @dataclass(frozen=True)

@@ -66,15 +66,15 @@ def find(name: str) -> Callable[..., Optimizer]:
 
 
 def interval(text: str) -> growing:
-    """Return the schedule that ``"growing[:fraction[:minimum[:maximum]]]"`` names.
+    """Return the schedule that ``"growing[:fraction[:minimum]]"`` names.
 
     Raises:
         ValueError: If the text names none.
     """
     word, *numbers = text.split(":")
-    if word != "growing" or len(numbers) > 3:
-        raise ValueError(f"{text!r} is neither a number of steps nor growing[:fraction[:minimum[:maximum]]]")
-    kinds = {"fraction": float, "minimum": int, "maximum": int}
+    if word != "growing" or len(numbers) > 2:
+        raise ValueError(f"{text!r} is neither a number of steps nor growing[:fraction[:minimum]]")
+    kinds = {"fraction": float, "minimum": int}
     return growing(**{name: kind(number) for (name, kind), number in zip(kinds.items(), numbers, strict=False)})
 
 

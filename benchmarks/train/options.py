@@ -110,7 +110,7 @@ def add_kfac_options(group: argparse._ArgumentGroup) -> None:
     """Add the options of the K-FAC optimizers."""
     add = group.add_argument
     package = "(default: the package's)"
-    steps = "an int, or growing[:fraction[:minimum[:maximum]]], e.g. growing:0.1:5:100"
+    steps = "an int, or growing[:fraction[:minimum]], e.g. growing:0.1:5"
     add("--recipe", metavar="NAME", help=f"settings that go together: {', '.join(RECIPES)}; see below (default: none)")
     add("--damping", type=float, metavar="X", help=f"gamma, added to the curvature's eigenvalues, > 0 {package}")
     unit = "what --damping is a multiple of: absolute, mean or largest (eigenvalue of the layer's curvature)"
