@@ -1,11 +1,12 @@
-"""Items of one kind together, up to a size: what is decomposed, copied or sent at once."""
+"""What is decomposed, copied or sent at once: items of one kind together, up to a size; jobs evenly over workers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+import heapq
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
-__all__ = ["SMALL_NUMEL", "grouped_by_key"]
+__all__ = ["SMALL_NUMEL", "grouped_by_key", "longest_first"]
 
 SMALL_NUMEL = 2**12  # on the CPU tensors of so few numbers are copied side by side: an operation takes longer than that
 
@@ -30,3 +31,28 @@ def grouped_by_key(
         batch.append(item)
         latest[kind] = (batch, so_far + weight)
     return found
+
+
+def longest_first(costs: Sequence[float], candidates: Sequence[Sequence[int]], loads: list[float]) -> list[int]:
+    """Distributes jobs greedily (longest processing time): the dearest first, each to its least loaded candidate.
+
+    Args:
+        costs: Cost of each job.
+        candidates: The workers that may take each job: ranks, or steps.
+        loads: The load of each worker so far; the costs of the jobs are added to it in place.
+
+    Returns:
+        The worker of each job. Ties go to the earlier job and the lower worker, so the result is deterministic.
+    """
+    workers = [0] * len(costs)
+    heaps = {id(group): [(loads[worker], worker) for worker in group] for group in candidates}
+    for heap in heaps.values():
+        heapq.heapify(heap)
+    for job in sorted(range(len(costs)), key=lambda job: (-costs[job], job)):
+        heap = heaps[id(candidates[job])]
+        while heap[0][0] < loads[heap[0][1]]:  # has got jobs as a candidate of another group
+            heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
+        workers[job] = heap[0][1]
+        loads[workers[job]] += costs[job]
+        heapq.heapreplace(heap, (loads[workers[job]], workers[job]))
+    return workers

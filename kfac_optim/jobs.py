@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from .blocks import Block, KnownSpectra, Source
-from .distributed import longest_first
 from .factors import FactorSpec
-from .grouping import grouped_by_key
+from .grouping import grouped_by_key, longest_first
 from .solvers import BATCH_NUMEL, Batch, Decomposition, EigenSolver, Failure, MaybeDecomposition, Solver
 
 __all__ = ["FactorJob", "RefreshInProgress", "batch_of", "together"]

@@ -52,7 +52,7 @@ from .sharding import (
     sharding_problem,
     summed_over_shards,
 )
-from .strategies import KAISA, FactorWise, LayerWise, longest_first
+from .strategies import KAISA, FactorWise, LayerWise
 from .torch import TorchCommunicator, communicator_of, make_communicator
 
 __all__ = [
@@ -82,7 +82,6 @@ __all__ = [
     "is_sharded",
     "join_hook",
     "largest_entry",
-    "longest_first",
     "make_communicator",
     "notify_join_context",
     "own_shape",

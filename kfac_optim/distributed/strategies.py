@@ -16,39 +16,14 @@ Preconditioning).
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..checks import is_int, require_number
+from ..grouping import longest_first
 from .assignment import Assignment, FactorPlace, LayerAssignment, LayerCost, check_place
 
-__all__ = ["KAISA", "FactorWise", "LayerWise", "longest_first"]
-
-
-def longest_first(costs: Sequence[float], candidates: Sequence[Sequence[int]], loads: list[float]) -> list[int]:
-    """Distributes jobs greedily (longest processing time): the dearest first, each to its least loaded candidate.
-
-    Args:
-        costs: Cost of each job.
-        candidates: The ranks that may take each job.
-        loads: The load of each rank so far; the costs of the jobs are added to it in place.
-
-    Returns:
-        The rank of each job. Ties go to the earlier job and the lower rank, so the result is deterministic.
-    """
-    ranks = [0] * len(costs)
-    heaps = {id(group): [(loads[rank], rank) for rank in group] for group in candidates}
-    for heap in heaps.values():
-        heapq.heapify(heap)
-    for job in sorted(range(len(costs)), key=lambda job: (-costs[job], job)):
-        heap = heaps[id(candidates[job])]
-        while heap[0][0] < loads[heap[0][1]]:  # has got jobs as a candidate of another group
-            heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
-        ranks[job] = heap[0][1]
-        loads[ranks[job]] += costs[job]
-        heapq.heapreplace(heap, (loads[ranks[job]], ranks[job]))
-    return ranks
+__all__ = ["KAISA", "FactorWise", "LayerWise"]
 
 
 def _evenly(costs: Sequence[float], group: Sequence[int]) -> list[int]:
