@@ -17,9 +17,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ..blocks import Block
 from ..distributed import is_sharded
 
-__all__ = ["WeightWatch", "compares_weights"]
+__all__ = ["WeightWatch", "compares_weights", "note_comparison"]
 
 _ROUNDING = 1e-12  # of sums of millions of squares in float64
 _AT_FIRST, _INTERVAL = 16, 8  # steps in which all stretched weights are compared: so many, then one in so many
@@ -71,6 +72,30 @@ class WeightWatch:
     def forget(self) -> None:
         """Compares nothing in the next step."""
         self.watched, self._norms = [], ()
+
+
+def note_comparison(
+    blocks: Iterable[Block], watched: Iterable[nn.Parameter], changed: Iterable[nn.Parameter]
+) -> set[nn.Parameter]:
+    """Notes in which layers weights were changed between two steps.
+
+    Args:
+        blocks: The layers' blocks.
+        watched: The parameters that were compared with what the last step has left.
+        changed: Those of them that were changed.
+
+    Returns:
+        The parameters of layers whose last stretch somebody may have undone.
+    """
+    compared, moved, undone = set(watched), set(changed), set[nn.Parameter]()
+    for block in blocks:
+        own = block.layer.parameters
+        has_moved = bool(moved) and not moved.isdisjoint(own)
+        if compared and not compared.isdisjoint(own):
+            block.note_comparison(changed=has_moved)
+        if has_moved or block.is_constrained:
+            undone.update(own)
+    return undone
 
 
 def _norms(parameters: list[nn.Parameter]) -> Sequence[Tensor]:

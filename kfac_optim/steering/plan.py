@@ -17,7 +17,7 @@ from ..counters import Counted, Counter
 from ..damping import Damping, OfLargest
 from ..scaling import Scaling, traits_of
 from .brake import Brake
-from .constraints import WeightWatch
+from .constraints import WeightWatch, note_comparison
 from .graft import GraftShare
 from .lessons import Read
 from .opponents import Opposition
@@ -60,30 +60,6 @@ class Plan:
     last_brake: float
 
 
-def _note_comparison(
-    blocks: Iterable[Block], watched: Iterable[nn.Parameter], changed: Iterable[nn.Parameter]
-) -> set[nn.Parameter]:
-    """Notes in which layers weights were changed between two steps.
-
-    Args:
-        blocks: The layers' blocks.
-        watched: The parameters that were compared with what the last step has left.
-        changed: Those of them that were changed.
-
-    Returns:
-        The parameters of layers whose last stretch somebody may have undone.
-    """
-    compared, moved, undone = set(watched), set(changed), set[nn.Parameter]()
-    for block in blocks:
-        own = block.layer.parameters
-        has_moved = bool(moved) and not moved.isdisjoint(own)
-        if compared and not compared.isdisjoint(own):
-            block.note_comparison(changed=has_moved)
-        if has_moved or block.is_constrained:
-            undone.update(own)
-    return undone
-
-
 class Steering:
     """Everything learned so far about how closely steps should follow K-FAC.
 
@@ -120,7 +96,7 @@ class Steering:
         self.brake.learn(read.length)
         self.trust.learn(read.turn, read.average or 0.0, grows=self.brake.updates_grow)
         has_momentum = self.brake.updates_grow and read.average is None  # else averages are kept for it
-        undone = _note_comparison(blocks, read.watched, read.changed)
+        undone = note_comparison(blocks, read.watched, read.changed)
         slopes = {p: slope for p, slope in read.slopes.items() if p not in undone} if undone else read.slopes
         self.graft.learn(sum(after for after, _ in slopes.values()) if has_momentum else None)
         self._too_long = learn_reaches(blocks, slopes) | undone
