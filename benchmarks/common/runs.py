@@ -229,6 +229,13 @@ class Record:
         else:
             {"step": self.steps, "evaluation": self.evaluations, "curvature": self.curvature}[line["kind"]].append(line)
 
+    def follow(self, trainer: Trainer) -> None:
+        """Sort in the lines of another step; evaluations get the running average of the training loss as well."""
+        for line in trainer.advance():
+            self.add(line)
+            if line["kind"] == "evaluation":
+                line["train_loss"] = finite(smoothed([math.nan, *column(self.steps, "loss")])[-1])
+
     @property
     def seconds(self) -> str:
         """Which seconds a run is judged by: of CPU time, or the wall's where a GPU does the work."""
@@ -264,10 +271,7 @@ def train(task: Task, settings: Settings, label: str, *, quiet: bool = False) ->
     with tqdm(total=settings.steps, desc=label, unit="step", mininterval=pause, leave=False, disable=quiet) as bar:
         try:
             while not trainer.ended:
-                for line in trainer.advance():
-                    record.add(line)
-                    if line["kind"] == "evaluation":
-                        line["train_loss"] = finite(smoothed([math.nan, *column(record.steps, "loss")])[-1])
+                record.follow(trainer)
                 bar.update()
             record.end = trainer.ended
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # as Shampoo ends when it diverges

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.common import plots
 from benchmarks.common.reports import Command, table
-from benchmarks.common.runs import Record, Trainer, column, finite, smoothed
+from benchmarks.common.runs import Record, Trainer, column, smoothed
 from benchmarks.common.settings import KFAC, Settings
 from benchmarks.common.tasks import TASKS, Task
 from benchmarks.convergence.__main__ import LENGTHS, RECIPE, SHORT, Results, Row, tune, whole
@@ -44,10 +44,8 @@ def side_by_side(task: Task, contest: Mapping[str, Settings]) -> dict[str, Recor
     longest = max(settings.steps for settings in contest.values())
     for _ in tqdm(range(longest), desc=f"{task.name} seed {first.seed}", unit="step", leave=False):
         for label, trainer in trainers.items():
-            for line in () if trainer.ended else trainer.advance():
-                records[label].add(line)
-                if line["kind"] == "evaluation":
-                    line["train_loss"] = finite(smoothed([math.nan, *column(records[label].steps, "loss")])[-1])
+            if not trainer.ended:
+                records[label].follow(trainer)
             records[label].end = trainer.ended
     return records
 
