@@ -70,15 +70,17 @@ class Communicator(ABC):
             counts, decompositions and directions always travel bit for bit.
         average_gradients: Whether the ranks' gradients are averaged (True, default: DDP, FSDP, Horovod's Average) or
             added up.
-        bucket_bytes: Size of a flat bucket, > 0, two of which lie beside what travels. Default 100 MiB, four times that
-            of DDP: decompositions do not wait for a backward pass, and larger buckets are fewer.
 
     Attributes:
         traffic: By kind the bytes that this rank has sent and received so far, ``[sent, received]``.
+        bucket_bytes: Size of a flat bucket, two of which lie beside what travels; may be set. 100 MiB, four times that
+            of DDP: decompositions do not wait for a backward pass, and larger buckets are fewer.
 
     Raises:
         ValueError: If ``comm_dtype`` is none of the above.
     """
+
+    bucket_bytes = BUCKET_BYTES
 
     def __init__(
         self,
@@ -87,14 +89,12 @@ class Communicator(ABC):
         *,
         comm_dtype: torch.dtype | None = None,
         average_gradients: bool = True,
-        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         if comm_dtype not in _COMM_DTYPES:
             allowed = ", ".join(map(repr, _COMM_DTYPES))
             raise ValueError(f"comm_dtype={comm_dtype!r}: must be one of {allowed}")
         self.rank, self.world_size = rank, world_size
-        self.comm_dtype = comm_dtype
-        self.average_gradients, self.bucket_bytes = average_gradients, bucket_bytes
+        self.comm_dtype, self.average_gradients = comm_dtype, average_gradients
         self.traffic: dict[str, list[float]] = {}
         self._device = torch.device("cpu")
 

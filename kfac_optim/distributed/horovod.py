@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .communicator import BUCKET_BYTES, Communicator, Work
+from .communicator import Communicator, Work
 
 __all__ = ["HorovodCommunicator", "derived_from_by_horovod"]
 
@@ -47,7 +47,6 @@ class HorovodCommunicator(Communicator):
     Args:
         comm_dtype: See :class:`Communicator`; Horovod cannot send torch.bfloat16.
         average_gradients: True (default) with Horovod's Average, False with its Sum.
-        bucket_bytes: See :class:`Communicator`.
 
     Raises:
         ImportError: If Horovod is not installed.
@@ -57,26 +56,14 @@ class HorovodCommunicator(Communicator):
     # Shared by all communicators, because Horovod refuses to make a second set of the same ranks.
     _sets: ClassVar[dict[tuple[int, ...], Any]] = {}
 
-    def __init__(
-        self,
-        *,
-        comm_dtype: torch.dtype | None = None,
-        average_gradients: bool = True,
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:
+    def __init__(self, *, comm_dtype: torch.dtype | None = None, average_gradients: bool = True) -> None:
         if comm_dtype is torch.bfloat16:
             raise ValueError("comm_dtype=torch.bfloat16: Horovod cannot send it; use torch.float16 or None")
         import horovod.torch as hvd
 
         if not hvd.is_initialized():
             raise ValueError("HorovodCommunicator: call hvd.init() first")
-        super().__init__(
-            hvd.rank(),
-            hvd.size(),
-            comm_dtype=comm_dtype,
-            average_gradients=average_gradients,
-            bucket_bytes=bucket_bytes,
-        )
+        super().__init__(hvd.rank(), hvd.size(), comm_dtype=comm_dtype, average_gradients=average_gradients)
         self._hvd: Any = hvd
         self._sets[tuple(range(self.world_size))] = hvd.global_process_set
         self._names: dict[tuple[int, ...], int] = {}

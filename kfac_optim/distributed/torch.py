@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .communicator import BUCKET_BYTES, Communicator, LocalCommunicator, Work
+from .communicator import Communicator, LocalCommunicator, Work
 
 __all__ = ["TorchCommunicator", "communicator_of", "make_communicator"]
 
@@ -23,7 +23,6 @@ class TorchCommunicator(Communicator):
         process_group: The processes that train together; None (default): torch.distributed's default group.
         comm_dtype: See :class:`Communicator`.
         average_gradients: See :class:`Communicator`.
-        bucket_bytes: See :class:`Communicator`.
 
     Raises:
         TypeError: If ``process_group`` is no group.
@@ -37,7 +36,6 @@ class TorchCommunicator(Communicator):
         *,
         comm_dtype: torch.dtype | None = None,
         average_gradients: bool = True,
-        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         if not _is_group(process_group):
             raise TypeError(f"process_group={process_group!r}: must be a torch.distributed.ProcessGroup or None")
@@ -47,9 +45,7 @@ class TorchCommunicator(Communicator):
         if rank < 0:
             raise ValueError("process_group: this process is not in it; build the optimizer on its members only")
         size = dist.get_world_size(process_group)
-        super().__init__(
-            rank, size, comm_dtype=comm_dtype, average_gradients=average_gradients, bucket_bytes=bucket_bytes
-        )
+        super().__init__(rank, size, comm_dtype=comm_dtype, average_gradients=average_gradients)
         self.group: dist.ProcessGroup = process_group or dist.group.WORLD  # type: ignore[assignment]
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(size)): self.group}
 

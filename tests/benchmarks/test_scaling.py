@@ -185,7 +185,8 @@ def test_traffic_is_the_engines(work: Workload, strategy: AssignmentStrategy, mo
 @given(st.lists(st.integers(1, 100), max_size=30), st.integers(1, 150))
 @example([50, 50, 50], 100)
 def test_buckets_are_those_of_the_communicator(sizes: list[int], bucket_bytes: int) -> None:
-    comm = Recorder(0, 2, bucket_bytes=bucket_bytes)
+    comm = Recorder(0, 2)
+    comm.bucket_bytes = bucket_bytes
     tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     filled = [sum(tensor.nbytes for tensor in tensors[part]) for part in comm._buckets(tensors)]
     assert buckets(sizes, bucket_bytes) == filled

@@ -207,7 +207,8 @@ def use_the_verbs(rank: int, world_size: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     groups = sorted({members for _, members in broadcasts_of(world_size)})
     for name, bucket_bytes in BUCKETS.items():
-        comm = TorchCommunicator(bucket_bytes=bucket_bytes)
+        comm = TorchCommunicator()
+        comm.bucket_bytes = bucket_bytes
         for dtype in (torch.float32, torch.float64):
             own = whole_numbers(rank, dtype)
             found["sum", name, dtype] = list(comm.sum(own, f"sum {dtype}"))
@@ -215,7 +216,8 @@ def use_the_verbs(rank: int, world_size: int) -> dict[Any, Any]:
             found["unchanged", name, dtype] = own
         found["several types", name] = list(comm.sum(several_types(rank), "several types"))
         for dtype in HALVES:
-            half = TorchCommunicator(comm_dtype=dtype, bucket_bytes=bucket_bytes)
+            half = TorchCommunicator(comm_dtype=dtype)
+            half.bucket_bytes = bucket_bytes
             found["half", name, dtype] = list(half.sum(of_every_magnitude(rank), "half", compressed=True))
             found["half traffic", name, dtype] = half.traffic["half"]
             rows = of_every_magnitude(rank)

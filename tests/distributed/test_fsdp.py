@@ -76,12 +76,18 @@ class Plain(TorchCommunicator):
     _start_exchange = Communicator._start_exchange  # as of a class that has none
 
 
+class Small(TorchCommunicator):
+    """With buckets of few numbers."""
+
+    bucket_bytes = 100
+
+
 # Layer-wise, by SGD on directions.
 MORE: dict[str, Callable[[], dict[str, Any]]] = {
     "sharded factors": lambda: {"assignment": LayerWise("sharded")},
     "all layers at once": lambda: {"scaling": "kl_clip"},
     "everything gathered": lambda: {"communicator": Plain()},
-    "small buckets": lambda: {"communicator": TorchCommunicator(bucket_bytes=100)},
+    "small buckets": lambda: {"communicator": Small()},
 }
 
 

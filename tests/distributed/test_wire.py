@@ -58,7 +58,8 @@ def test_what_is_packed_is_unpacked_whatever_its_strides() -> None:
 @pytest.mark.parametrize("numbers", [[4] * 6, [4, 4, 5, 3, 4, 4], [8, 4, 4, 8]])
 def test_buckets_are_filled_to_the_last_byte_and_not_beyond(numbers: list[int]) -> None:
     tensors = [torch.full((n,), float(i)) for i, n in enumerate(numbers)]
-    comm = Recording(bucket_bytes=32)
+    comm = Recording()
+    comm.bucket_bytes = 32
     sums = list(comm.sum(tensors, "factors"))
     expected: list[int] = []
     for n in numbers:
@@ -146,7 +147,8 @@ def horovod(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendHorovod]:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 2**20])
 def test_horovod_s_operations_are_waited_for_by_their_handles(horovod: PretendHorovod, bucket_bytes: int) -> None:
-    comm = HorovodCommunicator(comm_dtype=torch.float16, bucket_bytes=bucket_bytes)
+    comm = HorovodCommunicator(comm_dtype=torch.float16)
+    comm.bucket_bytes = bucket_bytes
     assert (comm.rank, comm.world_size) == (0, 2)
     own = [torch.tensor([[1.0, -2.0]]), torch.tensor([[1e6, 0.5e6]])]
     for compressed in (False, True):
@@ -163,8 +165,10 @@ def test_horovod_s_operations_are_waited_for_by_their_handles(horovod: PretendHo
 class OutOfInputs(Communicator):
     """Rank 1 of two; rank 0 has inputs left, and broadcasts the given tensors."""
 
+    bucket_bytes = 1
+
     def __init__(self, *sent: Tensor) -> None:
-        super().__init__(1, 2, bucket_bytes=1)
+        super().__init__(1, 2)
         self.sent = list(sent)
 
     def _start_sum(self, tensor: Tensor) -> Done:
