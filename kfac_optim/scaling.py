@@ -123,10 +123,9 @@ class Unit:
     def target(d: Direction) -> Tensor:
         """The norm that a direction is brought to, ``[p]``."""
         p, d_out, d_in = d.direction.shape
-        pairs = d.pairs
-        if isinstance(pairs, int):
+        if d.layer_of_pair is None:
             return d.direction.new_full((p,), (min(d_out, d_in) * max(1.0, d_out / d_in)) ** 0.5)
-        return pairs.sqrt()
+        return d.over_layers(d.direction.new_ones(p)).sqrt()
 
 
 @dataclass(frozen=True)

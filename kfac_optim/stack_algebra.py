@@ -90,11 +90,6 @@ class Direction:
         known = self.layer_of_pair is None or bool(self.pairs_per_layer)
         return known and len(self.pairs_per_layer or self.direction) <= _FEW_PARTS
 
-    @property
-    def pairs(self) -> Tensor | int:
-        """For each pair the number of pairs scaled together, ``[p]``; 1 where every pair is scaled on its own."""
-        return 1 if self.layer_of_pair is None else self.over_layers(torch.ones_like(self.direction[:, 0, 0]))
-
     def over_layers(self, values: Tensor) -> Tensor:
         """Replaces each pair's value by the sum over its layer's pairs; ``[p]`` to ``[p]``."""
         assert self.layer_of_pair is not None
