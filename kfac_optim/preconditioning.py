@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -16,10 +17,7 @@ from .blocks import Block
 from .damping import Damping, OfLargest, value_of
 from .diagnostics import StageTimes, communicating, cosines
 from .directions import Directions, StackedDirection, StepVectors
-from .distributed import (
-    Broadcast,
-    Communicator,
-)
+from .distributed import Broadcast, Communicator
 from .flat_storage import FlatStorage, is_launch_bound, scale_pairs
 from .layout import fill_all
 from .precision import without_autocast
@@ -28,7 +26,7 @@ from .shard_routing import exchanged_blocks, gathered_vectors
 from .solvers import Decomposition, EigenSolver, Solver
 from .solvers.joint import JointEigen
 from .stack_algebra import Direction, keep_zeros_, scaled
-from .stacks import Stack, layer_of_pair, stack_key, stacks_of, with_vectors
+from .stacks import Stack, layer_of_pair, stack_key, stacks_of
 from .tiles import Tile, precondition
 
 __all__ = ["Preconditioner"]
@@ -84,7 +82,7 @@ class Preconditioner:
         with communicating("gradient", self.stopwatch, comm.world_size) if exchanged else nullcontext():
             vectors, exchange = gathered_vectors(known, exchanged, vectors, comm)
         given, current = vectors.given, self._current(known, damping)
-        stacks = [part for stack in current for part in with_vectors(stack, given, damping)]
+        stacks = [part for stack in current for part in stack.with_vectors(given, damping)]
         self._select(stacks, value)
         # Directions of any length may do without the division by gamma. Not if they travel: the rank that receives them
         # takes them for eqs. 11-13.
@@ -95,7 +93,7 @@ class Preconditioner:
             found = self._precondition(stacks, vectors, value, contrast, any_length=any_length)
         if any(block.route for block in blocks if block not in exchanged):
             with communicating("gradient", self.stopwatch, comm.world_size):
-                self._send_directions([block for block in known if block not in exchanged], stacks, found, comm)
+                self._send_directions(known, exchanged, stacks, found, comm)
         with self.stopwatch.stage("scaling"):
             if keeps_zeros:
                 keep_zeros_(found)
@@ -124,16 +122,13 @@ class Preconditioner:
         lengths = [len(count) for count in counts]
         parts = (solver.relevant(*t, list(islice(found, n))) for t, n in zip(given, lengths, strict=True))
         for stack in old:
-            stack.note_relevant(floor, [tile.with_parts(next(parts)) for tile in stack.tiles])
+            stack.note_relevant(floor, [replace(tile, decomposed=next(parts)) for tile in stack.tiles])
 
     def send_zeros(self, blocks: Sequence[Block], scaling: Scaling | None, comm: Communicator) -> None:
         """Takes part in the exchange of directions where this rank has none to send (a collective)."""
-        if not any(block.route for block in blocks):
-            return
-        known = [block for block in blocks if block.has_direction]
-        exchanged = exchanged_blocks(known, scaling, comm)
-        if any(block.route for block in blocks if block not in exchanged):
-            self._send_directions([block for block in known if block not in exchanged], [], [], comm)
+        if any(block.route for block in blocks):
+            known = [block for block in blocks if block.has_direction]
+            self._send_directions(known, exchanged_blocks(known, scaling, comm), [], [], comm)
 
     def _current(self, known: Sequence[Block], damping: Damping) -> list[Stack]:
         """The stacks of the blocks that have decompositions, made anew when one of these has changed."""
@@ -265,11 +260,17 @@ class Preconditioner:
         return rate
 
     def _send_directions(
-        self, blocks: Sequence[Block], stacks: Sequence[Stack], directions: Sequence[Direction], comm: Communicator
+        self,
+        known: Sequence[Block],
+        exchanged: Collection[Block],
+        stacks: Sequence[Stack],
+        directions: Sequence[Direction],
+        comm: Communicator,
     ) -> None:
         """Sends preconditioned gradients from the gradient workers to the other ranks, in place.
 
-        All known layers travel, also those without a gradient here: what is sent must not depend on what a rank has.
+        All known layers travel but those that are exchanged, also layers without a gradient here: what is sent must not
+        depend on what a rank has.
         """
         found = {
             block: part
@@ -277,8 +278,8 @@ class Preconditioner:
             for block, part in zip(stack.blocks, d.direction.split(stack.pairs_per_layer), strict=True)
         }
         broadcasts = []
-        for block in blocks:
-            if block.route is None:
+        for block in known:
+            if block.route is None or block in exchanged:
                 continue
             if block in found:
                 tensor = found[block]

@@ -11,6 +11,7 @@ layers), until ``rebuild`` makes them again of the factors they were made of.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -143,23 +144,21 @@ class Refresher:
 
         What runs in the background is started first, and collected when due.
         """
+        batch = functools.partial(batch_of, refresh=refresh, solver=self.solver, inv_dtype=self.inv_dtype)
         if not refresh.ends(step):
-            refresh.start_background(lambda job: self._decompose_in_background(*self._batch_of([job], refresh).make()))
+            refresh.start_background(lambda job: self._decompose_in_background(*batch([job]).make()))
         jobs_due = refresh.due(step)
         batches: dict[str, list[list[FactorJob]]] = {}
         for jobs in together([job for job in jobs_due if not refresh.is_running(job)]):
             batches.setdefault(jobs[0][0].layer.weight.device.type, []).append(jobs)
         for device_type, alike in batches.items():
             with full_precision(device_type):
-                results = _decompose(self.solver, self.inv_dtype, [self._batch_of(jobs, refresh) for jobs in alike])
+                results = _decompose(self.solver, self.inv_dtype, [batch(jobs) for jobs in alike])
             for jobs, found in zip(alike, results, strict=True):
                 refresh.finish(jobs, found)
         for job in jobs_due:
             if refresh.is_running(job):
                 refresh.collect(job)
-
-    def _batch_of(self, jobs: Sequence[FactorJob], refresh: RefreshInProgress) -> Batch:
-        return batch_of(jobs, refresh, self.solver, self.inv_dtype)
 
     def _decompose_in_background(self, factor: Tensor, shift: Tensor) -> Callable[[], MaybeDecomposition]:
         """Starts a decomposition on the worker; returns what waits for its result."""

@@ -19,7 +19,7 @@ from .layout import Layout
 from .solvers import Decomposition
 from .tiles import Tile, tiles_of
 
-__all__ = ["Stack", "layer_of_pair", "stack_key", "stack_of", "stacks_of", "with_vectors"]
+__all__ = ["Stack", "layer_of_pair", "stack_key", "stack_of", "stacks_of"]
 
 # Layers of one shape are preconditioned together up to this many numbers in their gradients and decompositions (64 MiB
 # in float32, 1 GiB where launches count), which are copied to lie side by side. Larger ones gain nothing on a CPU. On
@@ -76,11 +76,16 @@ class Stack:
         """The tiles, with the parts of their decompositions that matter where these are known."""
         return self.tiles if self.relevant is None else self.relevant[1]
 
-    def single(self, block: Block, damping: Damping) -> Stack:
-        """One of the blocks on its own; kept, because a layer without a vector seldom has one in the next step."""
-        if block not in self.singles:
-            self.singles[block] = stack_of([block], damping)
-        return self.singles[block]
+    def with_vectors(self, vectors: Mapping[nn.Parameter, Tensor], damping: Damping) -> list[Stack]:
+        """The stack if all of its layers have a vector in this step, else those that have one, each on its own.
+
+        These are kept, because a layer without a vector seldom has one in the next step.
+        """
+        present = [block for block in self.blocks if block.layer.weight in vectors]
+        if len(present) == len(self.blocks):
+            return [self]
+        self.singles.update({block: stack_of([block], damping) for block in present if block not in self.singles})
+        return [self.singles[block] for block in present]
 
     def note_relevant(self, value: float, tiles: list[Tile]) -> None:
         """Notes what matters of the tiles' decompositions at a damping of ``value`` units."""
@@ -128,12 +133,6 @@ def stack_of(blocks: list[Block], damping: Damping) -> Stack:
 def stack_key(known: Sequence[Block], damping: Damping) -> Any:
     """A key that changes when the stacks must be rebuilt: kind of damping and versions of the decompositions."""
     return kind_of(damping), [(block, block.version) for block in known]
-
-
-def with_vectors(stack: Stack, vectors: Mapping[nn.Parameter, Tensor], damping: Damping) -> list[Stack]:
-    """The stack if all of its layers have a vector in this step, else those that have one, each on its own."""
-    present = [block for block in stack.blocks if block.layer.weight in vectors]
-    return [stack] if len(present) == len(stack.blocks) else [stack.single(block, damping) for block in present]
 
 
 def layer_of_pair(blocks: Sequence[Block]) -> Tensor:

@@ -14,7 +14,6 @@ as it does any matrix. Factors that are whole or diagonal make one tile of all::
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,10 +42,6 @@ class Tile:
     columns: slice
     missing: tuple[int, int]
     decomposed: tuple[Decomposition, Decomposition]
-
-    def with_parts(self, parts: tuple[Decomposition, Decomposition]) -> Tile:
-        """The tile with other parts of its decompositions."""
-        return dataclasses.replace(self, decomposed=parts)
 
 
 def tiles_of(decomposed: tuple[Decomposition, Decomposition], specs: Sequence[FactorSpec]) -> list[Tile]:
