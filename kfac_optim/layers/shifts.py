@@ -81,6 +81,16 @@ class _Product:
     strips: Tensor
     first: int
 
+    def line_by_line(self, rows: Tensor) -> Tensor:
+        """Multiplies the two parts of an image ``[*lines, p, last, n, c]``: ``left^T right``, ``[*lines, p, c, c]``.
+
+        ``last`` are the positions in the last spatial dimension.
+        """
+        left = right = rows
+        for dim, (start, stop, shift) in zip((*range(len(self.parts) - 1), -3), self.parts, strict=True):
+            left, right = left.narrow(dim, start, stop - start), right.narrow(dim, start + shift, stop - start)
+        return product(left.flatten(-3, -2).mT, right.flatten(-3, -2))
+
 
 @dataclass(frozen=True)
 class _Plan:
@@ -209,22 +219,9 @@ def _sums(x: Tensor, plan: _Plan, strips: Sequence[Tensor], groups: int) -> Tens
         rows = chunk.flatten(0, 1).flatten(1).T.contiguous().view(*lengths, len(chunk), groups, c)
         rows = rows.movedim(-2, -4).contiguous()
         for planned, lines in zip(plan.products, strips, strict=True):
-            of_lines = _product(rows, planned.parts).reshape(lines.shape[1], -1)
+            of_lines = planned.line_by_line(rows).reshape(lines.shape[1], -1)
             sums[planned.first : planned.first + len(lines)].addmm_(lines, of_lines)
     return sums
-
-
-def _product(rows: Tensor, parts: tuple[tuple[int, int, int], ...]) -> Tensor:
-    """Multiplies two parts of an image line by line, ``left^T right``: ``[*lines, p, c, c]``.
-
-    Args:
-        rows: The image as ``[*lines, p, last, n, c]``; ``last`` are the positions in the last spatial dimension.
-        parts: See :class:`_Product`.
-    """
-    left = right = rows
-    for dim, (start, stop, shift) in zip((*range(len(parts) - 1), -3), parts, strict=True):
-        left, right = left.narrow(dim, start, stop - start), right.narrow(dim, start + shift, stop - start)
-    return product(left.flatten(-3, -2).mT, right.flatten(-3, -2))
 
 
 # The choice -----------------------------------------------------------------------------------------------------------
