@@ -9,7 +9,7 @@ from torch import nn
 
 from .blocks import Block
 from .directions import StepVectors
-from .distributed import Communicator, ShardExchange, all_gathered, any_sharded, are_exchangeable, gathered
+from .distributed import Communicator, ShardExchange, all_gathered, any_sharded, are_exchangeable, own_part
 from .scaling import Scaling, traits_of
 
 __all__ = ["exchanged_blocks", "gathered_vectors"]
@@ -49,7 +49,7 @@ def gathered_vectors(
     moving = {p: b.layer.is_shard for b in present if b not in exchanged for p in b.layer.parameters if p in given}
     others = [p for p in moving if updates[p] is not given[p]]
     parts = [(given[p], moving[p]) for p in moving] + [(updates[p], moving[p]) for p in others]
-    found = all_gathered([gathered(part, shard=True) if shard else part for part, shard in parts])
+    found = all_gathered([own_part(part) if shard else part for part, shard in parts])
     whole = dict(zip(moving, found, strict=False))
     of_updates = {**whole, **dict(zip(others, found[len(moving) :], strict=True))}
     if not sent:

@@ -23,6 +23,7 @@ __all__ = [
     "gradient_moves_away",
     "is_sharded",
     "largest_entry",
+    "own_part",
     "own_shape",
     "refuse_flattened",
     "set_full_gradient_",
@@ -72,14 +73,14 @@ def any_sharded(tensors: Iterable[Tensor]) -> bool:
     return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
 
 
-def gathered(tensor: Tensor, *, shard: bool = False) -> Tensor:
-    """The whole tensor where FSDP2 has sharded it (a collective); any other tensor as it is.
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole tensor where FSDP2 has sharded it (a collective); any other tensor as it is."""
+    return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
 
-    With ``shard`` the part that this rank computes with, where tensor parallelism has split it.
-    """
-    if not is_sharded(tensor):
-        return tensor
-    return cast(Any, tensor).to_local() if shard else cast(Any, tensor).full_tensor()
+
+def own_part(tensor: Tensor) -> Tensor:
+    """The part that this rank computes with where tensor parallelism has split a tensor; any other tensor as it is."""
+    return cast(Any, tensor).to_local() if is_sharded(tensor) else tensor
 
 
 def all_gathered(tensors: Sequence[Tensor]) -> list[Tensor]:
