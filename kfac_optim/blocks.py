@@ -260,8 +260,8 @@ class Block:
         sides = list(zip(SIDES, self.specs, strict=True))
         return not any(spec.problem(tensors.get(s), kept=False) for tensors in state.values() for s, spec in sides)
 
-    def goes_on_as(self, layer: KroneckerLayer) -> bool:
-        """Becomes the block of a layer that was found anew, perhaps in other modules, if its factors can serve it."""
+    def take_layer(self, layer: KroneckerLayer) -> bool:
+        """Becomes the block of a layer that was found anew, if its factors fit; returns whether they do."""
         same = type(layer) is type(self.layer) and set(layer.parameters) == set(self.layer.parameters)
         if not same or specs_of(layer) != self.specs:
             return False

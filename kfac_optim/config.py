@@ -208,8 +208,7 @@ class Config:
                 )
             value = field.metadata["check"](value)
         elif constructed and not name.startswith("_") and not hasattr(self, name):
-            close = difflib.get_close_matches(name, [known for known in dir(self) if not known.startswith("_")], 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = _did_you_mean(name, [known for known in dir(self) if not known.startswith("_")])
             raise AttributeError(f"{type(self).__name__} has no {name!r} to set{hint}")
         before = self.__dict__.get(name)
         super().__setattr__(name, value)
@@ -380,6 +379,10 @@ def refuse_unknown(owner: str, given: Mapping[str, Any], known: Sequence[str]) -
     """Raises TypeError for a keyword that nobody takes, with the name that was probably meant."""
     for name in given:
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"{owner} got an unexpected keyword argument {name!r}{hint}")
+            raise TypeError(f"{owner} got an unexpected keyword argument {name!r}{_did_you_mean(name, known)}")
+
+
+def _did_you_mean(name: str, known: Sequence[str]) -> str:
+    """What follows a name that does not exist: the one that was probably meant, if there is one."""
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -107,9 +107,10 @@ class TrainedModel:
             if problem:
                 uncovered.update(dict.fromkeys(layer.parameters, (layer.name, problem)))
             else:
-                old = known.get(layer.weight)
-                goes_on = old is not None and old.goes_on_as(layer)
-                blocks.append(old if old is not None and goes_on else Block(layer, specs_of(layer)))
+                block = known.get(layer.weight)
+                if block is None or not block.take_layer(layer):
+                    block = Block(layer, specs_of(layer))
+                blocks.append(block)
         self.blocks, self.uncovered = blocks, uncovered
         covered = self.covered()
         for i, parameter in enumerate(self.parameters):

@@ -9,7 +9,6 @@ follows from how well that model predicted the loss. The mathematics is in :mod:
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from .bases import Bucket, gradients_of, rate_of
 from .capture import Fisher, RandomState, Replay, frozen
 from .capture.fisher import FisherProducts, TargetCheck
-from .checks import require_number
+from .checks import is_positive, require_number
 from .config import options as engine_options
 from .config import refuse_unknown
 from .directions import by_parameter
@@ -95,13 +94,10 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
                 f"which it lacks {lacking}: see kfac_optim.capture.fisher.FisherProducts"
             )
         _check_parameters(p for p in model.parameters() if p.requires_grad)
-        for name, value, most in (
-            ("damping", 1.0 if damping is None else damping, math.inf),
-            ("least_damping", least_damping, math.inf),
-            ("model_fraction", model_fraction, 1.0),
-        ):
-            allowed = "> 0 and " + ("at most 1" if most == 1 else "finite")
-            require_number(name, value, allowed, lambda x, most=most: 0 < x <= most and x < math.inf)  # type: ignore[misc]
+        if damping is not None:
+            require_number("damping", damping, "> 0 and finite", is_positive)
+        require_number("least_damping", least_damping, "> 0 and finite", is_positive)
+        require_number("model_fraction", model_fraction, "> 0 and at most 1", lambda x: 0 < x <= 1)
         refuse_unknown(type(self).__name__, options, [name for name in engine_options() if name not in _GIVEN])
         self.rule, self.model_fraction = LevenbergMarquardt(least_damping), model_fraction
         groups = {"lr": 1.0, "damping": float(damping or 0.0)}

@@ -51,16 +51,14 @@ class LossTerms:
                 return 1
             tensor = sized[0]
             classes = tensor.shape[-1] if tensor.is_floating_point() else 1
-            batch_times_positions = tensor.numel() // max(1, classes)
         elif self.average != "elements" and _is_one_example(first_tensor((args, kwargs)), tensor):
             return 1
         else:
             classes = self._classes(tensor) if tensor.dim() > 1 else 1
-            batch_times_positions = tensor.numel() // max(1, classes)
         if self.average == "elements":
             return tensor.numel()
         if self.average == "batch+sequence":
-            return batch_times_positions
+            return tensor.numel() // max(1, classes)
         return tensor.shape[self.dim_of_examples(tensor)]  # "batch"
 
     def _classes(self, tensor: Tensor) -> int:

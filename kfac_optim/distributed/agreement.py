@@ -50,8 +50,13 @@ def check(comm: Communicator, built: Mapping[str, object], learned: Collection[s
         numbers = [[_numbers(value.partition(" = ")[2]) for value in values] for values in differing]
         if all(_differ_by_rounding(each) for each in numbers):
             return {name: each[0] for name, each in zip(names, numbers, strict=True)}
-    skipped = any(values[0].startswith("skipped_steps ") for values in differing)
     found = "; ".join(_described(values) for values in differing[:3])
+    if "skipped_steps" in names:
+        raise RuntimeError(
+            "the ranks have diverged: a gradient was not finite on some ranks only, which skipped a step that the "
+            f"others took, so that the weights differ ({found}). Gradients must be the same on all ranks when step() "
+            "is called: find what changes them after they were averaged, and go on from the last checkpoint"
+        )
     remedy = ""
     if "layers" in names:
         remedy = (
@@ -65,17 +70,9 @@ def check(comm: Communicator, built: Mapping[str, object], learned: Collection[s
             "that each rank has for itself (experts) belong into skip_layers"
         )
     raise RuntimeError(
-        (
-            "the ranks have diverged: a gradient was not finite on some ranks only, which skipped a step that the "
-            f"others took, so that the weights differ ({found}). Gradients must be the same on all ranks when step() "
-            "is called: find what changes them after they were averaged, and go on from the last checkpoint"
-        )
-        if skipped
-        else (
-            f"the ranks have built different optimizers, or have been changed differently since: {found}. Layers, "
-            "solver, dtypes and assignment must be the same on every rank of the process group, and so must "
-            f"hyperparameters, whenever they are set, and loaded state{remedy}"
-        )
+        f"the ranks have built different optimizers, or have been changed differently since: {found}. Layers, solver, "
+        "dtypes and assignment must be the same on every rank of the process group, and so must hyperparameters, "
+        f"whenever they are set, and loaded state{remedy}"
     )
 
 
