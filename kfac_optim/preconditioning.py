@@ -15,7 +15,7 @@ from torch import Tensor
 from .bases import Scalar, common_rate
 from .blocks import Block
 from .damping import Damping, OfLargest, value_of
-from .diagnostics import StageTimes, communicating, cosines
+from .diagnostics import StageTimes, communicating
 from .directions import Directions, StackedDirection, StepVectors
 from .distributed import Broadcast, Communicator
 from .flat_storage import FlatStorage, is_launch_bound, scale_pairs
@@ -25,7 +25,7 @@ from .scaling import Scaling, traits_of
 from .shard_routing import exchanged_blocks, gathered_vectors
 from .solvers import Decomposition, EigenSolver, Solver
 from .solvers.joint import JointEigen
-from .stack_algebra import Direction, keep_zeros_, scaled
+from .stack_algebra import Direction, cosines, keep_zeros_, scaled
 from .stacks import Stack, layer_of_pair, stack_key, stacks_of
 from .tiles import Tile, precondition
 

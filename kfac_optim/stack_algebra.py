@@ -18,6 +18,7 @@ from .flat_storage import FlatStorage, elementwise, flat_view, is_launch_bound, 
 __all__ = [
     "at_largest",
     "bare_shares",
+    "cosines",
     "Direction",
     "inners",
     "keep_zeros_",
@@ -150,6 +151,26 @@ def inners(directions: Sequence[Direction], matrices: Sequence[Tensor], others: 
             of_pairs = product.sum((1, 2))
         found.append(of_pairs if d.layer_of_pair is None else d.over_layers(of_pairs))
     return found
+
+
+def cosines(x: Tensor, y: Tensor, layer_of_pair: Tensor, layers: int) -> Tensor:
+    """The cosine of the angle between two vectors of each layer, ``[layers]``, on their device; 0 if one is zero.
+
+    Args:
+        x: The one vector of all layers, as matrices ``[p, d_out, d_in]``.
+        y: The other.
+        layer_of_pair: The number of the layer that each pair belongs to, ``[p]``.
+        layers: How many there are.
+    """
+
+    def over_layers(values: Tensor) -> Tensor:
+        return values.new_zeros(layers).index_add_(0, layer_of_pair, values)
+
+    def normalized(vector: Tensor) -> Tensor:  # first, because a product of small norms vanishes in float32
+        norms = over_layers(torch.linalg.matrix_norm(vector).square()).sqrt()
+        return vector / norms[layer_of_pair].reshape(-1, 1, 1)
+
+    return over_layers((normalized(x) * normalized(y)).sum((1, 2))).nan_to_num_(nan=0.0)
 
 
 def squares(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[Tensor]:

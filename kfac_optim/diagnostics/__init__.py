@@ -9,13 +9,11 @@ Where to look::
     plots.py      the same as pictures: plot_spectrum, plot_history, plot_profile, plot_assignment
 """
 
-from ..spectra import eigenvalues
 from .memory import memory_of, total
 from .plots import plot_assignment, plot_history, plot_profile, plot_spectrum
 from .profile import StageTimes, communicating
 from .report import (
     Row,
-    cosines,
     count,
     flatten,
     human_bytes,
@@ -30,8 +28,6 @@ __all__ = [
     "Row",
     "StageTimes",
     "communicating",
-    "cosines",
-    "eigenvalues",
     "flatten",
     "count",
     "human_bytes",

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..blocks import SIDES, Block
@@ -24,7 +23,6 @@ from ..distributed import Communicator
 
 __all__ = [
     "Row",
-    "cosines",
     "count",
     "damped_condition",
     "flatten",
@@ -87,26 +85,6 @@ def damped_condition(a: Mapping[str, float], g: Mapping[str, float], damping: fl
         damping: gamma.
     """
     return (a["max"] * g["max"] + damping) / (a["min"] * g["min"] + damping)
-
-
-def cosines(x: Tensor, y: Tensor, layer_of_pair: Tensor, layers: int) -> Tensor:
-    """The cosine of the angle between two vectors of each layer, ``[layers]``, on their device; 0 if one is zero.
-
-    Args:
-        x: The one vector of all layers, as matrices ``[p, d_out, d_in]``.
-        y: The other.
-        layer_of_pair: The number of the layer that each pair belongs to, ``[p]``.
-        layers: How many there are.
-    """
-
-    def over_layers(values: Tensor) -> Tensor:
-        return values.new_zeros(layers).index_add_(0, layer_of_pair, values)
-
-    def normalized(vector: Tensor) -> Tensor:  # first, because a product of small norms vanishes in float32
-        norms = over_layers(torch.linalg.matrix_norm(vector).square()).sqrt()
-        return vector / norms[layer_of_pair].reshape(-1, 1, 1)
-
-    return over_layers((normalized(x) * normalized(y)).sum((1, 2))).nan_to_num_(nan=0.0)
 
 
 def workers_of(block: Block) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from kfac_optim import KAISA, KFACSGD, Assignment, CurvatureEngine, FactorWise, LayerAssignment, LayerWise, diagnostics
 from kfac_optim.distributed import LocalCommunicator
+from kfac_optim.spectra import eigenvalues
 from tests.helpers.files import through_a_file
 from tests.helpers.settings import FLOAT64, damping_of
 from tests.helpers.training import make_model, train
@@ -102,7 +103,7 @@ def test_eigenvalues_below_zero_are_rounding() -> None:
     """Of a diagonal and of a dense factor, two pairs each; their condition number is infinite, never negative."""
     diagonal = torch.tensor([[3.0, -1e-9], [2.0, 5.0]])
     for factor in (diagonal, torch.diag_embed(diagonal)):
-        values = diagnostics.eigenvalues(factor)
+        values = eigenvalues(factor)
         assert values.tolist() == pytest.approx([5.0, 3.0, 2.0, 0.0]) and values[-1] >= 0
         found = diagnostics.spectrum(values)
         assert found == {"min": 0.0, "mean": pytest.approx(2.5), "max": pytest.approx(5.0), "condition": math.inf}
