@@ -22,7 +22,7 @@ from .preconditioning import Preconditioner
 from .ranks import Ranks
 from .refresh import Refresher
 from .scaling import traits_of
-from .schedules import due
+from .schedules import due, growing
 from .sightings import Sightings
 from .steering import Plan, Steering
 
@@ -88,6 +88,18 @@ class BuiltEngine(Config):
     def refresh_interval(self, step: int) -> int:
         """Steps between refreshes at ``step``; as many as their work asks for, where the schedule says so."""
         return self._refresher.pace.interval(self, step)
+
+    def statistics_interval(self, step: int) -> int:
+        """Steps between statistics updates at ``step``."""
+        given = self.at("factor_update_steps", step)
+        if given is not None:
+            return int(given)
+        return max(1, self.refresh_interval(step) // 2) if isinstance(self.inv_update_steps, growing) else 10
+
+    def spread_at(self, step: int) -> int:
+        """The number of steps over which the work of a refresh that starts at ``step`` is spread."""
+        spread = self.at("spread", step)
+        return int(self.refresh_interval(step) // 10 if spread is None else spread)
 
     def _find_layers(self) -> None:
         """Finds the layers of the trained parameters, and who works on them; known ones keep their identity."""
@@ -184,11 +196,6 @@ class BuiltEngine(Config):
         if not self._closed and self.trained.follow(parameters, first=not self._first_step_seen):
             self._renew_layers()
 
-    def _require_own(self) -> None:
-        """As :meth:`require`, for an engine that stands alone: the parameters are those that the model has now."""
-        if not self.trained.is_intact:
-            self.require(self.trained.present_parameters())
-
     def _renew_layers(self) -> None:
         """Parameters were replaced, or moved inside the model: goes on with the layers that there are now."""
         before, layers = self.trained.blocks, self.layers
@@ -244,7 +251,9 @@ class BuiltEngine(Config):
         for parameter in self.trained.parameters:  # the model may have moved since it was built
             self.comm.use_device(parameter.device)
             break
-        self.ranks.prepare(self.trained.blocks, self.factor_dtype, lambda: self._compare(weights=self._first_weights()))
+        self.ranks.prepare(
+            self.trained.blocks, self.factor_dtype, lambda: self._compare(weights=_first_weights(self.layers))
+        )
 
     def stage_counters(self) -> dict[str, float]:
         """The counters of the engine and of its stages; -1: never."""
@@ -267,12 +276,6 @@ class BuiltEngine(Config):
         for block, reach in zip(self.trained.blocks, found.get("reach", ()), strict=False):
             if reach != block.reach:
                 block.set_reach(reach)
-
-    def _first_weights(self) -> list[float]:
-        """The size of some weights of each layer that is whole, of which models that train apart have others."""
-        weights = [layer.weight.detach() for layer in self.layers if not is_sharded(layer.weight)]
-        sizes = [torch.linalg.vector_norm(weight.flatten()[:_FEW].float()) for weight in weights]
-        return torch.stack([size.to(sizes[0].device) for size in sizes]).tolist() if sizes else []
 
     def _built(self) -> dict[str, Any]:
         """What has to be the same on all ranks, by name."""
@@ -302,3 +305,10 @@ class BuiltEngine(Config):
     def _option_changed(self) -> None:
         self._check_scaling()
         self._prepare_statistics()
+
+
+def _first_weights(layers: Iterable[KroneckerLayer]) -> list[float]:
+    """The size of some weights of each layer that is whole, of which models that train apart have others."""
+    weights = [layer.weight.detach() for layer in layers if not is_sharded(layer.weight)]
+    sizes = [torch.linalg.vector_norm(weight.flatten()[:_FEW].float()) for weight in weights]
+    return torch.stack([size.to(sizes[0].device) for size in sizes]).tolist() if sizes else []

@@ -25,7 +25,7 @@ from .damping import Damping, OfLargest, OfMean, as_damping, check_damping
 from .distributed import KAISA, AssignmentStrategy, Communicator, FactorWise, LayerWise
 from .layers import Sharing
 from .scaling import Graft, KLClip, Scaling, Unit, traits_of
-from .schedules import OWN_SCHEDULES, Schedule, forgetting, growing
+from .schedules import OWN_SCHEDULES, Schedule, forgetting
 from .solvers import EigenSolver, InverseSolver, Solver
 
 __all__ = [
@@ -238,17 +238,6 @@ class Config:
         except (TypeError, ValueError) as error:
             raise type(error)(f"{error} (the function of the step has returned it at step {step})") from None
 
-    def statistics_interval(self, step: int) -> int:
-        """Steps between statistics updates at ``step``."""
-        given = self.at("factor_update_steps", step)
-        if given is not None:
-            return int(given)
-        return max(1, self.refresh_interval(step) // 2) if isinstance(self.inv_update_steps, growing) else 10
-
-    def refresh_interval(self, step: int) -> int:
-        """Steps between refreshes at ``step``."""
-        return int(self.at("inv_update_steps", step))
-
     @property
     def damping_rule(self) -> Damping:
         """``damping`` as an object, also where a number or a function of the step was given."""
@@ -260,11 +249,6 @@ class Config:
         if isinstance(self.factor_decay, forgetting) and traits_of(self.scaling).of_any_length:
             return self.factor_decay.slack
         return math.inf
-
-    def spread_at(self, step: int) -> int:
-        """The number of steps over which the work of a refresh that starts at ``step`` is spread."""
-        spread = self.at("spread", step)
-        return int(self.refresh_interval(step) // 10 if spread is None else spread)
 
     @property
     def may_spread(self) -> bool:

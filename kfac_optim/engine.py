@@ -215,7 +215,8 @@ class CurvatureEngine(ViewedEngine):
             )
         if lr is None and traits_of(self.scaling).needs_lr:
             raise ValueError(f"precondition_(lr=None): scaling={self.scaling!r} needs the learning rate; pass lr=")
-        self._require_own()
+        if not self.trained.is_intact:
+            self.require(self.trained.present_parameters())
         gradients = {p: g for p in self.trained.parameters if (g := full_gradient(p)) is not None}
         lr = 1.0 if lr is None else lr
         taken = self.update(list(gradients.values()), (lr,))
