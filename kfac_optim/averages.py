@@ -80,10 +80,10 @@ class Averaging:
             decay: xi at this step.
             slack: The ``slack`` of :class:`~kfac_optim.forgetting`; infinite where xi does not depend on the moments.
             comm: The ranks.
-            reports: What else the ranks are to know of one another.
+            reports: Flags of this rank, of which the ranks count how many are set.
 
         Returns:
-            Two values, the same on all ranks. Whether any of them had something to add; how many have reported each.
+            Two values, the same on all ranks. Whether any of them had something to add; how many have set each flag.
         """
         own = {i: (sums.a, sums.g) for i, sums in statistics.sums.items() if statistics.rows(i)}
         terms = self._scale_(own, statistics, comm)

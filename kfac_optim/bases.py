@@ -1,15 +1,9 @@
-"""Takes the base class's own step apart: its first moment, its update and its weight decay.
+"""Takes the base class's own step apart: its first moment m, its update u and its weight decay D.
 
-By default the base class steps on the raw gradients, with its own state. Each layer's part of that step is then turned
-towards the preconditioned first moment, as far as trust goes, and stretched along flat directions, as far as reach goes
-(:mod:`~.trust`, :mod:`~.reach`)::
+    w <- w - D - lr u
 
-    base class:  w <- w - D - lr u
-    at trust 1:  w <- w - D - lr |u| P m / |P m|
-    stretched:   w <- w - reach lr c ((L + gamma) P m - m), in addition,    c = <u, m> / <m, m>
-
-D is the weight decay, u the rest of the update, m the first moment and P the preconditioner (eqs. 8-13). L is the
-largest eigenvalue of ``A (x) G``. Norms are taken per Kronecker pair (:class:`~kfac_optim.Graft`).
+By default the base class takes this step on the raw gradients, with its own state; K-FAC then preconditions m, and
+changes u (:mod:`~kfac_optim.steering`).
 
 Weight decay is not preconditioned, and does not count towards the length of the update. SGD and Adam add it to the
 gradient ("coupled"), so that it is part of their first moment too. There it is taken to be ``b D'``, with D' the decay

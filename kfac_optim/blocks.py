@@ -223,7 +223,7 @@ class Block:
         return float(learned["reach"])
 
     def set_reach(self, value: float) -> None:
-        """Notes what has been learned."""
+        """Sets the reach to what has been learned."""
         self.state["current"]["reach"] = value
 
     @property
@@ -284,11 +284,11 @@ class Block:
         self.kept_by = self.workers
 
     def note_rows(self, rows: float) -> None:
-        """A statistics step has ended, in which all ranks together have seen so many rows of the layer's input."""
+        """Notes how many rows of the layer's input all ranks together saw in a statistics step."""
         self.rows = rows
 
     def note_statistics(self, *, seen: bool) -> None:
-        """A statistics step has ended, in which this rank has seen the layer or not."""
+        """Notes whether this rank saw the layer in a statistics step."""
         gradient = self.layer.weight.grad
         if seen:
             self.unseen = 0
@@ -308,7 +308,7 @@ class Block:
         return self.unseen >= UNSEEN_STEPS and not self.never_seen
 
     def needs_unseen_warning(self) -> bool:
-        """Whether the user has to be told that the layer is not seen; true once."""
+        """Whether to warn that the layer is not seen; true the first time only."""
         told, self._unseen_warned = self._unseen_warned, self._unseen_warned or self.unseen >= UNSEEN_STEPS
         return self._unseen_warned and not told
 

@@ -1,7 +1,8 @@
-"""Checks of the options' values.
+"""Checks of the values of options and arguments.
 
-Each function makes a check: a function that takes the value that was given and returns the value to use. A check raises
-TypeError or ValueError that names the argument, the value and what is allowed.
+A check takes the value that was given and returns the value to use, or raises TypeError or ValueError that names the
+argument, the value and what is allowed. ``loss_average`` and ``patterns`` are checks; ``number``, ``count``,
+``instance``, ``one_of`` and ``optional`` make one for an option.
 """
 
 from __future__ import annotations
@@ -117,6 +118,8 @@ def instance(name: str, names: Mapping[Any, Any], *methods: str, kind: type = ob
 
 
 def one_of(name: str, choices: Sequence[Any], *, or_callable: bool = False) -> Check:
+    """A check for one of some values; where asked for, also for a function."""
+
     def check(value: Any) -> Any:
         if (or_callable and is_function(value)) or any(value == each and type(value) is type(each) for each in choices):
             return value
@@ -127,6 +130,7 @@ def one_of(name: str, choices: Sequence[Any], *, or_callable: bool = False) -> C
 
 
 def loss_average(value: Any) -> Any:
+    """The check of the option ``loss_average``."""
     if is_int(value) and value >= 1:
         return value
     if value in ("batch", "batch+sequence", "elements", None) or callable(value):
@@ -138,6 +142,7 @@ def loss_average(value: Any) -> Any:
 
 
 def patterns(value: Any) -> tuple[str, ...]:
+    """The check of the option ``skip_layers``."""
     listed = isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(item, str) for item in value)
     if not listed:
         raise TypeError(f"skip_layers={value!r}: must be a sequence of regular expressions (str)")
@@ -150,6 +155,8 @@ def patterns(value: Any) -> tuple[str, ...]:
 
 
 def optional(name: str, kind: type, called: str) -> Check:
+    """A check for an instance of a class or None; ``called``: what the message calls the class."""
+
     def check(value: Any) -> Any:
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"{name}={value!r}: must be {called} or None")

@@ -297,13 +297,7 @@ class TrainedModel:
         return pairs if all(old.shape == new.shape for old, new in pairs.items()) else {}
 
     def _check(self, stepped: Sequence[nn.Parameter]) -> None:
-        """Raises unless the parameters that an optimizer steps on are still the model's own.
-
-        Raises:
-            RuntimeError: If they are no module's any more (DeepSpeed ZeRO 1-3: flat partitions), if the model has other
-                parameters than the optimizer, if they are no matrices any more (FSDP1), or if some layer has other
-                parameters than those that the optimizer steps on.
-        """
+        """Raises RuntimeError unless the parameters that an optimizer steps on are still the model's own matrices."""
         own, stepping = self._owned(), set(stepped)
         if any(p not in self.parameters for p in stepped):
             raise RuntimeError(

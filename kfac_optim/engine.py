@@ -46,12 +46,7 @@ from .capture import TakenStatistics
 from .checks import is_int, require_number
 from .config import describe, signature
 from .directions import Directions, StepVectors, by_parameter
-from .distributed import (
-    AssignmentStrategy,
-    LocalCommunicator,
-    full_gradient,
-    set_full_gradient_,
-)
+from .distributed import AssignmentStrategy, LocalCommunicator, full_gradient, set_full_gradient_
 from .scaling import traits_of
 from .schedules import due
 from .steering import Lessons, Signs, WeightWatch, compares_weights, read_all
@@ -188,7 +183,7 @@ class CurvatureEngine(ViewedEngine):
 
     @property
     def watch(self) -> WeightWatch:
-        """Tells whether somebody changes weights between steps."""
+        """Compares weights with what the last step has left."""
         return self._steering.watch
 
     def watch_weights(self, stretched: Iterable[nn.Parameter]) -> None:

@@ -107,9 +107,9 @@ class KLClip:
 class Unit:
     """Gives each pair's direction the Frobenius norm of a semi-orthogonal update.
 
-    That norm is ``sqrt(min(d_out, d_in) max(1, d_out / d_in))``.
-    ``lr`` then has the units of Muon's (0.01 to 0.06), and one value suits all layers; a global scale of the loss or of
-    G has no effect. All C channels of a norm layer together get the norm ``sqrt(C)``.
+    That norm is ``sqrt(min(d_out, d_in) max(1, d_out / d_in))``. ``lr`` then has the units of Muon's (0.01 to 0.06),
+    and one value suits all layers; a global scale of the loss or of G has no effect. All C channels of a norm layer
+    together get the norm ``sqrt(C)``.
     """
 
     by_layer: ClassVar[bool] = True

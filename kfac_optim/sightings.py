@@ -77,7 +77,7 @@ class Sightings:
 
     @staticmethod
     def warn(blocks: Iterable[Block]) -> None:
-        """Some layers have gradients, but their modules are not called; says so once for each."""
+        """Warns, once for each layer, of those that have gradients but whose modules are not called."""
         told = [block for block in blocks if block.needs_unseen_warning()]
         for lost in (False, True):
             names = [repr(block.layer.name) for block in told if block.out_of_sight == lost]

@@ -2,10 +2,10 @@
 
 Where to look::
 
-report_of     a layer's spectra, damping, condition and cosine, for ``engine.report()``
-workers_of    who works on a layer, for ``engine.workers()``
-flatten       any of these views as one level of numbers, for loggers
-table         the coverage table that ``print(engine)`` shows, from the rows that row_of makes
+    report_of     a layer's spectra, damping, condition and cosine, for ``engine.report()``
+    workers_of    who works on a layer, for ``engine.workers()``
+    flatten       any of these views as one level of numbers, for loggers
+    table         the coverage table that ``print(engine)`` shows, from the rows that row_of makes
 """
 
 from __future__ import annotations
@@ -195,11 +195,13 @@ def count(number: int, noun: str) -> str:
 
 def human_bytes(count: float) -> str:
     """A number of bytes as text: ``1536`` as ``"1.5 KiB"``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB"):
         count /= 1024
-    raise AssertionError("unreachable")
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} GiB"
 
 
 def rank_list(ranks: Sequence[int]) -> str:

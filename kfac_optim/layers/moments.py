@@ -70,9 +70,8 @@ def second_moment(rows: Tensor, *, diagonal: bool, blocks: int = 1) -> Tensor:
         return rows.flatten(0, 1).to(torch.promote_types(rows.dtype, torch.float32)).square().sum(0)
     if blocks > 1:
         rows = F.pad(rows, (0, -rows.shape[-1] % blocks)).unflatten(-1, (blocks, -1)).flatten(2, 3)
-    if rows.stride(-1) > 1 and rows.shape[-1] <= min(
-        rows.shape[1], GRAM_DIM
-    ):  # views of channels-first images: no copy
+    if rows.stride(-1) > 1 and rows.shape[-1] <= min(rows.shape[1], GRAM_DIM):
+        # Views of channels-first images, which are not copied.
         images = rows.permute(0, 2, 3, 1)
         return product(images, images.mT).sum(0)
     return gram(rows.flatten(0, 1).transpose(0, 1))

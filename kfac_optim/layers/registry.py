@@ -116,8 +116,8 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
 
     A weight that several modules use under the same rule and with the same bias is one layer. If the rules differ, or
     one of the modules has none, the weight is declined, because its Fisher block is no Kronecker product; so are layers
-    of different weights with the same bias. Names are
-    those of ``root.named_modules()``, with the root's class in front if several roots have the same names.
+    of different weights with the same bias. Names are those of ``root.named_modules()``, with the root's class in front
+    if several roots have the same names.
 
     Args:
         roots: The user's modules.

@@ -74,12 +74,12 @@ def saved_form(
         norms: The norms of the weights that the next step is to compare.
     """
     states = dict(state_dict["state"])
-    base_keeps = any(_has_own_entries(state) for state in states.values() if isinstance(state, dict))
+    base_keeps = any(_has_base_state(state) for state in states.values() if isinstance(state, dict))
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for p, i in zip(group["params"], saved["params"], strict=True):
             state = states.get(i, {})
             # Base classes take a state that is not empty for their own: where they have none yet nothing is added.
-            if not states or not p.requires_grad or (base_keeps and not _has_own_entries(state)):
+            if not states or not p.requires_grad or (base_keeps and not _has_base_state(state)):
                 continue
             found: dict[str, Any] = {NOTED: sum(1 << n for n, key in enumerate(_ALL) if key in state)}
             if p in turned:
@@ -108,7 +108,7 @@ def take_saved_form(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, floa
     return norms
 
 
-def _has_own_entries(state: Mapping[str, Any]) -> bool:
+def _has_base_state(state: Mapping[str, Any]) -> bool:
     """Whether something in a parameter's state is the base class's."""
     return any(map(is_of_base, state))
 

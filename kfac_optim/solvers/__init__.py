@@ -5,8 +5,8 @@ Two solvers, both for stacks of ``p`` Kronecker pairs, ``V`` of shape ``[p, d_ou
     eigen    (paper, eqs. 11-13)  Q_G ((Q_G^T V Q_A) / (d_G d_A^T + gamma)) Q_A^T  =  (A (x) G + gamma I)^-1 V
     inverse  (paper, eqs. 8-10)   (G + sqrt(gamma)/pi I)^-1 V (A + pi sqrt(gamma) I)^-1
 
-with ``pi^2 = mean eigenvalue(A) / mean eigenvalue(G)`` (Martens & Grosse 2015, section 6.3), a factored form of
-the same Tikhonov damping. A diagonal factor is decomposed by its diagonal alone.
+with pi as in :mod:`~kfac_optim.damping`, a factored form of the same Tikhonov damping. A diagonal factor is decomposed
+by its diagonal alone.
 
 The eigen solver ignores damping when it decomposes, so that eigenvalues are known afterwards. So it can also tell which
 part of a decomposition matters at the damping at hand, check it, and decompose factors of nearly one size as one.

@@ -27,7 +27,7 @@ class Lessons:
             :mod:`~.reach`.
         stretched: These parameters.
         rates: Their learning rates, where these are numbers, which the device need not know; else 1.
-        changes: 1 for each of some weights that somebody has changed since the last step, else 0, ``[n]``.
+        changes: For each watched parameter 1 if it is not as the last step has left it, else 0, ``[n]``.
         watched: These parameters.
     """
 
@@ -59,8 +59,8 @@ class Read:
         average: See :class:`Lessons`; None where there is none.
         length: See :class:`Lessons`; 0 where there is none.
         slopes: ``stretch`` and ``descent``, by parameter, times their learning rates.
-        watched: The parameters that were looked at, whether somebody has changed them since the last step.
-        changed: Those of them that somebody has.
+        watched: The parameters that were compared with what the last step has left.
+        changed: Those of them that were changed since.
         flags: The flags of the statistics.
     """
 

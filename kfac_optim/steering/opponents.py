@@ -61,7 +61,7 @@ def _note(leftover: weakref.ref[Leftover], parameter: Tensor) -> None:
 
 
 class Opponents:
-    """Who has lately been seen to train against others; all of them are held weakly."""
+    """The optimizers of a process that have lately been seen to train against others; held weakly."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -69,13 +69,13 @@ class Opponents:
         self._last_steps: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
     def step(self, who: object, *, opposes: bool) -> None:
-        """Somebody takes a step; ``opposes``: whether it is known to train against others."""
+        """An optimizer takes a step; ``opposes``: whether it is known to train against others."""
         self._steps += 1
         self._first_steps.setdefault(who, self._steps)
         self.note(who, opposes=opposes)
 
     def resume(self, who: object, *, opposes: bool) -> None:
-        """Somebody goes on from a saved state.
+        """An optimizer goes on from a saved state.
 
         It counts as older than every step of this process, so that an opponent which is loaded beside it is seen.
         """
@@ -83,20 +83,20 @@ class Opponents:
         self.note(who, opposes=opposes)
 
     def copy(self, who: object, copied: object) -> None:
-        """Somebody was copied: the copy inherits its original's opponents, and its status as one."""
+        """An optimizer was copied: the copy inherits its original's opponents, and its status as one."""
         for known in (self._first_steps, self._last_steps):
             if who in known:
                 known[copied] = known[who]
 
     def note(self, who: object, *, opposes: bool) -> None:
-        """Notes whether somebody is known to train against others."""
+        """Notes whether an optimizer is known to train against others."""
         if opposes:
             self._last_steps[who] = self._steps
         else:
             self._last_steps.pop(who, None)
 
     def exist_for(self, who: object) -> bool:
-        """Whether some network trains against others in these steps, and has since the first step of this one."""
+        """Whether some optimizer has lately trained against others, and did so after the first step of this one."""
         if not self._last_steps:
             return False
         first = self._first_steps.get(who, self._steps)

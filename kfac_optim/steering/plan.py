@@ -69,7 +69,7 @@ class Steering:
         brake: How long the base optimizer's updates are.
         rates: What the learning rate has done, which reaches are tied to.
         opposition: Whether the network trains against another one; then steps are not stretched.
-        watch: Whether somebody changes weights between steps; what they were stretched by then teaches nothing.
+        watch: Compares weights with what the last step has left; where they were changed stretches teach nothing.
     """
 
     COUNTERS: ClassVar[Mapping[str, Counter]] = {
