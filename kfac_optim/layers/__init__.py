@@ -23,7 +23,8 @@ Where to look::
 
     base.py          what a layer is: weight, bias, pairs; from rows to moments, from tensors to matrices and back
     moments.py       second moments of rows
-    registry.py      from modules to layers; register_layer
+    registry.py      which module types have layers; register_layer
+    search.py        from the modules of a model to its layers
     linear.py        Linear, transformers' Conv1D, Embedding
     convolution.py   Conv, ConvTranspose
     windows.py       how a kernel slides over an image; the second moment of unfolded patches
@@ -35,13 +36,14 @@ Where to look::
     ownership.py     from parameters to the user's modules
 """
 
-from . import attention, convolution, linear, lookalikes, norm  # noqa: F401  (each registers its layers)
+from . import attention, convolution, linear, norm  # noqa: F401  (each registers its layers)
 from .attention import AttentionInputLayer, AttentionLayer, ProjectionCall
 from .base import COMPUTED, Declined, KroneckerLayer, LayerOptions, Observation, RowsLayer, Sharing
 from .linear import LinearLayer
 from .moments import gram, second_moment, spread_examples
 from .ownership import owners_of, unwrap
-from .registry import find_layers, register_layer, skip_reason
+from .registry import register_layer
+from .search import find_layers, skip_reason
 from .shifts import shift_pays
 from .windows import Windows
 

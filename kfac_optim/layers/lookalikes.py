@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from .linear import LinearLayer, TransposedLinearLayer
 from .norm import ChannelsFirstLayerNormLayer, LayerNormLayer, RMSNormLayer
-from .registry import LayerFactory, register_lookalikes
+from .registry import LayerFactory
 
 __all__ = ["Reference", "lookalike"]
 
@@ -63,7 +63,6 @@ class Reference:
 _known: weakref.WeakKeyDictionary[type, dict[Hashable, Reference | None]] = weakref.WeakKeyDictionary()
 
 
-@register_lookalikes
 def lookalike(module: nn.Module) -> tuple[LayerFactory, str] | None:
     """How a module with a ``forward`` of its own becomes a layer, and what it is like; None if it is like nothing."""
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")

@@ -1,0 +1,216 @@
+"""The layers of a model: which modules have one, and why others have none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .base import Declined, KroneckerLayer, LayerOptions
+from .lookalikes import lookalike
+from .registry import LayerFactory, factory_of
+
+__all__ = ["Coverage", "find_layers", "skip_reason"]
+
+
+def _factory_for(module: nn.Module) -> tuple[LayerFactory | None, str]:
+    """The factory registered for a module's type or the nearest base of it, else the reason why there is none.
+
+    For a module that was found to be like another, the factory comes with a note.
+    """
+    for cls in type(module).__mro__:
+        factory = factory_of(cls)
+        if factory is None:
+            continue
+        # What a convolution's forward calls: there weights are standardised, or modulated.
+        for name in ("forward", "_conv_forward"):
+            if getattr(type(module), name, None) is not getattr(cls, name, None):
+                problem = f"{_path(type(module))} overrides {cls.__name__}.{name}; see register_layer"
+                return lookalike(module) or (None, problem)
+            if name in vars(module) and not _is_method_of(cls, _unwrapped(vars(module)[name])):
+                return None, f"{name} was replaced on this {cls.__name__} alone; see register_layer"
+        return factory, ""
+    if isinstance(module, nn.ParameterList | nn.ParameterDict):
+        return None, (
+            f"in a {type(module).__name__}: layers are found as submodules alone, put them in an nn.ModuleList; "
+            "weights that are used without a layer have no rule"
+        )
+    return lookalike(module) or (None, f"no Kronecker rule for {_path(type(module))}")
+
+
+def _is_method_of(cls: type, function: Any) -> bool:
+    """Whether a class defines a function: a module may choose among its own in ``__init__``."""
+    return any(own is function for base in cls.__mro__ for own in vars(base).values())
+
+
+def _unwrapped(method: Any) -> Any:
+    """The function behind a method, and behind what says that it wraps one (autocast, hooks that move to a device)."""
+    while (inner := getattr(method, "__func__", None) or getattr(method, "__wrapped__", None)) is not None:
+        method = inner
+    return method
+
+
+def _path(cls: type) -> str:
+    """The name of a class, with its module unless that is torch's."""
+    return cls.__qualname__ if cls.__module__.startswith("torch.nn") else f"{cls.__module__}.{cls.__qualname__}"
+
+
+@dataclass
+class Coverage:
+    """What :func:`find_layers` found.
+
+    Attributes:
+        layers: The layers whose weight the optimizer updates.
+        uncovered: For every other parameter that it updates, the parameter's name and the reason why it has no layer.
+    """
+
+    layers: list[KroneckerLayer]
+    uncovered: dict[nn.Parameter, tuple[str, str]]
+
+
+def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
+    """Finds the Kronecker layers of some modules.
+
+    A weight that several modules use under the same rule and with the same bias is one layer. If the rules differ, or
+    one of the modules has none, the weight is declined, because its Fisher block is no Kronecker product; so are layers
+    of different weights with the same bias. Names are those of ``root.named_modules()``, with the root's class in front
+    if several roots have the same names.
+
+    Args:
+        roots: The user's modules.
+        options: The engine's options for layers.
+    """
+    layers: dict[nn.Parameter, KroneckerLayer] = {}
+    # For every parameter its name, and the reason why it is declined ("": it is not, so far).
+    reasons: dict[nn.Parameter, tuple[str, str]] = {}
+    beside_untrained: set[nn.Parameter] = set()  # biases of layers whose weight the optimizer does not train
+    visited: set[nn.Module] = set()
+    roots = list(roots)
+    for prefix, root in zip(_prefixes(roots), roots, strict=True):
+        new = {name: module for name, module in root.named_modules() if module not in visited}
+        for name, module in new.items():
+            if module in visited:  # part of an attention module that has been seen
+                continue
+            name = (prefix + name).rstrip(".")
+            parts = list(module.modules()) if isinstance(module, nn.MultiheadAttention) else [module]
+            visited.update(parts)
+            found, reason = _layers_of(name, module, options)
+            for parameter_name, parameter in module.named_parameters(name, recurse=len(parts) > 1):
+                _, declined = reasons.setdefault(parameter, (parameter_name, reason))
+                if reason and not declined:
+                    _decline_layers_of(parameter, layers.values(), reasons, f"shared with {parameter_name}: {reason}")
+            for layer in found:
+                _add(layer, layers, reasons)
+                if not options.trains(layer.weight):
+                    beside_untrained.update(module.parameters())
+            for layer in found:
+                for pattern in [p for p in options.skip_layers if re.search(p, layer.name)][:1]:
+                    for parameter in layer.parameters:
+                        reasons[parameter] = (reasons[parameter][0], skip_reason(pattern))
+    _decline_whole_layers(layers.values(), reasons)
+    kept = [layer for layer in layers.values() if not reasons[layer.weight][1] and options.trains(layer.weight)]
+    covered = {parameter for layer in kept for parameter in layer.parameters}
+    uncovered = {}
+    for parameter, (name, reason) in reasons.items():
+        if parameter not in covered and options.trains(parameter):
+            if parameter in beside_untrained:
+                other = "the weight of its layer is not among the optimizer's parameters"
+            else:
+                frozen = "frozen when the optimizer was built"
+                other = "neither weight nor bias of a layer" if parameter.requires_grad else frozen
+            uncovered[parameter] = (name, reason or other)
+    return Coverage(kept, uncovered)
+
+
+def _prefixes(roots: Sequence[nn.Module]) -> list[str]:
+    """What stands in front of the names in each root: nothing, or its class where two roots have the same names."""
+    names: set[str] = set()
+    visited: set[nn.Module] = set()
+    for root in roots:
+        new = {name: module for name, module in root.named_modules() if module not in visited}
+        own = {name for name, module in new.items() if module._parameters}
+        if own & names:
+            break
+        names |= own
+        visited.update(new.values())
+    else:
+        return [""] * len(roots)
+    classes = [type(root).__name__ for root in roots]
+    numbers = [f"-{classes[:i].count(c) + 1}" if classes.count(c) > 1 else "" for i, c in enumerate(classes)]
+    return [f"{c}{number}." for c, number in zip(classes, numbers, strict=True)]
+
+
+def skip_reason(pattern: str) -> str:
+    """Why a layer is left out whose name a pattern of ``skip_layers`` matches."""
+    return f"skip_layers matches {pattern!r}"
+
+
+def _layers_of(name: str, module: nn.Module, options: LayerOptions) -> tuple[Sequence[KroneckerLayer], str]:
+    """The layers of one module, and an empty text; or no layers, and the reason."""
+    for pattern in options.skip_layers:
+        if re.search(pattern, name):
+            return (), skip_reason(pattern)
+    if isinstance(module, torch.jit.ScriptModule):
+        return (), "compiled by torch.jit, whose modules call no hooks"
+    factory, note = _factory_for(module)
+    if factory is None:
+        return (), note
+    try:
+        made = factory(name, module, options)
+    except Declined as declined:
+        return (), str(declined)
+    layers = (made,) if isinstance(made, KroneckerLayer) else tuple(made)
+    for layer in layers if note else ():
+        layer.notes.append(note)
+    return layers, ""
+
+
+def _add(
+    layer: KroneckerLayer, layers: dict[nn.Parameter, KroneckerLayer], reasons: dict[nn.Parameter, tuple[str, str]]
+) -> None:
+    """Adds a layer, or its modules to the layer that has the same weight already, or declines both."""
+    first = layers.setdefault(layer.weight, layer)
+    if first is layer:
+        return
+    same = type(first) is type(layer) and first.bias is layer.bias and first.sharing == layer.sharing
+    same = same and getattr(first, "eps", None) == getattr(layer, "eps", None)  # of norm layers that have their own
+    # Of attention: the calls of one module alone are watched, and each projection has its part of the bias.
+    if same and first.host is layer.host and first.bias_part == layer.bias_part:
+        first.add_modules(layer.modules)
+        return
+    reason = f"weight shared by {first.name} ({first.rule_name}) and {layer.name} ({layer.rule_name})"
+    for parameter in (*first.parameters, *layer.parameters):
+        reasons[parameter] = (reasons[parameter][0], reason)
+
+
+def _decline_whole_layers(layers: Collection[KroneckerLayer], reasons: dict[nn.Parameter, tuple[str, str]]) -> None:
+    """Declines layers of which a parameter is declined, and those that share a bias (attention's have parts of it)."""
+    users: dict[tuple[nn.Parameter, int | None], KroneckerLayer] = {}
+    for layer in layers:
+        if layer.bias is not None:
+            first = users.setdefault((layer.bias, layer.bias_part.start), layer)
+            name, declined = reasons[layer.bias]
+            if first is not layer and not declined:
+                reasons[layer.bias] = (name, f"bias shared by {first.name} and {layer.name}")
+    for layer in layers:
+        found = [reason for parameter in layer.parameters if (reason := reasons[parameter][1])]
+        for parameter in layer.parameters if found else ():
+            name, own = reasons[parameter]
+            reasons[parameter] = (name, own or found[0])
+
+
+def _decline_layers_of(
+    parameter: nn.Parameter,
+    layers: Iterable[KroneckerLayer],
+    reasons: dict[nn.Parameter, tuple[str, str]],
+    reason: str,
+) -> None:
+    """Declines all parameters of the layers that use a parameter, because a module without a rule uses it, too."""
+    for layer in layers:
+        if any(own is parameter for own in layer.parameters):
+            for own in layer.parameters:
+                reasons[own] = (reasons[own][0], reason)
