@@ -51,13 +51,16 @@ class Reference:
         name: Its name, for the table.
         factory: How it becomes a layer.
         apply: What it computes.
-        shapes: The shapes of the inputs to compare.
+        shapes: The shapes of the inputs to compare; without the features where the next attribute says how many.
+        features: Which dimension of a matrix the input's features are; the other is that of the bias. None: the shapes
+            are whole, and a bias has the shape of the weight.
     """
 
     name: str
     factory: LayerFactory
     apply: Apply
     shapes: Inputs
+    features: int | None = None
 
 
 _known: weakref.WeakKeyDictionary[type, dict[Hashable, Reference | None]] = weakref.WeakKeyDictionary()
@@ -127,9 +130,9 @@ def _references(module: nn.Module, shape: tuple[int, ...], attributes: dict[str,
         leading = [(7,), (3, 5), (2, 3, 4)]
         if isinstance(module, nn.Embedding):
             return  # indices, not features; its options matter, too
-        yield Reference("nn.Linear", LinearLayer, F.linear, leading)
+        yield Reference("nn.Linear", LinearLayer, F.linear, leading, features=1)
         if not isinstance(module, nn.Linear):
-            yield Reference("nn.Linear, transposed", TransposedLinearLayer, _transposed, leading)
+            yield Reference("nn.Linear, transposed", TransposedLinearLayer, _transposed, leading, features=0)
         return
     own = [v for v in attributes.values() if isinstance(v, float) and 0 <= v < 0.1]
     for eps in dict.fromkeys([*own, *_EPS]):
@@ -169,19 +172,17 @@ def _equal(
 ) -> bool:
     """Whether a stand-in for the module equals the reference in all cases, in float32 at least."""
     generator = torch.Generator("cpu").manual_seed(0)
-    shapes = reference.shapes
-    if len(shape) == 2:
-        features = shape[0 if reference.apply is _transposed else 1]
-        shapes = [(*leading, features) for leading in shapes]
+    shapes, outputs = reference.shapes, shape[0]
+    if reference.features is not None:
+        shapes = [(*leading, shape[reference.features]) for leading in shapes]
+        outputs = shape[1 - reference.features]
     with _quiet():
         for dtype in (torch.float32, torch.float64):
             for size, magnitude, training in itertools.product(shapes, _MAGNITUDES, (True, False)):
                 x, *parameters = (
                     torch.randn(s, generator=generator, dtype=dtype, device="cpu")
-                    for s in ((size, shape, shape[:1]) if bias else (size, shape))
+                    for s in ((size, shape, (outputs,)) if bias else (size, shape))
                 )
-                if bias and len(shape) == 2 and reference.apply is _transposed:
-                    parameters[1] = torch.randn(shape[1], generator=generator, dtype=dtype, device="cpu")
                 offset = magnitude if magnitude < 1 else 0.5 * magnitude
                 x = (x + (0.5 if training else 0.0)) * magnitude if len(shape) == 2 else x * magnitude + offset
                 names = ("weight", "bias")
