@@ -425,6 +425,46 @@ def test_examples_of_an_output_without_positions_come_first(tokens: bool) -> Non
             torch.testing.assert_close(other, one)
 
 
+class Nested(Tagger):
+    """Adds its own output of the first example, by a call of itself or by its forward."""
+
+    by_call = True
+
+    def forward(self, x: Tensor, again: bool = True) -> Tensor:
+        y = super().forward(x)
+        return y + (self if self.by_call else self.forward)(x[:1], False) if again else y
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "gaussian"])
+def test_a_model_that_calls_itself_counts_the_outermost_call(fisher: str) -> None:
+    model = Nested()
+    plain = copy.deepcopy(model)
+    plain.by_call = False
+    first, second = (build(m, fisher=fisher) for m in (model, plain))
+    x = torch.randn(4, 3)
+    for m, optimizer in ((model, first), (plain, second)):
+        m(x).square().mean().backward()
+        optimizer.step()
+    assert_same_factors(first, second)
+    assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("average", ["batch", "batch+sequence", "elements"])
+@pytest.mark.parametrize("fisher", ["empirical", "gaussian"])
+@pytest.mark.parametrize("shape", [(3,), (4, 3)], ids=str)
+def test_a_layer_alone_is_a_model_like_one_in_a_container(average: str, fisher: str, shape: tuple[int, ...]) -> None:
+    model = nn.Linear(3, 5)
+    boxed = nn.Sequential(copy.deepcopy(model))
+    first, second = (build(m, loss_average=average, fisher=fisher) for m in (model, boxed))
+    x = torch.randn(shape)
+    for m, optimizer in ((model, first), (boxed, second)):
+        m(x).square().mean().backward()
+        optimizer.step()
+    factors, expected = first.curvature.factors(""), second.curvature.factors("0")
+    assert all(map(torch.equal, factors, expected))
+    assert_same_weights(model, boxed[0])
+
+
 @pytest.mark.parametrize("terms", [None, -3, "many", math.inf, math.nan])
 def test_a_callable_that_returns_no_number_of_terms_is_told_so(terms: Any) -> None:
     model = nn.Linear(3, 2)

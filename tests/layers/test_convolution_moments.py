@@ -87,6 +87,17 @@ def test_a_larger_stride_is_always_unfolded() -> None:
     assert not shift_pays(torch.Size((32, 64, 14, 14)), sliding, 1, "cpu")
 
 
+@pytest.mark.parametrize(
+    ("channels", "length", "examples"),
+    [(16, 34, 28), (64, 34, 7), (64, 66, 1), (64, 258, 1), (1024, 3, 1024)],
+    ids=["small", "larger", "largest", "above the limit", "as large as the moment"],
+)
+def test_patches_are_unfolded_for_as_many_examples_as_fit(channels: int, length: int, examples: int) -> None:
+    """In 2^22 numbers, or in as many as the moment's own for each tap."""
+    image = torch.empty(1).expand(1, channels, length, length)
+    assert Windows((3, 3), (1, 1), (1, 1), ((0, 0), (0, 0))).examples_at_once(image) == examples
+
+
 def test_the_choice_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[bool] = []
     monkeypatch.setattr(convolution, "shifted_moment", lambda *_: taken.append(pays) or torch.zeros(1, 18, 18))

@@ -172,6 +172,14 @@ def test_groups_that_are_in_the_optimizer_by_turns_keep_their_statistics() -> No
     assert optimizer.curvature.last_statistics == 2 * STEPS - 1
 
 
+def test_while_nothing_changes_no_step_looks_for_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes as long as many steps of a small model."""
+    model = make()
+    optimizer = KFACSGD(model, lr=0.05, **OFTEN)
+    monkeypatch.setattr("kfac_optim.coverage.find_layers", lambda *_: pytest.fail("it looks for layers"))
+    train(model, optimizer, range(2 * STEPS))
+
+
 @pytest.mark.parametrize("alone", [False, True])
 def test_tensors_of_no_module_may_be_replaced(alone: bool) -> None:
     """Points of a scene that are split and pruned, as in Gaussian splatting: the base class asks for no more."""

@@ -143,3 +143,21 @@ def test_gradients_that_are_zero_make_no_layer_unseen() -> None:
             model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
     assert "never seen" not in repr(optimizer.curvature)
+
+
+def test_a_resumed_run_refreshes_before_it_has_seen_anything() -> None:
+    """Its first step collects no statistics: those that were saved are decomposed."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    resumed = copy.deepcopy(model)
+    first, second = (KFACSGD(m, lr=0.1, factor_update_steps=4, inv_update_steps=3, spread=0) for m in (model, resumed))
+    for step in range(6):
+        if step == 3:
+            resumed.load_state_dict(model.state_dict())
+            second.load_state_dict(copy.deepcopy(first.state_dict()))
+        x = torch.randn(8, 4)
+        for m, optimizer in ((model, first), (resumed, second))[: 1 if step < 3 else 2]:
+            optimizer.zero_grad()
+            m(x).square().mean().backward()
+            optimizer.step()
+    assert second.curvature.stage_counters()["last_refresh"] == 3
+    assert all(map(torch.equal, resumed.parameters(), model.parameters()))

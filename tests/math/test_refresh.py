@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import KFACSGD, CurvatureEngine, EigenSolver, InverseSolver, growing
+from kfac_optim import KFACSGD, CurvatureEngine, EigenSolver, Graft, InverseSolver, growing
 from kfac_optim.directions import by_parameter
 from kfac_optim.factors import FactorSpec
 from kfac_optim.grouping import grouped_by_key
@@ -526,6 +526,21 @@ def test_layers_of_one_shape_together_equal_each_on_its_own(
                 torch.testing.assert_close(direction, alone[p], rtol=1e-12, atol=1e-14)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_a_refresh_frees_the_decompositions_that_it_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the step that ends it computes no directions: while none is turned, every fourth does."""
+    monkeypatch.setattr("kfac_optim.steering.trust.moved", lambda notches, *_, **__: 0)
+    net = Repeated()
+    optimizer = KFACSGD(net, lr=0.1, scaling=Graft(stretch=False), factor_update_steps=1, inv_update_steps=5, spread=0)
+    engine = optimizer.curvature
+    for _ in range(6):
+        before = [weakref.ref(stack) for stack in engine._preconditioner._stacks]
+        optimizer.zero_grad()
+        net(torch.randn(7, 5)).square().mean().backward()
+        optimizer.step()
+    assert engine._refresher.last_refresh == 5
+    assert before and not any(stack() for stack in before)
 
 
 def test_a_stack_of_what_was_decomposed_together_is_no_copy() -> None:

@@ -308,6 +308,7 @@ def test_the_signature_shows_base_and_curvature_keywords(kfac: Any) -> None:
         assert found[name].default == DEFAULTS.get(name, parameter.default), name
     for name in [*engine, "model", "precondition"]:
         assert found[name].kind is inspect.Parameter.KEYWORD_ONLY, name
+    assert found["precondition"].default == "momentum"
     assert all(p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in found.values())
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kfac_optim import KFACSGD, Graft, KFACAdam, KFACAdamW, flat_storage
+from kfac_optim.steering.constraints import WeightWatch
 from tests.helpers.bases import KFACRMSprop
 
 Case = tuple[Any, Any, dict[str, Any]]
@@ -300,6 +301,19 @@ def test_weights_are_compared_in_every_step_at_first_and_then_in_every_eighth() 
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     assert compared[compared.index(10) :] == [*range(10, 16), 16, 24, 32, 40]
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+@pytest.mark.parametrize("difference", [0.0, 1e-14, -1e-14, 1e-10, -1e-10])
+def test_of_saved_norms_roundings_are_no_changes(is_saved: bool, difference: float) -> None:
+    """Another processor may have added them up in another order; the process that goes on adds them up again."""
+    watch, weights = WeightWatch(), [nn.Parameter(torch.randn(30, 40, dtype=torch.float64)) for _ in range(2)]
+    watch.note(weights)
+    if is_saved:
+        watch.restore(watch.norms())
+    with torch.no_grad():
+        weights[1].mul_(1 + difference)
+    assert watch.changes().tolist() == [0, abs(difference) > (1e-12 if is_saved else 0)]
 
 
 @pytest.mark.parametrize("closes", [True, False])

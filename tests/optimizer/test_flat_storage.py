@@ -109,9 +109,10 @@ def test_a_view_does_not_keep_the_matrices_of_all_stacks(bias: bool, monkeypatch
     assert sum(kept.values()) < 1.5 * sum(part.nbytes for part in noted)
 
 
-def test_factors_of_pairs_reach_the_rows_of_their_matrices() -> None:
+@pytest.mark.parametrize("alone", [[(1, 5, 5), (100, 8, 1)], [(100, 8, 1), (1, 5, 5)]])
+def test_factors_of_pairs_reach_the_rows_of_their_matrices(alone: list[tuple[int, int, int]]) -> None:
     """Of stacks that stand alone, too: of many pairs, and of matrices that no whole number of rows fills."""
-    shapes = [(2, 8, 3), (3, 4, 4), (1, 5, 5), (100, 2, 1)]
+    shapes = [(2, 8, 3), (3, 4, 4), *alone]
     side = FlatStorage(shapes, torch.device("cpu"))
     assert (side.shared, side.row, side.rows) == (2, 8, 12)
     matrices, others = side.empty(torch.float64), side.empty(torch.float64)
@@ -120,7 +121,7 @@ def test_factors_of_pairs_reach_the_rows_of_their_matrices() -> None:
     assert side.fits(matrices)
     assert not side.fits(matrices[:3])
     assert not side.fits([matrix.clone() for matrix in matrices])
-    factors = [torch.randn(2), torch.randn(3), torch.randn(()), torch.randn(100)]
+    factors = [torch.randn(() if p == 1 else (p,)) for p, *_ in shapes]
     expected = scale_pairs([matrix.clone() for matrix in matrices], factors)
     torch.testing.assert_close(scale_pairs(matrices, factors, side), expected, rtol=0, atol=0)
     assert flat_view(elementwise("sub", matrices, others)) is not None, "side by side again"

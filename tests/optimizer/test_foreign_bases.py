@@ -12,7 +12,7 @@ import torch_optimizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACMixin, bases
+from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin, bases
 from tests.helpers.compare import assert_identical, values
 from tests.helpers.files import through_a_file
 from tests.helpers.settings import OFTEN
@@ -209,6 +209,18 @@ def test_and_refuses_the_state_of_another_model(kfac: Any, plain: bool, width: i
     with pytest.raises(ValueError, match="another model"):
         optimizer.load_state_dict(through_a_file(first.state_dict()))
     assert not optimizer.state
+
+
+def test_a_parameter_that_was_cut_takes_the_state_of_one_of_its_size() -> None:
+    """Its own is of the size that it had."""
+    scale, cut = (nn.Parameter(torch.ones(size)) for size in (5, 3))
+    optimizer, first = (KFACAdam([*make_model().parameters(), p], lr=0.01) for p in (scale, cut))
+    for p, trained in ((scale, optimizer), (cut, first)):
+        p.grad = torch.ones_like(p)
+        trained.step()
+    scale.data, scale.grad = scale.data[:3], None
+    optimizer.load_state_dict(through_a_file(first.state_dict()))
+    assert torch.equal(optimizer.state[scale]["exp_avg"], first.state[cut]["exp_avg"])
 
 
 # No learning rate ----------------------------------------------------------------------------------------------------

@@ -167,6 +167,21 @@ def test_steps_go_further_where_it_is_flat(kfac: Any, base: Any, how: dict[str, 
     assert "not stretched" in repr(optimizer.curvature)
 
 
+@pytest.mark.parametrize("reaches", [(reach.LEAST, reach.LEAST), (reach.LEAST, 0.1), (0.1, 0.1)])
+def test_directions_are_computed_in_every_step_while_a_layer_is_stretched(reaches: tuple[float, float]) -> None:
+    """At the least reach, with steps that are not turned either, they are computed now and then."""
+    model = net()
+    optimizer = KFACSGD(model, **options(0.02, momentum=0.9))
+    for _ in range(6):
+        backward(model, data(), loss)
+        optimizer.step()
+    optimizer.curvature._steering.trust.notches = 0
+    for block, reached in zip(optimizer.curvature.trained.blocks, reaches, strict=True):
+        block.set_reach(reached)
+    assert optimizer.curvature.plan().stretches
+    assert optimizer.curvature.plan().computes == (max(reaches) > reach.LEAST)
+
+
 @pytest.mark.usefixtures("soon_grown")
 @pytest.mark.parametrize(("kfac", "momentum"), [(KFACSGD, 0.9), (KFACSGD, 0.0), (KFACAdam, None)])
 def test_the_graft_follows_the_sign_along_the_stretches(kfac: Any, momentum: float | None) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACAdamW
+from kfac_optim.saved_state.checks import checksums
 from tests.helpers.bases import KFACRMSprop
 from tests.helpers.compare import assert_identical, assert_near, assert_same_factors, values
 from tests.helpers.files import through_a_file
@@ -159,6 +160,14 @@ def test_a_damaged_snapshot_is_refused_where_no_refresh_is_in_progress() -> None
     entry = next(entry["kfac"] for entry in state["state"].values() if "kfac" in entry)
     del entry["pending"]["A"]
     assert "factor A (pending) that is missing" in assert_refused(state)
+
+
+def test_a_float_holds_a_checksum_exactly() -> None:
+    """The bits of -1 are a negative number; each tensor counts times its place."""
+    state = {"current": {"A": {"value": -torch.ones(3)}, "G": {"value": -torch.ones(5)}}}
+    bits = torch.tensor(-1.0).view(torch.int32).item()
+    (found,) = (number for name, number in checksums([state]).items() if name == "checksum_current")
+    assert found == (3 + 2 * 5) * bits % 2**53 and found == int(float(found))
 
 
 def test_numbers_that_a_tool_made_floats_of_load() -> None:
