@@ -20,9 +20,9 @@ _NONE_SEEN = (
     "zero_grad(). Build the optimizer before the forward pass whose gradients it is to take, call the model's modules "
     "rather than their forward methods, and call them outside of torch.func.grad and vmap. If the model is compiled, "
     "build the optimizer before the first call of a compiled model, or call torch._dynamo.reset(). The output_fn of a "
-    "sampled fisher has to return the very tensor that the loss is taken of. Gradients that no "
-    "backward pass has made (a formula, evolution strategies, the averages of a server) have no curvature: there take "
-    "the base class itself"
+    "sampled fisher has to return the very tensor that the loss is taken of. Layers whose weights are used without "
+    "calling them (fake quantization) are to be named in skip_layers. Gradients that no backward pass has made (a "
+    "formula, evolution strategies, the averages of a server) have no curvature: there take the base class itself"
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from .blocks import LEARNED, SIDES
 from .build import BuiltEngine
+from .capture import when_whole
 from .config import loaded_options, saved_options
 from .factor_owners import on_cpu, whole_state
 from .factors import copy_average_
@@ -174,8 +176,7 @@ class StatefulEngine(BuiltEngine):
         return {**state, "communicator": None, "captured": self._capture.has_begun}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._take_over(state)
-        self._join_ranks(self.ranks.after_unpickling())
+        self._take_over(state, joins=True)
 
     def __deepcopy__(self: Engine, memo: dict[int, Any]) -> Engine:
         """A copy for a copy of the model, among the same ranks."""
@@ -185,13 +186,19 @@ class StatefulEngine(BuiltEngine):
         copied._take_over(state, communicator=self.communicator)
         return copied
 
-    def _take_over(self, state: dict[str, Any], **own: Any) -> None:
-        """Goes on from :meth:`__getstate__`, with some attributes of its own."""
+    def _take_over(self, state: dict[str, Any], *, joins: bool = False, **own: Any) -> None:
+        """Goes on from :meth:`__getstate__`, with attributes of its own; ``joins``: among the ranks of this process."""
         captured = state.pop("captured")
         self.__dict__.update(state, _owner=None, grad_scaler=None, **own)
+        # A model that holds its optimizer is copied with it, and has nothing yet to put hooks on.
+        when_whole(self.trained.roots, functools.partial(self._come_to_life, captured=captured, joins=joins))
+
+    def _come_to_life(self, *, captured: bool, joins: bool) -> None:
         self._restore()
         if captured:
             self._steering.opposition.note_captured_lost()
+        if joins:
+            self._join_ranks(self.ranks.after_unpickling())
 
 
 def copy_state(target: Mapping[str, dict[str, Any]], saved: Mapping[str, Mapping[str, Any]]) -> None:

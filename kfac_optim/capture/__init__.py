@@ -31,6 +31,7 @@ Where to look::
     copies.py       copies and pickles of a watched model, without the hooks
 """
 
+from .copies import when_whole
 from .fisher import Bernoulli, Categorical, Fisher, Gaussian
 from .hooks import Capture
 from .loss_terms import LossAverage, LossTerms
@@ -51,4 +52,5 @@ __all__ = [
     "StepMoments",
     "TakenStatistics",
     "frozen",
+    "when_whole",
 ]

@@ -3,17 +3,21 @@
 ``copy``, ``pickle`` and ``torch.save`` ask a module for its state by ``__getstate__``. A module that is watched has one
 of its own, which leaves the hooks of this package out. So a saved model can be loaded where this package is not
 installed, or with ``weights_only=True``, and a copy is an ordinary model, which another optimizer may watch.
+
+A module may hold its optimizer. It then still lacks its state when the copy of the optimizer would put hooks on it.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["StateWithoutHooks", "leave_hooks_behind"]
+__all__ = ["StateWithoutHooks", "leave_hooks_behind", "when_whole"]
 
 # A module's tables of hooks, each with the tables that torch keeps beside it under the same ids.
 _HOOKS = {
@@ -76,3 +80,35 @@ def leave_hooks_behind(module: nn.Module, kind: type) -> StateWithoutHooks | Non
         return None
     present = vars(module).setdefault("__getstate__", StateWithoutHooks(module, kind))
     return present.share() if isinstance(present, StateWithoutHooks) else None
+
+
+class _StateTaker:
+    """Stands in for the ``__setstate__`` of a module that is being copied or unpickled, until it is called."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self.afterwards = module, list[Callable[[], None]]()
+
+    def __call__(self, state: Any) -> None:
+        vars(self._module).pop("__setstate__")
+        self._module.__setstate__(state)
+        for call in self.afterwards:
+            call()
+
+
+def when_whole(roots: Sequence[nn.Module], call: Callable[[], None]) -> None:
+    """Calls something as soon as modules have their state, those in them too: at once, unless they are being copied.
+
+    A copy or a pickle gives a module its state after all that the state holds, an optimizer for instance.
+    """
+    waiting, seen = list(roots), set[nn.Module]()
+    while waiting:
+        module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        if vars(module).keys() <= {"__setstate__"}:
+            taker = vars(module).setdefault("__setstate__", _StateTaker(module))
+            taker.afterwards.append(functools.partial(when_whole, roots, call))  # others may not be whole then
+            return
+        waiting += module.children()
+    call()

@@ -155,6 +155,43 @@ def test_an_engine_that_stands_alone_can_be_copied() -> None:
     assert_identical(*(trained for trained, _ in pairs))
 
 
+class Agent(nn.Module):
+    """A model that holds its optimizer, and a part that knows the whole."""
+
+    def __init__(self, kfac: Any, *, cyclic: bool) -> None:
+        super().__init__()
+        self.net = make_model()
+        if cyclic:
+            object.__setattr__(self.net, "agent", self)  # no submodule: torch would walk in circles
+            self.net.optimizer = kfac(self.parameters(), **CLASSES[kfac], **SETTINGS)
+        else:
+            self.optimizer = kfac(self, **CLASSES[kfac], **SETTINGS)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+
+@pytest.mark.fast("KFACSGD-.*(deepcopy|pickle)")
+@pytest.mark.parametrize("cyclic", [False, True])
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_a_model_that_holds_its_optimizer_is_copied_with_it(
+    kfac: Any, copied: Callable[[Any], Any], cyclic: bool
+) -> None:
+    agent = Agent(kfac, cyclic=cyclic)
+    for given in (agent, agent.net) if cyclic else (agent,):
+        optimizer = (agent.net if cyclic else agent).optimizer
+        train(agent, optimizer, range(5))
+        twin = copied(given)
+        twin = twin.agent if given is agent.net else twin
+        optimizer2 = (twin.net if cyclic else twin).optimizer
+        assert not set(agent.parameters()) & set(twin.parameters())
+        assert all("__setstate__" not in vars(module) for module in twin.modules())
+        train(twin, optimizer2, range(5, 10))
+        train(agent, optimizer, range(5, 10))
+        assert_identical(agent, twin)
+
+
 # Copies of models ----------------------------------------------------------------------------------------------------
 
 MODEL_COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
