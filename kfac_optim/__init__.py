@@ -27,6 +27,7 @@ from .distributed import (
     LayerAssignment,
     LayerCost,
     LayerWise,
+    LocalCommunicator,
     TorchCommunicator,
 )
 from .engine import CurvatureEngine, memory_estimate
@@ -90,5 +91,6 @@ __all__ = [
     "LayerAssignment",
     "LayerCost",
     "LayerWise",
+    "LocalCommunicator",
     "TorchCommunicator",
 ]

@@ -19,6 +19,10 @@ __all__ = ["FactorSpec", "copy_average_", "numbers_of", "pack", "packed_diagonal
 
 
 _NUMBERS = ("weight", "trace")  # of a running average, which every rank knows
+_ELSEWHERE = (
+    "is on another rank (this is the part of one rank of a state that is shared out: save full_state_dict(), or the "
+    "parts of all ranks by torch.distributed.checkpoint)"
+)
 
 
 def pack(matrix: Tensor) -> Tensor:
@@ -185,10 +189,7 @@ class FactorSpec:
         if not whole or not isinstance(value, Tensor | None):
             return "is missing"
         if value is None and kept:
-            return (
-                "is on another rank (this is the part of one rank of a state that is shared out: save "
-                "full_state_dict(), or the parts of all ranks by torch.distributed.checkpoint)"
-            )
+            return _ELSEWHERE
         shape = (self.matrices, self.packed_numel // self.matrices)
         if value is not None and value.shape != shape:
             return f"has shape {tuple(value.shape)} instead of {shape}"
@@ -200,6 +201,10 @@ class FactorSpec:
                 return f"has a {name} of {number}"
         if not all(isinstance(t, Tensor) and bool(t.isfinite().all()) for t in known.values()):
             return "is not finite"
+        # Torch's full_state_dict=True fills up the part of a rank with the zeros that a fresh optimizer has.
+        least = 0.0 if value is None else torch.finfo(value.dtype).tiny * self.packed_numel  # what rounding may make 0
+        if kept and float(numbers["trace"]) > least and not bool(value.any()):  # type: ignore[union-attr]
+            return _ELSEWHERE
         return ""
 
 

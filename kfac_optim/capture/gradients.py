@@ -28,7 +28,7 @@ from ..layers import KroneckerLayer
 
 __all__ = ["GradientWatch", "destination", "is_used_itself"]
 
-Mark = tuple[int, int]
+Mark = tuple[int, int, int]
 
 
 def destination(layer: KroneckerLayer) -> Literal["gradient", "caller"] | None:
@@ -73,7 +73,7 @@ class GradientWatch:
     def remember(self, layers: Iterable[int]) -> None:
         """Notes the gradients of these layers, by index, and forgets the others."""
         weights = ((i, self.layers[i].weight) for i in layers)
-        found = ((i, _local(weight.grad)) for i, weight in weights if not gradient_moves_away(weight))
+        found = ((i, weight.grad) for i, weight in weights if not gradient_moves_away(weight))
         self._marks = {i: _mark(gradient) for i, gradient in found if gradient is not None}
 
     def forget(self) -> None:
@@ -86,8 +86,8 @@ class GradientWatch:
 
     def changed(self, layers: Iterable[int]) -> list[int]:
         """The layers whose gradient is not as it was: another tensor, or written to in place."""
-        pairs = ((i, _local(self.layers[i].weight.grad)) for i in layers if i in self._marks)
-        return [i for i, g in pairs if g is not None and _comparable(g) and _mark(g) != self._marks[i]]
+        pairs = ((i, self.layers[i].weight.grad) for i in layers if i in self._marks)
+        return [i for i, g in pairs if g is not None and _comparable(_local(g)) and _mark(g) != self._marks[i]]
 
     def all_cleared(self) -> bool:
         """Whether every gradient that was noted has been removed or zeroed; if all were changed, reads them."""
@@ -98,12 +98,12 @@ class GradientWatch:
 
     def written(self, layers: Iterable[int]) -> list[int]:
         """The layers whose weight has a gradient that it did not have, or not with these values."""
-        pairs = ((i, _local(self.layers[i].weight.grad)) for i in layers)
+        pairs = ((i, self.layers[i].weight.grad) for i in layers)
         return [i for i, g in pairs if g is not None and _mark(g) != self._marks.get(i)]
 
     def largest(self, layers: Iterable[int]) -> Tensor:
         """The largest absolute entry of each gradient, ``[layers]``: 0 where it was zeroed; stays on the device."""
-        gradients = [g for i in layers if (g := _local(self.layers[i].weight.grad)) is not None]
+        gradients = [_local(g) for i in layers if (g := self.layers[i].weight.grad) is not None]
         if all(g.device.type == "cpu" for g in gradients):  # where torch takes long for the maximum norm
             norms = [torch.stack(g.detach().aminmax()).abs().max() for g in gradients]
         else:
@@ -112,16 +112,23 @@ class GradientWatch:
 
     def comparable(self, layers: Iterable[int]) -> list[int]:
         """The layers with a gradient that :meth:`largest` can look at."""
-        return [i for i in layers if (g := _local(self.layers[i].weight.grad)) is not None and _comparable(g)]
+        return [i for i in layers if (g := self.layers[i].weight.grad) is not None and _comparable(_local(g))]
 
 
-def _local(gradient: Tensor | None) -> Tensor | None:
+def _local(gradient: Tensor) -> Tensor:
     """This rank's part of a sharded gradient."""
     return getattr(gradient, "_local_tensor", gradient)
 
 
 def _mark(gradient: Tensor) -> Mark:
-    return id(gradient), -1 if gradient.is_inference() else gradient._version
+    """What tells a gradient from another one, and from itself with other values."""
+    # What a loop does to a sharded one counts as a version of the whole, what FSDP2 adds as one of the part.
+    part = _local(gradient)
+    return id(part), _version(gradient), _version(part)
+
+
+def _version(gradient: Tensor) -> int:
+    return -1 if gradient.is_inference() else gradient._version
 
 
 def _comparable(gradient: Tensor) -> bool:

@@ -60,8 +60,8 @@ def check(comm: Communicator, built: Mapping[str, object], learned: Collection[s
     remedy = ""
     if "layers" in names:
         remedy = (
-            ". If each rank has a part of the model (pipeline stages), give each the ranks that have the same part: "
-            "communicator=TorchCommunicator(group), the group of the rank alone if there is no other"
+            ". If each rank has a part of the model (pipeline stages, ZeroRedundancyOptimizer), give it the ranks "
+            "that have the same: communicator=TorchCommunicator(group), or LocalCommunicator() if there is no other"
         )
     elif set(names) & set(learned):
         remedy = (

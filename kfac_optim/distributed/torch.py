@@ -120,6 +120,7 @@ def _is_group(process_group: Any) -> bool:
 def communicator_of(model: Any) -> Communicator | None:
     """The ranks among which DistributedDataParallel or FSDP2 has put a model, where they are some of all; else None."""
     group = None
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever uses it has imported it
     if isinstance(model, DistributedDataParallel):
         group = model.process_group

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ PREFIX = "kfac_"  # of the engine's numbers in every parameter group
 
 _MAY_BE_NEVER = ("last_statistics", "last_refresh", "frozen_at", "pending_spread", "opposes")  # counters: -1
 _SOURCES: tuple[Source, ...] = ("current", "in_use", "pending")
+_LAYERS = "checksum_layers"  # how many the checksums are of
 
 
 def check_states(
@@ -120,9 +121,12 @@ def checksums(states: Iterable[object]) -> dict[str, int | None]:
 
     Args:
         states: What the optimizer's state holds of every layer, in the order of their weights.
+
+    Returns:
+        The checksums, and of how many layers they are.
     """
     states = list(states)
-    found: dict[str, int | None] = {}
+    found: dict[str, int | None] = {_LAYERS: len(states)}
     for source in _SOURCES:
         places: dict[torch.device, list[tuple[int, Tensor]]] = defaultdict(list)
         averages = [state.get(source) for state in states if isinstance(state, Mapping)]
@@ -142,18 +146,23 @@ def _is_part(averages: Iterable[Any]) -> bool:
     return any("value" not in tensors.get(side, ("value",)) for tensors in there for side in SIDES)
 
 
-def check_sums(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any], counters: Mapping[str, Any]) -> None:
+def check_sums(blocks: Sequence[Block], states: Mapping[nn.Parameter, Any], counters: Mapping[str, Any]) -> None:
     """Raises ValueError unless checked states have the checksums that were saved; without them, definite factors.
 
-    Nor do those have them that the base class has loaded, in the type of its parameters.
+    Nor do those have them that the base class has loaded, in the type of its parameters, or that lack frozen layers.
     """
     averages = [tensors[side] for state in states.values() for tensors in state.values() for side in SIDES]
     rounded = any(average["weight"].dtype != torch.float64 for average in averages)
-    for name, value in checksums(states.values()).items():
-        saved = counters.get(name)
-        if saved is None or value is None or rounded:
-            check_definite(blocks, states)
-        elif saved != value and any(name.endswith(source) for state in states.values() for source in state):
+    # torch.distributed.checkpoint hands over no state of parameters that are frozen by now.
+    left_out = [block for block in blocks if block.layer.weight not in states]
+    fewer = len(states) < (counters.get(_LAYERS) or 0) and not any(b.layer.weight.requires_grad for b in left_out)
+    found = checksums(states.values())
+    known = {} if rounded or fewer else {name: value for name, value in found.items() if value is not None}
+    compared = {name: (counters[name], value) for name, value in known.items() if counters.get(name) is not None}
+    if len(compared) < len(found):
+        check_definite(blocks, states)
+    for name, (saved, value) in compared.items():
+        if saved != value and any(name.endswith(source) for state in states.values() for source in state):
             raise ValueError(
                 f"the state is damaged: the {name.replace('_', ' ')} of its Kronecker factors is {value} instead of "
                 f"{saved}. Load another checkpoint; if the factors were changed on purpose, delete {PREFIX + name!r} "

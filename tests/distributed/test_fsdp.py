@@ -375,6 +375,26 @@ def test_a_nan_in_one_shard_is_a_skipped_step_everywhere() -> None:
     assert run_ranks(2, with_a_nan) == [(1, True)] * 2
 
 
+def train_after_probes(rank: int, world_size: int) -> list[Tensor]:
+    """Before every step a pass whose gradients somebody looks at and zeroes in place."""
+    model = make()
+    if world_size > 1:
+        shard(model, "per layer")
+    optimizer = KFACSGD(model, lr=0.1, **OPTIONS)
+    for step in range(5):
+        inputs, classes = share(data_of(step, SHAPE), rank, world_size)
+        F.cross_entropy(model(10 * inputs), classes).backward()
+        model.zero_grad(set_to_none=False)
+        F.cross_entropy(model(inputs), classes).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model)
+
+
+def test_shards_of_gradients_that_are_zeroed_are_thrown_away() -> None:
+    assert_all_near(run_ranks(2, train_after_probes), train_after_probes(0, 1))
+
+
 def train_hybrid(rank: int, world_size: int) -> dict[str, list[Tensor]]:
     """HSDP: shards over two ranks, replicated over two."""
     found = {}

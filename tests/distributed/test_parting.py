@@ -14,9 +14,19 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from kfac_optim import KFACSGD, FactorWise, KLClip, OfLargest, OfMean, exponential_decay, forgetting
+from kfac_optim import (
+    KFACSGD,
+    FactorWise,
+    KLClip,
+    LocalCommunicator,
+    OfLargest,
+    OfMean,
+    exponential_decay,
+    forgetting,
+)
 from tests.helpers.compare import assert_all_near, values
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64
@@ -90,7 +100,7 @@ def test_damping_as_a_function_shows_its_value_at_the_step() -> None:
     [
         ("kind", "damping is 0.1 on rank 0, ('OfMean', 0.1) on rank 1"),
         ("schedule", "damping is 0.1 on rank 0, ('exponential_decay', 0.2, 0.5, 7, 0.0) on rank 1"),
-        ("scaling", "scaling is ('Graft', None, True) on rank 0, ('KLClip', 0.5) on rank 1"),
+        ("scaling", "scaling is ('Graft', None, None) on rank 0, ('KLClip', 0.5) on rank 1"),
         ("decay", "factor_decay is 0.95 on rank 0, 0.5 on rank 1"),
         ("slack", "factor_decay is 0.95 on rank 0, ('forgetting', 0.95, 3.0) on rank 1"),
     ],
@@ -265,22 +275,51 @@ def test_models_of_their_own_are_no_ranks_of_one_training(options: dict[str, Any
         assert "weights is" in str(story) and "train a model of their own" in str(story), story
 
 
+def train_alone(rank: int, world_size: int) -> list[Tensor]:
+    """A model of one rank, with the communicator that the error names."""
+    model = make_model(seed=rank).double()
+    train(model, KFACSGD(model, lr=0.05, momentum=0.9, communicator=LocalCommunicator(), **FLOAT64), range(8))
+    return values(model)
+
+
+def test_ranks_that_train_apart_take_a_local_communicator() -> None:
+    for rank, found in enumerate(run_ranks(2, train_alone)):
+        assert_all_near([found], train_alone(rank, 1))
+
+
+def train_partitioned(rank: int, world_size: int) -> tuple[list[Tensor], list[str]]:
+    """Each rank steps on the layers that are its own, and sends them to the others."""
+    model = make_model().double()
+    options = {"lr": 0.05, "momentum": 0.9, "communicator": LocalCommunicator(), "inv_update_steps": 2, **FLOAT64}
+    optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=KFACSGD, **options)
+    train(DDP(model), optimizer, range(8), rank=rank, world_size=world_size)
+    return values(model), [layer.name for layer in optimizer.optim.curvature.layers]
+
+
+def test_ranks_that_share_out_the_steps() -> None:
+    (weights, layers), (others, their_layers) = run_ranks(2, train_partitioned)
+    assert all(map(torch.equal, weights, others))
+    assert sorted([*layers, *their_layers]) == ["0", "2", "3"]
+    assert not any(map(torch.equal, weights, values(make_model().double())))
+
+
 def train_in_pairs(rank: int, world_size: int, wrap: str) -> list[Tensor]:
     """Two pairs of ranks train two models; with one process the model of the first pair."""
     pair = rank // 2 if world_size > 1 else 0
     model: Any = make_model(seed=pair).double()
-    if world_size > 1 and wrap == "DDP":
+    if world_size > 1 and wrap.endswith("DDP"):
         model = DDP(model, process_group=[dist.new_group([0, 1]), dist.new_group([2, 3])][pair])
     elif world_size > 1:
         model = fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "data"))["data"])
     options = {"scaling": "unit", "damping": OfMean(0.1), **FLOAT64, "assignment": "layer-wise"}
-    optimizer = KFACSGD(model, lr=0.05, momentum=0.9, factor_update_steps=1, inv_update_steps=2, **options)
+    given = torch.compile(model) if wrap == "compiled DDP" else model  # it is not run
+    optimizer = KFACSGD(given, lr=0.05, momentum=0.9, factor_update_steps=1, inv_update_steps=2, **options)
     assert optimizer.curvature.comm.world_size == min(world_size, 2)
     train(model, optimizer, range(8), rank=rank % 2, world_size=min(world_size, 2))
     return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("wrap", ["DDP", pytest.param("FSDP2", marks=needs_sharding_on_cpus)])
+@pytest.mark.parametrize("wrap", ["DDP", "compiled DDP", pytest.param("FSDP2", marks=needs_sharding_on_cpus)])
 def test_a_wrapper_says_which_ranks_train_together(wrap: str) -> None:
     expected = train_in_pairs(0, 1, wrap)
     for found in run_ranks(4, train_in_pairs, wrap)[:2]:

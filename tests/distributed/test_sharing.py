@@ -377,6 +377,26 @@ def test_a_part_holds_its_share_and_is_refused_where_more_is_needed(saved: list[
     assert all(map(torch.equal, values(model), before))
 
 
+def load_full_state_of_torch(rank: int, world_size: int) -> str:
+    """What the optimizer says of a part that torch has filled up with the zeros of a fresh state."""
+    options = StateDictOptions(full_state_dict=True)
+    model, optimizer = build("adam", LayerWise("sharded"))
+    wrapped = DDP(model)
+    train(wrapped, optimizer, range(K), rank=rank, world_size=world_size)
+    state = get_optimizer_state_dict(wrapped, optimizer, options=options)
+    model, optimizer = build("adam", FactorWise())
+    try:
+        set_optimizer_state_dict(DDP(model), optimizer, state, options=options)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_part_that_torch_takes_for_the_whole_is_refused() -> None:
+    for said in run_ranks(2, load_full_state_of_torch):
+        assert "is on another rank" in said and "full_state_dict()" in said, said
+
+
 # Other layers, other ranks -------------------------------------------------------------------------------------------
 
 

@@ -87,6 +87,30 @@ def test_a_run_goes_on_and_back_bit_for_bit(case: str, tmp_path: Path) -> None:
             assert_identical(into[0], expected)
 
 
+@pytest.mark.parametrize("way", ["folder", "memory"])
+def test_a_layer_that_was_frozen_on_the_way_does_not_make_a_state_look_damaged(way: str, tmp_path: Path) -> None:
+    """Torch hands over no state of it."""
+    model, optimizer = made("momentum")
+    for t in range(STEPS):
+        if t == 5:
+            model[0].requires_grad_(False)
+        if t == 10:
+            state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+            dcp.save(state, checkpoint_id=tmp_path)
+            kept = copy.deepcopy(state)
+        step(model, optimizer, t)
+    resumed, again = made("momentum")
+    resumed[0].requires_grad_(False)
+    if way == "folder":
+        read(tmp_path, resumed, again)
+    else:
+        resumed.load_state_dict(kept["model"])
+        set_optimizer_state_dict(resumed, again, kept["optimizer"])
+    for t in range(10, STEPS):
+        step(resumed, again, t)
+    assert_identical(resumed, model)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_state_has_the_same_keys_at_any_time(case: str) -> None:
     """Those of the base class besides; and none of them is left in a run."""
