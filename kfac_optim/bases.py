@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from .distributed import any_sharded, is_sharded, summed_over_shards
 from .flat_storage import Tensors, is_launch_bound
 from .lamb import debiasing
+from .state_keys import GRADIENT_WEIGHT, MOMENT
 
 __all__ = [
-    "MOMENT",
     "Bucket",
     "BaseStep",
     "Scalar",
@@ -43,6 +43,7 @@ __all__ = [
     "gradient_weight_tracked",
     "gradients_of",
     "keep_first_moments",
+    "keeps_first_moment",
     "members_of",
     "multiplied",
     "rate_of",
@@ -54,9 +55,6 @@ __all__ = [
 
 # Classes of torch that shrink the weights by lr * weight_decay beside their update; Muon is not in every version.
 _DECOUPLED = tuple(getattr(torch.optim, name) for name in ("AdamW", "Adafactor", "Muon") if hasattr(torch.optim, name))
-
-# Keys in the state of a parameter: the average of its gradients that is kept here, and the weights of SGD's together.
-MOMENT, GRADIENT_WEIGHT = "kfac_moment", "kfac_gradient_weight"
 
 Scalar = float | Tensor  # 0-dim where only the device knows the number
 
@@ -107,14 +105,9 @@ class Member:
 
     @property
     def has_first_moment(self) -> bool:
-        """Whether the base class keeps a first moment of it that is known here.
-
-        Other classes than SGD have something else in their momentum: RMSprop gradients that it has divided already.
-        """
-        if self.is_sgd:
-            return bool(self.group["momentum"]) and self.state.get("momentum_buffer") is not None
-        moment = self.state.get("exp_avg")  # that of projected or masked gradients has another shape
-        return isinstance(moment, Tensor) and moment.shape == self.p.shape
+        """Whether there is one that the base class keeps (:func:`keeps_first_moment`)."""
+        kept = keeps_first_moment(self.p, self.group, self.state, is_sgd=self.is_sgd)
+        return kept and (not self.is_sgd or self.state.get("momentum_buffer") is not None)
 
     @property
     def moment_weight(self) -> float:
@@ -123,6 +116,17 @@ class Member:
             return 1.0
         weight: float = self.state.get(GRADIENT_WEIGHT, 1.0)
         return 1 + self.group["momentum"] * weight if self.group["nesterov"] else weight
+
+
+def keeps_first_moment(p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], *, is_sgd: bool) -> bool:
+    """Whether the base class keeps a first moment of a parameter that is known here; SGD from its next step on.
+
+    Other classes than SGD have something else in their momentum: RMSprop gradients that it has divided already.
+    """
+    if is_sgd:
+        return bool(group["momentum"])
+    moment = state.get("exp_avg")  # that of projected or masked gradients has another shape
+    return isinstance(moment, Tensor) and moment.shape == p.shape
 
 
 Bucket = list[Member]  # of one group, device and type: what multi-tensor operations take together

@@ -23,19 +23,10 @@ from .directions import by_parameter
 from .distributed import derived_from_by_horovod, join_hook, notify_join_context, register_joinable, share_gradients
 from .engine import CurvatureEngine
 from .lamb import MultiTensorLamb
-from .saved_state import (
-    AVERAGES,
-    PREFIX,
-    forget_all,
-    kept_states,
-    saved_form,
-    saved_parts,
-    set_aside,
-    take_saved_form,
-    with_checksums,
-)
+from .saved_state import saved_form, saved_parts, set_aside, take_saved_form, with_checksums
 from .schedules import forgetting, growing, inverse_time_decay
 from .solvers import EigenSolver
+from .state_keys import AVERAGES, PREFIX, RECORDED, forget, kept_states
 from .turning import lessons_of, take_turned_step
 
 __all__ = ["KFACLAMB", "KFACAdam", "KFACAdamW", "KFACMixin", "KFACSGD"]
@@ -175,7 +166,7 @@ class KFACMixin(_Optimizer):
     def _update_weights(self, members: Sequence[Bucket], closure: Callable[[], Any] | None) -> None:
         """The step itself; ``closure``: what evaluates the loss, if the loop has one."""
         if self.precondition == "gradient" or self.curvature.closed:
-            forget_all(self)
+            forget(self, RECORDED)
             self.curvature.watch.forget()
             self._precondition_gradients(gradients_of(members))
         else:

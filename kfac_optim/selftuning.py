@@ -27,12 +27,11 @@ from .objective import Objective
 from .optimizers import KFACMixin
 from .quadratic import LevenbergMarquardt, SecantCheck
 from .schedules import growing
+from .state_keys import LAST_UPDATE
 
 __all__ = ["KFAC"]
 
 Change = Callable[[Tensor], float]
-
-UPDATE = "kfac_last_update"  # key in the state of a parameter
 
 # Engine options that are given here; the solver is the other classes', because the damping changes in every step.
 _GIVEN = ("damping", "scaling", "solver")
@@ -226,9 +225,9 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         """Goes to the minimum of the model, and back again if the loss turns out to have risen."""
         states = [self.state[p] for p in gradients]
         last = None
-        if any(UPDATE in state for state in states):
+        if any(LAST_UPDATE in state for state in states):
             pairs = zip(states, gradients, strict=True)
-            last = [state[UPDATE] if UPDATE in state else torch.zeros_like(p) for state, p in pairs]
+            last = [state[LAST_UPDATE] if LAST_UPDATE in state else torch.zeros_like(p) for state, p in pairs]
         model = objective.model(self._directions(gradients), last)
         c = model.minimum(self.rule.value) * float(rate_of(self.param_groups[0]))
         if interval == 1 and last is not None:
@@ -243,7 +242,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         if actual <= 0:
             self._secant.expect(float(model.slopes @ c), float(c @ model.curvatures @ c))
             for state, update in zip(states, updates, strict=True):
-                state[UPDATE] = update
+                state[LAST_UPDATE] = update
         else:
             objective.put_back()
         for group in self.param_groups:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from .bases import (
-    MOMENT,
     BaseStep,
     Bucket,
     Scalar,
@@ -33,7 +32,7 @@ from .bases import (
 from .directions import Directions, Maker
 from .engine import CurvatureEngine
 from .flat_storage import flat_view
-from .saved_state import CHANGE, DESCENT, LENGTH, OF_STEP, STRETCH, TURN, forget, kept_states
+from .state_keys import CHANGE, DESCENT, LENGTH, MOMENT, OF_STEP, STRETCH, TURN, forget, kept_states
 from .steering import (
     Compared,
     Copies,

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from ..blocks import LEARNED, SIDES, Block, Source
 from ..counters import Counter
+from ..state_keys import PREFIX
 from ..steering import Steering
 
-__all__ = ["PREFIX", "check_counters", "check_states", "check_sums", "checksums"]
-
-PREFIX = "kfac_"  # of the engine's numbers in every parameter group
+__all__ = ["check_counters", "check_states", "check_sums", "checksums"]
 
 _MAY_BE_NEVER = ("last_statistics", "last_refresh", "frozen_at", "pending_spread", "opposes")  # counters: -1
 _SOURCES: tuple[Source, ...] = ("current", "in_use", "pending")

@@ -11,26 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checks import PREFIX, checksums
+from ..state_keys import AVERAGES, PREFIX, is_of_base
+from .checks import checksums
 
-__all__ = ["AVERAGES", "PREFIX", "is_of_base", "kept_states", "saved_parts", "set_aside", "with_checksums"]
-
-AVERAGES = "kfac"  # the averages of a layer stand under this key in the optimizer's state of its weight
+__all__ = ["saved_parts", "set_aside", "with_checksums"]
 
 _DECOUPLED = "decoupled_weight_decay"  # in the groups of Adam, False, and AdamW, True
 
 # The shape of a small parameter: all sizes differ, and some bases treat matrices below 128 x 128 in another way.
 _SMALL = (131, 137, 3, 5, 7, 11)
-
-
-def kept_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The states of the parameters; under keys of their own some base classes keep numbers beside them."""
-    return ((p, state) for p, state in optimizer.state.items() if isinstance(state, dict))
-
-
-def is_of_base(key: str) -> bool:
-    """Whether an entry of a parameter's state is the base class's."""
-    return key != AVERAGES and not key.startswith(PREFIX)
 
 
 @contextmanager

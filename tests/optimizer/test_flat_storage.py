@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, Graft, KFACAdam, KFACAdamW, OfLargest, OfMean, flat_storage
 from kfac_optim.flat_storage import FlatStorage, elementwise, flat_view, scale_pairs
-from kfac_optim.saved_state import STRETCH, TURN
 from kfac_optim.solvers.joint import JointEigen
+from kfac_optim.state_keys import STRETCH, TURN
 from tests.helpers.compare import assert_near
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -269,4 +269,4 @@ def test_a_base_that_projects_some_of_its_moments_has_averages_for_those() -> No
     (bucket,) = bases.members_of(optimizer)
     moments = bases._first_moments(bucket, [m.gradient for m in bucket])
     for m, moment in zip(bucket, moments, strict=True):
-        assert moment is m.state[bases.MOMENT if m.p.dim() > 1 else "exp_avg"]
+        assert moment is m.state["kfac_moment" if m.p.dim() > 1 else "exp_avg"]
