@@ -8,7 +8,8 @@ them, and ``.grad`` is put back. Momentum, weight decay, trust ratio, foreach an
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +24,10 @@ from .directions import by_parameter
 from .distributed import derived_from_by_horovod, join_hook, notify_join_context, register_joinable, share_gradients
 from .engine import CurvatureEngine
 from .lamb import MultiTensorLamb
-from .saved_state import saved_form, saved_parts, set_aside, take_saved_form, with_checksums
+from .saved_state import saved_form, saved_parts, take_saved_form, with_checksums
 from .schedules import forgetting, growing, inverse_time_decay
 from .solvers import EigenSolver
-from .state_keys import AVERAGES, PREFIX, RECORDED, forget, kept_states
+from .state_keys import AVERAGES, PREFIX, RECORDED, forget, set_aside, take_out
 from .turning import lessons_of, take_turned_step
 
 __all__ = ["KFACLAMB", "KFACAdam", "KFACAdamW", "KFACMixin", "KFACSGD"]
@@ -125,7 +126,7 @@ class KFACMixin(_Optimizer):
         self.curvature = engine
         if self.state:  # Adagrad's: torch.distributed.checkpoint takes it for whole
             engine.make_room(engine.trained.blocks)
-            self._show_states()
+            self._show_averages()
         self._show_counters()
 
     # The step -------------------------------------------------------------------------------------------------------
@@ -153,15 +154,12 @@ class KFACMixin(_Optimizer):
     def _take_step(self, closure: Callable[[], Any] | None = None) -> None:
         engine = self.curvature
         engine.require(self._parameters())
-        try:
-            self._hand_over_states()
+        with self._averages_handed_over():
             members = members_of(self)
             gradients, lrs = gradients_of(members), [rate_of(group) for group in self.param_groups]
             if engine.update(list(gradients.values()), lrs, lessons_of(self, members, engine.watch)):
                 self._update_weights(members, closure)
                 engine.advance(gradients)
-        finally:  # also of a step that was interrupted or ran out of memory a state can be saved
-            self._show_states()
 
     def _update_weights(self, members: Sequence[Bucket], closure: Callable[[], Any] | None) -> None:
         """The step itself; ``closure``: what evaluates the loss, if the loop has one."""
@@ -249,7 +247,7 @@ class KFACMixin(_Optimizer):
         super().add_param_group(param_group)
         if hasattr(self, "curvature"):
             self.curvature.extend(self.param_groups[-1]["params"])
-            self._show_states()
+            self._show_averages()
             self._show_counters()
 
     def __repr__(self) -> str:
@@ -257,19 +255,22 @@ class KFACMixin(_Optimizer):
 
     # State ----------------------------------------------------------------------------------------------------------
     # The averages of a layer stand in state[weight]["kfac"], counters in every group: the two places that survive
-    # torch.distributed.checkpoint. Base classes take a non-empty state for an initialised one, so they never see ours.
+    # torch.distributed.checkpoint.
 
-    def _hand_over_states(self) -> None:
-        states: dict[Any, Any] = {p: state.pop(AVERAGES) for p, state in kept_states(self) if AVERAGES in state}
-        for p in [p for p in states if not self.state[p]]:
-            del self.state[p]  # of a parameter that was replaced, perhaps: torch saves no state without its parameter
-        self.curvature.adopt_states(states)
+    @contextmanager
+    def _averages_handed_over(self) -> Iterator[None]:
+        """Leaves the averages to the engine meanwhile; afterwards, even if it was interrupted, they can be saved."""
+        try:
+            self.curvature.adopt_states(take_out(self, AVERAGES))
+            yield
+        finally:
+            self._show_averages()
 
-    def _show_states(self) -> None:
-        stepped = {p for group in self.param_groups for p in group["params"]}
-        for weight, state in self.curvature.layer_states().items():
-            if weight in stepped:  # torch saves no state of others
-                self.state[weight][AVERAGES] = state
+    def _show_averages(self) -> None:
+        stepped = {id(p) for group in self.param_groups for p in group["params"]}  # whose hash takes time
+        for block in self.curvature.trained.blocks:
+            if block.state and id(block.layer.weight) in stepped:  # torch saves no state of others
+                self.state[block.layer.weight][AVERAGES] = block.state
 
     def _show_counters(self) -> None:
         counters = {PREFIX + name: value for name, value in self.curvature.counters().items()}
@@ -294,12 +295,9 @@ class KFACMixin(_Optimizer):
         Factors that the strategy shares out are on the CPU in it. Parts of the base class's state that FSDP2 has
         sharded stay sharded: there, use ``torch.distributed.checkpoint``.
         """
-        self._hand_over_states()
-        try:
+        with self._averages_handed_over():
             whole = self.curvature.whole_states()
-        finally:
-            self._show_states()
-            self._show_counters()
+        self._show_counters()
         state_dict: dict[str, Any] = super().state_dict()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, i in zip(group["params"], saved["params"], strict=True):
@@ -345,12 +343,11 @@ class KFACMixin(_Optimizer):
             ) from error
         finally:
             last_hook.remove()
-        for _, state in kept_states(self):
-            state.pop(AVERAGES, None)
+        take_out(self, AVERAGES)  # torch has given them the type of the weights; the engine loads those of the file
         norms = take_saved_form(self)
         self.curvature.load(*checked[0])
         self.curvature.watch.restore(norms)
-        self._show_states()
+        self._show_averages()
         self._show_counters()
 
     def __getstate__(self) -> dict[str, Any]:

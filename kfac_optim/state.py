@@ -35,10 +35,6 @@ class StatefulEngine(BuiltEngine):
 
     # Loading and saving ---------------------------------------------------------------------------------------------
 
-    def layer_states(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """The factors by weight, the tensors themselves; empty before the first step."""
-        return {block.layer.weight: block.state for block in self.trained.blocks if block.state}
-
     def adopt_states(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         """Takes factors that somebody moved or replaced (Lightning moves optimizer state between devices)."""
         for block in self.trained.blocks:

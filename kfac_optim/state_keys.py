@@ -2,11 +2,16 @@
 
 They stand beside the base class's own, because what is there is saved, copied and moved with the optimizer. In a run
 an entry that is missing was not recorded; a saved state has zeros in its place (:mod:`~kfac_optim.saved_state.step`).
+
+Base classes look for their own entries in every state that is not empty; an unused layer has none of them, and no layer
+has any where all steps so far were skipped. So no state may have ours alone while they look: for a step averages are
+taken out (:func:`take_out`), and all entries where a state is loaded or unpickled (:func:`set_aside`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +34,8 @@ __all__ = [
     "forget",
     "is_of_base",
     "kept_states",
+    "set_aside",
+    "take_out",
 ]
 
 PREFIX = "kfac_"  # of all entries but the first, and of the engine's numbers in every parameter group
@@ -70,11 +77,29 @@ def kept_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, dict[st
     return ((p, state) for p, state in optimizer.state.items() if isinstance(state, dict))
 
 
+def take_out(optimizer: torch.optim.Optimizer, key: str) -> dict[Any, Any]:
+    """Takes an entry out of the states of all parameters."""
+    found = {p: state[key] for p, state in kept_states(optimizer) if key in state}
+    forget(optimizer, (key,))
+    return found
+
+
 def forget(optimizer: torch.optim.Optimizer, keys: Collection[str]) -> None:
-    """Deletes some of what earlier steps recorded in the optimizer's state."""
-    for p, state in list(kept_states(optimizer)):
-        noted = [key for key in keys if key in state]
-        for key in noted:
+    """Deletes entries from the states of all parameters, and the states that have no others."""
+    for key in keys:
+        for p, state in [(p, state) for p, state in kept_states(optimizer) if key in state]:
             del state[key]
-        if noted and not state:
-            del optimizer.state[p]  # the base class keeps nothing of it
+            if not state:
+                del optimizer.state[p]  # torch cannot save it if the parameter has been replaced
+
+
+@contextmanager
+def set_aside(states: Mapping[Any, Any]) -> Iterator[None]:
+    """Leaves only what is the base class's in some states meanwhile."""
+    own = [state for state in states.values() if isinstance(state, dict)]
+    ours = [{key: state.pop(key) for key in list(state) if not is_of_base(key)} for state in own]
+    try:
+        yield
+    finally:
+        for state, of_ours in zip(own, ours, strict=True):
+            state.update(of_ours)

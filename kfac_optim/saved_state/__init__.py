@@ -10,7 +10,7 @@ Where to look::
 """
 
 from .checks import check_counters, check_states, check_sums, checksums
-from .optimizer import saved_parts, set_aside, with_checksums
+from .optimizer import saved_parts, with_checksums
 from .step import saved_form, take_saved_form
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "checksums",
     "saved_form",
     "saved_parts",
-    "set_aside",
     "take_saved_form",
     "with_checksums",
 ]

@@ -4,38 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..state_keys import AVERAGES, PREFIX, is_of_base
+from ..state_keys import AVERAGES, PREFIX
 from .checks import checksums
 
-__all__ = ["saved_parts", "set_aside", "with_checksums"]
+__all__ = ["saved_parts", "with_checksums"]
 
 _DECOUPLED = "decoupled_weight_decay"  # in the groups of Adam, False, and AdamW, True
 
 # The shape of a small parameter: all sizes differ, and some bases treat matrices below 128 x 128 in another way.
 _SMALL = (131, 137, 3, 5, 7, 11)
-
-
-@contextmanager
-def set_aside(states: Mapping[Any, Any]) -> Iterator[None]:
-    """Leaves only what is the base class's in some states meanwhile.
-
-    Base classes look for their own entries in every state that is not empty; an unused layer has none of them, and no
-    layer has any where all steps so far were skipped.
-    """
-    own = [state for state in states.values() if isinstance(state, dict)]
-    ours = [{key: state.pop(key) for key in list(state) if not is_of_base(key)} for state in own]
-    try:
-        yield
-    finally:
-        for state, of_ours in zip(own, ours, strict=True):
-            state.update(of_ours)
 
 
 def with_checksums(state_dict: dict[str, Any]) -> dict[str, Any]:
