@@ -14,11 +14,9 @@ from .blocks import UNSEEN_STEPS, Block, specs_of
 from .config import Config
 from .distributed import Communicator, own_shape, refuse_flattened, sharding_problem
 from .layers import COMPUTED, LayerOptions, LinearLayer, find_layers, owners_of, skip_reason, unwrap
+from .whereabouts import Whereabouts
 
 __all__ = ["TrainedModel", "parameters_of"]
-
-_Slot = tuple[nn.Module, str, nn.Parameter]  # a module, the name of a parameter, and the parameter that is to be there
-_Place = tuple[nn.Module, str, nn.Module]  # a module, the name of one in it, and the module that is to be there
 
 
 def parameters_of(source: nn.Module | Iterable[Any]) -> list[nn.Parameter]:
@@ -63,8 +61,7 @@ class TrainedModel:
         self.roots: list[nn.Module] = []
         self.blocks: list[Block] = []
         self.uncovered: dict[nn.Parameter, tuple[str, str]] = {}
-        self._slots: list[_Slot] = []
-        self._places: list[_Place] = []
+        self._whereabouts = Whereabouts((), (), ())
         self._fewer = 0  # steps in a row on fewer parameters
         owned = () if self.model is None else self.model.parameters()
         if self.model is not None and self.parameters and not any(p in self.parameters for p in owned):
@@ -116,7 +113,7 @@ class TrainedModel:
         for i, parameter in enumerate(self.parameters):
             if parameter not in covered and parameter not in uncovered:
                 uncovered[parameter] = (f"parameter {i}", "no module of the model owns it")
-        self._note_slots()
+        self._note_whereabouts()
 
     def warn_if_uncovered(self, skipped: Sequence[str]) -> None:
         """Warns at construction if nothing is preconditioned, or a pattern of ``skip_layers`` matches nothing.
@@ -156,14 +153,12 @@ class TrainedModel:
 
     @property
     def is_intact(self) -> bool:
-        """Whether all layers and their parameters are where they were; takes some 20 us for a ResNet-50."""
-        at_home = all(module._parameters.get(name) is parameter for module, name, parameter in self._slots)
-        return at_home and all(parent._modules.get(name) is module for parent, name, module in self._places)
+        """Whether all layers and their parameters are where they were."""
+        return self._whereabouts.are_unchanged
 
     def present_parameters(self) -> list[nn.Parameter]:
         """The trained parameters, with those that have taken the place of others in a layer."""
-        own = self._owned()
-        now = self._in_slots()
+        own, now = self._owned(), self._whereabouts.successors()
         present = (p if p in own else now.get(p, p) for p in self.parameters)
         return [p for p in present if p is not None]
 
@@ -181,7 +176,7 @@ class TrainedModel:
             RuntimeError: If the parameters are no weights of the model, or no matrices any more, or those of a layer
                 have been replaced in the model alone.
         """
-        known, whole = all(p in self.parameters for p in stepped), self.is_intact or self._only_rearranged()
+        known, whole = all(p in self.parameters for p in stepped), self.is_intact or self._whereabouts.accept_moves()
         # Fewer: groups were taken out of the optimizer, for good unless they are back within some steps.
         self._fewer = self._fewer + 1 if len(stepped) < len(self.parameters) else 0
         known = known and self._fewer < UNSEEN_STEPS
@@ -193,10 +188,11 @@ class TrainedModel:
             self.uncovered = {new[p]: reason for p, reason in self.uncovered.items()}
             for block in self.blocks:
                 block.layer.replace_parameters(new)
-            self._note_slots()
+            self._note_whereabouts()
         elif not known and not self._lost_to_strangers(stepped):
             self.parameters = dict.fromkeys(stepped)
-            taken = {p: q for p, q in self._in_slots().items() if q in self.parameters and q.shape == p.shape}
+            now = self._whereabouts.successors().items()
+            taken = {p: q for p, q in now if q in self.parameters and q.shape == p.shape}
             for block in self.blocks:
                 block.layer.replace_parameters({p: taken.get(p, p) for p in block.layer.parameters})
         self._check(stepped)
@@ -219,66 +215,18 @@ class TrainedModel:
         """The parameters that the model has now."""
         return {p for root in self.roots for p in root.parameters()}
 
+    def _note_whereabouts(self) -> None:
+        computed = {p for p, (_, reason) in self.uncovered.items() if COMPUTED in reason}
+        self._whereabouts = Whereabouts(self.roots, [block.layer for block in self.blocks], computed)
+
     def _lost_to_strangers(self, stepped: Sequence[nn.Parameter]) -> bool:
         """Whether weights of layers may be in other tensors now, which no module owns (flat partitions).
 
         Other tensors than weights come and go as the loop likes: points of a scene that are split and pruned.
         """
-        now, stepping, own = self._in_slots(), set(stepped), self._owned()
+        now, stepping, own = self._whereabouts.successors(), set(stepped), self._owned()
         strangers = any(p not in self.parameters and p not in own for p in stepping)
         return strangers and any(p not in stepping and now.get(p, p) not in stepping for p in self.covered())
-
-    def _note_slots(self) -> None:
-        """Notes where in their modules the parameters of layers are; not those that are sharded, which come and go.
-
-        And those that weights are computed from (pruning), which become the weights again.
-        """
-        computed = {p for p, (_, reason) in self.uncovered.items() if COMPUTED in reason}
-        self._slots = [
-            (module, name, p)
-            for module in (module for root in self.roots for module in root.modules() if computed)
-            for name, p in module._parameters.items()
-            if p in computed
-        ]
-        self._slots += [
-            (module, name, own)
-            for layer in (block.layer for block in self.blocks)
-            for module in layer.modules
-            for name, own in module._parameters.items()
-            if own is not None and not hasattr(own, "device_mesh") and any(own is p for p in layer.parameters)
-        ]
-        self._note_places()
-
-    def _note_places(self) -> None:
-        """Notes which modules have the modules of layers in them."""
-        watched = {module for block in self.blocks for module in (*block.layer.modules, block.layer.host)}
-        self._places = [
-            (parent, name, module)
-            for parent in dict.fromkeys(module for root in self.roots for module in root.modules())
-            for name, module in parent._modules.items()
-            if module is not None and any(part in watched for part in module.modules())
-        ]
-
-    def _only_rearranged(self) -> bool:
-        """Whether modules were moved, taken out or put back, but the layers' parameters are in no other ones.
-
-        Loops that drop layers, or train heads by turns, do so in every step. What is out for now has no gradients.
-        """
-        if not all(module._parameters.get(name) is parameter for module, name, parameter in self._slots):
-            return False
-        homes: dict[nn.Parameter, set[nn.Module | None]] = {}
-        for layer in (block.layer for block in self.blocks):
-            for parameter in layer.parameters:
-                homes.setdefault(parameter, set()).update((*layer.modules, layer.host))
-        modules = [module for root in self.roots for module in root.modules()]
-        if any(p in homes and m not in homes[p] for m in modules for p in m._parameters.values() if p is not None):
-            return False
-        self._note_places()
-        return True
-
-    def _in_slots(self) -> dict[nn.Parameter, nn.Parameter | None]:
-        """What now stands where each parameter of a layer stood."""
-        return {p: module._parameters.get(name) for module, name, p in self._slots}
 
     def _replacements(self, stepped: Sequence[nn.Parameter]) -> Mapping[nn.Parameter, nn.Parameter]:
         """The parameters that a framework has put in the place of the trained ones, in the same order.

@@ -40,7 +40,7 @@ LAYERS = (
     ),
     ("damping", "stack_algebra"),
     ("layers", "solvers", "scaling", "distributed"),
-    ("capture", "bases", "layout", "tiles"),
+    ("capture", "bases", "layout", "tiles", "whereabouts"),
     ("blocks", "config", "directions", "objective"),
     ("coverage", "diagnostics", "pacing", "factor_owners"),
     ("averages", "jobs", "stacks", "shard_routing", "steering", "ranks", "sightings"),
