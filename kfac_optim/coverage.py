@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .blocks import UNSEEN_STEPS, Block, specs_of
 from .config import Config
-from .distributed import Communicator, own_shape, refuse_flattened, sharding_problem
+from .distributed import Communicator, own_shape, refuse_flattened, sharding_problem, whole_shape
 from .layers import COMPUTED, LayerOptions, LinearLayer, find_layers, owners_of, skip_reason, unwrap
 from .whereabouts import Whereabouts
 
@@ -261,7 +261,7 @@ class TrainedModel:
                 "fully_shard(), to_empty(), load_state_dict(assign=True) or whatever made new ones"
             )
         matrices = [block.layer for block in blocks if not block.layer.is_shard]
-        if any(getattr(layer.weight, "ds_shape", layer.weight.shape) != layer.weight_shape for layer in matrices):
+        if any(whole_shape(layer.weight) != layer.weight_shape for layer in matrices):
             raise RuntimeError(
                 "the model's weights have changed their shape since the optimizer was built, as under "
                 "FullyShardedDataParallel (FSDP1): shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"

@@ -10,6 +10,8 @@ import torch
 import torch_optimizer
 from torch import Tensor
 
+from .distributed import mesh_of
+
 __all__ = ["MultiTensorLamb", "debiasing"]
 
 
@@ -25,7 +27,7 @@ class MultiTensorLamb(torch_optimizer.Lamb):
                 raise RuntimeError("Lamb does not support sparse gradients, please consider SparseAdam instead")
             alike: dict[Hashable, list[Tensor]] = {}
             for p in params:  # multi-tensor operations take no mixture of types, nor do norms of shards one of meshes
-                alike.setdefault((type(p), p.device, getattr(p, "device_mesh", None)), []).append(p)
+                alike.setdefault((type(p), p.device, mesh_of(p)), []).append(p)
             for of_one_kind in alike.values():
                 self._update(of_one_kind, group)
         return loss

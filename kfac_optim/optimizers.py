@@ -225,7 +225,7 @@ class KFACMixin(_Optimizer):
     @property
     def join_process_group(self) -> Any:
         """In which group ``Join`` communicates."""
-        return getattr(self.curvature.comm, "group", None)
+        return self.curvature.comm.group
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:

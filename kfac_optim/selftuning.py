@@ -23,6 +23,7 @@ from .checks import is_positive, require_number
 from .config import options as engine_options
 from .config import refuse_unknown
 from .directions import by_parameter
+from .distributed import is_sharded
 from .objective import Objective
 from .optimizers import KFACMixin
 from .quadratic import LevenbergMarquardt, SecantCheck
@@ -282,7 +283,7 @@ def _check_parameters(parameters: Iterable[nn.Parameter]) -> None:
             raise TypeError(f"a parameter is {p.dtype}: KFAC needs float32 or float64 weights; autocast is fine")
         if p.grad is not None and p.grad.layout is not torch.strided:
             raise TypeError("a gradient is sparse: KFAC needs dense ones; build embeddings with sparse=False")
-        if hasattr(p, "device_mesh"):
+        if is_sharded(p):
             raise TypeError(
                 "a parameter is sharded (FSDP2, tensor parallelism): KFAC moves the weights to evaluate the model, and "
                 "can't do so with shards. Use DistributedDataParallel, or KFACSGD, KFACAdam, KFACAdamW or KFACLAMB"

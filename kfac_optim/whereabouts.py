@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
+from .distributed import is_sharded
 from .layers import KroneckerLayer
 
 __all__ = ["Whereabouts"]
@@ -37,7 +38,7 @@ class Whereabouts:
             for layer in layers
             for module in layer.modules
             for name, own in module._parameters.items()
-            if own is not None and not hasattr(own, "device_mesh") and any(own is p for p in layer.parameters)
+            if own is not None and not is_sharded(own) and any(own is p for p in layer.parameters)
         ]
         self._places = self._find_places()
 

@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..distributed import gradient_moves_away
+from ..distributed import gradient_moves_away, is_sharded, own_part
 from ..layers import KroneckerLayer
 
 __all__ = ["GradientWatch", "destination", "is_used_itself"]
@@ -40,7 +40,7 @@ def destination(layer: KroneckerLayer) -> Literal["gradient", "caller"] | None:
     """
     if not layer.weight.requires_grad:  # frozen since the forward pass
         return None
-    if not is_used_itself(layer) or hasattr(layer.weight, "device_mesh"):  # FSDP2: another tensor stands for a DTensor
+    if not is_used_itself(layer) or is_sharded(layer.weight):  # FSDP2: another tensor stands for a DTensor
         return "gradient"
     # An operator of a compiled graph runs without autograd, which here has to say where the weight's gradient goes.
     keys = torch._C._dispatch_tls_local_exclude_set()
@@ -87,7 +87,7 @@ class GradientWatch:
     def changed(self, layers: Iterable[int]) -> list[int]:
         """The layers whose gradient is not as it was: another tensor, or written to in place."""
         pairs = ((i, self.layers[i].weight.grad) for i in layers if i in self._marks)
-        return [i for i, g in pairs if g is not None and _comparable(_local(g)) and _mark(g) != self._marks[i]]
+        return [i for i, g in pairs if g is not None and _comparable(own_part(g)) and _mark(g) != self._marks[i]]
 
     def all_cleared(self) -> bool:
         """Whether every gradient that was noted has been removed or zeroed; if all were changed, reads them."""
@@ -103,7 +103,7 @@ class GradientWatch:
 
     def largest(self, layers: Iterable[int]) -> Tensor:
         """The largest absolute entry of each gradient, ``[layers]``: 0 where it was zeroed; stays on the device."""
-        gradients = [_local(g) for i in layers if (g := self.layers[i].weight.grad) is not None]
+        gradients = [own_part(g) for i in layers if (g := self.layers[i].weight.grad) is not None]
         if all(g.device.type == "cpu" for g in gradients):  # where torch takes long for the maximum norm
             norms = [torch.stack(g.detach().aminmax()).abs().max() for g in gradients]
         else:
@@ -112,18 +112,13 @@ class GradientWatch:
 
     def comparable(self, layers: Iterable[int]) -> list[int]:
         """The layers with a gradient that :meth:`largest` can look at."""
-        return [i for i in layers if (g := self.layers[i].weight.grad) is not None and _comparable(_local(g))]
-
-
-def _local(gradient: Tensor) -> Tensor:
-    """This rank's part of a sharded gradient."""
-    return getattr(gradient, "_local_tensor", gradient)
+        return [i for i in layers if (g := self.layers[i].weight.grad) is not None and _comparable(own_part(g))]
 
 
 def _mark(gradient: Tensor) -> Mark:
     """What tells a gradient from another one, and from itself with other values."""
     # What a loop does to a sharded one counts as a version of the whole, what FSDP2 adds as one of the part.
-    part = _local(gradient)
+    part = own_part(gradient)
     return id(part), _version(gradient), _version(part)
 
 

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cuda_graphs import refuse_cuda_graphs
+from ..distributed import is_sharded, own_part
 from ..factors import FactorSpec
 from ..layers import AttentionLayer, KroneckerLayer, LinearLayer, ProjectionCall
 from .attention import ProjectionTap, remove_taps
@@ -189,7 +190,7 @@ class Capture:
                 # First, or it would take the output of a hook that changes it for the layer's own. Those of tensor
                 # parallelism come before: they make local tensors of DTensors.
                 index, _ = called[module]
-                first = not hasattr(self.layers[index].weight, "device_mesh")
+                first = not is_sharded(self.layers[index].weight)
                 if not list(module.children()):  # torch takes as long for a module's hooks as for a small layer
                     self._after(module, _FirstHook(self, "_on_layer_call", *called[module]), prepend=first)
                     continue
@@ -268,11 +269,11 @@ class Capture:
     ) -> Tensor | None:
         """A layer was called. Returns what takes the place of the output in a graph that is being traced."""
         a = args[0] if args else next(iter(kwargs.values()), None)
-        a = getattr(a, "_local_tensor", a)  # tensor parallelism: of the columns that this rank has, all or its own
         if index in self._left_out or not torch.is_grad_enabled():
             return None
         if not (isinstance(output, Tensor) and output.requires_grad and isinstance(a, Tensor)):
             return None
+        a = own_part(a)  # tensor parallelism: of the columns that this rank has, all or its own
         if not self.layers[index].weight.requires_grad:
             self._frozen.note_call(index, self._calls.current, a)
             return None
@@ -380,9 +381,9 @@ class _FirstHook(Hook):
 
 def _is_local(layer: KroneckerLayer, a: Tensor, output: Tensor) -> bool:
     """Whether the output is this rank's own, of all rows of its input; tensor parallelism may hand out others."""
-    if hasattr(output, "device_mesh"):
+    if is_sharded(output):
         return False
-    if not (isinstance(layer, LinearLayer) and hasattr(layer.weight, "device_mesh")):
+    if not (isinstance(layer, LinearLayer) and is_sharded(layer.weight)):
         return True
     return output.shape[-1] == layer.d_out and a.shape[:-1] == output.shape[:-1]
 

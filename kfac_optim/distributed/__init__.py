@@ -28,6 +28,8 @@ Where to look::
     agreement.py        whether all ranks have built the same engine
     join.py             uneven inputs: ranks that have run out of them
     sharding.py         tensors and gradients of which every rank holds a part (FSDP2, DeepSpeed ZeRO)
+    shard_matrices.py   which sharded weights can be preconditioned, and why others can't
+    reductions.py       sums and maxima over all parts
     shard_exchange.py   how FSDP2's parts get to the ranks that precondition a layer, and back
 """
 
@@ -36,7 +38,9 @@ from .assignment import Assignment, AssignmentStrategy, LayerAssignment, LayerCo
 from .communicator import Broadcast, Communicator, LocalCommunicator
 from .horovod import HorovodCommunicator, derived_from_by_horovod
 from .join import join_hook, notify_join_context, register_joinable, share_gradients
+from .reductions import largest_entry, summed_over_shards
 from .shard_exchange import ShardExchange, are_exchangeable
+from .shard_matrices import own_shape, refuse_flattened, sharding_problem
 from .sharding import (
     all_gathered,
     any_sharded,
@@ -44,14 +48,11 @@ from .sharding import (
     gathered,
     gradient_moves_away,
     is_sharded,
-    largest_entry,
+    mesh_of,
     own_part,
-    own_shape,
-    refuse_flattened,
     set_full_gradient_,
     sharded_like,
-    sharding_problem,
-    summed_over_shards,
+    whole_shape,
 )
 from .strategies import KAISA, FactorWise, LayerWise
 from .torch import TorchCommunicator, communicator_of, make_communicator
@@ -78,12 +79,12 @@ __all__ = [
     "derived_from_by_horovod",
     "full_gradient",
     "gathered",
-    "summed_over_shards",
     "gradient_moves_away",
     "is_sharded",
     "join_hook",
     "largest_entry",
     "make_communicator",
+    "mesh_of",
     "notify_join_context",
     "own_part",
     "own_shape",
@@ -93,4 +94,6 @@ __all__ = [
     "share_gradients",
     "sharded_like",
     "sharding_problem",
+    "summed_over_shards",
+    "whole_shape",
 ]

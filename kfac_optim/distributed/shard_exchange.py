@@ -66,8 +66,7 @@ class _Grid:
 
 def _grid(parameter: Any, comm: Communicator) -> _Grid | None:
     """The grid of a parameter's mesh; None if that has other ranks than ``comm``, or it is not torch.distributed's."""
-    group = getattr(comm, "group", None)
-    return None if group is None else _grid_of(parameter.device_mesh, group)
+    return None if comm.group is None else _grid_of(parameter.device_mesh, comm.group)
 
 
 @functools.lru_cache(maxsize=8)  # of a model there are seldom two; making one takes longer than all the rest of a step

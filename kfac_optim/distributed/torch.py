@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .communicator import Communicator, LocalCommunicator, Work
+from .sharding import mesh_of
 
 __all__ = ["TorchCommunicator", "communicator_of", "make_communicator"]
 
@@ -125,7 +126,7 @@ def communicator_of(model: Any) -> Communicator | None:
     if isinstance(model, DistributedDataParallel):
         group = model.process_group
     elif isinstance(model, nn.Module) and fsdp is not None and isinstance(model, fsdp.FSDPModule):
-        meshes = [mesh for p in model.parameters() if (mesh := getattr(p, "device_mesh", None)) is not None]
+        meshes = [mesh for p in model.parameters() if (mesh := mesh_of(p)) is not None]
         if len(set(meshes)) == 1 and meshes[0].ndim == 1:  # of a larger one the ranks are no group
             group = meshes[0].get_group()
     return None if group is None or group.size() == dist.get_world_size() else TorchCommunicator(group)

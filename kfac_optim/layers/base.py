@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..distributed import whole_shape
 from .limits import LARGEST, Kept, kept_of
 from .moments import multiplicand, second_moment, spread_examples, with_ones
 
@@ -150,7 +151,7 @@ class KroneckerLayer(ABC):
         self.weight, self.bias = self.own_parameters(module)
         # Not read from the weight later, because ZeRO 3 leaves an empty tensor in its place between uses.
         self.weight_shape = options.own_shape(self.weight)
-        self.is_shard = self.weight_shape != getattr(self.weight, "ds_shape", self.weight.shape)
+        self.is_shard = self.weight_shape != whole_shape(self.weight)
         if not self.weight_shape.numel():
             raise Declined("the weight is empty")
         trained = self.bias is not None and options.trains(self.bias)

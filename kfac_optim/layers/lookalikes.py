@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..distributed import whole_shape
 from .linear import LinearLayer, TransposedLinearLayer
 from .norm import ChannelsFirstLayerNormLayer, LayerNormLayer, RMSNormLayer
 from .registry import LayerFactory
@@ -71,8 +72,8 @@ def lookalike(module: nn.Module) -> tuple[LayerFactory, str] | None:
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if weight is None or isinstance(weight, nn.parameter.UninitializedParameter) or not _is_simple(module):
         return None
-    shape = tuple(getattr(weight, "ds_shape", weight.shape))
-    if bias is not None and tuple(getattr(bias, "ds_shape", bias.shape)) not in {(size,) for size in shape}:
+    shape = tuple(whole_shape(weight))
+    if bias is not None and tuple(whole_shape(bias)) not in {(size,) for size in shape}:
         return None
     attributes = {k: v for k, v in vars(module).items() if k not in _ordinary()}
     key = (type(module).forward, shape, bias is None, repr(sorted(attributes.items())))

@@ -1,0 +1,82 @@
+"""Which sharded weights are matrices that a rank can precondition, whole or its part of them; why others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .communicator import Communicator
+from .sharding import are_rows, is_sharded, mesh_of, own_part, whole_shape
+
+__all__ = ["own_shape", "refuse_flattened", "sharding_problem"]
+
+
+def own_shape(parameter: Tensor, roots: Iterable[nn.Module]) -> torch.Size:
+    """The shape of what a rank computes with: of its shard, where tensor parallelism has split a parameter.
+
+    FSDP2 and ZeRO 3 gather their shards before use.
+    """
+    return own_part(parameter).shape if _is_split(parameter, roots) else whole_shape(parameter)
+
+
+def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module], comm: Communicator | None = None) -> str:
+    """Why a parameter cannot be preconditioned as a matrix of this rank; empty for plain tensors and for FSDP2's.
+
+    Shards of tensor parallelism are matrices of their own if the ranks of ``comm``, which share all factors, hold the
+    same one.
+    """
+    if not is_sharded(parameter):
+        return ""
+    placements, roots = cast(Any, parameter).placements, list(roots)
+    if are_rows(placements) and _uses_fsdp(roots):
+        return ""
+    if not _is_split(parameter, roots):
+        if all(placement.is_replicate() for placement in placements):
+            return "a DTensor that every rank has whole: take DistributedDataParallel in place of replicate()"
+        return f"split by tensor parallelism, or not by rows: {placements}"
+    if _hold_one_shard(comm, mesh_of(parameter)):
+        return ""
+    return (
+        f"split by tensor parallelism: {placements}, and communicator= has ranks with other shards; take "
+        "TorchCommunicator(group), the group of the ranks that hold the same shard"
+    )
+
+
+def _uses_fsdp(roots: Iterable[nn.Module]) -> bool:
+    """Whether FSDP2 shards a part of these modules."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for root in roots for module in root.modules())
+
+
+def _is_split(parameter: Tensor, roots: Iterable[nn.Module]) -> bool:
+    """Whether tensor parallelism alone has split a parameter, into equal shards."""
+    if not is_sharded(parameter):
+        return False
+    from torch.distributed.tensor import Shard
+
+    placement, *others = cast(Any, parameter).placements
+    if others or type(placement) is not Shard or _uses_fsdp(roots):
+        return False
+    return parameter.shape[placement.dim] % mesh_of(parameter).size() == 0
+
+
+def _hold_one_shard(comm: Communicator | None, mesh: Any) -> bool:
+    """Whether no two of the ranks that train together are among those that have split a weight."""
+    if comm is None or comm.world_size == 1:
+        return comm is not None
+    group = comm.group
+    return group is not None and len(set(dist.get_process_group_ranks(group)) & set(mesh.mesh.flatten().tolist())) == 1
+
+
+def refuse_flattened(roots: Iterable[nn.Module]) -> None:
+    """Raises TypeError for modules wrapped in torch's first FSDP: it flattens weights, which are then no matrices."""
+    if any(type(module).__name__ == "FullyShardedDataParallel" for root in roots for module in root.modules()):
+        raise TypeError(
+            "FullyShardedDataParallel (FSDP1) flattens the weights, so that no layer's matrix is left to precondition: "
+            "shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
