@@ -170,7 +170,6 @@ class Block:
     cosine: Tensor | None = None
     rows: float = 0.0
     unseen: int = 0
-    _unseen_warned: bool = False
     _unit: tuple[Any, Tensor] | None = None
     _known_spectra: KnownSpectra | None = None
     _eigenvalues: tuple[Tensor | None, ...] | None = None
@@ -306,11 +305,6 @@ class Block:
     def out_of_sight(self) -> bool:
         """Whether the weight still trains, but the layer, seen before, was not in the last steps with statistics."""
         return self.unseen >= UNSEEN_STEPS and not self.never_seen
-
-    def needs_unseen_warning(self) -> bool:
-        """Whether to warn that the layer is not seen; true the first time only."""
-        told, self._unseen_warned = self._unseen_warned, self._unseen_warned or self.unseen >= UNSEEN_STEPS
-        return self._unseen_warned and not told
 
     # Decompositions -------------------------------------------------------------------------------------------------
 

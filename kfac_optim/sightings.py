@@ -8,7 +8,7 @@ step raises an error.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from .blocks import UNSEEN_STEPS, Block
 from .capture import StepMoments, TakenStatistics
@@ -38,6 +38,7 @@ class Sightings:
         self.blind = False
         self._model_seen = False  # in the last step with statistics
         self._steps = 0  # with statistics, in a row, with gradients but no backward pass that was seen
+        self._told: set[Block] = set()  # those that the user was warned of
 
     def count_step(self, statistics: TakenStatistics, settled: StepMoments, *, trains: bool) -> bool:
         """Counts a step with statistics.
@@ -75,10 +76,10 @@ class Sightings:
         if self.blind or (missing and not self._model_seen):
             raise RuntimeError(_NONE_SEEN)
 
-    @staticmethod
-    def warn(blocks: Iterable[Block]) -> None:
+    def warn(self, blocks: Sequence[Block]) -> None:
         """Warns, once for each layer, of those that have gradients but whose modules are not called."""
-        told = [block for block in blocks if block.needs_unseen_warning()]
+        told = [block for block in blocks if block not in self._told and (block.never_seen or block.out_of_sight)]
+        self._told = {*self._told.intersection(blocks), *told}  # not those that are gone, whose factors it would keep
         for lost in (False, True):
             names = [repr(block.layer.name) for block in told if block.out_of_sight == lost]
             if not names:
