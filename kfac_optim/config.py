@@ -26,7 +26,7 @@ from .distributed import KAISA, AssignmentStrategy, Communicator, FactorWise, La
 from .layers import Sharing
 from .scaling import Graft, KLClip, Scaling, Unit, traits_of
 from .schedules import OWN_SCHEDULES, Schedule, forgetting
-from .solvers import EigenSolver, InverseSolver, Solver
+from .solvers import EigenSolver, InverseSolver, Solver, damps_factors
 
 __all__ = [
     "Config",
@@ -49,6 +49,11 @@ _ASSIGNMENTS = {"layer-wise": LayerWise(), "factor-wise": FactorWise(), "kaisa":
 
 
 # Options -------------------------------------------------------------------------------------------------------------
+
+
+def _check_solver(value: Any) -> Any:
+    shifts = ["shifts"] if damps_factors(value) else []
+    return checks.instance("solver", _SOLVERS, *shifts, "shapes", "decompose", "precondition")(value)
 
 
 def _option(default: Any, check: checks.Check, doc: str, *, fixed: bool = False, accepts: str = "") -> Any:
@@ -119,7 +124,7 @@ class Config:
     )
     solver: Solver = _option(
         "eigen",
-        checks.instance("solver", _SOLVERS, "shifts", "shapes", "decompose", "precondition"),
+        _check_solver,
         """"eigen" (eqs. 11-13), "inverse" (eqs. 8-10), or an object with the methods of
         :class:`~kfac_optim.Solver`.""",
         fixed=True,

@@ -12,7 +12,7 @@ from torch import Tensor
 from .blocks import Block, KnownSpectra, Source
 from .factors import FactorSpec
 from .grouping import grouped_by_key, longest_first
-from .solvers import BATCH_NUMEL, Batch, Decomposition, EigenSolver, Failure, MaybeDecomposition, Solver
+from .solvers import BATCH_NUMEL, Batch, Decomposition, Failure, MaybeDecomposition, Shifting, Solver, damps_factors
 
 __all__ = ["FactorJob", "RefreshInProgress", "batch_of", "together"]
 
@@ -163,7 +163,7 @@ def batch_of(jobs: Sequence[FactorJob], refresh: RefreshInProgress, solver: Solv
         block, side = jobs[0]
         dtype = torch.promote_types(whole.dtype, torch.promote_types(inv_dtype, torch.float32))
         factors = block.specs[side].unpack(whole).to(dtype)
-        if isinstance(solver, EigenSolver):
+        if not damps_factors(solver):
             return factors, factors.new_zeros(len(factors))
         shifts = [block.specs[side].for_blocks(_shift_of(block, side, refresh, solver)) for block, side in jobs]
         return factors, torch.cat(shifts).to(factors)
@@ -175,7 +175,7 @@ def batch_of(jobs: Sequence[FactorJob], refresh: RefreshInProgress, solver: Solv
     return Batch(inputs, [block.specs[side].matrices for block, side in jobs], rows)
 
 
-def _shift_of(block: Block, side: int, refresh: RefreshInProgress, solver: Solver) -> Tensor:
+def _shift_of(block: Block, side: int, refresh: RefreshInProgress, solver: Shifting) -> Tensor:
     """What the solver adds to the diagonal of a factor, ``[p]``."""
     factors, gamma = block.factors(refresh.source, refresh.spectra.get(block)), refresh.gamma(block)
     if gamma is None:

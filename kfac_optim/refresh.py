@@ -28,7 +28,7 @@ from .factor_owners import decomposed_spectra, shared_spectra
 from .jobs import FactorJob, RefreshInProgress, batch_of, together
 from .pacing import Pace
 from .precision import full_precision
-from .solvers import Batch, Decomposition, EigenSolver, MaybeDecomposition, Solver, Worker, decompose_all
+from .solvers import Batch, Decomposition, EigenSolver, MaybeDecomposition, Solver, Worker, damps_factors, decompose_all
 
 __all__ = ["Refresher"]
 
@@ -86,9 +86,8 @@ class Refresher:
             spread: Over how many steps to work it off; the first refresh is at once all the same.
             comm: The ranks.
         """
-        damped = [] if isinstance(self.solver, EigenSolver) else blocks
-        known = shared_spectra(damped, "current", comm)
-        value = value_of(damping, step)
+        known = shared_spectra([] if isinstance(self.solver, EigenSolver) else blocks, "current", comm)
+        value, damped = value_of(damping, step), blocks if damps_factors(self.solver) else []
         gammas = {block: value * damping.unit(block.factors("current", known.get(block))) for block in damped}
         if self.last_refresh is None or not spread:
             refresh = RefreshInProgress(step, 0, "current", gammas, known)

@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.common.reports import grid, table
 from benchmarks.step_time.timing import Place
 from kfac_optim.precision import full_precision
-from kfac_optim.solvers import Decomposition, EigenSolver, InverseSolver, Solver
+from kfac_optim.solvers import Decomposition, EigenSolver, InverseSolver, Solver, damps_factors
 
 DAMPING = 0.01  # in mean eigenvalues
 
@@ -124,7 +124,7 @@ def compare_methods(n: int, pairs: int, device: str, seed: int = 0, enough: floa
     exact: dict[Solver, Tensor] = {}
     for method in METHODS:
         solver = method.solver
-        shift, _ = solver.shifts(gamma, means, means)
+        shift = solver.shifts(gamma, means, means)[0] if damps_factors(solver) else torch.zeros_like(gamma)
         if solver not in exact:
             wide = solver.decompose(factors.double(), shift.double())
             exact[solver] = solver.precondition(gradient.double(), wide, wide, gamma.double())

@@ -27,7 +27,7 @@ Where to look::
 from .decompose import BATCH_NUMEL, Batch, decompose_all, decompose_safely
 from .eigen import EigenSolver
 from .inverse import InverseSolver
-from .protocol import Decomposition, Failure, MaybeDecomposition, Solver
+from .protocol import Decomposition, Failure, MaybeDecomposition, Shifting, Solver, damps_factors
 from .worker import Worker
 
 __all__ = [
@@ -38,8 +38,10 @@ __all__ = [
     "Failure",
     "InverseSolver",
     "MaybeDecomposition",
+    "Shifting",
     "Solver",
     "Worker",
+    "damps_factors",
     "decompose_all",
     "decompose_safely",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -42,13 +43,10 @@ class EigenSolver:
     """
 
     negligible: float = 0.01
+    damps_factors: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         require_number("negligible", self.negligible, "in [0, 1)", lambda x: 0 <= x < 1, owner="EigenSolver")
-
-    def shifts(self, gamma: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor]:
-        """Zeros: the damping enters when the gradient is preconditioned."""
-        return torch.zeros_like(gamma), torch.zeros_like(gamma)
 
     def shapes(self, dim: int, diagonal: bool) -> tuple[tuple[int, ...], ...]:
         """Eigenvalues and eigenvectors; of a diagonal factor eigenvalues alone."""

@@ -1,13 +1,13 @@
-"""What a solver is: the protocol behind ``solver=``, and the shape of its results."""
+"""What a solver is: the protocols behind ``solver=``, and the shape of its results."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 from torch import Tensor
 
-__all__ = ["Decomposition", "Failure", "MaybeDecomposition", "Solver"]
+__all__ = ["Decomposition", "Failure", "MaybeDecomposition", "Shifting", "Solver", "damps_factors"]
 
 Decomposition = tuple[Tensor, ...]
 
@@ -27,24 +27,14 @@ MaybeDecomposition = Decomposition | Failure
 
 
 class Solver(Protocol):
-    """Anything with these methods can be passed as ``solver=``."""
+    """Anything with these methods and those of :class:`~kfac_optim.solvers.Shifting` can be passed as ``solver=``.
 
-    def shifts(self, gamma: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor]:
-        """What is added to the diagonals of A and of G before they are decomposed.
-
-        Args:
-            gamma: Damping of each pair, ``[p]``.
-            mean_a: Mean eigenvalue of A of each pair, ``[p]``.
-            mean_g: The same of G.
-
-        Returns:
-            The shifts of A and of G, ``[p]`` each.
-        """
-        ...
+    A solver that adds gamma in ``precondition`` instead, so that damping may change between refreshes, has an attribute
+    ``damps_factors = False`` and needs no ``shifts``.
+    """
 
     def shapes(self, dim: int, diagonal: bool) -> tuple[tuple[int, ...], ...]:
         """Shapes of the tensors in the decomposition of one factor, without the leading ``p``."""
-        ...
 
     def decompose(self, factor: Tensor, shift: Tensor) -> Decomposition:
         """Decomposes ``factor + shift I``; the factor is ``[p, n, n]``, or ``[p, n]`` where diagonal.
@@ -57,8 +47,27 @@ class Solver(Protocol):
 
         May raise ``torch.linalg.LinAlgError`` or return non-finite values; the engine then retries and falls back.
         """
-        ...
 
     def precondition(self, gradient: Tensor, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
         """The preconditioned gradient ``[p, d_out, d_in]``; ``gamma`` is ``[p]``."""
-        ...
+
+
+class Shifting(Solver, Protocol):
+    """A solver that damps the factors, before they are decomposed."""
+
+    def shifts(self, gamma: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor]:
+        """What is added to the diagonals of A and of G before they are decomposed.
+
+        Args:
+            gamma: Damping of each pair, ``[p]``.
+            mean_a: Mean eigenvalue of A of each pair, ``[p]``.
+            mean_g: The same of G.
+
+        Returns:
+            The shifts of A and of G, ``[p]`` each.
+        """
+
+
+def damps_factors(solver: Solver) -> TypeGuard[Shifting]:
+    """Whether damping is added to the factors, by ``shifts``, rather than in ``precondition``."""
+    return getattr(solver, "damps_factors", True)

@@ -43,6 +43,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, OFTEN
 from tests.helpers.training import data_of, make_model, share, train
 from tests.helpers.versions import FLATTENS_DICTS
+from tests.math.test_solvers import UndampedSolver
 from tests.optimizer.test_views import reachable_bytes
 from tests.state.test_checkpoint import assert_same_state
 
@@ -84,6 +85,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "inverse, of mean": ("sgd", {"solver": "inverse", "damping": OfMean(0.1), "scaling": "graft"}),
     "adam": ("adam", {"damping": OfLargest(0.01)}),
     "a solver of one's own": ("sgd", {"damping": OfLargest(0.01), "solver": Rounding(negligible=0.0)}),
+    "undamped, of mean": ("sgd", {"damping": OfMean(0.1), "solver": UndampedSolver()}),
     "reduce, diagonal": ("sgd", {"weight_sharing": "reduce", "skip_layers": [r"body\.2"], "max_factor_dim": 20}),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import KFACSGD, InverseSolver, KLClip, OfMean
+from kfac_optim import KFACSGD, EigenSolver, InverseSolver, KLClip, OfLargest, OfMean
 from tests.helpers.compare import assert_applied, assert_near, snapshot
 from tests.helpers.reference import (
     SOLVES,
@@ -180,6 +181,30 @@ def test_damping_may_follow_the_step() -> None:
             changes = take_step(model, optimizer, passes, mean_loss)
             assert_applied(oracle, changes, oracle.directions(step.gradients, gamma, solver=solver), step.gradients, lr)
         optimizer.curvature.close()
+
+
+class UndampedSolver:
+    """Of what the eigen solver does no more than it has to."""
+
+    damps_factors = False
+
+    def __init__(self) -> None:
+        eigen = EigenSolver(negligible=0.0)
+        self.shapes, self.decompose, self.precondition = eigen.shapes, eigen.decompose, eigen.precondition
+
+
+@pytest.mark.parametrize("spread", [0, 3])
+@pytest.mark.parametrize("unit", [OfMean, OfLargest])
+def test_a_solver_of_ones_own_may_damp_late(unit: Callable[..., Any], spread: int) -> None:
+    """Damping that changes between refreshes is that of the step; nothing but the three methods is asked for."""
+    models, passes = twins(Mixed), [token_passes() for _ in range(6)]
+    for model, solver in zip(models, (UndampedSolver(), EigenSolver(negligible=0.0)), strict=True):
+        late = {"solver": solver, "damping": unit(lambda step: 0.5**step), "inv_update_steps": 4, "spread": spread}
+        optimizer = KFACSGD(model, **EXACT | late | {"lr": 0.01})
+        for of_step in passes:
+            take_step(model, optimizer, of_step, mean_loss)
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        assert_near(p.detach(), q.detach())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

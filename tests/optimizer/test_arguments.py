@@ -86,6 +86,7 @@ TABLE: list[tuple[str, Any, type[Exception], str]] = [
     ("solver", None, ValueError, "'eigen'.*'inverse'"),
     ("solver", 3, TypeError, "precondition"),
     ("solver", SimpleNamespace(precondition=max), TypeError, "shifts.*shapes.*decompose.*precondition"),
+    ("solver", SimpleNamespace(damps_factors=False, shapes=max, decompose=max), TypeError, "shapes.*precondition"),
     ("fisher", "true", ValueError, "'empirical'.*'categorical'.*'bernoulli'.*'gaussian'"),
     ("fisher", None, ValueError, "'empirical'.*'categorical'.*'bernoulli'.*'gaussian'"),
     ("fisher", 1, TypeError, "kfac_optim.Fisher"),
