@@ -25,7 +25,7 @@ from .scaling import Scaling, traits_of
 from .shard_routing import exchanged_blocks, gathered_vectors
 from .solvers import Decomposition, EigenSolver, Solver
 from .solvers.joint import JointEigen
-from .stack_algebra import Direction, cosines, keep_zeros_, scaled
+from .stack_algebra import Bare, Direction, Steepest, cosines, keep_zeros_, scaled
 from .stacks import Stack, layer_of_pair, stack_key, stacks_of
 from .tiles import Tile, precondition
 
@@ -163,30 +163,32 @@ class Preconditioner:
             stacks: Those that have a vector.
             vectors: What to precondition.
             value: gamma, in units of the damping.
-            contrast: See :class:`~kfac_optim.stack_algebra.Direction`.
+            contrast: See :class:`~kfac_optim.stack_algebra.Bare`.
             any_length: Whether the directions may be gamma times as long, which saves launches.
         """
         joint = self._joint_of(stacks)
         bare = any_length and joint is not None
         gammas = torch._foreach_mul([stack.damping_unit for stack in stacks], value) if stacks and not bare else ()
-        steepest = _steepest(stacks, gammas, self.dtype) if contrast and not bare else [None] * len(stacks)
         if joint is None:
             by_stack = zip(stacks, gammas, strict=True)
             matrices = [self._of_one(stack, gamma.to(self.dtype), vectors) for stack, gamma in by_stack]
         else:
             matrices = self._of_all(stacks, joint, value, gammas, vectors)
+        unscaled: Sequence[Bare | Steepest | None] = [None] * len(stacks)
+        if contrast and bare:
+            unscaled = [Bare(direction, contrast) for direction, *_ in matrices]
+        elif contrast:
+            unscaled = [Steepest(factor, contrast) for factor in _steepest(stacks, gammas, self.dtype)]
         return [
             Direction(
                 *of_stack,
                 self._rate(stack, vectors),
                 stack.layer_of_pair,
                 stack.scaled_together,
-                steepest=largest,
-                bare=of_stack[0] if bare and contrast else None,
-                contrast=contrast,
+                unscaled=before,
                 storage=self._storage,
             )
-            for stack, of_stack, largest in zip(stacks, matrices, steepest, strict=True)
+            for stack, of_stack, before in zip(stacks, matrices, unscaled, strict=True)
         ]
 
     def _of_all(

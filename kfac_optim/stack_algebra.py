@@ -7,8 +7,9 @@ operations serve all of them (:mod:`~kfac_optim.flat_storage`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +17,12 @@ from torch import Tensor
 from .flat_storage import FlatStorage, elementwise, flat_view, is_launch_bound, scale_pairs, split_flat
 
 __all__ = [
+    "Bare",
     "at_largest",
     "bare_shares",
     "cosines",
     "Direction",
+    "Steepest",
     "inners",
     "keep_zeros_",
     "length_of_updates",
@@ -32,6 +35,29 @@ __all__ = [
 ]
 
 _FEW_PARTS = 64  # up to so many parts of a stack are looked at one by one where launches count
+
+
+@dataclass(frozen=True)
+class Bare:
+    """A direction as it was before it was scaled, ``gamma P m``.
+
+    ``contrast`` is ``(L + gamma) / gamma``, with the largest eigenvalue L of ``A (x) G``: how much more the steepest
+    components are damped than the flattest.
+    """
+
+    matrix: Tensor
+    contrast: float
+
+
+@dataclass(frozen=True)
+class Steepest:
+    """As :class:`Bare`, by what the direction has to be multiplied, at its present length, to be ``(L + gamma) P m``.
+
+    ``factor`` is ``(L + gamma) / s``, ``[p]``, with s, what it has been multiplied by since eqs. 11-13.
+    """
+
+    factor: Tensor
+    contrast: float
 
 
 @dataclass(frozen=True)
@@ -48,12 +74,7 @@ class Direction:
             pair belongs to, ``[p]``. None where every pair is scaled on its own.
         pairs_per_layer: Likewise how many pairs each layer has, one after the other; empty where every pair is scaled
             on its own.
-        steepest: ``(L + gamma) / s``, ``[p]``, with the largest eigenvalue L of ``A (x) G`` and s, what the direction
-            has been multiplied by since eqs. 11-13; the direction times it is ``(L + gamma) P m``. None where damping
-            is not relative to L.
-        bare: ``gamma P m``, the direction before it was multiplied by anything. None where ``steepest`` tells.
-        contrast: ``(L + gamma) / gamma``, with the largest eigenvalue L: how much more the steepest components are
-            damped than the flattest. None where damping is not relative to L.
+        unscaled: What it was before it was scaled; None where damping is not relative to the largest eigenvalue.
         storage: Where the matrices of all stacks lie in one storage; None: each in its own.
         cache: What ``update_norms`` and ``rates_followed`` have found, for later calls in the step. The copies that
             ``scaled`` makes share it: it holds only what depends on ``gradient`` and ``update``.
@@ -65,11 +86,9 @@ class Direction:
     lr: Tensor | float
     layer_of_pair: Tensor | None = None
     pairs_per_layer: Sequence[int] = ()
-    steepest: Tensor | None = None
-    bare: Tensor | None = None
-    contrast: float | None = None
+    unscaled: Bare | Steepest | None = None
     storage: FlatStorage | None = None
-    cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    cache: dict[Callable[..., Any], Tensor] = field(default_factory=dict, repr=False)
 
     def inner(self, one: Tensor, other: Tensor) -> Tensor:
         """For each pair the inner product of two matrices over all pairs scaled with it, ``[p]``."""
@@ -183,12 +202,13 @@ def scaled(directions: Sequence[Direction], multipliers: Sequence[Tensor]) -> li
     if not directions:
         return []
     matrices = scale_pairs([d.direction for d in directions], multipliers, directions[0].storage)
-    steepest: Sequence[Tensor | None] = [None] * len(directions)
-    known = _steepest_of(directions)
-    if len(known) == len(directions):
-        steepest = ratios(known, [by.expand(len(of)) for by, of in zip(multipliers, known, strict=True)])
-    parts = zip(directions, matrices, steepest, strict=True)
-    return [replace(d, direction=matrix, steepest=of) for d, matrix, of in parts]
+    unscaled = [d.unscaled for d in directions]
+    if known := _steepest_of(directions):
+        by_pair = [by.expand(len(of.factor)) for by, of in zip(multipliers, known, strict=True)]
+        factors = ratios([of.factor for of in known], by_pair)
+        unscaled = [Steepest(factor, of.contrast) for factor, of in zip(factors, known, strict=True)]
+    parts = zip(directions, matrices, unscaled, strict=True)
+    return [replace(d, direction=matrix, unscaled=of) for d, matrix, of in parts]
 
 
 def keep_zeros_(directions: Sequence[Direction]) -> None:
@@ -205,10 +225,10 @@ def keep_zeros_(directions: Sequence[Direction]) -> None:
 
 def update_norms(directions: Sequence[Direction]) -> list[Tensor]:
     """For each direction the ``norm`` of the base optimizer's update, ``[p]``; computed once in a step."""
-    new = [d for d in directions if "update norm" not in d.cache]
+    new = [d for d in directions if update_norms not in d.cache]
     for d, norm in zip(new, norms(new, [d.update for d in new]), strict=True):
-        d.cache["update norm"] = norm
-    return [d.cache["update norm"] for d in directions]
+        d.cache[update_norms] = norm
+    return [d.cache[update_norms] for d in directions]
 
 
 def length_of_updates(directions: Sequence[Direction]) -> Tensor:
@@ -225,13 +245,13 @@ def rates_followed(directions: Sequence[Direction]) -> list[Tensor]:
 
     Computed once in a step.
     """
-    new = [d for d in directions if "rate followed" not in d.cache]
+    new = [d for d in directions if rates_followed not in d.cache]
     if new:
         moments = [d.gradient for d in new]
         found = ratios(inners(new, [d.update for d in new], moments), squares(new, moments))
         for d, rate in zip(new, elementwise("clamp_min", found, 0), strict=True):
-            d.cache["rate followed"] = rate
-    return [d.cache["rate followed"] for d in directions]
+            d.cache[rates_followed] = rate
+    return [d.cache[rates_followed] for d in directions]
 
 
 def at_largest(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
@@ -240,27 +260,25 @@ def at_largest(directions: Sequence[Direction], out: Sequence[Tensor] | None = N
     ``out``: see :func:`~kfac_optim.flat_storage.elementwise`.
     """
     if bare := _bare_of(directions):
-        contrast = directions[0].contrast
-        assert contrast is not None
-        return elementwise("mul", bare, contrast, out=out)
-    return scale_pairs([d.direction for d in directions], _steepest_of(directions), directions[0].storage, out)
+        return elementwise("mul", [of.matrix for of in bare], bare[0].contrast, out=out)
+    factors = [of.factor for of in _steepest_of(directions)]
+    return scale_pairs([d.direction for d in directions], factors, directions[0].storage, out)
 
 
 def bare_shares(directions: Sequence[Direction]) -> list[Tensor]:
     """``|gamma P m| / |u|`` of directions that are as long as the update u, ``[p]``; for damping as above."""
     if bare := _bare_of(directions):
-        return ratios(norms(directions, bare), update_norms(directions))
-    contrast = directions[0].contrast
-    assert contrast is not None
-    return elementwise("div", _steepest_of(directions), contrast)
+        return ratios(norms(directions, [of.matrix for of in bare]), update_norms(directions))
+    steepest = _steepest_of(directions)
+    return elementwise("div", [of.factor for of in steepest], steepest[0].contrast)
 
 
-def _bare_of(directions: Sequence[Direction]) -> list[Tensor]:
-    return [d.bare for d in directions if d.bare is not None]
+def _bare_of(directions: Sequence[Direction]) -> list[Bare]:
+    return [d.unscaled for d in directions if isinstance(d.unscaled, Bare)]
 
 
-def _steepest_of(directions: Sequence[Direction]) -> list[Tensor]:
-    return [d.steepest for d in directions if d.steepest is not None]
+def _steepest_of(directions: Sequence[Direction]) -> list[Steepest]:
+    return [d.unscaled for d in directions if isinstance(d.unscaled, Steepest)]
 
 
 def ratios(numerators: Sequence[Tensor], denominators: Sequence[Tensor]) -> list[Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kfac_optim import Graft, stack_algebra
-from kfac_optim.stack_algebra import Direction, _few_norms, inners, norms, scaled
+from kfac_optim.stack_algebra import Bare, Direction, Steepest, _few_norms, at_largest, inners, norms, scaled
 from kfac_optim.steering.brake import brake_of
 from kfac_optim.steering.graft import shortened
 from kfac_optim.steering.reach import stretches
@@ -78,8 +78,8 @@ def test_a_shortened_direction_shortens_each_component(graft: float, bare: bool)
     flat = gamma / (eigenvalues + gamma) * m
     k = flat * (u.norm(dim=(1, 2)) / flat.norm(dim=(1, 2)))[:, None, None]
     steepest = ((largest + gamma[:, 0, 0]) / gamma[:, 0, 0]) * (flat.norm(dim=(1, 2)) / u.norm(dim=(1, 2)))
-    known = {"bare": flat} if bare else {"steepest": steepest}
-    (found,) = shortened([Direction(k, m, u, 0.1, contrast=11.0, **known)], graft)
+    unscaled = Bare(flat, 11.0) if bare else Steepest(steepest, 11.0)
+    (found,) = shortened([Direction(k, m, u, 0.1, unscaled=unscaled)], graft)
     shares = 0.5 * flat.norm(dim=(1, 2)) / u.norm(dim=(1, 2))
     torch.testing.assert_close(found.direction, k * (shares ** (1 - graft))[:, None, None], rtol=1e-12, atol=1e-12)
     if graft == 0:
@@ -87,8 +87,8 @@ def test_a_shortened_direction_shortens_each_component(graft: float, bare: bool)
         torch.testing.assert_close(found.direction[3], u[3], rtol=1e-12, atol=1e-12)
     elif graft == 1:
         assert found.direction is k
-    whole = found.bare * found.contrast if bare else found.direction * found.steepest[:, None, None]
-    torch.testing.assert_close(whole, flat * 11.0, rtol=1e-12, atol=1e-12)  # what the stretch begins with
+    (whole,) = at_largest([found])  # what the stretch begins with
+    torch.testing.assert_close(whole, flat * 11.0, rtol=1e-12, atol=1e-12)
 
 
 def test_directions_of_another_damping_are_not_shortened() -> None:
@@ -112,7 +112,7 @@ def test_the_rate_of_a_base_is_computed_once_in_a_step(monkeypatch: pytest.Monke
     monkeypatch.setattr(stack_algebra, "inners", lambda *given: (taken.append(1), inners(*given))[1])
     k, m, u = torch.randn(3, 6, 3, 2, dtype=torch.float64)
     u = u + 3 * m
-    d = Direction(k, m, u, 0.1, steepest=torch.full((6,), 2.0, dtype=torch.float64), contrast=11.0)
+    d = Direction(k, m, u, 0.1, unscaled=Steepest(torch.full((6,), 2.0, dtype=torch.float64), 11.0))
     (shorter,) = shortened([d], 0.5)
     (found,) = stretches([shorter])
     rate = (u * m).sum((1, 2)) / (m * m).sum((1, 2))
