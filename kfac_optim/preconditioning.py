@@ -45,6 +45,7 @@ class Preconditioner:
 
     def __init__(self, solver: Solver, inv_dtype: torch.dtype, stopwatch: StageTimes) -> None:
         self.solver, self.dtype, self.stopwatch = solver, torch.promote_types(inv_dtype, torch.float32), stopwatch
+        self._eigen = solver if isinstance(solver, EigenSolver) else None  # whose eqs. 11-13 are also applied in part
         self._stacks: list[Stack] = []
         self._storage: FlatStorage | None = None
         self._joint: tuple[list[Any], JointEigen] | None = None  # the decompositions that it was made of, and what was
@@ -111,8 +112,8 @@ class Preconditioner:
         Only when the damping has crossed a quarter octave (rounding down makes a resumed run decide alike), or the
         decompositions are new. What decides is read from the device once for all stacks.
         """
-        solver = self.solver
-        if not isinstance(solver, EigenSolver) or not solver.negligible:
+        solver = self._eigen
+        if solver is None or not solver.negligible:
             return
         floor = 2 ** (math.floor(4 * math.log2(value)) / 4)
         old = [s for s in stacks if s.decomposed is not None and (s.relevant is None or s.relevant[0] != floor)]
@@ -220,7 +221,7 @@ class Preconditioner:
     def _joint_of(self, stacks: Sequence[Stack]) -> JointEigen | None:
         """The decompositions of all stacks together, where launches count; then their matrices lie side by side."""
         tiles = [stack.current_tiles for stack in stacks]
-        if not isinstance(self.solver, EigenSolver) or not self._can_join(stacks, tiles):
+        if self._eigen is None or not self._can_join(stacks, tiles):
             self._storage = self._joint = None
             return None
         shapes = [stack.layout.shape for stack in stacks]

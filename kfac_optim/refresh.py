@@ -28,7 +28,7 @@ from .factor_owners import decomposed_spectra, shared_spectra
 from .jobs import FactorJob, RefreshInProgress, batch_of, together
 from .pacing import Pace
 from .precision import full_precision
-from .solvers import Batch, Decomposition, EigenSolver, MaybeDecomposition, Solver, Worker, damps_factors, decompose_all
+from .solvers import Batch, Decomposition, MaybeDecomposition, Solver, Spectral, Worker, damps_factors, decompose_all
 
 __all__ = ["Refresher"]
 
@@ -86,7 +86,7 @@ class Refresher:
             spread: Over how many steps to work it off; the first refresh is at once all the same.
             comm: The ranks.
         """
-        known = shared_spectra([] if isinstance(self.solver, EigenSolver) else blocks, "current", comm)
+        known = shared_spectra([] if isinstance(self.solver, Spectral) else blocks, "current", comm)
         value, damped = value_of(damping, step), blocks if damps_factors(self.solver) else []
         gammas = {block: value * damping.unit(block.factors("current", known.get(block))) for block in damped}
         if self.last_refresh is None or not spread:
@@ -121,7 +121,7 @@ class Refresher:
             refresh = RefreshInProgress(step, 0, "in_use")
             refresh.schedule([block for block in blocks if block.has_data("in_use")], comm.rank)
             for stale in (refresh, self.in_progress):
-                if stale is not None and not isinstance(self.solver, EigenSolver):
+                if stale is not None and not isinstance(self.solver, Spectral):
                     stale.add_spectra(shared_spectra(stale.blocks, stale.source, comm))
             self._work_off(refresh, step, comm)
 
@@ -179,7 +179,7 @@ class Refresher:
             self.frozen_at = refresh.start
         failed, found = self._exchange(refresh, comm)
         known = refresh.spectra
-        if isinstance(self.solver, EigenSolver):
+        if isinstance(self.solver, Spectral):
             known = decomposed_spectra(refresh.blocks, refresh.source, refresh.found, self.solver, self.inv_dtype, comm)
         for block, own in found:
             if refresh.source != "in_use":

@@ -16,7 +16,7 @@ in ``inv_dtype``, vectors and scalars (which carry the magnitude) in float32 at 
 
 Where to look::
 
-    protocol.py     what a solver is
+    protocol.py     what a solver is, and what the package may ask of it
     eigen.py        eqs. 11-13
     joint.py        the same for several stacks at once, where launches count
     inverse.py      eqs. 8-10
@@ -27,7 +27,7 @@ Where to look::
 from .decompose import BATCH_NUMEL, Batch, decompose_all, decompose_safely
 from .eigen import EigenSolver
 from .inverse import InverseSolver
-from .protocol import Decomposition, Failure, MaybeDecomposition, Shifting, Solver, damps_factors
+from .protocol import Decomposition, Failure, MaybeDecomposition, Shifting, Solver, Spectral, damps_factors
 from .worker import Worker
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "MaybeDecomposition",
     "Shifting",
     "Solver",
+    "Spectral",
     "Worker",
     "damps_factors",
     "decompose_all",
