@@ -263,8 +263,13 @@ class BuiltEngine(Config):
             "skipped_steps": self.skipped_steps,
             "skipped_batches": self._averaging.skipped_batches,
             **self._refresher.counters(),
-            **self._steering.counters(captured=self._capture.has_begun, alone=self.ranks.alone),
+            **self._steering.counters(**self._begun, alone=self.ranks.alone),
         }
+
+    @property
+    def _begun(self) -> dict[str, bool]:
+        """What a copy or a state can't take along of the step that has begun, but is to know of."""
+        return {"captured": bool(self._capture.statistics.sums), "served": bool(self._capture.frozen_passes)}
 
     def _compare(self, **more: Any) -> None:
         """Compares the ranks; what they have learned and rounded differently, all have as rank 0 (a collective).

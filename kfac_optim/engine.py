@@ -105,6 +105,8 @@ class CurvatureEngine(ViewedEngine):
         for block in () if self._refresher.pace.work else self.trained.blocks:  # until then nobody comes late
             block.note_trains()
         statistics, lessons = self._capture.take(), lessons or Lessons()
+        if self._capture.frozen_passes.take():
+            self._steering.opposition.note_served()
         captured_lost = self._steering.opposition.take_captured_lost()
         read = read_all(gradients, list(lrs), lessons, statistics.flags)
         moves = read.rate != 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TypeVar, Union
 
 from .checks import is_int, is_number, require_number
@@ -62,7 +62,7 @@ class growing:
 
     fraction: float = 0.1
     minimum: int = 5
-    most_work: float | None = None
+    most_work: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         allowed = ">= 0 and finite"
@@ -171,7 +171,7 @@ class forgetting:
 def _check_decay(schedule: exponential_decay | inverse_time_decay) -> None:
     owner = type(schedule).__name__
     require_number("steps", schedule.steps, "> 0", lambda x: x > 0, owner=owner)
-    for name in (field.name for field in fields(schedule) if field.name != "steps"):
+    for name in (each.name for each in fields(schedule) if each.name != "steps"):
         require_number(name, getattr(schedule, name), "finite", math.isfinite, owner=owner)
 
 

@@ -9,6 +9,7 @@ follows from how well that model predicted the loss. The mathematics is in :mod:
 from __future__ import annotations
 
 import functools
+import numbers
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -304,7 +305,7 @@ class _Closure:
 
     def __call__(self) -> Any:
         loss = self.closure()
-        if not isinstance(loss, Tensor | float | int):
+        if not isinstance(loss, Tensor | numbers.Real):  # NumPy's float32 is no float
             raise TypeError(f"step(closure): the closure returned {loss!r}: it must return the loss, after backward()")
         self.first = float(torch.as_tensor(loss).detach())
         return loss

@@ -169,7 +169,7 @@ class StatefulEngine(BuiltEngine):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the model; hooks, scaler, communicator and what is captured stay behind."""
         state = {key: value for key, value in self.__dict__.items() if key not in _LEFT_BEHIND}
-        return {**state, "communicator": None, "captured": self._capture.has_begun}
+        return {**state, "communicator": None, **self._begun}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._take_over(state, joins=True)
@@ -184,15 +184,17 @@ class StatefulEngine(BuiltEngine):
 
     def _take_over(self, state: dict[str, Any], *, joins: bool = False, **own: Any) -> None:
         """Goes on from :meth:`__getstate__`, with attributes of its own; ``joins``: among the ranks of this process."""
-        captured = state.pop("captured")
+        begun = {key: state.pop(key) for key in ("captured", "served")}
         self.__dict__.update(state, _owner=None, grad_scaler=None, **own)
         # A model that holds its optimizer is copied with it, and has nothing yet to put hooks on.
-        when_whole(self.trained.roots, functools.partial(self._come_to_life, captured=captured, joins=joins))
+        when_whole(self.trained.roots, functools.partial(self._come_to_life, **begun, joins=joins))
 
-    def _come_to_life(self, *, captured: bool, joins: bool) -> None:
+    def _come_to_life(self, *, captured: bool, served: bool, joins: bool) -> None:
         self._restore()
         if captured:
             self._steering.opposition.note_captured_lost()
+        if served:
+            self._steering.opposition.note_served()
         if joins:
             self._join_ranks(self.ranks.after_unpickling())
 

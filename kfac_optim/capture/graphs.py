@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -17,22 +17,20 @@ def nodes_behind(node: Any) -> list[tuple[int, Any]]:
     return [(number, after) for number, (after, _) in enumerate(node.next_functions) if after is not None]
 
 
-def leaves_reached(starts: Iterable[Any], without: Collection[Edge] = ()) -> set[Tensor]:
+def leaves_reached(starts: Iterable[Any], without: Collection[Edge] = ()) -> Iterator[Tensor]:
     """The leaves, parameters for the most part, that a backward pass from some nodes reaches.
 
     Args:
         starts: The nodes; None, as of tensors without a graph, is left out.
         without: Edges that are not followed.
     """
-    found: set[Tensor] = set()
     nodes = {node for node in starts if node is not None}
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
         if (leaf := getattr(node, "variable", None)) is not None:
-            found.add(leaf)
+            yield leaf
         for number, after in nodes_behind(node):
             if after not in nodes and (node, number) not in without:
                 nodes.add(after)
                 waiting.append(after)
-    return found

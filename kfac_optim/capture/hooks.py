@@ -62,7 +62,7 @@ class Capture:
         specs: Per layer the shapes of A and G.
         dtype: Precision of the moments.
         stage: Name of a stage -> context manager that times it.
-        on_thrown_away: Called before a step if captured gradients were removed, or frozen layers have served others.
+        on_thrown_away: Called when gradients whose passes were captured are removed before a step.
     """
 
     def __init__(
@@ -83,7 +83,8 @@ class Capture:
         self.enabled = False
         self._left_out, self._on_thrown_away = left_out, on_thrown_away
         self._loss_terms = loss_terms
-        self._calls, self._uses, self._frozen = ModelCalls(), WeightUses(self.layers), FrozenPasses()
+        self._calls, self._uses = ModelCalls(), WeightUses(self.layers)
+        self.frozen_passes = FrozenPasses(self.layers)
         self._recorder = Recorder(self.layers, specs, dtype, stage)
         self._passes = BackwardPasses(self._recorder, on_thrown_away)
         self._sampling = None if fisher is None else SampledBackward(fisher, rank, self._recorder, self._passes)
@@ -96,11 +97,6 @@ class Capture:
     def statistics(self) -> StepStatistics:
         """The statistics of this step so far."""
         return self._passes.statistics
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether passes of this step were captured, or seen while layers were frozen."""
-        return bool(self.statistics.sums or self._frozen)
 
     def prepare(self, *, step: int, enabled: bool, fraction: float, grad_scaler: torch.amp.GradScaler | None) -> None:
         """Sets what the coming step captures.
@@ -155,8 +151,6 @@ class Capture:
         """
         self._calls.require_alone()
         self._passes.require_alone()
-        if self._frozen.take(self.statistics.sums):
-            self._on_thrown_away()
         statistics, hidden = self._passes.take(), self._passes.hidden
         self.forget()
         self._compiled.finish_running_call()
@@ -224,7 +218,10 @@ class Capture:
 
     def _on_model_call_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         call = self._calls.leave(module)
-        if call is None or (output is None and sys.exc_info()[0] is not None):  # hooks run while an exception goes by
+        if call is None:
+            return
+        if output is None and sys.exc_info()[0] is not None:  # hooks run while an exception goes by
+            self._uses.forget_calls()
             return
         call.finish(self._loss_terms.count(args, kwargs, output))
         if torch.compiler.is_compiling():
@@ -269,14 +266,11 @@ class Capture:
     ) -> Tensor | None:
         """A layer was called. Returns what takes the place of the output in a graph that is being traced."""
         a = args[0] if args else next(iter(kwargs.values()), None)
-        if index in self._left_out or not torch.is_grad_enabled():
+        if index in self._left_out or not (torch.is_grad_enabled() and self.layers[index].weight.requires_grad):
             return None
         if not (isinstance(output, Tensor) and output.requires_grad and isinstance(a, Tensor)):
             return None
         a = own_part(a)  # tensor parallelism: of the columns that this rank has, all or its own
-        if not self.layers[index].weight.requires_grad:
-            self._frozen.note_call(index, self._calls.current, a)
-            return None
         if projection is None and not _is_local(self.layers[index], a, output):
             return None
         if torch.compiler.is_compiling():
@@ -284,6 +278,9 @@ class Capture:
         if torch._C._functorch.is_functorch_wrapped_tensor(output):
             self._await_hidden(index, output)
             return None
+        call, result = self._calls.current, own_result(output)
+        if call is not None and not in_backward():
+            self._uses.note_call(index, result)
         if a.is_nested:  # positions of examples of different lengths, one after the other
             layer = self.layers[index]
             if not (isinstance(layer, LinearLayer) and layer.sharing == "expand"):
@@ -293,13 +290,9 @@ class Capture:
             a = a.to_dense()
         if output.numel() == 0:  # an expert to which no token was routed: nothing was seen
             return None
-        call = self._calls.current
         if self._sampling is not None and (call is None or in_backward()):
             return None
-        result = own_result(output)
         layer_call = self._recorder.observe(index, use, a, output, projection, result)
-        if call is not None and not in_backward():
-            self._uses.note_call(index, result)
         if self._sampling is not None and call is not None:
             # The edge, not the tensor: after an in-place activation the tensor stands for the activation's output.
             call.await_gradient(layer_call, torch.autograd.graph.get_gradient_edge(result))
@@ -371,11 +364,13 @@ class Hook:
 
 
 class _FirstHook(Hook):
-    """The first hook of a module, which also refuses CUDA graph capture, in every step."""
+    """The first hook of a module, which also refuses CUDA graph capture and looks for frozen layers, in every step."""
 
     def __call__(self, *args: Any) -> Any:
         if self.capture is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             refuse_cuda_graphs()
+            if self.method == "_on_layer_call" and (capture := self.capture()) is not None:
+                capture.frozen_passes.note_call(self.args[0], *args[1:3])
         return super().__call__(*args)
 
 

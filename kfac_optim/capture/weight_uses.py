@@ -7,6 +7,7 @@ operations. Each layer is looked at once, in the first call of the model that it
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -44,7 +45,14 @@ class WeightUses:
     def note_call(self, index: int, result: Tensor) -> None:
         """A layer was called, with this result."""
         if index not in self._looked_at and is_used_itself(self._layers[index]):
-            self._results.setdefault(index, []).append(torch.autograd.graph.get_gradient_edge(result).node)
+            node = torch.autograd.graph.get_gradient_edge(result).node
+            node.register_prehook(functools.partial(self._on_derivative, index))
+            self._results.setdefault(index, []).append(node)
+
+    def _on_derivative(self, index: int, gradients: Any) -> None:
+        """A backward pass within the model, as from an energy to forces: its graph, too, uses the weight."""
+        self._looked_at.add(index)
+        self._results.pop(index, None)
 
     def look(self, output: Any) -> None:
         """The model has returned: names the layers whose weights it has used beside their calls, in one warning."""
@@ -60,7 +68,7 @@ class WeightUses:
             if None not in edges:  # else the graph does not show the layer's own use: a checkpoint, FSDP2
                 known.update(edge for edge in edges if edge is not None)
                 weights[weight] = index
-        found = leaves_reached((tensor.grad_fn for tensor in tensors_in(output)), known)
+        found = set(leaves_reached((tensor.grad_fn for tensor in tensors_in(output)), known))
         self._warn(sorted(weights[weight] for weight in found if weight in weights))
 
     def _warn(self, layers: Iterable[int]) -> None:
@@ -81,21 +89,21 @@ def _edge_to(weight: nn.Parameter, node: Any) -> Edge | None:
     """The edge by which a layer uses its weight, found from the node of its result; None if there is none."""
     for _ in range(MOST_RESHAPES):
         leaves = {number: _leaf(after) for number, after in nodes_behind(node)}
-        for number, leaf in leaves.items():
-            if leaf is weight:
-                return node, number
-        further = [after for number, after in nodes_behind(node) if leaves[number] is None]  # not the bias
+        own = [(reshapes, number) for number, (leaf, reshapes) in leaves.items() if leaf is weight]
+        if own:  # the nearest one: the input may come from the weight alone, by an earlier call
+            return node, min(own)[1]
+        further = [after for number, after in nodes_behind(node) if leaves[number][0] is None]  # not the bias
         if len(further) != 1:
             return None
         node = further[0]
     return None
 
 
-def _leaf(node: Any) -> Tensor | None:
-    """The parameter that a node stands for, perhaps by casts and reshapes of it."""
-    for _ in range(MOST_RESHAPES):
+def _leaf(node: Any) -> tuple[Tensor | None, int]:
+    """The parameter that a node stands for, perhaps by casts and reshapes of it, and how many of these there are."""
+    for reshapes in range(MOST_RESHAPES):
         behind = nodes_behind(node)
         if len(behind) != 1:
-            return getattr(node, "variable", None)
+            return getattr(node, "variable", None), reshapes
         node = behind[0][1]
-    return None
+    return None, MOST_RESHAPES

@@ -177,6 +177,13 @@ class Opposition:
         """Captured gradients are thrown away."""
         self._captured_lost = True
 
+    def note_served(self) -> None:
+        """The network was frozen since the last step, and others have trained through it.
+
+        As if both kinds of gradients had been thrown away: it may take several steps for one of the other network's.
+        """
+        self._captured_lost = self._added_lost = True
+
     def take_captured_lost(self) -> bool:
         """Whether captured gradients were thrown away before this step, whether or not it is taken."""
         lost, self._captured_lost = self._captured_lost, False
@@ -215,13 +222,14 @@ class Opposition:
         """
         return self.opposes is False and not (OPPONENTS.exist_for(self) if alone else self.all_see_opponents)
 
-    def counters(self, *, captured: bool, alone: bool) -> dict[str, float]:
+    def counters(self, *, captured: bool, served: bool, alone: bool) -> dict[str, float]:
         """Its part of the saved counters.
 
         Gradients are not saved. Whoever goes on from there has lost those of the passes since the last step.
 
         Args:
             captured: Whether some of them are captured.
+            served: Whether others have trained through the network since, while it was frozen.
             alone: Whether there is one rank. Of several the state is the same, whatever each has seen since they last
                 told each other: an opponent is taken to have lost gradients again.
         """
@@ -229,8 +237,8 @@ class Opposition:
             "opposes": -1 if self.opposes is None else int(self.opposes),
             "suspected": int(self.suspected),
             "throws": self.throws,
-            "captured_lost": int((captured or self._captured_lost) if alone else bool(self.opposes)),
-            "added_lost": int(alone and self._added_would_be_lost),
+            "captured_lost": int((captured or served or self._captured_lost) if alone else bool(self.opposes)),
+            "added_lost": int(alone and (served or self._added_would_be_lost)),
             "all_see_opponents": int(self.all_see_opponents),
         }
 

@@ -135,9 +135,9 @@ class Steering:
             last_brake=self.brake.last,
         )
 
-    def counters(self, *, captured: bool, alone: bool) -> dict[str, float]:
+    def counters(self, *, captured: bool, served: bool, alone: bool) -> dict[str, float]:
         """Its part of the saved counters; see :meth:`~kfac_optim.steering.opponents.Opposition.counters`."""
-        opposition = self.opposition.counters(captured=captured, alone=alone)
+        opposition = self.opposition.counters(captured=captured, served=served, alone=alone)
         known = {name: value for part in self._counted for name, value in part.counters().items()}
         return {**known, **opposition}
 

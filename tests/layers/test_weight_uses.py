@@ -99,6 +99,49 @@ def test_a_use_within_a_checkpoint_is_seen_where_the_graph_shows_it() -> None:
         assert named(net, CurvatureEngine(net, factor_update_steps=1)) == names
 
 
+class Shared(nn.Module):
+    """A layer that is called twice, on an input that no parameter has made: the second time it makes its own input."""
+
+    def __init__(self, layer: nn.Module, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.between = layer, between
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(self.between(self.layer(x)))
+        return y
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("between", [lambda h: h, F.relu])
+@pytest.mark.parametrize("layer", [nn.Linear, nn.Conv1d, nn.LayerNorm])
+def test_a_layer_whose_input_comes_from_its_own_weight_alone(layer: Any, between: Any, autocast: bool) -> None:
+    sizes = {nn.Linear: (4, 4), nn.Conv1d: (4, 4, 1), nn.LayerNorm: (4,)}[layer]
+    model = Shared(layer(*sizes, bias=False), between)
+    engine = CurvatureEngine(model, factor_update_steps=1)
+    with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        warnings.simplefilter("error")
+        model(torch.randn(2, 4, 4))
+    assert "used beside" not in repr(engine)
+
+
+def test_a_call_on_nothing_is_no_other_use() -> None:
+    """An expert may get no token in one of its calls."""
+    net = Net(lambda net, h: h + net.plain(h[:0]).sum())
+    assert not named(net, CurvatureEngine(net, factor_update_steps=1))
+
+
+def test_derivatives_within_the_model_are_no_other_use() -> None:
+    """Such as forces, which are those of an energy."""
+
+    def forces(net: Net, h: Tensor) -> Tensor:
+        x = torch.randn(3, 4, requires_grad=True)
+        energy = net.biased(torch.sin(net.plain(x))).square().sum()
+        return h.sum() + torch.autograd.grad(energy, x, create_graph=True)[0].square().sum()
+
+    net = Net(forces)
+    assert not named(net, CurvatureEngine(net, factor_update_steps=1))
+
+
 def test_an_interrupted_call_leaves_no_graph_behind() -> None:
     def fail(net: Net, h: Tensor) -> Tensor:
         raise ArithmeticError
@@ -107,6 +150,7 @@ def test_an_interrupted_call_leaves_no_graph_behind() -> None:
     engine = CurvatureEngine(net, factor_update_steps=1)
     with pytest.raises(ArithmeticError):
         net(TOKENS)
+    assert not engine._capture._uses._results, "the next call may never come"
     net.use = lambda net, h: h @ net.tokens.weight.T
     assert named(net, engine) == "'tokens'"
     net.use = USES["scale"][0]

@@ -594,6 +594,19 @@ def test_steps_with_nothing_to_see_change_nothing() -> None:
     assert_trained(model, before)
 
 
+def test_a_closure_may_return_a_number_of_numpy_s() -> None:
+    model, optimizer = make()
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(torch.ones(2, 4)), torch.zeros(2, 3))
+        if loss.requires_grad:
+            loss.backward()
+        return loss.detach().float().numpy()[()]  # float32, which is no float of Python's
+
+    assert float(optimizer.step(closure)) > 0
+
+
 def test_a_closure_has_to_return_the_loss() -> None:
     model, optimizer = make()
     with pytest.raises(TypeError, match="the closure returned None: it must return the loss"):

@@ -582,11 +582,16 @@ def test_players_may_be_stretched_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("zeroed", [True, False])
-@pytest.mark.parametrize(("covered", "critic_steps"), [(False, 1), (True, 3), (True, 5)])
+@pytest.mark.parametrize(
+    ("covered", "critic_steps", "frozen"),
+    [(False, 1, False), (True, 3, False), (True, 5, False), (True, 1, True), (True, 3, True), (True, 5, True)],
+)
 def test_a_discriminator_is_known_by_what_is_added_to_its_last_gradients(
-    covered: bool, critic_steps: int, zeroed: bool
+    covered: bool, critic_steps: int, frozen: bool, zeroed: bool
 ) -> None:
     """Also if none of its layers is preconditioned, or if it takes several steps for one of the generator's.
+
+    Where it is frozen for the generator's steps nothing is added, but it is seen in every step to serve.
 
     A resumed or pickled pair knows it at once.
     """
@@ -603,9 +608,11 @@ def test_a_discriminator_is_known_by_what_is_added_to_its_last_gradients(
             theirs.zero_grad(set_to_none=not zeroed)
             nn.functional.softplus(discriminator(torch.randn(6, 2))).mean().backward()
             theirs.step()
+        discriminator.requires_grad_(not frozen)
         ours.zero_grad(set_to_none=not zeroed)
         nn.functional.softplus(-discriminator(generator(torch.randn(6, 3)))).mean().backward()
         ours.step()
+        discriminator.requires_grad_(True)
 
     for _ in range(12):
         play(models, ours, theirs)
