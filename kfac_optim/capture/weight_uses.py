@@ -39,7 +39,7 @@ class WeightUses:
         self._results: dict[int, list[Any]] = {}
 
     def forget_calls(self) -> None:
-        """A call of the model begins; an interrupted one may have left its graph behind."""
+        """A call of the model begins, or was interrupted: lets go of the graph of the last one."""
         self._results = {}
 
     def note_call(self, index: int, result: Tensor) -> None:
