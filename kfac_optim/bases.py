@@ -30,23 +30,21 @@ from torch import Tensor, nn
 from .distributed import any_sharded, is_sharded, summed_over_shards
 from .flat_storage import Tensors, is_launch_bound
 from .lamb import debiasing
+from .rates import Scalar, rate_of
 from .state_keys import GRADIENT_WEIGHT, MOMENT
 
 __all__ = [
     "Bucket",
     "BaseStep",
-    "Scalar",
     "Member",
     "base_step",
     "bias_correction",
-    "common_rate",
     "gradient_weight_tracked",
     "gradients_of",
     "keep_first_moments",
     "keeps_first_moment",
     "members_of",
     "multiplied",
-    "rate_of",
     "refuse_base",
     "subtract_",
     "update_length",
@@ -55,8 +53,6 @@ __all__ = [
 
 # Classes of torch that shrink the weights by lr * weight_decay beside their update; Muon is not in every version.
 _DECOUPLED = tuple(getattr(torch.optim, name) for name in ("AdamW", "Adafactor", "Muon") if hasattr(torch.optim, name))
-
-Scalar = float | Tensor  # 0-dim where only the device knows the number
 
 
 def refuse_base(cls: type, step: Callable[..., Any]) -> None:
@@ -172,7 +168,7 @@ def base_step(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], befor
     Args:
         optimizer: The optimizer, after its step.
         members: The parameters of interest, with their states after it.
-        before: Their weights before it.
+        before: What :func:`weights_before` has found before it.
     """
     moments_of: dict[nn.Parameter, Tensor] = {}
     updates_of: dict[nn.Parameter, Tensor] = {}
@@ -192,7 +188,7 @@ def _take_apart(optimizer: torch.optim.Optimizer, bucket: Bucket, before: Tensor
     descent: Tensors = torch._foreach_neg(gradients) if group.get("maximize") else gradients
     moments = _first_moments(bucket, descent)
     decayed = before
-    if group.get("weight_decay"):
+    if group.get("weight_decay") and not _is_decoupled(optimizer, group):
         shares = [_decay(optimizer, group, m.state) for m in bucket]
         in_moment, in_update = (list(share) for share in zip(*shares, strict=True))
         known, share = not any(isinstance(of_one, Tensor) for of_one in in_moment), in_moment[0]
@@ -227,22 +223,6 @@ def _first_moments(bucket: Bucket, descent: Tensors) -> Tensors:
         return [state["exp_avg"] for state in states]
     buffers = [state["momentum_buffer"] for state in states]
     return torch._foreach_add(descent, buffers, alpha=group["momentum"]) if group.get("nesterov") else buffers
-
-
-def rate_of(group: Mapping[str, Any]) -> Scalar:
-    """The learning rate of a group, 0-dim if it is a tensor; 1 where the class has none, or finds it itself (None)."""
-    rate: Scalar | None = group.get("lr")
-    if isinstance(rate, Tensor):
-        return rate.view(()) if rate.dim() else rate
-    return 1.0 if rate is None else rate
-
-
-def common_rate(rates: Sequence[Scalar]) -> Scalar | None:
-    """The one learning rate that all of these are; None: there are several, or only the device knows."""
-    first = rates[0]
-    known = not isinstance(first, Tensor)  # to compare a tensor would be to wait for its device
-    same = all(rate is first or known and not isinstance(rate, Tensor) and rate == first for rate in rates)
-    return first if same else None
 
 
 def keep_first_moments(members: Sequence[Bucket], decay: float) -> None:
@@ -298,6 +278,11 @@ def update_length(
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 
+def _is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether weights shrink by ``lr * weight_decay`` of themselves, and moments have nothing of it."""
+    return bool(group.get("decoupled_weight_decay")) or isinstance(optimizer, _DECOUPLED)
+
+
 def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[str, Any]) -> tuple[Scalar, Scalar]:
     """The weight decay contained in a parameter's first moment and in its update, as multiples of the weight.
 
@@ -314,8 +299,6 @@ def _decay(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[
     if isinstance(optimizer, torch_optimizer.Lamb):
         ratio = 1.0 if optimizer.adam else state["trust_ratio"]
         return 0.0, lr * debiasing(optimizer, group, state) * ratio * decay
-    if group.get("decoupled_weight_decay") or isinstance(optimizer, _DECOUPLED):
-        return 0.0, lr * decay
     if isinstance(optimizer, torch.optim.Adam):
         steps = state["step"]
         if not (isinstance(steps, Tensor) and steps.device.type != "cpu"):
@@ -334,13 +317,25 @@ def bias_correction(beta: float, steps: float | Tensor) -> Scalar:
     return -torch.expm1(steps * math.log(beta)) if beta else 1.0  # float32 would round 1 - beta^steps
 
 
-def weights_before(members: Sequence[Bucket]) -> list[Tensors]:
-    """Copies of the weights before the step; under SGD without decay, which needs none, the weights themselves."""
+def weights_before(optimizer: torch.optim.Optimizer, members: Sequence[Bucket]) -> list[Tensors]:
+    """Copies of the weights before the step, less the decay that the step takes off them apart from its update.
+
+    Under SGD without decay, which needs no copies, the weights themselves.
+    """
     before: list[Tensors] = []
     for bucket in members:
         params: list[Tensor] = [m.p for m in bucket]
-        unused = bucket[0].is_sgd and not bucket[0].group["weight_decay"]
-        before.append(params if unused else torch._foreach_mul(params, 1.0))
+        group = bucket[0].group
+        kept: Scalar = 1.0
+        decay = group.get("weight_decay") or 0.0
+        if decay and _is_decoupled(optimizer, group):
+            kept = 1 - rate_of(group) * decay
+        if bucket[0].is_sgd and not decay:
+            before.append(params)
+        elif isinstance(kept, Tensor):
+            before.append(multiplied(params, [1.0] * len(params), kept))
+        else:
+            before.append(torch._foreach_mul(params, kept))
     return before
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .bases import Scalar
 from .distributed import ShardExchange, any_sharded, gathered, sharded_like
 from .flat_storage import flat_view
 from .layout import Layout, Part
+from .rates import Scalar
 from .stack_algebra import Direction, length_of_updates
 
 __all__ = ["Directions", "Maker", "StackedDirection", "StepVectors", "by_parameter"]

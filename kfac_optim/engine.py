@@ -41,12 +41,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .bases import Scalar
 from .capture import TakenStatistics
 from .checks import is_int, require_number
 from .config import describe, signature
 from .directions import Directions, StepVectors, by_parameter
 from .distributed import AssignmentStrategy, LocalCommunicator, full_gradient, set_full_gradient_
+from .rates import Scalar
 from .scaling import traits_of
 from .schedules import due
 from .steering import Lessons, Signs, WeightWatch, compares_weights, read_all

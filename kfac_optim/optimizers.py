@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from .bases import Bucket, Scalar, common_rate, gradients_of, members_of, rate_of, refuse_base
+from .bases import Bucket, gradients_of, members_of, refuse_base
 from .config import options as engine_options
 from .config import refuse_unknown, signature
 from .damping import OfLargest
@@ -24,6 +24,7 @@ from .directions import by_parameter
 from .distributed import derived_from_by_horovod, join_hook, notify_join_context, register_joinable, share_gradients
 from .engine import CurvatureEngine
 from .lamb import MultiTensorLamb
+from .rates import Scalar, common_rate, rate_of
 from .saved_state import saved_form, saved_parts, take_saved_form, with_checksums
 from .schedules import forgetting, growing, inverse_time_decay
 from .solvers import EigenSolver

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bases import Scalar, common_rate
 from .blocks import Block
 from .damping import Damping, OfLargest, value_of
 from .diagnostics import StageTimes, communicating
@@ -21,6 +20,7 @@ from .distributed import Broadcast, Communicator
 from .flat_storage import FlatStorage, is_launch_bound, scale_pairs
 from .layout import fill_all
 from .precision import without_autocast
+from .rates import Scalar, common_rate
 from .scaling import Scaling, traits_of
 from .shard_routing import exchanged_blocks, gathered_vectors
 from .solvers import Decomposition, EigenSolver, Solver

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .bases import Bucket, gradients_of, rate_of
+from .bases import Bucket, gradients_of
 from .capture import Fisher, RandomState, Replay, frozen
 from .capture.fisher import FisherProducts, TargetCheck
 from .checks import is_positive, require_number
@@ -28,6 +28,7 @@ from .distributed import is_sharded
 from .objective import Objective
 from .optimizers import KFACMixin
 from .quadratic import LevenbergMarquardt, SecantCheck
+from .rates import rate_of
 from .schedules import growing
 from .state_keys import LAST_UPDATE
 

@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from .bases import (
     BaseStep,
     Bucket,
-    Scalar,
     base_step,
     gradient_weight_tracked,
     keep_first_moments,
     multiplied,
-    rate_of,
     subtract_,
     update_length,
     weights_before,
@@ -32,6 +30,7 @@ from .bases import (
 from .directions import Directions, Maker
 from .engine import CurvatureEngine
 from .flat_storage import flat_view
+from .rates import Scalar, rate_of
 from .state_keys import CHANGE, DESCENT, LENGTH, MOMENT, OF_STEP, STRETCH, TURN, forget, kept_states
 from .steering import (
     Compared,
@@ -78,7 +77,7 @@ def take_turned_step(
             state.pop(key, None)
     repeats = plan.repeats and _can_repeat(engine, plan, covered)
     computes = plan.computes and not repeats
-    before = weights_before(covered) if computes else []
+    before = weights_before(optimizer, covered) if computes else []
     with gradient_weight_tracked(optimizer, covered):
         take_base_step()
     if plan.learns or computes:
