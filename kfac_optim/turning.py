@@ -112,14 +112,14 @@ def _turn_and_stretch(
     of_stacks, trust = shortened(directions.scaled, plan.graft), plan.trust
     length = update_length(covered, list(base.updates.values()), lambda: directions.update_length(base.updates))
     braked = None if length is None else brake_of(length, plan.usual_length)
-    makers: dict[str, Maker] = (
-        {CHANGE: lambda out: changes_at(of_stacks, trust, braked, plan.graft, out)} if trust > 0 else {}
-    )
-    makers[TURN] = lambda out: turns(of_stacks, out)
+    makers: dict[str, Maker] = {TURN: lambda out: turns(of_stacks, out)}
+    whole = trust == 1 and braked is None  # then the change is all of the turn
+    if trust > 0 and not whole:
+        makers[CHANGE] = lambda out: changes_at(of_stacks, trust, braked, plan.graft, out)
     if plan.stretches:
         makers[STRETCH] = lambda out: stretches(of_stacks, out)
     judged = directions.several_laid_out(makers)
-    turned = _changes_of(covered, judged.pop(CHANGE, {}))
+    turned = _changes_of(covered, judged[TURN] if whole else judged.pop(CHANGE, {}))
     _subtract(turned)
     if STRETCH in judged:
         stretched = _changes_of(covered, judged[STRETCH])
