@@ -25,9 +25,8 @@ from .damping import Damping, value_of
 from .diagnostics import StageTimes, communicating
 from .distributed import Broadcast, Communicator
 from .factor_owners import decomposed_spectra, shared_spectra
-from .jobs import FactorJob, RefreshInProgress, batch_of, together
+from .jobs import RefreshInProgress, batch_of, together
 from .pacing import Pace
-from .precision import full_precision
 from .solvers import Batch, Decomposition, MaybeDecomposition, Solver, Spectral, Worker, damps_factors, decompose_all
 
 __all__ = ["Refresher"]
@@ -147,14 +146,10 @@ class Refresher:
         if not refresh.ends(step):
             refresh.start_background(lambda job: self._decompose_in_background(*batch([job]).make()))
         jobs_due = refresh.due(step)
-        batches: dict[str, list[list[FactorJob]]] = {}
-        for jobs in together([job for job in jobs_due if not refresh.is_running(job)]):
-            batches.setdefault(jobs[0][0].layer.weight.device.type, []).append(jobs)
-        for device_type, alike in batches.items():
-            with full_precision(device_type):
-                results = _decompose(self.solver, self.inv_dtype, [batch(jobs) for jobs in alike])
-            for jobs, found in zip(alike, results, strict=True):
-                refresh.finish(jobs, found)
+        alike = together([job for job in jobs_due if not refresh.is_running(job)])
+        results = _decompose(self.solver, self.inv_dtype, [batch(jobs) for jobs in alike])
+        for jobs, found in zip(alike, results, strict=True):
+            refresh.finish(jobs, found)
         for job in jobs_due:
             if refresh.is_running(job):
                 refresh.collect(job)
