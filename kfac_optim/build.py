@@ -45,7 +45,6 @@ class BuiltEngine(Config):
         self.skipped_steps = 0
         self.last_statistics: int | None = None
         self._steps_taken = 0  # by this object, not by the run that it resumes
-        self._first_step_seen = False
         self._is_noop = False  # the step in progress changes nothing; see update()
         self._closed = False
         self._owner: weakref.ref[Any] | None = None
@@ -193,7 +192,7 @@ class BuiltEngine(Config):
             RuntimeError: If the parameters are no weights of the model, or no matrices any more, or those of a layer
                 have been replaced in the model alone.
         """
-        if not self._closed and self.trained.follow(parameters, first=not self._first_step_seen):
+        if not self._closed and self.trained.follow(parameters, first=not self._steps_taken):
             self._renew_layers()
 
     def _renew_layers(self) -> None:
@@ -238,10 +237,9 @@ class BuiltEngine(Config):
     def _prepare_ranks(self) -> None:
         """Before anything is read or sent: torch.distributed may be up by now, and sub-groups have to exist."""
         refuse_cuda_graphs()
-        first, self._first_step_seen = not self._first_step_seen, True
         late_communicator = self.ranks.late_communicator()
         if late_communicator is not None:
-            if not first and any(block.has_data() for block in self.trained.blocks):  # not loaded, nor of a dry step
+            if self._steps_taken and any(block.has_data() for block in self.trained.blocks):  # not loaded
                 raise RuntimeError(
                     "torch.distributed was initialised after the first steps of this optimizer, in which each rank has "
                     "learned on its own: build the optimizer after init_process_group() and load the state_dict(), or "

@@ -246,7 +246,7 @@ class CurvatureEngine(ViewedEngine):
     def _skip(self) -> None:
         """Ends a step that is not taken, and still sends what other ranks may be waiting for."""
         self._restart_for_new_layers()
-        self._preconditioner.send_zeros(self.trained.blocks, self.scaling, self.comm)
+        self.skip_directions()
         self._prepare_statistics()
 
     def _take_up(
