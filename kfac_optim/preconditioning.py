@@ -116,7 +116,7 @@ class Preconditioner:
         if solver is None or not solver.negligible:
             return
         floor = 2 ** (math.floor(4 * math.log2(value)) / 4)
-        old = [s for s in stacks if s.decomposed is not None and (s.relevant is None or s.relevant[0] != floor)]
+        old = [s for s in stacks if s.tiles and (s.relevant is None or s.relevant[0] != floor)]
         given = [(*t.decomposed, (floor * s.damping_unit).to(self.dtype)) for s in old for t in s.tiles]
         counts = [solver.count_relevant(*of_tile) for of_tile in given]
         found = iter(torch.cat([count.to(counts[0].device) for count in counts]).tolist() if counts else ())
@@ -243,7 +243,7 @@ class Preconditioner:
     def _of_one(self, stack: Stack, gamma: Tensor, vectors: StepVectors) -> tuple[Tensor, Tensor, Tensor]:
         """As :meth:`_of_all`, for one stack whose matrices have storage of their own."""
         gradient = stack.layout.fill(vectors.given, self.dtype)
-        if stack.decomposed is not None:
+        if stack.tiles:
             direction = precondition(self.solver, gradient, stack.current_tiles, gamma)
         else:  # buffer for the direction that a gradient worker will send
             direction = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)

@@ -16,7 +16,6 @@ from .flat_storage import are_adjacent, is_launch_bound, needs_own_launch
 from .grouping import grouped_by_key
 from .layers import KroneckerLayer
 from .layout import Layout
-from .solvers import Decomposition
 from .tiles import Tile, tiles_of
 
 __all__ = ["Stack", "layer_of_pair", "stack_key", "stack_of", "stacks_of"]
@@ -34,27 +33,25 @@ class Stack:
 
     Attributes:
         blocks: The layers' blocks.
-        decomposed: The decompositions of A and G; None where another rank preconditions.
+        tiles: The parts of the stack's matrices, each with decompositions of one block of A and of one of G; none where
+            another rank preconditions.
         damping_unit: What gamma is a multiple of, for each pair, ``[p]``.
         layer_of_pair: See :class:`~kfac_optim.stack_algebra.Direction`.
-        tiles: The parts of the stack's matrices, each with decompositions of one block of A and of one of G.
         relevant: A damping, and the tiles with what matters of their decompositions at it; None: not yet computed.
         layout: Where the parameters lie in the stack's matrices.
         singles: Stacks of single blocks, of steps in which others of the stack have no vector.
     """
 
     blocks: list[Block]
-    decomposed: tuple[Decomposition, Decomposition] | None
+    tiles: list[Tile]
     damping_unit: Tensor
     layer_of_pair: Tensor | None
-    tiles: list[Tile] = field(init=False)
     relevant: tuple[float, list[Tile]] | None = None
     layout: Layout = field(init=False)
     singles: dict[Block, Stack] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.layout = Layout(self.layers)
-        self.tiles = [] if self.decomposed is None else tiles_of(self.decomposed, self.blocks[0].specs)
 
     @property
     def layers(self) -> list[KroneckerLayer]:
@@ -120,14 +117,13 @@ def stack_of(blocks: list[Block], damping: Damping) -> Stack:
     damping_unit = _cat([block.damping_unit(damping) for block in blocks])
     decomposed = [block.decomposed for block in blocks if block.decomposed is not None]
     if not decomposed:
-        return Stack(blocks, None, damping_unit, of_pair)
+        return Stack(blocks, [], damping_unit, of_pair)
     whole = [tuple(_cat(parts) for parts in zip(*side, strict=True)) for side in zip(*decomposed, strict=True)]
-    stack = Stack(blocks, (whole[0], whole[1]), damping_unit, of_pair)
     sizes = ([block.specs[side].matrices for block in blocks] for side in range(2))
     views = [zip(*(part.split(n) for part in side), strict=True) for side, n in zip(whole, sizes, strict=True)]
     for block, in_a, in_g in zip(blocks, *views, strict=True):
         block.share_storage((in_a, in_g))
-    return stack
+    return Stack(blocks, tiles_of((whole[0], whole[1]), blocks[0].specs), damping_unit, of_pair)
 
 
 def stack_key(known: Sequence[Block], damping: Damping) -> Any:
