@@ -47,13 +47,15 @@ _COMPILED = (
 class LayerCall:
     """One call of a layer, whose output gradient is awaited: the layer's index, the module and what it saw.
 
-    ``shape``: that of the output, where its gradient comes in another one.
+    ``subsample`` selects the examples that were looked at from the output gradient. ``shape``: that of the output,
+    where its gradient comes in another one.
     """
 
     index: int
     module: nn.Module
     observation: Observation
-    shape: torch.Size | None = None
+    subsample: Callable[[Tensor], Tensor]
+    shape: torch.Size | None
 
 
 def positions_of(nested: Tensor) -> Tensor:
@@ -130,8 +132,8 @@ class Recorder:
             more = {"call": projection, "share": seen.numel() / a.numel()} if packed else {}
             observation = layer.observe(module, seen, output, self.dtype, **more)
             moment = observation.a if layer.by_example else self.specs[index][0].pack(observation.a)
-        observation = dataclasses.replace(observation, a=moment, subsample=subsample)
-        return LayerCall(index, module, observation, None if result is None or result is output else output.shape)
+        shape = None if result is None or result is output else output.shape
+        return LayerCall(index, module, dataclasses.replace(observation, a=moment), subsample, shape)
 
     def output_moment(self, call: LayerCall, g: Tensor, *, scaled: bool) -> Tensor:
         """The packed moment of one call's output gradient; ``scaled``: the gradient carries the loss scale.
@@ -142,7 +144,7 @@ class Recorder:
         layer = self.layers[call.index]
         with self.stage("factor computation"), full_precision(g.device.type):
             g = positions_of(g) if g.is_nested else g if call.shape is None else g.reshape(call.shape)
-            seen = call.observation.subsample(g.detach())
+            seen = call.subsample(g.detach())
             scaled, part = scaled and self.scaled, seen.numel() < g.numel()
             seen = seen.to(self.dtype) if scaled or part else layer.multiplicand(seen, self.dtype)
             if part:  # the examples kept stand for all, and their squares are added up

@@ -92,14 +92,12 @@ class Observation:
             tensor ``[p]``.
         context: What :meth:`~kfac_optim.KroneckerLayer.output_rows` needs of the input; None for most types.
         pairs: The pairs that the call has used, the sums of the others being zero; None for all.
-        subsample: Selects from the output gradient the examples that ``a`` was made of.
     """
 
     a: Tensor
     count: Any
     context: Any = None
     pairs: slice | None = None
-    subsample: Callable[[Tensor], Tensor] = lambda g: g
 
 
 class KroneckerLayer(ABC):
