@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,8 +15,6 @@ from .calls import ModelCall
 from .gradients import GradientWatch
 
 __all__ = ["MicroBatch", "Moments", "StepMoments", "StepStatistics", "TakenStatistics"]
-
-StepKind = Literal["passes", "to_caller"]
 
 
 @dataclass
@@ -219,6 +216,7 @@ class TakenStatistics:
     Attributes:
         transformed: See above.
         model_seen: Likewise.
+        captured: Whether there are any.
     """
 
     def __init__(
@@ -230,27 +228,18 @@ class TakenStatistics:
         transformed: bool,
         model_seen: bool,
     ) -> None:
-        self._passes, self._to_caller, self._watch = passes, to_caller, watch
-        self.transformed, self.model_seen = transformed, model_seen
-        self._largest: dict[StepKind, Tensor] = {}
-        self._dropped: set[StepKind] = set()
+        self.transformed, self.model_seen, self._watch = transformed, model_seen, watch
+        self.captured = bool(passes.terms or to_caller.terms)
+        # Which may count, in this order; each with the largest entries of its gradients, if these may all be zero.
+        self._kinds: list[tuple[StepStatistics, Tensor | None]] = []
         gone = set(watch.removed(passes.sums))
         rest = [i for i in passes.sums if i not in gone]
-        if not rest:
-            self._dropped.add("passes")
-        elif watch.changed(rest) == rest:
-            self._largest["passes"] = watch.largest(rest)
+        if rest:
+            self._kinds.append((passes, watch.largest(rest) if watch.changed(rest) == rest else None))
         # Where no pass has added to any gradient, whatever there is was set; through .data, too, which shows nowhere.
         set_by_hand = watch.comparable(watch.written(to_caller.sums) if passes.terms else to_caller.sums)
         if set_by_hand:
-            self._largest["to_caller"] = watch.largest(set_by_hand)
-        else:
-            self._dropped.add("to_caller")
-
-    @property
-    def captured(self) -> bool:
-        """Whether there are any."""
-        return bool(self._passes.terms or self._to_caller.terms)
+            self._kinds.append((to_caller, watch.largest(set_by_hand)))
 
     def has_gradients(self) -> bool:
         """Whether a layer has a gradient that is not zero; waits for the device."""
@@ -260,7 +249,10 @@ class TakenStatistics:
     @property
     def flags(self) -> list[Tensor]:
         """What has to be read from the device to know which micro-batches count; of any shape."""
-        return [*self._passes.flags, *self._to_caller.flags, *self._largest.values()]
+        found: list[Tensor] = []
+        for statistics, largest in self._kinds:
+            found += [*statistics.flags, *([] if largest is None else [largest])]
+        return found
 
     def resolve(self, flags: Iterable[float]) -> StepMoments:
         """What the step's statistics are.
@@ -269,13 +261,12 @@ class TakenStatistics:
             flags: All entries of :attr:`flags`, read from the device.
         """
         values = iter(flags)
-        passes, to_caller = self._passes.resolve(values), self._to_caller.resolve(values)
-        cleared = self._dropped | {
-            kind for kind, largest in self._largest.items() if not any(list(islice(values, len(largest))))
-        }
-        if "passes" not in cleared and any(passes.taken):
-            return passes
-        return StepMoments() if "to_caller" in cleared else to_caller
+        for statistics, largest in self._kinds:
+            found = statistics.resolve(values)
+            cleared = largest is not None and not any(list(islice(values, len(largest))))
+            if any(found.taken) and not cleared:
+                return found
+        return StepMoments()
 
 
 def _all_finite(tensors: list[Tensor]) -> Tensor:
