@@ -100,9 +100,9 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
             visited.update(parts)
             found, reason = _layers_of(name, module, options)
             for parameter_name, parameter in module.named_parameters(name, recurse=len(parts) > 1):
-                _, declined = reasons.setdefault(parameter, (parameter_name, reason))
-                if reason and not declined:
-                    _decline_layers_of(parameter, layers.values(), reasons, f"shared with {parameter_name}: {reason}")
+                first_name, declined = reasons.setdefault(parameter, (parameter_name, reason))
+                if reason and not declined and parameter in {p for layer in layers.values() for p in layer.parameters}:
+                    reasons[parameter] = (first_name, f"shared with {parameter_name}: {reason}")
             for layer in found:
                 _add(layer, layers, reasons)
                 if not options.trains(layer.weight):
@@ -201,16 +201,3 @@ def _decline_whole_layers(layers: Collection[KroneckerLayer], reasons: dict[nn.P
         for parameter in layer.parameters if found else ():
             name, own = reasons[parameter]
             reasons[parameter] = (name, own or found[0])
-
-
-def _decline_layers_of(
-    parameter: nn.Parameter,
-    layers: Iterable[KroneckerLayer],
-    reasons: dict[nn.Parameter, tuple[str, str]],
-    reason: str,
-) -> None:
-    """Declines all parameters of the layers that use a parameter, because a module without a rule uses it, too."""
-    for layer in layers:
-        if any(own is parameter for own in layer.parameters):
-            for own in layer.parameters:
-                reasons[own] = (reasons[own][0], reason)
