@@ -58,7 +58,7 @@ class TransposedLinearLayer(LinearLayer):
 
 
 @register_layer(nn.Embedding)
-class EmbeddingLayer(LinearLayer):
+class EmbeddingLayer(TransposedLinearLayer):
     """``nn.Embedding``: a Linear on one-hot inputs, so that A is the diagonal of token frequencies.
 
     Tokens equal to ``padding_idx`` do not train the weight and count neither in A nor in G. Sharing is always expand.
@@ -90,9 +90,3 @@ class EmbeddingLayer(LinearLayer):
 
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
         return self._rows(g if context is None else g * context[..., None])
-
-    def weight_to_matrix(self, weight: Tensor) -> Tensor:
-        return weight.T[None]
-
-    def matrix_to_weight(self, matrix: Tensor) -> Tensor:
-        return matrix[0].T
