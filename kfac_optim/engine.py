@@ -279,7 +279,6 @@ class CurvatureEngine(ViewedEngine):
     def _refresh(self, trains: bool) -> None:
         """Starts a refresh of the layers that have been seen; ``trains``: whether this step changes weights."""
         self._averaging.pool(self.trained.blocks, self.comm)
-        self._sightings.require()
         ready = [block for block in self.trained.blocks if block.has_data()]
         if ready:
             self._refresher.pace.measure(ready, self.at("factor_batch_fraction", self.step_count), self.comm.world_size)

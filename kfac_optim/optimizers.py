@@ -120,9 +120,8 @@ class KFACMixin(_Optimizer):
             self.__dict__.update(derived_from._settings())
             engine = derived_from.curvature
         else:
-            trained = [p for group in self.param_groups for p in group["params"]]
-            given = {**_DEFAULTS, **curvature}
-            engine = CurvatureEngine(trained if model is None else model, trained, **given)
+            trained = self._parameters()
+            engine = CurvatureEngine(trained if model is None else model, trained, **_DEFAULTS | curvature)
         engine.belong_to(self)
         self.curvature = engine
         if self.state:  # Adagrad's: torch.distributed.checkpoint takes it for whole
@@ -268,7 +267,7 @@ class KFACMixin(_Optimizer):
             self._show_averages()
 
     def _show_averages(self) -> None:
-        stepped = {id(p) for group in self.param_groups for p in group["params"]}  # whose hash takes time
+        stepped = set(map(id, self._parameters()))  # a parameter's hash takes time
         for block in self.curvature.trained.blocks:
             if block.state and id(block.layer.weight) in stepped:  # torch saves no state of others
                 self.state[block.layer.weight][AVERAGES] = block.state

@@ -106,9 +106,9 @@ def _counter_problem(known: Iterable[str], counters: Mapping[str, Any]) -> str:
         counter = Steering.COUNTERS.get(name, Counter(name, 0))
         if not counter.allows(counters[name], least=-1 if name in _MAY_BE_NEVER else 0):
             return f"its counter {name!r} is {counters[name]}"
-    for name, limit in (("last_statistics", "step"), ("last_refresh", "step"), ("frozen_at", "step")):
-        if counters[name] > counters[limit]:
-            return f"its counter {name!r} is {counters[name]}, after the last {limit} {counters[limit]}"
+    for name in ("last_statistics", "last_refresh", "frozen_at"):
+        if counters[name] > counters["step"]:
+            return f"its counter {name!r} is {counters[name]}, after the last step {counters['step']}"
     return ""
 
 
