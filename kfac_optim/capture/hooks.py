@@ -112,8 +112,6 @@ class Capture:
         self._compiled.prepare(enabled=enabled)
         if self._sampling is not None:
             self._sampling.prepare(step)
-        if not enabled:
-            self._passes.abandon()
 
     def change_rank(self, rank: int, left_out: Collection[int]) -> None:
         """Goes on as another rank, with samples of its own, and without the layers of others."""

@@ -8,7 +8,7 @@ A micro-batch is one backward pass. Its states::
       -> counted    the backward pass has ended: its moments are added to the step's, with weight 0 if one of them is
                     not finite (the decision stays on the device; the flags are read once, in ``step()``)
       -> abandoned  the pass raised and the next model call starts; the step's statistics are discarded between two
-                    passes; capturing is switched off
+                    passes
 
 Which of the counted micro-batches are still those of the step when it is taken, ``gradients.py`` says.
 """
