@@ -176,7 +176,7 @@ class CurvatureEngine(ViewedEngine):
         self._preconditioner.send_zeros(self.trained.blocks, self.scaling, self.comm)
 
     def advance(self, left: Mapping[nn.Parameter, Tensor] | None = None) -> None:
-        """Ends the step; ``left``: the gradients that it leaves in ``.grad``, for :meth:`note_clearing`."""
+        """Ends the step; ``left``: the gradients that it leaves in ``.grad``, for :meth:`discard`."""
         self._steering.opposition.note_left(None if self._closed else left)
         if not self._is_noop:
             self.step_count += 1
@@ -225,12 +225,9 @@ class CurvatureEngine(ViewedEngine):
         return taken
 
     def discard(self) -> None:
-        """Forgets what this step has captured so far (``zero_grad()`` does it)."""
-        self._capture.discard()
-
-    def note_clearing(self) -> None:
-        """Notes, before ``zero_grad()``, whether that throws away what was added to the gradients of the last step."""
+        """Gradients are about to be cleared, by ``zero_grad()``: forgets what this step has captured so far."""
         self._steering.opposition.note_clearing()
+        self._capture.discard()
 
     # Parts of a step ------------------------------------------------------------------------------------------------
 

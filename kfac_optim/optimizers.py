@@ -230,12 +230,9 @@ class KFACMixin(_Optimizer):
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, and with them the statistics of backward passes whose step was not taken."""
-        known = hasattr(self, "curvature")  # perhaps not in vars(self): Lightning calls this on a stand-in of our class
-        if known:
-            self.curvature.note_clearing()
-        super().zero_grad(set_to_none)
-        if known:
+        if hasattr(self, "curvature"):  # perhaps not in vars(self): Lightning calls this on a stand-in of our class
             self.curvature.discard()
+        super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group; layers of the new parameters are preconditioned from then on."""
