@@ -290,7 +290,7 @@ class Capture:
             return None
         if self._sampling is not None and (call is None or in_backward()):
             return None
-        layer_call = self._recorder.observe(index, use, a, output, projection, result)
+        layer_call = self._recorder.observe(index, use, a, output, projection)
         if self._sampling is not None and call is not None:
             # The edge, not the tensor: after an in-place activation the tensor stands for the activation's output.
             call.await_gradient(layer_call, torch.autograd.graph.get_gradient_edge(result))

@@ -48,7 +48,7 @@ class LayerCall:
     """One call of a layer, whose output gradient is awaited: the layer's index, the module and what it saw.
 
     ``subsample`` selects the examples that were looked at from the output gradient. ``shape``: that of the output,
-    where its gradient comes in another one.
+    whose gradient may come in another one (:func:`~.calls.own_result`); None of nested tensors.
     """
 
     index: int
@@ -108,7 +108,6 @@ class Recorder:
         a: Tensor,
         output: Tensor,
         projection: ProjectionCall | None,
-        result: Tensor | None = None,
     ) -> LayerCall:
         """A layer was called: what it saw, with the moment of its input already taken.
 
@@ -118,7 +117,6 @@ class Recorder:
             a: The input.
             output: The output.
             projection: Which use of a projection of attention it was; None where a module was called.
-            result: The tensor whose gradient is awaited, if it is not the output (:func:`~.calls.own_result`).
         """
         layer = self.layers[index]
         module = layer.modules[use]
@@ -132,7 +130,7 @@ class Recorder:
             more = {"call": projection, "share": seen.numel() / a.numel()} if packed else {}
             observation = layer.observe(module, seen, output, self.dtype, **more)
             moment = observation.a if layer.by_example else self.specs[index][0].pack(observation.a)
-        shape = None if result is None or result is output else output.shape
+        shape = None if output.is_nested else output.shape
         return LayerCall(index, module, dataclasses.replace(observation, a=moment), subsample, shape)
 
     def output_moment(self, call: LayerCall, g: Tensor, *, scaled: bool) -> Tensor:
@@ -143,7 +141,7 @@ class Recorder:
         """
         layer = self.layers[call.index]
         with self.stage("factor computation"), full_precision(g.device.type):
-            g = positions_of(g) if g.is_nested else g if call.shape is None else g.reshape(call.shape)
+            g = positions_of(g) if call.shape is None else g.reshape(call.shape)
             seen = call.subsample(g.detach())
             scaled, part = scaled and self.scaled, seen.numel() < g.numel()
             seen = seen.to(self.dtype) if scaled or part else layer.multiplicand(seen, self.dtype)
