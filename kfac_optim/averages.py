@@ -32,7 +32,7 @@ from .diagnostics import StageTimes, communicating
 from .distributed import Communicator
 from .factors import FactorSpec, read, write_
 
-__all__ = ["Averaging", "Increment", "LocalSums", "fold_", "terms_of_rank", "traces"]
+__all__ = ["Averaging", "Increment", "LocalSums", "fold_", "traces"]
 
 
 class Averaging:
@@ -41,8 +41,8 @@ class Averaging:
     Args:
         dtype: Storage of the factors; sums are kept in float32 at least.
         stopwatch: Where the time is noted.
-        summed: Whether the loss is a sum; see :func:`terms_of_rank`.
-        sampled: Whether the gradients are those of sampled targets; see :func:`terms_of_rank`.
+        summed: Whether the loss is a sum; see :meth:`terms_of_rank`.
+        sampled: Whether the gradients are those of sampled targets; see :meth:`terms_of_rank`.
 
     Attributes:
         skipped_batches: How many micro-batches of all ranks were left out because a moment was not finite.
@@ -88,7 +88,7 @@ class Averaging:
         own = {i: (sums.a, sums.g) for i, sums in statistics.sums.items() if statistics.rows(i)}
         terms = self._scale_(own, statistics, comm)
         # M belongs to the loss: G counts also the terms of ranks that did not use the layer, whose gradient is zero.
-        of_others = 0.0, self._terms(statistics, None, comm)[1]
+        of_others = 0.0, self.terms_of_rank(statistics, None, comm)[1]
         counts = [(statistics.rows(i), terms[i]) if i in own else of_others for i in range(len(blocks))]
         seen = torch.zeros(len(blocks), 2, 2, dtype=torch.float64)  # of A and of G, count and trace
         seen[:, :, 0] = torch.tensor(counts, dtype=torch.float64).view(-1, 2)
@@ -113,20 +113,35 @@ class Averaging:
                 local.add(own.get(index), averages, (of_a, of_g), decay, slack)
         return anything, reported
 
-    def _terms(self, statistics: StepMoments, layer: int | None, comm: Communicator) -> tuple[float, float]:
-        """See :func:`terms_of_rank`; only micro-batches that are finite count.
+    def terms_of_rank(self, statistics: StepMoments, layer: int | None, comm: Communicator) -> tuple[float, float]:
+        """This rank's part in the moment ``M^2 sum g g^T`` and in its count M.
 
-        The gradients carry the 1 / M of all of them.
+        If the loss is a mean, M is R ``terms`` on R ranks with equal batches. Where the ranks' gradients are averaged,
+        a local g counts as g / R, so that its part in the moment is ``terms^2 g g^T``; where they are added up, it is
+        ``(R terms)^2 g g^T``. A loss that is a sum has M = 1, in however many backward passes and on however many ranks
+        it was taken. The gradient of sampled targets is that of the sum of the terms, not of their mean.
+
+        Args:
+            statistics: The step's; the gradients carry the ``1 / M`` of all its micro-batches, of which only those that
+                are finite count.
+            layer: The layer, by index; None: one that this rank has not used.
+            comm: The ranks.
+
+        Returns:
+            What to multiply the rank's own ``sum g g^T`` by, and the rank's part of M.
         """
-        all_terms, terms = statistics.loss_terms(layer)
-        scale, m = terms_of_rank(all_terms, comm, summed=self.summed, sampled=self.sampled)
-        return scale, m * terms / max(1, all_terms)
+        terms, finite = statistics.loss_terms(layer)
+        ranks = comm.world_size
+        rank_weight = 1 / ranks if comm.average_gradients else 1.0
+        if self.summed:
+            return rank_weight**2, 1 / ranks * finite / max(1, terms)
+        return 1.0 if self.sampled else (rank_weight * ranks * terms) ** 2, finite
 
     def _scale_(
         self, own: Mapping[int, tuple[Tensor, Tensor]], statistics: StepMoments, comm: Communicator
     ) -> dict[int, float]:
         """Gives the moments of G their ``M^2``, in place; returns this rank's part of M by layer index."""
-        parts = {index: self._terms(statistics, index, comm) for index in own}
+        parts = {index: self.terms_of_rank(statistics, index, comm) for index in own}
         scaled: dict[float, list[Tensor]] = {}
         for index, (scale, _) in parts.items():
             scaled.setdefault(scale, []).append(own[index][1])
@@ -205,31 +220,6 @@ def _counted(blocks: Sequence[Block], rank: int) -> Tensor:
     """Whether what this rank has seen goes into A and G of each block, ``[blocks, 2]``: 1 or 0."""
     counted = [[float(block.workers.counts(side, rank)) for side in range(2)] for block in blocks]
     return torch.tensor(counted, dtype=torch.float64).view(-1, 2)
-
-
-def terms_of_rank(terms: int, comm: Communicator, *, summed: bool, sampled: bool) -> tuple[float, float]:
-    """This rank's part in the moment ``M^2 sum g g^T`` and in its count M.
-
-    If the loss is a mean, M is R ``terms`` on R ranks with equal batches. Where the ranks' gradients are averaged, a
-    local g counts as g / R, so that its part in the moment is ``terms^2 g g^T``; where they are added up, it is
-    ``(R terms)^2 g g^T``. A loss that is a sum has M = 1, in however many backward passes and on however many ranks it
-    was taken.
-
-    Args:
-        terms: The number of averaged terms of the loss on this rank.
-        comm: The ranks.
-        summed: Whether the loss is a sum.
-        sampled: Whether g belongs to sampled targets; such a g is that of the sum of the terms, not of their
-            mean.
-
-    Returns:
-        What to multiply the rank's own ``sum g g^T`` by, and the rank's part of M.
-    """
-    ranks = comm.world_size
-    rank_weight = 1 / ranks if comm.average_gradients else 1.0
-    if summed:
-        return rank_weight**2, 1 / ranks
-    return 1.0 if sampled else (rank_weight * ranks * terms) ** 2, terms
 
 
 @dataclass
