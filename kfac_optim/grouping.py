@@ -33,26 +33,20 @@ def grouped_by_key(
     return found
 
 
-def longest_first(costs: Sequence[float], candidates: Sequence[Sequence[int]], loads: list[float]) -> list[int]:
-    """Distributes jobs greedily (longest processing time): the dearest first, each to its least loaded candidate.
+def longest_first(costs: Sequence[float], workers: Iterable[int]) -> list[int]:
+    """Distributes jobs greedily (longest processing time): the dearest first, each to the least loaded worker.
 
     Args:
         costs: Cost of each job.
-        candidates: The workers that may take each job: ranks, or steps.
-        loads: The load of each worker so far; the costs of the jobs are added to it in place.
+        workers: The workers: ranks, or steps.
 
     Returns:
         The worker of each job. Ties go to the earlier job and the lower worker, so the result is deterministic.
     """
-    workers = [0] * len(costs)
-    heaps = {id(group): [(loads[worker], worker) for worker in group] for group in candidates}
-    for heap in heaps.values():
-        heapq.heapify(heap)
+    found = [0] * len(costs)
+    heap = [(0.0, worker) for worker in workers]
+    heapq.heapify(heap)
     for job in sorted(range(len(costs)), key=lambda job: (-costs[job], job)):
-        heap = heaps[id(candidates[job])]
-        while heap[0][0] < loads[heap[0][1]]:  # has got jobs as a candidate of another group
-            heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
-        workers[job] = heap[0][1]
-        loads[workers[job]] += costs[job]
-        heapq.heapreplace(heap, (loads[workers[job]], workers[job]))
-    return workers
+        load, found[job] = heap[0]
+        heapq.heapreplace(heap, (load + costs[job], found[job]))
+    return found

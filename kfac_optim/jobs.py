@@ -72,7 +72,7 @@ class RefreshInProgress:
         rest = [job for job in own_jobs if job not in large]
         batches = grouped_by_key(rest, lambda job: own_jobs[job].shape[1:], lambda job: own_jobs[job].cost, budget)
         costs = [sum(own_jobs[job].cost for job in batch) for batch in batches]
-        when = longest_first(costs, [steps] * len(batches), [0.0] * steps.stop)
+        when = longest_first(costs, steps)
         self.steps = {job: step for step, batch in zip(when, batches, strict=True) for job in batch}
         self.steps |= dict.fromkeys(self.background, self.spread)
         self._done = {job: result for job, result in self._done.items() if job in own_jobs}

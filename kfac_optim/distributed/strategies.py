@@ -26,11 +26,6 @@ from .assignment import Assignment, FactorPlace, LayerAssignment, LayerCost, che
 __all__ = ["KAISA", "FactorWise", "LayerWise"]
 
 
-def _evenly(costs: Sequence[float], group: Sequence[int]) -> list[int]:
-    """Distributes jobs to all ranks of a group by :func:`longest_first`; returns the rank of each job."""
-    return longest_first(costs, [group] * len(costs), [0.0] * (max(group) + 1))
-
-
 def _few_ranks(costs: Sequence[float], group: Sequence[int]) -> list[int]:
     """Distributes jobs to as few ranks of a group as finish in the time of :func:`longest_first`.
 
@@ -40,9 +35,10 @@ def _few_ranks(costs: Sequence[float], group: Sequence[int]) -> list[int]:
     Returns:
         The rank of each job. They are spread evenly over the group, to share the network of its nodes.
     """
-    even = [0.0] * len(group)
-    longest_first(costs, [range(len(group))] * len(costs), even)
-    limit = max(even, default=0.0)
+    evenly, even = longest_first(costs, group), dict.fromkeys(group, 0.0)
+    for rank, cost in zip(evenly, costs, strict=True):
+        even[rank] += cost
+    limit = max(even.values())
     loads: list[float] = []
     places = [0] * len(costs)
     for job in sorted(range(len(costs)), key=lambda job: (-costs[job], job)):
@@ -52,7 +48,7 @@ def _few_ranks(costs: Sequence[float], group: Sequence[int]) -> list[int]:
         loads[place] += costs[job]
         places[job] = place
     if len(loads) > len(group):
-        return _evenly(costs, group)
+        return evenly
     return [group[place * len(group) // len(loads)] for place in places]
 
 
@@ -69,7 +65,7 @@ def _spread_factors(
         world_size: The number of ranks.
         factors: Where factors stand.
     """
-    distribute = _few_ranks if factors == "replicated" else _evenly
+    distribute = _few_ranks if factors == "replicated" else longest_first
     loads = [0.0] * world_size
     layers: dict[int, LayerAssignment] = {}
     for group in {id(group): group for group in groups}.values():
@@ -151,7 +147,7 @@ class LayerWise:
     def assign(self, costs: Sequence[LayerCost], world_size: int) -> Assignment:
         """See :class:`AssignmentStrategy`."""
         weights = _weights(costs, self.factors)
-        ranks = longest_first(weights, [range(world_size)] * len(costs), [0.0] * world_size)
+        ranks = longest_first(weights, range(world_size))
         return _whole_layers(costs, ranks, world_size, self.factors)
 
 
@@ -212,7 +208,7 @@ class KAISA:
         """
         rows = [range(row, world_size, world_size // workers) for row in range(world_size // workers)]
         weights = _weights(costs, self.factors)
-        row_of = longest_first(weights, [range(len(rows))] * len(costs), [0.0] * len(rows))
+        row_of = longest_first(weights, range(len(rows)))
         if workers == 1:
             return _whole_layers(costs, row_of, world_size, self.factors)
         return _spread_factors(costs, [rows[row] for row in row_of], world_size, self.factors)

@@ -237,7 +237,8 @@ def test_a_fraction_may_be_written_with_six_digits(world_size: int) -> None:
 def test_as_few_inverse_workers_as_finish_in_the_same_time(costs: list[LayerCost], ranks: int) -> None:
     jobs = [cost for layer in costs for cost in layer.factor_costs]
     loads = [0.0] * ranks
-    longest_first(jobs, [range(ranks)] * len(jobs), loads)
+    for cost, rank in zip(jobs, longest_first(jobs, range(ranks)), strict=True):
+        loads[rank] += cost
     found = FactorWise().assign(costs, ranks)
     assert max(found.loads) <= max(loads)
     mean = sum(jobs) / max(found.loads, default=1.0) if jobs else 0.0
