@@ -32,6 +32,8 @@ CONCURRENT = (
     "DataParallel). If a pass of another thread was interrupted, call zero_grad() of the optimizer first"
 )
 
+_COPIED = "ToCopyBackward0"  # the node of a tensor that is another one in another precision
+
 
 @dataclass(eq=False)
 class ModelCall:
@@ -195,7 +197,23 @@ class PendingGradient:
         Hooks of a tensor run in the order in which they were put there, and may change the gradient (those that clip
         it in a recurrent loop): what the layer's own operation gets is the gradient that the weight's is made of.
         """
-        node, number = torch.autograd.graph.get_gradient_edge(output)[:2]
+        self._wait_at_node(*torch.autograd.graph.get_gradient_edge(output)[:2])
+
+    def wait_for_loss(self, output: Tensor) -> None:
+        """Takes the gradient that a loss brings to a model's output, in whichever precision it has been taken of it.
+
+        Accelerate's mixed precision hands out a float32 copy of what the model has computed; a model that returns its
+        loss, too, has taken that of the original.
+        """
+        edge: Any = torch.autograd.graph.get_gradient_edge(output)[:2]
+        if edge[0].name() != _COPIED:
+            output.register_hook(self)
+            return
+        while edge[0].name() == _COPIED:
+            edge = edge[0].next_functions[0]
+        self._wait_at_node(*edge)
+
+    def _wait_at_node(self, node: Any, number: int) -> None:
         node.register_prehook(functools.partial(self._on_node, number))
 
     def _on_node(self, number: int, gradients: tuple[Tensor | None, ...]) -> None:

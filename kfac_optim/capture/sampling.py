@@ -77,7 +77,7 @@ class SampledBackward:
             for (layer_call, _), g in zip(awaited, gradients, strict=True)
             if g is not None
         ]
-        logits.register_hook(PendingGradient(functools.partial(self._commit, call, pending)))
+        PendingGradient(functools.partial(self._commit, call, pending)).wait_for_loss(logits)
 
     @torch.no_grad()
     def _sampled_gradient(self, logits: Tensor, generator: torch.Generator) -> Tensor:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from kfac_optim import Categorical
 from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
 from tests.helpers.frameworks import LIMIT, TOL, Build, as_torchrun, assert_ranks_are_one, builder, forget
 from tests.helpers.ranks import run_ranks
@@ -123,6 +124,34 @@ def test_accumulation_is_the_large_batch(kind: str, clip: float | None) -> None:
 def test_bfloat16(kind: str) -> None:
     trained = prepared_and_trained(builder(kind), clip=0.2, mixed_precision="bf16")
     assert_identical(trained, plain(builder(kind), 0.2, autocast=torch.bfloat16)[0])
+
+
+class WithLoss(nn.Module):
+    """Returns its loss beside its logits, as the models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_model()
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        logits = self.net(x)
+        return {"logits": logits, "loss": F.cross_entropy(logits.float(), y)}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_sampled_targets_in_bfloat16(inside: bool) -> None:
+    """The loss of a model that returns it is of its own logits, Accelerate hands out those in float32."""
+    build = builder("sgd", fisher=Categorical(output_fn=lambda out: out["logits"] if isinstance(out, dict) else out))
+    accelerator, original = Accelerator(cpu=True, mixed_precision="bf16"), WithLoss()
+    model, optimizer = accelerator.prepare(original, build(original))
+    for x, y in loader(8):
+        output = model(x, y)
+        accelerator.backward(output["loss"] if inside else F.cross_entropy(output["logits"], y))
+        optimizer.step()
+        optimizer.zero_grad()
+    reference = make_model()
+    train(reference, build(reference), range(STEPS), autocast=torch.bfloat16)
+    assert_identical(original.net, reference)
 
 
 def float16(scaler: torch.amp.GradScaler) -> Accelerator:
