@@ -31,6 +31,7 @@ from .loss_terms import LossTerms
 __all__ = ["Part", "RandomState", "Replay", "frozen"]
 
 _LEAST = 256  # examples: of small batches all are looked at, whatever the fraction
+_HALF = (torch.bfloat16, torch.float16)
 
 
 class RandomState:
@@ -199,11 +200,12 @@ class Replay:
             dim = self.loss_terms.dim_of_examples(x)
             return spread_examples(x, dim, share) if x.dim() > dim and x.shape[dim] == examples else x
 
+        args, kwargs = call.args, call.kwargs
         if share < 1:
-            args, kwargs = tree_map_only(Tensor, some, (call.args, call.kwargs))
+            args, kwargs = tree_map_only(Tensor, some, (args, kwargs))
             gradient = some(gradient)
-        else:
-            args, kwargs = call.args, call.kwargs
+        if call.autocast:  # under which a model takes inputs in half precision, such as those of Lightning's Fabric
+            args, kwargs = tree_map_only(Tensor, lambda x: _precise(x) if x.dtype in _HALF else x, (args, kwargs))
         weight = examples / gradient.shape[dim]
         if share < 1 or call.autocast:  # BatchNorm and dropout do something else with a part of the batch
             output = self.run(call, args, kwargs)

@@ -560,6 +560,15 @@ def test_autocast_changes_little() -> None:
     assert loss_now(half) == pytest.approx(loss_now(model), rel=0.1)
 
 
+def test_inputs_may_be_in_half_precision_under_autocast() -> None:
+    """Lightning's Fabric casts them."""
+    (model, optimizer), (half, other) = (make(torch.float32) for _ in range(2))
+    inputs, classes = learnable()
+    train(model, optimizer, [(inputs, classes)] * 10)
+    train(half, other, [(inputs.bfloat16(), classes)] * 10, autocast=torch.bfloat16)
+    assert loss_now(half) == pytest.approx(loss_now(model), rel=0.1)
+
+
 def test_a_grad_scaler_that_is_given_changes_nothing() -> None:
     (model, optimizer), (scaled, other) = make(), make()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
