@@ -32,6 +32,12 @@ __all__ = ["Part", "RandomState", "Replay", "frozen"]
 
 _LEAST = 256  # examples: of small batches all are looked at, whatever the fraction
 _HALF = (torch.bfloat16, torch.float16)
+_AUTOCAST_INSIDE = (
+    "the model computes in {} though it was called without autocast: it turns that on in its own forward, as "
+    "Accelerate's mixed_precision and the Trainer's bf16 make it do. KFAC takes differences of outputs, of which half "
+    "precision would leave nothing: prepare the model without mixed precision and call it under torch.autocast, which "
+    "KFAC turns off where it calls the model itself, or take KFACSGD, KFACAdam, KFACAdamW or KFACLAMB"
+)
 
 
 class RandomState:
@@ -191,6 +197,8 @@ class Replay:
     def _part(self, call: _Call, fraction: float, loss_scale: float) -> Part:
         output, gradient = call.output, call.gradient
         assert output is not None and gradient is not None
+        if gradient.dtype in _HALF and not call.autocast:  # the weights are not in it
+            raise RuntimeError(_AUTOCAST_INSIDE.format(gradient.dtype))
         gradient = _precise(gradient) / loss_scale
         dim = self.loss_terms.dim_of_examples(output)
         examples = output.shape[dim]
@@ -233,7 +241,7 @@ class Replay:
         if isinstance(parameters, Tensor) and parameters.requires_grad and parameters.dim():
             call.record(parameters.detach(), self.loss_terms.count(args, kwargs, output))
             # The graph of the output keeps the call until the gradient has arrived.
-            parameters.register_hook(PendingGradient(functools.partial(self._on_gradient, call)))
+            PendingGradient(functools.partial(self._on_gradient, call)).wait_for_loss(parameters)
 
     def _on_gradient(self, call: _Call, gradient: Tensor) -> None:
         """The gradient of the output has arrived, unless the pass is none of the loss (see ``gradients.py``)."""

@@ -569,6 +569,26 @@ def test_inputs_may_be_in_half_precision_under_autocast() -> None:
     assert loss_now(half) == pytest.approx(loss_now(model), rel=0.1)
 
 
+class Inside(nn.Module):
+    """Turns autocast on itself and hands out float32, as Accelerate's mixed precision makes a model do."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.net(x).float()
+
+
+def test_autocast_inside_the_model_is_refused() -> None:
+    """It can't be turned off where KFAC evaluates the model; the loss may look right all the same."""
+    model = Inside(make_model().float())
+    optimizer = KFAC(model, fisher="categorical")
+    with pytest.raises(RuntimeError, match="computes in torch.bfloat16.*its own forward.*under torch.autocast"):
+        train(model, optimizer, [learnable()])
+
+
 def test_a_grad_scaler_that_is_given_changes_nothing() -> None:
     (model, optimizer), (scaled, other) = make(), make()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
