@@ -312,6 +312,7 @@ class KFACMixin(_Optimizer):
 
         Raises:
             ValueError: If the state is damaged, of another model or of another base class; nothing is changed then.
+            RuntimeError: If the parameters are no longer the model's, as in :meth:`step`.
         """
         checked: list[tuple[Any, Any]] = []
 
@@ -321,6 +322,7 @@ class KFACMixin(_Optimizer):
                 self.curvature.check(saved, counters, without)
             checked.append((saved, counters))
 
+        self.curvature.require(self._parameters())  # a framework may have set the groups of the run that is resumed
         before = dict(self.__dict__)
         last_hook = self.register_load_state_dict_pre_hook(check)  # users' hooks may put the state in order before
         try:

@@ -194,6 +194,29 @@ def test_a_state_that_is_saved_before_the_first_step_of_a_new_group_loads(kfac: 
     assert_identical(*courses)
 
 
+@pytest.mark.parametrize("kfac", [KFACSGD, KFACAdam])
+def test_a_resumed_run_may_be_given_the_groups_that_came_later(kfac: Any) -> None:
+    """Lightning's BaseFinetuning sets ``param_groups`` before the state is loaded."""
+
+    def begin() -> tuple[nn.Module, Any, dict[str, Any]]:
+        model = make_model()
+        later = {"params": list(model[0].parameters()), "lr": 0.01}
+        return model, kfac(model[1:].parameters(), **CLASSES[kfac], **EVERY_STEP), later
+
+    model, optimizer, later = begin()
+    train(model, optimizer, range(2))
+    optimizer.add_param_group(later)
+    train(model, optimizer, range(2, 4))
+    resumed, fresh, later = begin()
+    fresh.param_groups = [*fresh.param_groups, {**fresh.param_groups[0], **later}]
+    resumed.load_state_dict(model.state_dict())
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for of_one, trained in ((model, optimizer), (resumed, fresh)):
+        train(of_one, trained, range(4, 6))
+    assert len(fresh.curvature.layers) == 3
+    assert_identical(model, resumed)
+
+
 @pytest.mark.parametrize("added", [True, False])
 def test_layers_that_join_late_do_not_wait_for_the_next_refresh(added: bool) -> None:
     """Gradual unfreezing: with an interval that grows with the steps they would train on raw gradients for long."""
