@@ -86,6 +86,7 @@ class KFACMixin(_Optimizer):
     curvature: CurvatureEngine
     # The scaler is to unscale the gradients and to leave out overflowed steps itself, also where a fused base would.
     _step_supports_amp_scaling = False
+    _private: frozenset[str] = frozenset()  # options that the base class keeps under private names; not its hooks
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Shows the base class's arguments and the engine's in the signature."""
@@ -115,6 +116,8 @@ class KFACMixin(_Optimizer):
         derived_from = derived_from_by_horovod(type(self), params)
         super().__init__(params, *args, **options)
         self._step_supports_amp_scaling = False
+        private = (name for name in vars(self) if name.startswith("_") and not name.startswith("_optimizer_"))
+        self._private = frozenset({*private, "_private"})
         self.precondition = precondition
         if isinstance(derived_from, KFACMixin):
             self.__dict__.update(derived_from._settings())
@@ -362,7 +365,8 @@ class KFACMixin(_Optimizer):
     def _settings(self) -> dict[str, Any]:
         """The options that a class keeps on itself rather than in its groups."""
         shared = ("defaults", "state", "param_groups", "curvature", "step")
-        return {key: value for key, value in vars(self).items() if not key.startswith("_") and key not in shared}
+        own = [key for key in vars(self) if key in self._private or not key.startswith("_")]
+        return {key: vars(self)[key] for key in own if key not in shared}
 
 
 class KFACSGD(KFACMixin, torch.optim.SGD):

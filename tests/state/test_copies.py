@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from kfac_optim import KFACSGD, CurvatureEngine, EigenSolver, Graft, KFACAdam, exponential_decay, growing
+from kfac_optim import KFACSGD, CurvatureEngine, EigenSolver, Graft, KFACAdam, KFACMixin, exponential_decay, growing
 from kfac_optim.capture.copies import leave_hooks_behind
 from tests.helpers.compare import assert_identical, assert_trained, values
 from tests.helpers.files import packed, through_a_file, unpacked
@@ -95,6 +95,37 @@ def test_a_copy_before_the_first_step(copied: Callable[[Any], Any]) -> None:
     train(model2, optimizer2, range(4))
     train(model, optimizer, range(4))
     assert_identical(model, model2)
+
+
+class Private(torch.optim.SGD):
+    """Keeps an option under a private name, as torch_optimizer.AdaBelief does."""
+
+    def __init__(self, params: Any, lr: float, flips: bool = False) -> None:
+        super().__init__(params, lr)
+        self._flips = flips
+
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"] if self._flips else ():
+            p.grad.neg_()
+        return super().step(closure)
+
+
+class KFACPrivate(KFACMixin, Private):
+    """Its copies keep the option."""
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_options_under_private_names_are_copied(copied: Callable[[Any], Any]) -> None:
+    model = make_model()
+    optimizer = KFACPrivate(model, lr=0.01, flips=True, **SETTINGS)
+    optimizer.register_step_pre_hook(fail)
+    model2, optimizer2 = copied((model, optimizer))
+    train(model2, optimizer2, range(4))
+    assert optimizer2._flips
+
+
+def fail(*_: Any) -> None:
+    raise AssertionError("hooks are not copied")
 
 
 def test_a_copy_of_an_optimizer_over_parameters() -> None:
