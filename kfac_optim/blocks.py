@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .counters import Counter
-from .damping import Damping, kind_of
+from .damping import Damping, kind_of, unit_of
 from .distributed import LayerAssignment
 from .factors import FactorSpec, copy_average_, numbers_of, read
 from .layers import KroneckerLayer
@@ -337,7 +337,7 @@ class Block:
         """The unit of gamma for the decompositions in use, ``[p]``."""
         kind = kind_of(damping)
         if self._unit is None or self._unit[0] != kind:
-            self._unit = kind, damping.unit(self.factors("in_use"))
+            self._unit = kind, unit_of(damping, self.factors("in_use"))
         return self._unit[1]
 
     def eigenvalues(self) -> tuple[Tensor | None, ...]:

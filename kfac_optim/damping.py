@@ -27,6 +27,7 @@ __all__ = [
     "check_damping",
     "kind_of",
     "split",
+    "unit_of",
     "value_of",
 ]
 
@@ -151,6 +152,23 @@ def value_of(damping: Damping, step: int) -> float:
     value = value_at(damping.value, step)
     require_number(f"damping at step {step}", value, "> 0 and finite", is_positive)
     return value
+
+
+def unit_of(damping: Damping, spectra: Spectra) -> Tensor:
+    """The unit of gamma for the Kronecker pairs of a layer, ``[p]``.
+
+    Raises:
+        ValueError: If a damping of the user's own has something else for a unit.
+    """
+    unit: object = damping.unit(spectra)
+    ones = spectra.ones()
+    if not (isinstance(unit, Tensor) and unit.shape == ones.shape):
+        shown = f"a tensor of shape {list(unit.shape)}" if isinstance(unit, Tensor) else repr(unit)
+        raise ValueError(
+            f"damping={damping!r}: unit() has returned {shown}: must be a tensor of shape {list(ones.shape)}, a number "
+            "for each Kronecker pair; multiply one number by spectra.ones()"
+        )
+    return unit
 
 
 def split(gamma: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor]:

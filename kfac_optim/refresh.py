@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .blocks import Block, part_dtype
 from .config import Config
-from .damping import Damping, value_of
+from .damping import Damping, unit_of, value_of
 from .diagnostics import StageTimes, communicating
 from .distributed import Broadcast, Communicator
 from .factor_owners import decomposed_spectra, shared_spectra
@@ -87,7 +87,7 @@ class Refresher:
         """
         known = shared_spectra([] if isinstance(self.solver, Spectral) else blocks, "current", comm)
         value, damped = value_of(damping, step), blocks if damps_factors(self.solver) else []
-        gammas = {block: value * damping.unit(block.factors("current", known.get(block))) for block in damped}
+        gammas = {block: value * unit_of(damping, block.factors("current", known.get(block))) for block in damped}
         if self.last_refresh is None or not spread:
             refresh = RefreshInProgress(step, 0, "current", gammas, known)
             refresh.schedule(blocks, comm.rank)

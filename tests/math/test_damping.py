@@ -92,6 +92,43 @@ def test_the_report_and_the_state_have_gamma(solver: str) -> None:
         torch.testing.assert_close(kept, saved.expand_as(kept), rtol=1e-10, atol=0)
 
 
+class Own:
+    """A damping of the user's own; ``unit``: of the means of A and G and of ones, ``[p]``."""
+
+    value = 0.1
+
+    def __init__(self, unit: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
+        self._unit = unit
+
+    def unit(self, spectra: Any) -> Any:
+        return self._unit(*spectra.means(), spectra.ones())
+
+    def __repr__(self) -> str:
+        return "Own()"
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_an_own_damping_has_a_unit_for_each_pair(solver: str) -> None:
+    models = [stack(), stack()]
+    models[1].load_state_dict(models[0].state_dict())
+    dampings = (Own(lambda a, g, ones: torch.where(a * g > 0, a * g, ones)), OfMean(0.1))
+    for model, damping in zip(models, dampings, strict=True):
+        train(model, KFACSGD(model, lr=0.1, damping=damping, solver=SOLVERS[solver]), range(4), shape=(8, 4, 3, 3))
+    assert_identical(*models)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(
+    ("unit", "shown"), [(lambda *_: 2.0, "2.0"), (lambda a, g, ones: (a * g).sum(), r"a tensor of shape \[\]")]
+)
+def test_another_unit_is_refused(unit: Any, shown: str, solver: str) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = KFACSGD(model, lr=0.1, damping=Own(unit), solver=SOLVERS[solver])
+    message = rf"damping=Own\(\): unit\(\) has returned {shown}: .*shape \[1\].*spectra.ones\(\)"
+    with pytest.raises(ValueError, match=message):
+        train(model, optimizer, range(2))
+
+
 def test_the_kind_may_change_during_training() -> None:
     """At once with the eigen solver, which adds gamma when it preconditions: also where no refresh is due."""
     model, twin = stack(), stack()
