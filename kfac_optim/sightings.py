@@ -22,7 +22,8 @@ _NONE_SEEN = (
     "build the optimizer before the first call of a compiled model, or call torch._dynamo.reset(). The output_fn of a "
     "sampled fisher has to return the very tensor that the loss is taken of. Layers whose weights are used without "
     "calling them (fake quantization) are to be named in skip_layers. Gradients that no backward pass has made (a "
-    "formula, evolution strategies, the averages of a server) have no curvature: there take the base class itself"
+    "formula, evolution strategies, the averages of a server) have no curvature, and a backward pass with "
+    "create_graph=True is taken for a derivative in the loss: there take the base class itself"
 )
 
 

@@ -275,6 +275,16 @@ def test_gradients_of_a_penalty_are_no_statistics() -> None:
     assert_identical(model, twin)
 
 
+def test_a_loop_that_makes_a_graph_of_every_gradient_is_told_so() -> None:
+    """As base classes like AdaHessian want it, and monitors of the Hessian."""
+    model, optimizer = build(KFACSGD)
+    with pytest.raises(RuntimeError, match="none of its layers was seen.*create_graph=True is taken for a derivative"):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, step).backward(create_graph=True)
+            optimizer.step()
+
+
 @pytest.mark.parametrize("fisher", ["empirical", "gaussian"])
 def test_gradients_of_the_inputs_alone_are_no_statistics(fisher: str) -> None:
     """Adversarial examples and saliency maps: ``torch.autograd.grad(loss, inputs)``."""
