@@ -41,6 +41,7 @@ _GIVEN = ("damping", "scaling", "solver")
 _TRIALS = 10  # of the search for the first damping
 _BUMP = 2  # trials in a row that may bring less, with better ones behind them
 _CLOSURE_STEPS = 5  # between steps in which a closure is evaluated once more
+_TELLING = 0.5  # along shorter shares of a step (warm-up) slopes differ by the batches they are of, not by curvature
 
 
 class KFAC(KFACMixin, torch.optim.Optimizer):
@@ -232,7 +233,8 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             pairs = zip(states, gradients, strict=True)
             last = [state[LAST_UPDATE] if LAST_UPDATE in state else torch.zeros_like(p) for state, p in pairs]
         model = objective.model(self._directions(gradients), last)
-        c = model.minimum(self.rule.value) * float(rate_of(self.param_groups[0]))
+        rate = float(rate_of(self.param_groups[0]))
+        c = model.minimum(self.rule.value) * rate
         if interval == 1 and last is not None:
             self._compare_slopes(float(model.slopes[-1]))
         shown = {"learning_rate": float(c[0]), "momentum": 0.0 if last is None else float(c[-1])}
@@ -243,7 +245,8 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             self.rule.learn(actual, predicted, interval)
             shown |= {"damping": self.rule.value, "reduction_ratio": actual / predicted if predicted else 1.0}
         if actual <= 0:
-            self._secant.expect(float(model.slopes @ c), float(c @ model.curvatures @ c))
+            if rate >= _TELLING:
+                self._secant.expect(float(model.slopes @ c), float(c @ model.curvatures @ c))
             for state, update in zip(states, updates, strict=True):
                 state[LAST_UPDATE] = update
         else:
@@ -254,14 +257,16 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
     def _compare_slopes(self, slope: float) -> None:
         """Warns if the loss curves otherwise than the distribution, where its gradient can't tell."""
         ratio = self._secant.observe(slope)
-        if ratio is not None and not isinstance(self._fisher, TargetCheck):
-            warnings.warn(
-                f"in the first steps the loss had {ratio:.2g} times the curvature that {self._fisher} predicts: either "
-                "the batches are too small for KFAC (use larger ones, or KFACSGD), or the loss has another factor, or "
-                "is a mean over something other than loss_average. nn.MSELoss is Gaussian(variance=0.5) with "
-                "loss_average='elements'",
-                stacklevel=2,
-            )
+        if ratio is None or ratio > 1 and isinstance(self._fisher, TargetCheck):  # too much of it shows in the targets
+            return
+        warnings.warn(
+            f"in the first steps the loss had {ratio:.2g} times the curvature that {self._fisher} predicts: either "
+            "the batches are too small for KFAC (use larger ones, or KFACSGD), or the loss has another factor, or "
+            "is a mean over something other than loss_average: that of nn.CrossEntropyLoss over tokens is "
+            "'batch+sequence', of nn.BCEWithLogitsLoss 'elements', and of nn.MSELoss, which is "
+            "Gaussian(variance=0.5), 'elements', too",
+            stacklevel=2,
+        )
 
     def _change_of(self, closure: _Closure, objective: Objective, c: Tensor) -> float:
         """By how much the loss of a closure has changed, wherever the weights are."""

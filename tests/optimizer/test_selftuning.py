@@ -468,6 +468,47 @@ def test_the_factor_of_a_squared_error_is_looked_at(loss: Any, options: dict[str
     assert fits == (not [w for w in caught if "times the curvature that" in str(w.message)])
 
 
+@pytest.mark.parametrize(
+    ("fisher", "average", "fits"),
+    [
+        ("categorical", "batch+sequence", True),
+        ("categorical", "batch", False),
+        ("bernoulli", "elements", True),
+        ("bernoulli", "batch", False),
+    ],
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_mean_over_more_terms_than_said_is_noticed(fisher: str, average: Any, fits: bool, seed: int) -> None:
+    """The default average is that of a classifier, and gradients that are too small are those of softer targets."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = KFAC(model, fisher=fisher, loss_average=average)
+    inputs = torch.randn(64, 8, 6)
+    scores = inputs @ torch.randn(6, 4)
+    batch = (inputs, scores.argmax(-1)) if fisher == "categorical" else (inputs, (scores > 0).to(scores))
+
+    def loss(z: Tensor, t: Tensor) -> Tensor:
+        if fisher == "categorical":
+            return F.cross_entropy(z.flatten(0, 1), t.flatten())
+        return F.binary_cross_entropy_with_logits(z, t)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, optimizer, [batch] * 9, loss=loss)
+    assert fits == (not [w for w in caught if "loss_average: that of nn.CrossEntropyLoss" in str(w.message)])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_warm_up_makes_no_loss_look_like_another(seed: int) -> None:
+    model = make_model(seed).float()
+    optimizer = KFAC(model, fisher="categorical")
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 100))
+    batches = [data_of(step, (256, 4), dtype=torch.float32)[0] for step in range(10)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, [(x, x[:, :3].argmax(1)) for x in batches], scheduler.step)
+
+
 def test_a_closure_may_have_another_factor() -> None:
     """Losses that are no likelihood are what it is for: nobody is told that the curvature is another one."""
     model, optimizer = make(torch.float32, fisher="gaussian")
