@@ -18,7 +18,7 @@ factors out: a rank that does not keep a factor sends what it has seen to the on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -86,6 +86,8 @@ class Averaging:
             Two values, the same on all ranks. Whether any of them had something to add; how many have set each flag.
         """
         own = {i: (sums.a, sums.g) for i, sums in statistics.sums.items() if statistics.rows(i)}
+        for index, moments in own.items():
+            _require_fit(blocks[index], moments)
         terms = self._scale_(own, statistics, comm)
         # M belongs to the loss: G counts also the terms of ranks that did not use the layer, whose gradient is zero.
         of_others = 0.0, self.terms_of_rank(statistics, None, comm)[1]
@@ -279,6 +281,18 @@ def fold_(updates: Sequence[tuple[dict[str, Tensor], Increment]], moments: Seque
     for (average, _), value in zip(kept, values, strict=True):
         if value is not average["value"]:  # a copy in float32
             write_(average, value)
+
+
+def _require_fit(block: Block, moments: Iterable[Tensor]) -> None:
+    """Raises ValueError if a layer type of the user's own gives other rows than it has said; sums might broadcast."""
+    layer = block.layer
+    methods = ("input_rows", layer.bias is not None), ("output_rows", False)
+    for spec, moment, (method, ones) in zip(block.specs, moments, methods, strict=True):
+        if moment.numel() != spec.packed_numel:
+            raise ValueError(
+                f"{layer.name!r}: the rows of {type(layer).__name__}.{method}() do not fit structure(): they must be "
+                f"[examples, positions, {spec.pairs}, {spec.dim - ones}], in chunks if they are those of the input"
+            )
 
 
 class LocalSums:

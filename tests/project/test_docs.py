@@ -228,6 +228,27 @@ def test_the_layer_equals_a_grouped_convolution(weight_sharing: str, bias: bool)
         assert torch.equal(p, before) != p.requires_grad
 
 
+WRONG_ROWS: dict[str, tuple[Any, str]] = {
+    "input_rows": (lambda self, module, a, output: iter([a.reshape(len(a), -1, 1, 12)]), "3, 4"),
+    "output_rows": (lambda self, module, g, context: g.reshape(len(g), -1, 1, self.d_out), "3, 2"),
+    "structure": (lambda self, module: tuple(self.weight_shape), "3, 3"),  # without the bias's column
+}
+
+
+@pytest.mark.parametrize("method", WRONG_ROWS)
+def test_other_rows_than_a_layer_has_said_are_refused(method: str) -> None:
+    """Those of the output, whose moments are one for all pairs, would be added to each without a word."""
+    names, (wrong, rows) = extending(), WRONG_ROWS[method]
+    module_type = type("OwnLinear", (names["BlockLinear"],), {})
+    register_layer(module_type)(type("OwnLayer", (names["BlockLinearLayer"],), {method: wrong}))
+    model = Blocks(lambda: module_type(3, 4, 2))
+    optimizer = KFACSGD(model, lr=0.1)
+    F.cross_entropy(model(torch.randn(7, 3, 5)), torch.randint(3, (7,))).backward()
+    named = "input_rows" if method == "structure" else method
+    with pytest.raises(ValueError, match=rf"'blocks': the rows of OwnLayer.{named}\(\) .*positions, {rows}\]"):
+        optimizer.step()
+
+
 class ScaledLinear(nn.Linear):
     """A Linear whose weight is scaled when it is used."""
 
