@@ -176,7 +176,8 @@ def split(gamma: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor
 
     pi is 1 where a factor is zero.
     """
-    pi = torch.where((mean_a > 0) & (mean_g > 0), (mean_a / mean_g).sqrt(), 1.0)
+    # The roots first: where gradients have all but vanished the quotient of the means overflows.
+    pi = torch.where((mean_a > 0) & (mean_g > 0), mean_a.sqrt() / mean_g.sqrt(), 1.0)
     root = gamma.sqrt()
     return pi * root, root / pi
 

@@ -53,7 +53,7 @@ class _Attempt:
     """What an attempt has given, and what has to be read from the device to know whether that is a decomposition.
 
     Attributes:
-        result: The decomposition, or the error.
+        result: The decomposition as it is kept, or the error.
         checks: Whether each of its parts is finite, and what the solver says of the whole; 0-dim bools.
     """
 
@@ -162,10 +162,12 @@ def _attempt(
 
 
 def _checked(solver: Solver, result: Decomposition, stored: Callable[[Tensor], Tensor]) -> _Attempt:
-    checks = [part.isfinite().all() for part in result]
+    kept = tuple(map(stored, result))
+    # As it is kept: what is finite in float64, in which a failure is retried, may be none in float32.
+    checks = [part.isfinite().all() for part in kept]
     if isinstance(solver, Spectral):
         checks.append(solver.is_valid(result))
-    return _Attempt(tuple(map(stored, result)), checks)
+    return _Attempt(kept, checks)
 
 
 def _read(checks: Sequence[Tensor]) -> list[bool]:

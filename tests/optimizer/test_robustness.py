@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
+from kfac_optim import KFACLAMB, KFACSGD, InverseSolver, KFACAdam
 from kfac_optim.distributed import largest_entry
 from kfac_optim.optimizers import KFACMixin
+from kfac_optim.solvers import Failure, decompose_safely
 from tests.helpers import training
 from tests.helpers.compare import (
     SAME,
@@ -279,6 +280,25 @@ def test_a_failing_cholesky(monkeypatch: pytest.MonkeyPatch) -> None:
         loss(plain(x), y).backward()
         sgd.step()
     assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("scale", [1e-19, 1e-20, 1e-21])
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_gradients_that_have_all_but_vanished(solver: str, scale: float) -> None:
+    """The quotient of the mean eigenvalues of A and G, and the inverse of G, are more than float32 can hold."""
+    model = network().float()
+    optimizer = KFACSGD(model, lr=0.02, solver=solver, scaling="unit")
+    batches = [tuple(part.float() for part in data()) for _ in range(4)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, batches, loss=lambda output, target: scale * loss(output, target))
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_an_inverse_that_float32_cannot_hold_is_a_failure() -> None:
+    """float64, in which the failure is retried, can."""
+    tiny = torch.full((1, 2, 2), 1e-42, dtype=torch.float32)
+    assert isinstance(decompose_safely(InverseSolver(), tiny, torch.full((1,), 1e-42, dtype=torch.float32)), Failure)
 
 
 # Factors that are too large ------------------------------------------------------------------------------------------
