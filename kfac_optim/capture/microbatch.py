@@ -282,6 +282,8 @@ class BackwardPasses:
         if removed:
             self._on_thrown_away()
         statistics.restart(removed)
+        if removed and not statistics.sums:  # while another optimizer trains the model its passes must not pile up
+            self.statistics = statistics = StepStatistics()
         changed = watch.changed(statistics.sums)
         if changed:
             statistics.check(changed, watch.largest(changed))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
@@ -194,9 +194,10 @@ class StepStatistics:
             for i, entry in zip(layers, islice(values, len(layers)), strict=True):
                 if entry == 0:
                     starts[i] = max(position, starts.get(i, 0))
+        least = list(accumulate(reversed(scales), min, initial=math.inf))[-2::-1]  # of the later scales
         taken = [
-            all(later >= scale for later in scales[k + 1 :]) and any(starts.get(i, 0) <= k for i in self.layers[k])
-            for k, scale in enumerate(scales)
+            later >= scale and any(starts.get(i, 0) <= k for i in self.layers[k])
+            for k, (scale, later) in enumerate(zip(scales, least, strict=True))
         ]
         finite = [belongs and bool(finite) for belongs, finite in zip(taken, kept, strict=True)]
         return StepMoments(self.sums, self.terms, taken, finite, starts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_an_abandoned_pass_leaves_no_trace(clear: Callable[[nn.Module], None], f
     run(model, optimizer)
     taken = optimizer.curvature._capture._passes.take()
     settled = taken.resolve(torch.cat([flag.reshape(-1).double() for flag in taken.flags]).tolist())
-    assert settled.taken == [False, False, True, True]
+    assert settled.taken[-2:] == [True, True] and not any(settled.taken[:-2])
 
 
 @pytest.mark.parametrize("clear", CLEARINGS.values(), ids=CLEARINGS)
@@ -238,6 +239,28 @@ def test_beside_a_foreign_optimizer(set_to_none: bool) -> None:
     for layer in ("0", "3"):
         for found, expected in zip(engines[0].factors(layer), engines[1].factors(layer), strict=True):
             assert_near(found, expected, layer)
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "categorical"])
+def test_while_a_foreign_optimizer_trains_nothing_piles_up(fisher: str) -> None:
+    """As where one warms the model up and ours, which was built already, takes over."""
+    found = []
+    for warm_up in (3, 3, 60):  # the first fills caches
+        model = net()
+        optimizer = KFACSGD(model, fisher=fisher, **(OPTIONS | {"lr": 0.0}))
+        foreign = torch.optim.SGD(model.parameters(), lr=0.0)
+        gc.collect()
+        before = len([x for x in gc.get_objects() if isinstance(x, Tensor)])
+        for seed in range(warm_up):
+            foreign.zero_grad()
+            loss_of(model, seed).backward()
+            foreign.step()
+        gc.collect()
+        found.append(len([x for x in gc.get_objects() if isinstance(x, Tensor)]) - before)
+        foreign.zero_grad()
+        loss_of(model, 100).backward()
+        optimizer.step()
+    assert found[1] == found[2]
 
 
 def test_under_a_grad_scaler() -> None:
