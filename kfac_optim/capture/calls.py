@@ -144,6 +144,11 @@ class ModelCalls:
         self.current = None
         return call if torch.is_grad_enabled() else None
 
+    def outer_call_of(self, module: nn.Module) -> ModelCall | None:
+        """The open call of a module that was just left: the module calls itself, or that call was interrupted."""
+        call = self.current
+        return call if call is not None and call.module is module and torch.is_grad_enabled() else None
+
     def returned(self, call: ModelCall) -> None:
         """A call has returned and M is known."""
         self.last = call

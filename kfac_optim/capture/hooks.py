@@ -217,6 +217,8 @@ class Capture:
     def _on_model_call_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         call = self._calls.leave(module)
         if call is None:
+            if (outer := self._calls.outer_call_of(module)) is not None:  # it may be what is left of an interrupted one
+                outer.finish(self._loss_terms.count(args, kwargs, output))
             return
         if output is None and sys.exc_info()[0] is not None:  # hooks run while an exception goes by
             self._uses.forget_calls()

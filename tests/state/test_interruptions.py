@@ -67,6 +67,45 @@ def test_a_forward_that_is_interrupted_leaves_no_trace(
     assert all(torch.equal(factors[name], expected[name]) for name in factors)
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_the_call_after_an_interrupted_one_counts_its_own_terms(compiles: bool) -> None:
+    """In a loop that clears gradients after its step, so that nothing stands between the two calls."""
+
+    class Model(nn.Module):
+        interrupted = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            if self.interrupted:
+                raise KeyboardInterrupt
+            return y.tanh()
+
+    def run(interrupted: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = Model()
+        optimizer = KFACSGD(model, lr=0.1, factor_update_steps=1, inv_update_steps=1)
+        call = torch.compile(model, backend="eager") if compiles else model
+        for step in range(4):
+            x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+            if interrupted and step % 2:
+                model.interrupted = True
+                with pytest.raises(KeyboardInterrupt):
+                    call(x[:2])
+                model.interrupted = False
+            call(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return factors_of(optimizer)
+
+    found, expected = run(True), run(False)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
 @pytest.mark.parametrize("where", ["adopt_states", "update", "directions", "_finish"])
 @pytest.mark.parametrize("kfac", CLASSES)
 def test_the_state_is_whole_after_a_step_that_was_interrupted(
