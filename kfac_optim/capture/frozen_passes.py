@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..layers import KroneckerLayer
-from .graphs import leaves_reached
+from .graphs import leaves_of, nodes_reached
 
 __all__ = ["FrozenPasses"]
 
@@ -45,7 +45,7 @@ class FrozenPasses:
         if not isinstance(a, Tensor) or not a.requires_grad:
             return
         if self._serves is None:
-            self._serves = any(isinstance(leaf, nn.Parameter) for leaf in leaves_reached([a.grad_fn]))
+            self._serves = any(isinstance(leaf, nn.Parameter) for leaf in leaves_of(nodes_reached([a.grad_fn])))
         if self._serves:
             self._served.add(index)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Edge", "leaves_reached", "nodes_behind"]
+__all__ = ["Edge", "leaves_of", "nodes_behind", "nodes_reached"]
 
 Edge = tuple[Any, int]  # a node, and the number of the one behind it
 
@@ -17,8 +17,8 @@ def nodes_behind(node: Any) -> list[tuple[int, Any]]:
     return [(number, after) for number, (after, _) in enumerate(node.next_functions) if after is not None]
 
 
-def leaves_reached(starts: Iterable[Any], without: Collection[Edge] = ()) -> Iterator[Tensor]:
-    """The leaves, parameters for the most part, that a backward pass from some nodes reaches.
+def nodes_reached(starts: Iterable[Any], without: Collection[Edge] = ()) -> Iterator[Any]:
+    """The nodes that a backward pass from some nodes goes through, these included.
 
     Args:
         starts: The nodes; None, as of tensors without a graph, is left out.
@@ -28,9 +28,13 @@ def leaves_reached(starts: Iterable[Any], without: Collection[Edge] = ()) -> Ite
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
-        if (leaf := getattr(node, "variable", None)) is not None:
-            yield leaf
+        yield node
         for number, after in nodes_behind(node):
             if after not in nodes and (node, number) not in without:
                 nodes.add(after)
                 waiting.append(after)
+
+
+def leaves_of(nodes: Iterable[Any]) -> Iterator[Tensor]:
+    """The leaves, parameters for the most part, that some of the nodes stand for."""
+    return (node.variable for node in nodes if getattr(node, "variable", None) is not None)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..layers import KroneckerLayer
 from .gradients import is_used_itself
-from .graphs import Edge, leaves_reached, nodes_behind
+from .graphs import Edge, leaves_of, nodes_behind, nodes_reached
 from .loss_terms import tensors_in
 
 __all__ = ["WeightUses"]
@@ -60,16 +60,16 @@ class WeightUses:
             return
         results, self._results = self._results, {}
         self._looked_at |= set(results)
-        known: set[Edge] = set()
-        weights: dict[Tensor, int] = {}
+        known: dict[Edge, int] = {}
         for index, nodes in results.items():
-            weight = self._layers[index].weight
-            edges = [_edge_to(weight, node) for node in nodes]
+            edges = [_edge_to(self._layers[index].weight, node) for node in nodes]
             if None not in edges:  # else the graph does not show the layer's own use: a checkpoint, FSDP2
-                known.update(edge for edge in edges if edge is not None)
-                weights[weight] = index
-        found = set(leaves_reached((tensor.grad_fn for tensor in tensors_in(output)), known))
-        self._warn(sorted(weights[weight] for weight in found if weight in weights))
+                known.update((edge, index) for edge in edges if edge is not None)
+        reached = set(nodes_reached((tensor.grad_fn for tensor in tensors_in(output)), known))
+        # A function of the user's may call a layer inside: it takes the weight, and the graph has no call of the layer.
+        called = {index for (node, _), index in known.items() if node in reached}
+        leaves = set(leaves_of(reached))
+        self._warn(sorted(index for index in called if self._layers[index].weight in leaves))
 
     def _warn(self, layers: Iterable[int]) -> None:
         new = [layer for layer in (self._layers[i] for i in layers) if USED_BESIDE not in layer.notes]

@@ -142,6 +142,30 @@ def test_derivatives_within_the_model_are_no_other_use() -> None:
     assert not named(net, CurvatureEngine(net, factor_update_steps=1))
 
 
+class Invertible(torch.autograd.Function):
+    """As in reversible networks: it runs layers on a graph of its own, and takes their weights for the outer one."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, net: Net, *weights: Tensor) -> Tensor:
+        with torch.enable_grad():
+            ctx.inside = [h.detach().requires_grad_(), *weights]
+            ctx.output = net.biased(net.plain(ctx.inside[0]))
+        return ctx.output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        h, *weights = torch.autograd.grad(ctx.output, ctx.inside, g)
+        return h, None, *weights
+
+
+def test_a_call_inside_a_function_of_the_users_is_no_other_use() -> None:
+    net = Net(lambda net, h: Invertible.apply(h, net, net.plain.weight, net.biased.weight, net.biased.bias))
+    net.body = lambda h: h  # type: ignore[method-assign]
+    engine = CurvatureEngine(net, factor_update_steps=1)
+    assert not named(net, engine)
+    assert all(engine.factors(name)[1].any() for name in ("plain", "biased"))
+
+
 def test_an_interrupted_call_leaves_no_graph_behind() -> None:
     def fail(net: Net, h: Tensor) -> Tensor:
         raise ArithmeticError
