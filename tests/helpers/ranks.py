@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 
 # A server process that has imported torch and the tests once, and forks ranks without the pytest process's threads.
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed.tensor", "tests.helpers.settings", "tests.helpers.training"])
+_CONTEXT.set_forkserver_preload(["tests.helpers.preloaded"])
 
 LIMIT = 90.0  # seconds for a group of ranks, start included
 GROUP_TIMEOUT = timedelta(seconds=30)
