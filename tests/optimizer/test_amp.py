@@ -6,10 +6,9 @@ that leaves float16's range.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import subprocess
-import sys
-import textwrap
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,9 @@ from kfac_optim.capture.statistics import MicroBatch, StepStatistics
 from kfac_optim.directions import by_parameter
 from kfac_optim.layers import RowsLayer
 from kfac_optim.optimizers import KFACMixin
+from kfac_optim.precision import full_precision
 from tests.helpers.compare import assert_near, assert_same_factors, assert_same_weights, factors_of, twins
+from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Batch, clipping, train
 
 BFLOAT16_TOL = 0.03  # 8 bits of mantissa (2^-9 relative rounding), through three layers and a square
@@ -347,63 +348,71 @@ if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # before torch 2.
     TF32 = {how: statements for how, statements in TF32.items() if "attribute" not in how}
 
 
+class Flags:
+    """Of this process: the two statements of a way, run, and what was read so far."""
+
+    def __init__(self, choose: str, read: str) -> None:
+        self._names: dict[str, Any] = {"torch": torch, "matmul": torch.backends.cuda.matmul}
+        self._names["mkldnn"] = getattr(torch.backends.mkldnn, "matmul", None)
+        self._choose, self._read = choose, read
+        self.seen: list[str] = []
+
+    def choose(self) -> None:
+        exec(self._choose, self._names)
+
+    def read(self) -> None:
+        self.seen.append(str(eval(self._read, self._names)))
+
+
+def switch_off(rank: int, world_size: int, choose: str, read: str) -> list[str]:
+    flags = Flags(choose, read)
+    flags.choose()
+    flags.read()
+    with contextlib.suppress(ZeroDivisionError), full_precision("cuda"):
+        flags.read()
+        raise ZeroDivisionError
+    flags.read()
+    return flags.seen
+
+
 @pytest.mark.fast("^(flag|attribute of all)")
 @pytest.mark.parametrize("how", TF32)
 def test_tf32_is_off_for_factors_and_back_afterwards(how: str) -> None:
     """A property of the process, so it can be looked at without a GPU."""
-    choose, read = TF32[how]
-    script = f"""
-        import contextlib, torch
-        from kfac_optim.precision import full_precision
-        matmul, mkldnn = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
-        {choose}
-        print({read})
-        with contextlib.suppress(ZeroDivisionError), full_precision("cuda"):
-            print({read})
-            raise ZeroDivisionError
-        print({read})
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    before, inside, after = done.stdout.split()
+    ((before, inside, after),) = run_ranks(1, switch_off, *TF32[how])
     assert before == after
     exact = {"medium": "highest", "True": "False", "tf32": "ieee", "bf16": "ieee", "none": "ieee"}
     assert inside == exact[before]
+
+
+def overlap(rank: int, world_size: int, choose: str, read: str) -> list[str]:
+    flags = Flags(choose, read)
+    flags.choose()
+    inside, left = threading.Event(), threading.Event()
+
+    def second() -> None:
+        with full_precision("cuda"):
+            inside.set()
+            left.wait()
+            flags.read()
+
+    flags.read()
+    thread = threading.Thread(target=second)
+    with full_precision("cuda"):
+        thread.start()
+        inside.wait()
+    left.set()
+    thread.join()
+    flags.read()
+    with full_precision("cuda"):
+        flags.choose()  # the user's own choice of that moment stays
+    flags.read()
+    return flags.seen
 
 
 @pytest.mark.fast("^flag")
 @pytest.mark.parametrize("how", [how for how in ("flag", "attribute of matmul") if how in TF32])
 def test_tf32_of_overlapping_threads(how: str) -> None:
     """One thread enters, another enters, the first leaves: off until the second leaves, too; then as the user chose."""
-    choose, read = TF32[how]
-    script = f"""
-        import threading, torch
-        from kfac_optim.precision import full_precision
-        matmul = torch.backends.cuda.matmul
-        {choose}
-        inside, left = threading.Event(), threading.Event()
-
-        def second():
-            with full_precision("cuda"):
-                inside.set()
-                left.wait()
-                print({read})
-
-        print({read})
-        thread = threading.Thread(target=second)
-        with full_precision("cuda"):
-            thread.start()
-            inside.wait()
-        left.set()
-        thread.join()
-        print({read})
-        with full_precision("cuda"):
-            {choose}  # the user's own choice of that moment stays
-        print({read})
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    before, meanwhile, after, at_last = done.stdout.split()
+    ((before, meanwhile, after, at_last),) = run_ranks(1, overlap, *TF32[how])
     assert before == after == at_last != meanwhile
