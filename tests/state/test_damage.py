@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACAdamW
 from kfac_optim.saved_state.checks import checksums
 from tests.helpers.bases import KFACRMSprop
 from tests.helpers.compare import assert_identical, assert_near, assert_same_factors, values
-from tests.helpers.files import through_a_file
+from tests.helpers.files import packed, through_a_file, unpacked
 from tests.helpers.settings import CLASSES, OFTEN
 from tests.helpers.training import backward, make_model, train
 
@@ -27,11 +28,16 @@ def build(kfac: Any = KFACSGD, seed: int = 0, **options: Any) -> tuple[nn.Module
     return model, kfac(model, **CLASSES.get(kfac, {"lr": 0.01}), **{**OFTEN, "spread": 2, **options})
 
 
-def trained(kfac: Any = KFACSGD, steps: int = K, **options: Any) -> Any:
-    """A saved state."""
+@functools.cache
+def file_of(kfac: Any, steps: int, **options: Any) -> bytes:
     model, optimizer = build(kfac, **options)
     train(model, optimizer, range(steps))
-    return through_a_file(optimizer.state_dict())
+    return packed(optimizer.state_dict())
+
+
+def trained(kfac: Any = KFACSGD, steps: int = K, **options: Any) -> Any:
+    """A saved state."""
+    return unpacked(file_of(kfac, steps, **options))
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
