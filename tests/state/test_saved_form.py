@@ -72,13 +72,15 @@ def read(folder: Path, model: nn.Module, optimizer: Any) -> None:
 def test_a_run_goes_on_and_back_bit_for_bit(case: str, tmp_path: Path) -> None:
     """In a fresh optimizer, and in one that has trained on meanwhile."""
     model, optimizer = made(case)
+    starts = (1, 2, 5, 6, 11, 12)
     for t in range(STEPS):
         if t:
             state = get_optimizer_state_dict(model, optimizer)
+        if t in starts:
             dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=tmp_path / str(t))
         step(model, optimizer, t)
     expected = copy.deepcopy(model)
-    for start in (1, 2, 5, 6, 11, 12):
+    for start in starts:
         resumed, again = made(case)
         for into in ((resumed, again), (model, optimizer)):
             read(tmp_path / str(start), *into)
