@@ -764,15 +764,16 @@ def test_whoever_goes_on_knows_that_frozen_layers_have_served_others(go_on: Any)
         assert optimizer.curvature._steering.opposition.opposes is not False
 
 
-@pytest.mark.parametrize("go_on", GOING_ON.values(), ids=GOING_ON)
+@pytest.mark.parametrize("ways", [("saved", "into a used one"), ("copied", "pickled")])
 @pytest.mark.parametrize("cleared", ["before the cut", "after the cut"])
 @pytest.mark.parametrize("probes", [(0, 1, 2, 3, 4, 5), (3, 4), (4, 5), (2, 4), ()])
 def test_whoever_goes_on_knows_what_was_thrown_away_since_the_last_step(
-    probes: tuple[int, ...], cleared: str, go_on: Any, monkeypatch: pytest.MonkeyPatch
+    probes: tuple[int, ...], cleared: str, ways: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit. A probe is a backward pass onto what the last step has left, whose gradients nobody takes.
 
-    Where the cut is between both, whoever goes on from a state has no gradients that could be cleared.
+    Where the cut is between both, whoever goes on from a state has no gradients that could be cleared. The two ways
+    alternate from cut to cut.
     """
     start, batches = net(), [data() for _ in range(9)]
 
@@ -789,7 +790,8 @@ def test_whoever_goes_on_knows_what_was_thrown_away_since_the_last_step(
             if cleared == "before the cut":
                 optimizer.zero_grad()
             if number == cut:
-                model, optimizer = go_on(model, optimizer)
+                way = ways[(cut + (cleared == "before the cut")) % 2]
+                model, optimizer = GOING_ON[way](model, optimizer)
             optimizer.zero_grad()
             backward(model, batch, loss)
             optimizer.step()
