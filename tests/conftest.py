@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -44,6 +45,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     never = [test for test, found in fast.items() if not found]
     if never and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"'fast' names no case of {', '.join(never)}")
+
+
+def pytest_collection_finish() -> None:
+    """Where a test collects garbage, torch and whatever else has been imported is not looked through."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
