@@ -1,5 +1,6 @@
 """``python -m benchmarks.launches``: what it counts, of programs whose kernels and waits can be counted by hand."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -14,14 +15,36 @@ from tests.helpers.compiler import needs_compiler
 pytestmark = needs_compiler
 
 
+# Loads the device and torch once and forks for each program: starting an interpreter takes longer than most of them.
+SERVER = """
+from benchmarks.launches import device
+device.load()
+import json, os, sys, torch, torch._dynamo
+from benchmarks.launches.simulate import simulated
+for line in sys.stdin:
+    if os.fork() == 0:
+        with simulated() as simulation:
+            exec(json.loads(line))
+            print(json.dumps(vars(simulation.take())))
+        device.leave()
+    if os.wait()[1] != 0:
+        print("null", flush=True)
+"""
+
+
+@functools.cache
+def server():
+    """The process that forks; it ends with this one, which then closes its input."""
+    return subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
 def counted(program):
     """Launches, waits, multiplications and peak bytes of a program on the simulated device, run in a new process."""
-    begin = "from benchmarks.launches import device\ndevice.load()\nimport json, torch\n"
-    begin += "from benchmarks.launches.simulate import simulated\n"
-    body = textwrap.indent(textwrap.dedent(program), "    ")
-    end = "    print(json.dumps(vars(simulation.take())))\ndevice.leave()"
-    code = f"{begin}with simulated() as simulation:\n{body}\n{end}"
-    found = json.loads(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout)
+    process = server()
+    process.stdin.write(json.dumps(textwrap.dedent(program)) + "\n")
+    process.stdin.flush()
+    found = json.loads(process.stdout.readline())
+    assert found is not None, "the program failed; its traceback is on stderr"
     return found["launches"], found["waits"], found["flops"], found["peak"]
 
 
