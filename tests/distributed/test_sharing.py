@@ -91,12 +91,13 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def train_all(rank: int, world_size: int) -> dict[Any, list[Tensor]]:
+    """On two ranks every strategy with all options; on more the strategies share the options out."""
     found: dict[Any, list[Tensor]] = {}
-    for name, strategy in SHARDED.items():
-        if name == "kaisa-half" and world_size == 3:
-            continue
-        for case, (kind, options) in OPTIONS.items():
-            found[name, case] = trained(rank, world_size, kind, {**options, "assignment": strategy})
+    strategies = {name: each for name, each in SHARDED.items() if name != "kaisa-half" or world_size != 3}
+    for i, (name, strategy) in enumerate(strategies.items()):
+        for j, (case, (kind, options)) in enumerate(OPTIONS.items()):
+            if world_size == 2 or j % len(strategies) == i:
+                found[name, case] = trained(rank, world_size, kind, {**options, "assignment": strategy})
         if world_size == 2:
             branching = {"factor_update_steps": 1, "inv_update_steps": 4, "assignment": strategy}
             found["branching", name] = train_branching(rank, world_size, branching)
