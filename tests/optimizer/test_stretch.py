@@ -764,7 +764,7 @@ def test_whoever_goes_on_knows_that_frozen_layers_have_served_others(go_on: Any)
         assert optimizer.curvature._steering.opposition.opposes is not False
 
 
-@pytest.mark.parametrize("ways", [("saved", "into a used one"), ("copied", "pickled")])
+@pytest.mark.parametrize("ways", [("saved", "into a used one"), ("copied", "pickled")], ids=" or ".join)
 @pytest.mark.parametrize("cleared", ["before the cut", "after the cut"])
 @pytest.mark.parametrize("probes", [(0, 1, 2, 3, 4, 5), (3, 4), (4, 5), (2, 4), ()])
 def test_whoever_goes_on_knows_what_was_thrown_away_since_the_last_step(
