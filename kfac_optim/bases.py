@@ -37,6 +37,7 @@ __all__ = [
     "Bucket",
     "BaseStep",
     "Member",
+    "averages_gradients",
     "base_step",
     "bias_correction",
     "gradient_weight_tracked",
@@ -223,6 +224,12 @@ def _first_moments(bucket: Bucket, descent: Tensors) -> Tensors:
         return [state["exp_avg"] for state in states]
     buffers = [state["momentum_buffer"] for state in states]
     return torch._foreach_add(descent, buffers, alpha=group["momentum"]) if group.get("nesterov") else buffers
+
+
+def averages_gradients(group: Mapping[str, Any]) -> bool:
+    """Whether first moments that a base class keeps are averages: at a first beta of 0 each is a single gradient."""
+    beta = (group.get("betas") or (1.0,))[0]
+    return isinstance(beta, Tensor) or beta != 0  # a tensor may be on a device, which would be waited for
 
 
 def keep_first_moments(members: Sequence[Bucket], decay: float) -> None:

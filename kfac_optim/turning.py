@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from .bases import (
     BaseStep,
     Bucket,
+    averages_gradients,
     base_step,
     gradient_weight_tracked,
     keep_first_moments,
@@ -253,20 +254,23 @@ def _can_repeat(engine: CurvatureEngine, plan: Plan, members: Sequence[Bucket]) 
 
     Not if a layer that has a gradient now had none when directions were last computed, as happens to heads that are
     used in turn. The updates of a base class without a first moment differ too much from step to step to be repeated.
-    There only the stretch is repeated, and only if it was made from an average of gradients. With nothing to repeat, a
-    step at trust 0 is the base class's own.
+    There only the stretch is repeated, and only if it was made from an average of gradients. Nothing is that was made
+    from a single one, as by Adam with a first beta of 0. With nothing to repeat, a step at trust 0 is the base class's
+    own.
     """
     ready, averages = engine.trained.weights_with_directions(), plan.moment_decay > 0
     known, changes = False, False
-    for m in chain.from_iterable(members):
-        if TURN not in m.state:
-            if m.p in ready and _moves(m.group):
+    for bucket in members:
+        moments_are_averages = averages_gradients(bucket[0].group)
+        for m in bucket:
+            if TURN not in m.state:
+                if m.p in ready and _moves(m.group):
+                    return False
+            elif not (moments_are_averages if m.has_first_moment else averages):
                 return False
-        elif not (averages or m.has_first_moment):
-            return False
-        else:
-            known = True
-            changes = changes or CHANGE in m.state or (plan.stretches and STRETCH in m.state)
+            else:
+                known = True
+                changes = changes or CHANGE in m.state or (plan.stretches and STRETCH in m.state)
     return known and (changes or plan.trust == 0)
 
 

@@ -584,6 +584,22 @@ def test_without_a_first_moment_no_step_repeats_another(momentum: float, monkeyp
     assert_same_weights(model, other)
 
 
+@pytest.mark.usefixtures("soon_grown")
+def test_what_adam_makes_of_a_single_gradient_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a first beta of 0 its first moment is the last gradient."""
+    monkeypatch.setattr(Trust, "learn", lambda *_, **__: None)
+    options = {key: value for key, value in MODE.items() if key != "momentum"}
+    model = Net()
+    other = copy.deepcopy(model)
+    learned, full = (
+        KFACAdam(net, **(options | {"scaling": scaling, "betas": (0.0, 0.999)}))
+        for net, scaling in ((model, "graft"), (other, FULL))
+    )
+    learned.curvature._steering.trust.notches = 10
+    train_alike((model, learned), (other, full))
+    assert_same_weights(model, other)
+
+
 def test_where_a_gradient_is_orthogonal_to_everything_nothing_is_learned() -> None:
     """As at a rate of 0, at which a schedule may begin."""
     trust = Trust()
