@@ -258,19 +258,16 @@ def keep_first_moments(members: Sequence[Bucket], decay: float) -> None:
 
 def update_length(
     members: Sequence[Bucket], updates: Sequence[Tensor], known_length: Callable[[], Tensor | None]
-) -> Tensor | None:
+) -> Tensor:
     """The norm of all updates together, 0-dim, per unit of the weight that gradients have in the momentum of SGD.
 
-    That weight grows from 1 to ``1 / (1 - momentum)``. None for Adam and its kin, whose updates do not grow with the
-    gradient. A collective where updates are sharded.
+    That weight grows from 1 to ``1 / (1 - momentum)``. A collective where updates are sharded.
 
     Args:
         members: The parameters, with their states after the step.
         updates: Their updates, in this order.
         known_length: Gives the norm of all updates, where that takes less than to compute it here.
     """
-    if any("exp_avg" in m.state for bucket in members for m in bucket):
-        return None
     weights = [m.moment_weight for bucket in members for m in bucket]
     if len(set(weights)) == 1 and (length := known_length()) is not None:
         return length / weights[0]

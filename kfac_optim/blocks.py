@@ -337,7 +337,7 @@ class Block:
         """The unit of gamma for the decompositions in use, ``[p]``."""
         kind = kind_of(damping)
         if self._unit is None or self._unit[0] != kind:
-            self._unit = kind, unit_of(damping, self.factors("in_use"))
+            self._unit = kind, unit_of(damping, self.factors("in_use"), self.specs[0].pairs)
         return self._unit[1]
 
     def eigenvalues(self) -> tuple[Tensor | None, ...]:

@@ -154,18 +154,17 @@ def value_of(damping: Damping, step: int) -> float:
     return value
 
 
-def unit_of(damping: Damping, spectra: Spectra) -> Tensor:
-    """The unit of gamma for the Kronecker pairs of a layer, ``[p]``.
+def unit_of(damping: Damping, spectra: Spectra, pairs: int) -> Tensor:
+    """The unit of gamma for the p Kronecker pairs of a layer, ``[p]``.
 
     Raises:
         ValueError: If a damping of the user's own has something else for a unit.
     """
     unit: object = damping.unit(spectra)
-    ones = spectra.ones()
-    if not (isinstance(unit, Tensor) and unit.shape == ones.shape):
+    if not (isinstance(unit, Tensor) and unit.shape == (pairs,)):
         shown = f"a tensor of shape {list(unit.shape)}" if isinstance(unit, Tensor) else repr(unit)
         raise ValueError(
-            f"damping={damping!r}: unit() has returned {shown}: must be a tensor of shape {list(ones.shape)}, a number "
+            f"damping={damping!r}: unit() has returned {shown}: must be a tensor of shape [{pairs}], a number "
             "for each Kronecker pair; multiply one number by spectra.ones()"
         )
     return unit

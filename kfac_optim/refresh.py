@@ -87,7 +87,10 @@ class Refresher:
         """
         known = shared_spectra([] if isinstance(self.solver, Spectral) else blocks, "current", comm)
         value, damped = value_of(damping, step), blocks if damps_factors(self.solver) else []
-        gammas = {block: value * unit_of(damping, block.factors("current", known.get(block))) for block in damped}
+        gammas = {
+            block: value * unit_of(damping, block.factors("current", known.get(block)), block.specs[0].pairs)
+            for block in damped
+        }
         if self.last_refresh is None or not spread:
             refresh = RefreshInProgress(step, 0, "current", gammas, known)
             refresh.schedule(blocks, comm.rank)

@@ -112,7 +112,7 @@ def _turn_and_stretch(
         return
     of_stacks, trust = shortened(directions.scaled, plan.graft), plan.trust
     length = update_length(covered, list(base.updates.values()), lambda: directions.update_length(base.updates))
-    braked = None if length is None else brake_of(length, plan.usual_length)
+    braked = brake_of(length, plan.usual_length)
     makers: dict[str, Maker] = {TURN: lambda out: turns(of_stacks, out)}
     whole = trust == 1 and braked is None  # then the change is all of the turn
     if trust > 0 and not whole:
@@ -128,9 +128,8 @@ def _turn_and_stretch(
         _subtract([(bucket, multiplied(of, [reaches[m.p] for m in bucket], shared)) for bucket, of in stretched])
         judged[DESCENT] = _descents(base.moments, stretched)
     _remember(covered, judged, turned)
-    if length is not None:
-        first = covered[0][0]
-        first.state[LENGTH] = length.to(first.p.dtype)  # as torch's load_state_dict() would round it
+    first = covered[0][0]
+    first.state[LENGTH] = length.to(first.p.dtype)  # as torch's load_state_dict() would round it
 
 
 def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watch: WeightWatch) -> Lessons:
@@ -171,6 +170,7 @@ def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watc
         turn=alignment(turns, copies) if turns else None,
         average=alignment(averages, copies) if averages else None,
         length=length,
+        grows=not any("exp_avg" in m.state for bucket in members for m in bucket),
         stretch=alignments(stretches, copies) if stretches else None,
         descent=_together(descents) if descents else None,
         stretched=stretched,

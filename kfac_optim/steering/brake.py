@@ -2,13 +2,14 @@
 
 What the factors call flat is not always flat. A step that was too long there raises the gradient; a base class whose
 updates grow with the gradient then takes a longer step, and K-FAC's direction, scaled to that length, leads further
-astray. So with trust as in :mod:`~.trust`::
+astray. Adam's updates do not grow with a gradient that stays large. Where gradients have become small, though, a single
+large one, of an example that is still hard, makes them a hundred times as long at once, along what the factors have
+seen no gradients of and call flat. So with trust as in :mod:`~.trust`::
 
     length of the step = |u| (1 - trust + trust brake),    brake = min(1, 1.3 usual / |u|)^2
 
 ``usual`` is the running average of ``|u|`` over the steps in which k was computed. The base optimizer's share keeps its
-full length, because the base optimizer copes with its own steps. Base classes that keep ``exp_avg`` are not braked; the
-updates of all others are assumed to grow with the gradient.
+full length, because the base optimizer copes with its own steps. Stretches (:mod:`~.reach`) are braked alike.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ class Brake(Counted):
     """What is known of the lengths of the base optimizer's updates.
 
     Attributes:
-        usual: The usual length, per unit of the learning rate and of the gradients in its momentum; 0 before the first,
-            and where steps are not braked.
+        usual: The usual length, per unit of the learning rate and of the gradients in its momentum; 0 before the first.
         seen: The number of updates that this is an average of, at most 10.
         last: The brake of the last step in which k was computed, in (0, 1]; 1: none.
     """
@@ -45,11 +45,6 @@ class Brake(Counted):
     usual: float
     seen: int
     last: float
-
-    @property
-    def updates_grow(self) -> bool:
-        """Whether the base's updates are known to grow with the gradient; the length of others is not given."""
-        return self.usual > 0
 
     def learn(self, length: float) -> None:
         """Notes the length of the base's update in the step before; 0: it was not turned, or is not to be braked."""

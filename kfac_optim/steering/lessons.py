@@ -22,6 +22,7 @@ class Lessons:
         turn: How far the gradients agree with the last ``k - u``, 0-dim (:mod:`~.trust`).
         average: Likewise with the average of the gradients before them, where one is kept.
         length: The length of the base optimizer's last update, if it was turned.
+        grows: Whether the base optimizer's updates grow with the gradient, as all but those of Adam and its kin do.
         stretch: ``<g', s>`` of each parameter that was stretched, ``[n]``: g' the gradient, s the last stretch.
         descent: ``<g, s>`` of each, ``[n]``: g the averaged gradient that s was made of. Their ratio is the slope of
             :mod:`~.reach`.
@@ -34,6 +35,7 @@ class Lessons:
     turn: Tensor | None = None
     average: Tensor | None = None
     length: Tensor | None = None
+    grows: bool = False
     stretch: Tensor | None = None
     descent: Tensor | None = None
     stretched: Sequence[nn.Parameter] = ()
@@ -58,6 +60,7 @@ class Read:
         turn: See :class:`Lessons`; 0 where there is none.
         average: See :class:`Lessons`; None where there is none.
         length: See :class:`Lessons`; 0 where there is none.
+        grows: See :class:`Lessons`.
         slopes: ``stretch`` and ``descent``, by parameter, times their learning rates.
         watched: The parameters that were compared with what the last step has left.
         changed: Those of them that were changed since.
@@ -69,6 +72,7 @@ class Read:
     turn: float
     average: float | None
     length: float
+    grows: bool
     slopes: Mapping[nn.Parameter, tuple[float, float]]
     watched: Collection[nn.Parameter]
     changed: Collection[nn.Parameter]
@@ -97,4 +101,15 @@ def read_all(
     )
     slopes = dict(zip(lessons.stretched, zip(after, before, strict=True), strict=True))
     changed = [] if lessons.changes is None else [p for p in lessons.watched if next(values)]
-    return Read(found, rate, turn or 0.0, average, length or 0.0, slopes, lessons.watched, changed, list(values))
+    return Read(
+        found,
+        rate,
+        turn or 0.0,
+        average,
+        length or 0.0,
+        lessons.grows,
+        slopes,
+        lessons.watched,
+        changed,
+        list(values),
+    )

@@ -94,8 +94,8 @@ class Steering:
         """
         self.opposition.learn(captured_lost, alone=alone)
         self.brake.learn(read.length)
-        self.trust.learn(read.turn, read.average or 0.0, grows=self.brake.updates_grow)
-        has_momentum = self.brake.updates_grow and read.average is None  # else averages are kept for it
+        self.trust.learn(read.turn, read.average or 0.0, grows=read.grows)
+        has_momentum = read.grows and read.average is None  # else averages are kept for it
         undone = note_comparison(blocks, read.watched, read.changed)
         slopes = {p: slope for p, slope in read.slopes.items() if p not in undone} if undone else read.slopes
         self.graft.learn(sum(after for after, _ in slopes.values()) if has_momentum else None)

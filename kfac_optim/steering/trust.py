@@ -21,9 +21,9 @@ average ``m = decay m + (1 - decay) g``, whose decay is learned in the same way:
 by noise, and a longer average is better; once they oscillate between steep walls, a step along old gradients would
 leave the valley.
 
-Where updates grow with the gradient, K-FAC's share of a step is braked (:mod:`~.brake`), some of the base
-optimizer's own always remains, so that trust goes up to 0.6, and how long K-FAC's direction is is learned as well
-(:mod:`~.graft`).
+K-FAC's share of a step is braked where the base's update is unusually long (:mod:`~.brake`). Where updates grow with
+the gradient, some of the base optimizer's own always remains, so that trust goes up to 0.6, and how long K-FAC's
+direction is is learned as well (:mod:`~.graft`).
 """
 
 from __future__ import annotations

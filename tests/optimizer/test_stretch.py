@@ -385,6 +385,28 @@ def test_a_resumed_run_stretches_alike(kfac: Any, base: Any, how: dict[str, Any]
             assert torch.equal(p, q)
 
 
+def test_adams_step_is_braked_after_a_gradient_that_is_unusually_large() -> None:
+    """Where gradients have become small, a single large one makes its update many times as long."""
+    model, batch = net(), data()
+    optimizer = KFACAdam(model, **options(0.001, betas=(0.5, 0.999)))
+    usual, expected, told = 0.0, 1.0, []
+    for number in range(20):
+        scale = 1.0 if number in (0, 1, 18) else 1e-3
+        backward(model, batch, lambda output, target, by=scale: by * loss(output, target))  # type: ignore[misc]
+        optimizer.step()
+        told.append(optimizer.curvature.report()["brake"])  # of the step before
+        assert told[-1] == pytest.approx(expected, rel=1e-5)
+        updates = []
+        for p in model.parameters():
+            state = optimizer.state[p]
+            size = (state["exp_avg_sq"] / (1 - 0.999 ** (number + 1))).sqrt() + 1e-8
+            updates.append(state["exp_avg"] / (1 - 0.5 ** (number + 1)) / size)
+        length = float(torch.cat([update.flatten() for update in updates]).norm())
+        expected = min(1.0, 1.3 * usual / length) ** 2 if usual else 1.0
+        usual += (length - usual) / min(10, number + 1)
+    assert told[-1] < 0.5 and min(told[:-1]) == 1
+
+
 def test_the_stretch_is_braked_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the base's update is much longer than usual."""
     hold_what_is_learned(monkeypatch)
@@ -891,7 +913,7 @@ def test_heads_that_are_used_in_turn_all_get_directions(kfac: Any, how: dict[str
         if number >= heads:
             assert "kfac_turn" in optimizer.state[model.heads[model.used].weight]
         if number:
-            assert (optimizer.curvature.plan().usual_length > 0) == (kfac is KFACSGD)
+            assert optimizer.curvature.plan().usual_length > 0
 
 
 def test_a_skipped_step_keeps_what_the_next_one_learns() -> None:
