@@ -63,6 +63,6 @@ def brake_of(length: Tensor | float, usual: float) -> Tensor | float | None:
     if not usual:
         return None
     if isinstance(length, Tensor) and length.device.type != "cpu":
-        return (_SLACK * usual / length).clamp(max=1.0) ** _POWER
+        return (length / (_SLACK * usual)).clamp(min=1.0) ** -_POWER
     known = float(length)
     return (_SLACK * usual / known) ** _POWER if known > _SLACK * usual else None

@@ -143,7 +143,7 @@ def changes_at(
         scale_pairs(steps, lengths, directions[0].storage, out=steps)
     if braked is not None:
         braked = braked.to(steps[0].dtype) if isinstance(braked, Tensor) else braked
-        share = 1 - trust * (1 - braked)  # of the length of u: see the brake
+        share = trust * braked + (1 - trust)  # of the length of u: see the brake
         for device in {step.device for step in steps}:
             by = share.to(device) if isinstance(share, Tensor) else share
             elementwise("mul_", [step for step in steps if step.device == device], by)
