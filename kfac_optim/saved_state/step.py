@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..bases import keeps_first_moment
-from ..state_keys import DESCENT, LENGTH, NORM, NOTED, OF_STEP, RECORDED, is_of_base
+from ..state_keys import CHANGE, DESCENT, LENGTH, NORM, NOTED, OF_STEP, RECORDED, TURN, is_of_base
 
 __all__ = ["saved_form", "take_saved_form"]
 
@@ -46,6 +46,8 @@ def saved_form(
             if p in turned:
                 keys = OF_STEP if keeps_first_moment(p, group, state, is_sgd=is_sgd) else RECORDED
                 found |= {key: _zeros(p, key) for key in keys if key not in state} | {NORM: norms.get(p, -1.0)}
+            if CHANGE in state and state[CHANGE] is state.get(TURN):  # a checkpoint that has two is read into both
+                found[CHANGE] = state[CHANGE].clone()
             states[i] = {**state, **found}
     return {**state_dict, "state": states}
 

@@ -89,6 +89,30 @@ def test_a_run_goes_on_and_back_bit_for_bit(case: str, tmp_path: Path) -> None:
             assert_identical(into[0], expected)
 
 
+def test_an_optimizer_that_trusts_directions_fully_goes_back_to_a_time_when_it_did_not(tmp_path: Path) -> None:
+    """Its turn and its change are one tensor, those in the checkpoint two, which are read into what it shows."""
+    model, optimizer = made("AdamW, not stretched")
+    trust = optimizer.curvature._steering.trust
+    trust.notches = 5
+    for t in range(STEPS):
+        if t == 6:
+            state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+            dcp.save(state, checkpoint_id=tmp_path)
+        step(model, optimizer, t)
+    expected = copy.deepcopy(model)
+    trust.notches = 10
+    for t in range(STEPS):
+        step(model, optimizer, t)
+        if optimizer.state[model[0].weight]["kfac_turn"] is optimizer.state[model[0].weight].get("kfac_change"):  # type: ignore[index]
+            break
+    else:
+        raise AssertionError("never one tensor")
+    read(tmp_path, model, optimizer)
+    for t in range(6, STEPS):
+        step(model, optimizer, t)
+    assert_identical(model, expected)
+
+
 @pytest.mark.parametrize("way", ["folder", "memory"])
 def test_a_layer_that_was_frozen_on_the_way_does_not_make_a_state_look_damaged(way: str, tmp_path: Path) -> None:
     """Torch hands over no state of it."""
