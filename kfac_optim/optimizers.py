@@ -113,10 +113,11 @@ class KFACMixin(_Optimizer):
             raise TypeError("params has modules in it: pass nn.ModuleList([...]) of them, or their parameters()")
         curvature = {name: options.pop(name) for name in engine_options() if name in options}
         refuse_unknown(type(self).__name__, options, list(inspect.signature(type(self)).parameters))
-        derived_from = derived_from_by_horovod(type(self), params)
+        derived_from, of_subclass = derived_from_by_horovod(type(self), params), set(vars(self))
         super().__init__(params, *args, **options)
         self._step_supports_amp_scaling = False
-        private = (name for name in vars(self) if name.startswith("_") and not name.startswith("_optimizer_"))
+        added = (name for name in vars(self) if name not in of_subclass)
+        private = (name for name in added if name.startswith("_") and not name.startswith("_optimizer_"))
         self._private = frozenset({*private, "_private"})
         self.precondition = precondition
         if isinstance(derived_from, KFACMixin):

@@ -124,6 +124,22 @@ def test_options_under_private_names_are_copied(copied: Callable[[Any], Any]) ->
     assert optimizer2._flips
 
 
+class KFACWithHelpers(KFACPrivate):
+    """Has what is none of the base class's at hand before that is built."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._helper = lambda x: x
+        super().__init__(*args, **options)
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_what_a_subclass_has_under_private_names_stays_behind(copied: Callable[[Any], Any]) -> None:
+    """It may be nothing that can be pickled."""
+    model = make_model()
+    _, again = copied((model, KFACWithHelpers(model, lr=0.01, flips=True, **SETTINGS)))
+    assert again._flips and not hasattr(again, "_helper")
+
+
 def fail(*_: Any) -> None:
     raise AssertionError("hooks are not copied")
 
