@@ -217,7 +217,8 @@ class Capture:
     def _on_model_call_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         call = self._calls.leave(module)
         if call is None:
-            if (outer := self._calls.outer_call_of(module)) is not None:  # it may be what is left of an interrupted one
+            # Perhaps what is left of an interrupted one. A callable of the user's is told of no calls inside another.
+            if (outer := self._calls.outer_call_of(module)) is not None and not callable(self._loss_terms.average):
                 outer.finish(self._loss_terms.count(args, kwargs, output))
             return
         if output is None and sys.exc_info()[0] is not None:  # hooks run while an exception goes by

@@ -472,3 +472,29 @@ def test_a_callable_that_returns_no_number_of_terms_is_told_so(terms: Any) -> No
     with pytest.raises(ValueError, match=f"loss_average: the callable has returned {terms!r}; must be"):
         model(torch.randn(4, 3)).sum().backward()
         optimizer.step()
+
+
+class Tree(nn.Module):
+    """Calls itself for its halves, which have another kind of result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.join, self.head = nn.Linear(6, 3), nn.Linear(3, 2)
+
+    def forward(self, leaves: Tensor, top: bool = True) -> Any:
+        halves = [self(half, top=False) if half.shape[1] > 1 else half[:, 0] for half in leaves.chunk(2, dim=1)]
+        joined = self.join(torch.cat(halves, dim=1)).tanh()
+        return {"logits": self.head(joined)} if top else joined
+
+
+def test_a_callable_is_asked_about_the_model_and_not_about_its_calls_of_itself() -> None:
+    model, asked = Tree(), []
+
+    def terms(inputs: Any, output: Any) -> int:
+        asked.append(output["logits"].shape[0])
+        return asked[-1]
+
+    optimizer = KFACSGD(model, lr=0.1, loss_average=terms)
+    F.cross_entropy(model(torch.randn(5, 4, 3))["logits"], torch.arange(5) % 2).backward()
+    optimizer.step()
+    assert asked == [5]
