@@ -75,12 +75,18 @@ class Opponents:
         self.note(who, opposes=opposes)
 
     def resume(self, who: object, *, opposes: bool) -> None:
-        """An optimizer goes on from a saved state, or as a copy.
+        """An optimizer goes on from a saved state.
 
         It counts as older than every step of this process, so that an opponent which is loaded beside it is seen.
         """
         self._first_steps[who] = -1
         self.note(who, opposes=opposes)
+
+    def copy(self, who: object, copied: object) -> None:
+        """An optimizer was copied: the copy inherits its original's opponents, and its status as one."""
+        for known in (self._first_steps, self._last_steps):
+            if who in known:
+                known[copied] = known[who]
 
     def note(self, who: object, *, opposes: bool) -> None:
         """Notes whether an optimizer is known to train against others."""
@@ -246,9 +252,15 @@ class Opposition:
         OPPONENTS.resume(self, opposes=self.is_seen)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state to pickle or to copy; the hook on the leftover gradient stays behind."""
+        """The state to pickle; the hook on the leftover gradient stays behind."""
         return {**self.__dict__, "_leftover": None, "_added_lost": self._added_would_be_lost}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         OPPONENTS.resume(self, opposes=self.is_seen)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Opposition:
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__getstate__())
+        OPPONENTS.copy(self, copied)
+        return copied

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from kfac_optim import KFACSGD, CurvatureEngine, EigenSolver, Graft, KFACAdam, KFACMixin, exponential_decay, growing
 from kfac_optim.capture.copies import leave_hooks_behind
+from kfac_optim.steering.opponents import OPPONENTS
 from tests.helpers.compare import assert_identical, assert_trained, values
 from tests.helpers.files import packed, through_a_file, unpacked
 from tests.helpers.settings import CLASSES, SETTINGS
@@ -95,6 +96,23 @@ def test_a_copy_before_the_first_step(copied: Callable[[Any], Any]) -> None:
     train(model2, optimizer2, range(4))
     train(model, optimizer, range(4))
     assert_identical(model, model2)
+
+
+class Over:
+    """One of two opponents whose game has ended."""
+
+
+def test_a_copy_meets_no_opponents_that_its_original_does_not_meet() -> None:
+    over = Over()
+    OPPONENTS.step(over, opposes=True)
+    model = make_model()
+    optimizer = KFACSGD(model, lr=0.05, momentum=0.9, factor_update_steps=1, inv_update_steps=1)
+    train(model, optimizer, range(4))
+    model2, optimizer2 = copy.deepcopy((model, optimizer))
+    for each, trained in ((model, optimizer), (model2, optimizer2)):
+        train(each, trained, range(4, 8))
+    assert_identical(model, model2)
+    del over
 
 
 class Private(torch.optim.SGD):
