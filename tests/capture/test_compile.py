@@ -27,7 +27,7 @@ from tests.helpers.compare import assert_close, assert_identical, assert_same_fa
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, KINDS, OFTEN
 from tests.helpers.training import make_model, train
-from tests.helpers.versions import needs_export_flag
+from tests.helpers.versions import needs_export_flag, needs_graph_tag
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -564,10 +564,7 @@ def test_an_exported_model_knows_nothing_of_the_optimizer_that_trains_it() -> No
 # CUDA graphs ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.Tag, "cudagraph_unsafe"),
-    reason="this torch has no such tag: it records no graph that has a tensor on the CPU, as the operators' tokens are",
-)
+@needs_graph_tag
 def test_the_operators_stay_out_of_cuda_graphs() -> None:
     """mode="reduce-overhead" records a graph's kernels; the operators' Python code would not be replayed."""
     for name in ("record_input", "record_output_gradient"):

@@ -19,6 +19,14 @@ needs_sharding_on_cpus = pytest.mark.skipif(
 needs_export_flag = pytest.mark.skipif(
     not hasattr(torch.compiler, "_is_exporting_flag"), reason="this torch does not say that it exports"
 )
+needs_graph_tag = pytest.mark.skipif(
+    not hasattr(torch.Tag, "cudagraph_unsafe"),
+    reason="this torch has no such tag: it records no graph that has a tensor on the CPU, as the operators' tokens are",
+)
+needs_decay_in_states = pytest.mark.skipif(
+    not ADAM_DECOUPLES,
+    reason="this torch does not save whether weight decay is decoupled: nothing tells AdamW's states from Adam's",
+)
 needs_rates_of_one_dimension = pytest.mark.skipif(
     not RATES_OF_ONE_DIMENSION, reason="this torch's own optimizers take no rate [1]"
 )

@@ -19,6 +19,7 @@ from tests.helpers.compare import assert_identical, assert_near, assert_same_fac
 from tests.helpers.files import packed, through_a_file, unpacked
 from tests.helpers.settings import CLASSES, OFTEN
 from tests.helpers.training import backward, make_model, train
+from tests.helpers.versions import needs_decay_in_states
 
 K = 7
 
@@ -340,10 +341,7 @@ def test_a_state_of_another_base_class_leaves_nothing_half_loaded(kfac: Any, oth
     assert "another class of optimizers" in message
 
 
-@pytest.mark.skipif(
-    "decoupled_weight_decay" not in KFACAdamW(nn.Linear(1, 1)).defaults,
-    reason="this torch does not save whether weight decay is decoupled: nothing tells AdamW's states from Adam's",
-)
+@needs_decay_in_states
 @pytest.mark.parametrize(("kfac", "other"), [(KFACAdam, KFACAdamW), (KFACAdamW, KFACAdam)])
 def test_weight_decay_does_not_change_its_meaning(kfac: Any, other: Any) -> None:
     """Where there is some; Adam takes the state of AdamW if it is told to decouple it."""
