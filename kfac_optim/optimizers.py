@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from .bases import Bucket, gradients_of, members_of, refuse_base
+from .bases import refuse_base
 from .config import options as engine_options
 from .config import refuse_unknown, signature
 from .damping import OfLargest
 from .directions import by_parameter
 from .distributed import derived_from_by_horovod, join_hook, notify_join_context, register_joinable, share_gradients
 from .engine import CurvatureEngine
+from .first_moments import Bucket, gradients_of, members_of
 from .lamb import MultiTensorLamb
 from .rates import Scalar, common_rate, rate_of
 from .saved_state import saved_form, saved_parts, take_saved_form, with_checksums

@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .bases import Bucket, gradients_of
 from .capture import Fisher, RandomState, Replay, frozen
 from .capture.fisher import FisherProducts, TargetCheck
 from .checks import is_positive, require_number
@@ -25,6 +24,7 @@ from .config import options as engine_options
 from .config import refuse_unknown
 from .directions import by_parameter
 from .distributed import is_sharded
+from .first_moments import Bucket, gradients_of
 from .objective import Objective
 from .optimizers import KFACMixin
 from .quadratic import LevenbergMarquardt, SecantCheck

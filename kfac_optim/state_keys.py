@@ -53,13 +53,13 @@ STRETCH = "kfac_stretch"  # the stretch at reach 1, which the next gradients jud
 DESCENT = "kfac_descent"  # its alignment with the gradients that it was made of
 OF_STEP = (TURN, CHANGE, LENGTH, STRETCH, DESCENT)
 
-# Of every step, where the base class keeps no first moment. Written by ``bases``, which reads it as one; ``turning``
-# judges it. Saved like those above.
+# Of every step, where the base class keeps no first moment, or has weight decay in it. Written by ``first_moments``,
+# which reads it as one; ``turning`` judges the former. Saved like those above.
 MOMENT = "kfac_moment"  # the average of the gradients
 RECORDED = (*OF_STEP, MOMENT)
 
 # Written and read by one module. Saved where they are there.
-GRADIENT_WEIGHT = "kfac_gradient_weight"  # ``bases``: the sum of the weights of all gradients in SGD's momentum
+GRADIENT_WEIGHT = "kfac_gradient_weight"  # ``first_moments``: the sum of the weights of all gradients in SGD's momentum
 LAST_UPDATE = "kfac_last_update"  # ``selftuning``: the update that the next step goes along once more
 
 # Of a saved state alone. Written and read by ``saved_state.step``.

@@ -16,20 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .bases import (
-    BaseStep,
-    Bucket,
-    averages_gradients,
-    base_step,
-    gradient_weight_tracked,
-    keep_first_moments,
-    multiplied,
-    subtract_,
-    update_length,
-    weights_before,
-)
+from .bases import BaseStep, base_step, multiplied, subtract_, update_length, weights_before
 from .directions import Directions, Maker
 from .engine import CurvatureEngine
+from .first_moments import Bucket, averages_gradients, gradient_weight_tracked, keep_averages
 from .flat_storage import flat_view
 from .rates import Scalar, rate_of
 from .state_keys import CHANGE, DESCENT, LENGTH, MOMENT, OF_STEP, STRETCH, TURN, forget, kept_states
@@ -84,8 +74,7 @@ def take_turned_step(
     if plan.learns or computes:
         for m in chain.from_iterable(covered):
             m.take_state(optimizer)
-    if plan.learns:
-        keep_first_moments(covered, plan.moment_decay)
+        keep_averages(covered, plan.moment_decay if plan.learns else None)
     else:
         forget(optimizer, (MOMENT,))
     forget(optimizer, (LENGTH,) if repeats else OF_STEP)  # all that has been learned from
@@ -158,7 +147,7 @@ def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watc
         if not isinstance(lr, Tensor):
             of_turn, of_stretch, size = lr / unit, math.copysign(1, lr), abs(lr)
         for key, compared, rate in ((TURN, turns, of_turn), (MOMENT, averages, 1.0), (STRETCH, stretches, of_stretch)):
-            noted = [m for m in bucket if key in m.state]
+            noted = [m for m in bucket if key in m.state and not (key == MOMENT and m.has_first_moment)]
             if noted:
                 compared.append(Compared([m.gradient for m in noted], [m.state[key] for m in noted], rate))
         along = [m for m in bucket if STRETCH in m.state]

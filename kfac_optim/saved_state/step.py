@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..bases import keeps_first_moment
-from ..state_keys import CHANGE, DESCENT, LENGTH, NORM, NOTED, OF_STEP, RECORDED, TURN, is_of_base
+from ..first_moments import needs_average
+from ..state_keys import CHANGE, DESCENT, LENGTH, MOMENT, NORM, NOTED, OF_STEP, RECORDED, TURN, is_of_base
 
 __all__ = ["saved_form", "take_saved_form"]
 
@@ -34,7 +34,7 @@ def saved_form(
         turned: The parameters whose steps may be turned as far as trust goes, so that they have all keys.
         norms: The norms of the weights that the next step is to compare.
     """
-    states, is_sgd = dict(state_dict["state"]), isinstance(optimizer, torch.optim.SGD)
+    states = dict(state_dict["state"])
     base_keeps = any(_has_base_state(state) for state in states.values() if isinstance(state, dict))
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for p, i in zip(group["params"], saved["params"], strict=True):
@@ -44,7 +44,7 @@ def saved_form(
                 continue
             found: dict[str, Any] = {NOTED: sum(1 << n for n, key in enumerate(RECORDED) if key in state)}
             if p in turned:
-                keys = OF_STEP if keeps_first_moment(p, group, state, is_sgd=is_sgd) else RECORDED
+                keys = RECORDED if needs_average(optimizer, p, group, state) else OF_STEP
                 found |= {key: _zeros(p, key) for key in keys if key not in state} | {NORM: norms.get(p, -1.0)}
             if CHANGE in state and state[CHANGE] is state.get(TURN):  # a checkpoint that has two is read into both
                 found[CHANGE] = state[CHANGE].clone()
@@ -64,6 +64,8 @@ def take_saved_form(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, floa
         noted, norm = state.pop(NOTED, None), float(state.pop(NORM, -1.0))
         for key in () if noted is None else [key for n, key in enumerate(RECORDED) if not int(noted) >> n & 1]:
             state.pop(key, None)
+        if MOMENT in state:  # changed in place, and torch makes two optimizers share a state that is not copied
+            state[MOMENT] = state[MOMENT].clone()
         if norm >= 0:
             norms[p] = norm
         if not state:

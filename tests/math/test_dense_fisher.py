@@ -525,17 +525,17 @@ def test_momentum_first_preconditions_the_buffer_but_not_the_decay_in_it(
     course: Course, options: dict[str, object], weight_decay: float
 ) -> None:
     model, oracle, gamma, keywords = course_setup(course)
-    lr, rules, ones = 0.01, recurrences(oracle, **options), TextbookMomentum(**options)
+    lr, rules, pure_rules = 0.01, recurrences(oracle, **options), recurrences(oracle, **options)
     own = {"lr": lr, "precondition": "momentum", "weight_decay": weight_decay}
     optimizer = KFACSGD(model, **keywords | own | options)
 
     def compare(changes: Named, _: dict[str, Tensor], gradients: Named, before: Named) -> None:
         buffers = {name: rules[name](g + weight_decay * before[name]) for name, g in gradients.items()}
-        share = weight_decay * ones(torch.ones(()))  # of the weight in a buffer, had it stood still
-        pure = {name: buffer - share * before[name] for name, buffer in buffers.items()}
+        pure = {name: pure_rules[name](g) for name, g in gradients.items()}
+        decays = {name: buffer - pure[name] for name, buffer in buffers.items()}
         directions = oracle.directions(pure, gamma, solver=course.problem.solver)
         for layer in oracle.layers:
-            directions[layer.name] = directions[layer.name] + share * layer.of(before)
+            directions[layer.name] = directions[layer.name] + layer.of(decays)
         assert_applied(oracle, changes, directions, buffers, lr)
 
     run_course(course, optimizer, model, oracle, gamma, compare)

@@ -12,7 +12,7 @@ import torch_optimizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin, bases
+from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin, first_moments
 from tests.helpers.compare import assert_identical, values
 from tests.helpers.files import through_a_file
 from tests.helpers.settings import OFTEN
@@ -266,7 +266,7 @@ def test_a_base_that_projects_some_of_its_moments_has_averages_for_those() -> No
         optimizer.zero_grad()
         model(torch.randn(8, 6)).square().mean().backward()
         optimizer.step()
-    (bucket,) = bases.members_of(optimizer)
-    moments = bases._first_moments(bucket, [m.gradient for m in bucket])
+    (bucket,) = first_moments.members_of(optimizer)
+    moments = first_moments.first_moments(bucket, [m.gradient for m in bucket])
     for m, moment in zip(bucket, moments, strict=True):
         assert moment is m.state["kfac_moment" if m.p.dim() > 1 else "exp_avg"]

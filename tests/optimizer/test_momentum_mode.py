@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, Graft, KFACAdam, KFACAdamW, KFACMixin
-from kfac_optim.bases import base_step, members_of
+from kfac_optim.bases import base_step
+from kfac_optim.first_moments import members_of
 from kfac_optim.steering.brake import Brake
 from kfac_optim.steering.graft import GraftShare
 from kfac_optim.steering.inner_products import Compared, alignment
@@ -72,17 +73,18 @@ Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 class Sgd:
     """SGD's part of a step: its moment, its update without decay, and its decay, per unit of the learning rate.
 
-    The weight of all gradients so far in the moment is what the moment's own recurrence makes of ones.
+    Without decay the moment is what its own recurrence makes of the gradients alone, and the weight of all gradients so
+    far in it what that makes of ones.
     """
 
     def __init__(self, decay: float = 0.0, **how: float) -> None:
-        self.decay, self.moment, self.ones = decay, TextbookMomentum(**how), TextbookMomentum(**how)
+        self.decay, self.moment, self.pure, self.ones = decay, *(TextbookMomentum(**how) for _ in range(3))
 
     def __call__(self, g: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        decayed = self.decay * w
-        moment, weight = self.moment(g + decayed), self.ones(torch.ones(()))
+        moment, pure = self.moment(g + self.decay * w), self.pure(g)
+        self.ones(torch.ones(()))
         self.weight = self.ones.buffer
-        return moment - weight * decayed, moment - weight * decayed, weight * decayed
+        return pure, pure, moment - pure
 
 
 class Adam:
@@ -90,10 +92,11 @@ class Adam:
 
     def __init__(self, decay: float = 0.0, coupled: bool = True, amsgrad: bool = False, sign: float = 1.0) -> None:
         self.decay, self.coupled, self.amsgrad, self.sign = decay, coupled, amsgrad, sign
-        self.book, self.largest = TextbookAdam(), torch.zeros(())
+        self.book, self.pure, self.largest = TextbookAdam(), 0.0, torch.zeros(())
 
     def __call__(self, g: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         decayed = self.decay * w
+        self.pure = self.book.beta1 * self.pure + (1 - self.book.beta1) * self.sign * g
         m, v = self.book.moments(self.sign * g + self.coupled * decayed)
         if self.amsgrad:
             v = self.largest = torch.maximum(self.largest, v)
@@ -101,7 +104,7 @@ class Adam:
         root = (v / weight2).sqrt() + self.book.eps
         if not self.coupled:
             return m, m / weight1 / root, decayed
-        return m - weight1 * decayed, (m / weight1 - decayed) / root, decayed / root
+        return self.pure, self.pure / weight1 / root, (m - self.pure) / weight1 / root
 
 
 class Lamb:
@@ -400,18 +403,20 @@ def test_a_layer_without_a_decomposition_moves_by_its_buffer() -> None:
         assert_near(model.second.weight.detach(), plain.detach(), "second.weight", SAME)
 
 
-def test_schedulers_that_change_the_momentum() -> None:
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_schedulers_that_change_the_momentum(decay: float) -> None:
     """OneCycleLR cycles lr and momentum of the groups; both are read at every step."""
     model = Net()
-    textbook = Textbook(model, lambda: Sgd(momentum=0.9))
-    optimizer = KFACSGD(model, **(MODE | {"momentum": 0.9}))
+    textbook = Textbook(model, lambda: Sgd(decay, momentum=0.9))
+    optimizer = KFACSGD(model, **(MODE | {"momentum": 0.9, "weight_decay": decay}))
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=6)
     seen = set()
     for _ in range(6):
         group = optimizer.param_groups[0]
         seen.add(group["momentum"])
         for rule in textbook.rules.values():
-            rule.moment.momentum = group["momentum"]
+            for recurrence in (rule.moment, rule.pure, rule.ones):
+                recurrence.momentum = group["momentum"]
         passes = data()
         textbook.step(passes, group["lr"])
         backward(model, passes, loss)

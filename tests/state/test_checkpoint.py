@@ -788,7 +788,8 @@ def test_the_dry_step_creates_all_state_and_changes_nothing(kfac: Any, options: 
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), weights, strict=True))
     assert {k: v for k, v in optimizer.param_groups[0].items() if k.startswith("kfac")} == counters
 
-    real, trained = build(kfac, options)
+    real = make_model()
+    trained = kfac(real, **without_decay, **{**SETTINGS, **OPTIONS[options]})
     train(real, trained, range(1))
     dry, wet = (
         {path: (v.shape, v.dtype) if isinstance(v, Tensor) else type(v) for path, v in leaves(o.state_dict()["state"])}
