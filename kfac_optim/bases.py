@@ -137,8 +137,8 @@ def update_length(
 def _less_decay(optimizer: torch.optim.Optimizer, bucket: Bucket, before: Tensors, moments: Tensors) -> Tensors:
     """Weights before a step, less what decay has taken off them that the base class adds to the gradient or the update.
 
-    In bases that are not known here and do not say ``decoupled_weight_decay`` in their groups decay stays a part of the
-    moment and of the update.
+    In bases that are not known here and do not say ``decoupled_weight_decay`` in their groups it stays a part of the
+    update.
     """
     group, lr = bucket[0].group, rate_of(bucket[0].group)
     if not group.get("weight_decay"):
@@ -148,7 +148,8 @@ def _less_decay(optimizer: torch.optim.Optimizer, bucket: Bucket, before: Tensor
         sizes = [lr * debiasing(optimizer, group, m.state) for m in bucket]
         shares = [size * ratio * group["weight_decay"] for size, ratio in zip(sizes, ratios, strict=True)]
         return torch._foreach_sub(before, _scaled(before, shares))
-    if not all(m.decay_in_moment and m.has_first_moment for m in bucket):
+    known = isinstance(optimizer, torch.optim.Adam)
+    if not known or not all(m.decay_in_moment and m.has_first_moment for m in bucket):
         return before
     decays = []
     for m, moment in zip(bucket, moments, strict=True):  # what Adam makes of the rest of its moment

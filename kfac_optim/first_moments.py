@@ -1,9 +1,9 @@
 """The parameters of a step, and the first moments of their gradients, which K-FAC preconditions.
 
-SGD and Adam add weight decay to the gradient ("coupled"), so that it is a part of their first moment too. There the
-gradients alone are averaged here as well, as the base class averages them. What its moment has of decay could not be
-told from the weights as they are now: these move, and K-FAC would take what is left over for a gradient, and go far
-along it where true ones are small. (With a decay of 0.1 under SGD rows of an embedding grew a thousandfold so.)
+SGD, Adam and its kin add weight decay to the gradient ("coupled"), so that it is a part of their first moment too.
+There the gradients alone are averaged here as well, as the base class averages them. What its moment has of decay could
+not be told from the weights as they are now: these move, and K-FAC would take what is left over for a gradient, and go
+far along it where true ones are small. (With a decay of 0.1 under SGD rows of an embedding grew a thousandfold so.)
 
 Base classes whose first moment is not known (SGD without momentum, Adagrad, RMSprop, Adadelta, Muon) get an average of
 the gradients, kept here while trust is learned.
@@ -40,6 +40,8 @@ __all__ = [
 
 # Classes of torch that shrink the weights by lr * weight_decay beside their update; Muon is not in every version.
 _DECOUPLED = tuple(getattr(torch.optim, name) for name in ("AdamW", "Adafactor", "Muon") if hasattr(torch.optim, name))
+# Those that add it to the gradient, unless their groups say otherwise, and keep an average of the sum.
+_COUPLED = (torch.optim.SGD, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
 
 
 @dataclass(slots=True)
@@ -208,8 +210,7 @@ def _keeps_first_moment(p: Tensor, group: Mapping[str, Any], state: Mapping[str,
 
 def _has_decay_in_moment(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
     """Whether weight decay becomes a part of the first moment; in classes that are not known here it stays one."""
-    coupled = bool(group.get("weight_decay")) and not is_decoupled(optimizer, group)
-    return coupled and isinstance(optimizer, (torch.optim.SGD, torch.optim.Adam))
+    return bool(group.get("weight_decay")) and isinstance(optimizer, _COUPLED) and not is_decoupled(optimizer, group)
 
 
 def is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:

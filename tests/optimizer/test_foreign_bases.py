@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from typing import Any
 
@@ -270,3 +271,35 @@ def test_a_base_that_projects_some_of_its_moments_has_averages_for_those() -> No
     moments = first_moments.first_moments(bucket, [m.gradient for m in bucket])
     for m, moment in zip(bucket, moments, strict=True):
         assert moment is m.state["kfac_moment" if m.p.dim() > 1 else "exp_avg"]
+
+
+COUPLED: list[tuple[Any, dict[str, bool]]] = [
+    (base, how)
+    for base in (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
+    for how in ({}, {"maximize": True}, {"decoupled_weight_decay": True})
+    if how.keys() <= inspect.signature(base).parameters.keys()  # not all versions of torch know the last one
+]
+
+
+@pytest.mark.parametrize(("base", "how"), COUPLED)
+def test_averages_have_nothing_of_the_decay_that_a_base_adds_to_the_gradient(base: Any, how: dict[str, bool]) -> None:
+    """The base's own, which has it, stays as it is under the base class alone."""
+    kfac: Any = type(f"KFAC{base.__name__}", (KFACMixin, base), {})
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    optimizer = kfac(model, lr=0.01, weight_decay=0.5, betas=(0.8, 0.9), **how)
+    raw = {p: torch.zeros_like(p) for p in model.parameters()}
+    own = {p: torch.zeros_like(p) for p in model.parameters()}
+    sign, coupled = -1 if "maximize" in how else 1, "decoupled_weight_decay" not in how
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 6, dtype=torch.float64)).square().mean().backward()
+        for p in model.parameters():
+            raw[p] = 0.8 * raw[p] + 0.2 * p.grad
+            own[p] = 0.8 * own[p] + 0.2 * (sign * p.grad + coupled * 0.5 * p.detach())
+        optimizer.step()
+        (bucket,) = first_moments.members_of(optimizer)
+        moments = first_moments.first_moments(bucket, [sign * m.gradient for m in bucket])
+        for m, moment in zip(bucket, moments, strict=True):
+            torch.testing.assert_close(moment, sign * raw[m.p], rtol=1e-12, atol=1e-15)
+            torch.testing.assert_close(m.state["exp_avg"], own[m.p], rtol=1e-12, atol=1e-15)
+            assert ("kfac_moment" in m.state) == coupled
