@@ -17,7 +17,7 @@ import torch
 
 from .blocks import SIDES, Block, KnownSpectra, Source, part_dtype
 from .distributed import Broadcast, Communicator
-from .solvers import Decomposition, Spectral
+from .solvers import Decomposition, EigenSolver
 
 __all__ = ["shared_spectra", "decomposed_spectra", "move_factors", "on_cpu", "refuse_to_move", "whole_state"]
 
@@ -59,7 +59,7 @@ def decomposed_spectra(
     blocks: Sequence[Block],
     source: Source,
     found: Callable[[Block, int], Decomposition | None],
-    solver: Spectral,
+    solver: EigenSolver,
     inv_dtype: torch.dtype,
     comm: Communicator,
 ) -> dict[Block, KnownSpectra]:

@@ -27,7 +27,7 @@ from .distributed import Broadcast, Communicator
 from .factor_owners import decomposed_spectra, shared_spectra
 from .jobs import RefreshInProgress, batch_of, together
 from .pacing import Pace
-from .solvers import Batch, Decomposition, MaybeDecomposition, Solver, Spectral, Worker, damps_factors, decompose_all
+from .solvers import Batch, Decomposition, EigenSolver, MaybeDecomposition, Solver, Worker, damps_factors, decompose_all
 
 __all__ = ["Refresher"]
 
@@ -85,7 +85,7 @@ class Refresher:
             spread: Over how many steps to work it off; the first refresh is at once all the same.
             comm: The ranks.
         """
-        known = shared_spectra([] if isinstance(self.solver, Spectral) else blocks, "current", comm)
+        known = shared_spectra([] if isinstance(self.solver, EigenSolver) else blocks, "current", comm)
         value, damped = value_of(damping, step), blocks if damps_factors(self.solver) else []
         gammas = {
             block: value * unit_of(damping, block.factors("current", known.get(block)), block.specs[0].pairs)
@@ -123,7 +123,7 @@ class Refresher:
             refresh = RefreshInProgress(step, 0, "in_use")
             refresh.schedule([block for block in blocks if block.has_data("in_use")], comm.rank)
             for stale in (refresh, self.in_progress):
-                if stale is not None and not isinstance(self.solver, Spectral):
+                if stale is not None and not isinstance(self.solver, EigenSolver):
                     stale.add_spectra(shared_spectra(stale.blocks, stale.source, comm))
             self._work_off(refresh, step, comm)
 
@@ -177,7 +177,7 @@ class Refresher:
             self.frozen_at = refresh.start
         failed, found = self._exchange(refresh, comm)
         known = refresh.spectra
-        if isinstance(self.solver, Spectral):
+        if isinstance(self.solver, EigenSolver):
             known = decomposed_spectra(refresh.blocks, refresh.source, refresh.found, self.solver, self.inv_dtype, comm)
         for block, own in found:
             if refresh.source != "in_use":

@@ -27,7 +27,7 @@ Where to look::
 from .decompose import BATCH_NUMEL, Batch, decompose_all, decompose_safely
 from .eigen import EigenSolver
 from .inverse import InverseSolver
-from .protocol import Decomposition, Failure, MaybeDecomposition, Shifting, Solver, Spectral, damps_factors
+from .protocol import Decomposition, Failure, MaybeDecomposition, Shifting, Solver, damps_factors
 from .worker import Worker
 
 __all__ = [
@@ -40,7 +40,6 @@ __all__ = [
     "MaybeDecomposition",
     "Shifting",
     "Solver",
-    "Spectral",
     "Worker",
     "damps_factors",
     "decompose_all",

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..grouping import grouped_by_key
 from ..precision import full_precision
 from .eigen import EigenSolver
-from .protocol import Decomposition, Failure, MaybeDecomposition, Solver, Spectral
+from .protocol import Decomposition, Failure, MaybeDecomposition, Solver
 
 __all__ = ["BATCH_NUMEL", "Batch", "decompose_all", "decompose_safely"]
 
@@ -87,7 +87,7 @@ def decompose_all(
     """
     batches = list(batches)
     attempts: dict[Batch, _Attempt] = {}
-    for group in _called_together(batches) if isinstance(solver, Spectral) else [[batch] for batch in batches]:
+    for group in _called_together(batches) if isinstance(solver, EigenSolver) else [[batch] for batch in batches]:
         attempts.update(zip(group, _attempt(solver, [batch.make() for batch in group], stored), strict=True))
     passed = iter(_read([check for batch in batches for check in attempts[batch].checks]))
     found: list[list[MaybeDecomposition]] = []
@@ -154,7 +154,7 @@ def _attempt(
             if len(inputs) == 1:
                 found = [solver.decompose(*inputs[0])]
             else:
-                assert isinstance(solver, Spectral)
+                assert isinstance(solver, EigenSolver)
                 found = solver.decompose_padded([factor for factor, _ in inputs])
     except RuntimeError as error:  # LinAlgError, GPU libraries' own errors, and out of memory, which the CPU may solve
         return [_Attempt(Failure(f"{type(error).__name__}: {error}"))] * len(inputs)
@@ -165,7 +165,7 @@ def _checked(solver: Solver, result: Decomposition, stored: Callable[[Tensor], T
     kept = tuple(map(stored, result))
     # As it is kept: what is finite in float64, in which a failure is retried, may be none in float32.
     checks = [part.isfinite().all() for part in kept]
-    if isinstance(solver, Spectral):
+    if isinstance(solver, EigenSolver):
         checks.append(solver.is_valid(result))
     return _Attempt(kept, checks)
 

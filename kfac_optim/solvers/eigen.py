@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ..checks import require_number
 from .joint import g_first
-from .protocol import Decomposition, Spectral
+from .protocol import Decomposition
 
 __all__ = ["EigenSolver"]
 
@@ -24,7 +25,7 @@ _JACOBI_ROWS = range(32, 513)
 
 
 @dataclass(frozen=True)
-class EigenSolver(Spectral):
+class EigenSolver:
     """Eigendecomposition: Tikhonov damping of ``A (x) G`` itself, which may change at every step. The default.
 
     Damping plays no part in the decompositions.
@@ -42,6 +43,7 @@ class EigenSolver(Spectral):
     """
 
     negligible: float = 0.01
+    damps_factors: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         require_number("negligible", self.negligible, "in [0, 1)", lambda x: 0 <= x < 1, owner="EigenSolver")
@@ -72,10 +74,11 @@ class EigenSolver(Spectral):
         return [(values[:, -n:], vectors[:, :n, -n:]) for values, vectors, n in found]
 
     def largest(self, decomposition: Decomposition) -> Tensor:
+        """The largest eigenvalue of each pair, ``[p]``."""
         return decomposition[0].amax(-1)
 
     def is_valid(self, decomposition: Decomposition) -> Tensor:
-        """Whether the eigenvectors are orthonormal, by the diagonal of ``Q Q^T``.
+        """Whether the eigenvectors are orthonormal, by the diagonal of ``Q Q^T``, a 0-dim bool.
 
         GPU libraries have returned others without an error. The diagonal takes one pass over Q, no product.
         """

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeGuard, runtime_checkable
+from typing import Protocol, TypeGuard
 
 from torch import Tensor
 
-__all__ = ["Decomposition", "Failure", "MaybeDecomposition", "Shifting", "Solver", "Spectral", "damps_factors"]
+__all__ = ["Decomposition", "Failure", "MaybeDecomposition", "Shifting", "Solver", "damps_factors"]
 
 Decomposition = tuple[Tensor, ...]
 
@@ -31,7 +30,8 @@ class Solver(Protocol):
     """Anything with these methods and those of :class:`~kfac_optim.solvers.Shifting` can be passed as ``solver=``.
 
     A solver that adds gamma in ``precondition`` instead, so that damping may change between refreshes, has an attribute
-    ``damps_factors = False`` and needs no ``shifts``; it may be :class:`~kfac_optim.solvers.Spectral`.
+    ``damps_factors = False`` and needs no ``shifts``. Of a subclass of :class:`~kfac_optim.EigenSolver` decompositions
+    are also checked, and tell the largest eigenvalues.
     """
 
     def shapes(self, dim: int, diagonal: bool) -> tuple[tuple[int, ...], ...]:
@@ -72,19 +72,3 @@ class Shifting(Solver, Protocol):
 def damps_factors(solver: Solver) -> TypeGuard[Shifting]:
     """Whether damping is added to the factors, by ``shifts``, rather than in ``precondition``."""
     return getattr(solver, "damps_factors", True)
-
-
-@runtime_checkable
-class Spectral(Solver, Protocol):
-    """A solver that finds the eigenvalues of undamped factors, so that decompositions tell more than directions."""
-
-    damps_factors: ClassVar[bool] = False
-
-    def decompose_padded(self, factors: Sequence[Tensor]) -> list[Decomposition]:
-        """Decomposes factors ``[p, n, n]`` of several n as one, where the host waits for each decomposition."""
-
-    def is_valid(self, decomposition: Decomposition) -> Tensor:
-        """Whether it is one, a 0-dim bool; asked of all that are finite, does not wait for the device."""
-
-    def largest(self, decomposition: Decomposition) -> Tensor:
-        """The largest eigenvalue of each pair, ``[p]``."""
