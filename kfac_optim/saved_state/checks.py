@@ -146,22 +146,23 @@ def _is_part(averages: Iterable[Any]) -> bool:
 
 
 def check_sums(blocks: Sequence[Block], states: Mapping[nn.Parameter, Any], counters: Mapping[str, Any]) -> None:
-    """Raises ValueError unless checked states have the checksums that were saved; without them, definite factors.
+    """Raises ValueError unless checked states have the checksums that were saved.
 
-    Nor do those have them that the base class has loaded, in the type of its parameters, or that lack frozen layers.
+    Those have none that the base class has loaded, in the type of its parameters, or that lack frozen layers.
     """
     averages = [tensors[side] for state in states.values() for tensors in state.values() for side in SIDES]
     rounded = any(average["weight"].dtype != torch.float64 for average in averages)
     # torch.distributed.checkpoint hands over no state of parameters that are frozen by now.
     left_out = [block for block in blocks if block.layer.weight not in states]
     fewer = len(states) < (counters.get(_LAYERS) or 0) and not any(b.layer.weight.requires_grad for b in left_out)
-    found = checksums(states.values())
-    known = {} if rounded or fewer else {name: value for name, value in found.items() if value is not None}
-    compared = {name: (counters[name], value) for name, value in known.items() if counters.get(name) is not None}
-    if len(compared) < len(found):
-        check_definite(blocks, states)
-    for name, (saved, value) in compared.items():
-        if saved != value and any(name.endswith(source) for state in states.values() for source in state):
+    if rounded or fewer:
+        return
+    for name, value in checksums(states.values()).items():
+        saved = counters.get(name)
+        known = None not in (value, saved) and any(
+            name.endswith(source) for state in states.values() for source in state
+        )
+        if known and saved != value:
             raise ValueError(
                 f"the state is damaged: the {name.replace('_', ' ')} of its Kronecker factors is {value} instead of "
                 f"{saved}. Load another checkpoint; if the factors were changed on purpose, delete {PREFIX + name!r} "
@@ -187,28 +188,3 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     bits = tensor.detach().contiguous().view(-1).view(words)
     # In parts, because on the CPU a sum in another dtype copies what it adds up.
     return torch.stack([part.sum(dtype=torch.int64) for part in bits.split(2**22)]).sum()
-
-
-def check_definite(blocks: Iterable[Block], states: Mapping[nn.Parameter, Any]) -> None:
-    """Raises ValueError if a factor has an eigenvalue that is negative by more than rounding; costs a Cholesky each."""
-    for block in blocks:
-        saved = states.get(block.layer.weight, {})
-        for source in (source for source in _SOURCES if source in saved):
-            for side, spec in zip(SIDES, block.specs, strict=True):
-                average = saved[source][side]
-                if "value" not in average:  # it is on another rank
-                    continue
-                matrix = spec.matrix(average)
-                trace = spec.for_blocks(spec.mean_eigenvalue(average) * spec.dim)
-                rounding = 8 * torch.finfo(average["value"].dtype).eps * trace
-                if spec.diagonal:
-                    indefinite = (matrix < 0).any(-1)
-                else:
-                    ridge = torch.where(rounding > 0, rounding, 1.0)[:, None].expand(spec.shape[:2])
-                    indefinite = torch.linalg.cholesky_ex(matrix + torch.diag_embed(ridge)).info > 0
-                    indefinite |= (rounding == 0) & (matrix != 0).flatten(1).any(-1)
-                if bool((indefinite | (rounding < 0)).any()):
-                    raise ValueError(
-                        f"the state is damaged: the factor {side} ({source.replace('_', ' ')}) of {block.layer.name!r} "
-                        "has negative eigenvalues"
-                    )
