@@ -17,8 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from .capture import Part
-from .capture.fisher import FisherProducts, TargetCheck
+from .capture import Fisher, Part
 from .distributed import Communicator
 from .quadratic import QuadraticModel
 
@@ -62,7 +61,7 @@ class Objective:
         gradients: Sequence[Tensor],
         parts: Sequence[Part],
         terms: int,
-        fisher: FisherProducts,
+        fisher: Fisher,
         comm: Communicator,
     ) -> None:
         self.parameters: list[Tensor] = list(parameters)
@@ -153,7 +152,8 @@ class Objective:
         A collective, after :meth:`model`; the parts must hold all examples.
         """
         assert self._model is not None
-        problems = [problem for part in self.parts if (problem := self._target_problem(part))]
+        found = [self.fisher.target_problem(part.output, part.gradient * self._terms) for part in self.parts]
+        problems = [problem for problem in found if problem]
         strange, slope = self._sum([torch.tensor(float(len(problems))), self._slope(0)]).tolist()
         expected = float(self._model.slopes[0])
         problem = ""
@@ -163,11 +163,6 @@ class Objective:
             problem = f"its slope along its own gradient is {expected:.4g}, and {slope:.4g} by way of the outputs"
         if problem:
             raise RuntimeError(_NOT_CANONICAL.format(type(self.fisher).__name__, problem))
-
-    def _target_problem(self, part: Part) -> str:
-        if not isinstance(self.fisher, TargetCheck):
-            return ""
-        return self.fisher.target_problem(part.output, part.gradient * self._terms)
 
     def _move(self, offset: Sequence[Tensor]) -> None:
         self.put_back()

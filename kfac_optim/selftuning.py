@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from .capture import Fisher, RandomState, Replay, frozen
-from .capture.fisher import FisherProducts, TargetCheck
 from .checks import is_positive, require_number
 from .config import options as engine_options
 from .config import refuse_unknown
@@ -56,8 +55,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         model: The module whose call gives the output that the loss is taken of; raw, or wrapped by DDP.
         fisher: The distribution of the output: "categorical" (cross-entropy), "bernoulli" (binary cross-entropy with
             logits), "gaussian" (half squared error; ``Gaussian(variance=0.5)`` for ``nn.MSELoss``), or a
-            :class:`~kfac_optim.Fisher` of your own with the two methods of
-            :class:`~kfac_optim.capture.fisher.FisherProducts`.
+            :class:`~kfac_optim.Fisher` of your own that has ``root`` and ``divergence``.
         damping: lambda in the first step, > 0. None (default): found there.
         least_damping: lambda falls no further than this, > 0. Default 1e-5.
         model_fraction: The share of the examples on which the model is evaluated again, in (0, 1], default 0.25; at
@@ -90,11 +88,10 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             raise TypeError(f"model={type(model).__name__}: must be an nn.Module, which KFAC calls in every step")
         if fisher == "empirical":
             raise ValueError("fisher='empirical': must be the distribution of the model's output, as 'categorical' is")
-        if isinstance(fisher, Fisher) and not isinstance(fisher, FisherProducts):
-            lacking = " and ".join(f"{name}()" for name in ("root", "divergence") if not hasattr(fisher, name))
+        if isinstance(fisher, Fisher) and (lacking := fisher.lacks("root", "divergence")):
             raise TypeError(
                 f"fisher={type(fisher).__name__}: KFAC multiplies by the Fisher matrix of the output distribution, for "
-                f"which it lacks {lacking}: see kfac_optim.capture.fisher.FisherProducts"
+                f"which it lacks {' and '.join(f'{name}()' for name in lacking)}: see kfac_optim.Fisher"
             )
         _check_parameters(p for p in model.parameters() if p.requires_grad)
         if damping is not None:
@@ -167,10 +164,9 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         self.rule.set(self.param_groups[0]["damping"])
         first, scaler = not (engine.step_count and self.rule.value), engine.grad_scaler
         parts, terms = self._replay.take(1.0 if first else self.model_fraction, scaler.get_scale() if scaler else 1.0)
-        products = cast(FisherProducts, self._fisher)
         if closure is not None:  # which overwrites them
             gradients = {p: g.clone() for p, g in gradients.items()}
-        objective = Objective(list(gradients), list(gradients.values()), parts, terms, products, engine.comm)
+        objective = Objective(list(gradients), list(gradients.values()), parts, terms, self._fisher, engine.comm)
         interval = 1  # of looking at the loss after the step
         change: Change = objective.change
         if isinstance(closure, _Closure):
@@ -257,7 +253,8 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
     def _compare_slopes(self, slope: float) -> None:
         """Warns if the loss curves otherwise than the distribution, where its gradient can't tell."""
         ratio = self._secant.observe(slope)
-        if ratio is None or ratio > 1 and isinstance(self._fisher, TargetCheck):  # too much of it shows in the targets
+        # Where targets are bounded too much curvature shows in them.
+        if ratio is None or ratio > 1 and not self._fisher.lacks("target_problem"):
             return
         warnings.warn(
             f"in the first steps the loss had {ratio:.2g} times the curvature that {self._fisher} predicts: either "

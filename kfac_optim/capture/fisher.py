@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ..checks import is_int, is_positive, require_number
 from .loss_terms import main_tensor
 
-__all__ = ["Bernoulli", "Categorical", "Fisher", "FisherProducts", "Gaussian", "TargetCheck"]
+__all__ = ["Bernoulli", "Categorical", "Fisher", "Gaussian"]
 
 _ROUNDING = 0.02  # by which a target may be off, of a half-precision gradient for instance
 
@@ -76,10 +76,7 @@ class Fisher(ABC):
         """
         return ""
 
-
-@runtime_checkable
-class FisherProducts(Protocol):
-    """What ``KFAC`` needs of a distribution beside samples."""
+    # What KFAC needs beside samples ----------------------------------------------------------------------------------
 
     def root(self, output: Tensor, u: Tensor) -> Tensor:
         """``R u`` with ``R' R = F``, the Fisher matrix of the distribution over outputs, of one loss term each.
@@ -90,25 +87,27 @@ class FisherProducts(Protocol):
             output: The distribution's parameters.
             u: A change of them, of the same shape.
         """
-        ...
+        raise NotImplementedError
 
     def divergence(self, output: Tensor, other: Tensor) -> Tensor:
         """The KL divergence of the distribution at ``other`` from that at ``output``, summed over all terms; 0-dim."""
-        ...
-
-
-@runtime_checkable
-class TargetCheck(Protocol):
-    """A distribution whose targets are bounded: not every gradient is that of its negative log likelihood."""
+        raise NotImplementedError
 
     def target_problem(self, output: Tensor, gradient: Tensor) -> str:
-        """What keeps a gradient from being that of the negative log likelihood; empty if nothing does.
+        """What keeps a gradient from being that of the negative log likelihood, of targets that are bounded.
+
+        Empty if nothing does, and where any gradient may be.
 
         Args:
             output: The distribution's parameters.
             gradient: The gradient of the sum of the loss terms with respect to them.
         """
-        ...
+        return ""
+
+    @classmethod
+    def lacks(cls, *methods: str) -> list[str]:
+        """Those of the methods above that the distribution does not have."""
+        return [name for name in methods if getattr(cls, name) is getattr(Fisher, name)]
 
 
 @dataclass(frozen=True)
