@@ -43,12 +43,6 @@ class Lessons:
     changes: Tensor | None = None
     watched: Sequence[nn.Parameter] = ()
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All that is known."""
-        given = (self.turn, self.average, self.length, self.stretch, self.descent, self.changes)
-        return [tensor for tensor in given if tensor is not None]
-
 
 @dataclass(frozen=True)
 class Read:
@@ -57,24 +51,22 @@ class Read:
     Attributes:
         largest: The largest absolute entry of the gradients; NaN or infinite if one of them is.
         rate: The highest learning rate.
-        turn: See :class:`Lessons`; 0 where there is none.
-        average: See :class:`Lessons`; None where there is none.
-        length: See :class:`Lessons`; 0 where there is none.
-        grows: See :class:`Lessons`.
-        slopes: ``stretch`` and ``descent``, by parameter, times their learning rates.
-        watched: The parameters that were compared with what the last step has left.
-        changed: Those of them that were changed since.
+        lessons: What has been read.
+        turn: Its ``turn``; 0 where there is none.
+        average: Its ``average``; None where there is none.
+        length: Its ``length``; 0 where there is none.
+        slopes: Its ``stretch`` and ``descent``, by parameter, times their learning rates.
+        changed: Those of its ``watched`` that were changed.
         flags: The flags of the statistics.
     """
 
     largest: float
     rate: float
+    lessons: Lessons
     turn: float
     average: float | None
     length: float
-    grows: bool
     slopes: Mapping[nn.Parameter, tuple[float, float]]
-    watched: Collection[nn.Parameter]
     changed: Collection[nn.Parameter]
     flags: Sequence[float]
 
@@ -84,32 +76,29 @@ def read_all(
 ) -> Read:
     """Reads all numbers that a step needs in one transfer: the only wait for the device in an ordinary step."""
     largest = largest_entry(gradients)
-    tensors = [largest, *(rate for rate in rates if isinstance(rate, Tensor)), *lessons.tensors, *flags]
+    names = ("turn", "average", "length", "stretch", "descent", "changes")
+    known = {name: tensor for name in names if (tensor := getattr(lessons, name)) is not None}
+    tensors = [largest, *(rate for rate in rates if isinstance(rate, Tensor)), *known.values(), *flags]
     dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     values = iter(torch.cat([tensor.to(largest.device, dtype).view(-1) for tensor in tensors]).tolist())
     # In the order in which they were put together.
     found = next(values)
     rate = max((abs(next(values) if isinstance(rate, Tensor) else rate) for rate in rates), default=0.0)
-    turn, average, length = (
-        None if of is None else next(values) for of in (lessons.turn, lessons.average, lessons.length)
-    )
+    numbers = {name: list(islice(values, tensor.numel())) for name, tensor in known.items()}
     after, before = (
-        []
-        if of is None
-        else [number * lr for number, lr in zip(islice(values, of.numel()), lessons.rates, strict=True)]
-        for of in (lessons.stretch, lessons.descent)
+        [number * lr for number, lr in zip(numbers.get(name, ()), lessons.rates, strict=True)]
+        for name in ("stretch", "descent")
     )
-    slopes = dict(zip(lessons.stretched, zip(after, before, strict=True), strict=True))
-    changed = [] if lessons.changes is None else [p for p in lessons.watched if next(values)]
+    changes = zip(lessons.watched, numbers.get("changes", ()), strict=True)
+    first = {name: of_name[0] for name, of_name in numbers.items()}
     return Read(
         found,
         rate,
-        turn or 0.0,
-        average,
-        length or 0.0,
-        lessons.grows,
-        slopes,
-        lessons.watched,
-        changed,
-        list(values),
+        lessons,
+        turn=first.get("turn", 0.0),
+        average=first.get("average"),
+        length=first.get("length", 0.0),
+        slopes=dict(zip(lessons.stretched, zip(after, before, strict=True), strict=True)),
+        changed=[p for p, has_changed in changes if has_changed],
+        flags=list(values),
     )

@@ -94,9 +94,9 @@ class Steering:
         """
         self.opposition.learn(captured_lost, alone=alone)
         self.brake.learn(read.length)
-        self.trust.learn(read.turn, read.average or 0.0, grows=read.grows)
-        has_momentum = read.grows and read.average is None  # else averages are kept for it
-        undone = note_comparison(blocks, read.watched, read.changed)
+        self.trust.learn(read.turn, read.average or 0.0, grows=read.lessons.grows)
+        has_momentum = read.lessons.grows and read.average is None  # else averages are kept for it
+        undone = note_comparison(blocks, read.lessons.watched, read.changed)
         slopes = {p: slope for p, slope in read.slopes.items() if p not in undone} if undone else read.slopes
         self.graft.learn(sum(after for after, _ in slopes.values()) if has_momentum else None)
         self._too_long = learn_reaches(blocks, slopes) | undone
