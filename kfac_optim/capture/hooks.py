@@ -379,7 +379,7 @@ def _is_local(layer: KroneckerLayer, a: Tensor, output: Tensor) -> bool:
     """Whether the output is this rank's own, of all rows of its input; tensor parallelism may hand out others."""
     if is_sharded(output):
         return False
-    if not (isinstance(layer, LinearLayer) and is_sharded(layer.weight)):
+    if not layer.is_shard:  # of an nn.Linear; FSDP2's layers have outputs of their own, of other shapes
         return True
     return output.shape[-1] == layer.d_out and a.shape[:-1] == output.shape[:-1]
 

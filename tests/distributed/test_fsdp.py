@@ -24,7 +24,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from kfac_optim import KAISA, KFACLAMB, KFACSGD, KFACAdamW, LayerWise, TorchCommunicator
+from kfac_optim import KAISA, KFACLAMB, KFACSGD, Graft, KFACAdamW, LayerWise, TorchCommunicator
 from kfac_optim.distributed import Communicator, sharding
 from kfac_optim.steering import trust
 from tests.helpers.compare import assert_all_near, assert_equal_on_ranks
@@ -166,6 +166,34 @@ def test_attention_is_seen() -> None:
     outcomes = run_ranks(2, attends)
     assert_all_near([weights for weights, _ in outcomes], expected)
     assert all("14 layers preconditioned" in table and "never seen" not in table for _, table in outcomes)
+
+
+class Words(nn.Module):
+    """Token numbers have one dimension less than what is made of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(7, 5, padding_idx=0), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.words((2 * x).abs().long().clamp(max=6)).mean(1))
+
+
+def reads(rank: int, world_size: int, how: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Words().double()
+    if world_size > 1:
+        for module in (model.words, model) if how == "per layer" else (model,):
+            fully_shard(module)
+    optimizer = KFACSGD(model, lr=0.5, momentum=0.9, scaling=Graft(trust=1.0), **OPTIONS)
+    train(model, optimizer, range(7), shape=SHAPE, rank=rank, world_size=world_size)
+    assert all(block.has_data() for block in optimizer.curvature.trained.blocks)
+    return whole(model)
+
+
+@pytest.mark.parametrize("how", ["per layer", "root"])
+def test_embeddings_are_seen(how: str) -> None:
+    assert_all_near(run_ranks(2, reads, how), reads(0, 1, how))
 
 
 def scales(rank: int, world_size: int) -> list[Tensor]:
