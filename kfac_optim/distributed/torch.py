@@ -70,6 +70,22 @@ class TorchCommunicator(Communicator):
         work: Any = dist.all_to_all_single(received, sent, list(into), list(sizes), group=self.group, async_op=True)
         return work
 
+    def use_device(self, device: torch.device) -> None:
+        """See :meth:`Communicator.use_device`.
+
+        Raises:
+            RuntimeError: If the process group is no more.
+        """
+        try:
+            self._global(0)
+        except ValueError as error:
+            # Its connections may still be open, or lead to processes that have been restarted.
+            raise RuntimeError(
+                "the process group of this optimizer was destroyed, by dist.destroy_process_group(), perhaps to make "
+                "another one: build a new optimizer and load the state_dict() of this one"
+            ) from error
+        super().use_device(device)
+
     def _global(self, rank: int) -> int:
         """The number in the default group of a rank of this group."""
         return dist.get_global_rank(self.group, rank)

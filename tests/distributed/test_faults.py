@@ -6,10 +6,12 @@ import os
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -83,3 +85,27 @@ def step_in_a_subgroup(rank: int, world_size: int) -> float:
 @pytest.mark.slow
 def test_groups_made_for_a_strategy_have_the_time_out_of_their_parent() -> None:
     assert run_ranks(3, step_in_a_subgroup, group_timeout=timedelta(seconds=45)) == [45.0, 45.0, 0.0]
+
+
+def go_on_without_the_group(rank: int, world_size: int, assignment: str, store: str) -> str:
+    """After a restart of a rank, say: its old connections must not be used."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = KFACSGD(model, lr=0.1, factor_update_steps=1, inv_update_steps=1, assignment=assignment)
+    for step in range(2):
+        if step:
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+    return "stepped"
+
+
+@pytest.mark.parametrize("assignment", ["factor-wise", "layer-wise"])
+def test_a_destroyed_group_is_named_with_the_remedy(assignment: str, tmp_path: Path) -> None:
+    for story in run_ranks(2, go_on_without_the_group, assignment, str(tmp_path / "store")):
+        assert "was destroyed" in story and "load the state_dict()" in story
