@@ -55,6 +55,7 @@ class WeightWatch:
 
     def restore(self, norms: Mapping[nn.Parameter, float]) -> None:
         """Goes on from saved norms, which another processor may have added up in another order."""
+        norms = {p: norm for p, norm in norms.items() if not is_sharded(p)}  # they may have been whole when saved
         self.watched, self._rounding = list(norms), _ROUNDING
         self._norms = [torch.tensor(norm, dtype=torch.float64, device=p.device) for p, norm in norms.items()]
 

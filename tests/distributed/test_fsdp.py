@@ -513,6 +513,27 @@ def test_state_through_distributed_checkpoint() -> None:
         assert_all_near([uninterrupted], resumed)
 
 
+def go_on_in_shards(rank: int, world_size: int) -> list[list[Tensor]]:
+    """Trained by ranks that all have the same batches, whole, and gone on from there, whole and in shards."""
+    model = make()
+    optimizer = KFACAdamW(model, lr=0.01, **FLOAT64)
+    train(model, optimizer, range(6), shape=SHAPE)
+    weights, state = copy.deepcopy((model.state_dict(), get_optimizer_state_dict(model, optimizer)))
+    train(model, optimizer, range(6, 10), shape=SHAPE)
+    other = make()
+    other.load_state_dict(weights)
+    shard(other, "per layer")
+    resumed = KFACAdamW(other, lr=0.01, **FLOAT64)
+    set_optimizer_state_dict(other, resumed, state, options=StateDictOptions(full_state_dict=True))
+    train(other, resumed, range(6, 10), shape=SHAPE)
+    return [whole(model), whole(other)]
+
+
+def test_a_state_of_whole_weights_is_gone_on_from_in_shards() -> None:
+    for expected, found in run_ranks(2, go_on_in_shards):
+        assert_all_near([found], expected)
+
+
 def build_before(rank: int, world_size: int, swap: bool) -> str:
     """The optimizer first, ``fully_shard`` after it; with ``swap`` the groups get the new parameters (Accelerate)."""
     model = make()
