@@ -96,11 +96,12 @@ class Opponents:
             self._last_steps.pop(who, None)
 
     def exist_for(self, who: object) -> bool:
-        """Whether some optimizer has lately trained against others, and did so after the first step of this one."""
+        """Whether another optimizer has lately trained against others, and did so after the first step of this one."""
         if not self._last_steps:
             return False
         first = self._first_steps.get(who, self._steps)
-        return any(last > first and self._steps - last < _LATELY for last in list(self._last_steps.values()))
+        others = [last for other, last in list(self._last_steps.items()) if other is not who]
+        return any(last > first and self._steps - last < _LATELY for last in others)
 
 
 OPPONENTS = Opponents()  # of this process
@@ -220,7 +221,9 @@ class Opposition:
 
         That is known in the second step that collects statistics. ``alone``: whether there is one rank.
         """
-        return self.opposes is False and not (OPPONENTS.exist_for(self) if alone else self.all_see_opponents)
+        if self.opposes is None or self.is_seen:
+            return False
+        return not (OPPONENTS.exist_for(self) if alone else self.all_see_opponents)
 
     def counters(self, *, captured: bool, served: bool, alone: bool) -> dict[str, float]:
         """Its part of the saved counters.

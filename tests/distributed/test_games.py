@@ -15,6 +15,7 @@ from tests.helpers.compare import assert_all_near, assert_equal_on_ranks, values
 from tests.helpers.files import through_a_file
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64
+from tests.helpers.training import data_of, share, train
 
 EVERY_SECOND: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 4, "spread": 0}
 STEPS = 20
@@ -121,3 +122,24 @@ def left_by_one(rank: int, world_size: int) -> list[Tensor]:
 
 def test_what_one_rank_throws_away_decides_nothing() -> None:
     assert_equal_on_ranks(run_ranks(2, left_by_one))
+
+
+def gone_back_once(rank: int, world_size: int) -> list[Tensor]:
+    """Gradients are thrown away before the second step with statistics, as when a loss scale overflows at first."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    wrapped = DDP(model) if world_size > 1 else model
+    optimizer = KFACAdam(wrapped, lr=0.01, **EVERY_SECOND, **FLOAT64)
+    for step in range(10):
+        if step == 2:
+            inputs, classes = share(data_of(step), rank, world_size)
+            F.cross_entropy(wrapped(inputs), classes).backward()
+        train(wrapped, optimizer, [step], rank=rank, world_size=world_size)
+    assert optimizer.curvature.plan().stretches
+    return values(model)
+
+
+def test_a_step_that_was_not_taken_is_forgotten_as_soon_as_in_one_process() -> None:
+    found = run_ranks(2, gone_back_once)
+    assert_equal_on_ranks(found)
+    assert_all_near(found, gone_back_once(0, 1))
