@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,12 @@ class TorchCommunicator(Communicator):
             allowed.
     """
 
+    # Sub-groups by their ranks, for all communicators of a group: torch keeps each, with its threads and connections,
+    # to the end, and a process may build one optimizer after another.
+    _made: ClassVar[WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]] = (
+        WeakKeyDictionary()
+    )
+
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,
@@ -48,7 +55,7 @@ class TorchCommunicator(Communicator):
         size = dist.get_world_size(process_group)
         super().__init__(rank, size, comm_dtype=comm_dtype, average_gradients=average_gradients)
         self.group: dist.ProcessGroup = process_group or dist.group.WORLD  # type: ignore[assignment]
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(size)): self.group}
+        self._groups = self._made.setdefault(self.group, {})
 
     def _start_sum(self, tensor: Tensor) -> Work:
         work: Any = dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self.group, async_op=True)
@@ -63,7 +70,8 @@ class TorchCommunicator(Communicator):
         return work
 
     def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
-        work: Any = dist.broadcast(tensor, self._global(source), group=self._groups[members], async_op=True)
+        group = self.group if len(members) == self.world_size else self._groups[members]
+        work: Any = dist.broadcast(tensor, self._global(source), group=group, async_op=True)
         return work
 
     def _start_exchange(self, sent: Tensor, sizes: Sequence[int], received: Tensor, into: Sequence[int]) -> Work:
@@ -95,7 +103,9 @@ class TorchCommunicator(Communicator):
 
         All processes of the default group must make this call; see :meth:`check_groups`.
         """
-        for members in [members for members in groups if members not in self._groups]:
+        for members in groups:
+            if members in self._groups or len(members) == self.world_size:
+                continue
             self._groups[members] = dist.new_group(
                 [self._global(rank) for rank in members],
                 timeout=self._timeout(),
