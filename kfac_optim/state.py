@@ -14,6 +14,7 @@ from .blocks import LEARNED, SIDES
 from .build import BuiltEngine
 from .capture import when_whole
 from .config import loaded_options, saved_options
+from .distributed import shard_number
 from .factor_owners import on_cpu, whole_state
 from .factors import copy_average_
 from .saved_state import check_counters, check_states, check_sums, checksums
@@ -44,7 +45,12 @@ class StatefulEngine(BuiltEngine):
 
     def counters(self) -> dict[str, float | int]:
         """Plain numbers that belong to the state: counters and the hyperparameters that are numbers."""
-        return {**self.stage_counters(), **saved_options(self)}
+        return {**self.stage_counters(), **saved_options(self), **self._shard()}
+
+    def _shard(self) -> dict[str, int]:
+        """Which shard of its weights this rank has, where tensor parallelism has split some; their factors are its."""
+        split = [layer.weight for layer in self.layers if layer.is_shard]
+        return {"shard": shard_number(split[0])} if split else {}
 
     def check(
         self,
@@ -61,7 +67,7 @@ class StatefulEngine(BuiltEngine):
 
         Raises:
             ValueError: If a layer's factors are missing, of another shape, not finite, or there is one too many; if
-                the counters are missing or one of them is out of range.
+                the counters are missing or one of them is out of range; if they are of another shard.
             TypeError: If a hyperparameter among the counters is of the wrong kind.
         """
         check_counters(self.stage_counters(), counters)
@@ -72,6 +78,13 @@ class StatefulEngine(BuiltEngine):
                 "was asked for: ask for it before the first backward pass"
             )
         loaded_options(self, counters)
+        for name, own in self._shard().items():
+            if counters.get(name, own) != own:
+                raise ValueError(
+                    f"the state has factors of shard {counters[name]} of weights that tensor parallelism has split, "
+                    f"but this rank has shard {own}: save the optimizer.state_dict() of every rank in a file of its "
+                    "own, and load that; torch.distributed.checkpoint takes them for copies, and keeps one"
+                )
         check_states(self.trained.blocks, states, self.comm.rank, frozen, pending=counters["pending_spread"] >= 0)
         check_sums(self.trained.blocks, states, counters)
 

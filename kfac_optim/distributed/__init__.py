@@ -40,7 +40,7 @@ from .horovod import HorovodCommunicator, derived_from_by_horovod
 from .join import join_hook, notify_join_context, register_joinable, share_gradients
 from .reductions import largest_entry, summed_over_shards
 from .shard_exchange import ShardExchange, are_exchangeable
-from .shard_matrices import own_shape, refuse_flattened, sharding_problem
+from .shard_matrices import own_shape, refuse_flattened, shard_number, sharding_problem
 from .sharding import (
     all_gathered,
     any_sharded,
@@ -91,6 +91,7 @@ __all__ = [
     "refuse_flattened",
     "register_joinable",
     "set_full_gradient_",
+    "shard_number",
     "share_gradients",
     "sharded_like",
     "sharding_problem",

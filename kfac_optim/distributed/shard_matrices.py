@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .communicator import Communicator
 from .sharding import are_rows, is_sharded, mesh_of, own_part, whole_shape
 
-__all__ = ["own_shape", "refuse_flattened", "sharding_problem"]
+__all__ = ["own_shape", "refuse_flattened", "shard_number", "sharding_problem"]
 
 
 def own_shape(parameter: Tensor, roots: Iterable[nn.Module]) -> torch.Size:
@@ -21,6 +21,11 @@ def own_shape(parameter: Tensor, roots: Iterable[nn.Module]) -> torch.Size:
     FSDP2 and ZeRO 3 gather their shards before use.
     """
     return own_part(parameter).shape if _is_split(parameter, roots) else whole_shape(parameter)
+
+
+def shard_number(parameter: Tensor) -> int:
+    """Which shard this rank has of a parameter that tensor parallelism has split."""
+    return int(mesh_of(parameter).get_local_rank())
 
 
 def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module], comm: Communicator | None = None) -> str:

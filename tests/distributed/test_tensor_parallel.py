@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +12,15 @@ import torch
 import torch.distributed as dist
 import torch_optimizer
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, KFACAdamW, TorchCommunicator
+from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, KFACAdamW, LayerWise, TorchCommunicator
 from kfac_optim.blocks import Block
 from kfac_optim.distributed import LocalCommunicator
 from kfac_optim.lamb import MultiTensorLamb
@@ -299,3 +302,32 @@ def test_what_of_a_split_model_is_covered() -> None:
         assert all("scaling=KLClip" in found[when] and "graft" in found[when] for when in ("kl_clip", "kl_clip later"))
         assert "as before: Unit" in found["kl_clip later"]
         assert "by_layer = True" in found["of all layers"] and "this rank's shard" in found["by layer"]
+
+
+def through_one_folder(rank: int, world_size: int, folder: str) -> str:
+    """A state of shards, saved and loaded by ``torch.distributed.checkpoint``: what became of it."""
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("data", "model"))
+    model = network()
+    parallelize_module(model, mesh["model"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    communicator = TorchCommunicator(mesh["data"].get_group())
+    optimizers = [
+        KFACSGD(model, lr=0.1, communicator=communicator, assignment=LayerWise("sharded"), **SETTINGS) for _ in range(2)
+    ]
+    fresh = get_optimizer_state_dict(model, optimizers[1])
+    x, y = data(0)
+    F.cross_entropy(model(x), y).backward()
+    optimizers[0].step()
+    dcp.save(get_optimizer_state_dict(model, optimizers[0]), checkpoint_id=folder)
+    dcp.load(fresh, checkpoint_id=folder)
+    try:
+        set_optimizer_state_dict(model, optimizers[1], fresh)
+    except ValueError as error:
+        return str(error)
+    return "loaded"
+
+
+@needs_sharding_on_cpus
+def test_a_folder_that_keeps_one_shard_s_factors_is_refused(tmp_path: Path) -> None:
+    found = run_ranks(4, through_one_folder, str(tmp_path))
+    told = [story for story in found if "a file of its own" in story]
+    assert len(told) == 2 and len(set(found)) == 2, "those that have the other shard"
