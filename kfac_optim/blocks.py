@@ -217,9 +217,10 @@ class Block:
     def reach(self) -> float:
         """The share of the stretch along flat directions that its steps get, learned (:mod:`~.reach`)."""
         learned = self.state.get("current")  # asked for in every step
-        if learned is None or learned["changes"] == CONSTRAINED:
+        if learned is None:
             return LEARNED["reach"].start
-        return float(learned["reach"])
+        reach = float(learned["reach"])
+        return min(reach, LEARNED["reach"].start) if learned["changes"] == CONSTRAINED else reach
 
     def set_reach(self, value: float) -> None:
         """Sets the reach to what has been learned."""

@@ -3,7 +3,9 @@
 A projection may undo what a step has done along flat directions. The next gradient then still points that way, the
 stretch seems to have been too short (:mod:`~.reach`), and stretches would grow without end. So what gradients
 say of a stretch does not count where the weights are not those that the step has left. A layer of which that is found
-twice in a row counts as constrained from then on: its reach stays where it began, and no step repeats its stretch.
+twice in a row counts as constrained from then on: its reach stays where it began or below, and no step repeats its
+stretch. Below, because what a mask leaves of a stretch need not be flat, and a gradient that has turned round along it
+tells of a wall, whatever has been undone.
 
 Norms of the weights tell, in float64, after a step and before the next one: at first in every step, then in every
 eighth. Ranks whose loops do the same find the same; one that has put other weights in for the time of an evaluation

@@ -97,9 +97,9 @@ class Steering:
         self.trust.learn(read.turn, read.average or 0.0, grows=read.lessons.grows)
         has_momentum = read.lessons.grows and read.average is None  # else averages are kept for it
         undone = note_comparison(blocks, read.lessons.watched, read.changed)
-        slopes = {p: slope for p, slope in read.slopes.items() if p not in undone} if undone else read.slopes
-        self.graft.learn(sum(after for after, _ in slopes.values()) if has_momentum else None)
-        self._too_long = learn_reaches(blocks, slopes) | undone
+        along = sum(after for p, (after, _) in read.slopes.items() if p not in undone)
+        self.graft.learn(along if has_momentum else None)
+        self._too_long = learn_reaches(blocks, read.slopes, undone) | undone
         lower_reaches(blocks, self.rates.rise(read.rate))
 
     def plan(

@@ -29,7 +29,7 @@ Networks that train against each other are not stretched (:mod:`~.opponents`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -47,13 +47,17 @@ _TURNED, _FALL = 0.3, 30.0  # where the gradient has turned round by more than t
 _JUMP = 2.0  # a rate that rises by more from one step to the next is not warmed up
 
 
-def learn_reaches(blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[float, float]]) -> set[nn.Parameter]:
+def learn_reaches(
+    blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[float, float]], undone: Set[nn.Parameter] = frozenset()
+) -> set[nn.Parameter]:
     """Moves the reach of each layer.
 
     Args:
         blocks: The layers' blocks.
         slopes: Of each parameter that was stretched: the alignment with that stretch of the gradient after the step,
             and that of the gradients before it.
+        undone: The parameters of layers whose last stretch the training loop may have undone. Their reach learns
+            nothing, but that of a constrained layer moves below where it began.
 
     Returns:
         The parameters of layers whose stretch was too long, so that the loss no longer falls along it.
@@ -64,7 +68,7 @@ def learn_reaches(blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[f
         for p in block.layer.parameters:
             of_p = slopes.get(p, (0.0, 0.0))
             after, before = after + of_p[0], before + of_p[1]
-        if before > 0 and not block.is_constrained:
+        if before > 0 and (block.is_constrained or undone.isdisjoint(block.layer.parameters)):
             block.set_reach(_moved(block.reach, after / before))
             too_long.update(() if after > 0 else block.layer.parameters)  # also if that is not a number
     return too_long

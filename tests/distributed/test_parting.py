@@ -201,7 +201,7 @@ def test_ranks_do_not_part_where_one_of_them_evaluates_other_weights() -> None:
 def test_ranks_that_constrain_a_layer_alike_learn_that_together() -> None:
     (weights, reaches), (others, same) = run_ranks(2, train_and_change, "constrains")
     assert all(torch.equal(p, q) for p, q in zip(weights, others, strict=True))
-    assert reaches == same and reaches[0] == 0.01 and len(set(reaches)) > 1
+    assert reaches == same and reaches[0] <= 0.01 and len(set(reaches)) > 1
 
 
 class Masked(torch.nn.Module):

@@ -132,6 +132,31 @@ def test_stretches_that_a_projection_undoes_do_not_grow(seed: int) -> None:
     assert optimizer.curvature.reach <= 0.0101, "it has learned from them"
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_stretches_of_a_pruned_network_fall_where_they_meet_a_wall(seed: int) -> None:
+    """What the masks leave of a stretch is not along flat directions any more; at a fixed reach it diverged."""
+    ends = {}
+    for kind in (KFACSGD, torch.optim.SGD):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        weights = [p for p in model.parameters() if p.dim() > 1]
+        masks = [torch.rand_like(p) < 0.1 for p in weights]
+        spread, centres = torch.randn(4, 64) / 2, torch.randn(10, 4)
+        optimizer, losses = kind(model.parameters(), lr=0.1, momentum=0.9), []
+        for _ in range(300):
+            for p, mask in zip(weights, masks, strict=True):
+                p.data = p.data * mask
+            y = torch.randint(10, (64,))
+            x = ((centres[y] + 0.4 * torch.randn(64, 4)) @ spread).sigmoid()
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        ends[kind] = sum(losses[-50:])
+    assert ends[KFACSGD] < 1.02 * ends[torch.optim.SGD]
+
+
 def reaches_after(change: Callable[[nn.Sequential, int], object], steps: int = 40) -> dict[str, float]:
     """The reaches after a training on one batch, in which they grow; ``change``: what each step ends with."""
     model, (x, y) = net(), batches(1)[0]
