@@ -8,6 +8,10 @@ grown until the optimizer clears it (:class:`Leftover`). Where it is frozen for 
 are seen themselves (:mod:`kfac_optim.capture.frozen_passes`). Nothing tells of a generator. So an optimizer takes
 itself for an opponent as long as such a network takes steps in the same process, between its own.
 
+Gradients are thrown away where one network trains, too: those by which adversarial examples are made, or the first ones
+of SAM. A game has two optimizers. So they count only as long as another optimizer, of any kind, has lately taken a step
+between those of this one.
+
 Several ranks tell each other what they have seen in the steps that collect statistics, and what all of them have seen
 counts: a game that is on one rank alone must not decide how the others go on.
 """
@@ -20,12 +24,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..counters import Counter
 
 __all__ = ["OPPONENTS", "Leftover", "Opponents", "Opposition", "Signs"]
 
-_LATELY = 16  # steps of all optimizers of the process: several of one network may come before the next of the other
+_LATELY = 16  # steps: several of one network may come before the next of the other
 _THROWS = 2**16 - 1  # bits: so many steps are remembered
 
 
@@ -61,12 +66,20 @@ def _note(leftover: weakref.ref[Leftover], parameter: Tensor) -> None:
 
 
 class Opponents:
-    """The optimizers of a process that have lately been seen to train against others; held weakly."""
+    """The optimizers of a process that have lately been seen to train against others; held weakly.
+
+    Attributes:
+        taken: The number of steps that have ended, of all optimizers of the process, torch's own included.
+    """
 
     def __init__(self) -> None:
-        self._steps = 0
+        self.taken = self._steps = 0
         self._first_steps: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._last_steps: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+
+    def count(self) -> None:
+        """A step of some optimizer has ended."""
+        self.taken += 1
 
     def step(self, who: object, *, opposes: bool) -> None:
         """An optimizer takes a step; ``opposes``: whether it is known to train against others."""
@@ -105,6 +118,7 @@ class Opponents:
 
 
 OPPONENTS = Opponents()  # of this process
+register_optimizer_step_post_hook(lambda *_: OPPONENTS.count())
 
 
 @dataclass(frozen=True)
@@ -135,6 +149,9 @@ class Opposition:
             for one of the other network's. Of several ranks only those steps count in which they told each other.
         all_see_opponents: Of several ranks, whether all of them knew of other networks that train against each other
             when they last told each other.
+        since_lost: How many steps were taken since gradients were last thrown away, at most 16.
+        alone_for: How many steps it had taken, when gradients were last thrown away, with none of another optimizer in
+            between; 16: so many that what is thrown away does not count.
     """
 
     COUNTERS: ClassVar[Mapping[str, Counter]] = {
@@ -144,6 +161,8 @@ class Opposition:
         "captured_lost": Counter("_captured_lost", 0, 1),
         "added_lost": Counter("_added_lost", 0, 1),
         "all_see_opponents": Counter("all_see_opponents", 0, 1),
+        "since_lost": Counter("since_lost", 0, _LATELY),
+        "alone_for": Counter("alone_for", 0, _LATELY),
     }
 
     def __init__(self) -> None:
@@ -151,6 +170,8 @@ class Opposition:
         self.suspected = True
         self.throws = 0
         self.all_see_opponents = False
+        self.since_lost = self.alone_for = 0
+        self._others = OPPONENTS.taken  # steps of other optimizers, and its own before gradients were last thrown away
         self._leftover: Leftover | None = None
         # Since the last step gradients were thrown away: captured ones, and ones that were added to that step's.
         self._captured_lost = self._added_lost = False
@@ -186,9 +207,19 @@ class Opposition:
         self._captured_lost = self._added_lost = True
 
     def take_captured_lost(self) -> bool:
-        """Whether captured gradients were thrown away before this step, whether or not it is taken."""
+        """Whether captured gradients were thrown away in a game before this step, whether or not it is taken."""
+        self._others += 1  # is to go on with OPPONENTS.taken, where this step is counted when it ends
+        self.since_lost = min(self.since_lost + 1, _LATELY)
+        if self._captured_lost or self._added_lost:
+            is_alone = OPPONENTS.taken < self._others
+            self.alone_for = min(self.alone_for + self.since_lost, _LATELY) if is_alone else 0
+            self.since_lost, self._others = 0, OPPONENTS.taken + 1
         lost, self._captured_lost = self._captured_lost, False
-        return lost
+        return lost and self._may_be_a_game
+
+    @property
+    def _may_be_a_game(self) -> bool:
+        return self.alone_for < _LATELY
 
     def learn(self, captured_lost: bool | None, *, alone: bool) -> None:
         """Takes in what has happened since the last step.
@@ -198,12 +229,12 @@ class Opposition:
             alone: Whether there is one rank; several learn by :meth:`learn_of_ranks`.
         """
         if alone:
-            self._judge(captured_lost, self._added_lost)
+            self._judge(captured_lost, self._added_lost and self._may_be_a_game)
         OPPONENTS.step(self, opposes=self.is_seen)
 
     def signs(self, captured_lost: bool) -> Signs:
         """What this rank has to tell the others; ``captured_lost``: see :class:`Signs`."""
-        return Signs(captured_lost, self._added_lost, OPPONENTS.exist_for(self))
+        return Signs(captured_lost, self._added_lost and self._may_be_a_game, OPPONENTS.exist_for(self))
 
     def learn_of_ranks(self, seen_by_all: Signs, *, looked: bool) -> None:
         """Takes in what all of several ranks have seen; ``looked``: whether this is not the very first step."""
@@ -243,6 +274,8 @@ class Opposition:
             "captured_lost": int((captured or served or self._captured_lost) if alone else bool(self.opposes)),
             "added_lost": int(alone and (served or self._added_would_be_lost)),
             "all_see_opponents": int(self.all_see_opponents),
+            "since_lost": self.since_lost if alone else 0,
+            "alone_for": self.alone_for if alone else 0,
         }
 
     def load(self, counters: Mapping[str, Any]) -> None:
@@ -252,6 +285,7 @@ class Opposition:
         self.suspected, self.throws, self._leftover = bool(known["suspected"]), known["throws"], None
         self._captured_lost, self._added_lost = bool(known["captured_lost"]), bool(known["added_lost"])
         self.all_see_opponents = bool(known["all_see_opponents"])
+        self.since_lost, self.alone_for, self._others = known["since_lost"], known["alone_for"], OPPONENTS.taken
         OPPONENTS.resume(self, opposes=self.is_seen)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -259,11 +293,11 @@ class Opposition:
         return {**self.__dict__, "_leftover": None, "_added_lost": self._added_would_be_lost}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(state, _others=OPPONENTS.taken)
         OPPONENTS.resume(self, opposes=self.is_seen)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Opposition:
         copied = object.__new__(type(self))
-        copied.__dict__.update(self.__getstate__())
+        copied.__dict__.update(self.__getstate__(), _others=OPPONENTS.taken)
         OPPONENTS.copy(self, copied)
         return copied

@@ -770,6 +770,30 @@ GOING_ON = {
 }
 
 
+@pytest.mark.parametrize("rival", [None, torch.optim.SGD, KFACAdam])
+@pytest.mark.parametrize("go_on", [None, *GOING_ON.values()], ids=["on", *GOING_ON])
+def test_who_throws_gradients_away_alone_has_no_opponent(rival: Any, go_on: Any) -> None:
+    """Adversarial examples, for instance: a game has two optimizers, of any kind; who goes on knows what was seen."""
+    model, other = net(), nn.Linear(3, 1)
+    optimizer: Any = KFACSGD(model, **options(0.01, momentum=0.9))
+    players = [] if rival is None else [rival(other.parameters(), lr=0.01)]
+    seen = []
+    for step in range(40):
+        backward(model, data(), loss)  # thrown away
+        for player in players if step % 3 == 0 else ():
+            player.zero_grad()
+            other(torch.randn(2, 3)).sum().backward()
+            player.step()
+        if go_on is not None and step == 20:
+            model, optimizer = go_on(model, optimizer)
+        optimizer.zero_grad()
+        backward(model, data(), loss)
+        optimizer.step()
+        seen.append(optimizer.curvature._steering.opposition.is_seen)
+    assert all(seen[2:15]) and seen[-1] == bool(players)
+    assert (optimizer.curvature.reach > 0) == (not players)
+
+
 @pytest.mark.parametrize("go_on", GOING_ON.values(), ids=GOING_ON)
 def test_whoever_goes_on_knows_that_frozen_layers_have_served_others(go_on: Any) -> None:
     model = net()
@@ -818,7 +842,7 @@ def test_whoever_goes_on_knows_what_was_thrown_away_since_the_last_step(
             backward(model, batch, loss)
             optimizer.step()
             known = optimizer.curvature.counters()
-            told = [known[name] for name in ("opposes", "suspected", "throws")]
+            told = [known[name] for name in ("opposes", "suspected", "throws", "since_lost", "alone_for")]
             found.append([*told, *(p.tolist() for p in model.parameters())])
         return found
 
