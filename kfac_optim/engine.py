@@ -328,9 +328,9 @@ def memory_estimate(
         Bytes by kind; the kinds are ``factors`` (running averages), ``snapshots`` (what the decompositions were made
         of), ``local sums`` (what a rank has seen since the ranks last pooled their factors), ``decompositions``,
         ``refresh`` (while one is worked off: its snapshot and the new decompositions), and their ``total``. On
-        statistics steps one more copy of the factors comes and goes. Layers whose weight is frozen take nothing. Not
-        counted is what an optimizer that learns trust, as by default, keeps of its last steps: three numbers for each
-        weight of a layer, four where its base class keeps no first moment.
+        statistics steps one more copy of the factors is held for a while. Layers whose weight is frozen take nothing.
+        Not counted is what an optimizer that learns trust, as by default, keeps of its last steps: three numbers for
+        each weight of a layer, four where its base class keeps no first moment.
     """
     require_number("world_size", world_size, "an int >= 1", lambda n: is_int(n) and n >= 1)
     with torch.no_grad():

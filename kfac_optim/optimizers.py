@@ -60,7 +60,7 @@ class KFACMixin(_Optimizer):
 
     Args:
         params: An ``nn.Module`` (raw, or wrapped by DDP or torch.compile), or what the base class takes: parameters,
-            named parameters, group dicts. Without a module the owning modules are found by identity.
+            named parameters, group dicts. Without a module, those that own the parameters are found.
         *args: The base class's positional arguments, in its order.
         model: The module, where ``params`` is not one.
         precondition: "momentum" (default): the base class steps on the raw gradients. Each layer's update is then

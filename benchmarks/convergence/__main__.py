@@ -4,9 +4,9 @@
 setting with each seed, prints a table and writes ``TASK.json`` and ``.png`` to
 ``benchmarks/results/convergence/``.
 
-    tuned rows   ``--draws`` settings for each optimizer: draw 0 is the start (benchmarks.settings, for K-FAC the recipe
-                 "practical"), every further one multiplies lr, rest_lr and what ``TUNED`` names by random factors of
-                 their own, log-uniform in [1/4, 4]. A draw trains with seed 100, which is never reported, for
+    tuned rows   ``--draws`` settings for each optimizer: draw 0 is the start (``benchmarks.common.settings``; for K-FAC
+                 the recipe "practical"), every further one multiplies lr, rest_lr and what ``TUNED`` names by random
+                 factors, log-uniform in [1/4, 4]. A draw trains with seed 100, which is never reported, for
                  ``TUNING_STEPS``; the lowest training loss at its end wins.
     swap rows    K-FAC by its class name alone: the tuned settings of the class it is built on, nothing else changed,
                  not even ``loss_average``; the K-FAC options of the row are those of the recipe "swap".
@@ -48,7 +48,7 @@ SWAP = "swap"
 TUNING_SEED = 100
 TUNING_STEPS = {"digits": 55, "curves": 50, "text": 80}  # of a draw
 FACTOR = 4.0  # a drawn setting is its start times FACTOR**u, u uniform in [-1, 1]
-STARTS: dict[tuple[str, str], dict[str, float]] = {  # where not those of benchmarks.settings
+STARTS: dict[tuple[str, str], dict[str, float]] = {  # where not those of benchmarks.common.settings
     **{(task, "AdamW"): {"weight_decay": 0.1} for task in LENGTHS},
     ("curves", "Muon"): {"rest_lr": 0.01},
     ("text", "Muon"): {"lr": 0.055, "rest_lr": 0.03},  # of a screening with seed 100, as KFACSGD's in "practical"

@@ -6,20 +6,20 @@ to ``benchmarks/results/scaling/`` as text, drawings and JSON with settings, see
     measure     weak scaling on real Gloo ranks here: each strategy, milliseconds of every stage, bytes sent
     validate    fits the model of ``cluster.py`` to some of the measured runs and predicts the others
     predict     the paper's clusters beside its figures (``paper.py``), and the bytes that every strategy sends
-    factors     one training on 4 Gloo ranks for every place of the factors: loss, bytes, memory (``places.py``)
+    factors     one training on 4 Gloo ranks for each ``factors=``: loss, bytes, memory (``places.py``)
 
 Without torchrun ``measure`` starts its own ranks on this machine. Under torchrun it uses the ranks it is given, and
 writes ``measure-RANKS.json``. One machine, four ranks:
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node=4 -m benchmarks.scaling --part measure
 
-A Slurm cluster, two nodes of four GPUs (``--device cuda`` takes NCCL; leave it away for Gloo on CPUs):
+A Slurm cluster, two nodes of four GPUs (``--device cuda`` takes NCCL; omit it for Gloo on CPUs):
 
     #!/bin/bash
     #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=4 --cpus-per-task=32 --time=00:30:00
     export OMP_NUM_THREADS=8
-    srun torchrun --nnodes=$SLURM_NNODES --nproc_per_node=4 --rdzv_id=$SLURM_JOB_ID --rdzv_backend=c10d \\
-        --rdzv_endpoint=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29500 \\
+    srun torchrun --nnodes=$SLURM_NNODES --nproc_per_node=4 --rdzv_id=$SLURM_JOB_ID --rdzv_backend=c10d \
+        --rdzv_endpoint=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29500 \
         -m benchmarks.scaling --part measure --device cuda
 """
 

@@ -36,13 +36,13 @@ def task_table() -> str:
     for task, values in TASK_DEFAULTS.items():
         shown = {"eval_every": "one epoch", **{name: value for name, value in values.items() if value is not None}}
         rows.append(f"  {task:8}" + ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in shown.items()))
-    rows += ["", "default learning rates (--lr):", f"  {'':10}" + "".join(f"{task:>9}" for task in TASKS)]
+    rows += ["", "default learning rates (--lr):", f"  {'':12}" + "".join(f"{task:>9}" for task in TASKS)]
     for name in OPTIMIZERS:
-        rows.append(f"  {name:10}" + "".join(f"{LEARNING_RATES[task][name]:>9g}" for task in TASKS))
+        rows.append(f"  {name:12}" + "".join(f"{LEARNING_RATES[task][name]:>9g}" for task in TASKS))
     rows += ["", "other defaults of an optimizer:"]
     for name, values in OPTIMIZER_DEFAULTS.items():
-        rows.append(f"  {name:10}" + ", ".join(f"--{option} {value}" for option, value in values.items()))
-    rows += ["", "recipes (for the K-FAC optimizers; options of the command line win):"]
+        rows.append(f"  {name:12}" + ", ".join(f"--{option} {value}" for option, value in values.items()))
+    rows += ["", "recipes (for the K-FAC optimizers; options on the command line take precedence):"]
     for name, recipe in RECIPES.items():
         rows.append(textwrap.fill(recipe.about, 100, initial_indent=f"  {name:10}", subsequent_indent=" " * 12))
     rows += ["", "tasks:"] + [f"  {name:8}{(make.__doc__ or '').splitlines()[0]}" for name, make in TASKS.items()]
@@ -71,7 +71,11 @@ def parser() -> argparse.ArgumentParser:
         "(KFACSGD: SGD); others take their defaults (default: none)",
     )
     add_training_options(command.add_argument_group("training"))
-    add_kfac_options(command.add_argument_group("K-FAC (KFACSGD, KFACAdam, KFACLAMB; others in --compare ignore it)"))
+    add_kfac_options(
+        command.add_argument_group(
+            "K-FAC (KFACSGD, KFACAdam, KFACAdamW, KFACLAMB, KFAC; others in --compare ignore it)"
+        )
+    )
     add_output_options(command.add_argument_group("output"))
     return command
 
@@ -115,7 +119,7 @@ def add_kfac_options(group: argparse._ArgumentGroup) -> None:
     add("--damping", type=float, metavar="X", help=f"gamma, added to the curvature's eigenvalues, > 0 {package}")
     unit = "what --damping is a multiple of: absolute, mean or largest (eigenvalue of the layer's curvature)"
     add("--damping-of", metavar="WHAT", help=f"{unit} (default: absolute)")
-    add("--precondition", metavar="WHAT", help=f"gradient or momentum (KFACSGD only) {package}")
+    add("--precondition", metavar="WHAT", help=f"gradient or momentum: what K-FAC preconditions {package}")
     add("--scaling", type=name_or_none, metavar="NAME", help=f"kl_clip[:kappa], unit, graft or none {package}")
     kinds = "empirical, categorical, bernoulli, gaussian, or sampled: the kind of the task's output"
     add("--fisher", metavar="KIND", help=f"{kinds} {package}")

@@ -74,7 +74,7 @@ class Communicator(ABC):
     Attributes:
         traffic: By kind the bytes that this rank has sent and received so far, ``[sent, received]``.
         group: The ranks as a process group of torch.distributed; None where another library connects them.
-        bucket_bytes: Size of a flat bucket, two of which lie beside what travels; may be set. 100 MiB, four times that
+        bucket_bytes: Size of a flat bucket, of which two are held at a time; may be set. 100 MiB, four times that
             of DDP: decompositions do not wait for a backward pass, and larger buckets are fewer.
 
     Raises:

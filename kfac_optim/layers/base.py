@@ -183,7 +183,7 @@ class KroneckerLayer(ABC):
         self.modules = [*self.modules, *modules]
 
     def replace_parameters(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Goes on with other parameters in the place of weight and bias, where a framework has replaced them."""
+        """Takes the parameters by which a framework has replaced weight and bias."""
         self.weight = new[self.weight]
         self.bias = None if self.bias is None else new[self.bias]
 
