@@ -127,7 +127,9 @@ def first_moments(bucket: Bucket, descent: Tensors) -> Tensors:
         else:
             return descent
     moments: Tensors = torch._foreach_mul(found, factors) if any(factor != 1 for factor in factors) else found
-    return torch._foreach_add(descent, moments, alpha=group["momentum"]) if group.get("nesterov") else moments
+    if bucket[0].is_sgd and group["nesterov"] and all(m.has_first_moment for m in bucket):  # in others it is theirs
+        return torch._foreach_add(descent, moments, alpha=group["momentum"])
+    return moments
 
 
 def keep_averages(members: Sequence[Bucket], decay: float | None) -> None:

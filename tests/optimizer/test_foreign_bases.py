@@ -273,6 +273,29 @@ def test_a_base_that_projects_some_of_its_moments_has_averages_for_those() -> No
         assert moment is m.state["kfac_moment" if m.p.dim() > 1 else "exp_avg"]
 
 
+class KFACAdamP(KFACMixin, torch_optimizer.AdamP):
+    """Its ``nesterov`` is no matter of a momentum in its groups."""
+
+
+class KFACSGDP(KFACMixin, torch_optimizer.SGDP):
+    """It has a momentum, but not that of SGD: averages are kept for it."""
+
+
+@pytest.mark.parametrize("kfac", [KFACAdamP, KFACSGDP])
+def test_what_nesterov_means_to_another_base_is_its_own_matter(kfac: Any) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    how = {"momentum": 0.9} if kfac is KFACSGDP else {}
+    optimizer = kfac(model, lr=0.001, nesterov=True, **how)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 6)).square().mean().backward()
+        optimizer.step()
+    (bucket,) = first_moments.members_of(optimizer)
+    moments = first_moments.first_moments(bucket, [m.gradient for m in bucket])
+    for m, moment in zip(bucket, moments, strict=True):
+        assert moment is m.state["kfac_moment" if kfac is KFACSGDP else "exp_avg"]
+
+
 COUPLED: list[tuple[Any, dict[str, bool]]] = [
     (base, how)
     for base in (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
