@@ -149,7 +149,7 @@ def keep_averages(members: Sequence[Bucket], decay: float | None) -> None:
             else:
                 by_share.setdefault(share, []).append(m)
         for share, some in by_share.items():
-            averages = [m.state[MOMENT].to(m.p) if MOMENT in m.state else torch.zeros_like(m.p) for m in some]
+            averages = [m.state[MOMENT].to(m.p) if MOMENT in m.state else _first_average(m, share) for m in some]
             # In place: before torch 2.12 shards know no other. A gradient may have another type (``grad_dtype``).
             torch._foreach_lerp_(averages, [m.gradient.to(m.p.dtype) for m in some], share)
             for m, average in zip(some, averages, strict=True):
@@ -163,8 +163,23 @@ def _share_of_gradient(m: Member, decay: float | None) -> float | None:
     if not m.decay_in_moment:
         return None
     if m.is_sgd:  # per unit of the weight of all gradients; of the first one all
-        return (1 - m.group["dampening"]) / (m.state[GRADIENT_WEIGHT] or 1.0) if MOMENT in m.state else 1.0
+        weight = m.state[GRADIENT_WEIGHT] or 1.0
+        if MOMENT in m.state:
+            return (1 - m.group["dampening"]) / weight
+        return 1.0 if weight == 1 else 0.0
     return 1 - float(m.group["betas"][0])  # from zero, as Adam's own
+
+
+def _first_average(m: Member, share: float) -> Tensor:
+    """What the first average goes on from; ``share``: that of the gradient.
+
+    Where SGD's buffer has been filled before, by plain SGD or without decay, it is what that holds, less the decay that
+    it would have if the weights had not moved. From a single gradient, which stands for ten, steps would go far astray.
+    """
+    if share or not (m.is_sgd and m.has_first_moment):
+        return torch.zeros_like(m.p)
+    average = m.state["momentum_buffer"] / (m.state[GRADIENT_WEIGHT] or 1.0) - m.p * m.group["weight_decay"]
+    return (-average if m.group["maximize"] else average).to(m.p.dtype)
 
 
 @contextmanager

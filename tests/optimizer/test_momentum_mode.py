@@ -496,6 +496,22 @@ def test_the_decay_in_a_mature_buffer_of_plain_sgd_is_known(how: dict[str, float
             assert_near(found.moments[p], weight * p.grad, rel=1e-9)
 
 
+@pytest.mark.parametrize("how", [{}, {"nesterov": True}, {"maximize": True}, {"dampening": 0.3}])
+def test_a_decay_that_comes_late_does_not_begin_the_moment_anew(how: dict[str, Any]) -> None:
+    """So small a decay is as good as none."""
+    model = Net()
+    models = model, copy.deepcopy(model)
+    options = MODE | {"momentum": 0.9, "lr": 0.01, "scaling": FULL} | how
+    optimizers = [KFACSGD(model, **options) for model in models]
+    for step in range(8):
+        optimizers[1].param_groups[0]["weight_decay"] = 1e-15 * (step > 3)
+        passes = data()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, passes, loss)
+            optimizer.step()
+    assert_same_weights(*models)
+
+
 def test_a_base_that_decouples_its_decay_shrinks_the_weights_as_much() -> None:
     class KFACAdafactor(KFACMixin, torch.optim.Adafactor):
         pass
