@@ -21,7 +21,7 @@ import torch_optimizer
 from torch import Tensor, nn
 
 from .distributed import any_sharded, is_sharded, summed_over_shards
-from .first_moments import Bucket, bias_correction, first_moments, is_decoupled
+from .first_moments import Bucket, Member, bias_correction, first_moments, is_decoupled
 from .flat_storage import Tensors
 from .lamb import debiasing
 from .rates import Scalar, rate_of
@@ -137,8 +137,8 @@ def update_length(
 def _less_decay(optimizer: torch.optim.Optimizer, bucket: Bucket, before: Tensors, moments: Tensors) -> Tensors:
     """Weights before a step, less what decay has taken off them that the base class adds to the gradient or the update.
 
-    In bases that are not known here and do not say ``decoupled_weight_decay`` in their groups it stays a part of the
-    update.
+    In bases whose first moment is not known to have it, and that do not say ``decoupled_weight_decay`` in their groups,
+    it stays a part of the update.
     """
     group, lr = bucket[0].group, rate_of(bucket[0].group)
     if not group.get("weight_decay"):
@@ -148,19 +148,45 @@ def _less_decay(optimizer: torch.optim.Optimizer, bucket: Bucket, before: Tensor
         sizes = [lr * debiasing(optimizer, group, m.state) for m in bucket]
         shares = [size * ratio * group["weight_decay"] for size, ratio in zip(sizes, ratios, strict=True)]
         return torch._foreach_sub(before, _scaled(before, shares))
-    known = isinstance(optimizer, torch.optim.Adam)
-    if not known or not all(m.decay_in_moment and m.has_first_moment for m in bucket):
+    if not all(m.decay_in_moment and m.has_first_moment for m in bucket):
         return before
-    decays = []
-    for m, moment in zip(bucket, moments, strict=True):  # what Adam makes of the rest of its moment
-        steps = m.state["step"]
-        if not (isinstance(steps, Tensor) and steps.device.type != "cpu"):
-            steps = float(steps)  # a device, where fused kernels count them, would be waited for
-        weight1, weight2 = (bias_correction(beta, steps) for beta in group["betas"])
-        second = m.state["max_exp_avg_sq"] if group["amsgrad"] else m.state["exp_avg_sq"]
-        denominator = (second / weight2).sqrt_().add_(group["eps"])
-        decays.append((m.state["exp_avg"] - moment).div_(denominator).mul_(lr / weight1))
+    decays = [
+        _decay_in_update(optimizer, m, m.state["exp_avg"] - moment, weight).mul_(lr)
+        for m, moment, weight in zip(bucket, moments, before, strict=True)
+    ]
     return torch._foreach_sub(before, decays)
+
+
+def _decay_in_update(optimizer: torch.optim.Optimizer, m: Member, in_moment: Tensor, weight: Tensor) -> Tensor:
+    """What Adam or its kin makes of the decay in its moment and in the last gradient, per unit of the learning rate.
+
+    Args:
+        optimizer: The optimizer.
+        m: The parameter, with its state after the step.
+        in_moment: The decay in its moment; overwritten.
+        weight: Its value before the step.
+    """
+    steps, (beta1, beta2) = m.state["step"], m.group["betas"]
+    if not (isinstance(steps, Tensor) and steps.device.type != "cpu"):
+        steps = float(steps)  # a device, where fused kernels count them, would be waited for
+    weight1, weight2 = bias_correction(beta1, steps), bias_correction(beta2, steps)
+    if isinstance(optimizer, torch.optim.Adamax):
+        return in_moment.div_(m.state["exp_inf"]).div_(weight1)
+    second = m.state["max_exp_avg_sq"] if m.group.get("amsgrad") else m.state["exp_avg_sq"]
+    if isinstance(optimizer, torch.optim.RAdam):
+        longest = 2 / (1 - beta2) - 1
+        length = longest - 2 * steps * beta2**steps / weight2
+        if length <= 5:
+            return in_moment.div_(weight1)
+        rectified = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+        return in_moment.div_(second.sqrt().add_(m.group["eps"])).mul_((rectified * weight2) ** 0.5 / weight1)
+    denominator = (second / weight2).sqrt_().add_(m.group["eps"])
+    if isinstance(optimizer, torch.optim.NAdam):
+        now, later = (beta1 * (1 - 0.5 * 0.96 ** (n * m.group["momentum_decay"])) for n in (steps, steps + 1))
+        product = float(m.state["mu_product"])
+        of_weight = m.group["weight_decay"] * (1 - now) / (1 - product)
+        return (weight * of_weight).add_(in_moment.mul_(later / (1 - product * later))).div_(denominator)
+    return in_moment.div_(denominator).div_(weight1)
 
 
 def weights_before(optimizer: torch.optim.Optimizer, members: Sequence[Bucket]) -> list[Tensors]:

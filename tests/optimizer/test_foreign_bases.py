@@ -13,7 +13,7 @@ import torch_optimizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin, first_moments
+from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin, bases, first_moments
 from tests.helpers.compare import assert_identical, values
 from tests.helpers.files import through_a_file
 from tests.helpers.settings import OFTEN
@@ -326,3 +326,26 @@ def test_averages_have_nothing_of_the_decay_that_a_base_adds_to_the_gradient(bas
             torch.testing.assert_close(moment, sign * raw[m.p], rtol=1e-12, atol=1e-15)
             torch.testing.assert_close(m.state["exp_avg"], own[m.p], rtol=1e-12, atol=1e-15)
             assert ("kfac_moment" in m.state) == coupled
+
+
+@pytest.mark.parametrize(("base", "how"), COUPLED)
+def test_updates_have_nothing_of_the_decay_that_a_base_adds_to_the_gradient(base: Any, how: dict[str, bool]) -> None:
+    """They are the moment's share of the base's; NAdam's, of the gradient too, are known where that is 0."""
+    kfac: Any = type(f"KFAC{base.__name__}", (KFACMixin, base), {})
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    optimizer = kfac(model, lr=0.01, weight_decay=0.5, betas=(0.8, 0.9), **how)
+    for _ in range(8):  # RAdam's first steps are of another length
+        optimizer.zero_grad()
+        (model(torch.randn(8, 6).double()).square().mean() * (base is not torch.optim.NAdam)).backward()
+        (bucket,) = first_moments.members_of(optimizer)
+        (weights,) = bases.weights_before(optimizer, [bucket])
+        with torch.no_grad():
+            optimizer._base_step()
+            for m in bucket:
+                m.take_state(optimizer)
+            first_moments.keep_averages([bucket], None)
+            found = bases.base_step(optimizer, [bucket], [[weight.clone() for weight in weights]])
+        for m, weight in zip(bucket, weights, strict=True):
+            share = 1.0 if "decoupled_weight_decay" in how else found.moments[m.p] / m.state["exp_avg"]
+            expected = share * (weight - m.p.detach()) / 0.01
+            torch.testing.assert_close(found.updates[m.p], expected, rtol=1e-8, atol=1e-10)
