@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..counters import Counter
 
@@ -69,17 +69,23 @@ class Opponents:
     """The optimizers of a process that have lately been seen to train against others; held weakly.
 
     Attributes:
-        taken: The number of steps that have ended, of all optimizers of the process, torch's own included.
+        taken: The number of steps that have ended, of all optimizers of the process, torch's own included. One in which
+            another was taken, as by a SAM that wraps its base optimizer, does not count beside that.
     """
 
     def __init__(self) -> None:
         self.taken = self._steps = 0
+        self._begun: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._first_steps: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._last_steps: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
-    def count(self) -> None:
+    def begin(self, who: object) -> None:
+        """A step of some optimizer begins."""
+        self._begun[who] = self.taken
+
+    def end(self, who: object) -> None:
         """A step of some optimizer has ended."""
-        self.taken += 1
+        self.taken += self._begun.pop(who, self.taken) == self.taken
 
     def step(self, who: object, *, opposes: bool) -> None:
         """An optimizer takes a step; ``opposes``: whether it is known to train against others."""
@@ -118,7 +124,8 @@ class Opponents:
 
 
 OPPONENTS = Opponents()  # of this process
-register_optimizer_step_post_hook(lambda *_: OPPONENTS.count())
+register_optimizer_step_pre_hook(lambda who, *_: OPPONENTS.begin(who))
+register_optimizer_step_post_hook(lambda who, *_: OPPONENTS.end(who))
 
 
 @dataclass(frozen=True)

@@ -794,6 +794,30 @@ def test_who_throws_gradients_away_alone_has_no_opponent(rival: Any, go_on: Any)
     assert (optimizer.curvature.reach > 0) == (not players)
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Takes the steps of another optimizer, at the gradients of a closure, as SAM does."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, base.defaults)
+        self.base = base
+
+    def step(self, closure: Any = None) -> None:
+        self.base.zero_grad()
+        closure()
+        self.base.step()
+
+
+def test_an_optimizer_that_wraps_this_one_is_no_opponent() -> None:
+    model = net()
+    optimizer = KFACSGD(model, **options(0.01, momentum=0.9))
+    wrapping = Wrapping(optimizer)
+    for _ in range(40):
+        optimizer.zero_grad()
+        backward(model, data(), loss)  # thrown away
+        wrapping.step(lambda: backward(model, data(), loss))
+    assert optimizer.curvature.plan().stretches
+
+
 @pytest.mark.parametrize("go_on", GOING_ON.values(), ids=GOING_ON)
 def test_whoever_goes_on_knows_that_frozen_layers_have_served_others(go_on: Any) -> None:
     model = net()
