@@ -77,10 +77,10 @@ class Member:
 
     @property
     def moment_weight(self) -> float:
-        """The sum of the weights that gradients have in the first moment of SGD; of averages of gradients 1."""
+        """The sum of the weights of gradients in the first moment of SGD; of averages of gradients, and of none, 1."""
         if not self.is_sgd or not self.group["momentum"]:
             return 1.0
-        weight: float = self.state.get(GRADIENT_WEIGHT, 1.0)
+        weight: float = self.state.get(GRADIENT_WEIGHT, 1.0) or 1.0
         return 1 + self.group["momentum"] * weight if self.group["nesterov"] else weight
 
 

@@ -512,6 +512,16 @@ def test_a_decay_that_comes_late_does_not_begin_the_moment_anew(how: dict[str, A
     assert_same_weights(*models)
 
 
+def test_a_dampening_that_lets_no_more_gradients_in() -> None:
+    """The weights of gradients in the moment fall to nothing; in that of plain SGD there are none from the start."""
+    model = Net()
+    optimizer = KFACSGD(model, lr=LR, momentum=1e-200, dampening=1.0, factor_update_steps=2)
+    for _ in range(4):
+        backward(model, data(), loss)
+        optimizer.step()
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
 def test_a_base_that_decouples_its_decay_shrinks_the_weights_as_much() -> None:
     class KFACAdafactor(KFACMixin, torch.optim.Adafactor):
         pass
