@@ -4,7 +4,7 @@
 
 By default the base class takes this step on the raw gradients, with its own state; K-FAC then preconditions m, and
 changes u (:mod:`~kfac_optim.steering`). Weight decay is not preconditioned, and does not count towards the length of
-the update, whether the base class adds it to the gradient (:mod:`~kfac_optim.first_moments`) or not.
+the update, whether SGD, Adam and its kin add it to the gradient (:mod:`~kfac_optim.first_moments`) or not.
 
 Where m is an average that is kept here K-FAC's direction comes from it, its length from the base class's own update.
 """

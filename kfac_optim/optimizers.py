@@ -69,8 +69,8 @@ class KFACMixin(_Optimizer):
             ``scaling="graft"`` (default) the update turns as far as trust goes and keeps its length, so that ``lr``
             means what it means to the base class, and is then lengthened along directions flatter than the steepest
             one, as far as reach goes; both are learned (:mod:`~.trust`, :mod:`~.reach`). Weight decay
-            acts as in the base class and is not preconditioned, unless a class that is not one of torch adds it to the
-            gradient. "gradient": gradients are preconditioned, and the base class steps on the result,
+            acts as in the base class and is not preconditioned, unless another class than SGD, Adam and its kin adds it
+            to the gradient. "gradient": gradients are preconditioned, and the base class steps on the result,
             as in the paper.
         **options: The base class's keywords, and those of :class:`~kfac_optim.CurvatureEngine`, documented there;
             those of ``damping``, ``scaling``, ``factor_decay``, ``inv_update_steps`` and ``solver`` have other defaults
