@@ -330,7 +330,7 @@ def memory_estimate(
         ``refresh`` (while one is worked off: its snapshot and the new decompositions), and their ``total``. On
         statistics steps one more copy of the factors is held for a while. Layers whose weight is frozen take nothing.
         Not counted is what an optimizer that learns trust, as by default, keeps of its last steps: three numbers for
-        each weight of a layer, four where its base class keeps no first moment.
+        each weight of a layer, four where its base class keeps no first moment, or has weight decay in it.
     """
     require_number("world_size", world_size, "an int >= 1", lambda n: is_int(n) and n >= 1)
     with torch.no_grad():
