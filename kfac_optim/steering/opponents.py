@@ -156,7 +156,8 @@ class Opposition:
             for one of the other network's. Of several ranks only those steps count in which they told each other.
         all_see_opponents: Of several ranks, whether all of them knew of other networks that train against each other
             when they last told each other.
-        since_lost: How many steps were taken since gradients were last thrown away, at most 16.
+        since_lost: The steps since gradients were last thrown away, the one after that included, at most 16; 0: none
+            were yet.
         alone_for: How many steps it had taken, when gradients were last thrown away, with none of another optimizer in
             between; 16: so many that what is thrown away does not count.
     """
@@ -216,11 +217,12 @@ class Opposition:
     def take_captured_lost(self) -> bool:
         """Whether captured gradients were thrown away in a game before this step, whether or not it is taken."""
         self._others += 1  # is to go on with OPPONENTS.taken, where this step is counted when it ends
-        self.since_lost = min(self.since_lost + 1, _LATELY)
         if self._captured_lost or self._added_lost:
             is_alone = OPPONENTS.taken < self._others
             self.alone_for = min(self.alone_for + self.since_lost, _LATELY) if is_alone else 0
-            self.since_lost, self._others = 0, OPPONENTS.taken + 1
+            self.since_lost, self._others = 1, OPPONENTS.taken + 1
+        elif self.since_lost:
+            self.since_lost = min(self.since_lost + 1, _LATELY)
         lost, self._captured_lost = self._captured_lost, False
         return lost and self._may_be_a_game
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,7 @@ def on_a_mesh(rank: int, world_size: int, kind: str, data_ranks: int) -> list[Te
 
 
 def learn_together(
-    blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[float, float]]
+    blocks: Sequence[Block], slopes: Mapping[nn.Parameter, tuple[float, float]], undone: Set[nn.Parameter]
 ) -> set[nn.Parameter]:  # as reach.learn_reaches
     """Shards of one layer have one reach, which they learn from all of them."""
     whole: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -129,7 +129,7 @@ def learn_together(
             for side, value in enumerate(slopes.get(p, ())):
                 whole[block.layer.name.partition(".")[0]][side] += value
     together = {block.layer.weight: whole[block.layer.name.partition(".")[0]] for block in blocks}
-    return reach.learn_reaches(blocks, {p: (after, before) for p, (after, before) in together.items()})
+    return reach.learn_reaches(blocks, {p: (after, before) for p, (after, before) in together.items()}, undone)
 
 
 def in_one_process(kind: str, parts: int) -> Shards:
