@@ -16,6 +16,8 @@ from .loss_terms import main_tensor
 
 __all__ = ["Bernoulli", "Categorical", "Fisher", "Gaussian"]
 
+# Whoever only samples from a distribution need not define what this names; KFAC asks for it when it is built.
+_NEEDED = "fisher={0}: it has no {1}(), which KFAC needs beside samples: define it, see kfac_optim.Fisher"
 _ROUNDING = 0.02  # by which a target may be off, of a half-precision gradient for instance
 
 
@@ -87,11 +89,11 @@ class Fisher(ABC):
             output: The distribution's parameters.
             u: A change of them, of the same shape.
         """
-        raise NotImplementedError
+        raise NotImplementedError(_NEEDED.format(type(self).__name__, "root"))
 
     def divergence(self, output: Tensor, other: Tensor) -> Tensor:
         """The KL divergence of the distribution at ``other`` from that at ``output``, summed over all terms; 0-dim."""
-        raise NotImplementedError
+        raise NotImplementedError(_NEEDED.format(type(self).__name__, "divergence"))
 
     def target_problem(self, output: Tensor, gradient: Tensor) -> str:
         """What keeps a gradient from being that of the negative log likelihood, of targets that are bounded.

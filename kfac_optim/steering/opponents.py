@@ -75,17 +75,17 @@ class Opponents:
 
     def __init__(self) -> None:
         self.taken = self._steps = 0
-        self._begun: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._begun: dict[int, int] = {}  # by identity: others' optimizers need not be hashable
         self._first_steps: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._last_steps: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
     def begin(self, who: object) -> None:
         """A step of some optimizer begins."""
-        self._begun[who] = self.taken
+        self._begun[id(who)] = self.taken
 
     def end(self, who: object) -> None:
         """A step of some optimizer has ended."""
-        self.taken += self._begun.pop(who, self.taken) == self.taken
+        self.taken += self._begun.pop(id(who), self.taken) == self.taken
 
     def step(self, who: object, *, opposes: bool) -> None:
         """An optimizer takes a step; ``opposes``: whether it is known to train against others."""

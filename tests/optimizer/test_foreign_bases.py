@@ -259,17 +259,21 @@ def test_a_base_without_a_learning_rate(named: bool, mode: dict[str, Any]) -> No
     assert not all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-def test_a_base_that_projects_some_of_its_moments_has_averages_for_those() -> None:
-    """Its biases, in the same group, have moments of its own; no raw gradients beside them."""
+def moments_after_three_steps(kfac: Any, **how: Any) -> list[tuple[first_moments.Member, Tensor]]:
+    """The parameters of a small net, and what is preconditioned of each."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    optimizer = KFACProjected(model, lr=0.001)
+    optimizer = kfac(model, lr=0.001, **how)
     for _ in range(3):
         optimizer.zero_grad()
         model(torch.randn(8, 6)).square().mean().backward()
         optimizer.step()
     (bucket,) = first_moments.members_of(optimizer)
-    moments = first_moments.first_moments(bucket, [m.gradient for m in bucket])
-    for m, moment in zip(bucket, moments, strict=True):
+    return list(zip(bucket, first_moments.first_moments(bucket, [m.gradient for m in bucket]), strict=True))
+
+
+def test_a_base_that_projects_some_of_its_moments_has_averages_for_those() -> None:
+    """Its biases, in the same group, have moments of its own; no raw gradients beside them."""
+    for m, moment in moments_after_three_steps(KFACProjected):
         assert moment is m.state["kfac_moment" if m.p.dim() > 1 else "exp_avg"]
 
 
@@ -283,16 +287,8 @@ class KFACSGDP(KFACMixin, torch_optimizer.SGDP):
 
 @pytest.mark.parametrize("kfac", [KFACAdamP, KFACSGDP])
 def test_what_nesterov_means_to_another_base_is_its_own_matter(kfac: Any) -> None:
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     how = {"momentum": 0.9} if kfac is KFACSGDP else {}
-    optimizer = kfac(model, lr=0.001, nesterov=True, **how)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.randn(8, 6)).square().mean().backward()
-        optimizer.step()
-    (bucket,) = first_moments.members_of(optimizer)
-    moments = first_moments.first_moments(bucket, [m.gradient for m in bucket])
-    for m, moment in zip(bucket, moments, strict=True):
+    for m, moment in moments_after_three_steps(kfac, nesterov=True, **how):
         assert moment is m.state["kfac_moment" if kfac is KFACSGDP else "exp_avg"]
 
 

@@ -770,7 +770,13 @@ GOING_ON = {
 }
 
 
-@pytest.mark.parametrize("rival", [None, torch.optim.SGD, KFACAdam])
+class Unhashable(torch.optim.SGD):
+    """An optimizer of others that is known by its values, as a dataclass is."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("rival", [None, torch.optim.SGD, KFACAdam, Unhashable])
 @pytest.mark.parametrize("go_on", [None, *GOING_ON.values()], ids=["on", *GOING_ON])
 def test_who_throws_gradients_away_alone_has_no_opponent(rival: Any, go_on: Any) -> None:
     """Adversarial examples, for instance: a game has two optimizers, of any kind; who goes on knows what was seen."""
