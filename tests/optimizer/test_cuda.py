@@ -51,6 +51,10 @@ def trained(
     """The model of a family after some steps on the device, and its optimizer."""
     torch.manual_seed(0)
     model = family.make().double().to(device)
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention) and module.in_proj_bias is not None:
+            # The gradient of a key's bias is rounding alone; where that is zero by chance, its direction is zero, too.
+            module.in_proj_bias.register_hook(lambda gradient: gradient + 1e-6)
     optimizer = cls(family.part(model), **{**ALL_CLASSES[cls], "loss_average": family.average, **options})
     go_on(family, model, optimizer, steps)
     return model, optimizer
