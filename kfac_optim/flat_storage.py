@@ -22,7 +22,7 @@ __all__ = [
     "flat_view",
     "elementwise",
     "is_launch_bound",
-    "needs_own_launch",
+    "sharing",
     "scale_pairs",
 ]
 
@@ -38,33 +38,47 @@ def is_launch_bound(device: torch.device) -> bool:
     return device.type not in _CHEAP_LAUNCHES
 
 
-def needs_own_launch(shape: tuple[int, int, int]) -> bool:
-    """Whether a stack gets its factors by a kernel of its own: of many pairs, or of an odd number of entries."""
+def sharing(shape: tuple[int, int, int], groups: Sequence[int]) -> int:
+    """How far the matrices of a stack share kernels with those of others, which decides their order in one storage.
+
+    Args:
+        shape: That of the stack's matrices, ``[p, d_out, d_in]``.
+        groups: How many pairs each group has that is scaled together: 1, or all of a norm layer.
+
+    Returns:
+        0: they get their factors and norms by the same kernels. 1: their norms, by group. 2: nothing, because their
+        numbers do not divide into rows.
+    """
     p, d_out, d_in = shape
-    return p > _FEW_PAIRS or d_out * d_in % _LEAST_ROW != 0
+    if any(pairs * d_out * d_in % _LEAST_ROW for pairs in groups) or (len(groups) == p and p > _FEW_PAIRS):
+        return 2
+    return 0 if len(groups) == p else 1
 
 
 class FlatStorage:
     """Where the matrices ``[p, d_out, d_in]`` of some stacks lie in one storage.
 
     Args:
-        shapes: The shape of each stack's matrices; stacks that need a kernel of their own come last.
+        shapes: The shape of each stack's matrices; those that share most come first (:func:`sharing`).
+        groups: How many pairs each group has that is scaled together, for each stack.
         device: Where they are.
 
     Attributes:
-        shared: How many stacks are multiplied by their factors in one kernel: all before the first that needs its own
-            (:func:`needs_own_launch`).
-        row: The numbers in a row, which all belong to one pair, in each of these stacks.
-        rows: How many rows they have.
+        scaled: How many stacks are multiplied by their factors in one kernel.
+        summed: How many stacks have their norms in one kernel.
+        row: The numbers in a row, which all belong to one group, in each of these stacks.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, int, int]], device: torch.device) -> None:
-        self.shapes, self.device = list(shapes), device
-        self.shared = next((i for i, shape in enumerate(shapes) if needs_own_launch(shape)), len(shapes))
-        self.row = math.gcd(*(d_out * d_in for _, d_out, d_in in shapes[: self.shared])) if self.shared else 0
-        pairs = [(p, d_out * d_in) for p, d_out, d_in in shapes[: self.shared]]
-        self.rows = sum(p * numel for p, numel in pairs) // self.row if self.row else 0
-        self._pair_of_row: Tensor | None = None
+    def __init__(
+        self, shapes: Sequence[tuple[int, int, int]], groups: Sequence[Sequence[int]], device: torch.device
+    ) -> None:
+        self.shapes, self.groups, self.device = list(shapes), list(map(list, groups)), device
+        kinds = list(map(sharing, shapes, groups))
+        self.scaled, self.summed = kinds.count(0), len(kinds) - kinds.count(2)
+        sizes = zip(groups[: self.summed], shapes, strict=False)
+        self._numels = [pairs * d_out * d_in for of_stack, (_, d_out, d_in) in sizes for pairs in of_stack]
+        self.row = math.gcd(*self._numels)
+        self._known_index: tuple[Tensor, Tensor, Tensor] | None = None
 
     def empty(self, dtype: torch.dtype) -> list[Tensor]:
         """Matrices without values."""
@@ -76,16 +90,46 @@ class FlatStorage:
         return [split_flat(part, self.shapes) for part in whole]
 
     def fits(self, matrices: Sequence[Tensor]) -> bool:
-        """Whether these are matrices of all stacks, side by side."""
-        return [tuple(m.shape) for m in matrices] == self.shapes and are_adjacent(matrices)
+        """Whether these are matrices of all stacks, side by side, and some of the stacks share kernels."""
+        return self.summed > 0 and [tuple(m.shape) for m in matrices] == self.shapes and are_adjacent(matrices)
+
+    def in_rows(self, matrices: Sequence[Tensor], stacks: int) -> Tensor:
+        """The matrices of the first stacks in rows, ``[rows, row]``, a view; of matrices that fit."""
+        rows = sum(map(math.prod, self.shapes[:stacks])) // self.row
+        return matrices[0].as_strided((rows, self.row), (self.row, 1), matrices[0].storage_offset())
 
     def by_row(self, of_pairs: Sequence[Tensor]) -> Tensor:
-        """Values of the pairs of the first stacks, ``[p]`` each, for each row of :attr:`row` numbers, ``[rows, 1]``."""
-        if self._pair_of_row is None:  # computed once, on the host: it would wait for a device
-            lengths = [d_out * d_in // self.row for p, d_out, d_in in self.shapes[: self.shared] for _ in range(p)]
-            index = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
-            self._pair_of_row = index.to(self.device, non_blocking=True)
-        return torch.cat(list(of_pairs)).index_select(0, self._pair_of_row)[:, None]
+        """Values of the pairs of the stacks that are scaled together, ``[p]`` each, for each row, ``[rows, 1]``."""
+        return torch.cat(list(of_pairs)).index_select(0, self._index[0])[:, None]
+
+    def sums(self, of_rows: Tensor) -> Tensor:
+        """The sums over the rows of each group, of values ``[rows]`` of the stacks whose norms are taken together."""
+        return torch.segment_reduce(of_rows, "sum", lengths=self._index[1], unsafe=True)
+
+    def by_pair(self, of_groups: Tensor) -> list[Tensor]:
+        """Values of groups as values of their pairs, by stack, ``[p]`` each; all side by side."""
+        of_pairs = of_groups.index_select(0, self._index[2]) if self.summed > self.scaled else of_groups
+        return list(of_pairs.split([p for p, _, _ in self.shapes[: self.summed]]))
+
+    @property
+    def _index(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The pair of each row that is scaled, the number of rows of each group, and the group of each pair.
+
+        Computed once, on the host: to know their lengths torch would wait for a device.
+        """
+        if self._known_index is None:
+            rows = torch.tensor(self._numels) // self.row
+            of_scaled = rows[: sum(map(len, self.groups[: self.scaled]))]
+            pairs = torch.tensor([pairs for of_stack in self.groups[: self.summed] for pairs in of_stack])
+            found = (_places(of_scaled), rows, _places(pairs))
+            pair_of_row, rows, group_of_pair = (index.to(self.device, non_blocking=True) for index in found)
+            self._known_index = pair_of_row, rows, group_of_pair
+        return self._known_index
+
+
+def _places(lengths: Tensor) -> Tensor:
+    """For each number of a vector that has parts of these lengths, in which part it is."""
+    return torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)
 
 
 def split_flat(whole: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -168,13 +212,9 @@ def scale_pairs(
             return [matrix.mul_(by) for matrix, by in zip(matrices, by_pair, strict=True)]
         return [matrix * by for matrix, by in zip(matrices, by_pair, strict=True)]
     results = storage.empty(matrices[0].dtype) if out is None else list(out)
-    given, found = flat_view(matrices), flat_view(results)
-    assert given is not None and found is not None
-    of_few = slice(0, storage.rows * storage.row)
-    of_pairs = [f if f.dim() else f.expand(len(m)) for m, f in zip(matrices, factors[: storage.shared], strict=False)]
-    if storage.rows:
-        rows = storage.by_row(of_pairs)
-        torch.mul(given[of_few].view(-1, storage.row), rows, out=found[of_few].view(-1, storage.row))
-    for i in range(storage.shared, len(matrices)):
-        torch.mul(matrices[i], factors[i].reshape(-1, 1, 1), out=results[i])
+    if n := storage.scaled:
+        of_pairs = [f if f.dim() else f.expand(len(m)) for m, f in zip(matrices[:n], factors[:n], strict=True)]
+        torch.mul(storage.in_rows(matrices, n), storage.by_row(of_pairs), out=storage.in_rows(results, n))
+    for matrix, factor, result in zip(matrices[n:], factors[n:], results[n:], strict=True):
+        torch.mul(matrix, factor.reshape(-1, 1, 1), out=result)
     return results

@@ -185,7 +185,7 @@ class Preconditioner:
                 *of_stack,
                 self._rate(stack, vectors),
                 stack.layer_of_pair,
-                stack.scaled_together,
+                stack.pairs_scaled_together,
                 unscaled=before,
                 storage=self._storage,
             )
@@ -224,10 +224,10 @@ class Preconditioner:
         if self._eigen is None or not self._can_join(stacks, tiles):
             self._storage = self._joint = None
             return None
-        shapes = [stack.layout.shape for stack in stacks]
-        if self._storage is None or self._storage.shapes != shapes:
-            self._storage = FlatStorage(shapes, stacks[0].layout.device)
-        if self._joint is None or list(map(id, self._joint[0])) != list(map(id, tiles)):
+        if self._storage is None or self._joint is None or list(map(id, self._joint[0])) != list(map(id, tiles)):
+            shapes, groups = [stack.layout.shape for stack in stacks], [stack.groups for stack in stacks]
+            if self._storage is None or (self._storage.shapes, self._storage.groups) != (shapes, groups):
+                self._storage = FlatStorage(shapes, groups, stacks[0].layout.device)
             units = [stack.damping_unit.to(self.dtype) for stack in stacks]
             self._joint = tiles, JointEigen([of_stack[0].decomposed for of_stack in tiles], units)
         return self._joint[1]

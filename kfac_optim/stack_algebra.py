@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .flat_storage import FlatStorage, elementwise, flat_view, is_launch_bound, scale_pairs, split_flat
+from .flat_storage import FlatStorage, elementwise, flat_view, is_launch_bound, scale_pairs
 
 __all__ = [
     "Bare",
@@ -33,8 +33,6 @@ __all__ = [
     "squares",
     "update_norms",
 ]
-
-_FEW_PARTS = 64  # up to so many parts of a stack are looked at one by one where launches count
 
 
 @dataclass(frozen=True)
@@ -72,8 +70,7 @@ class Direction:
             different ones.
         layer_of_pair: For norm layers, whose pairs (channels) are scaled together: the number of the layer that each
             pair belongs to, ``[p]``. None where every pair is scaled on its own.
-        pairs_per_layer: Likewise how many pairs each layer has, one after the other; empty where every pair is scaled
-            on its own.
+        pairs_per_layer: Likewise how many pairs each layer has, one after the other, ``[layers]``.
         unscaled: What it was before it was scaled; None where damping is not relative to the largest eigenvalue.
         storage: Where the matrices of all stacks lie in one storage; None: each in its own.
         cache: What ``update_norms`` and ``rates_followed`` have found, for later calls in the step. The copies that
@@ -85,7 +82,7 @@ class Direction:
     update: Tensor
     lr: Tensor | float
     layer_of_pair: Tensor | None = None
-    pairs_per_layer: Sequence[int] = ()
+    pairs_per_layer: Tensor | None = None
     unscaled: Bare | Steepest | None = None
     storage: FlatStorage | None = None
     cache: dict[Callable[..., Any], Tensor] = field(default_factory=dict, repr=False)
@@ -100,76 +97,32 @@ class Direction:
         norms = torch.linalg.matrix_norm(matrix)
         return norms if self.layer_of_pair is None else self.over_layers(norms.square()).sqrt()
 
-    def parts(self, matrix: Tensor) -> Sequence[Tensor]:
-        """The parts of ``matrix [p, d_out, d_in]`` that are scaled each on its own: pairs, or the layers' pairs."""
-        return matrix.unbind() if self.layer_of_pair is None else matrix.split(list(self.pairs_per_layer))
-
-    @property
-    def few_parts(self) -> bool:
-        """Whether there are so few of them that one after the other can be looked at."""
-        known = self.layer_of_pair is None or bool(self.pairs_per_layer)
-        return known and len(self.pairs_per_layer or self.direction) <= _FEW_PARTS
-
     def over_layers(self, values: Tensor) -> Tensor:
         """Replaces each pair's value by the sum over its layer's pairs; ``[p]`` to ``[p]``."""
-        assert self.layer_of_pair is not None
-        return torch.zeros_like(values).index_add(0, self.layer_of_pair, values)[self.layer_of_pair]
+        sums = torch.segment_reduce(values, "sum", lengths=self.pairs_per_layer, unsafe=True)
+        return sums[self.layer_of_pair]
 
 
 def norms(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[Tensor]:
-    """For each direction the ``norm`` of a matrix, ``[p]``; where launches count by few operations."""
-    devices = {matrix.device for matrix in matrices}
-    if len(devices) != 1 or not is_launch_bound(devices.pop()):
+    """For each direction the ``norm`` of a matrix, ``[p]``; of those that lie side by side by few operations."""
+    storage = directions[0].storage if directions else None
+    if storage is None or not storage.fits(matrices):
         return [d.norm(matrix) for d, matrix in zip(directions, matrices, strict=True)]
-    return _few_norms(directions, matrices)
-
-
-def _few_norms(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[Tensor]:
-    """:func:`norms` by one operation on a list of all that has a norm, but for stacks of many pairs."""
-    stacks = list(zip(directions, _by_rows(directions, matrices), strict=True))
-    parts = [d.parts(matrix) if d.few_parts else () for d, matrix in stacks]
-    listed = [part for of_stack in parts for part in of_stack]
-    of_parts = torch.stack(torch._foreach_norm(listed)) if listed else matrices[0].new_empty(0)
-    found: list[Tensor] = []
-    for (d, matrix), own in zip(stacks, of_parts.split([len(of_stack) for of_stack in parts]), strict=True):
-        if not d.few_parts:
-            found.append(d.norm(matrix))
-        else:
-            found.append(own if d.layer_of_pair is None else own[d.layer_of_pair])
-    return found
-
-
-def _by_rows(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Matrices of the same norms, with one number for each row where they lie side by side."""
-    storage = directions[0].storage
-    if storage is None or not storage.rows or not storage.fits(matrices):
-        return list(matrices)
-    whole = flat_view(matrices[: storage.shared])
-    if whole is None:
-        return list(matrices)
-    of_rows = torch.linalg.vector_norm(whole.view(-1, storage.row), dim=1)
-    shapes = [(p, d_out * d_in // storage.row, 1) for p, d_out, d_in in storage.shapes[: storage.shared]]
-    return [*split_flat(of_rows, shapes), *matrices[storage.shared :]]
+    n = storage.summed
+    of_rows = torch.linalg.vector_norm(storage.in_rows(matrices, n), dim=1)
+    together = storage.by_pair(storage.sums(of_rows.square_()).sqrt_())
+    return together + [d.norm(matrix) for d, matrix in zip(directions[n:], matrices[n:], strict=True)]
 
 
 def inners(directions: Sequence[Direction], matrices: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """For each direction the ``inner`` product of two matrices, ``[p]``; where launches count by few operations."""
+    """For each direction the ``inner`` product of two matrices, ``[p]``; likewise."""
     storage = directions[0].storage if directions else None
-    if storage is None or not storage.rows or not (storage.fits(matrices) and storage.fits(others)):
+    if storage is None or not (storage.fits(matrices) and storage.fits(others)):
         return [d.inner(*both) for d, *both in zip(directions, matrices, others, strict=True)]
-    products = elementwise("mul", matrices, others)
-    whole = flat_view(products)
-    assert whole is not None
-    of_rows = whole[: storage.rows * storage.row].view(-1, storage.row).sum(1)
-    found: list[Tensor] = []
-    for d, product in zip(directions, products, strict=True):
-        if len(found) < storage.shared:
-            rows = product.numel() // storage.row
-            of_pairs, of_rows = of_rows[:rows].view(len(product), -1).sum(1), of_rows[rows:]
-        else:
-            of_pairs = product.sum((1, 2))
-        found.append(of_pairs if d.layer_of_pair is None else d.over_layers(of_pairs))
-    return found
+    n = storage.summed
+    of_rows = (storage.in_rows(matrices, n) * storage.in_rows(others, n)).sum(1)
+    alone = zip(directions[n:], matrices[n:], others[n:], strict=True)
+    return storage.by_pair(storage.sums(of_rows)) + [d.inner(*both) for d, *both in alone]
 
 
 def cosines(x: Tensor, y: Tensor, layer_of_pair: Tensor, layers: int) -> Tensor:
@@ -218,9 +171,11 @@ def keep_zeros_(directions: Sequence[Direction]) -> None:
     if whole is not None and given is not None:
         matrices, vectors = [whole], [given]
     for matrix, vector in zip(matrices, vectors, strict=True):
-        # Most vectors have no zeros, and to ask takes a sixth of the time. Not where it would be to wait for a device.
-        if is_launch_bound(matrix.device) or float(vector.abs().amin()) == 0:
+        if is_launch_bound(matrix.device):
             matrix.masked_fill_(vector == 0, 0.0)
+        elif float(vector.abs().amin()) == 0:  # most vectors have no zeros
+            # Comparisons give numbers, because torch's loops over bools take several times as long.
+            matrix.mul_(torch.ne(vector, 0, out=torch.empty_like(vector)))
 
 
 def update_norms(directions: Sequence[Direction]) -> list[Tensor]:
@@ -285,8 +240,14 @@ def ratios(numerators: Sequence[Tensor], denominators: Sequence[Tensor]) -> list
     """Each numerator by its denominator, ``[p]``, and 0 where that is 0: a zero direction stays zero."""
     if len({tensor.device for tensor in denominators}) != 1:
         return [_ratio(*of_stack) for of_stack in zip(numerators, denominators, strict=True)]
-    found = _ratio(torch.cat(list(numerators)), torch.cat(list(denominators)))
+    found = _ratio(*(_together(list(tensors)) for tensors in (numerators, denominators)))
     return list(found.split([len(tensor) for tensor in denominators]))
+
+
+def _together(vectors: list[Tensor]) -> Tensor:
+    """Vectors as one, a view if they lie side by side."""
+    known = flat_view(vectors)
+    return torch.cat(vectors) if known is None else known
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .blocks import Block
 from .damping import Damping, kind_of
-from .flat_storage import are_adjacent, is_launch_bound, needs_own_launch
+from .flat_storage import are_adjacent, is_launch_bound, sharing
 from .grouping import grouped_by_key
 from .layers import KroneckerLayer
 from .layout import Layout
@@ -37,6 +37,7 @@ class Stack:
             another rank preconditions.
         damping_unit: What gamma is a multiple of, for each pair, ``[p]``.
         layer_of_pair: See :class:`~kfac_optim.stack_algebra.Direction`.
+        pairs_scaled_together: Likewise ``pairs_per_layer``.
         relevant: A damping, and the tiles with what matters of their decompositions at it; None: not yet computed.
         layout: Where the parameters lie in the stack's matrices.
         singles: Stacks of single blocks, of steps in which others of the stack have no vector.
@@ -46,6 +47,7 @@ class Stack:
     tiles: list[Tile]
     damping_unit: Tensor
     layer_of_pair: Tensor | None
+    pairs_scaled_together: Tensor | None
     relevant: tuple[float, list[Tile]] | None = None
     layout: Layout = field(init=False)
     singles: dict[Block, Stack] = field(default_factory=dict)
@@ -64,9 +66,9 @@ class Stack:
         return [block.layer.pairs for block in self.blocks]
 
     @property
-    def scaled_together(self) -> list[int]:
-        """The number of pairs of each layer whose pairs are scaled together (norm layers); empty for all others."""
-        return [] if self.layer_of_pair is None else self.pairs_per_layer
+    def groups(self) -> list[int]:
+        """How many pairs each group has that is scaled together."""
+        return [1] * sum(self.pairs_per_layer) if self.layer_of_pair is None else self.pairs_per_layer
 
     @property
     def current_tiles(self) -> list[Tile]:
@@ -107,23 +109,23 @@ def stacks_of(blocks: Sequence[Block], damping: Damping) -> list[Stack]:
     limit = _STACK_NUMEL["cpu" if all(b.layer.weight.device.type == "cpu" for b in blocks) else "accelerator"]
     stacks = [stack_of(group, damping) for group in grouped_by_key(blocks, kind, size, limit)]
     if any(is_launch_bound(stack.layout.device) for stack in stacks):
-        stacks.sort(key=lambda stack: needs_own_launch(stack.layout.shape))
+        stacks.sort(key=lambda stack: sharing(stack.layout.shape, stack.groups))
     return stacks
 
 
 def stack_of(blocks: list[Block], damping: Damping) -> Stack:
     """Stacks blocks of one shape. Side effect: their decompositions become views of the stack."""
-    of_pair = layer_of_pair(blocks) if blocks[0].layer.pairs_share_scale else None
+    together = (layer_of_pair(blocks), pairs_per_layer(blocks)) if blocks[0].layer.pairs_share_scale else (None, None)
     damping_unit = _cat([block.damping_unit(damping) for block in blocks])
     decomposed = [block.decomposed for block in blocks if block.decomposed is not None]
     if not decomposed:
-        return Stack(blocks, [], damping_unit, of_pair)
+        return Stack(blocks, [], damping_unit, *together)
     whole = [tuple(_cat(parts) for parts in zip(*side, strict=True)) for side in zip(*decomposed, strict=True)]
     sizes = ([block.specs[side].matrices for block in blocks] for side in range(2))
     views = [zip(*(part.split(n) for part in side), strict=True) for side, n in zip(whole, sizes, strict=True)]
     for block, in_a, in_g in zip(blocks, *views, strict=True):
         block.share_storage((in_a, in_g))
-    return Stack(blocks, tiles_of((whole[0], whole[1]), blocks[0].specs), damping_unit, of_pair)
+    return Stack(blocks, tiles_of((whole[0], whole[1]), blocks[0].specs), damping_unit, *together)
 
 
 def stack_key(known: Sequence[Block], damping: Damping) -> Any:
@@ -136,6 +138,11 @@ def layer_of_pair(blocks: Sequence[Block]) -> Tensor:
     pairs = torch.tensor([block.layer.pairs for block in blocks])
     # Repeated on the CPU: to know the length of the result, torch would wait for a device.
     return torch.arange(len(blocks)).repeat_interleave(pairs).to(blocks[0].layer.weight.device, non_blocking=True)
+
+
+def pairs_per_layer(blocks: Sequence[Block]) -> Tensor:
+    """How many pairs each of some blocks has, ``[layers]``."""
+    return torch.tensor([b.layer.pairs for b in blocks]).to(blocks[0].layer.weight.device, non_blocking=True)
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:

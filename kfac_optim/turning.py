@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .bases import BaseStep, base_step, multiplied, subtract_, update_length, weights_before
 from .directions import Directions, Maker
+from .distributed import largest_entry
 from .engine import CurvatureEngine
 from .first_moments import Bucket, averages_gradients, gradient_weight_tracked, keep_averages
 from .flat_storage import flat_view
@@ -155,12 +156,17 @@ def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watc
         rates += [size] * len(along)
         descents += [m.state[DESCENT] * abs(lr) if isinstance(lr, Tensor) else m.state[DESCENT] for m in along]
     copies: Copies = {}
+    turn, average = (alignment(compared, copies) if compared else None for compared in (turns, averages))
+    stretch = alignments(stretches, copies) if stretches else None
+    copied = {one for together in copies for one in together}
+    others = (m.gradient for bucket in members for m in bucket if id(m.gradient) not in copied)
     return Lessons(
-        turn=alignment(turns, copies) if turns else None,
-        average=alignment(averages, copies) if averages else None,
+        largest=largest_entry([*copies.values(), *others]),
+        turn=turn,
+        average=average,
         length=length,
         grows=not any("exp_avg" in m.state for bucket in members for m in bucket),
-        stretch=alignments(stretches, copies) if stretches else None,
+        stretch=stretch,
         descent=_together(descents) if descents else None,
         stretched=stretched,
         rates=rates,

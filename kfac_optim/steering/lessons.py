@@ -19,6 +19,7 @@ class Lessons:
     """Feedback on the last step, still on the device; :func:`read_all` reads it with everything else a step needs.
 
     Attributes:
+        largest: The largest absolute entry of the gradients, 0-dim; None: not yet known.
         turn: How far the gradients agree with the last ``k - u``, 0-dim (:mod:`~.trust`).
         average: Likewise with the average of the gradients before them, where one is kept.
         length: The length of the base optimizer's last update, if it was turned.
@@ -32,6 +33,7 @@ class Lessons:
         watched: These parameters.
     """
 
+    largest: Tensor | None = None
     turn: Tensor | None = None
     average: Tensor | None = None
     length: Tensor | None = None
@@ -75,7 +77,7 @@ def read_all(
     gradients: Sequence[Tensor], rates: Sequence[float | Tensor], lessons: Lessons, flags: Sequence[Tensor]
 ) -> Read:
     """Reads all numbers that a step needs in one transfer: the only wait for the device in an ordinary step."""
-    largest = largest_entry(gradients)
+    largest = largest_entry(gradients) if lessons.largest is None else lessons.largest
     names = ("turn", "average", "length", "stretch", "descent", "changes")
     known = {name: tensor for name in names if (tensor := getattr(lessons, name)) is not None}
     tensors = [largest, *(rate for rate in rates if isinstance(rate, Tensor)), *known.values(), *flags]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from kfac_optim import Graft, stack_algebra
-from kfac_optim.stack_algebra import Bare, Direction, Steepest, _few_norms, at_largest, inners, norms, scaled
+from kfac_optim.flat_storage import FlatStorage
+from kfac_optim.stack_algebra import Bare, Direction, Steepest, at_largest, inners, norms, scaled
 from kfac_optim.steering.brake import brake_of
 from kfac_optim.steering.graft import shortened
 from kfac_optim.steering.reach import stretches
@@ -19,16 +22,25 @@ def direction(layers: list[int] | None, shape: tuple[int, ...] = (3, 2)) -> Dire
     k, u = torch.randn(2, 6, *shape, dtype=torch.float64)
     if layers is None:
         return Direction(k, u, u, 0.1)
-    return Direction(k, u, u, 0.1, torch.arange(len(layers)).repeat_interleave(torch.tensor(layers)), layers)
+    pairs = torch.tensor(layers)
+    return Direction(k, u, u, 0.1, torch.arange(len(layers)).repeat_interleave(pairs), pairs)
 
 
-def test_norms_of_parts_are_those_of_stacks() -> None:
+def test_norms_and_products_of_matrices_side_by_side_are_those_of_stacks() -> None:
     """Pair by pair, and layer by layer where the pairs of a layer are scaled together."""
-    plain = direction([1, 3, 2], (2, 1))
-    unknown = Direction(plain.direction, plain.gradient, plain.update, 0.1, plain.layer_of_pair)
-    stacks = [direction(None), plain, unknown, direction(None, (5, 4))]
-    matrices = [d.update for d in stacks]
-    for found, expected in zip(_few_norms(stacks, matrices), norms(stacks, matrices), strict=True):
+    stacks = [direction(None, (4, 4)), direction(None, (2, 12)), direction([4, 2], (2, 2)), direction(None, (5, 3))]
+    shapes, groups = [(6, *d.update.shape[1:]) for d in stacks], [[1] * 6, [1] * 6, [4, 2], [1] * 6]
+    storage = FlatStorage(shapes, groups, torch.device("cpu"))
+    assert (storage.scaled, storage.summed, storage.row) == (2, 3, 8)
+    beside, others = storage.several(2, torch.float64)
+    for copy, other, d in zip(beside, others, stacks, strict=True):
+        copy.copy_(d.update)
+        other.copy_(d.direction)
+    flat = [replace(d, storage=storage) for d in stacks]
+    for found, expected in (
+        (norms(flat, beside), [d.norm(d.update) for d in stacks]),
+        (inners(flat, beside, others), [d.inner(d.update, d.direction) for d in stacks]),
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 

@@ -113,8 +113,8 @@ def test_a_view_does_not_keep_the_matrices_of_all_stacks(bias: bool, monkeypatch
 def test_factors_of_pairs_reach_the_rows_of_their_matrices(alone: list[tuple[int, int, int]]) -> None:
     """Of stacks that stand alone, too: of many pairs, and of matrices that no whole number of rows fills."""
     shapes = [(2, 8, 3), (3, 4, 4), *alone]
-    side = FlatStorage(shapes, torch.device("cpu"))
-    assert (side.shared, side.row, side.rows) == (2, 8, 12)
+    side = FlatStorage(shapes, [[1] * p for p, _, _ in shapes], torch.device("cpu"))
+    assert (side.scaled, side.summed, side.row) == (2, 2, 8)
     matrices, others = side.empty(torch.float64), side.empty(torch.float64)
     for matrix in (*matrices, *others):
         matrix.normal_()
