@@ -25,7 +25,7 @@ from .scaling import Scaling, traits_of
 from .shard_routing import exchanged_blocks, gathered_vectors
 from .solvers import Decomposition, EigenSolver, Solver
 from .solvers.joint import JointEigen
-from .stack_algebra import Bare, Direction, Steepest, cosines, keep_zeros_, scaled
+from .stack_algebra import Direction, Steepest, cosines, keep_zeros_, scaled
 from .stacks import Stack, layer_of_pair, stack_key, stacks_of
 from .tiles import Tile, precondition
 
@@ -164,7 +164,7 @@ class Preconditioner:
             stacks: Those that have a vector.
             vectors: What to precondition.
             value: gamma, in units of the damping.
-            contrast: See :class:`~kfac_optim.stack_algebra.Bare`.
+            contrast: See :class:`~kfac_optim.stack_algebra.Steepest`.
             any_length: Whether the directions may be gamma times as long, which saves launches.
         """
         joint = self._joint_of(stacks)
@@ -175,21 +175,24 @@ class Preconditioner:
             matrices = [self._of_one(stack, gamma.to(self.dtype), vectors) for stack, gamma in by_stack]
         else:
             matrices = self._of_all(stacks, joint, value, gammas, vectors)
-        unscaled: Sequence[Bare | Steepest | None] = [None] * len(stacks)
+        factors: Sequence[Tensor] = ()
         if contrast and bare:
-            unscaled = [Bare(direction, contrast) for direction, *_ in matrices]
+            pairs = [len(stack.damping_unit) for stack in stacks]
+            whole = torch.full((sum(pairs),), contrast, dtype=self.dtype, device=stacks[0].layout.device)
+            factors = whole.split(pairs)
         elif contrast:
-            unscaled = [Steepest(factor, contrast) for factor in _steepest(stacks, gammas, self.dtype)]
+            factors = _steepest(stacks, gammas, self.dtype)
+        steepest = [Steepest(factor, contrast) for factor in factors] if contrast else [None] * len(stacks)
         return [
             Direction(
                 *of_stack,
                 self._rate(stack, vectors),
                 stack.layer_of_pair,
                 stack.pairs_scaled_together,
-                unscaled=before,
+                steepest=of_steepest,
                 storage=self._storage,
             )
-            for stack, of_stack, before in zip(stacks, matrices, unscaled, strict=True)
+            for stack, of_stack, of_steepest in zip(stacks, matrices, steepest, strict=True)
         ]
 
     def _of_all(

@@ -17,7 +17,6 @@ from torch import Tensor
 from .flat_storage import FlatStorage, elementwise, flat_view, is_launch_bound, scale_pairs
 
 __all__ = [
-    "Bare",
     "at_largest",
     "bare_shares",
     "cosines",
@@ -36,22 +35,13 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Bare:
-    """A direction as it was before it was scaled, ``gamma P m``.
-
-    ``contrast`` is ``(L + gamma) / gamma``, with the largest eigenvalue L of ``A (x) G``: how much more the steepest
-    components are damped than the flattest.
-    """
-
-    matrix: Tensor
-    contrast: float
-
-
-@dataclass(frozen=True)
 class Steepest:
-    """As :class:`Bare`, by what the direction has to be multiplied, at its present length, to be ``(L + gamma) P m``.
+    """By what a direction has to be multiplied, at its present length, to be ``(L + gamma) P m``.
 
-    ``factor`` is ``(L + gamma) / s``, ``[p]``, with s, what it has been multiplied by since eqs. 11-13.
+    Attributes:
+        factor: ``(L + gamma) / s``, ``[p]``, with the largest eigenvalue L of ``A (x) G`` and s, what the direction has
+            been multiplied by since eqs. 11-13.
+        contrast: ``(L + gamma) / gamma``: how much more the steepest components are damped than the flattest.
     """
 
     factor: Tensor
@@ -71,7 +61,7 @@ class Direction:
         layer_of_pair: For norm layers, whose pairs (channels) are scaled together: the number of the layer that each
             pair belongs to, ``[p]``. None where every pair is scaled on its own.
         pairs_per_layer: Likewise how many pairs each layer has, one after the other, ``[layers]``.
-        unscaled: What it was before it was scaled; None where damping is not relative to the largest eigenvalue.
+        steepest: How long it was before it was scaled; None where damping is not relative to the largest eigenvalue.
         storage: Where the matrices of all stacks lie in one storage; None: each in its own.
         cache: What ``update_norms`` and ``rates_followed`` have found, for later calls in the step. The copies that
             ``scaled`` makes share it: it holds only what depends on ``gradient`` and ``update``.
@@ -83,7 +73,7 @@ class Direction:
     lr: Tensor | float
     layer_of_pair: Tensor | None = None
     pairs_per_layer: Tensor | None = None
-    unscaled: Bare | Steepest | None = None
+    steepest: Steepest | None = None
     storage: FlatStorage | None = None
     cache: dict[Callable[..., Any], Tensor] = field(default_factory=dict, repr=False)
 
@@ -155,13 +145,13 @@ def scaled(directions: Sequence[Direction], multipliers: Sequence[Tensor]) -> li
     if not directions:
         return []
     matrices = scale_pairs([d.direction for d in directions], multipliers, directions[0].storage)
-    unscaled = [d.unscaled for d in directions]
+    steepest = [d.steepest for d in directions]
     if known := _steepest_of(directions):
         by_pair = [by.expand(len(of.factor)) for by, of in zip(multipliers, known, strict=True)]
         factors = ratios([of.factor for of in known], by_pair)
-        unscaled = [Steepest(factor, of.contrast) for factor, of in zip(factors, known, strict=True)]
-    parts = zip(directions, matrices, unscaled, strict=True)
-    return [replace(d, direction=matrix, unscaled=of) for d, matrix, of in parts]
+        steepest = [Steepest(factor, of.contrast) for factor, of in zip(factors, known, strict=True)]
+    parts = zip(directions, matrices, steepest, strict=True)
+    return [replace(d, direction=matrix, steepest=of) for d, matrix, of in parts]
 
 
 def keep_zeros_(directions: Sequence[Direction]) -> None:
@@ -214,26 +204,18 @@ def at_largest(directions: Sequence[Direction], out: Sequence[Tensor] | None = N
 
     ``out``: see :func:`~kfac_optim.flat_storage.elementwise`.
     """
-    if bare := _bare_of(directions):
-        return elementwise("mul", [of.matrix for of in bare], bare[0].contrast, out=out)
     factors = [of.factor for of in _steepest_of(directions)]
     return scale_pairs([d.direction for d in directions], factors, directions[0].storage, out)
 
 
 def bare_shares(directions: Sequence[Direction]) -> list[Tensor]:
     """``|gamma P m| / |u|`` of directions that are as long as the update u, ``[p]``; for damping as above."""
-    if bare := _bare_of(directions):
-        return ratios(norms(directions, [of.matrix for of in bare]), update_norms(directions))
     steepest = _steepest_of(directions)
     return elementwise("div", [of.factor for of in steepest], steepest[0].contrast)
 
 
-def _bare_of(directions: Sequence[Direction]) -> list[Bare]:
-    return [d.unscaled for d in directions if isinstance(d.unscaled, Bare)]
-
-
 def _steepest_of(directions: Sequence[Direction]) -> list[Steepest]:
-    return [d.unscaled for d in directions if isinstance(d.unscaled, Steepest)]
+    return [d.steepest for d in directions if d.steepest is not None]
 
 
 def ratios(numerators: Sequence[Tensor], denominators: Sequence[Tensor]) -> list[Tensor]:

@@ -60,7 +60,7 @@ def shortened(directions: Sequence[Direction], graft: float) -> Sequence[Directi
         directions: The stacks.
         graft: How much of the base's length they keep, in [0, 1]; 1: all.
     """
-    if graft == 1 or not directions or directions[0].unscaled is None:
+    if graft == 1 or not directions or directions[0].steepest is None:
         return directions
     shares = bare_shares(directions)
     if any(d.update is not d.gradient for d in directions):  # else it follows at a rate of 1

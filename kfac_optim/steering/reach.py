@@ -116,7 +116,7 @@ def _moved(reach: float, slope: float) -> float:
 
 def stretches(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
     """The stretch of each stack of layers, ``[p, d_out, d_in]``; none where damping is relative to something else."""
-    if not directions or directions[0].unscaled is None:
+    if not directions or directions[0].steepest is None:
         return []
     found = at_largest(directions, out)
     elementwise("sub_", found, [d.gradient for d in directions])

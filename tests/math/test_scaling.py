@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kfac_optim import Graft, stack_algebra
 from kfac_optim.flat_storage import FlatStorage
-from kfac_optim.stack_algebra import Bare, Direction, Steepest, at_largest, inners, norms, scaled
+from kfac_optim.stack_algebra import Direction, Steepest, at_largest, inners, norms, scaled
 from kfac_optim.steering.brake import brake_of
 from kfac_optim.steering.graft import shortened
 from kfac_optim.steering.reach import stretches
@@ -77,9 +77,8 @@ def test_a_brake_acts_where_an_update_is_longer_than_usual() -> None:
     assert brake_of(torch.tensor(0.0), 1.0) is None
 
 
-@pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("graft", [0.0, 0.3, 1.0])
-def test_a_shortened_direction_shortens_each_component(graft: float, bare: bool) -> None:
+def test_a_shortened_direction_shortens_each_component(graft: float) -> None:
     """Of 1 - graft = 1 nothing is left but the damping's share of each component of the base's step."""
     torch.manual_seed(0)
     eigenvalues = torch.rand(4, 3, 2, dtype=torch.float64) * torch.tensor([1.0, 10.0, 100.0, 0.0])[:, None, None]
@@ -90,8 +89,7 @@ def test_a_shortened_direction_shortens_each_component(graft: float, bare: bool)
     flat = gamma / (eigenvalues + gamma) * m
     k = flat * (u.norm(dim=(1, 2)) / flat.norm(dim=(1, 2)))[:, None, None]
     steepest = ((largest + gamma[:, 0, 0]) / gamma[:, 0, 0]) * (flat.norm(dim=(1, 2)) / u.norm(dim=(1, 2)))
-    unscaled = Bare(flat, 11.0) if bare else Steepest(steepest, 11.0)
-    (found,) = shortened([Direction(k, m, u, 0.1, unscaled=unscaled)], graft)
+    (found,) = shortened([Direction(k, m, u, 0.1, steepest=Steepest(steepest, 11.0))], graft)
     shares = 0.5 * flat.norm(dim=(1, 2)) / u.norm(dim=(1, 2))
     torch.testing.assert_close(found.direction, k * (shares ** (1 - graft))[:, None, None], rtol=1e-12, atol=1e-12)
     if graft == 0:
@@ -124,7 +122,7 @@ def test_the_rate_of_a_base_is_computed_once_in_a_step(monkeypatch: pytest.Monke
     monkeypatch.setattr(stack_algebra, "inners", lambda *given: (taken.append(1), inners(*given))[1])
     k, m, u = torch.randn(3, 6, 3, 2, dtype=torch.float64)
     u = u + 3 * m
-    d = Direction(k, m, u, 0.1, unscaled=Steepest(torch.full((6,), 2.0, dtype=torch.float64), 11.0))
+    d = Direction(k, m, u, 0.1, steepest=Steepest(torch.full((6,), 2.0, dtype=torch.float64), 11.0))
     (shorter,) = shortened([d], 0.5)
     (found,) = stretches([shorter])
     rate = (u * m).sum((1, 2)) / (m * m).sum((1, 2))
