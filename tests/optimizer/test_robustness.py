@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KFACLAMB, KFACSGD, InverseSolver, KFACAdam
+from kfac_optim import KFACLAMB, KFACSGD, InverseSolver, KFACAdam, flat_storage
 from kfac_optim.distributed import largest_entry
 from kfac_optim.optimizers import KFACMixin
 from kfac_optim.solvers import Failure, decompose_safely
+from kfac_optim.state_keys import TURN
 from tests.helpers import training
 from tests.helpers.compare import (
     SAME,
@@ -488,3 +489,37 @@ def test_a_parameter_without_entries_is_in_nobodys_way() -> None:
     (model(torch.randn(4, 3)).square().mean() + model.empty.sum()).backward()
     optimizer.step()
     assert not torch.equal(model[0].weight, before)
+
+
+class Shifted(nn.Module):
+    """Adds a parameter that no layer covers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+@pytest.mark.parametrize("launches_count", [False, True])
+def test_gradients_that_are_compared_with_the_last_step_are_looked_at(
+    launches_count: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lie side by side in one vector; one that no layer covers does not."""
+    if launches_count:
+        monkeypatch.setattr(flat_storage, "_CHEAP_LAUNCHES", set())
+    model = nn.Sequential(network(), Shifted())
+    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, factor_update_steps=1, inv_update_steps=2, spread=0)
+    x, y = data()
+    train(model, optimizer, [(x, y)] * 6)
+    assert sum(TURN in state for state in optimizer.state.values()) == 6
+    for number, parameter in enumerate(model.parameters()):
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        assert parameter.grad is not None
+        parameter.grad.view(-1)[-1] = math.nan
+        before = snapshot(model)
+        optimizer.step()
+        assert optimizer.curvature.report()["skipped_steps"] == number + 1
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
