@@ -46,8 +46,8 @@ def sharing(shape: tuple[int, int, int], groups: Sequence[int]) -> int:
         groups: How many pairs each group has that is scaled together: 1, or all of a norm layer.
 
     Returns:
-        0: they get their factors and norms by the same kernels. 1: their norms, by group. 2: nothing, because their
-        numbers do not divide into rows.
+        Nought if they get their factors and norms by the same kernels, 1 if only their norms, by group, and 2 if
+        neither, because their numbers do not divide into rows.
     """
     p, d_out, d_in = shape
     if any(pairs * d_out * d_in % _LEAST_ROW for pairs in groups) or (len(groups) == p and p > _FEW_PAIRS):
