@@ -29,7 +29,7 @@ __all__ = [
 Tensors = list[Tensor] | tuple[Tensor, ...]  # what multi-tensor operations take
 
 _CHEAP_LAUNCHES = {"cpu"}  # types of devices on which launches cost little
-_FEW_PAIRS = 64  # stacks of more pairs, as norm layers have them, get their factors by a kernel of their own
+_FEW_PAIRS = 64  # stacks of more pairs (grouped convolutions) get their factors by a kernel of their own
 _LEAST_ROW = 8  # numbers that share a factor; with fewer, all factors together would take too much memory
 
 
@@ -46,27 +46,28 @@ def sharing(shape: tuple[int, int, int], groups: Sequence[int]) -> int:
         groups: How many pairs each group has that is scaled together: 1, or all of a norm layer.
 
     Returns:
-        Nought if they get their factors and norms by the same kernels, 1 if only their norms, by group, and 2 if
+        Nought if they get their factors and norms by the same kernels; 1 if only their norms, by group; and 2 if
         neither, because their numbers do not divide into rows.
     """
     p, d_out, d_in = shape
-    if any(pairs * d_out * d_in % _LEAST_ROW for pairs in groups) or (len(groups) == p and p > _FEW_PAIRS):
+    if any(pairs * d_out * d_in % _LEAST_ROW for pairs in groups):
         return 2
-    return 0 if len(groups) == p else 1
+    return 0 if len(groups) == p <= _FEW_PAIRS else 1
 
 
 class FlatStorage:
     """Where the matrices ``[p, d_out, d_in]`` of some stacks lie in one storage.
 
     Args:
-        shapes: The shape of each stack's matrices; those that share most come first (:func:`sharing`).
+        shapes: The shape of each stack's matrices; those that share most come first (:func:`sharing`), as far as they
+            can: what comes after one that shares less shares no more.
         groups: How many pairs each group has that is scaled together, for each stack.
         device: Where they are.
 
     Attributes:
         scaled: How many stacks are multiplied by their factors in one kernel.
         summed: How many stacks have their norms in one kernel.
-        row: The numbers in a row, which all belong to one group, in each of these stacks.
+        row: For either number of stacks, how many numbers there are in a row, which all belong to one group.
     """
 
     def __init__(
@@ -74,10 +75,10 @@ class FlatStorage:
     ) -> None:
         self.shapes, self.groups, self.device = list(shapes), list(map(list, groups)), device
         kinds = list(map(sharing, shapes, groups))
-        self.scaled, self.summed = kinds.count(0), len(kinds) - kinds.count(2)
-        sizes = zip(groups[: self.summed], shapes, strict=False)
-        self._numels = [pairs * d_out * d_in for of_stack, (_, d_out, d_in) in sizes for pairs in of_stack]
-        self.row = math.gcd(*self._numels)
+        self.scaled, self.summed = (
+            next((i for i, kind in enumerate(kinds) if kind > most), len(kinds)) for most in range(2)
+        )
+        self.row = {stacks: math.gcd(*self._numels(stacks)) for stacks in (self.scaled, self.summed)}
         self._known_index: tuple[Tensor, Tensor, Tensor] | None = None
 
     def empty(self, dtype: torch.dtype) -> list[Tensor]:
@@ -90,13 +91,21 @@ class FlatStorage:
         return [split_flat(part, self.shapes) for part in whole]
 
     def fits(self, matrices: Sequence[Tensor]) -> bool:
-        """Whether these are matrices of all stacks, side by side, and some of the stacks share kernels."""
-        return self.summed > 0 and [tuple(m.shape) for m in matrices] == self.shapes and are_adjacent(matrices)
+        """Whether these are matrices of all stacks, side by side."""
+        return [tuple(m.shape) for m in matrices] == self.shapes and are_adjacent(matrices)
 
     def in_rows(self, matrices: Sequence[Tensor], stacks: int) -> Tensor:
-        """The matrices of the first stacks in rows, ``[rows, row]``, a view; of matrices that fit."""
-        rows = sum(map(math.prod, self.shapes[:stacks])) // self.row
-        return matrices[0].as_strided((rows, self.row), (self.row, 1), matrices[0].storage_offset())
+        """The matrices of the first stacks, ``scaled`` or ``summed``, in rows, ``[rows, row]``; a view.
+
+        They have to fit.
+        """
+        rows = sum(map(math.prod, self.shapes[:stacks])) // self.row[stacks]
+        return matrices[0].as_strided((rows, self.row[stacks]), (self.row[stacks], 1), matrices[0].storage_offset())
+
+    def _numels(self, stacks: int) -> list[int]:
+        """The numbers of each group of the first stacks."""
+        known = zip(self.groups[:stacks], self.shapes, strict=False)
+        return [pairs * d_out * d_in for of_stack, (_, d_out, d_in) in known for pairs in of_stack]
 
     def by_row(self, of_pairs: Sequence[Tensor]) -> Tensor:
         """Values of the pairs of the stacks that are scaled together, ``[p]`` each, for each row, ``[rows, 1]``."""
@@ -118,10 +127,12 @@ class FlatStorage:
         Computed once, on the host: to know their lengths torch would wait for a device.
         """
         if self._known_index is None:
-            rows = torch.tensor(self._numels) // self.row
-            of_scaled = rows[: sum(map(len, self.groups[: self.scaled]))]
+            of_scaled, of_summed = (
+                torch.tensor(self._numels(stacks), dtype=torch.int64) // max(1, self.row[stacks])
+                for stacks in (self.scaled, self.summed)
+            )
             pairs = torch.tensor([pairs for of_stack in self.groups[: self.summed] for pairs in of_stack])
-            found = (_places(of_scaled), rows, _places(pairs))
+            found = (_places(of_scaled), of_summed, _places(pairs))
             pair_of_row, rows, group_of_pair = (index.to(self.device, non_blocking=True) for index in found)
             self._known_index = pair_of_row, rows, group_of_pair
         return self._known_index

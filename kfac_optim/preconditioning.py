@@ -229,8 +229,9 @@ class Preconditioner:
             return None
         if self._storage is None or self._joint is None or list(map(id, self._joint[0])) != list(map(id, tiles)):
             shapes, groups = [stack.layout.shape for stack in stacks], [stack.groups for stack in stacks]
-            if self._storage is None or (self._storage.shapes, self._storage.groups) != (shapes, groups):
-                self._storage = FlatStorage(shapes, groups, stacks[0].layout.device)
+            known, device = self._storage, stacks[0].layout.device
+            if known is None or (known.shapes, known.groups, known.device) != (shapes, groups, device):
+                self._storage = FlatStorage(shapes, groups, device)
             units = [stack.damping_unit.to(self.dtype) for stack in stacks]
             self._joint = tiles, JointEigen([of_stack[0].decomposed for of_stack in tiles], units)
         return self._joint[1]

@@ -96,7 +96,7 @@ class Direction:
 def norms(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[Tensor]:
     """For each direction the ``norm`` of a matrix, ``[p]``; of those that lie side by side by few operations."""
     storage = directions[0].storage if directions else None
-    if storage is None or not storage.fits(matrices):
+    if storage is None or not storage.summed or not storage.fits(matrices):
         return [d.norm(matrix) for d, matrix in zip(directions, matrices, strict=True)]
     n = storage.summed
     of_rows = torch.linalg.vector_norm(storage.in_rows(matrices, n), dim=1)
@@ -107,7 +107,7 @@ def norms(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[T
 def inners(directions: Sequence[Direction], matrices: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
     """For each direction the ``inner`` product of two matrices, ``[p]``; likewise."""
     storage = directions[0].storage if directions else None
-    if storage is None or not (storage.fits(matrices) and storage.fits(others)):
+    if storage is None or not storage.summed or not (storage.fits(matrices) and storage.fits(others)):
         return [d.inner(*both) for d, *both in zip(directions, matrices, others, strict=True)]
     n = storage.summed
     of_rows = (storage.in_rows(matrices, n) * storage.in_rows(others, n)).sum(1)

@@ -115,7 +115,10 @@ def stacks_of(blocks: Sequence[Block], damping: Damping) -> list[Stack]:
 
 def stack_of(blocks: list[Block], damping: Damping) -> Stack:
     """Stacks blocks of one shape. Side effect: their decompositions become views of the stack."""
-    together = (layer_of_pair(blocks), pairs_per_layer(blocks)) if blocks[0].layer.pairs_share_scale else (None, None)
+    together: tuple[Tensor | None, Tensor | None] = (None, None)
+    if blocks[0].layer.pairs_share_scale:
+        pairs = torch.tensor([block.layer.pairs for block in blocks])
+        together = layer_of_pair(blocks), pairs.to(blocks[0].layer.weight.device, non_blocking=True)
     damping_unit = _cat([block.damping_unit(damping) for block in blocks])
     decomposed = [block.decomposed for block in blocks if block.decomposed is not None]
     if not decomposed:
@@ -138,11 +141,6 @@ def layer_of_pair(blocks: Sequence[Block]) -> Tensor:
     pairs = torch.tensor([block.layer.pairs for block in blocks])
     # Repeated on the CPU: to know the length of the result, torch would wait for a device.
     return torch.arange(len(blocks)).repeat_interleave(pairs).to(blocks[0].layer.weight.device, non_blocking=True)
-
-
-def pairs_per_layer(blocks: Sequence[Block]) -> Tensor:
-    """How many pairs each of some blocks has, ``[layers]``."""
-    return torch.tensor([b.layer.pairs for b in blocks]).to(blocks[0].layer.weight.device, non_blocking=True)
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .bases import BaseStep, base_step, multiplied, subtract_, update_length, weights_before
 from .directions import Directions, Maker
-from .distributed import largest_entry
+from .distributed import any_sharded, largest_entry
 from .engine import CurvatureEngine
 from .first_moments import Bucket, averages_gradients, gradient_weight_tracked, keep_averages
 from .flat_storage import flat_view
@@ -158,10 +158,13 @@ def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watc
     copies: Copies = {}
     turn, average = (alignment(compared, copies) if compared else None for compared in (turns, averages))
     stretch = alignments(stretches, copies) if stretches else None
-    copied = {one for together in copies for one in together}
-    others = (m.gradient for bucket in members for m in bucket if id(m.gradient) not in copied)
+    gradients = [m.gradient for bucket in members for m in bucket]
+    largest = None
+    if not any_sharded(gradients):  # else a collective, which is left until the ranks have been compared
+        copied = {one for together in copies for one in together}
+        largest = largest_entry([*copies.values(), *(g for g in gradients if id(g) not in copied)])
     return Lessons(
-        largest=largest_entry([*copies.values(), *others]),
+        largest=largest,
         turn=turn,
         average=average,
         length=length,

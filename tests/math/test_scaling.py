@@ -31,7 +31,7 @@ def test_norms_and_products_of_matrices_side_by_side_are_those_of_stacks() -> No
     stacks = [direction(None, (4, 4)), direction(None, (2, 12)), direction([4, 2], (2, 2)), direction(None, (5, 3))]
     shapes, groups = [(6, *d.update.shape[1:]) for d in stacks], [[1] * 6, [1] * 6, [4, 2], [1] * 6]
     storage = FlatStorage(shapes, groups, torch.device("cpu"))
-    assert (storage.scaled, storage.summed, storage.row) == (2, 3, 8)
+    assert (storage.scaled, storage.summed, storage.row) == (2, 3, {2: 8, 3: 8})
     beside, others = storage.several(2, torch.float64)
     for copy, other, d in zip(beside, others, stacks, strict=True):
         copy.copy_(d.update)

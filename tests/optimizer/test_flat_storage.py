@@ -114,7 +114,7 @@ def test_factors_of_pairs_reach_the_rows_of_their_matrices(alone: list[tuple[int
     """Of stacks that stand alone, too: of many pairs, and of matrices that no whole number of rows fills."""
     shapes = [(2, 8, 3), (3, 4, 4), *alone]
     side = FlatStorage(shapes, [[1] * p for p, _, _ in shapes], torch.device("cpu"))
-    assert (side.scaled, side.summed, side.row) == (2, 2, 8)
+    assert side.scaled == 2 and side.row[2] == 8
     matrices, others = side.empty(torch.float64), side.empty(torch.float64)
     for matrix in (*matrices, *others):
         matrix.normal_()
@@ -127,6 +127,41 @@ def test_factors_of_pairs_reach_the_rows_of_their_matrices(alone: list[tuple[int
     assert flat_view(elementwise("sub", matrices, others)) is not None, "side by side again"
     scale_pairs(matrices, factors, side, out=matrices)
     torch.testing.assert_close(list(matrices), expected, rtol=0, atol=0)
+
+
+class Many(nn.Module):
+    """A norm layer, and more layers of one shape than share a kernel for their factors; some steps skip one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layers = nn.LayerNorm(8), nn.ModuleList(nn.Linear(8, 8) for _ in range(66))
+        self.head = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: Tensor, skips: bool) -> Tensor:
+        outputs = [layer(self.norm(x)).tanh() for layer in self.layers]
+        return self.head(torch.stack(outputs[:-1] if skips else outputs).sum(0) / 8)
+
+
+def test_a_stack_of_many_layers_comes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers then stand behind the norm layers, and are still multiplied each by its own factor."""
+    torch.manual_seed(0)
+    model, batches = Many(), [(3 * torch.randn(16, 8), torch.randn(16, 4)) for _ in range(7)]
+
+    def weights() -> list[Tensor]:
+        own = copy.deepcopy(model)
+        more = {"inv_update_steps": 2, "factor_update_steps": 1, "spread": 0, "inv_dtype": torch.float64}
+        scaling = Graft(trust=1.0)
+        optimizer = KFACSGD(own, lr=0.05, precondition="gradient", scaling=scaling, factor_dtype=torch.float64, **more)
+        for step, (x, y) in enumerate(batches):
+            optimizer.zero_grad()
+            (own(x, step in (3, 4)) - y).square().mean().backward()
+            optimizer.step()
+        return [p.detach() for p in own.parameters()]
+
+    expected = weights()
+    monkeypatch.setattr(flat_storage, "_CHEAP_LAUNCHES", set())
+    for found, weight in zip(weights(), expected, strict=True):
+        assert_near(found, weight, rel=1e-10)
 
 
 class Heads(nn.Module):
