@@ -80,7 +80,11 @@ def on_vectors(call: Call, step: int) -> None:
 def convolutions() -> nn.Module:
     """In-place activations behind watched layers."""
     torch.manual_seed(0)
-    first = [nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(inplace=True)]
+    first = [
+        nn.Conv2d(1, 3, 3, bias=False),
+        nn.BatchNorm2d(3),
+        nn.ReLU(inplace=True),
+    ]  # of a bias rounding would be left
     second = [nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(inplace=True), nn.Flatten()]
     return nn.Sequential(*first, *second, nn.Linear(16, 3))
 
