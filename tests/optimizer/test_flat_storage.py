@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -129,6 +130,40 @@ def test_factors_of_pairs_reach_the_rows_of_their_matrices(alone: list[tuple[int
     torch.testing.assert_close(list(matrices), expected, rtol=0, atol=0)
 
 
+def assert_same_where_launches_count(
+    model: nn.Module,
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+    loss: Callable[[nn.Module, int], Tensor],
+    steps: int,
+    rel: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Trains two copies, one of them as on a device; ``loss``: of a model in a step."""
+
+    def weights() -> list[Tensor]:
+        own = copy.deepcopy(model)
+        optimizer = make(own)
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss(own, step).backward()
+            optimizer.step()
+        return [p.detach() for p in own.parameters()]
+
+    expected = weights()
+    monkeypatch.setattr(flat_storage, "_CHEAP_LAUNCHES", set())
+    for found, weight in zip(weights(), expected, strict=True):
+        assert_near(found, weight, rel=rel)
+
+
+OFTEN: dict[str, Any] = {
+    "inv_update_steps": 2,
+    "factor_update_steps": 1,
+    "spread": 0,
+    "inv_dtype": torch.float64,
+    "factor_dtype": torch.float64,
+}
+
+
 class Many(nn.Module):
     """A norm layer, and more layers of one shape than share a kernel for their factors; some steps skip one."""
 
@@ -147,21 +182,14 @@ def test_a_stack_of_many_layers_comes_apart(monkeypatch: pytest.MonkeyPatch) -> 
     torch.manual_seed(0)
     model, batches = Many(), [(3 * torch.randn(16, 8), torch.randn(16, 4)) for _ in range(7)]
 
-    def weights() -> list[Tensor]:
-        own = copy.deepcopy(model)
-        more = {"inv_update_steps": 2, "factor_update_steps": 1, "spread": 0, "inv_dtype": torch.float64}
-        scaling = Graft(trust=1.0)
-        optimizer = KFACSGD(own, lr=0.05, precondition="gradient", scaling=scaling, factor_dtype=torch.float64, **more)
-        for step, (x, y) in enumerate(batches):
-            optimizer.zero_grad()
-            (own(x, step in (3, 4)) - y).square().mean().backward()
-            optimizer.step()
-        return [p.detach() for p in own.parameters()]
+    def make(own: nn.Module) -> KFACSGD:
+        return KFACSGD(own, lr=0.05, precondition="gradient", scaling=Graft(trust=1.0), **OFTEN)
 
-    expected = weights()
-    monkeypatch.setattr(flat_storage, "_CHEAP_LAUNCHES", set())
-    for found, weight in zip(weights(), expected, strict=True):
-        assert_near(found, weight, rel=1e-10)
+    def loss(own: nn.Module, step: int) -> Tensor:
+        x, y = batches[step]
+        return (own(x, step in (3, 4)) - y).square().mean()
+
+    assert_same_where_launches_count(model, make, loss, len(batches), 1e-10, monkeypatch)
 
 
 class Heads(nn.Module):
@@ -189,17 +217,10 @@ def test_stacks_come_and_go(
     model = Heads(shapes)
     batches = [torch.randn(6, sum(d_in for d_in, _ in shapes)) for _ in range(9)]
 
-    def weights() -> list[Tensor]:
-        own = copy.deepcopy(model)
-        more = {"inv_update_steps": 2, "factor_update_steps": 1, "spread": 0, "inv_dtype": torch.float64}
-        optimizer = cls(own.parameters(), lr=lr, factor_dtype=torch.float64, **more)
-        for step, batch in enumerate(batches):
-            optimizer.zero_grad()
-            own(batch, step in (3, 4, 6)).backward()
-            optimizer.step()
-        return [p.detach() for p in own.parameters()]
+    def make(own: nn.Module) -> Any:
+        return cls(own.parameters(), lr=lr, **OFTEN)
 
-    expected = weights()
-    monkeypatch.setattr(flat_storage, "_CHEAP_LAUNCHES", set())
-    for found, weight in zip(weights(), expected, strict=True):
-        assert_near(found, weight, rel=1e-6)
+    def loss(own: nn.Module, step: int) -> Tensor:
+        return own(batches[step], step in (3, 4, 6))
+
+    assert_same_where_launches_count(model, make, loss, len(batches), 1e-6, monkeypatch)
