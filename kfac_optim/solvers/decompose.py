@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -54,20 +53,16 @@ class _Attempt:
 
     Attributes:
         result: The decomposition as it is kept, or the error.
-        checks: Whether each of its parts is finite, and what the solver says of the whole; 0-dim bools.
+        checks: 0-dim bools, and what is wrong where one of them is false.
     """
 
     result: MaybeDecomposition
-    checks: Sequence[Tensor] = ()
+    checks: Sequence[tuple[Tensor, str]] = ()
 
-    def judged(self, passed: Iterable[bool]) -> MaybeDecomposition:
+    def judged(self, passed: Sequence[bool]) -> MaybeDecomposition:
         """The decomposition, or why it is none; ``passed``: the values of the checks."""
-        if isinstance(self.result, Failure):
-            return self.result
-        finite = list(islice(iterator := iter(passed), len(self.result)))
-        if not all(finite):
-            return Failure("the result is not finite")
-        return self.result if all(iterator) else Failure("the result is no decomposition")
+        wrong = [reason for (_, reason), good in zip(self.checks, passed, strict=True) if not good]
+        return Failure(wrong[0]) if wrong else self.result
 
 
 def decompose_all(
@@ -89,11 +84,11 @@ def decompose_all(
     attempts: dict[Batch, _Attempt] = {}
     for group in _called_together(batches) if isinstance(solver, EigenSolver) else [[batch] for batch in batches]:
         attempts.update(zip(group, _attempt(solver, [batch.make() for batch in group], stored), strict=True))
-    passed = iter(_read([check for batch in batches for check in attempts[batch].checks]))
+    passed = iter(_read([attempts[batch] for batch in batches]))
     found: list[list[MaybeDecomposition]] = []
     for batch in batches:
         attempt = attempts[batch]
-        result = attempt.judged(list(islice(passed, len(attempt.checks))))
+        result = attempt.judged([next(passed) for _ in attempt.checks])
         if isinstance(result, Failure):
             factors, shifts = (of_all.split(list(batch.sizes)) for of_all in batch.make())
             pairs = zip(factors, shifts, strict=True)
@@ -121,7 +116,7 @@ def decompose_safely(
     for prepare in _ATTEMPTS:
         prepared = prepare(factor)
         (attempt,) = _attempt(solver, [(prepared, shift.to(prepared))], lambda part: stored(part.to(factor)))
-        result = attempt.judged(_read(attempt.checks))
+        result = attempt.judged(_read([attempt]))
         if not isinstance(result, Failure):
             break
     return result
@@ -164,14 +159,15 @@ def _attempt(
 def _checked(solver: Solver, result: Decomposition, stored: Callable[[Tensor], Tensor]) -> _Attempt:
     kept = tuple(map(stored, result))
     # As it is kept: what is finite in float64, in which a failure is retried, may be none in float32.
-    checks = [part.isfinite().all() for part in kept]
+    checks = [(part.isfinite().all(), "the result is not finite") for part in kept]
     if isinstance(solver, EigenSolver):
-        checks.append(solver.is_valid(result))
+        checks.append((solver.is_valid(result), "the result is no decomposition"))
     return _Attempt(kept, checks)
 
 
-def _read(checks: Sequence[Tensor]) -> list[bool]:
-    """The values of some 0-dim bools, by one transfer."""
+def _read(attempts: Sequence[_Attempt]) -> list[bool]:
+    """The values of the checks of some attempts, by one transfer."""
+    checks = [check for attempt in attempts for check, _ in attempt.checks]
     if not checks:
         return []
     values: list[bool] = torch.stack([check.to(checks[0].device) for check in checks]).tolist()

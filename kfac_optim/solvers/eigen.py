@@ -116,13 +116,15 @@ class EigenSolver:
         gamma, values_g, values_a = gamma[:, None, None], values_g[:, :, None], values_a[:, None, :]
         damped = torch.addcmul(gamma, values_g, values_a)
         (d_out, d_in), (kept_out, kept_in) = gradient.shape[-2:], damped.shape[-2:]
-        first = g_first(d_out, d_in, kept_out, kept_in)
         whole = (kept_out, kept_in) == (d_out, d_in)
+        sides = [*((q, True) for q in vectors_g), *((q, False) for q in vectors_a)]  # with whether they stand left
+        if not g_first(d_out, d_in, kept_out, kept_in):
+            sides.reverse()
         v = gradient
-        for q, left in _in_order(vectors_g, vectors_a, first):
+        for q, left in sides:
             v = torch.bmm(q.mT, v) if left else torch.bmm(v, q)
         v = v / damped if whole else (v / damped).addcdiv_(v, gamma, value=-1)
-        for q, left in _in_order(vectors_g, vectors_a, not first):
+        for q, left in reversed(sides):
             v = torch.bmm(q, v) if left else torch.bmm(v, q.mT)
         return v if whole else v.addcdiv_(gradient, gamma)
 
@@ -175,9 +177,3 @@ def _largest(side: Decomposition, limit: Tensor, count: int) -> Decomposition:
     part = slice(values.shape[-1] - count, None)
     values = values[:, part]
     return values * (values > limit[:, None]), *(q[..., part] for q in vectors)
-
-
-def _in_order(vectors_g: list[Tensor], vectors_a: list[Tensor], g_first: bool) -> list[tuple[Tensor, bool]]:
-    """The eigenvectors to multiply by, each with whether it stands on the left."""
-    g, a = [(q, True) for q in vectors_g], [(q, False) for q in vectors_a]
-    return g + a if g_first else a + g
