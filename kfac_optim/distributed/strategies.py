@@ -8,7 +8,8 @@
     KAISA(f)      among its gradient workers    ``f * world_size`` ranks
     ============  ============================  ==============================
 
-LayerWise is K-FAC-lw and FactorWise is K-FAC-opt of the distributed K-FAC paper (section 6.4.1). In the terms of
+All three arrange the ranks as a grid, with 1, all, or some of them in a row, the gradient workers of a layer. LayerWise
+is K-FAC-lw and FactorWise is K-FAC-opt of the distributed K-FAC paper (section 6.4.1). In the terms of
 Pauloski et al. 2021, KAISA(1/R) is MEM-OPT, KAISA(1) is COMM-OPT, and everything between is HYBRID-OPT. LayerWise with
 ``factors="local"`` is DP-KFAC (Zhang et al. 2022, Scalable K-FAC Training for Deep Neural Networks with Distributed
 Preconditioning).
@@ -52,43 +53,6 @@ def _few_ranks(costs: Sequence[float], group: Sequence[int]) -> list[int]:
     return [group[place * len(group) // len(loads)] for place in places]
 
 
-def _spread_factors(
-    costs: Sequence[LayerCost], groups: Sequence[Sequence[int]], world_size: int, factors: FactorPlace
-) -> Assignment:
-    """Every factor is decomposed on its own by a rank of the layer's group, and all of the group precondition.
-
-    Few ranks decompose, unless they have to keep the factors: then all do, because memory is what sharing is for.
-
-    Args:
-        costs: The layers.
-        groups: The gradient workers of each layer: the same object for several layers, or no rank in common.
-        world_size: The number of ranks.
-        factors: Where factors stand.
-    """
-    distribute = _few_ranks if factors == "replicated" else longest_first
-    loads = [0.0] * world_size
-    layers: dict[int, LayerAssignment] = {}
-    for group in {id(group): group for group in groups}.values():
-        own = [i for i, other in enumerate(groups) if other is group]
-        ranks = distribute([cost for i in own for cost in costs[i].factor_costs], group)
-        everyone = tuple(group)
-        for i, pair in zip(own, zip(ranks[::2], ranks[1::2], strict=True), strict=True):  # A and G are neighbours
-            layers[i] = LayerAssignment(pair, everyone, factors)
-            for rank, cost in zip(pair, costs[i].factor_costs, strict=True):
-                loads[rank] += cost
-    return Assignment(tuple(layers[i] for i in range(len(costs))), tuple(loads))
-
-
-def _whole_layers(
-    costs: Sequence[LayerCost], ranks: Sequence[int], world_size: int, factors: FactorPlace
-) -> Assignment:
-    """A rank decomposes both factors of a layer and is its only gradient worker; ``ranks``: which, for each layer."""
-    loads = [0.0] * world_size
-    for rank, layer in zip(ranks, costs, strict=True):
-        loads[rank] += sum(layer.factor_costs)
-    return Assignment(tuple(LayerAssignment((rank, rank), (rank,), factors) for rank in ranks), tuple(loads))
-
-
 def _weights(costs: Sequence[LayerCost], factors: FactorPlace) -> list[float]:
     """The load of each layer when whole layers are balanced over ranks: the cost of its decompositions.
 
@@ -101,6 +65,36 @@ def _weights(costs: Sequence[LayerCost], factors: FactorPlace) -> list[float]:
         return work
     memory = [layer.memory for layer in costs]
     return [w / max(1.0, sum(work)) + m / max(1, sum(memory)) for w, m in zip(work, memory, strict=True)]
+
+
+def _grid(costs: Sequence[LayerCost], world_size: int, workers: int, factors: FactorPlace) -> Assignment:
+    """Arranges the ranks as a grid of ``world_size / workers`` rows, and gives every layer to one row.
+
+    Layers go to the row with the least load so far. The ranks of a row are the layer's gradient workers, and decompose
+    its factors, each on its own: few of them, unless they have to keep the factors; then all do, because memory is what
+    sharing is for. Ranks are numbered down the columns, so that a column, within which preconditioned gradients travel
+    at every step, is a run of neighbours (one node, where it fits). Decompositions travel within rows, and at refreshes
+    only.
+
+    Args:
+        costs: The layers.
+        world_size: The number of ranks.
+        workers: The number of gradient workers of a layer, which divides it.
+        factors: Where factors stand.
+    """
+    rows = [range(row, world_size, world_size // workers) for row in range(world_size // workers)]
+    row_of = longest_first(_weights(costs, factors), range(len(rows)))
+    distribute = _few_ranks if factors == "replicated" else longest_first
+    loads = [0.0] * world_size
+    layers: dict[int, LayerAssignment] = {}
+    for row in set(row_of):
+        own, everyone = [i for i, other in enumerate(row_of) if other == row], tuple(rows[row])
+        ranks = distribute([cost for i in own for cost in costs[i].factor_costs], everyone)
+        for i, pair in zip(own, zip(ranks[::2], ranks[1::2], strict=True), strict=True):  # A and G are neighbours
+            layers[i] = LayerAssignment(pair, everyone, factors)
+            for rank, cost in zip(pair, costs[i].factor_costs, strict=True):
+                loads[rank] += cost
+    return Assignment(tuple(layers[i] for i in range(len(costs))), tuple(loads))
 
 
 @dataclass(frozen=True)
@@ -123,7 +117,7 @@ class FactorWise:
 
     def assign(self, costs: Sequence[LayerCost], world_size: int) -> Assignment:
         """See :class:`AssignmentStrategy`."""
-        return _spread_factors(costs, [range(world_size)] * len(costs), world_size, self.factors)
+        return _grid(costs, world_size, world_size, self.factors)
 
 
 @dataclass(frozen=True)
@@ -146,9 +140,7 @@ class LayerWise:
 
     def assign(self, costs: Sequence[LayerCost], world_size: int) -> Assignment:
         """See :class:`AssignmentStrategy`."""
-        weights = _weights(costs, self.factors)
-        ranks = longest_first(weights, range(world_size))
-        return _whole_layers(costs, ranks, world_size, self.factors)
+        return _grid(costs, world_size, 1, self.factors)
 
 
 @dataclass(frozen=True)
@@ -197,28 +189,14 @@ class KAISA:
                 f"KAISA(grad_worker_fraction={self.grad_worker_fraction!r}) does not divide {world_size} ranks evenly; "
                 f"valid fractions: {valid}"
             )
-        return self._grid(costs, world_size, round(workers))
-
-    def _grid(self, costs: Sequence[LayerCost], world_size: int, workers: int) -> Assignment:
-        """Arranges the ranks as a grid of ``world_size / workers`` rows, and gives every layer to one row.
-
-        The ranks of a row are the layer's gradient workers; layers go to the row with the least load so far. Ranks are
-        numbered down the columns, so that a column, within which preconditioned gradients travel at every step, is a
-        run of neighbours (one node, where it fits). Decompositions travel within rows, and at refreshes only.
-        """
-        rows = [range(row, world_size, world_size // workers) for row in range(world_size // workers)]
-        weights = _weights(costs, self.factors)
-        row_of = longest_first(weights, range(len(rows)))
-        if workers == 1:
-            return _whole_layers(costs, row_of, world_size, self.factors)
-        return _spread_factors(costs, [rows[row] for row in row_of], world_size, self.factors)
+        return _grid(costs, world_size, round(workers), self.factors)
 
     def _largest_that_fits(self, costs: Sequence[LayerCost], world_size: int, divisors: Sequence[int]) -> Assignment:
         """The grid with the most gradient workers (one of the divisors) whose fullest rank stays within the budget."""
         assert self.memory_budget is not None
         budget, smallest = parse_bytes(self.memory_budget), None
         for workers in reversed(divisors):
-            assignment = self._grid(costs, world_size, workers)
+            assignment = _grid(costs, world_size, workers, self.factors)
             needed = max(bytes_per_rank(costs, assignment))
             if needed <= budget:
                 return assignment
