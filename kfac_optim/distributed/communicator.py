@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -196,9 +196,10 @@ class Communicator(ABC):
             return
         dtype = self.comm_dtype if compressed else None
         scales = self._row_scales(tensors, kind) if dtype is torch.float16 else None
+        kinds = [(tensor.device, tensor.dtype, owner) for tensor, owner in zip(tensors, owners, strict=True)]
 
         def started() -> Iterator[tuple[slice, Tensor, Work, str]]:
-            for part in self._buckets(tensors, dtype, one_dtype=True, owners=owners):
+            for part in self._buckets(tensors, kinds, dtype):
                 bucket, owner = tensors[part], owners[part.start]
                 if scales is not None:
                     bucket = [tensor / scale for tensor, scale in zip(bucket, scales[part], strict=True)]
@@ -243,7 +244,7 @@ class Communicator(ABC):
             """
             for (source, members, _), tensors in routes.items():
                 what, sends = f"the broadcast of {kind} from rank {source}", source == self.rank
-                for part in self._buckets(tensors):
+                for part in self._buckets(tensors, [None] * len(tensors)):
                     bucket = tensors[part]
                     # As bytes, so that dtypes share a bucket and nothing is rounded.
                     flat = self._to_wire(packed(bucket) if sends else room_for(bucket))
@@ -291,28 +292,19 @@ class Communicator(ABC):
     # Parts of the verbs ---------------------------------------------------------------------------------------------
 
     def _buckets(
-        self,
-        tensors: Sequence[Tensor],
-        dtype: torch.dtype | None = None,
-        *,
-        one_dtype: bool = False,
-        owners: Sequence[int | None] = (),
+        self, tensors: Sequence[Tensor], kinds: Sequence[Hashable], dtype: torch.dtype | None = None
     ) -> Iterator[slice]:
-        """Cuts a list into slices of neighbours on one device that fill a bucket (at least one tensor each).
+        """Cuts a list into slices of neighbours of one kind that fill a bucket (at least one tensor each).
 
         Args:
             tensors: The list.
+            kinds: For each tensor what must be the same within a slice.
             dtype: The precision that their size is counted in; None: their own.
-            one_dtype: Whether the tensors of a slice must have one dtype.
-            owners: For each tensor what must be the same within a slice; nothing if empty.
         """
         start = size = 0
         for i, tensor in enumerate(tensors):
             nbytes = tensor.numel() * (dtype or tensor.dtype).itemsize
-            first = tensors[start]
-            fits = first.device == tensor.device and size + nbytes <= self.bucket_bytes
-            fits = fits and (not owners or owners[start] == owners[i])
-            if i > start and not (fits and (first.dtype is tensor.dtype or not one_dtype)):
+            if i > start and (kinds[i] != kinds[start] or size + nbytes > self.bucket_bytes):
                 yield slice(start, i)
                 start, size = i, 0
             size += nbytes

@@ -30,14 +30,11 @@ from .sharding import are_rows, is_sharded
 __all__ = ["ShardExchange", "are_exchangeable"]
 
 
-def are_exchangeable(parameters: Sequence[Tensor], comm: Communicator) -> bool:
+def are_exchangeable(parameters: Sequence[Any], comm: Communicator) -> bool:
     """Whether these are shards by rows that lie on all ranks of ``comm`` (FSDP2, HSDP), which can exchange them."""
-    return comm.can_exchange and all(is_sharded(p) and _lies_on(cast(Any, p), comm) for p in parameters)
-
-
-def _lies_on(parameter: Any, comm: Communicator) -> bool:
-    """Whether a DTensor is split by rows over the last dimension of a mesh of the ranks of ``comm``, and no other."""
-    return are_rows(parameter.placements) and _grid(parameter, comm) is not None
+    return comm.can_exchange and all(
+        is_sharded(p) and are_rows(p.placements) and _grid(p, comm) is not None for p in parameters
+    )
 
 
 @dataclass(frozen=True)

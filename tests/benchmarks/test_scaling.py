@@ -188,7 +188,7 @@ def test_buckets_are_those_of_the_communicator(sizes: list[int], bucket_bytes: i
     comm = Recorder(0, 2)
     comm.bucket_bytes = bucket_bytes
     tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-    filled = [sum(tensor.nbytes for tensor in tensors[part]) for part in comm._buckets(tensors)]
+    filled = [sum(tensor.nbytes for tensor in tensors[part]) for part in comm._buckets(tensors, [None] * len(tensors))]
     assert buckets(sizes, bucket_bytes) == filled
 
 
