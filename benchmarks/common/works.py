@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -46,7 +46,6 @@ class Work:
     classes: int  # Number of classes; 0: the model reproduces its input
     symbols: int = 0  # The examples are token numbers below this; 0: they are floats
     label: str = ""  # Name of the model in tables
-    kfac: Mapping[str, Any] = field(default_factory=dict)  # K-FAC keywords that the model calls for
 
     @property
     def title(self) -> str:

@@ -21,11 +21,11 @@ from tqdm import tqdm
 from benchmarks.common.reports import Command, table
 from benchmarks.common.works import SMOKE_WORKS, WORKS
 from benchmarks.launches.device import obstacle
+from benchmarks.launches.simulate import ELSEWHERE
 
 # Model, batch, optimizer.
 MODELS = {"resnet50": (32, "KFACSGD"), "gpt-small": (8, "KFACAdam"), "bert-base": (32, "KFACLAMB")}
 SMALL = {"resnet8": (None, "KFACSGD"), "transformer1": (None, "KFACLAMB")}
-ELSEWHERE = "elsewhere"  # the model, its backward pass, the base optimizer's step: not the package's
 PLAIN = ("base", "ordinary", "repeated")
 NOTE = """\
 passes: kernels launched by forward and backward; step: by the optimizer's step. share: what an ordinary step launches

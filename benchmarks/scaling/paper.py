@@ -336,15 +336,15 @@ def time_to_solution(found: Cluster) -> Rows:
     return rows
 
 
-def traffic(works: Sequence[Workload], ranks: int = 4) -> Rows:
-    """Bytes sent per step and rank, mean over the ranks, every 10/100, beside kfac-pytorch's."""
+def traffic(works: Sequence[Workload]) -> Rows:
+    """Bytes sent per step and rank, mean over 4 ranks, every 10/100, beside kfac-pytorch's."""
     rows: Rows = []
     half = replace(OURS, factor_bytes=2)
     for work in works:
-        for label, strategy in strategies(ranks).items():
-            before = _sent(work, ranks, strategy, KFAC_PYTORCH)
+        for label, strategy in strategies(4).items():
+            before = _sent(work, strategy, KFAC_PYTORCH)
             for name, exchange in {"ours": OURS, "ours, comm_dtype=bfloat16": half, BEFORE: KFAC_PYTORCH}.items():
-                sent = _sent(work, ranks, strategy, exchange)
+                sent = _sent(work, strategy, exchange)
                 shares = {
                     "total": sum(sent.values()),
                     "factors, share": sent["factors"] / before["factors"],
@@ -354,6 +354,6 @@ def traffic(works: Sequence[Workload], ranks: int = 4) -> Rows:
     return rows
 
 
-def _sent(work: Workload, ranks: int, strategy: AssignmentStrategy, exchange: Exchange) -> dict[str, float]:
-    made = predict(work, ranks, strategy, V100, LONGHORN, Schedule(10, 100), exchange)
+def _sent(work: Workload, strategy: AssignmentStrategy, exchange: Exchange) -> dict[str, float]:
+    made = predict(work, 4, strategy, V100, LONGHORN, Schedule(10, 100), exchange)
     return {kind: float(sent.mean()) for kind, sent in made.sent.items()}

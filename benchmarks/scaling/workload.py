@@ -125,13 +125,6 @@ class Workload:
         """Numbers in one triangle of every factor."""
         return sum(spec.packed_numel for layer in self.layers for spec in layer.factors)
 
-    @property
-    def full_numbers(self) -> int:
-        """Numbers in both triangles of every factor."""
-        return sum(
-            spec.pairs * spec.dim ** (1 if spec.diagonal else 2) for layer in self.layers for spec in layer.factors
-        )
-
 
 class _Costs:
     """A strategy that keeps what the engine tells strategies."""

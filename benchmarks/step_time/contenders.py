@@ -63,7 +63,7 @@ class Contender:
         """Return the optimizer, and what keeps its curvature: the engine, kfac-pytorch's preconditioner, or None."""
         keywords: dict[str, Any] = {"lr": LR, **OPTIMIZER_DEFAULTS.get(self.optimizer, {}), **self.options}
         if self.optimizer in KFAC:
-            keywords = {"model": model, "loss_average": work.loss_average, **work.kfac, **keywords}
+            keywords = {"model": model, "loss_average": work.loss_average, **keywords}
             if "solver" in keywords:
                 keywords["solver"] = SOLVERS[keywords["solver"]]
             if "inv_update_steps" in keywords:
@@ -103,7 +103,7 @@ def contenders(
         share = "" if fraction == 1 else f", {fraction:g} of the batch"
         found.append(Contender(f"{optimizer} {solver}{share}", optimizer, options))
     # A large vocabulary's factor, which ours keeps diagonal, kfac-pytorch could not decompose.
-    skipped = [*work.kfac.get("skip_layers", ()), *(("head", "decoder") if work.symbols > LARGEST else ())]
+    skipped = ["head", "decoder"] if work.symbols > LARGEST else []
     for solver in ("eigen", "inverse"):
         if solver in solvers and base == "SGD":
             options = {"compute_method": solver, "skip_layers": skipped}

@@ -146,7 +146,7 @@ def result_of(
         "work": work.title,
         "place": asdict(place),
         "how": how,
-        "options": {c.label: {"lr": LR, **work.kfac, **c.options} for c in chosen},
+        "options": {c.label: {"lr": LR, **c.options} for c in chosen},
         "base": {"contender": chosen[0].label, "peak_bytes": base_peak},
         "rows": rows,
         "measured": measured,
