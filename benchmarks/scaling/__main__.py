@@ -44,8 +44,9 @@ from benchmarks.scaling.measure import (
     measure,
     measure_under_torchrun,
     measured_tables,
+    on_ranks,
 )
-from benchmarks.scaling.places import Training, compare, compared_table
+from benchmarks.scaling.places import Training, compared_table, run_all
 from benchmarks.scaling.validate import validate
 
 TITLES = {
@@ -125,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         written(output, "predict", *predictions(options.smoke))
     if options.part in ("factors", "all"):
         training = Training(steps=2, batch=8, ranks=2, seeds=(0,)) if options.smoke else Training()
-        rows = compare(training)
+        rows = on_ranks(training.ranks, run_all, training)
         written(output, "factors", {"settings": asdict(training), "rows": rows}, compared_table(rows, training))
     return 0
 

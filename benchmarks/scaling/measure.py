@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,8 @@ from kfac_optim.solvers import Decomposition, EigenSolver
 COMMUNICATION = tuple(name for name in STAGES if name.endswith("communication"))
 SCHEDULE = Schedule(statistics=2, decompositions=4)
 NO_NORMS = ("norm",)
+Rows = list[dict[str, Any]]
+T = TypeVar("T")
 
 
 # What is measured ----------------------------------------------------------------------------------------------------
@@ -103,21 +105,20 @@ class Job:
     periods: int
     device: str
     seed: int = 0
-    schedule: Schedule = SCHEDULE
 
 
-def measure_here(job: Job, progress: Callable[[], object]) -> list[dict[str, Any]]:
+def measure_here(job: Job) -> Rows:
     """Measure every subject with every strategy on the ranks of the default group; the rows are complete on rank 0."""
     ranks = dist.get_world_size()
     rows = []
-    for (name, subject), strategy in itertools.product(job.subjects.items(), strategies_on(ranks)):
+    cases = list(itertools.product(job.subjects.items(), strategies_on(ranks)))
+    for (name, subject), strategy in tqdm(cases, desc=f"{ranks} ranks", unit="run", disable=dist.get_rank() > 0):
         own = run(subject, STRATEGIES[strategy], job)
         everyone: list[Any] = [None] * ranks
         dist.all_gather_object(everyone, own)
         rows.append(
             {"model": name, "strategy": strategy, "ranks": ranks, "fitted": subject.fitted, **combined(everyone)}
         )
-        progress()
     return rows
 
 
@@ -163,15 +164,15 @@ def run(subject: Subject, strategy: AssignmentStrategy | None, job: Job) -> dict
             model,
             lr=1e-3,
             momentum=0.9,
-            factor_update_steps=job.schedule.statistics,
-            inv_update_steps=job.schedule.decompositions,
+            factor_update_steps=SCHEDULE.statistics,
+            inv_update_steps=SCHEDULE.decompositions,
             spread=0,  # the model predicts refreshes as wholes
             skip_layers=NO_NORMS,
             solver=solver,
             assignment=strategy,
         )
     curvature = getattr(optimizer, "curvature", None)
-    period = job.schedule.decompositions
+    period = SCHEDULE.decompositions
     marks: list[dict[str, dict[str, float]]] = []
     for step in range(period * (1 + job.periods) + 1):
         if step >= period and step % period == 0:
@@ -187,7 +188,7 @@ def run(subject: Subject, strategy: AssignmentStrategy | None, job: Job) -> dict
     memory = curvature.memory_estimate()["total"] if curvature else 0
     if curvature:
         curvature.close()
-    return {**periods(marks, job.schedule), "memory": memory, "decompositions": list(solver.notes)}
+    return {**periods(marks, SCHEDULE), "memory": memory, "decompositions": list(solver.notes)}
 
 
 def periods(marks: Sequence[Mapping[str, Mapping[str, float]]], schedule: Schedule) -> dict[str, Any]:
@@ -241,48 +242,40 @@ def change(
 # All ranks -----------------------------------------------------------------------------------------------------------
 
 
-def spawned(rank: int, ranks: int, store: str, out: str, job: Job) -> None:
-    """A rank that :func:`measure` has started."""
+def on_ranks(ranks: int, work: Callable[[T], Rows], given: T) -> Rows:
+    """Start Gloo ranks on this machine, call ``work`` on each of them, and return what it returns on the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_rank, (ranks, folder, work, given), nprocs=ranks)
+        found: Rows = json.loads(Path(folder, "rows").read_text())
+    return found
+
+
+def _rank(rank: int, ranks: int, folder: str, work: Callable[[T], Rows], given: T) -> None:
+    """A rank that :func:`on_ranks` has started."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    count = len(job.subjects) * len(strategies_on(ranks))
-    with tqdm(total=count, desc=f"{ranks} ranks", unit="run", disable=rank > 0, mininterval=1) as bar:
-        rows = measure_here(job, bar.update)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    rows = work(given)
     if rank == 0:
-        Path(out).write_text(json.dumps(rows))
-    leave()
-
-
-def leave() -> NoReturn:
-    """End a rank, at once: DDP's threads may abort an interpreter that exits in the ordinary way on a busy machine."""
+        Path(folder, "rows").write_text(json.dumps(rows))
+    # At once: DDP's threads may abort an interpreter that exits in the ordinary way on a busy machine.
     dist.barrier()
     dist.destroy_process_group()
     sys.stderr.flush()
     os._exit(0)
 
 
-def measure(job: Job, worlds: Sequence[int]) -> list[dict[str, Any]]:
+def measure(job: Job, worlds: Sequence[int]) -> Rows:
     """Start ranks on this machine, and measure."""
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for ranks in worlds:
-            out = Path(folder, f"rows-{ranks}")
-            arguments = (ranks, str(Path(folder, f"store-{ranks}")), str(out), job)
-            spawn(spawned, arguments, nprocs=ranks)
-            rows += json.loads(out.read_text())
-    return rows
+    return [row for ranks in worlds for row in on_ranks(ranks, measure_here, job)]
 
 
-def measure_under_torchrun(job: Job) -> list[dict[str, Any]]:
+def measure_under_torchrun(job: Job) -> Rows:
     """Measure on the ranks that torchrun has started."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if job.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if job.device == "cuda" else "gloo")
-    ranks = dist.get_world_size()
-    count = len(job.subjects) * len(strategies_on(ranks))
-    with tqdm(total=count, desc=f"{ranks} ranks", unit="run", disable=dist.get_rank() > 0) as bar:
-        return measure_here(job, bar.update)
+    return measure_here(job)
 
 
 def measured_tables(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -7,25 +7,20 @@ is what is looked at.
 
 from __future__ import annotations
 
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from benchmarks.common.reports import table
 from benchmarks.common.tasks import TASKS
 from benchmarks.scaling.cluster import KINDS
-from benchmarks.scaling.measure import leave
 from kfac_optim import KFACSGD, LayerWise, OfMean, growing
 from kfac_optim.distributed.assignment import FactorPlace
 
@@ -87,29 +82,16 @@ def run(training: Training, place: FactorPlace, seed: int) -> dict[str, Any]:
     }
 
 
-def _spawned(rank: int, store: str, out: str, training: Training) -> None:
-    """A rank that :func:`compare` has started."""
-    torch.set_num_threads(1)
+def run_all(training: Training) -> list[dict[str, Any]]:
+    """Train in every way; one row for each run, with what every rank found."""
     torch.set_flush_denormal(True)  # of curves' pixels, with which products take ten times as long on some CPUs
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=training.ranks)
     rows = []
     cases = [(place, seed) for place in get_args(FactorPlace) for seed in training.seeds]
-    for place, seed in tqdm(cases, desc=f"{training.ranks} ranks", unit="run", disable=rank > 0):
+    for place, seed in tqdm(cases, desc=f"{training.ranks} ranks", unit="run", disable=dist.get_rank() > 0):
         everyone: list[Any] = [None] * training.ranks
         dist.all_gather_object(everyone, run(training, place, seed))
         rows.append({"factors": place, "seed": seed, "ranks": everyone})
-    if rank == 0:
-        Path(out).write_text(json.dumps(rows))
-    leave()
-
-
-def compare(training: Training) -> list[dict[str, Any]]:
-    """Start ranks on this machine, and train in every way; one row for each run, with what every rank found."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "rows")
-        spawn(_spawned, (str(Path(folder, "store")), str(out), training), nprocs=training.ranks)
-        found: list[dict[str, Any]] = json.loads(out.read_text())
-    return found
+    return rows
 
 
 def compared_table(rows: Sequence[Mapping[str, Any]], training: Training) -> str:
