@@ -88,6 +88,14 @@ class Command(argparse.ArgumentParser):
         return options, Output(folder, {"command": " ".join([self.prog, *_without_folder(words)]), **facts()})
 
 
+def whole_numbers(text: str) -> list[int]:
+    """Parse whole numbers separated by commas, as the type of an option."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"whole numbers separated by commas are needed ({error})") from error
+
+
 def _without_folder(words: Iterable[str]) -> list[str]:
     """A command line without ``--out``, which is of one machine and changes no result."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

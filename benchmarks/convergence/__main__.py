@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.common import plots
 from benchmarks.common.optimizers import OPTIMIZERS
-from benchmarks.common.reports import Command, Output, aligned
+from benchmarks.common.reports import Command, Output, aligned, whole_numbers
 from benchmarks.common.runs import Line, Record, Store, Trainer, identity, train
 from benchmarks.common.settings import KFAC, LEARNING_RATES, Settings, nearest, resolve
 from benchmarks.common.tasks import TASKS, Task
@@ -59,6 +59,7 @@ TUNED: dict[str, tuple[str, ...]] = {  # beside lr and, where a second optimizer
     "KFACJax": ("options.initial_damping",),
     **dict.fromkeys(KFAC, ("kfac.damping",)),
 }
+TUNING = {"seed": TUNING_SEED, "steps": TUNING_STEPS, "factor": FACTOR, "more": TUNED}  # as files name it
 FIXED_STEPS = (0.25, 0.5, 0.75, 1.0)  # of a run's length, where the table lists the losses
 
 
@@ -138,18 +139,18 @@ class Results:
     Args:
         output: The folder of the file.
         task: What is trained.
-        stem: The file's name without its ending; None: that of the task.
+        stem: The file's name without its ending.
+        head: Entries of the file beside the runs.
     """
 
-    def __init__(self, output: Output, task: Task, stem: str | None = None) -> None:
-        self.output, self.task, self.stem = output, task, stem or task.name
-        self.store = Store([output.folder / f"{self.stem}.json"])
+    def __init__(self, output: Output, task: Task, stem: str, **head: Any) -> None:
+        self.output, self.task, self.stem = output, task, stem
+        self.head = {"target": task.target, **head}
+        self.store = Store([output.folder / f"{stem}.json"])
 
     def write(self, **more: Any) -> None:
         """Replace the file."""
-        tuning = {"seed": TUNING_SEED, "steps": TUNING_STEPS, "factor": FACTOR, "more": TUNED}
-        head = {"target": self.task.target, "tuning": tuning, **more}
-        self.output.save_runs(self.stem, head, self.store.runs.values())
+        self.output.save_runs(self.stem, {**self.head, **more}, self.store.runs.values())
 
     def run(self, label: str, settings: Settings, **purpose: Any) -> Line:
         """Return the run with these settings: the one there is, else train it now.
@@ -161,7 +162,7 @@ class Results:
         """
         if found := self.store.find(identity(settings, self.task)):
             return found
-        _, record = train(self.task, settings, f"{self.task.name} {label}")
+        _, record = train(self.task, settings, f"{self.stem} {label}")
         own = {"settings": asdict(settings), "data_checksum": self.task.digest}
         run = {**purpose, **own, "end": record.end, "evaluations": record.evaluations}
         self.store.add({**run, "commit": self.output.head["commit"]})
@@ -285,11 +286,6 @@ def measure(results: Results, rows: Sequence[Row], draws: int, seeds: Sequence[i
     print("\n".join([text, *notes, f"written: {results.output.folder / task.name}.json, .png"]), flush=True)
 
 
-def whole(text: str) -> list[int]:
-    """Parse seeds."""
-    return [int(part) for part in text.split(",")]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     command = Command("convergence", __doc__)
@@ -300,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     which = f"which to compare; of a K-FAC optimizer {kinds} (default: {everything})"
     add("--optimizer", nargs="+", metavar="NAME", help=which)
     add("--draws", type=int, default=4, metavar="N", help="settings tried for each optimizer (default: 4)")
-    add("--seeds", type=whole, default=[0, 1, 2], metavar="N,...", help="of the reported runs (default: 0,1,2)")
+    add("--seeds", type=whole_numbers, default=[0, 1, 2], metavar="N,...", help="of the reported runs (default: 0,1,2)")
     options, output = command.start(arguments, "a handful of steps")
     try:
         rows = [row for word in options.optimizer or (*CONTENDERS, *EXTRAS) for row in rows_of(word)]
@@ -309,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         command.error(str(error))
     for name in options.task or TASKS:
-        measure(Results(output, TASKS[name]()), rows, options.draws, options.seeds, options.smoke)
+        measure(Results(output, TASKS[name](), name, tuning=TUNING), rows, options.draws, options.seeds, options.smoke)
     return 0
 
 

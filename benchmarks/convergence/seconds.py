@@ -20,11 +20,11 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.common import plots
-from benchmarks.common.reports import Command, table
+from benchmarks.common.reports import Command, table, whole_numbers
 from benchmarks.common.runs import Record, Trainer, column, smoothed
 from benchmarks.common.settings import KFAC, Settings
 from benchmarks.common.tasks import TASKS, Task
-from benchmarks.convergence.__main__ import LENGTHS, RECIPE, SHORT, Results, Row, tune, whole
+from benchmarks.convergence.__main__ import LENGTHS, RECIPE, SHORT, TUNING, Results, Row, tune
 
 # The peer on each task: on curves and text the best in seconds in the table of ``benchmarks.convergence``, on digits
 # the base class (there Adam and AdamW are at the target sooner).
@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--batch-size", type=int, metavar="N", help="examples per step (default: by task)")
     add("--steps", type=int, metavar="N", help="of a run (default: as in benchmarks.convergence)")
     add("--draws", type=int, default=4, metavar="N", help="settings tried for each optimizer (default: 4)")
-    add("--seeds", type=whole, default=[0, 1, 2], metavar="N,...", help="of the reported runs (default: 0,1,2)")
+    add("--seeds", type=whole_numbers, default=[0, 1, 2], metavar="N,...", help="of the reported runs (default: 0,1,2)")
     options, output = command.start(arguments, "a handful of steps")
     if options.draws < 1:
         command.error(f"--draws: {options.draws} is not allowed, must be at least 1")
@@ -138,7 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stem = f"seconds-{name}"
         if options.batch_size:
             length["batch_size"], stem = options.batch_size, f"{stem}-{options.batch_size}"
-        print(measure(Results(output, TASKS[name](), stem), length, options.draws, options.seeds), flush=True)
+        results = Results(output, TASKS[name](), stem, tuning=TUNING)
+        print(measure(results, length, options.draws, options.seeds), flush=True)
     return 0
 
 

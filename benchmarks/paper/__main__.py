@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks.common.reports import Command
+from benchmarks.common.reports import Command, whole_numbers
 from benchmarks.common.settings import nearest
 from benchmarks.paper import applications, memory, resnets, study
 from benchmarks.paper.bench import SEEDS, Bench
@@ -68,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     part = "which part; may be repeated; a table or figure is as good as the part's name (default: all)"
     add("--part", action="append", metavar="NAME", help=part)
     add("--list", action="store_true", help="say which part answers what, and stop")
-    add("--seeds", metavar="N,...", help=f"seeds of the runs (default: {','.join(map(str, SEEDS))})")
+    seeds = f"seeds of the runs (default: {','.join(map(str, SEEDS))})"
+    add("--seeds", type=whole_numbers, default=SEEDS, metavar="N,...", help=seeds)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where to train (default: cpu, on one thread)")
     add("--again", action="store_true", help="repeat the runs that the result files hold")
     add("--quiet", action="store_true", help="no progress bars")
@@ -78,10 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         wanted = [NAMES[nearest("part", part.lower(), NAMES)] for part in options.part or STUDIES]
-        seeds = tuple(int(seed) for seed in options.seeds.split(",")) if options.seeds else SEEDS
     except ValueError as error:
         command.error(str(error))
-    bench = Bench(seeds, options.smoke, options.device)
+    bench = Bench(options.seeds, options.smoke, options.device)
     results = study.Results(output, again=options.again, quiet=options.quiet)
     for name in dict.fromkeys(wanted):
         print(learn(name, bench, results))

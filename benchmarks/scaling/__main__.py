@@ -34,7 +34,7 @@ from typing import Any
 import torch.distributed as dist
 from tqdm import tqdm
 
-from benchmarks.common.reports import Command, Output, table
+from benchmarks.common.reports import Command, Output, table, whole_numbers
 from benchmarks.scaling import paper, plots
 from benchmarks.scaling.measure import (
     SCHEDULE,
@@ -88,22 +88,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = command.add_argument
     parts = ("measure", "validate", "predict", "factors", "all")
     add("--part", choices=parts, default="all", help="what to do (default: all)")
-    add("--ranks", default="1,2,4", metavar="N,...", help="numbers of ranks that measure starts (default: 1,2,4)")
+    ranks = "numbers of ranks that measure starts (default: 1,2,4)"
+    add("--ranks", type=whole_numbers, default=[1, 2, 4], metavar="N,...", help=ranks)
     add("--periods", type=int, default=3, metavar="N", help="timed periods of the schedule in each run (default: 3)")
     add("--seed", type=int, default=0, help="of weights and data (default: 0)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of measure, under torchrun (default: cpu)")
     options, output = command.start(arguments, "a small model and few tables")
-    try:
-        worlds = [int(ranks) for ranks in options.ranks.split(",")]
-    except ValueError as error:
-        command.error(f"--ranks {options.ranks}: numbers separated by commas are needed ({error})")
     distributed = dist.is_torchelastic_launched()
     if options.device == "cuda" and not distributed:
         command.error("--device cuda needs torchrun")
     if options.part in ("measure", "all"):
         subjects, count = (SMALL, 1) if options.smoke else (SUBJECTS, options.periods)
         job = Job(subjects, count, options.device, options.seed)
-        rows = measure_under_torchrun(job) if distributed else measure(job, worlds[:2] if options.smoke else worlds)
+        worlds = options.ranks[:2] if options.smoke else options.ranks
+        rows = measure_under_torchrun(job) if distributed else measure(job, worlds)
         first = not distributed or dist.get_rank() == 0
         if distributed:
             dist.destroy_process_group()

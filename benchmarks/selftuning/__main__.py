@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,11 +32,11 @@ from torch import nn
 
 from benchmarks.common import plots
 from benchmarks.common.models import autoencoder
-from benchmarks.common.reports import Command, Output, aligned
-from benchmarks.common.runs import Line, Record, Store, identity, train
+from benchmarks.common.reports import Command, Output, aligned, whole_numbers
+from benchmarks.common.runs import Line, Record
 from benchmarks.common.settings import resolve
 from benchmarks.common.tasks import SPLIT_SEED, Examples, Task, curves, digits, pixel_cross_entropy, text
-from benchmarks.convergence.__main__ import cells, record_of
+from benchmarks.convergence.__main__ import FIXED_STEPS, Results, cells, record_of
 
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1)  # of AdamW where none was chosen
 MUON = {"lr": 0.02, "rest_lr": 0.01}  # on curves, as benchmarks.convergence has chosen
@@ -109,36 +109,25 @@ STUDIES: dict[str, Study] = {
 
 
 class Runs:
-    """The runs of a study, kept in its file, from which they are found again.
+    """The runs of a study.
 
     Args:
-        output: The folder of the file.
+        output: The folder of its file.
         name: Of the study.
         smoke: Whether to take two steps only.
     """
 
     def __init__(self, output: Output, name: str, smoke: bool) -> None:
-        self.output, self.name, self.study = output, name, STUDIES[name]
-        self.task = self.study.task()
+        self.study = STUDIES[name]
+        self.results = Results(output, self.study.task(), name)
         self.length = {**self.study.length, **({"steps": 2, "eval_every": 1} if smoke else {})}
-        self.store = Store([output.folder / f"{name}.json"])
 
     def run(self, label: str, seed: int, **more: Any) -> Line:
-        """Return the run of a contender with a seed: the one there is, else it is trained now."""
+        """Return the run of a contender with a seed."""
         optimizer, recipe, given = self.study.contenders[label]
-        settings = resolve(self.task, optimizer, recipe=recipe, given={**self.length, **given, **more, "seed": seed})
-        if found := self.store.find(identity(settings, self.task)):
-            return found
-        _, record = train(self.task, settings, f"{self.name} {label} seed {seed}")
-        own = {"settings": asdict(settings), "data_checksum": self.task.digest}
-        run = {"of": label, **own, "end": record.end, "evaluations": record.evaluations}
-        self.store.add({**run, "commit": self.output.head["commit"]})
-        self.write()
-        return run
-
-    def write(self, **more: Any) -> None:
-        """Replace the file."""
-        self.output.save_runs(self.name, {"target": self.task.target, **more}, self.store.runs.values())
+        given = {**self.length, **given, **more, "seed": seed}
+        settings = resolve(self.results.task, optimizer, recipe=recipe, given=given)
+        return self.results.run(f"{label} seed {seed}", settings, of=label)
 
     def rate(self, label: str, seed: int) -> dict[str, Any]:
         """Return AdamW's learning rate with the lowest training loss at the end; nothing for the others."""
@@ -163,16 +152,16 @@ class Runs:
                 except ValueError as error:  # its package is missing
                     skipped[label] = str(error)
         records = {label: found for label, found in records.items() if label not in skipped}
-        lines = table(self.task, records)
-        self.write(seeds=list(seeds), chosen=rates, skipped=skipped, table=lines)
-        self.output.picture(self.name, plots.of_medians(self.task, records))
+        results, lines = self.results, table(self.results.task, records)
+        results.write(seeds=list(seeds), chosen=rates, skipped=skipped, table=lines)
+        results.output.picture(results.stem, plots.of_medians(results.task, records))
         return "\n".join([*lines, *(f"{label} left out: {reason}" for label, reason in skipped.items())])
 
 
 def table(task: Task, records: Mapping[str, Sequence[Record]]) -> list[str]:
     """Return the table: medians over the seeds, with the range."""
     steps = next(iter(records.values()))[0].header["settings"]["steps"]
-    losses = [f"loss at {share:.0%}" for share in (0.25, 0.5, 0.75, 1.0)]
+    losses = [f"loss at {share:.0%}" for share in FIXED_STEPS]
     heads = ["optimizer", "ended", "steps", "seconds", *losses, "held out", "accuracy", "s/step"]
     rows = [heads, *(cells(task, label, found) for label, found in records.items())]
     return [*aligned(rows), f"{task.name}, {steps} steps, {task.goal}; loss: training, running average"]
@@ -182,10 +171,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     command = Command("selftuning", __doc__)
     command.add_argument("--study", action="append", choices=tuple(STUDIES), help="may be repeated (default: all)")
-    command.add_argument("--seeds", default="0,1,2", metavar="N,...", help="of the runs (default: 0,1,2)")
+    seeds = "of the runs (default: 0,1,2)"
+    command.add_argument("--seeds", type=whole_numbers, default=[0, 1, 2], metavar="N,...", help=seeds)
     options, output = command.start(arguments, "two steps of each run")
     for name in options.study or STUDIES:
-        print(Runs(output, name, options.smoke).measure([int(seed) for seed in options.seeds.split(",")]), flush=True)
+        print(Runs(output, name, options.smoke).measure(options.seeds), flush=True)
     return 0
 
 
