@@ -8,31 +8,19 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch_optimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-import kfac_optim
-from benchmarks.common.optimizers import rate
+from benchmarks.common.optimizers import find, rate
 from benchmarks.common.runs import PATIENCE, Clock, Line, finite
+from benchmarks.common.settings import KFAC
 from benchmarks.common.tasks import generator
 from benchmarks.swap.judging import SHARES, first_window, thinned, window_before
 
 T = TypeVar("T")
 
-BASES: dict[str, type[Optimizer]] = {
-    "SGD": torch.optim.SGD,
-    "Adam": torch.optim.Adam,
-    "AdamW": torch.optim.AdamW,
-    "Lamb": torch_optimizer.Lamb,
-}
-
-
-def swap_class(base: str) -> type[Optimizer]:
-    """Return the K-FAC class that takes the place of ``base``."""
-    found: type[Optimizer] = getattr(kfac_optim, f"KFAC{'LAMB' if base == 'Lamb' else base}")
-    return found
+SWAPS = {base: name for name, base in KFAC.items()}  # by the name of a base class, that of the K-FAC class on it
 
 
 # What a script hands to its optimizer --------------------------------------------------------------------------------
@@ -149,8 +137,8 @@ class Run:
         handed, options = part.handed(part.model), dict(self.training.options)
         if kfac is None:
             handed = handed.parameters() if isinstance(handed, nn.Module) else handed
-            return BASES[self.training.optimizer](handed, **options)
-        return swap_class(self.training.optimizer)(handed, **options, **kfac)
+            return find(self.training.optimizer)(handed, **options)
+        return find(SWAPS[self.training.optimizer])(handed, **options, **kfac)
 
     def _rate(self, step: int) -> float:
         return rate(self.training.schedule, self.training.warmup, self.training.steps, step)

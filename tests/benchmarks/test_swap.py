@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import kfac_optim
+from benchmarks.common.optimizers import find
 from benchmarks.swap import __main__ as swap
 from benchmarks.swap import jobs, times
 from benchmarks.swap.judging import SHARES, Pair, Verdict, is_behind, summary, thinned, window_before
-from benchmarks.swap.training import BASES, Run, swap_class
+from benchmarks.swap.training import SWAPS, Run
 from benchmarks.swap.trainings import CHOOSE, HALVES, JUDGE, TRAININGS
 
 
@@ -69,15 +70,15 @@ def test_the_halves_are_apart_and_alike():
     assert len(TRAININGS) == len(CHOOSE) + len(JUDGE) >= 24
     assert {t.half for t in CHOOSE} == {"choose"} and {t.half for t in JUDGE} == {"judge"}
     for half in (CHOOSE, JUDGE):
-        assert {t.optimizer for t in half} == set(BASES)
+        assert {t.optimizer for t in half} == set(SWAPS)
         assert {t.rate for t in half} == {"small", "usual", "edge"}
         assert {"cosine", "constant"} == {t.schedule for t in half} and any(t.warmup for t in half)
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", SWAPS)
 def test_the_swap_is_a_subclass_with_k_fac(base):
-    cls = swap_class(base)
-    assert issubclass(cls, BASES[base]) and issubclass(cls, kfac_optim.KFACMixin)
+    cls = find(SWAPS[base])
+    assert issubclass(cls, find(base)) and issubclass(cls, kfac_optim.KFACMixin)
     assert cls.__name__ == ("KFACLAMB" if base == "Lamb" else f"KFAC{base}")
 
 
