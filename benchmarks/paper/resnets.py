@@ -9,7 +9,7 @@ from benchmarks.paper.bench import ACCURACY, BATCH, CIFAR, LONG, MODEL, MODELS, 
 from benchmarks.paper.study import Figure, Place, Run, Study, until
 from benchmarks.scaling.paper import IMAGES, INTERVALS, MINUTES
 
-Way = tuple[str, int, Options | None]  # optimizer, which of the epochs, K-FAC keywords
+Way = tuple[str, int, Options | None]  # optimizer, epochs, K-FAC keywords
 Ways = dict[str, Way]
 OFTEN = {"inv_update_steps": 10, "factor_update_steps": 1}  # section 6.3.1; statistics ten times as often (5.3)
 
