@@ -279,6 +279,11 @@ def train(task: Task, settings: Settings, label: str, *, quiet: bool = False) ->
     return trainer, record
 
 
+def comparable(run: Line) -> Line:
+    """Return what must agree for a run to continue or to stand for another: its settings and its data."""
+    return {**run["settings"], "data_checksum": run["data_checksum"]}
+
+
 def identity(settings: Settings, task: Task, **more: Any) -> Line:
     """Return what must agree for a finished run to stand for another: settings, data, and what else is given."""
     return {**asdict(settings), "data_checksum": task.digest, **more}
@@ -299,8 +304,7 @@ class Store:
 
     def add(self, run: Line) -> None:
         """Keep a run: its identity is the entry ``"run"``, or the entries ``"settings"`` and ``"data_checksum"``."""
-        known = run["run"] if "run" in run else {**run["settings"], "data_checksum": run["data_checksum"]}
-        self.runs[self.key(known)] = run
+        self.runs[self.key(run["run"] if "run" in run else comparable(run))] = run
 
     def find(self, wanted: Line) -> Line | None:
         """Return the run with an identity, or None if it is not finished."""

@@ -18,12 +18,12 @@ from tqdm import tqdm
 
 from benchmarks.common import plots
 from benchmarks.common.optimizers import OPTIMIZERS
-from benchmarks.common.runs import Line, Trainer
+from benchmarks.common.runs import Line, Trainer, comparable
 from benchmarks.common.settings import KFAC, Settings, nearest, resolve
 from benchmarks.common.tasks import TASKS, Task
 from benchmarks.train import page
 from benchmarks.train.options import KFAC_OPTIONS, RUNS, name_or_none, parser
-from benchmarks.train.runfiles import RunFiles, comparable, differences
+from benchmarks.train.runfiles import RunFiles, differences
 
 # Settings that --compare shares only with the class that --optimizer is built on: they mean another thing elsewhere.
 OWN = ("lr", "momentum", "options")

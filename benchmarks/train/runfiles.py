@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.runs import Line, Record, Trainer
+from benchmarks.common.runs import Record, Trainer
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,3 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
         else:
             rows[name] = list(value) if isinstance(value, tuple) else value
     return rows
-
-
-def comparable(header: Line) -> Line:
-    """Return what must agree for a run to continue: its settings and its data."""
-    return {**header["settings"], "data_checksum": header["data_checksum"]}
