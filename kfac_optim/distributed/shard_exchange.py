@@ -87,6 +87,7 @@ class ShardExchange:
 
     def __init__(self, workers: Mapping[Any, Sequence[int]], comm: Communicator) -> None:
         self.workers, self.comm = dict(workers), comm
+        self._grids = {p: grid for p in workers if (grid := _grid(p, comm)) is not None}
 
     def gather(self, vectors: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
         """Whole tensors of those parameters that this rank works on (a collective).
@@ -100,7 +101,7 @@ class ShardExchange:
             received: list[tuple[int, Tensor]] = []
             for p in batch:
                 own = cast(Any, vectors[p]).redistribute(placements=p.placements).to_local()
-                grid = self._grid_of(p)
+                grid = self._grids[p]
                 replica = grid.place[rank][0]
                 sent += [(worker, own) for worker in self.workers[p] if grid.place[worker][0] == replica]
                 if rank in self.workers[p]:
@@ -124,7 +125,7 @@ class ShardExchange:
             received: list[tuple[int, Tensor]] = []
             for p in batch:
                 if rank in self.workers[p]:
-                    grid, others = self._grid_of(p), range(self.comm.world_size)
+                    grid, others = self._grids[p], range(self.comm.world_size)
                     sent += [(r, whole[p][grid.rows(p, r)]) for r in others if self._source(p, r) == rank]
                 shape = p.to_local().shape
                 shards[p] = torch.empty(shape, dtype=dtype, device=p.device)
@@ -134,11 +135,6 @@ class ShardExchange:
             p: DTensor.from_local(shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
             for p, shard in shards.items()
         }
-
-    def _grid_of(self, parameter: Any) -> _Grid:
-        grid = _grid(parameter, self.comm)
-        assert grid is not None
-        return grid
 
     def _source(self, parameter: Any, rank: int) -> int:
         """The worker that sends a rank its shard: the rank itself where it is one."""
