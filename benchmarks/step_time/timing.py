@@ -52,11 +52,6 @@ def refresh_kind(elapsed: int) -> str:
     return f"refresh {elapsed}"
 
 
-def kinds(spread: int) -> list[str]:
-    """The kinds of step there are."""
-    return [ORDINARY, "statistics", *map(refresh_kind, range(spread + 1))]
-
-
 def turns(spread: int) -> list[Turn]:
     """One round over all kinds; ordinary steps, which are most of any schedule, twice."""
     later = [Turn(refresh_kind(elapsed)) for elapsed in range(1, spread + 1)]
@@ -72,7 +67,7 @@ def compose(schedule: Schedule, spread: int, seconds: Mapping[str, float]) -> tu
     Args:
         schedule: The intervals.
         spread: Steps over which a refresh is worked off, smaller than its interval.
-        seconds: Seconds of one step of each of :func:`kinds`.
+        seconds: Seconds of one step of each kind of :func:`turns`.
     """
     ordinary = seconds[ORDINARY]
     statistics_ = seconds["statistics"] - ordinary
@@ -122,7 +117,8 @@ class Run:
         self.steps = 0
         self.loss = torch.zeros(())
         self.spread = self.keeper.spread_at(LATE) if isinstance(self.keeper, CurvatureEngine) else 0
-        self.kinds = kinds(self.spread) if self.keeper is not None else [ORDINARY]
+        taken = turns(self.spread) if self.keeper is not None else [Turn(ORDINARY)]
+        self.kinds = list(dict.fromkeys(turn.kind for turn in taken))
 
     def set_schedule(self, schedule: Schedule) -> None:
         """Set the intervals from the coming step on."""
@@ -250,6 +246,3 @@ def begin(work: Work, contender: Contender, place: Place) -> tuple[Run, int]:
 
     peak = peak_bytes(every_kind, place.device)
     return started[0], peak
-
-
-# Results -------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +22,7 @@ from tqdm import tqdm
 
 from benchmarks.common.models import Transformer
 from benchmarks.common.reports import Command, table
+from benchmarks.common.runs import Clock
 from benchmarks.common.settings import LEARNING_RATES
 from benchmarks.common.tasks import TASKS
 from benchmarks.common.works import WORKS
@@ -107,18 +107,17 @@ LARGER = [
 def measure(training: Training) -> dict[str, Any]:
     """Return the row of a training."""
     base, swap = Run(training, 0, None), Run(training, 0, {})
-    seconds: dict[int, float] = dict.fromkeys(map(id, (base, swap)), 0.0)
+    clocks = Clock(), Clock()
     for _ in tqdm(range(training.steps), desc=training.name, unit="step", leave=False, mininterval=5):
-        for run in (base, swap):
-            start = time.process_time()
-            run.step()
-            seconds[id(run)] += time.process_time() - start
-    whole = seconds[id(base)]
+        for run, clock in zip((base, swap), clocks, strict=True):
+            with clock:
+                run.step()
+    whole, with_kfac = (clock.cpu for clock in clocks)
     engines = [optimizer.curvature for optimizer in swap.optimizers]  # type: ignore[attr-defined]
     shares = dict.fromkeys(STAGES.values(), 0.0)
     for stage, of_stage in (item for engine in engines for item in engine.profile().items()):
         shares[STAGES[stage]] += of_stage["ms"] / 1e3 / whole
-    ratio = seconds[id(swap)] / whole
+    ratio = with_kfac / whole
     return {
         "training": training.name,
         "half": training.half,
