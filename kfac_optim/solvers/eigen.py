@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import require_number
-from .joint import g_first
+from .joint import in_order
 from .protocol import Decomposition
 
 __all__ = ["EigenSolver"]
@@ -115,12 +115,8 @@ class EigenSolver:
         (values_a, *vectors_a), (values_g, *vectors_g) = a, g
         gamma, values_g, values_a = gamma[:, None, None], values_g[:, :, None], values_a[:, None, :]
         damped = torch.addcmul(gamma, values_g, values_a)
-        (d_out, d_in), (kept_out, kept_in) = gradient.shape[-2:], damped.shape[-2:]
-        whole = (kept_out, kept_in) == (d_out, d_in)
-        sides = [*((q, True) for q in vectors_g), *((q, False) for q in vectors_a)]  # with whether they stand left
-        if not g_first(d_out, d_in, kept_out, kept_in):
-            sides.reverse()
-        v = gradient
+        whole = damped.shape[-2:] == gradient.shape[-2:]
+        sides, v = in_order(vectors_g, vectors_a), gradient
         for q, left in sides:
             v = torch.bmm(q.mT, v) if left else torch.bmm(v, q)
         v = v / damped if whole else (v / damped).addcdiv_(v, gamma, value=-1)

@@ -19,14 +19,24 @@ from torch import Tensor
 from ..flat_storage import split_flat
 from .protocol import Decomposition
 
-__all__ = ["JointEigen", "g_first"]
+__all__ = ["JointEigen", "in_order"]
 
 _KEPT_NUMEL = 2**22  # stacks with up to so many products of eigenvalues keep them (16 MiB in float32)
 
 
-def g_first(d_out: int, d_in: int, kept_out: int, kept_in: int) -> bool:
-    """Whether it takes fewer operations to multiply by the eigenvectors of G first, of which so many are kept."""
-    return kept_out * d_in * (d_out + kept_in) <= d_out * kept_in * (d_in + kept_out)
+def in_order(vectors_g: Sequence[Tensor], vectors_a: Sequence[Tensor]) -> list[tuple[Tensor, bool]]:
+    """The eigenvectors to multiply by, in the order of fewer operations, each with whether it stands on the left.
+
+    Args:
+        vectors_g: Those of G that are kept, ``[p, d_out, k]``; none if it is diagonal.
+        vectors_a: Those of A, likewise.
+    """
+    sides = [*((q, True) for q in vectors_g), *((q, False) for q in vectors_a)]
+    if len(sides) == 2:
+        (d_out, kept_out), (d_in, kept_in) = (q.shape[-2:] for q, _ in sides)
+        if kept_out * d_in * (d_out + kept_in) > d_out * kept_in * (d_in + kept_out):
+            sides.reverse()
+    return sides
 
 
 class JointEigen:
@@ -77,15 +87,9 @@ class _OfStack:
         self.values_a, self.values_g = values_a, values_g / unit[:, None]
         self.shape = (len(values_a), values_g.shape[-1], values_a.shape[-1])
         self.numel = self.shape[0] * self.shape[1] * self.shape[2]
-        sides = [(vectors_g[0], True)] if vectors_g else []
-        sides += [(vectors_a[0], False)] if vectors_a else []
+        sides = in_order(vectors_g, vectors_a)
         self.is_whole = all(q.shape[-1] == q.shape[-2] for q, _ in sides)
-        of_rows = [q for q in sides if q[0].shape[-2:] != (1, 1)]  # of one row, the eigenvector is 1
-        if len(of_rows) == 2:
-            d_out, d_in = (q.shape[-2] for q, _ in of_rows)
-            if not g_first(d_out, d_in, *self.shape[1:]):
-                of_rows.reverse()
-        self.sides = of_rows
+        self.sides = [(q, left) for q, left in sides if q.shape[-2:] != (1, 1)]  # of one row, the eigenvector is 1
 
     def rotate(self, gradient: Tensor, out: Tensor) -> None:
         """``V'``."""
