@@ -41,12 +41,13 @@ from benchmarks.swap.trainings import HALVES, TRAININGS
 def measure(output: Output, options: Any, names: Sequence[str]) -> None:
     """Run what no file has; print the tables, write files and picture."""
     swap, seeds = AGAIN if options.again else tuple(options.option), options.seeds
-    steps = 12 if options.smoke else None
-    trainings = [TRAININGS[name] if steps is None else replace(TRAININGS[name], steps=steps) for name in names]
+    trainings = [TRAININGS[name] for name in names]
+    if options.smoke:
+        trainings = [replace(training, steps=12) for training in trainings]
     store = Store([options.reuse] if options.reuse else [])
     pairs = [(training, seed) for training in trainings for seed in seeds]
     bases = {(training.name, seed): store.find(identity(training, seed, None)) for training, seed in pairs}
-    jobs = [(training.name, seed, steps, swap, bases[training.name, seed] is None) for training, seed in pairs]
+    jobs = [(training, seed, swap, bases[training.name, seed] is None) for training, seed in pairs]
     fresh = Store([])
     for run in bases.values():
         if run is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -15,12 +14,11 @@ from tqdm import tqdm
 import kfac_optim
 from benchmarks.common.runs import Line
 from benchmarks.swap.training import Run, Training
-from benchmarks.swap.trainings import TRAININGS
 
 NUDGE = 1e-3  # the share by which the weights of a base that runs again are changed
 AGAIN = (f"the base again, weights changed by {NUDGE:g}",)  # in the place of the swap's options
 
-Job = tuple[str, int, int | None, tuple[str, ...], bool]  # training, seed, steps if not its own, options, base too
+Job = tuple[Training, int, tuple[str, ...], bool]  # with its seed, options, and whether the base runs, too
 
 
 def keywords(options: Sequence[str]) -> dict[str, Any]:
@@ -50,8 +48,7 @@ def identity(training: Training, seed: int, options: Sequence[str] | None) -> Li
 
 def work(job: Job) -> list[Line]:
     """Run one training with one seed by the base, if asked to, and by the swap; return their lines."""
-    name, seed, steps, options, with_base = job
-    training = TRAININGS[name] if steps is None else replace(TRAININGS[name], steps=steps)
+    training, seed, options, with_base = job
     lines = []
     for kfac in (None, options) if with_base else (options,):
         if kfac == AGAIN:
@@ -68,7 +65,7 @@ def every(jobs: Sequence[Job], processes: int) -> Iterator[list[Line]]:
     with tqdm(total=len(jobs), desc="swap", unit="pair", mininterval=pause, leave=False) as bar:
         if processes == 1:
             for job in jobs:
-                bar.set_postfix_str(f"{job[0]} seed {job[1]}")
+                bar.set_postfix_str(f"{job[0].name} seed {job[1]}")
                 yield work(job)
                 bar.update()
             return

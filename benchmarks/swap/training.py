@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -127,7 +128,7 @@ class Run:
         self.training, self.seed = training, seed
         self.script = training.make()
         for part in self.script.parts if nudge else ():
-            self._seeded(0, -2, lambda model=part.model: nudge_(model, nudge))  # type: ignore[misc]
+            self._seeded(0, -2, partial(nudge_, part.model, nudge))
         self.optimizers = [self._optimizer(part, kfac) for part in self.script.parts]
         self.schedulers = [LambdaLR(optimizer, self._rate) for optimizer in self.optimizers]
         self.clock = Clock()
@@ -152,7 +153,7 @@ class Run:
         with self.clock:
             for index, (part, optimizer) in enumerate(zip(self.script.parts, self.optimizers, strict=True)):
                 optimizer.zero_grad()
-                loss = self._seeded(number, index, lambda part=part: part.loss(number))  # type: ignore[misc]
+                loss = self._seeded(number, index, partial(part.loss, number))
                 loss.backward()
                 if self.training.clip is not None:
                     nn.utils.clip_grad_norm_(part.model.parameters(), self.training.clip)
