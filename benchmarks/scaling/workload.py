@@ -82,7 +82,6 @@ def _numbers(x: Any) -> int:
 class LayerWork:
     """One preconditioned layer."""
 
-    name: str  # Name of the module
     a: FactorSpec  # Shape of A
     g: FactorSpec  # Shape of G
     cost: LayerCost  # What the engine tells the strategies
@@ -163,55 +162,39 @@ def workload(
     notes = _Costs()
     engine = CurvatureEngine(model, assignment=notes, **options)
     engine.close()
-    calls = _Calls(engine.layers)
+    seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # input and output of the layers' modules
+
+    def note(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        seen[module] = args[0], output
+
+    for layer in engine.layers:
+        layer.modules[0].register_forward_hook(note)
     with torch.no_grad(), Counter() as counter:
         model(inputs)
-    forward = counter.work
-    with torch.no_grad(), calls:
-        model(inputs)
-    layers = tuple(calls.layer(layer, cost) for layer, cost in zip(engine.layers, notes.costs, strict=True))
-    return Workload(name, layers, batch, sum(p.numel() for p in model.parameters()), forward)
+    pairs = zip(engine.layers, notes.costs, strict=True)
+    layers = tuple(layer_work(layer, cost, *seen[layer.modules[0]]) for layer, cost in pairs)
+    return Workload(name, layers, batch, sum(p.numel() for p in model.parameters()), counter.work)
 
 
-class _Calls:
-    """Inputs and outputs of the layers' modules during a forward pass on the meta device."""
-
-    def __init__(self, layers: Sequence[KroneckerLayer]) -> None:
-        self.layers = layers
-        self.seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-        self.handles: list[Any] = []
-
-    def __enter__(self) -> None:
-        for layer in self.layers:
-            self.handles.append(layer.modules[0].register_forward_hook(self._hook))
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def _hook(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        self.seen[module] = args[0], output
-
-    def layer(self, layer: KroneckerLayer, cost: LayerCost) -> LayerWork:
-        """Counts the work of one layer."""
-        module = layer.modules[0]
-        a, output = self.seen[module]
-        specs = specs_of(layer)
-        if layer.diagonal_input:  # counting tokens is not defined on the meta device
-            a, output = (torch.zeros(x.shape, dtype=x.dtype) for x in (a, output))
-        with torch.no_grad():
-            with Counter() as statistics:
-                observation = layer.observe(module, a, output, torch.float32)
-                moment = layer.output_moment(module, torch.empty_like(output), observation)
-                for spec, new in zip(specs, (observation.a, moment), strict=True):
-                    spec.pack(new)
-            preconditioning, direction = _preconditioned(layer, specs)
-            with Counter() as scaling:
-                multiplier = KLClip().multipliers([direction], 0)[0]
-                layer.from_matrix(direction.direction * multiplier)
-        rows = output.numel() // (layer.pairs * layer.d_out)
-        handling = (_handled(specs, 0), _handled(specs, 1))
-        return LayerWork(layer.name, *specs, cost, statistics.work, handling, preconditioning, scaling.work, rows)
+def layer_work(layer: KroneckerLayer, cost: LayerCost, a: Tensor, output: Tensor) -> LayerWork:
+    """Counts the work of one layer, whose module has mapped ``a`` to ``output`` on the meta device."""
+    module = layer.modules[0]
+    specs = specs_of(layer)
+    if layer.diagonal_input:  # counting tokens is not defined on the meta device
+        a, output = (torch.zeros(x.shape, dtype=x.dtype) for x in (a, output))
+    with torch.no_grad():
+        with Counter() as statistics:
+            observation = layer.observe(module, a, output, torch.float32)
+            moment = layer.output_moment(module, torch.empty_like(output), observation)
+            for spec, new in zip(specs, (observation.a, moment), strict=True):
+                spec.pack(new)
+        preconditioning, direction = _preconditioned(layer, specs)
+        with Counter() as scaling:
+            multiplier = KLClip().multipliers([direction], 0)[0]
+            layer.from_matrix(direction.direction * multiplier)
+    rows = output.numel() // (layer.pairs * layer.d_out)
+    handling = (_handled(specs, 0), _handled(specs, 1))
+    return LayerWork(*specs, cost, statistics.work, handling, preconditioning, scaling.work, rows)
 
 
 def _handled(specs: tuple[FactorSpec, FactorSpec], side: int) -> Work:
