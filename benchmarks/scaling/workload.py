@@ -115,7 +115,6 @@ class Workload:
 
     name: str  # Name in tables
     layers: tuple[LayerWork, ...]  # The preconditioned layers
-    batch: int  # Examples per rank and micro-batch
     parameters: int  # Number of the whole model's parameters; DDP reduces their gradients
     forward: Work  # Work of the forward pass of one micro-batch
 
@@ -173,7 +172,7 @@ def workload(
         model(inputs)
     pairs = zip(engine.layers, notes.costs, strict=True)
     layers = tuple(layer_work(layer, cost, *seen[layer.modules[0]]) for layer, cost in pairs)
-    return Workload(name, layers, batch, sum(p.numel() for p in model.parameters()), counter.work)
+    return Workload(name, layers, sum(p.numel() for p in model.parameters()), counter.work)
 
 
 def layer_work(layer: KroneckerLayer, cost: LayerCost, a: Tensor, output: Tensor) -> LayerWork:

@@ -50,9 +50,8 @@ def row(verdict: Verdict) -> Line:
 def tables(verdicts: Sequence[Verdict]) -> str:
     """Return the tables of both halves, the summary, and what did not end well."""
     parts = []
-    for half, meaning in HALVES.items():
-        if rows := [row(verdict) for verdict in verdicts if verdict.half == half]:
-            parts.append(table(f"{half}: {meaning}", rows))
+    for half, found in by_half(verdicts).items():
+        parts.append(table(f"{half}: {HALVES[half]}", list(map(row, found))))
     parts.append(table("summary", [{"half": half, **figures} for half, figures in summaries(verdicts).items()], NOTE))
     for verdict in verdicts:
         for run in (*verdict.base, *verdict.swap):
@@ -74,14 +73,18 @@ the base's final loss sooner in seconds."""
 
 def summaries(verdicts: Sequence[Verdict]) -> dict[str, dict[str, Any]]:
     """Return the summary of each half that was run, and of both."""
+    return {name: summary(found) for name, found in {**by_half(verdicts), "both": verdicts}.items()}
+
+
+def by_half(verdicts: Sequence[Verdict]) -> dict[str, Sequence[Verdict]]:
+    """Return the verdicts of each half that was run."""
     halves = {half: [verdict for verdict in verdicts if verdict.half == half] for half in HALVES}
-    return {name: summary(found) for name, found in {**halves, "both": list(verdicts)}.items() if found}
+    return {half: found for half, found in halves.items() if found}
 
 
 def picture(verdicts: Sequence[Verdict], title: str) -> Figure:
     """Return a panel for each training: base grey, swap coloured, red where the swap is behind."""
-    blocks = {half: [verdict for verdict in verdicts if verdict.half == half] for half in HALVES}
-    blocks = {half: found for half, found in blocks.items() if found}
+    blocks = by_half(verdicts)
     heights: list[float] = []
     columns = min(COLUMNS, max(map(len, blocks.values())))
     for found in blocks.values():

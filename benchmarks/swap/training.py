@@ -87,10 +87,8 @@ class Training:
     schedule: str = "constant"  # Of the learning rate, after the warm-up: "constant" or "cosine"
     warmup: int = 0  # Steps of linear warm-up
     clip: float | None = None  # Largest norm of the gradient
-    of_drop: bool = (
-        False  # Slack is a share of the base's whole drop, as what is judged can be negative or ends in noise
-    )
-    judged: str = "training loss"  # What is judged, in words
+    # Slack is a share of the base's whole drop, as what is judged can be negative or ends in noise.
+    of_drop: bool = False
 
     def settings(self) -> Line:
         """Return what must agree for a run of an earlier file to stand for one of this training."""

@@ -30,7 +30,6 @@ CHOOSE = [
     ),
     Training(
         "actor-critic", "choose", control.actor_critic, "Adam", {"lr": 1e-3}, "usual", 300, clip=0.5, of_drop=True,
-        judged="minus the exact return of the policy",
     ),
     Training("graph", "choose", supervised.graph_net, "Adam", {"lr": 0.01, "weight_decay": 5e-4}, "usual", 200),
     Training(
@@ -63,7 +62,6 @@ JUDGE = [
     Training("contrastive", "judge", generative.contrastive, "Lamb", {"lr": 0.01, "weight_decay": 1e-4}, "usual", 250),
     Training(
         "deep-q", "judge", control.deep_q, "Adam", {"lr": 1e-3}, "usual", 400, of_drop=True,
-        judged="minus the exact return of the policy",
     ),
     Training("heat-equation", "judge", control.heat_equation, "Adam", {"lr": 1e-3}, "usual", 300),
     Training("vit", "judge", supervised.vision_transformer, "AdamW", {"lr": 1e-3}, "usual", 250, warmup=50),
@@ -72,7 +70,6 @@ JUDGE = [
     ),
     Training(
         "gan", "judge", generative.gan, "Adam", {"lr": 1e-3, "betas": (0.5, 0.999)}, "usual", 400, of_drop=True,
-        judged="distance of 512 points to the data",
     ),
     Training("word-bag", "judge", supervised.word_bag, "AdamW", {"lr": 1e-3}, "usual", 400),
 ]  # fmt: skip
