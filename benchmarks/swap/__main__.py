@@ -87,12 +87,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.again and options.option:
             raise ValueError("--again runs no swap, for which --option is meant")
         keywords(options.option)
-        names = [nearest("training", name, TRAININGS) for name in options.only or TRAININGS]
+        chosen = [nearest("training", name, TRAININGS) for name in options.only or TRAININGS]
+        names = [name for name in chosen if options.half in ("both", TRAININGS[name].half)]
+        if not names:
+            raise ValueError(f"--half {options.half}: {', '.join(chosen)} belong to the other one")
         if options.reuse and not options.reuse.exists():
             raise ValueError(f"--reuse {options.reuse}: no such file")
     except ValueError as error:
         command.error(str(error))
-    names = [name for name in names if options.half in ("both", TRAININGS[name].half)]
     measure(output, options, names)
     return 0
 

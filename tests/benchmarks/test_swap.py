@@ -229,7 +229,13 @@ def test_several_processes_write_the_same_figures(folder, tmp_path):
 
 @pytest.mark.parametrize(
     "words",
-    [["--option", "damping"], ["--option", "damping=Off(1)"], ["--only", "mpl"], ["--option", "lr=1", "--again"]],
+    [
+        ["--option", "damping"],
+        ["--option", "damping=Off(1)"],
+        ["--only", "mpl"],
+        ["--option", "lr=1", "--again"],
+        ["--only", "mlp", "--half", "judge"],
+    ],
 )
 def test_a_wrong_word_is_refused_before_anything_runs(words, tmp_path, capsys):
     with pytest.raises(SystemExit):
