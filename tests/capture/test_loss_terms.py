@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,10 +38,10 @@ class Tagger(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mix, self.head = nn.Linear(3, 4), nn.Linear(4, 5)
+        self.mix, self.norm, self.head = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.mix(x)))
+        return self.head(torch.tanh(self.norm(self.mix(x))))
 
 
 def build(model: nn.Module, **keywords: object) -> KFACSGD:
@@ -210,6 +211,7 @@ class Wrapped(nn.Module):
         loss = logits.square().sum() / logits[..., 0].numel()
         nested = {"outputs": [(logits, y)], "loss": loss}
         kinds = {"tensor": logits, "tuple": (logits, loss), "dataclass": Output(loss, logits), "nested": nested}
+        kinds["object"] = SimpleNamespace(aside=logits[:1], logits=logits)
         return (
             kinds | {"scalar": loss, "none first": (None, logits), "integers first": (logits.argmax(-1)[:1], logits)}
         )[self.kind]
@@ -221,19 +223,23 @@ def loss_in(output: Any) -> Tensor:
         return output.loss
     if isinstance(output, dict):
         return output["loss"]
+    if isinstance(output, SimpleNamespace):
+        output = output.logits
     if isinstance(output, tuple):
         output = output[0] if isinstance(output[0], Tensor) and output[0].is_floating_point() else output[1]
     return output if output.dim() == 0 else output.square().sum() / output[..., 0].numel()
 
 
-@pytest.mark.parametrize("kind", ["tuple", "dataclass", "nested", "scalar", "none first", "integers first"])
-@pytest.mark.parametrize("average", ["batch", "batch+sequence"])
+@pytest.mark.parametrize("kind", ["tuple", "dataclass", "object", "nested", "scalar", "none first", "integers first"])
+@pytest.mark.parametrize("average", ["batch", "batch+sequence", "elements"])
 @pytest.mark.parametrize("shape", [(4,), (4, 3)])
 @pytest.mark.parametrize("by_name", [False, True])
 def test_models_that_return_other_things_count_the_same(
     kind: str, average: str, shape: tuple[int, ...], by_name: bool
 ) -> None:
     """A scalar's examples are those of the first tensor among the inputs, which may be given by name."""
+    if kind == "scalar" and average == "elements":
+        average = "batch"  # of the inputs nobody knows how many elements the output had
     inner = Tagger()
     model, plain = Wrapped(inner, kind), Wrapped(copy.deepcopy(inner), "tensor")
     first, second = build(model, loss_average=average), build(plain, loss_average=average)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, Graft, InverseSolver, KFACAdam
+from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, InverseSolver, KFACAdam
 from tests.helpers.compare import assert_applied, assert_near, snapshot
 from tests.helpers.reference import (
     LOSSES,
@@ -27,15 +26,12 @@ from tests.helpers.reference import (
     LossFunction,
     Named,
     Oracle,
-    apply,
     averaged,
-    backward,
-    matrix,
     squared_error,
     take_step,
 )
 from tests.helpers.settings import EXACT, SOLVERS, damping_of
-from tests.helpers.textbook import TextbookAdam, TextbookMomentum, grafted
+from tests.helpers.textbook import TextbookAdam, TextbookMomentum
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -659,145 +655,9 @@ def test_several_calls_in_one_backward_add_rows_not_examples(
     assert_applied(oracle, changes, oracle.directions(step.gradients, gamma), step.gradients)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Where M comes from
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class Answer(nn.Module):
-    """A network that returns its output in one of the ways users do."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.way, self.body = way, nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-    def forward(self, x: Tensor) -> object:
-        """From ``[n, t, 3]`` to something that holds ``[n, t, 2]``, or to the loss."""
-        output = self.body(x)
-        first = output.transpose(0, 1)  # a tensor with another leading size
-        return {
-            "tensor": output,
-            "logits": SimpleNamespace(extra=first, logits=output),
-            "tuple": (output, first),
-            "dict": {"scores": output, "extra": first},
-            "nested": [{"scores": output}, first],
-            "scalar": 0.5 * output.square().sum() / len(x),
-        }[self.way]
-
-
-def scores(answer: object) -> Tensor:
-    """The output tensor inside an answer."""
-    if isinstance(answer, dict):
-        return answer["scores"]
-    if isinstance(answer, (tuple, list)):
-        return scores(answer[0])
-    return getattr(answer, "logits", answer)
-
-
-@pytest.mark.parametrize("average", ["batch", "batch+sequence", "elements", None])
-@pytest.mark.parametrize("way", ["tensor", "logits", "tuple", "dict", "nested"])
-def test_terms_are_counted_from_the_output_in_whatever_it_is_wrapped(way: str, average: str | None) -> None:
-    model, twin = Answer(way), Answer("tensor")
-    twin.load_state_dict(model.state_dict())
-    passes = [((torch.randn(3, 5, 3),), torch.randn(3, 5, 2))]
-    loss = averaged(squared_error, average)
-    oracle = Oracle(twin, average=average)
-    step = oracle.observe(passes, loss)
-    oracle.refresh(step)
-    gamma = 0.1 * oracle.typical_eigenvalue()
-    optimizer = KFACSGD(model, **EXACT | {"damping": gamma, "loss_average": average})
-    changes = take_step(model, optimizer, passes, lambda answer, y: loss(scores(answer), y))
-    assert_applied(oracle, changes, oracle.directions(step.gradients, gamma), step.gradients)
-
-
-def test_a_model_that_returns_its_loss_counts_its_first_tensor_input() -> None:
-    model, twin = Answer("scalar"), Answer("tensor")
-    twin.load_state_dict(model.state_dict())
-    x = torch.randn(3, 5, 3)
-    oracle = Oracle(twin)
-    step = oracle.observe([((x,), torch.zeros(3, 5, 2))], averaged(squared_error, "batch"))
-    oracle.refresh(step)
-    gamma = 0.1 * oracle.typical_eigenvalue()
-    optimizer = KFACSGD(model, **EXACT | {"damping": gamma})
-    changes = take_step(model, optimizer, [((x,), torch.zeros(()))], lambda loss, _: loss)
-    assert_applied(oracle, changes, oracle.directions(step.gradients, gamma), step.gradients)
-
-
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("average", ["batch", "batch+sequence"])
-def test_sequence_first_models_name_their_batch_dimension(average: str, sharing: str) -> None:
-    model, twin = token_model(), token_model()
-    twin.load_state_dict(model.state_dict())
-    passes = [((torch.randn(5, 3, 3),), torch.randn(5, 3, 2))]
-    loss = averaged(squared_error, average, batch_dim=1)
-    oracle = Oracle(twin, average=average, batch_dim=1, sharing=sharing)
-    step = oracle.observe(passes, loss)
-    oracle.refresh(step)
-    gamma = 0.1 * oracle.typical_eigenvalue()
-    options = {"damping": gamma, "loss_average": average, "batch_dim": 1, "weight_sharing": sharing}
-    changes = take_step(model, KFACSGD(model, **EXACT | options), passes, loss)
-    assert_applied(oracle, changes, oracle.directions(step.gradients, gamma), step.gradients)
-
-
 def token_model() -> nn.Module:
     """Three token-wise layers."""
     return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
-
-
-def test_loss_terms_as_a_number_is_m_itself() -> None:
-    model, twin = token_model(), token_model()
-    twin.load_state_dict(model.state_dict())
-    passes = [((torch.randn(3, 5, 3),), torch.randn(3, 5, 2))]
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return squared_error(output, target) / 7
-
-    oracle = Oracle(twin, terms=lambda output: 7)
-    step = oracle.observe(passes, loss)
-    oracle.refresh(step)
-    gamma = 0.1 * oracle.typical_eigenvalue()
-    changes = take_step(model, KFACSGD(model, **EXACT | {"damping": gamma, "loss_average": 7}), passes, loss)
-    assert_applied(oracle, changes, oracle.directions(step.gradients, gamma), step.gradients)
-
-
-def test_loss_terms_as_a_callable_sees_inputs_and_output() -> None:
-    seen: list[tuple[object, object]] = []
-
-    def terms(inputs: object, output: Tensor) -> int:
-        seen.append((inputs, output))
-        return 7
-
-    model = token_model()
-    passes = [((torch.randn(3, 5, 3),), torch.randn(3, 5, 2))]
-    optimizer = KFACSGD(model, **EXACT | {"damping": 0.1, "loss_average": terms})
-    take_step(model, optimizer, passes, averaged(squared_error, "batch"))
-    inputs, output = seen[0]
-    assert torch.equal(inputs[0], passes[0][0][0])
-    assert output.shape == (3, 5, 2)
-
-
-@pytest.mark.parametrize(
-    ("average", "criterion", "make_target"),
-    [
-        ("batch", nn.CrossEntropyLoss(), lambda: torch.randint(2, (6,))),
-        (None, nn.CrossEntropyLoss(reduction="sum"), lambda: torch.randint(2, (6,))),
-        ("elements", nn.MSELoss(), lambda: torch.randn(6, 2)),
-        ("elements", nn.BCEWithLogitsLoss(), lambda: torch.rand(6, 2)),
-        ("elements", nn.SmoothL1Loss(), lambda: torch.randn(6, 2)),
-    ],
-    ids=["mean cross entropy", "summed cross entropy", "MSE", "BCE", "smooth L1"],
-)
-def test_torchs_own_losses(average: str | None, criterion: nn.Module, make_target: Callable[[], Tensor]) -> None:
-    model, twin = (nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)) for _ in range(2))
-    twin.load_state_dict(model.state_dict())
-    passes = [((torch.randn(6, 3),), make_target())]
-    oracle = Oracle(twin, average=average)
-    step = oracle.observe(passes, criterion)
-    oracle.refresh(step)
-    gamma = 0.1 * oracle.typical_eigenvalue()
-    optimizer = KFACSGD(model, **EXACT | {"damping": gamma, "loss_average": average})
-    changes = take_step(model, optimizer, passes, criterion)
-    assert_applied(oracle, changes, oracle.directions(step.gradients, gamma), step.gradients)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -830,73 +690,3 @@ def test_solvers_may_be_instances() -> None:
             changes.append(take_step(model, KFACSGD(model, **EXACT | {"damping": 0.1, "solver": solver}), passes, loss))
         for key in changes[0]:
             assert torch.equal(changes[0][key], changes[1][key])
-
-
-def test_fixed_curvature_makes_both_momentum_orders_the_same() -> None:
-    passes = [[((torch.randn(3, 5, 3),), torch.randn(3, 5, 2))] for _ in range(4)]
-    loss = averaged(squared_error, "batch")
-    models = []
-    for order in ("gradient", "momentum"):
-        torch.manual_seed(0)
-        model = token_model()
-        options = {"damping": 0.1, "lr": 0.05, "momentum": 0.9, "precondition": order, "inv_update_steps": 1000}
-        optimizer = KFACSGD(model, **EXACT | options)
-        for batch in passes:
-            take_step(model, optimizer, batch, loss)
-        models.append(model)
-    for first, second in zip(*(m.parameters() for m in models), strict=False):
-        assert_near(second.detach(), first.detach())
-
-
-def test_graft_uses_the_matrix_that_was_preconditioned() -> None:
-    model, twin = token_model(), token_model()
-    twin.load_state_dict(model.state_dict())
-    oracle, lr = Oracle(twin, decay=0.5), 0.05
-    loss, rules = averaged(squared_error, "batch"), recurrences(oracle, momentum=0.9)
-    order = {"momentum": 0.9, "precondition": "momentum", "scaling": Graft(trust=1.0)}
-    optimizer = KFACSGD(model, **EXACT | order | {"damping": 0.1, "lr": lr, "factor_decay": 0.5})
-    for _ in range(3):
-        passes = [((torch.randn(3, 5, 3),), torch.randn(3, 5, 2))]
-        step = oracle.observe(passes, loss, snapshot(model))
-        oracle.refresh(step)
-        buffers = {name: rules[name](g) for name, g in step.gradients.items()}
-        directions = oracle.directions(buffers, 0.1)
-        for layer in oracle.layers:
-            directions[layer.name] = grafted(directions[layer.name], layer.of(buffers))
-        assert_applied(oracle, take_step(model, optimizer, passes, loss), directions, buffers, lr)
-
-
-def test_the_raw_gradient_stands_in_grad_before_and_after_the_step() -> None:
-    model, plain = token_model(), token_model()
-    plain.load_state_dict(model.state_dict())
-    optimizer = KFACSGD(model, **EXACT | {"damping": 0.1})
-    passes, loss = [((torch.randn(3, 5, 3),), torch.randn(3, 5, 2))], averaged(squared_error, "batch")
-    backward(model, passes, loss)
-    backward(plain, passes, loss)
-    for after_step in (False, True):
-        if after_step:
-            apply(model, optimizer)
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=False):
-            assert torch.equal(ours.grad, theirs.grad)
-
-
-def test_gradients_may_be_changed_between_backward_and_step() -> None:
-    """Clipping, noise, projection: what stands in ``.grad`` at ``step()`` is what is preconditioned."""
-    model, twin = token_model(), token_model()
-    twin.load_state_dict(model.state_dict())
-    passes, loss = [((torch.randn(3, 5, 3),), torch.randn(3, 5, 2))], averaged(squared_error, "batch")
-    oracle = Oracle(twin)
-    oracle.refresh(oracle.observe(passes, loss))
-    optimizer = KFACSGD(model, **EXACT | {"damping": 0.1})
-    backward(model, passes, loss)
-    chosen = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    for name, p in model.named_parameters():
-        p.grad.copy_(chosen[name])
-    assert_applied(oracle, apply(model, optimizer), oracle.directions(chosen, 0.1), chosen)
-
-
-def test_canonical_form_holds_weight_and_bias_in_their_places() -> None:
-    linear = nn.Linear(2, 3)
-    canonical = matrix(linear, linear.weight.detach(), linear.bias.detach())
-    assert torch.equal(canonical[0, :, :2], linear.weight.detach())
-    assert torch.equal(canonical[0, :, 2], linear.bias.detach())

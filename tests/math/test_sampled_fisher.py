@@ -280,7 +280,7 @@ def same_start(factory: Callable[[], nn.Module], count: int) -> list[nn.Module]:
     return models
 
 
-@pytest.mark.parametrize("fisher", KINDS)
+@pytest.mark.parametrize("fisher", ["empirical", *KINDS])
 def test_the_users_gradient_is_untouched(fisher: str) -> None:
     model, plain = same_start(perceptron, 2)
     optimizer = KFACSGD(model, **EXACT | {"damping": 0.1, "fisher": fisher})
