@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch_optimizer
 
-from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, InverseSolver, KFACAdam, KFACAdamW, KLClip, OfMean
+from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, Graft, InverseSolver, KFACAdam, KFACAdamW, KLClip, OfMean
 
 
 def damping_of(value: Any, relative: bool) -> Any:
@@ -18,7 +18,8 @@ def damping_of(value: Any, relative: bool) -> Any:
 FLOAT64: dict[str, Any] = {"factor_dtype": torch.float64, "inv_dtype": torch.float64}
 # Statistics and refreshes at intervals that do not divide each other, so that a few steps see every combination.
 OFTEN: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 3, "factor_decay": 0.95, "damping": 0.1}
-SETTINGS: dict[str, Any] = {**FLOAT64, **OFTEN}
+# Where trust is learned, the first steps are the base class's own: whatever K-FAC gets wrong, they would not show it.
+SETTINGS: dict[str, Any] = {**FLOAT64, **OFTEN, "scaling": Graft(trust=1.0)}
 
 CLASSES: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
     KFACSGD: {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3},

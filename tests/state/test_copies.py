@@ -49,6 +49,7 @@ def by_torch_save(pair: Any) -> Any:
 COPIES: list[Callable[[Any], Any]] = [by_deepcopy, by_pickle, by_torch_save]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "trust is learned": {"scaling": "graft"},
     "spread": {"spread": 2},
     "sampled": {"fisher": "categorical"},
     "callables": {"inv_update_steps": growing(0.5, 2), "damping": exponential_decay(0.5, 0.5, 4)},
