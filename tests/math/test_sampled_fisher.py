@@ -546,9 +546,3 @@ def test_masked_classes_are_never_drawn() -> None:
         p.grad.nan_to_num_()
     optimizer.step()
     assert optimizer.curvature.skipped_batches == 1
-
-
-@pytest.mark.parametrize("variance", [0.0, -1.0, math.inf, math.nan])
-def test_a_variance_is_positive(variance: float) -> None:
-    with pytest.raises(ValueError, match=r"Gaussian\(variance=.*must be > 0"):
-        Gaussian(variance=variance)

@@ -14,11 +14,15 @@ from torch import Tensor, nn
 
 import kfac_optim
 from kfac_optim import (
+    KAISA,
+    KFAC,
     KFACLAMB,
     KFACSGD,
     Categorical,
     CurvatureEngine,
     EigenSolver,
+    Gaussian,
+    Graft,
     InverseSolver,
     KFACAdam,
     KFACMixin,
@@ -270,6 +274,7 @@ def test_params_of_a_wrong_kind_are_refused_as_by_torch() -> None:
     refusal(TypeError, lambda: KFACSGD(3, lr=0.1))
     refusal(TypeError, lambda: KFACSGD([3], lr=0.1))
     refusal(TypeError, lambda: KFACSGD(torch.zeros(3), lr=0.1))
+    assert "empty" in refusal(ValueError, lambda: KFACSGD([], lr=0.1))
 
 
 def test_uninitialised_layers_ask_for_a_first_run() -> None:
@@ -313,6 +318,7 @@ def test_the_signature_shows_base_and_curvature_keywords(kfac: Any) -> None:
     assert all(p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in found.values())
 
 
+NO_NUMBER = ": must be a number, .*, not"
 OBJECTS: list[tuple[Any, Any, type[Exception], str]] = [
     (OfMean, 0.0, ValueError, r"OfMean\(value=0.0\): must be > 0"),
     (OfMean, INF, ValueError, r"OfMean\(value=inf\): must be > 0"),
@@ -332,6 +338,22 @@ OBJECTS: list[tuple[Any, Any, type[Exception], str]] = [
     (register_layer, None, TypeError, r"register_layer\(None\): must be given the module classes"),
     (register_layer, KroneckerLayer, TypeError, r"register_layer\(.*KroneckerLayer'>\): must be given the module"),
     (lambda x: memory_estimate(nn.Linear(2, 2), world_size=x), 0, ValueError, r"world_size=0: must be an int >= 1"),
+    (lambda x: growing(fraction=x), -0.1, ValueError, "fraction=.*must be"),
+    (lambda x: growing(minimum=x), 0, ValueError, "minimum=.*must be"),
+    (lambda x: growing(minimum=x), 2.5, ValueError, "minimum=.*must be"),
+    (lambda x: growing(most_work=x), 0.0, ValueError, "most_work=.*must be"),
+    *((Graft, x, ValueError, rf"Graft\(trust={x}.*must be in \[0, 1\], or None") for x in (-0.1, 1.5, NAN)),
+    (lambda x: Graft(stretch=x), 0.5, TypeError, r"Graft\(stretch=0.5\): must be True, False or None"),
+    *((Gaussian, x, ValueError, rf"Gaussian\(variance={x}.*must be > 0") for x in (0.0, -1.0, INF, NAN)),
+    (lambda x: growing(fraction=x), "0.1", TypeError, rf"growing\(fraction='0.1'\){NO_NUMBER}"),
+    (lambda x: growing(minimum=x), True, TypeError, rf"growing\(minimum=True\){NO_NUMBER}"),
+    (lambda x: exponential_decay(0.1, 0.5, x), None, TypeError, rf"exponential_decay\(steps=None\){NO_NUMBER}"),
+    (Graft, "1", TypeError, rf"Graft\(trust='1'\){NO_NUMBER}"),
+    (lambda x: EigenSolver(negligible=x), None, TypeError, rf"EigenSolver\(negligible=None\){NO_NUMBER}"),
+    (Gaussian, "1", TypeError, rf"Gaussian\(variance='1'\){NO_NUMBER}"),
+    (KAISA, "half", TypeError, rf"KAISA\(grad_worker_fraction='half'\){NO_NUMBER}"),
+    (OfMean, True, TypeError, rf"OfMean\(value=True\){NO_NUMBER}"),
+    (lambda x: KFAC(make_model(), fisher="gaussian", model_fraction=x), "1", TypeError, f"fraction='1'{NO_NUMBER}"),
 ]
 
 

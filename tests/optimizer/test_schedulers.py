@@ -16,15 +16,8 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 
 from kfac_optim import (
-    KAISA,
-    KFAC,
-    KFACLAMB,
     KFACSGD,
     CurvatureEngine,
-    EigenSolver,
-    Gaussian,
-    Graft,
-    KFACAdam,
     KLClip,
     OfLargest,
     OfMean,
@@ -116,54 +109,6 @@ def test_scheduled_training_is_the_base_optimizer_s_on_preconditioned_gradients(
     assert (len(set(momenta)) > 4) == (name in ("OneCycleLR", "CyclicLR")), "momentum is cycled by those two"
     assert_trained(ours, before)
     assert_close(ours, theirs, TOL)
-
-
-@pytest.mark.parametrize("scaling", ["kl_clip", "unit", "graft", None])
-@pytest.mark.parametrize("kfac", CLASSES)
-def test_a_step_at_lr_zero_changes_no_weight_but_counts(kfac: Any, scaling: str | None) -> None:
-    """Warm-up from 0: the first step collects statistics, moves nothing, leaves no NaN behind."""
-    model = make_model()
-    before = values(model)
-    optimizer = kfac(model, **{**CLASSES[kfac], "weight_decay": 0.0}, **{**SETTINGS, "scaling": scaling})
-    scheduler = schedulers.LambdaLR(optimizer, lambda step: step / 10)
-    train(model, optimizer, [0])
-    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-    assert optimizer.curvature.report()["step"] == 1
-    assert set(optimizer.curvature.report()["layers"]) == {"0", "2", "3"}, "curvature is there already"
-    scheduler.step()
-    train(model, optimizer, range(1, 4), scheduler.step)
-    assert_trained(model, before)
-    assert all(bool(p.isfinite().all()) for p in model.parameters())
-
-
-@pytest.mark.parametrize("kfac", CLASSES)
-def test_reduce_on_plateau(kfac: Any) -> None:
-    model, twin = make_model(), make_model()
-    optimizer = kfac(model, **CLASSES[kfac], **SETTINGS)
-    scheduler = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-    train(model, optimizer, range(STEPS), lambda: scheduler.step(1.0))
-    by_hand = kfac(twin, **CLASSES[kfac], **SETTINGS)
-    for step in range(STEPS):
-        train(twin, by_hand, [step])
-        if step >= 1:  # the first metric is the best so far; with no patience every later one halves the rate
-            by_hand.param_groups[0]["lr"] = max(by_hand.param_groups[0]["lr"] * 0.5, 0.0)
-    assert math.isclose(optimizer.param_groups[0]["lr"], by_hand.param_groups[0]["lr"])
-    assert optimizer.param_groups[0]["lr"] < 0.01 * CLASSES[kfac]["lr"]
-    assert_identical(model, twin)
-
-
-@pytest.mark.parametrize("kfac", [KFACSGD, KFACAdam, KFACLAMB])
-def test_swapping_the_class_leaves_the_schedule_alone(kfac: Any) -> None:
-    """OneCycleLR cycles what the base class has: momentum of SGD, the first beta of Adam (and so of LAMB)."""
-    optimizer, base = kfac(make_model(), **CLASSES[kfac]), BASES[kfac](make_model().parameters(), **CLASSES[kfac])
-    ours, theirs = (SCHEDULERS["OneCycleLR"](made) for made in (optimizer, base))
-    keys = ("lr", "momentum", "betas", "max_lr", "base_momentum", "max_momentum")
-    for _ in range(STEPS):
-        for scheduler, made in ((ours, optimizer), (theirs, base)):
-            made.step()
-            scheduler.step()
-        for key in keys:
-            assert optimizer.param_groups[0].get(key) == base.param_groups[0].get(key), key
 
 
 # Curvature hyperparameters over time ---------------------------------------------------------------------------------
@@ -348,39 +293,6 @@ def test_schedules_of_the_package_can_be_pickled() -> None:
     for schedule in (constant_then_scaled(0.03, (2, 4), 0.5), exponential_decay(0.1, 0.5, 10), growing(0.2, 3)):
         copied = pickle.loads(pickle.dumps(schedule))
         assert [copied(step) for step in range(60)] == [schedule(step) for step in range(60)]
-
-
-@pytest.mark.parametrize(
-    ("keywords", "named"),
-    [
-        ({"fraction": -0.1}, "fraction"),
-        ({"minimum": 0}, "minimum"),
-        ({"minimum": 2.5}, "minimum"),
-        ({"most_work": 0.0}, "most_work"),
-    ],
-)
-def test_growing_refuses_what_can_not_be(keywords: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=rf"{named}=.*must be"):
-        growing(**keywords)
-
-
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (lambda: growing(fraction="0.1"), r"growing\(fraction='0.1'\)"),  # type: ignore[arg-type]
-        (lambda: growing(minimum=True), r"growing\(minimum=True\)"),
-        (lambda: exponential_decay(0.1, 0.5, None), r"exponential_decay\(steps=None\)"),  # type: ignore[arg-type]
-        (lambda: Graft(trust="1"), r"Graft\(trust='1'\)"),  # type: ignore[arg-type]
-        (lambda: EigenSolver(negligible=None), r"EigenSolver\(negligible=None\)"),  # type: ignore[arg-type]
-        (lambda: Gaussian(variance="1"), r"Gaussian\(variance='1'\)"),  # type: ignore[arg-type]
-        (lambda: KAISA("half"), r"KAISA\(grad_worker_fraction='half'\)"),  # type: ignore[arg-type]
-        (lambda: OfMean(True), r"OfMean\(value=True\)"),
-        (lambda: KFAC(make_model(), fisher="categorical", model_fraction="1"), "model_fraction='1'"),
-    ],
-)
-def test_what_is_no_number_is_refused_by_name(make: Callable[[], Any], named: str) -> None:
-    with pytest.raises(TypeError, match=rf"{named}: must be a number, .*, not"):
-        make()
 
 
 # A schedule's values are checked when they come up: each of these would turn every weight into NaN, or the step around.
