@@ -302,7 +302,7 @@ def test_validation_forwards_do_not_count(call: Callable[[Callable[[], Tensor]],
     with torch.no_grad():
         model(torch.randn(11, 3))
     call(lambda: model(x).square().sum(-1).mean()).backward()
-    with torch.no_grad():
+    with torch.inference_mode():
         model.eval()(torch.randn(13, 3))
     first.step()
     call(lambda: plain(x).square().sum(-1).mean()).backward()

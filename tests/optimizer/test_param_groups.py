@@ -53,13 +53,15 @@ def test_equal_groups_are_no_groups(kfac: Any) -> None:
     assert_close(split, whole, TOL)
 
 
-def test_each_group_has_its_own_lr_and_weight_decay() -> None:
+@pytest.mark.parametrize("precondition", ["gradient", "momentum"])
+def test_each_group_has_its_own_lr_and_weight_decay(precondition: str) -> None:
     """Weight change = -lr (direction + decay * weight) with lr and decay of its own group, direction the joint one."""
     model, twin = make_model(), make_model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = KFACSGD(decay_groups(model, lr=0.5), lr=0.2, model=model, scaling=None, **EVERY_STEP)
+    options = {**EVERY_STEP, "scaling": None, "precondition": precondition}
+    optimizer = KFACSGD(decay_groups(model, lr=0.5), lr=0.2, model=model, **options)
     found = changes(model, optimizer)
-    directions = changes(twin, KFACSGD(twin, lr=1.0, scaling=None, **EVERY_STEP))
+    directions = changes(twin, KFACSGD(twin, lr=1.0, **options))
     for name, old in before.items():
         lr, decay = (0.2, 0.1) if old.dim() > 1 else (0.5, 0.0)
         torch.testing.assert_close(found[name], lr * (directions[name] - decay * old), rtol=TOL, atol=TOL)
@@ -250,22 +252,14 @@ def test_layers_that_train_in_turn_cost_no_refresh_in_every_step() -> None:
     assert optimizer.curvature.refreshes <= 5
 
 
-def test_a_frozen_bias_leaves_the_weight_its_own_block() -> None:
-    """The block of the weight alone, not the joint solve with its bias entry thrown away."""
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_bias_that_does_not_train_here_leaves_the_weight_its_own_block(frozen: bool) -> None:
+    """The block of the weight alone, not the joint solve with its bias entry thrown away; also beside an optimizer."""
     model, twin = nn.Sequential(nn.Linear(4, 3)), nn.Sequential(nn.Linear(4, 3, bias=False))
     twin[0].weight.data.copy_(model[0].weight)
     model[0].bias.data.zero_()
-    model[0].bias.requires_grad_(False)
-    train(model, KFACSGD(model, lr=0.1, **SETTINGS), range(STEPS))
-    train(twin, KFACSGD(twin, lr=0.1, **SETTINGS), range(STEPS))
-    torch.testing.assert_close(model[0].weight, twin[0].weight, rtol=TOL, atol=TOL)
-
-
-def test_a_bias_under_another_optimizer_leaves_the_weight_its_own_block() -> None:
-    model, twin = nn.Sequential(nn.Linear(4, 3)), nn.Sequential(nn.Linear(4, 3, bias=False))
-    twin[0].weight.data.copy_(model[0].weight)
-    model[0].bias.data.zero_()
-    train(model, KFACSGD([model[0].weight], lr=0.1, **SETTINGS), range(STEPS))
+    model[0].bias.requires_grad_(not frozen)
+    train(model, KFACSGD(model if frozen else [model[0].weight], lr=0.1, **SETTINGS), range(STEPS))
     train(twin, KFACSGD(twin, lr=0.1, **SETTINGS), range(STEPS))
     torch.testing.assert_close(model[0].weight, twin[0].weight, rtol=TOL, atol=TOL)
     assert torch.equal(model[0].bias, torch.zeros(3))
@@ -424,11 +418,6 @@ def test_a_second_optimizer_over_the_same_parameters_has_its_own_curvature() -> 
     gc.collect()
     derived = type("Distributed", (KFACSGD,), {})(model.parameters())
     assert derived.curvature is not first.curvature
-
-
-def test_an_empty_list_is_refused_as_by_torch() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        KFACSGD([], lr=0.1)
 
 
 def test_parameters_outside_the_model_train_by_the_base_rule_and_are_listed() -> None:

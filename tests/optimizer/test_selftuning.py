@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from kfac_optim import KFAC, Gaussian, InverseSolver
 from kfac_optim.capture import replay as replay_module
 from kfac_optim.objective import Objective
-from tests.helpers.compare import assert_identical, assert_near, assert_trained, values
+from tests.helpers.compare import assert_identical, assert_near, assert_same_weights, assert_trained, values
 from tests.helpers.files import through_a_file
 from tests.helpers.fishers import FixedTargets
 from tests.helpers.settings import FLOAT64
@@ -269,16 +269,14 @@ def test_keywords_outputs_and_checkpoints_make_no_difference(monkeypatch: pytest
         again.zero_grad()
         F.cross_entropy(wrapped(scale=1.0, inputs=inputs).logits, classes).backward()
         again.step()
-    for p, q in zip(model.parameters(), wrapped.parameters(), strict=True):
-        assert_near(q.detach(), p.detach(), rel=1e-6)
+    assert_same_weights(wrapped.body, model, 1e-6)
 
 
 def test_micro_batches_are_one_batch() -> None:
     (model, optimizer), (parted, again) = make(fisher=FixedTargets()), make(fisher=FixedTargets())
     train(model, optimizer, range(4), **BATCH)
     train(parted, again, range(4), parts=4, **BATCH)
-    for p, q in zip(model.parameters(), parted.parameters(), strict=True):
-        assert_near(q.detach(), p.detach(), rel=1e-6)
+    assert_same_weights(parted, model, 1e-6)
     assert again.param_groups[0]["damping"] == pytest.approx(optimizer.param_groups[0]["damping"])
 
 
@@ -299,8 +297,7 @@ def test_what_a_loop_does_beside_training_is_left_alone() -> None:
         image = inputs.clone().requires_grad_()
         torch.autograd.grad(F.cross_entropy(bothered(image), classes), image)
         other.step()
-    for p, q in zip(model.parameters(), bothered.parameters(), strict=True):
-        assert_near(q.detach(), p.detach(), rel=1e-6)
+    assert_same_weights(bothered, model, 1e-6)
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -321,8 +318,7 @@ def test_passes_whose_gradients_were_cleared_do_not_count(to_none: bool, late: b
             loss.backward()
         again.step()
         again.zero_grad()
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert_near(q.detach(), p.detach(), rel=1e-6)
+    assert_same_weights(other, model, 1e-6)
 
 
 def test_gradients_of_a_graph_that_is_kept_count_as_often_as_they_are_in_grad() -> None:
@@ -337,8 +333,7 @@ def test_gradients_of_a_graph_that_is_kept_count_as_often_as_they_are_in_grad() 
             (loss / 2).backward(retain_graph=True)
         again.step()
         again.zero_grad()
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert_near(q.detach(), p.detach(), rel=1e-6)
+    assert_same_weights(other, model, 1e-6)
 
 
 # A closure -----------------------------------------------------------------------------------------------------------
@@ -400,15 +395,10 @@ def test_a_closure_of_the_likelihood_finds_the_same_steps() -> None:
         train(model, optimizer, [(inputs, classes)])
         again.step(closure)
         again.param_groups[0]["damping"] = optimizer.param_groups[0]["damping"]
-        for p, q in zip(model.parameters(), other.parameters(), strict=True):
-            assert_near(q.detach(), p.detach(), rel=1e-5)
+        assert_same_weights(other, model, 1e-5)
 
 
 # Refusals ------------------------------------------------------------------------------------------------------------
-
-
-def weighted(z: Tensor, t: Tensor) -> Tensor:
-    return F.cross_entropy(z, t, torch.tensor([3.0, 1.0, 1.0]).to(z), reduction="sum") / len(t)
 
 
 WRONG_LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]] = {
@@ -594,19 +584,13 @@ def test_a_closed_curvature_ends_it() -> None:
 # Precision -----------------------------------------------------------------------------------------------------------
 
 
-def test_autocast_changes_little() -> None:
-    (model, optimizer), (half, other) = (make(torch.float32) for _ in range(2))
-    train(model, optimizer, [learnable()] * 10)
-    train(half, other, [learnable()] * 10, autocast=torch.bfloat16)
-    assert loss_now(half) == pytest.approx(loss_now(model), rel=0.1)
-
-
-def test_inputs_may_be_in_half_precision_under_autocast() -> None:
-    """Lightning's Fabric casts them."""
+@pytest.mark.parametrize("of_inputs", [torch.float32, torch.bfloat16])
+def test_autocast_changes_little(of_inputs: torch.dtype) -> None:
+    """Lightning's Fabric casts inputs, too."""
     (model, optimizer), (half, other) = (make(torch.float32) for _ in range(2))
     inputs, classes = learnable()
     train(model, optimizer, [(inputs, classes)] * 10)
-    train(half, other, [(inputs.bfloat16(), classes)] * 10, autocast=torch.bfloat16)
+    train(half, other, [(inputs.to(of_inputs), classes)] * 10, autocast=torch.bfloat16)
     assert loss_now(half) == pytest.approx(loss_now(model), rel=0.1)
 
 
@@ -636,8 +620,7 @@ def test_a_grad_scaler_that_is_given_changes_nothing() -> None:
     other.curvature.grad_scaler = scaler
     train(model, optimizer, range(4), **BATCH)
     train(scaled, other, range(4), scaler=scaler, **BATCH)
-    for p, q in zip(model.parameters(), scaled.parameters(), strict=True):
-        assert_near(q.detach(), p.detach(), rel=1e-6)
+    assert_same_weights(scaled, model, 1e-6)
 
 
 def test_a_batch_that_is_not_finite_is_skipped() -> None:

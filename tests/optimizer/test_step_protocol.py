@@ -238,31 +238,6 @@ def test_a_forward_that_awaits_its_backward_survives_zero_grad(kfac: Any, fisher
     assert_identical(model, twin)
 
 
-def test_model_zero_grad_serves_as_well() -> None:
-    """Statistics are taken up by ``step()``, so between two steps nothing is left that would have to be forgotten."""
-    (model, optimizer), (twin, plain) = build(KFACSGD), build(KFACSGD)
-    for step in range(STEPS):
-        model.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
-    train(twin, plain, range(STEPS))
-    assert_identical(model, twin)
-
-
-def test_evaluation_between_steps_leaves_no_trace() -> None:
-    (model, optimizer), (twin, plain) = build(KFACSGD), build(KFACSGD)
-    for step in range(STEPS):
-        backward(model, step)
-        with torch.no_grad():
-            loss_of(model, 50 + step)
-        with torch.inference_mode():
-            loss_of(model, 60 + step)
-        loss_of(model, 70 + step)  # a forward with gradients enabled that nobody differentiates
-        optimizer.step()
-    train(twin, plain, range(STEPS))
-    assert_identical(model, twin)
-
-
 def test_gradients_of_a_penalty_are_no_statistics() -> None:
     """A backward pass with ``create_graph=True`` differentiates something else than the loss."""
     (model, optimizer), (twin, plain) = build(KFACSGD), build(KFACSGD)
@@ -301,17 +276,6 @@ def test_gradients_of_the_inputs_alone_are_no_statistics(fisher: str) -> None:
             loss_of(trained, step).backward()
         optimizer.step()
         plain.step()
-    assert_identical(model, twin)
-
-
-def test_gradients_of_the_parameters_by_autograd_grad_are_statistics() -> None:
-    (model, optimizer), (twin, plain) = build(KFACSGD), build(KFACSGD)
-    for step in range(STEPS):
-        gradients = torch.autograd.grad(loss_of(model, step), list(model.parameters()))
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-    train(twin, plain, range(STEPS))
     assert_identical(model, twin)
 
 
