@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from tests.helpers.compare import assert_identical
 
 Batch = tuple[Tensor, Tensor]
 SHAPE = (8, 4)  # inputs of the small model
@@ -97,6 +101,20 @@ def train(
         scaler.update()
         if after is not None:
             after()
+
+
+def assert_refused(model: nn.Module, optimizer: Any, state: dict[str, Any]) -> str:
+    """The state is, by a ValueError, whose message is returned; training goes on as if nothing had been."""
+    before = copy.deepcopy(optimizer.state_dict())
+    twin, other = copy.deepcopy((model, optimizer))
+    with pytest.raises(ValueError) as error:
+        optimizer.load_state_dict(state)
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+    assert_identical(model, twin)
+    for net, by in ((model, optimizer), (twin, other)):
+        train(net, by, range(20, 26))
+    assert_identical(model, twin)
+    return str(error.value)
 
 
 def trusts_of(model: nn.Module, optimizer: Any, steps: int, **options: Any) -> list[float]:
