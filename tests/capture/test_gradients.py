@@ -94,10 +94,7 @@ def test_a_step_on_nothing_has_no_statistics(clear: Callable[[nn.Module], None])
         loss_of(model, 2, 7.0).backward()
         clear(model)
 
-    def expected(model: nn.Module, optimizer: KFACSGD) -> None:
-        passes(1)(model, optimizer)
-
-    assert_as(run, expected)
+    assert_as(run, passes(1))
 
 
 @pytest.mark.parametrize("clear", CLEARINGS.values(), ids=CLEARINGS)
@@ -146,6 +143,14 @@ def test_other_changes_of_the_gradients_keep_the_statistics(change: Callable[[nn
     assert_as(run, passes(1, 2))
 
 
+def two_steps(model: nn.Module, optimizer: KFACSGD) -> None:
+    """The second one is left to the caller."""
+    loss_of(model, 1).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+
+
 def test_gradients_from_before_the_step_are_no_clearing() -> None:
     """A loop that never clears: each step has the statistics of its own passes."""
 
@@ -154,13 +159,7 @@ def test_gradients_from_before_the_step_are_no_clearing() -> None:
         optimizer.step()
         loss_of(model, 2).backward()
 
-    def cleared(model: nn.Module, optimizer: KFACSGD) -> None:
-        loss_of(model, 1).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss_of(model, 2).backward()
-
-    assert_as(run, cleared)
+    assert_as(run, two_steps)
 
 
 def test_a_closure_that_clears_through_the_model() -> None:
@@ -366,13 +365,7 @@ def test_a_loop_that_writes_through_data(how: str) -> None:
             if seed == 1:
                 optimizer.step()
 
-    def expected(model: nn.Module, optimizer: KFACSGD) -> None:
-        loss_of(model, 1).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss_of(model, 2).backward()
-
-    assert_as(run, expected)
+    assert_as(run, two_steps)
 
 
 def test_saliency_maps_and_clearing_between_them() -> None:
@@ -417,6 +410,14 @@ def test_a_layer_that_is_frozen_between_forward_and_backward(fisher: str) -> Non
     assert_as(functools.partial(run, before=False), functools.partial(run, before=True), fisher=fisher)
 
 
+def hooked_loss(model: nn.Module, layer: nn.Module, hook: Callable[[Tensor], None], seed: int) -> Tensor:
+    """A loss in whose backward pass the hook gets the gradient of the layer's output."""
+    handle = layer.register_forward_hook(lambda module, args, output: output.register_hook(hook) and None)
+    loss = loss_of(model, seed)
+    handle.remove()
+    return loss
+
+
 def test_a_backward_pass_that_raised_leaves_no_trace_if_its_graph_is_used_again() -> None:
     """No call of the model comes between the two passes."""
     raised = []
@@ -427,11 +428,7 @@ def test_a_backward_pass_that_raised_leaves_no_trace_if_its_graph_is_used_again(
             raise RuntimeError("out of memory")
 
     def run(model: nn.Module, optimizer: KFACSGD) -> None:
-        handle = model[1].register_forward_hook(
-            lambda module, args, output: output.register_hook(out_of_memory) and None
-        )
-        loss = loss_of(model, 1)
-        handle.remove()
+        loss = hooked_loss(model, model[1], out_of_memory, 1)
         with pytest.raises(RuntimeError, match="out of memory"):
             loss.backward(retain_graph=True)
         optimizer.zero_grad()
@@ -448,11 +445,7 @@ def test_a_backward_pass_that_raised_leaves_no_trace_in_that_of_an_earlier_forwa
 
     def run(model: nn.Module, optimizer: KFACSGD) -> None:
         loss = loss_of(model, 1)
-        handle = model[0].register_forward_hook(
-            lambda module, args, output: output.register_hook(out_of_memory) and None
-        )
-        other = loss_of(model, 2)
-        handle.remove()
+        other = hooked_loss(model, model[0], out_of_memory, 2)
         with pytest.raises(RuntimeError, match="out of memory"):
             other.backward()
         model.zero_grad()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, CurvatureEngine
-from tests.helpers.compare import assert_applied, assert_same_factors, assert_same_weights, snapshot
-from tests.helpers.reference import Oracle, averaged, log_cosh, take_step
+from tests.helpers.compare import assert_same_factors, assert_same_weights
+from tests.helpers.reference import Oracle, assert_steps_as, averaged, log_cosh
 from tests.helpers.settings import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -70,12 +70,8 @@ def test_in_place_activation_against_the_dense_definition() -> None:
     model, twin = factory(), factory()
     twin.load_state_dict(model.state_dict())
     optimizer = KFACSGD(model, **(OPTIONS | {"lr": 1.0}))
-    oracle, loss = Oracle(twin), averaged(log_cosh, "batch")
     passes = [((torch.randn(6, 3),), torch.randn(6, 2))]
-    step = oracle.observe(passes, loss, snapshot(model))
-    oracle.refresh(step)
-    changes = take_step(model, optimizer, passes, loss)
-    assert_applied(oracle, changes, oracle.directions(step.gradients, 0.1), step.gradients)
+    assert_steps_as(Oracle(twin), model, optimizer, passes, averaged(log_cosh, "batch"), 0.1)
 
 
 @pytest.mark.parametrize("fisher", ["empirical", "categorical"])

@@ -18,14 +18,12 @@ from kfac_optim import KFACSGD, CurvatureEngine
 from kfac_optim.capture import LossTerms
 from tests.helpers.compare import (
     SAME,
-    assert_applied,
     assert_near,
     assert_same_factors,
     assert_same_weights,
     factors_of,
-    snapshot,
 )
-from tests.helpers.reference import Oracle, averaged, cross_entropy, take_step
+from tests.helpers.reference import Oracle, assert_steps_as, averaged, cross_entropy
 from tests.helpers.settings import OPTIONS, SOLVERS
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -78,10 +76,7 @@ def test_loss_average_against_the_dense_definition(
     oracle, loss = Oracle(twin, average=average, batch_dim=batch_dim), averaged(cross_entropy, average, batch_dim)
     for _ in range(2):
         passes = [((torch.randn(*shape, 3),), torch.randn(*shape, 5))]
-        step = oracle.observe(passes, loss, snapshot(model))
-        oracle.refresh(step)
-        changes = take_step(model, optimizer, passes, loss)
-        assert_applied(oracle, changes, oracle.directions(step.gradients, DAMPING, solver=solver), step.gradients)
+        assert_steps_as(oracle, model, optimizer, passes, loss, DAMPING, solver)
 
 
 def test_mean_and_sum_are_the_same_loss_in_other_units() -> None:
@@ -137,11 +132,7 @@ def test_ignored_targets(kind: str) -> None:
     }
     model, twin = Tagger(), Tagger()
     optimizer = build(model, loss_average=choices[kind])
-    oracle = Oracle(twin, terms=lambda output: terms)
-    step = oracle.observe([((x,), y)], ignoring, snapshot(model))
-    oracle.refresh(step)
-    changes = take_step(model, optimizer, [((x,), y)], ignoring)
-    assert_applied(oracle, changes, oracle.directions(step.gradients, DAMPING), step.gradients)
+    assert_steps_as(Oracle(twin, terms=lambda output: terms), model, optimizer, [((x,), y)], ignoring, DAMPING)
 
 
 def test_loss_terms_of_a_model_called_by_keywords() -> None:

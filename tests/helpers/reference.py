@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from tests.helpers.compare import assert_near, parameters
+from tests.helpers.compare import assert_applied, assert_near, parameters, snapshot
 
 NOISE = 1e-8  # what should be of order one and is smaller than this may have lost half of its digits to cancellation
 LARGEST_CONDITION = 1e6  # rounding of 1e-16 times this leaves two digits to spare below REL_TOL
@@ -707,3 +707,19 @@ def take_step(
     """Backward passes and one ``step()``: the change of every parameter."""
     backward(model, passes, loss)
     return apply(model, optimizer)
+
+
+def assert_steps_as(
+    oracle: Oracle,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    passes: Sequence[tuple[Inputs, Tensor]],
+    loss: LossFunction,
+    damping: float,
+    solver: str = "eigen",
+) -> None:
+    """One step at a rate of 1, whose factors are its own and those of the steps before, moves as the oracle does."""
+    step = oracle.observe(passes, loss, snapshot(model))
+    oracle.refresh(step)
+    changes = take_step(model, optimizer, passes, loss)
+    assert_applied(oracle, changes, oracle.directions(step.gradients, damping, solver=solver), step.gradients)

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACSGD
 from tests.helpers.compare import (
-    assert_applied,
     assert_near,
     assert_same_factors,
     assert_same_weights,
     factors_of,
     snapshot,
 )
-from tests.helpers.reference import Oracle, averaged, cross_entropy, log_cosh, take_step
+from tests.helpers.reference import Oracle, assert_steps_as, averaged, cross_entropy, log_cosh, take_step
 from tests.helpers.settings import OPTIONS, SOLVERS
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -96,11 +95,7 @@ def test_uses_of_one_weight_pool_their_rows(
     oracle = Oracle(twin)
     for _ in range(2):
         passes = [((torch.randn(n, 4),), torch.randn(n, 2)) for n in sizes]
-        step = oracle.observe(passes, loss, snapshot(model))
-        oracle.refresh(step)
-        changes = take_step(model, optimizer, passes, loss)
-        directions = oracle.directions(step.gradients, DAMPING, solver=solver)
-        assert_applied(oracle, changes, directions, step.gradients)
+        assert_steps_as(oracle, model, optimizer, passes, loss, DAMPING, solver)
 
 
 def test_pooled_layers_are_named_in_the_table() -> None:
@@ -187,10 +182,7 @@ def test_the_layers_beside_a_declined_weight_keep_their_block() -> None:
     oracle.layers = [layer for layer in oracle.layers if layer.name == "mix"]
     entropy = averaged(cross_entropy, "batch")
     passes = [((torch.randint(6, (3, 5)),), torch.randn(3, 5, 6))]
-    step = oracle.observe(passes, entropy, snapshot(model))
-    oracle.refresh(step)
-    changes = take_step(model, optimizer, passes, entropy)
-    assert_applied(oracle, changes, oracle.directions(step.gradients, DAMPING), step.gradients)
+    assert_steps_as(oracle, model, optimizer, passes, entropy, DAMPING)
 
 
 class Chosen(nn.Module):

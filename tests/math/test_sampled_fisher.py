@@ -93,7 +93,7 @@ def assert_close_to(oracle: Oracle, changes: Named, directions: dict[str, Tensor
         assert error < MONTE_CARLO_TOL, f"{layer.name}: {error}"
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, Roots, str]] = {
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str | Fisher, Roots, str]] = {
     "categorical": (perceptron, (4, 3), "categorical", categorical_roots, "batch"),
     "categorical over elements": (perceptron, (4, 3), "categorical", categorical_roots, "elements"),
     "bernoulli": (perceptron, (4, 3), "bernoulli", bernoulli_roots, "batch"),
@@ -104,6 +104,17 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, Roots, str
     "categorical tokens, token mean": (tokens, (4, 3), "categorical", categorical_roots, "batch+sequence"),
     "gaussian images": (convolutional, (4, 2, 3, 3), "gaussian", gaussian_roots, "batch"),
     "bernoulli images": (convolutional, (4, 2, 3, 3), "bernoulli", bernoulli_roots, "elements"),
+    "classes in dimension 1": (
+        convolutional,
+        (4, 2, 3, 3),
+        Categorical(dim=1),
+        partial(categorical_roots, dim=1),
+        "batch",
+    ),
+    **{
+        f"variance {v}": (perceptron, (4, 3), Gaussian(variance=v), partial(gaussian_roots, variance=v), "batch")
+        for v in (0.25, 4.0)
+    },
 }
 
 
@@ -115,7 +126,7 @@ def inputs_for(factory: Callable[[], nn.Module], shape: tuple[int, ...]) -> Tens
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_sampled_factors_converge_to_their_expectation(
-    case: tuple[Callable[[], nn.Module], tuple[int, ...], str, Roots, str], sharing: str
+    case: tuple[Callable[[], nn.Module], tuple[int, ...], str | Fisher, Roots, str], sharing: str
 ) -> None:
     factory, shape, fisher, roots, average = case
     if factory is tokens and sharing == "reduce":
@@ -146,28 +157,6 @@ def test_a_summed_loss_has_the_fisher_of_the_sum(parts: int) -> None:
     keywords = {"damping": COPIES * gamma, "fisher": "categorical", "loss_average": None}
     passes = [((copied(x, COPIES // parts),), copied(target, COPIES // parts))] * parts
     changes = take_step(model, KFACSGD(model, **EXACT | keywords), passes, squared_error)
-    assert_close_to(oracle, changes, directions)
-
-
-def test_class_dimension_one() -> None:
-    model, twin = twins(convolutional)
-    x = torch.randn(4, 2, 3, 3)
-    target, loss = 3 * torch.randn(4, 3, 2, 2), averaged(squared_error, "batch")
-    oracle = Oracle(twin)
-    directions, gamma = expected_directions(oracle, x, target, loss, partial(categorical_roots, dim=1))
-    optimizer = KFACSGD(model, **EXACT | {"damping": gamma, "fisher": Categorical(dim=1)})
-    changes = take_step(model, optimizer, [((copied(x),), copied(target))], loss)
-    assert_close_to(oracle, changes, directions)
-
-
-@pytest.mark.parametrize("variance", [0.25, 4.0])
-def test_gaussian_variance(variance: float) -> None:
-    model, twin = twins(perceptron)
-    x, target, loss = torch.randn(4, 3), 3 * torch.randn(4, 3), averaged(squared_error, "batch")
-    oracle = Oracle(twin)
-    directions, gamma = expected_directions(oracle, x, target, loss, partial(gaussian_roots, variance=variance))
-    optimizer = KFACSGD(model, **EXACT | {"damping": gamma, "fisher": Gaussian(variance=variance)})
-    changes = take_step(model, optimizer, [((copied(x),), copied(target))], loss)
     assert_close_to(oracle, changes, directions)
 
 

@@ -20,14 +20,13 @@ from kfac_optim.state_keys import TURN
 from tests.helpers import training
 from tests.helpers.compare import (
     SAME,
-    assert_applied,
     assert_near,
     assert_same_factors,
     assert_same_weights,
     factors_of,
     snapshot,
 )
-from tests.helpers.reference import Oracle, averaged, log_cosh, squared_error, take_step
+from tests.helpers.reference import Oracle, assert_steps_as, averaged, log_cosh, squared_error
 from tests.helpers.settings import OPTIONS, SOLVERS, damping_of
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -313,10 +312,7 @@ def test_factors_over_the_limit_are_block_diagonal(limit: int, solver: str) -> N
     oracle = Oracle(twin, largest_block=limit)
     for _ in range(2):
         passes = [((torch.randn(6, 3),), torch.randn(6, 2))]
-        step = oracle.observe(passes, loss, snapshot(model))
-        oracle.refresh(step)
-        changes = take_step(model, optimizer, passes, loss)
-        assert_applied(oracle, changes, oracle.directions(step.gradients, 0.1, solver=solver), step.gradients)
+        assert_steps_as(oracle, model, optimizer, passes, loss, 0.1, solver)
     rows = {line.split()[0]: line for line in str(optimizer.curvature).splitlines() if line.split()}
     for layer in optimizer.curvature.layers:
         for side, dim in (("A", layer.d_in), ("G", layer.d_out)):
