@@ -22,11 +22,11 @@ from kfac_optim import KFACSGD, CurvatureEngine, KFACAdam, LayerWise, TorchCommu
 from kfac_optim.distributed import LocalCommunicator
 from tests.helpers.compare import assert_all_near, assert_equal_on_ranks, values
 from tests.helpers.ranks import run_ranks
-from tests.helpers.settings import FLOAT64, OFTEN
+from tests.helpers.settings import FLOAT64, SETTINGS
 from tests.helpers.training import average_gradients, data_of, share, train
 
 SHAPE = (8, 5)
-OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, **OFTEN, **FLOAT64}
+OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, **SETTINGS}
 
 
 class Branches(nn.Module):

@@ -120,7 +120,9 @@ def narrow_head(rank: int, world_size: int) -> list[Tensor]:
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 1)).double()
     if world_size > 1:
         shard(model, "per layer")
-    optimizer = KFACSGD(model, lr=0.05, momentum=0.9, assignment=LayerWise("sharded"), **OPTIONS)
+    optimizer = KFACSGD(
+        model, lr=0.05, momentum=0.9, assignment=LayerWise("sharded"), scaling=Graft(trust=1.0), **OPTIONS
+    )
 
     def loss(output: Tensor, classes: Tensor) -> Tensor:
         return F.mse_loss(output.squeeze(-1), classes.double())
@@ -155,7 +157,7 @@ def attends(rank: int, world_size: int) -> tuple[list[Tensor], str]:
     if world_size > 1:
         fully_shard(model.layer)
         fully_shard(model)
-    optimizer = KFACSGD(model, lr=0.05, momentum=0.9, **OPTIONS)
+    optimizer = KFACSGD(model, lr=0.05, momentum=0.9, scaling=Graft(trust=1.0), **OPTIONS)
     train(model, optimizer, range(7), shape=(12, 12), rank=rank, world_size=world_size)
     return whole(model), str(optimizer.curvature)
 
@@ -202,7 +204,7 @@ def scales(rank: int, world_size: int) -> list[Tensor]:
     model = nn.Sequential(nn.Linear(4, 6), nn.PReLU(), nn.Linear(6, 6), nn.PReLU(), nn.Linear(6, 3)).double()
     if world_size > 1:
         fully_shard(model)
-    optimizer = KFACLAMB(model, lr=0.01, **OPTIONS)
+    optimizer = KFACLAMB(model, lr=0.01, scaling=Graft(trust=1.0), **OPTIONS)
     train(model, optimizer, range(4), shape=SHAPE, rank=rank, world_size=world_size)
     numbers = [state[key] for state in optimizer.state.values() for key in ("weight_norm", "adam_norm", "trust_ratio")]
     assert not any(isinstance(number, DTensor) for number in numbers), "parts of norms can't be saved"
@@ -619,7 +621,9 @@ def partly_sharded(rank: int, world_size: int, assignment: str) -> list[Tensor]:
     """Only the first layer is sharded; the others' gradients are averaged by hand."""
     model = make()
     fully_shard(model[0])
-    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, weight_decay=1e-3, **OPTIONS, assignment=assignment)
+    optimizer = KFACSGD(
+        model, lr=0.1, momentum=0.9, weight_decay=1e-3, scaling=Graft(trust=1.0), **OPTIONS, assignment=assignment
+    )
     plain = [p for p in model.parameters() if not isinstance(p, DTensor)]
     everyone = {"shape": SHAPE, "rank": rank, "world_size": world_size}
     train(model, optimizer, range(7), before_step=lambda: average_gradients(plain), **everyone)
@@ -629,4 +633,4 @@ def partly_sharded(rank: int, world_size: int, assignment: str) -> list[Tensor]:
 @pytest.mark.fast("layer-wise")
 @pytest.mark.parametrize("assignment", ["factor-wise", "layer-wise"])
 def test_sharded_and_plain_parameters_in_one_model(assignment: str) -> None:
-    assert_all_near(run_ranks(2, partly_sharded, assignment), trained(0, 1, "sgd", "", {}))
+    assert_all_near(run_ranks(2, partly_sharded, assignment), trained(0, 1, "sgd", "", {"scaling": Graft(trust=1.0)}))
