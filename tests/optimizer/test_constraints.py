@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch.nn import functional as F
 from kfac_optim import KFACSGD, Graft, KFACAdam, KFACAdamW, flat_storage
 from kfac_optim.steering.constraints import WeightWatch
 from tests.helpers.bases import KFACRMSprop
+from tests.helpers.compare import assert_identical, values
+from tests.helpers.training import train
 
 Case = tuple[Any, Any, dict[str, Any]]
 
@@ -55,13 +58,13 @@ def test_weights_whose_gradients_are_masked_move_as_those_of_the_base(
     optimizers = [kfac(model, **options), base(other.parameters(), **options)]
     torch.manual_seed(2)
     masks = [torch.rand_like(p) < 0.6 for p in model.parameters()]
-    for x, y in batches(40):
-        for of, optimizer in zip((model, other), optimizers, strict=True):
-            optimizer.zero_grad()
-            F.cross_entropy(of(x), y).backward()
-            for p, masked in zip(of.parameters(), masks, strict=True):
-                p.grad.masked_fill_(masked, 0.0)  # type: ignore[union-attr]
-            optimizer.step()
+
+    def mask(of: nn.Module) -> None:
+        for p, masked in zip(of.parameters(), masks, strict=True):
+            p.grad.masked_fill_(masked, 0.0)  # type: ignore[union-attr]
+
+    for of, optimizer in zip((model, other), optimizers, strict=True):
+        train(of, optimizer, batches(40), before_step=partial(mask, of))
     differences = []
     for p, q, masked in zip(model.parameters(), other.parameters(), masks, strict=True):
         torch.testing.assert_close(p[masked], q[masked], rtol=1e-6, atol=1e-7)  # AdamW's decay is taken apart, rounded
@@ -228,12 +231,7 @@ def test_what_undoes_no_step_does_not_stop_the_stretching(change: Any) -> None:
 def test_state_and_table_know_of_a_constrained_layer() -> None:
     model, (x, y) = net(), batches(1)[0]
     optimizer = KFACSGD(model, lr=1e-3, momentum=0.9)
-    for step in range(12):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        with torch.no_grad():
-            clamp(model, step)
+    train(model, optimizer, [(x, y)] * 12, lambda: clamp_data(model, 0))
     told = ["changed between steps" in line for line in repr(optimizer.curvature).splitlines() if "Linear" in line]
     assert told == [False, True, False]
     state, resumed = copy.deepcopy(optimizer.state_dict()), KFACSGD(net(), lr=1e-3, momentum=0.9)
@@ -256,7 +254,7 @@ def test_a_resumed_run_forgets_what_the_other_forgets(saved_after: int) -> None:
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for of, by in ((model, optimizer), (other, resumed)):
         train_clamped(by, of, 12, limit=0.5)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    assert_identical(model, other)
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -279,38 +277,29 @@ def test_to_save_a_state_changes_nothing(whole: bool) -> None:
                         p.mul_(0.9)
                 optimizer.full_state_dict() if whole else optimizer.state_dict()
                 model.load_state_dict(own)
-        ends.append([p.detach().clone() for p in model.parameters()])
-    assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))
+        ends.append(model)
+    assert_identical(*ends)
 
 
 def test_a_state_that_is_loaded_beside_the_weights_keeps_its_stretches() -> None:
     """Going back to an earlier point of the run is no projection."""
     model = net()
     optimizer = KFACSGD(model, lr=0.05, momentum=0.9)
-    saved: dict[str, Any] = {}
+    train(model, optimizer, batches(24)[:12])
+    state, weights = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
     ends = []
-    for attempt in range(2):
-        for i, (x, y) in enumerate(batches(24)):
-            if i == 12 and attempt == 0:
-                saved = {"optimizer": copy.deepcopy(optimizer.state_dict()), "model": copy.deepcopy(model.state_dict())}
-            if i < 12 and attempt == 1:
-                continue
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-        ends.append([p.detach().clone() for p in model.parameters()])
-        optimizer.load_state_dict(saved["optimizer"])
-        model.load_state_dict(saved["model"])
+    for _ in range(2):
+        train(model, optimizer, batches(24)[12:])
+        ends.append(values(model))
+        optimizer.load_state_dict(state)
+        model.load_state_dict(weights)
     assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))
 
 
 def test_without_a_stretch_nothing_is_kept_of_the_weights() -> None:
     model = net()
     optimizer = KFACSGD(model, lr=0.05, momentum=0.9, scaling=Graft(stretch=False))
-    for x, y in batches(3):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, batches(3))
     assert not any("kfac_stretch" in state for state in optimizer.state.values())
 
 
@@ -322,9 +311,7 @@ def test_weights_are_compared_in_every_step_at_first_and_then_in_every_eighth() 
     for i, (x, y) in enumerate(batches(42)):
         if optimizer.curvature.watch.watched:
             compared.append(i)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        train(model, optimizer, [(x, y)])
     assert compared[compared.index(10) :] == [*range(10, 16), 16, 24, 32, 40]
 
 
@@ -352,8 +339,6 @@ def test_whoever_turns_no_step_looks_at_no_weights(closes: bool) -> None:
             optimizer.curvature.close()
         elif i == 12:
             optimizer.precondition = "gradient"
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        train(model, optimizer, [(x, y)])
         looks.append(bool(optimizer.curvature.watch.watched))
     assert looks[10:] == [True, True, False, False]
