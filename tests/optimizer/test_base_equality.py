@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, KFACAdam, KFACAdamW
 from kfac_optim.lamb import MultiTensorLamb
-from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
+from tests.helpers.bases import KFACRMSprop
+from tests.helpers.compare import assert_close, assert_trained, values
 from tests.helpers.reads import HostReads
 from tests.helpers.settings import ALL_CLASSES, BASES, FLOAT64
 from tests.helpers.training import backward, make_model, train
@@ -60,6 +61,7 @@ CASES = [
     *[(KFACAdam, torch.optim.Adam, keywords) for keywords in ADAM_KEYWORDS],
     *[(KFACAdamW, torch.optim.AdamW, keywords) for keywords in ({}, {"weight_decay": 0.1}, {"amsgrad": True})],
     *[(KFACLAMB, torch_optimizer.Lamb, keywords) for keywords in LAMB_KEYWORDS],
+    (KFACRMSprop, torch.optim.RMSprop, {}),
 ]
 
 
@@ -117,14 +119,6 @@ def test_positional_arguments_have_the_base_class_s_order(kfac: Any, base: Any, 
     train(ours, kfac(ours.parameters(), *arguments, model=ours), range(STEPS))
     train(theirs, base(theirs.parameters(), *arguments), range(STEPS))
     assert_close(ours, theirs, LAMB_TOL)
-
-
-def test_momentum_mode_without_covered_layers_is_sgd() -> None:
-    ours, theirs = Raw(), Raw()
-    keywords = {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}
-    train(ours, KFACSGD(ours, **keywords, precondition="momentum"), range(STEPS))
-    train(theirs, torch.optim.SGD(theirs.parameters(), **keywords), range(STEPS))
-    assert_identical(ours, theirs)
 
 
 @pytest.mark.parametrize("kfac", ALL_CLASSES)

@@ -138,7 +138,7 @@ def test_step_hooks_fire_exactly_once(kfac: Any, base_first: bool) -> None:
 
 
 def test_hooks_see_raw_gradients_and_weights_before_and_after() -> None:
-    model, optimizer = build(KFACSGD)
+    model, optimizer = build(KFACSGD, precondition="gradient")
     train(model, optimizer, range(3))
     backward(model, 3)
     raw, seen = [p.grad.clone() for p in model.parameters() if p.grad is not None], []
@@ -238,19 +238,6 @@ def test_a_forward_that_awaits_its_backward_survives_zero_grad(kfac: Any, fisher
     assert_identical(model, twin)
 
 
-def test_gradients_of_a_penalty_are_no_statistics() -> None:
-    """A backward pass with ``create_graph=True`` differentiates something else than the loss."""
-    (model, optimizer), (twin, plain) = build(KFACSGD), build(KFACSGD)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        inputs = torch.randn(4, 4, requires_grad=True)
-        torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
-        loss_of(model, step).backward()
-        optimizer.step()
-    train(twin, plain, range(STEPS))
-    assert_identical(model, twin)
-
-
 def test_a_loop_that_makes_a_graph_of_every_gradient_is_told_so() -> None:
     """As base classes like AdaHessian want it, and monitors of the Hessian."""
     model, optimizer = build(KFACSGD)
@@ -277,38 +264,6 @@ def test_gradients_of_the_inputs_alone_are_no_statistics(fisher: str) -> None:
         optimizer.step()
         plain.step()
     assert_identical(model, twin)
-
-
-def test_two_optimizers_of_a_gan_do_not_see_each_other_s_passes() -> None:
-    """The generator's backward pass runs through the discriminator, whose step is not taken."""
-
-    def players() -> tuple[nn.Sequential, nn.Sequential, Any, Any]:
-        torch.manual_seed(0)
-        generator, critic = nn.Sequential(nn.Linear(2, 4)), nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
-        first, second = (KFACSGD(player, lr=0.1, **SETTINGS) for player in (generator, critic))
-        return generator, critic, first, second
-
-    def critic_loss(generator: nn.Module, critic: nn.Module, step: int) -> Tensor:
-        noise = torch.randn(8, 2, generator=torch.Generator().manual_seed(step))
-        real = torch.randn(8, 4, generator=torch.Generator().manual_seed(100 + step))
-        return critic(generator(noise).detach()).mean() - critic(real).mean() + critic(real).square().mean()
-
-    generator, critic, first, second = players()
-    lone_generator, lone_critic, _, lone_second = players()
-    for step in range(STEPS):
-        second.zero_grad()
-        critic_loss(generator, critic, step).backward()
-        second.step()
-        first.zero_grad()
-        noise = torch.randn(8, 2, generator=torch.Generator().manual_seed(200 + step))
-        (-critic(generator(noise)).mean()).backward()
-
-        lone_second.zero_grad()
-        critic_loss(lone_generator, lone_critic, step).backward()
-        lone_second.step()
-        assert_identical(critic, lone_critic)
-        first.step()
-        lone_generator.load_state_dict(generator.state_dict())
 
 
 @pytest.mark.parametrize("spread", [0, 2])
