@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from kfac_optim import KFACSGD, Categorical
 from tests.helpers.compare import assert_close, assert_identical, assert_same_factors, assert_same_weights, values
 from tests.helpers.ranks import run_ranks
-from tests.helpers.settings import FLOAT64, KINDS, OFTEN
+from tests.helpers.settings import FLOAT64, KINDS, OFTEN, SETTINGS
 from tests.helpers.training import make_model, train
 from tests.helpers.versions import needs_export_flag, needs_graph_tag
 
@@ -255,7 +255,7 @@ def assert_same(
 def test_every_class_trains_as_in_eager_mode(kind: str) -> None:
     kfac, options = KINDS[kind]
     model, plain = mlp(), mlp()
-    first, second = (kfac(m, **(options | OFTEN | FLOAT64)) for m in (model, plain))
+    first, second = (kfac(m, **(SETTINGS | options)) for m in (model, plain))
     train(compiled(model), first, range(8))  # type: ignore[arg-type]
     train(plain, second, range(8))
     assert_close(model, plain, SAME)

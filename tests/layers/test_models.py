@@ -25,6 +25,7 @@ CLASSES: dict[type[KFACMixin], dict[str, float]] = {
     KFACLAMB: {"lr": 0.02},
 }
 INTERVALS = {"factor_update_steps": 1, "inv_update_steps": 5}
+TURNED = {"lr": 0.05, "scaling": "unit", **INTERVALS}  # along K-FAC's directions from the first step on
 
 
 class GPT(nn.Module):
@@ -163,7 +164,8 @@ def test_given_parameters_alone_the_model_is_found(cls: type[KFACMixin]) -> None
     family = FAMILIES["ResNet"]
     model = family.make()
     other = copy.deepcopy(model)
-    first, second = cls(model, **CLASSES[cls], **INTERVALS), cls(other.parameters(), **CLASSES[cls], **INTERVALS)
+    options = {**CLASSES[cls], **INTERVALS, "scaling": "unit"}
+    first, second = cls(model, **options), cls(other.parameters(), **options)
     for step in range(3):
         data = family.batch(torch.Generator().manual_seed(step))
         for m, optimizer in ((model, first), (other, second)):
@@ -181,7 +183,7 @@ def test_outputs_of_other_kinds_equal_the_plain_tensor(fisher: str, kind: str) -
     inner = copy.deepcopy(model.parts)
     plain = nn.Sequential(inner["inner"], inner["head"])
     output_fn = (lambda output: output["logits"]) if kind == "dict" else None
-    options = {"lr": 0.1, "fisher": fisher, **INTERVALS}
+    options = {"fisher": fisher, **TURNED}
     ours = options | ({} if fisher == "empirical" else {"fisher": Categorical(output_fn=output_fn)})
     first, second = KFACSGD(model, **ours), KFACSGD(plain, **options)
     for _ in range(3):
@@ -213,7 +215,7 @@ def test_compiled_after_the_optimizer_was_built(backend: str, name: str) -> None
     case = COMPILED[name]
     model = case.factory()
     plain = copy.deepcopy(model)
-    options = {"loss_average": case.average, "lr": 0.05, **INTERVALS}
+    options = {"loss_average": case.average, **TURNED}
     first, second = KFACSGD(model, **options), KFACSGD(plain, **options)
     compiled = torch.compile(model, backend=backend)
     for _ in range(3):
@@ -232,8 +234,7 @@ def test_a_compiled_model_as_the_argument() -> None:
     model = small()
     plain = copy.deepcopy(model)
     compiled = torch.compile(model, backend="aot_eager")
-    options = {"lr": 0.05, **INTERVALS}
-    first, second = KFACSGD(compiled, **options), KFACSGD(plain, **options)
+    first, second = KFACSGD(compiled, **TURNED), KFACSGD(plain, **TURNED)
     for _ in range(3):
         x, y = batch()
         for m, optimizer in ((compiled, first), (plain, second)):

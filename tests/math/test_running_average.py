@@ -7,7 +7,6 @@ There ``A`` and ``G`` are numbers. With a loss ``(1/N) sum_n c_n s_n`` the weigh
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import KFACSGD, exponential_decay, forgetting, growing, inverse_time_decay
+from kfac_optim import KFACSGD, exponential_decay, forgetting, inverse_time_decay
 from kfac_optim.factors import pack, packed_diagonal
 from tests.helpers.compare import factors_of
 from tests.helpers.settings import EXACT
@@ -141,12 +140,6 @@ def test_micro_batches_of_one_step_do_not_decay_each_other(parts: list[Batch], d
         assert change(model, optimizer) == pytest.approx(wanted, rel=TOL)
 
 
-def test_decay_zero_forgets_everything() -> None:
-    model, optimizer = build(factor_decay=0.0)
-    step(model, optimizer, [(3.0, 3.0)])
-    assert curvature_of(step(model, optimizer, [(1.0, 2.0)]), [(1.0, 2.0)]) == pytest.approx(4.0, rel=TOL)
-
-
 @pytest.mark.parametrize("without", ["", "factor_decay"])
 def test_the_decay_of_the_paper_and_the_default_one(without: str) -> None:
     """The latter falls with the step."""
@@ -250,14 +243,6 @@ def test_what_forgetting_refuses(arguments: tuple[Any, ...], error: type[Excepti
         forgetting(*arguments)
 
 
-def test_decay_may_be_changed_during_training() -> None:
-    model, optimizer = build(factor_decay=0.5)
-    step(model, optimizer, [(1.0, 1.0)])
-    optimizer.curvature.factor_decay = 0.0
-    batch = [(2.0, 1.0)]
-    assert curvature_of(step(model, optimizer, batch), batch) == pytest.approx(4.0, rel=TOL)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What is data and what is not
 # ---------------------------------------------------------------------------------------------------------------------
@@ -272,36 +257,6 @@ def test_a_step_without_data_decays_neither_sum() -> None:
         assert change(model, optimizer) == pytest.approx(-1 / (1.0 + GAMMA), rel=TOL)
     batch = [(2.0, 1.0)]
     assert curvature_of(step(model, optimizer, batch), batch) == pytest.approx((0.5 * 1 + 4) / 1.5, rel=TOL)
-
-
-def test_moments_of_a_step_that_was_not_taken_are_discarded() -> None:
-    model, optimizer = build(factor_decay=0.9)
-    step(model, optimizer, [(1.0, 1.0)])
-    backward(model, [(3.0, 3.0)])
-    optimizer.zero_grad()
-    batch = [(2.0, 1.0)]
-    assert curvature_of(step(model, optimizer, batch), batch) == pytest.approx((0.9 + 4) / 1.9, rel=TOL)
-
-
-def test_forwards_without_gradient_are_no_data() -> None:
-    model, optimizer = build(factor_decay=0.9)
-    model(torch.full((5, 1), 3.0))
-    with torch.no_grad():
-        model(torch.full((5, 1), 3.0))
-    model.eval()
-    model(torch.full((5, 1), 3.0))
-    model.train()
-    batch = [(2.0, 1.0)]
-    assert curvature_of(step(model, optimizer, batch), batch) == pytest.approx(4.0, rel=TOL)
-
-
-def test_the_first_backward_of_a_double_backward_is_no_data() -> None:
-    """A gradient penalty differentiates the gradient: ``create_graph=True`` backwards are ignored."""
-    model, optimizer = build()
-    x = torch.tensor([[2.0]], requires_grad=True)
-    torch.autograd.grad(3 * model(x).sum(), x, create_graph=True)
-    batch = [(2.0, 1.0)]
-    assert curvature_of(step(model, optimizer, batch), batch) == pytest.approx(4.0, rel=TOL)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -334,71 +289,11 @@ def test_intervals_of_statistics_and_decompositions(
         assert step(model, optimizer, batch) == pytest.approx(wanted, rel=TOL), f"step {t}"
 
 
-def refreshes(count: int, **keywords: object) -> list[int]:
-    """The steps at which a new decomposition came into use: the data grows, so every refresh shows."""
-    model, optimizer = build(factor_decay=0.0, **keywords)
-    found, last = [], 0.0
-    for t in range(count):
-        batch = [(1.0 + t, 1.0)]
-        now = curvature_of(step(model, optimizer, batch), batch)
-        if now != pytest.approx(last, rel=1e-6):
-            found.append(t)
-        last = now
-    return found
-
-
-def test_the_paper_refreshes_every_so_many_steps() -> None:
-    assert refreshes(13, inv_update_steps=4) == [0, 4, 8, 12]
-
-
-def test_an_interval_may_follow_the_step() -> None:
-    found = refreshes(24, inv_update_steps=lambda step: 2 if step < 8 else 6)
-    gaps = [b - a for a, b in itertools.pairwise(found)]
-    assert found[0] == 0
-    assert gaps[:3] == [2, 2, 2]
-    assert gaps[-1] == 6
-
-
-@pytest.mark.parametrize(("fraction", "minimum"), [(0.5, 2), (0.1, 5), (0.001, 4)], ids=["half", "tenth", "constant"])
-def test_growing_intervals(fraction: float, minimum: int) -> None:
-    """Refresh when the steps since the last time exceed ``max(minimum, fraction * step)``.
-
-    Whether "exceed" includes equality, and rounding, leave one step to the implementation.
-    """
-    keywords = {"inv_update_steps": growing(fraction=fraction, minimum=minimum)}
-    found = refreshes(150, factor_update_steps=1, **keywords)
-    assert found[0] == 0
-    assert len(found) > 3
-    for last, now in itertools.pairwise(found):
-        due = max(minimum, fraction * now)
-        assert due - 1 < now - last <= due + 1, (last, now, due)
-
-
-def test_growing_sets_the_statistics_interval_to_a_half() -> None:
-    """With intervals of at least 8 steps, statistics come every 4: the data of other steps never shows."""
-    interval = growing(fraction=0.1, minimum=8)
-    model, optimizer = build("factor_update_steps", factor_decay=0.0, inv_update_steps=interval)
-    seen = set()
-    for t in range(42):
-        batch = [(1.0 + t, 1.0)]
-        used = curvature_of(step(model, optimizer, batch), batch)
-        seen.add(round(used**0.5 - 1, 6))
-    assert len(seen) >= 2
-    for t in seen:
-        assert t % 4 == 0, f"a decomposition saw the data of step {t}"
-
-
 def test_the_first_statistics_are_used_at_once() -> None:
     """Not even the first step runs on the raw gradient."""
     model, optimizer = build(factor_update_steps=10, inv_update_steps=100)
     batch = [(2.0, 3.0)]
     assert curvature_of(step(model, optimizer, batch), batch) == pytest.approx(36.0, rel=TOL)
-
-
-def test_factors_are_visible_as_layers_of_the_curvature() -> None:
-    model, optimizer = build()
-    step(model, optimizer, [(2.0, 3.0)])
-    assert [layer.name for layer in optimizer.curvature.layers] == ["0"]
 
 
 def test_norm_layers_have_running_averages_too() -> None:
