@@ -29,7 +29,6 @@ __all__ = [
     "Source",
     "decomposed_bytes",
     "part_dtype",
-    "specs_of",
 ]
 
 SIDES = ("A", "G")
@@ -59,21 +58,14 @@ class Factors:
 
     Args:
         layer: The layer.
-        specs: The shapes of A and G.
         tensors: The running averages "A" and "G" (see :meth:`~kfac_optim.factors.FactorSpec.empty`) and, of a snapshot
             that decompositions are made of, "gamma": the damping of each pair with which they were, ``[p]``; 0 where
             damping comes later. Of a factor that another rank keeps only its weight.
         known: What is known of the eigenvalues; all of it where another rank keeps a factor.
     """
 
-    def __init__(
-        self,
-        layer: KroneckerLayer,
-        specs: tuple[FactorSpec, FactorSpec],
-        tensors: dict[str, Any],
-        known: KnownSpectra | None,
-    ) -> None:
-        self.pairs_share_scale, self.specs, self.tensors = layer.pairs_share_scale, specs, tensors
+    def __init__(self, layer: KroneckerLayer, tensors: dict[str, Any], known: KnownSpectra | None) -> None:
+        self.pairs_share_scale, self.specs, self.tensors = layer.pairs_share_scale, layer.specs, tensors
         self._known_spectra = known or KnownSpectra()
 
     @property
@@ -140,7 +132,6 @@ class Block:
 
     Attributes:
         layer: The layer.
-        specs: The shapes of A and G.
         workers: The ranks that decompose its factors, and those that precondition its gradient.
         route: How its preconditioned gradient comes to this rank, or leaves it: the source and the members of the
             broadcast; None if it does not travel.
@@ -159,7 +150,6 @@ class Block:
     """
 
     layer: KroneckerLayer
-    specs: tuple[FactorSpec, FactorSpec]
     workers: LayerAssignment = field(init=False)
     route: tuple[int, tuple[int, ...]] | None = None
     state: dict[str, Any] = field(default_factory=dict)
@@ -175,6 +165,11 @@ class Block:
     _eigenvalues: tuple[Tensor | None, ...] | None = None
 
     # Factors --------------------------------------------------------------------------------------------------------
+
+    @property
+    def specs(self) -> tuple[FactorSpec, FactorSpec]:
+        """The shapes of A and G."""
+        return self.layer.specs
 
     @property
     def needs_room(self) -> bool:
@@ -207,7 +202,7 @@ class Block:
     def factors(self, source: Source, known: KnownSpectra | None = None) -> Factors:
         """The factors at one of the three stages; ``known``: eigenvalues, in place of those that the block keeps."""
         known = known or (self._known_spectra if source == "in_use" else None)
-        return Factors(self.layer, self.specs, self.state[source], known)
+        return Factors(self.layer, self.state[source], known)
 
     def has_data(self, source: Source = "current") -> bool:
         """Whether both factors at one of the stages have seen something."""
@@ -263,7 +258,7 @@ class Block:
     def take_layer(self, layer: KroneckerLayer) -> bool:
         """Becomes the block of a layer that was found anew, if its factors fit; returns whether they do."""
         same = type(layer) is type(self.layer) and set(layer.parameters) == set(self.layer.parameters)
-        if not same or specs_of(layer) != self.specs:
+        if not same or layer.specs != self.specs:
             return False
         own = self.layer
         if (layer.name, layer.modules) != (own.name, own.modules) or layer.host is not own.host:
@@ -356,12 +351,6 @@ class Block:
     def set_workers(self, workers: LayerAssignment, route: tuple[int, tuple[int, ...]] | None) -> None:
         """Sets the ranks that work on this block."""
         self.workers, self.route = workers, route
-
-
-def specs_of(layer: KroneckerLayer) -> tuple[FactorSpec, FactorSpec]:
-    """The shapes of A and G."""
-    a, g = zip((layer.d_in, layer.d_out), layer.diagonal, layer.blocks, strict=True)
-    return FactorSpec(layer.pairs, *a), FactorSpec(layer.pairs, *g)
 
 
 def part_dtype(dims: int, inv_dtype: torch.dtype) -> torch.dtype:

@@ -128,7 +128,6 @@ class BuiltEngine(Config):
             self.trained.roots,
             loss_terms=self.loss_terms,
             fisher=self._sampled_fisher,
-            specs=[block.specs for block in self.trained.blocks],
             dtype=torch.promote_types(self.factor_dtype, torch.float32),
             stage=self._stopwatch.stage,
             rank=self.comm.rank,

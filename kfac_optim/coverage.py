@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .blocks import UNSEEN_STEPS, Block, specs_of
+from .blocks import UNSEEN_STEPS, Block
 from .config import Config
 from .distributed import Communicator, own_shape, refuse_flattened, sharding_problem, whole_shape
 from .layers import COMPUTED, LayerOptions, LinearLayer, find_layers, owners_of, skip_reason, unwrap
@@ -106,7 +106,7 @@ class TrainedModel:
             else:
                 block = known.get(layer.weight)
                 if block is None or not block.take_layer(layer):
-                    block = Block(layer, specs_of(layer))
+                    block = Block(layer)
                 blocks.append(block)
         self.blocks, self.uncovered = blocks, uncovered
         covered = self.covered()

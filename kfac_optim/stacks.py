@@ -99,8 +99,8 @@ def stacks_of(blocks: Sequence[Block], damping: Damping) -> list[Stack]:
 
     def kind(block: Block) -> tuple[Any, ...]:
         layer = block.layer
-        shape = (layer.d_out, layer.d_in, layer.diagonal, layer.blocks, layer.pairs_share_scale, layer.weight.device)
-        return (*shape, block.workers.gradient_workers)
+        kept = [(spec.dim, spec.diagonal, spec.blocks) for spec in block.specs]
+        return (*kept, layer.pairs_share_scale, layer.weight.device, block.workers.gradient_workers)
 
     def size(block: Block) -> int:
         layer = block.layer

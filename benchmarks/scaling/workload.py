@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from kfac_optim import CurvatureEngine
-from kfac_optim.blocks import specs_of
 from kfac_optim.distributed import Assignment, FactorWise, LayerCost
 from kfac_optim.factors import FactorSpec
 from kfac_optim.layers import KroneckerLayer
@@ -178,7 +177,7 @@ def workload(
 def layer_work(layer: KroneckerLayer, cost: LayerCost, a: Tensor, output: Tensor) -> LayerWork:
     """Counts the work of one layer, whose module has mapped ``a`` to ``output`` on the meta device."""
     module = layer.modules[0]
-    specs = specs_of(layer)
+    specs = layer.specs
     if layer.diagonal_input:  # counting tokens is not defined on the meta device
         a, output = (torch.zeros(x.shape, dtype=x.dtype) for x in (a, output))
     with torch.no_grad():

@@ -32,7 +32,6 @@ from torch import Tensor, nn
 
 from ..cuda_graphs import refuse_cuda_graphs
 from ..distributed import is_sharded, own_part
-from ..factors import FactorSpec
 from ..layers import AttentionLayer, KroneckerLayer, LinearLayer, ProjectionCall
 from .attention import ProjectionTap, remove_taps
 from .calls import CONCURRENT, ModelCall, ModelCalls, PendingGradient, in_backward, own_result
@@ -59,7 +58,6 @@ class Capture:
         fisher: None for the empirical Fisher, else the distribution to sample from.
         rank: This process's rank; every rank draws samples of its own.
         left_out: Layers, by index, whose statistics only other ranks take.
-        specs: Per layer the shapes of A and G.
         dtype: Precision of the moments.
         stage: Name of a stage -> context manager that times it.
         on_thrown_away: Called when gradients whose passes were captured are removed before a step.
@@ -73,7 +71,6 @@ class Capture:
         loss_terms: LossTerms,
         fisher: Fisher | None,
         rank: int,
-        specs: Sequence[tuple[FactorSpec, FactorSpec]],
         dtype: torch.dtype,
         stage: Callable[[str], AbstractContextManager[None]],
         on_thrown_away: Callable[[], None],
@@ -85,7 +82,7 @@ class Capture:
         self._loss_terms = loss_terms
         self._calls, self._uses = ModelCalls(), WeightUses(self.layers)
         self.frozen_passes = FrozenPasses(self.layers)
-        self._recorder = Recorder(self.layers, specs, dtype, stage)
+        self._recorder = Recorder(self.layers, dtype, stage)
         self._passes = BackwardPasses(self._recorder, on_thrown_away)
         self._sampling = None if fisher is None else SampledBackward(fisher, rank, self._recorder, self._passes)
         self._compiled = CompiledCalls(self._calls, self._recorder, self._passes, sampled=fisher is not None)

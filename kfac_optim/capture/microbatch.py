@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from ..factors import FactorSpec
 from ..layers import KroneckerLayer, Observation, ProjectionCall
 from ..precision import full_precision
 from .calls import CONCURRENT, ModelCall, in_backward
@@ -70,7 +69,6 @@ class Recorder:
 
     Args:
         layers: The layers.
-        specs: Per layer the shapes of A and G.
         dtype: Precision of the moments.
         stage: Name of a stage -> context manager that times it.
     """
@@ -78,11 +76,10 @@ class Recorder:
     def __init__(
         self,
         layers: Sequence[KroneckerLayer],
-        specs: Sequence[tuple[FactorSpec, FactorSpec]],
         dtype: torch.dtype,
         stage: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        self.layers, self.specs, self.dtype, self.stage = layers, specs, dtype, stage
+        self.layers, self.dtype, self.stage = layers, dtype, stage
         self._fraction = 1.0
         self._grad_scaler: torch.amp.GradScaler | None = None
 
@@ -129,7 +126,7 @@ class Recorder:
             packed = projection is not None and projection.is_packed
             more = {"call": projection, "share": seen.numel() / a.numel()} if packed else {}
             observation = layer.observe(module, seen, output, self.dtype, **more)
-            moment = observation.a if layer.by_example else self.specs[index][0].pack(observation.a)
+            moment = observation.a if layer.by_example else layer.specs[0].pack(observation.a)
         shape = None if output.is_nested else output.shape
         return LayerCall(index, module, dataclasses.replace(observation, a=moment), subsample, shape)
 
@@ -150,7 +147,7 @@ class Recorder:
             if scaled:  # dividing copies the gradient: only where there is a scaler
                 seen = seen / self.loss_scale(g.device)
             moment = layer.output_moment(call.module, seen, call.observation)
-            return moment if layer.by_example else self.specs[call.index][1].pack(moment)
+            return moment if layer.by_example else layer.specs[1].pack(moment)
 
     def pool(
         self, calls: Mapping[tuple[int, int], Sequence[tuple[Observation, Tensor]]]
@@ -170,7 +167,7 @@ class Recorder:
             layers, of_layers = [self.layers[index] for index, _ in keys], [calls[key] for key in keys]
             with self.stage("factor computation"), full_precision(of_layers[0][0][1].device.type):
                 a, count, g = layers[0].combine_layers(layers, of_layers)
-                of_a, of_g = zip(*(self.specs[index] for index, _ in keys), strict=True)
+                of_a, of_g = zip(*(layer.specs for layer in layers), strict=True)
                 packed_a, packed_g = (
                     specs[0].pack(moment).split([spec.matrices for spec in specs])
                     for specs, moment in ((of_a, a), (of_g, g))

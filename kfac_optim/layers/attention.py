@@ -124,7 +124,7 @@ class AttentionInputLayer(AttentionLayer):
 
     def _place_of_pairs(self, side: int) -> tuple[int, int]:
         """Of an observation's ``a`` and an output moment: the dimension of the pairs, and the blocks of each."""
-        return (1, 1) if self.by_example else (0, self.blocks[side])
+        return (1, 1) if self.by_example else (0, self.specs[side].blocks)
 
     def _among_zeros(self, pairs: slice, part: Tensor, dim: int, blocks: int = 1) -> Tensor:
         """Widens ``dim`` to all pairs: these have ``part`` (that of one pair is everyone's), the others zeros."""

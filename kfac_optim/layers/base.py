@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..distributed import whole_shape
-from .limits import LARGEST, Kept, kept_of
+from ..factors import FactorSpec
+from .limits import LARGEST, kept_of
 from .moments import multiplicand, second_moment, spread_examples, with_ones
 
 __all__ = [
@@ -122,8 +123,8 @@ class KroneckerLayer(ABC):
         pairs: The number p of Kronecker pairs.
         d_out: The number of rows of ``W``, so that G is ``[p, d_out, d_out]``.
         d_in: The number of columns of ``W``, bias included, so that A is ``[p, d_in, d_in]``.
-        diagonal: Whether A is kept as a diagonal ``[p, d_in]``, and whether G is, ``[p, d_out]``.
-        blocks: The number b of blocks along the diagonal that are kept of A, ``[p b, m, m]``, and of G; 1: all of it.
+        specs: What is kept of A and of G, a :class:`~kfac_optim.factors.FactorSpec` each: all of it, blocks along the
+            diagonal, or the diagonal.
         diagonal_input: Whether A is diagonal by nature (embeddings).
         always_expands: Whether ``sharing`` is "expand" whatever the options say.
         copies_rows: Whether rows are numbers of inputs and output gradients as they are, which half precision can hold.
@@ -162,10 +163,10 @@ class KroneckerLayer(ABC):
         self.notes = ["this rank's shard"] if self.is_shard else []
         self.pairs, self.d_out, self.d_in = self.structure(module)
         limit = options.largest_block(self.weight.device)
-        a, g = kept_of("A", self.d_in, self.d_out, limit), kept_of("G", self.d_out, self.d_in, limit)
-        a = Kept(diagonal=True) if self.diagonal_input else a
-        self.diagonal, self.blocks = (a.diagonal, g.diagonal), (a.blocks, g.blocks)
-        self.notes += [f"{side} {kept.note}" for side, kept in (("A", a), ("G", g)) if kept.note]
+        a, why_a = kept_of("A", FactorSpec(self.pairs, self.d_in, self.diagonal_input), self.d_out, limit)
+        g, why_g = kept_of("G", FactorSpec(self.pairs, self.d_out), self.d_in, limit)
+        self.specs = a, g
+        self.notes += [f"{side} {why}" for side, why in (("A", why_a), ("G", why_g)) if why]
 
     @property
     def rule_name(self) -> str:
@@ -264,7 +265,7 @@ class KroneckerLayer(ABC):
         rows = self.output_rows(module, g, observation.context)
         if self.by_example:
             return rows.sum(1)
-        return second_moment(rows, diagonal=self.diagonal[1], blocks=self.blocks[1])
+        return second_moment(rows, diagonal=self.specs[1].diagonal, blocks=self.specs[1].blocks)
 
     @property
     def combined_with(self) -> Hashable:
@@ -297,8 +298,8 @@ class KroneckerLayer(ABC):
         positions = sum((seen.count for seen, _ in calls[1:]), calls[0][0].count)
         g = sum((rows for _, rows in calls[1:]), calls[0][1])
         mean = a / positions.clamp(min=1)[:, None]
-        kinds = zip((mean, g), self.diagonal, self.blocks, strict=True)
-        moments = (second_moment(x[:, None], diagonal=diagonal, blocks=blocks) for x, diagonal, blocks in kinds)
+        sides = zip((mean, g), self.specs, strict=True)
+        moments = (second_moment(x[:, None], diagonal=spec.diagonal, blocks=spec.blocks) for x, spec in sides)
         return next(moments), len(g), next(moments)
 
 
@@ -324,17 +325,16 @@ class RowsLayer(KroneckerLayer):
         all_rows = self.input_rows(module, self.multiplicand(a.detach(), dtype), output)
         if self.by_example:
             return self._observe_examples(all_rows)
-        chunks = []
-        diagonal, blocks = self.diagonal[0], self.blocks[0]
+        chunks, spec = [], self.specs[0]
         for rows in all_rows:
             total = rows.sum((0, 1), dtype=dtype) if self.bias is not None else None
-            if self.bias is not None and blocks > 1:  # the 1 belongs to the last block
+            if self.bias is not None and spec.blocks > 1:  # the 1 belongs to the last block
                 rows = F.pad(rows, (0, 1), value=1.0)
-            moment = second_moment(rows, diagonal=diagonal, blocks=blocks)
+            moment = second_moment(rows, diagonal=spec.diagonal, blocks=spec.blocks)
             chunks.append((moment, total, rows.shape[0] * rows.shape[1]))
         moments, totals, counts = zip(*chunks, strict=True)
         moment, count = sum(moments[1:], moments[0]), sum(counts)
-        if self.bias is not None and blocks == 1:
+        if self.bias is not None and spec.blocks == 1:
             moment = with_ones(moment, sum(totals[1:], totals[0]), count)
         return Observation(moment, count)
 

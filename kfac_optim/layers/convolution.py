@@ -50,7 +50,7 @@ class _ConvNdLayer(RowsLayer):
 
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
         assert isinstance(module, nn.modules.conv._ConvNd)
-        if self.by_example or self.diagonal[0] or self.blocks[0] > 1:
+        if self.by_example or self.specs[0].diagonal or self.specs[0].blocks > 1:
             return super().observe(module, a, output, dtype)
         image, windows = self._batched(module, multiplicand(a.detach(), dtype), output)
         # As the base class does, but without unfolding the patches where that is faster.

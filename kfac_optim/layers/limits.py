@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
-__all__ = ["LARGEST", "Kept", "kept_of"]
+from ..factors import FactorSpec
+
+__all__ = ["LARGEST", "kept_of"]
 
 # The rows of a block, unless the user says how many. A core of a CPU decomposes 2,100 rows, 2,048 and a bias, in less
 # than a second; of 8,192 it would take 64 times as long.
@@ -16,26 +18,25 @@ LARGEST = {"cpu": 2100, "cuda": 8192}
 _LOPSIDED_DIM, _LOPSIDED_RATIO, _LEAST_BLOCK = 1024, 10, 256
 
 
-@dataclass(frozen=True)
-class Kept:
-    """What is kept of a factor: its diagonal, some blocks along it, or all of it (1 block); and why, if not all."""
+def kept_of(side: str, whole: FactorSpec, other: int, limit: int | None) -> tuple[FactorSpec, str]:
+    """What is kept of a factor A or G, and why, if that is not all of it.
 
-    diagonal: bool = False
-    blocks: int = 1
-    note: str = ""
-
-
-def kept_of(side: str, dim: int, other: int, limit: int | None) -> Kept:
-    """What is kept of A or G, of ``dim`` rows, beside a factor of ``other`` rows; ``limit``: those of a block."""
-    if limit is None:
-        return Kept()
+    Args:
+        side: "A" or "G".
+        whole: The factor; one that is diagonal by nature is kept as it is.
+        other: The rows of the other factor of the layer.
+        limit: The most rows of a block; None: no limit.
+    """
+    if limit is None or whole.diagonal:
+        return whole, ""
+    dim = whole.dim
     why = f"{dim} > max_factor_dim={limit}"
     if dim > _LOPSIDED_DIM and dim >= _LOPSIDED_RATIO * other:
         why = f"{dim} is {dim // other} times {other} (max_factor_dim=None: whole)"
         limit = 1 if side == "G" else min(limit, max(_LEAST_BLOCK, other))
     blocks = -(-dim // limit)
     if blocks == 1:
-        return Kept()
+        return whole, ""
     if blocks == dim:
-        return Kept(diagonal=True, note=f"diagonal: {why}")
-    return Kept(blocks=blocks, note=f"block-diagonal, {blocks} blocks of {-(-dim // blocks)}: {why}")
+        return replace(whole, diagonal=True), f"diagonal: {why}"
+    return replace(whole, blocks=blocks), f"block-diagonal, {blocks} blocks of {-(-dim // blocks)}: {why}"

@@ -76,14 +76,14 @@ class _NormLayer(KroneckerLayer):
     @property
     def combined_with(self) -> Hashable:
         """All norm layers of a model: there are many, and their moments are small."""
-        return _NormLayer, self.d_out, self.diagonal, self.weight.device
+        return _NormLayer, self.d_out, self.specs[1].diagonal, self.weight.device
 
     @classmethod
     def combine_layers(
         cls, layers: Sequence[KroneckerLayer], calls: Sequence[Sequence[tuple[Observation, Tensor]]]
     ) -> tuple[Tensor, int, Tensor]:
         g = torch.cat([sum((rows for _, rows in of_layer[1:]), of_layer[0][1]) for of_layer in calls], 1)
-        return g.new_ones(g.shape[1], 1, 1), 1, second_moment(g[:, None], diagonal=layers[0].diagonal[1])
+        return g.new_ones(g.shape[1], 1, 1), 1, second_moment(g[:, None], diagonal=layers[0].specs[1].diagonal)
 
     def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
         return self.output_rows(module, g, observation.context)[:, 0]

@@ -30,7 +30,7 @@ from kfac_optim import (
     TorchCommunicator,
     memory_estimate,
 )
-from kfac_optim.blocks import decomposed_bytes, specs_of
+from kfac_optim.blocks import decomposed_bytes
 from kfac_optim.distributed import Broadcast, Communicator, agreement
 from kfac_optim.distributed.assignment import FactorPlace
 from kfac_optim.grouping import longest_first
@@ -276,7 +276,7 @@ def large(request: pytest.FixtureRequest) -> list[LayerCost]:
         model = WORKS[request.param].make()
     return [
         LayerCost((a.cost, g.cost), decomposed_bytes((a, g), EigenSolver(), torch.float32))
-        for a, g in map(specs_of, KFACSGD(model, lr=0.1).curvature.layers)
+        for a, g in (layer.specs for layer in KFACSGD(model, lr=0.1).curvature.layers)
     ]
 
 
@@ -336,7 +336,7 @@ def test_collectives_of_a_refresh_of_resnet50() -> None:
     """All factors and decompositions of the default strategy, without their storage."""
     with torch.device("meta"):
         layers = KFACSGD(WORKS["resnet50"].make(), lr=0.1).curvature.layers
-    solver, specs = EigenSolver(), [specs_of(layer) for layer in layers]
+    solver, specs = EigenSolver(), [layer.specs for layer in layers]
     costs = [LayerCost((a.cost, g.cost), decomposed_bytes((a, g), solver, torch.float32)) for a, g in specs]
     for ranks in (8, 64):
         comm, broadcasts = Counting(ranks), []

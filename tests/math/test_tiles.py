@@ -144,8 +144,8 @@ def test_damping_and_reports_are_of_the_block_diagonal_matrix(solver: str, dampi
     """11 and 7 rows in blocks of at most 3: 4 of 3 rows and 3 of 3, with a row and two that belong to nobody."""
     engine = engine_of(nn.Sequential(nn.Linear(10, 7)), max_factor_dim=3, solver=solver, damping=damping)
     (layer,) = engine.layers
-    assert (layer.blocks, layer.diagonal) == ((4, 3), (False, False))
     sides = (FactorSpec(1, 11, blocks=4), FactorSpec(1, 7, blocks=3))
+    assert layer.specs == sides
     factors = engine.factors(layer)
     spectra = [
         torch.linalg.eigvalsh(dense(spec, factor)[0]).clamp(min=0) for spec, factor in zip(sides, factors, strict=True)
@@ -163,7 +163,8 @@ def kept(d_in: int, d_out: int, device: str, **options: Any) -> tuple[Any, Any, 
     ``options`` are those for layers.
     """
     layer = find_layers([nn.Linear(d_in, d_out, bias=False, device=device)], LayerOptions(**options)).layers[0]
-    return layer.diagonal, layer.blocks, layer.notes
+    a, g = layer.specs
+    return (a.diagonal, g.diagonal), (a.blocks, g.blocks), layer.notes
 
 
 def test_wide_factors_are_split_as_far_as_the_device_asks_for() -> None:
