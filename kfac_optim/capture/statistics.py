@@ -19,31 +19,24 @@ __all__ = ["MicroBatch", "Moments", "StepMoments", "StepStatistics", "TakenStati
 
 @dataclass
 class Moments:
-    """One layer's share of a micro-batch or of a step: packed sums and the rows behind A."""
+    """One layer's share of a micro-batch or of a step: packed sums."""
 
     a: Tensor
     g: Tensor
-    counts: list[float] = field(default_factory=list)  # per micro-batch
 
-    def add_call(self, a: Tensor, count: float, g: Tensor) -> None:
+    def add_call(self, a: Tensor, g: Tensor) -> None:
         """Adds another call in the same micro-batch; the tensors may be somebody else's."""
-        self.a, self.g, self.counts = self.a + a, self.g + g, [self.counts[0] + count]
+        self.a, self.g = self.a + a, self.g + g
 
-    def add_batch(self, a: Tensor, g: Tensor, counts: list[float]) -> None:
-        """Adds another micro-batch, in place; ``counts`` has an entry for each one of the step."""
-        self.a.add_(a)
-        self.g.add_(g)
-        self.counts += counts[len(self.counts) :]
+    def add_batch_(self, batch: Moments) -> None:
+        """Adds another micro-batch, in place."""
+        self.a.add_(batch.a)
+        self.g.add_(batch.g)
 
     def drop_unless_(self, kept: Tensor) -> None:
         """Makes the sums zero if ``kept`` is false, in place: all of them together are as large as the factors."""
         for sums in (self.a, self.g):
             sums.masked_fill_(~kept.to(sums.device), 0.0)
-
-    def scale_(self, factor: Tensor) -> None:
-        """Multiplies the sums, in place."""
-        self.a.mul_(factor.to(self.a))
-        self.g.mul_(factor.to(self.g))
 
 
 @dataclass
@@ -52,6 +45,7 @@ class MicroBatch:
 
     Attributes:
         sums: Packed raw sums by layer index.
+        counts: The rows behind A, by layer index.
         by_example: The calls of layers that pool them by example, by layer index and number of examples.
         calls: The model calls that the backward pass has reached.
         task: The number of the backward pass.
@@ -59,6 +53,7 @@ class MicroBatch:
     """
 
     sums: dict[int, Moments] = field(default_factory=dict)
+    counts: dict[int, float] = field(default_factory=dict)
     by_example: dict[tuple[int, int], list[tuple[Observation, Tensor]]] = field(default_factory=dict)
     calls: set[ModelCall] = field(default_factory=set)
     task: int = -1
@@ -76,9 +71,10 @@ class MicroBatch:
     def add(self, layer: int, a: Tensor, count: float, g: Tensor) -> None:
         """Adds one layer call; several calls within a backward pass add rows."""
         if layer in self.sums:
-            self.sums[layer].add_call(a, count, g)
+            self.sums[layer].add_call(a, g)
         else:
-            self.sums[layer] = Moments(a, g, [count])
+            self.sums[layer] = Moments(a, g)
+        self.counts[layer] = self.counts.get(layer, 0.0) + count
 
 
 @dataclass
@@ -88,6 +84,7 @@ class StepMoments:
     Attributes:
         sums: Packed raw sums by layer index.
         terms: M of each micro-batch.
+        counts: Per micro-batch the rows behind A, by layer index.
         taken: Per micro-batch whether it belongs to the step.
         finite: Per micro-batch whether it belongs to the step and its moments are finite, so that they are in the sums.
         starts: By layer index, the number of the first micro-batch that counts, where that is not 0.
@@ -95,15 +92,15 @@ class StepMoments:
 
     sums: dict[int, Moments] = field(default_factory=dict)
     terms: list[int] = field(default_factory=list)
+    counts: list[dict[int, float]] = field(default_factory=list)
     taken: list[bool] = field(default_factory=list)
     finite: list[bool] = field(default_factory=list)
     starts: dict[int, int] = field(default_factory=dict)
 
     def rows(self, layer: int) -> float:
         """The number of rows in a layer's A."""
-        # A layer that the last micro-batches did not use has fewer counts than there are micro-batches.
-        start, counts = self.starts.get(layer, 0), self.sums[layer].counts
-        return sum(count for count, use in list(zip(counts, self.finite, strict=False))[start:] if use)
+        counted = list(zip(self.counts, self.finite, strict=True))[self.starts.get(layer, 0) :]
+        return sum(counts.get(layer, 0.0) for counts, finite in counted if finite)
 
     def loss_terms(self, layer: int | None = None) -> tuple[int, int]:
         """M of all micro-batches that count for a layer (None: for any), and of the finite ones among them."""
@@ -119,9 +116,9 @@ class StepStatistics:
     Attributes:
         sums: Packed raw sums by layer index, over the finite micro-batches; of a single one as they are.
         terms: M of each micro-batch.
-        kept: Per micro-batch a 0-dim tensor, 1.0 if all of its moments were finite, else 0.0.
+        counts: Per micro-batch the rows behind A, by the index of the layers that it has reached.
+        kept: Per micro-batch whether all of its moments were finite, a 0-dim bool.
         scales: Per micro-batch the loss scale, a 0-dim tensor.
-        layers: Per micro-batch the layers that it has reached.
         starts: By layer index, the number of the first micro-batch that counts, where that is not 0.
         checks: Between which micro-batches gradients were found changed: the number of micro-batches so far, the
             layers, and the largest entry of each gradient, 0 where it had been zeroed.
@@ -129,9 +126,9 @@ class StepStatistics:
 
     sums: dict[int, Moments] = field(default_factory=dict)
     terms: list[int] = field(default_factory=list)
+    counts: list[dict[int, float]] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
     scales: list[Tensor] = field(default_factory=list)
-    layers: list[set[int]] = field(default_factory=list)
     starts: dict[int, int] = field(default_factory=dict)
     checks: list[tuple[int, list[int], Tensor]] = field(default_factory=list)
 
@@ -151,19 +148,18 @@ class StepStatistics:
         if self.scales and drop_overflowed:
             valid = scale >= self.scales[-1].to(scale)
             for entry in self.sums.values():
-                entry.scale_(valid)
+                entry.drop_unless_(valid)
         for index, new in batch.sums.items():
             if self.kept:
                 new.drop_unless_(kept)
-            counts = [0.0] * len(self.terms) + new.counts
             if index in self.sums:
-                self.sums[index].add_batch(new.a, new.g, counts)
+                self.sums[index].add_batch_(new)
             else:
-                self.sums[index] = Moments(new.a, new.g, counts)
+                self.sums[index] = new
         self.terms.append(max((call.terms for call in batch.calls), default=1))
         self.kept.append(kept)
         self.scales.append(scale.clone())
-        self.layers.append(set(batch.sums))
+        self.counts.append(batch.counts)
 
     def restart(self, layers: Sequence[int]) -> None:
         """The gradients of these layers were removed: their statistics start anew."""
@@ -174,7 +170,7 @@ class StepStatistics:
     def check(self, layers: Sequence[int], largest: Tensor) -> None:
         """The gradients of these layers were changed; where their largest entry is 0, the statistics start anew."""
         for i, entry in zip(layers, largest, strict=True):
-            self.sums[i].scale_(entry != 0)
+            self.sums[i].drop_unless_(entry != 0)
         self.checks.append((len(self.terms), list(layers), largest))
 
     @property
@@ -196,11 +192,11 @@ class StepStatistics:
                     starts[i] = max(position, starts.get(i, 0))
         least = list(accumulate(reversed(scales), min, initial=math.inf))[-2::-1]  # of the later scales
         taken = [
-            later >= scale and any(starts.get(i, 0) <= k for i in self.layers[k])
+            later >= scale and any(starts.get(i, 0) <= k for i in self.counts[k])
             for k, (scale, later) in enumerate(zip(scales, least, strict=True))
         ]
         finite = [belongs and bool(finite) for belongs, finite in zip(taken, kept, strict=True)]
-        return StepMoments(self.sums, self.terms, taken, finite, starts)
+        return StepMoments(self.sums, self.terms, self.counts, taken, finite, starts)
 
 
 class TakenStatistics:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
-from kfac_optim.capture.statistics import MicroBatch, Moments, StepStatistics
+from kfac_optim.capture.statistics import MicroBatch, StepStatistics
 from kfac_optim.layers import Observation
 from kfac_optim.optimizers import KFACMixin
 from tests.helpers.compare import SAME, assert_near, assert_same_factors, assert_same_weights, factors_of
@@ -266,8 +266,9 @@ def test_micro_batches_that_are_not_finite_are_left_out(sizes: tuple[float, ...]
     """Whichever they are: the first one is changed only when a second one comes."""
     statistics = StepStatistics()
     for size in sizes:
-        moments = Moments(torch.full((1, 3), size), torch.ones(1, 3), [size])
-        statistics.add(MicroBatch(sums={0: moments}), torch.ones(()), drop_overflowed=False)
+        batch = MicroBatch()
+        batch.add(0, torch.full((1, 3), size), size, torch.ones(1, 3))
+        statistics.add(batch, torch.ones(()), drop_overflowed=False)
     settled = statistics.resolve(iter(torch.stack([flag.double() for flag in statistics.flags]).tolist()))
     finite = [size for size in sizes if size == size]
     assert settled.rows(0) == sum(finite)
