@@ -42,7 +42,7 @@ class ProjectionTap(TorchFunctionMode):
         self.module, self.projections, self.record = module, projections, record
         self.examples = query.shape[0 if module.batch_first else 1] if query.dim() == 3 else 1
         self.rows_applied = 0  # of a packed weight
-        self.query_rows = 0
+        self.queries = 0  # of each example
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function of torch; inside it this mode is off."""
@@ -67,8 +67,8 @@ class ProjectionTap(TorchFunctionMode):
             return ProjectionCall(self.examples)
         first, self.rows_applied = self.rows_applied // layer.d_out, self.rows_applied + weight.shape[0]
         if first == 0:
-            self.query_rows = input.numel() // input.shape[-1]
-        return ProjectionCall(self.examples, first, self.rows_applied // layer.d_out, self.query_rows)
+            self.queries = input.shape[0]
+        return ProjectionCall(self.examples, first, self.rows_applied // layer.d_out, self.queries)
 
     def _attend(self, *args: Any, **kwargs: Any) -> Any:
         """``F.multi_head_attention_forward`` with :meth:`_linear` in the place of ``F.linear``.

@@ -46,15 +46,15 @@ _COMPILED = (
 class LayerCall:
     """One call of a layer, whose output gradient is awaited: the layer's index, the module and what it saw.
 
-    ``subsample`` selects the examples that were looked at from the output gradient. ``shape``: that of the output,
-    whose gradient may come in another one (:func:`~.calls.own_result`); None of nested tensors.
+    ``subsample`` selects the examples that were looked at from the output gradient. ``shape``: the one in which it has
+    examples and positions; the gradient may come in another (:func:`~.calls.own_result`). None of nested tensors.
     """
 
     index: int
     module: nn.Module
     observation: Observation
     subsample: Callable[[Tensor], Tensor]
-    shape: torch.Size | None
+    shape: Sequence[int] | None
 
 
 def positions_of(nested: Tensor) -> Tensor:
@@ -117,17 +117,15 @@ class Recorder:
         """
         layer = self.layers[index]
         module = layer.modules[use]
-        how: dict[str, Any] = {"examples": projection.examples} if projection else {}
-        subsample: Callable[[Tensor], Tensor] = functools.partial(
-            layer.subsample, module, fraction=self._fraction, **how
-        )
+        subsample: Callable[[Tensor], Tensor] = functools.partial(layer.subsample, module, fraction=self._fraction)
+        shape: Sequence[int] | None = None if output.is_nested else output.shape
+        more = {"call": projection} if projection is not None and projection.is_packed else {}
         with self.stage("factor computation"), full_precision(a.device.type):
-            seen = subsample(a)
-            packed = projection is not None and projection.is_packed
-            more = {"call": projection, "share": seen.numel() / a.numel()} if packed else {}
-            observation = layer.observe(module, seen, output, self.dtype, **more)
+            if projection is not None:  # the output projection is applied to a matrix
+                a = a.reshape(-1, projection.examples, a.shape[-1])
+                shape = (-1, projection.examples, output.shape[-1])
+            observation = layer.observe(module, subsample(a), output, self.dtype, **more)
             moment = observation.a if layer.by_example else layer.specs[0].pack(observation.a)
-        shape = None if output.is_nested else output.shape
         return LayerCall(index, module, dataclasses.replace(observation, a=moment), subsample, shape)
 
     def output_moment(self, call: LayerCall, g: Tensor, *, scaled: bool) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ class ProjectionCall(NamedTuple):
     # Of packed q, k, v projections also:
     first_pair: int = 0  # the first pair that is applied
     end_pair: int = 0  # the one after the last
-    query_rows: int = 0
+    queries: int = 0  # of each example
 
     @property
     def is_packed(self) -> bool:
@@ -36,8 +37,7 @@ _ALL_AT_ONCE = ProjectionCall(examples=1, end_pair=3)
 class AttentionLayer(LinearLayer):
     """A projection of ``nn.MultiheadAttention``, which applies its weights by ``F.linear`` without calling a module.
 
-    Inside attention, inputs are ``[positions, n, d]``; those of the output projection are flattened to
-    ``[positions * n, d]``.
+    Inputs and output gradients are ``[positions, n, d]``, whatever the dimension of the examples outside of attention.
 
     Args:
         name: The projection's name.
@@ -61,7 +61,7 @@ class AttentionLayer(LinearLayer):
         bias_part: slice = slice(None),
     ) -> None:
         self._names, self.host, self.bias_part = (weight, bias), host, bias_part
-        super().__init__(name, module, options)
+        super().__init__(name, module, replace(options, batch_dim=1))
 
     def own_parameters(self, module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
         weight, bias = self._names
@@ -78,11 +78,6 @@ class AttentionLayer(LinearLayer):
         if now._base is None or tensor._base is not now._base:
             return False
         return bool(now.storage_offset() <= tensor.storage_offset() < now.storage_offset() + now.numel())
-
-    def subsample(self, module: nn.Module, x: Tensor, fraction: float, *, examples: int = 1) -> Tensor:
-        """As for any layer; ``examples`` is the number of examples in ``x``, which may be flattened."""
-        x = x.reshape(-1, examples, x.shape[-1]).movedim(1, self.batch_dim)
-        return super().subsample(module, x, fraction)
 
 
 class AttentionInputLayer(AttentionLayer):
@@ -103,24 +98,22 @@ class AttentionInputLayer(AttentionLayer):
         dtype: torch.dtype,
         *,
         call: ProjectionCall = _ALL_AT_ONCE,
-        share: float = 1.0,
     ) -> Observation:
-        """As for any layer; ``call``: which pairs it uses, ``share``: of its examples that are in ``a``."""
+        """As for any layer; ``call``: which pairs it uses."""
         seen, pairs = super().observe(module, a, output, dtype), slice(call.first_pair, call.end_pair)
         moment, count = seen.a, seen.count
         if self.by_example:
             count = self._among_zeros(pairs, count, 0)
         elif call.first_pair > 0:  # keys and values count as many rows as the queries, which have been counted
-            moment, count = moment * (call.query_rows / count * share), 0.0
-        return Observation(self._among_zeros(pairs, moment, *self._place_of_pairs(0)), count, pairs=pairs)
+            moment, count = moment * (call.queries / a.shape[0]), 0.0
+        return Observation(self._among_zeros(pairs, moment, *self._place_of_pairs(0)), count, context=pairs)
 
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
         return super().output_rows(module, g, context).squeeze(2).unflatten(-1, (-1, self.d_out))
 
     def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
-        assert observation.pairs is not None
         moment = super().output_moment(module, g, observation)
-        return self._among_zeros(observation.pairs, moment, *self._place_of_pairs(1))
+        return self._among_zeros(observation.context, moment, *self._place_of_pairs(1))
 
     def _place_of_pairs(self, side: int) -> tuple[int, int]:
         """Of an observation's ``a`` and an output moment: the dimension of the pairs, and the blocks of each."""

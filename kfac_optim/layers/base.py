@@ -92,13 +92,11 @@ class Observation:
         count: The number of rows in the sum. For layers with ``by_example`` the number of positions of each example, a
             tensor ``[p]``.
         context: What :meth:`~kfac_optim.KroneckerLayer.output_rows` needs of the input; None for most types.
-        pairs: The pairs that the call has used, the sums of the others being zero; None for all.
     """
 
     a: Tensor
     count: Any
     context: Any = None
-    pairs: slice | None = None
 
 
 class KroneckerLayer(ABC):
@@ -206,8 +204,7 @@ class KroneckerLayer(ABC):
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
         """The output gradient ``g`` of a call as rows ``[n, r, p, d_out]``.
 
-        With "expand" examples and positions may be merged, ``[n r, 1, p, d_out]``. p may be the pairs of this call
-        alone (``pairs`` of its :class:`~kfac_optim.layers.Observation`).
+        With "expand" examples and positions may be merged, ``[n r, 1, p, d_out]``.
 
         Args:
             module: The module that was called.
