@@ -50,22 +50,14 @@ class CompiledCalls:
         recorder: Makes moments of inputs.
         passes: Takes output gradients.
         sampled: Whether the Fisher is a sampled one, which compiled graphs can't serve.
-
-    Attributes:
-        enabled: Whether the step collects statistics.
     """
 
     def __init__(self, calls: ModelCalls, recorder: Recorder, passes: BackwardPasses, *, sampled: bool) -> None:
         self.calls, self.recorder, self.passes, self.sampled = calls, recorder, passes, sampled
-        self.enabled = False
         self._running: ModelCall | None = None  # stands for the call whose graph runs
         self._traced: ModelCall | None = None  # that call itself, as its Python code made it
         self._handle = next(_HANDLES)  # by which graphs know this object
         _WATCHERS[self._handle] = self
-
-    def prepare(self, *, enabled: bool) -> None:
-        """Sets whether the coming step collects statistics."""
-        self.enabled = enabled
 
     # While a graph is traced.
 
@@ -134,7 +126,7 @@ def _record_input(
     """The output of a layer, and what stands for the observation."""
     token, watcher = torch.zeros((), dtype=torch.int64), _WATCHERS.get(capture)
     take = None
-    if watcher is not None and watcher.enabled and output.numel():
+    if watcher is not None and watcher.recorder.enabled and output.numel():
         watcher.require_empirical()
         take = watcher.record_input(index, use, a, output, ProjectionCall(*projection) if projection else None)
     _AWAITED[token] = take

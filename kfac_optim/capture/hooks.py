@@ -77,7 +77,6 @@ class Capture:
         left_out: Collection[int] = (),
     ) -> None:
         self.layers = list(layers)
-        self.enabled = False
         self._left_out, self._on_thrown_away = left_out, on_thrown_away
         self._loss_terms = loss_terms
         self._calls, self._uses = ModelCalls(), WeightUses(self.layers)
@@ -95,6 +94,11 @@ class Capture:
         """The statistics of this step so far."""
         return self._passes.statistics
 
+    @property
+    def enabled(self) -> bool:
+        """Whether the step collects statistics."""
+        return self._recorder.enabled
+
     def prepare(self, *, step: int, enabled: bool, fraction: float, grad_scaler: torch.amp.GradScaler | None) -> None:
         """Sets what the coming step captures.
 
@@ -104,9 +108,7 @@ class Capture:
             fraction: The share of the examples that they are collected from.
             grad_scaler: Whose loss scale the gradients carry; None for none.
         """
-        self.enabled = enabled
-        self._recorder.prepare(fraction=fraction, grad_scaler=grad_scaler)
-        self._compiled.prepare(enabled=enabled)
+        self._recorder.prepare(enabled=enabled, fraction=fraction, grad_scaler=grad_scaler)
         if self._sampling is not None:
             self._sampling.prepare(step)
 
@@ -118,8 +120,7 @@ class Capture:
 
     def close(self) -> None:
         """Removes every hook and forgets what was captured."""
-        self.enabled = False
-        self._compiled.prepare(enabled=False)
+        self._recorder.stop()
         self.forget()
         remove_all(self._handles)
 

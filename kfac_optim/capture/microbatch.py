@@ -71,6 +71,9 @@ class Recorder:
         layers: The layers.
         dtype: Precision of the moments.
         stage: Name of a stage -> context manager that times it.
+
+    Attributes:
+        enabled: Whether the step collects statistics.
     """
 
     def __init__(
@@ -80,12 +83,16 @@ class Recorder:
         stage: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self.layers, self.dtype, self.stage = layers, dtype, stage
-        self._fraction = 1.0
+        self.enabled, self._fraction = False, 1.0
         self._grad_scaler: torch.amp.GradScaler | None = None
 
-    def prepare(self, *, fraction: float, grad_scaler: torch.amp.GradScaler | None) -> None:
-        """Sets the share of the examples that is looked at, and whose loss scale the gradients carry."""
-        self._fraction, self._grad_scaler = fraction, grad_scaler
+    def prepare(self, *, enabled: bool, fraction: float, grad_scaler: torch.amp.GradScaler | None) -> None:
+        """Sets what the coming step records: see :meth:`~kfac_optim.capture.Capture.prepare`."""
+        self.enabled, self._fraction, self._grad_scaler = enabled, fraction, grad_scaler
+
+    def stop(self) -> None:
+        """Records nothing any more."""
+        self.enabled = False
 
     @property
     def scaled(self) -> bool:
