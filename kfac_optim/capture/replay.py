@@ -69,25 +69,16 @@ def frozen(module: nn.Module, random: RandomState) -> Iterator[None]:
                 buffer.copy_(copy)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Call:
-    """A call of the model."""
+    """A call of the model that has returned."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     random: RandomState
     autocast: bool
-    output: Tensor | None = None  # the parameters of the distribution
-    gradient: Tensor | None = None  # of the loss with respect to them
-    terms: int = 1
-
-    def record(self, output: Tensor, terms: int) -> None:
-        """The call has returned."""
-        self.output, self.terms = output, terms
-
-    def add_gradient(self, gradient: Tensor, *, anew: bool) -> None:
-        """A backward pass has reached the output; ``anew``: no earlier one counts."""
-        self.gradient = gradient if anew or self.gradient is None else self.gradient + gradient
+    output: Tensor  # the parameters of the distribution
+    terms: int
 
 
 @dataclass(eq=False)
@@ -147,8 +138,8 @@ class Replay:
         self.module, self.fisher, self.loss_terms, self.layers = module, fisher, loss_terms, layers
         self.enabled = True
         self._depth = 0  # how often the model is entered at present: it may call itself
-        self._open: _Call | None = None
-        self._calls: list[_Call] = []
+        self._open: tuple[tuple[Any, ...], dict[str, Any], RandomState, bool] | None = None  # what a call begins with
+        self._calls: dict[_Call, Tensor] = {}  # whose gradients have arrived
         self._watch = GradientWatch(())
         self._task = -1  # the number of the last backward pass that has reached an output
         own_state = leave_hooks_behind(module, Hook)
@@ -166,7 +157,7 @@ class Replay:
 
     def discard(self) -> None:
         """Forgets the calls of this step; one that still awaits its backward pass is kept."""
-        self._calls = []
+        self._calls = {}
         if not in_backward():
             self._depth, self._open = 0, None
 
@@ -185,8 +176,8 @@ class Replay:
         self.discard()
         # A loss that is a sum has M = 1, in however many calls.
         terms = 1 if self.loss_terms.average is None else sum(call.terms for call in calls)
-        seen = [call for call in calls if call.output is not None and call.output.numel()]  # of an empty batch nothing
-        return [self._part(call, fraction, loss_scale) for call in seen], terms
+        seen = [(call, g) for call, g in calls.items() if call.output.numel()]  # of an empty batch nothing
+        return [self._part(call, g, fraction, loss_scale) for call, g in seen], terms
 
     @torch.no_grad()
     def run(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -194,9 +185,8 @@ class Replay:
         with frozen(self.module, call.random), torch.autocast(call.random.device.type, enabled=False):
             return _precise(self.fisher.parameters_of(self.module(*args, **kwargs)))
 
-    def _part(self, call: _Call, fraction: float, loss_scale: float) -> Part:
-        output, gradient = call.output, call.gradient
-        assert output is not None and gradient is not None
+    def _part(self, call: _Call, gradient: Tensor, fraction: float, loss_scale: float) -> Part:
+        output = call.output
         if gradient.dtype in _HALF and not call.autocast:  # the weights are not in it
             raise RuntimeError(_AUTOCAST_INSIDE.format(gradient.dtype))
         gradient = _precise(gradient) / loss_scale
@@ -228,7 +218,7 @@ class Replay:
         if self._depth > 1:
             return
         device = next(module.parameters()).device
-        self._open = _Call(args, kwargs, RandomState(device), torch.is_autocast_enabled(device.type))
+        self._open = args, kwargs, RandomState(device), torch.is_autocast_enabled(device.type)
 
     def _on_return(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not torch.is_grad_enabled() or in_backward():
@@ -236,10 +226,10 @@ class Replay:
         self._depth -= 1
         if self._depth > 0 or self._open is None:
             return
-        call, self._open = self._open, None
+        begun, self._open = self._open, None
         parameters = None if output is None else self.fisher.parameters_of(output)
         if isinstance(parameters, Tensor) and parameters.requires_grad and parameters.dim():
-            call.record(parameters.detach(), self.loss_terms.count(args, kwargs, output))
+            call = _Call(*begun, parameters.detach(), self.loss_terms.count(args, kwargs, output))
             # The graph of the output keeps the call until the gradient has arrived.
             PendingGradient(functools.partial(self._on_gradient, call)).wait_for_loss(parameters)
 
@@ -250,16 +240,14 @@ class Replay:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._begin_pass(task)
-        first = call not in self._calls
-        if first:
-            self._calls.append(call)
-        call.add_gradient(gradient.detach(), anew=first)
+        known = self._calls.get(call)
+        self._calls[call] = gradient.detach() if known is None else known + gradient.detach()
 
     def _begin_pass(self, task: int) -> None:
         """A backward pass begins, before it has changed a gradient."""
         self._task = task
         if self._calls and self._watch.all_cleared():  # by whichever zero_grad(): a new step
-            self._calls = []
+            self._calls = {}
         torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
 
     def _on_backward_end(self) -> None:
