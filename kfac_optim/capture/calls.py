@@ -43,7 +43,6 @@ class ModelCall:
         module: The module; None for a call whose compiled graph runs before its Python code takes effect.
         forward: The module's ``forward`` when it was called; None where the call is traced for a compiled graph.
         thread: The thread that made the call; None where the call is traced.
-        depth: How often the module is entered at present: it may call itself.
         terms: M; as the inputs have it until the call returns.
         awaited: For the sampled Fisher, what its layers did: a layer call and the graph edge of its output each.
     """
@@ -51,18 +50,8 @@ class ModelCall:
     module: nn.Module | None = None
     forward: Any = None
     thread: threading.Thread | None = None
-    depth: int = 0
     terms: int = 0
     awaited: list[tuple[Any, Any]] = field(default_factory=list)
-
-    def enter(self) -> None:
-        """The module is called; it may call itself."""
-        self.depth += 1
-
-    def leave(self) -> bool:
-        """The module is left. Returns whether that was the outermost of its calls."""
-        self.depth -= 1
-        return self.depth <= 0
 
     def finish(self, terms: int) -> None:
         """M is known."""
@@ -103,6 +92,7 @@ class ModelCalls:
     def __init__(self) -> None:
         self.current: ModelCall | None = None
         self.last: ModelCall | None = None
+        self._depth = 0  # how often the module of the open call is entered at present: it may call itself
 
     def enter(self, module: nn.Module, forward: Any) -> ModelCall | None:
         """A watched module was called. Returns the model call that it opens, if any.
@@ -123,8 +113,9 @@ class ModelCalls:
             if not torch.is_grad_enabled():
                 return None
             self.current = ModelCall(module, forward, None if forward is None else threading.current_thread())
+            self._depth = 0
         if self.current.module is module:
-            self.current.enter()
+            self._depth += 1
         return self.current if opens else None
 
     def leave(self, module: nn.Module) -> ModelCall | None:
@@ -139,7 +130,8 @@ class ModelCalls:
             return None
         if in_backward() and self.last is not None:  # part of a checkpoint, in a call that was counted
             return None
-        if not call.leave():
+        self._depth -= 1
+        if self._depth > 0:
             return None
         self.current = None
         return call if torch.is_grad_enabled() else None
