@@ -155,23 +155,23 @@ class Recorder:
             return moment if layer.by_example else layer.specs[1].pack(moment)
 
     def pool(
-        self, calls: Mapping[tuple[int, int], Sequence[tuple[Observation, Tensor]]]
+        self, sums: Mapping[tuple[int, int], tuple[Tensor, Any, Tensor]]
     ) -> Iterator[tuple[int, Tensor, float, Tensor]]:
-        """Combines the calls in one backward pass, of layers that pool their calls by example.
+        """The moments of one backward pass, of layers that pool their calls by example.
 
         Args:
-            calls: By the index of the layer and the number of examples.
+            sums: The sums over the calls, by the index of the layer and the number of examples.
 
         Yields:
             The index of a layer, A, its rows, and G; packed.
         """
         together: dict[Hashable, list[tuple[int, int]]] = {}
-        for index, examples in calls:
+        for index, examples in sums:
             together.setdefault((examples, self.layers[index].combined_with), []).append((index, examples))
         for keys in together.values():
-            layers, of_layers = [self.layers[index] for index, _ in keys], [calls[key] for key in keys]
-            with self.stage("factor computation"), full_precision(of_layers[0][0][1].device.type):
-                a, count, g = layers[0].combine_layers(layers, of_layers)
+            layers = [self.layers[index] for index, _ in keys]
+            with self.stage("factor computation"), full_precision(sums[keys[0]][-1].device.type):
+                a, count, g = layers[0].combine_layers(layers, [sums[key] for key in keys])
                 of_a, of_g = zip(*(layer.specs for layer in layers), strict=True)
                 packed_a, packed_g = (
                     specs[0].pack(moment).split([spec.matrices for spec in specs])
@@ -222,19 +222,16 @@ class BackwardPasses:
 
         ``to_caller``: the pass returns the gradients of weights.
         """
-        index, observation = layer_call.index, layer_call.observation
+        index, a = layer_call.index, layer_call.observation.a
         batch = self.micro_batch_of(call)
         # Another pass over a retained graph may bring both again, and sums are changed in place.
         if torch._C._autograd._get_current_graph_task_keep_graph():
-            observation, g = dataclasses.replace(observation, a=observation.a.clone()), g.clone()
+            a, g = a.clone(), g.clone()
         # A pass inside this one returns them to it: the backward of a function of the user's (adjoints), for instance.
         if to_caller and torch._C._current_graph_task_id() == batch.task:
             batch.note_caller()
-        if self.recorder.layers[index].by_example:  # calls on as many examples are taken for calls on the same examples
-            observation = dataclasses.replace(observation, context=None)  # has served; of norm layers it is an image
-            batch.by_example.setdefault((index, len(g)), []).append((observation, g))
-        else:
-            batch.add(index, observation.a, observation.count, g)
+        add = batch.add_examples if self.recorder.layers[index].by_example else batch.add
+        add(index, a, layer_call.observation.count, g)
 
     def note_transform(self) -> None:
         """A layer was called inside a transform of ``torch.func``, where its input can't be seen."""

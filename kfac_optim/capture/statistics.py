@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..layers import Observation
 from .calls import ModelCall
 from .gradients import GradientWatch
 
@@ -46,7 +46,8 @@ class MicroBatch:
     Attributes:
         sums: Packed raw sums by layer index.
         counts: The rows behind A, by layer index.
-        by_example: The calls of layers that pool them by example, by layer index and number of examples.
+        by_example: Of layers that pool their calls by example the sums over these, by layer index and number of
+            examples: of what they have seen (``a`` and ``count``), and of output gradients.
         calls: The model calls that the backward pass has reached.
         task: The number of the backward pass.
         to_caller: Whether it returns the gradients (``torch.autograd.grad``) instead of adding them to ``.grad``.
@@ -54,7 +55,7 @@ class MicroBatch:
 
     sums: dict[int, Moments] = field(default_factory=dict)
     counts: dict[int, float] = field(default_factory=dict)
-    by_example: dict[tuple[int, int], list[tuple[Observation, Tensor]]] = field(default_factory=dict)
+    by_example: dict[tuple[int, int], tuple[Tensor, Any, Tensor]] = field(default_factory=dict)
     calls: set[ModelCall] = field(default_factory=set)
     task: int = -1
     to_caller: bool = False
@@ -75,6 +76,13 @@ class MicroBatch:
         else:
             self.sums[layer] = Moments(a, g)
         self.counts[layer] = self.counts.get(layer, 0.0) + count
+
+    def add_examples(self, layer: int, a: Tensor, count: Any, g: Tensor) -> None:
+        """Adds one call of a layer that pools them; calls on as many examples are taken for calls on the same ones."""
+        known = self.by_example.get((layer, len(g)))
+        if known is not None:
+            a, count, g = known[0] + a, known[1] + count, known[2] + g
+        self.by_example[layer, len(g)] = a, count, g
 
 
 @dataclass

@@ -271,31 +271,22 @@ class KroneckerLayer(ABC):
 
     @classmethod
     def combine_layers(
-        cls, layers: Sequence[KroneckerLayer], calls: Sequence[Sequence[tuple[Observation, Tensor]]]
+        cls, layers: Sequence[KroneckerLayer], sums: Sequence[tuple[Tensor, Any, Tensor]]
     ) -> tuple[Tensor, int, Tensor]:
-        """:meth:`combine_calls` of some layers of the same ``combined_with``, one layer's pairs after the other's.
+        """The moments of a backward pass, for layers with ``by_example``.
 
         Args:
-            layers: The layers.
-            calls: The calls of each, all on as many examples.
-        """
-        (layer,), (of_layer,) = layers, calls
-        return layer.combine_calls(of_layer)
-
-    def combine_calls(self, calls: Sequence[tuple[Observation, Tensor]]) -> tuple[Tensor, int, Tensor]:
-        """Combines the calls of a backward pass on the same examples, for layers with ``by_example``.
-
-        Args:
-            calls: For each call its observation and its :meth:`~kfac_optim.KroneckerLayer.output_moment`.
+            layers: Layers of one ``combined_with``; by default a single one.
+            sums: Of each layer the sums over its calls, all on the same examples: ``a`` and ``count`` of its
+                observations, and its output moments.
 
         Returns:
-            The sum of ``a~ a~^T`` over examples, their number, and the sum of ``g~ g~^T``.
+            The sum of ``a~ a~^T`` over examples, their number, and the sum of ``g~ g~^T``; one layer's pairs after the
+            other's.
         """
-        a = sum((seen.a for seen, _ in calls[1:]), calls[0][0].a)
-        positions = sum((seen.count for seen, _ in calls[1:]), calls[0][0].count)
-        g = sum((rows for _, rows in calls[1:]), calls[0][1])
+        (layer,), ((a, positions, g),) = layers, sums
         mean = a / positions.clamp(min=1)[:, None]
-        sides = zip((mean, g), self.specs, strict=True)
+        sides = zip((mean, g), layer.specs, strict=True)
         moments = (second_moment(x[:, None], diagonal=spec.diagonal, blocks=spec.blocks) for x, spec in sides)
         return next(moments), len(g), next(moments)
 

@@ -80,9 +80,9 @@ class _NormLayer(KroneckerLayer):
 
     @classmethod
     def combine_layers(
-        cls, layers: Sequence[KroneckerLayer], calls: Sequence[Sequence[tuple[Observation, Tensor]]]
+        cls, layers: Sequence[KroneckerLayer], sums: Sequence[tuple[Tensor, Any, Tensor]]
     ) -> tuple[Tensor, int, Tensor]:
-        g = torch.cat([sum((rows for _, rows in of_layer[1:]), of_layer[0][1]) for of_layer in calls], 1)
+        g = torch.cat([g for _, _, g in sums], 1)
         return g.new_ones(g.shape[1], 1, 1), 1, second_moment(g[:, None], diagonal=layers[0].specs[1].diagonal)
 
     def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:

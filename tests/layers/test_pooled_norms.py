@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import CurvatureEngine
-from kfac_optim.layers import LayerOptions, Observation, find_layers
+from kfac_optim.capture.statistics import MicroBatch
+from kfac_optim.layers import LayerOptions, find_layers
 from kfac_optim.layers.norm import _NormLayer
 from tests.helpers.compare import assert_near, factors_of
 from tests.helpers.settings import FLOAT64
@@ -28,11 +29,13 @@ def test_each_channel_has_the_moment_of_its_own_gradients(
     options = LayerOptions(max_factor_dim=1 if diagonal else None)
     layers = find_layers([nn.ModuleList(nn.LayerNorm(c, bias=bias) for c, _ in channels)], options).layers
     assert len({layer.combined_with for layer in layers}) == 1
-    nothing = Observation(torch.ones(()), torch.ones(()))
     d_out = 1 + bias
     rows = [[torch.randn(examples, c, d_out, dtype=torch.float64) for _ in range(calls)] for c, calls in channels]
-    calls = [[(nothing, of_call) for of_call in of_layer] for of_layer in rows]
-    a, count, g = type(layers[0]).combine_layers(layers, calls)
+    batch = MicroBatch()
+    for index, of_layer in enumerate(rows):
+        for of_call in of_layer:
+            batch.add_examples(index, torch.ones(()), torch.ones(()), of_call)
+    a, count, g = type(layers[0]).combine_layers(layers, list(batch.by_example.values()))
     expected = []
     for of_layer in rows:
         v = torch.stack(of_layer).sum(0)
