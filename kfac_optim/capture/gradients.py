@@ -76,10 +76,6 @@ class GradientWatch:
         found = ((i, weight.grad) for i, weight in weights if not gradient_moves_away(weight))
         self._marks = {i: _mark(gradient) for i, gradient in found if gradient is not None}
 
-    def forget(self) -> None:
-        """Nothing has been seen."""
-        self._marks = {}
-
     def removed(self, layers: Iterable[int]) -> list[int]:
         """The layers whose weight had a gradient and has none now."""
         return [i for i in layers if i in self._marks and self.layers[i].weight.grad is None]

@@ -318,6 +318,6 @@ class BackwardPasses:
         """Forgets the micro-batches of this step; a backward pass that is running goes on."""
         self.statistics, self.to_caller = StepStatistics(), StepStatistics()
         self.hidden, self.transformed, self.model_seen = set(), False, False
-        self._watch.forget()
+        self._watch.remember(())
         if not in_backward():
             self.abandon()
