@@ -85,8 +85,8 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
         options: The engine's options for layers.
     """
     layers: dict[nn.Parameter, KroneckerLayer] = {}
-    # For every parameter its name, and the reason why it is declined ("": it is not, so far).
-    reasons: dict[nn.Parameter, tuple[str, str]] = {}
+    names: dict[nn.Parameter, str] = {}
+    reasons: dict[nn.Parameter, str] = {}  # why parameters are declined
     beside_untrained: set[nn.Parameter] = set()  # biases of layers whose weight the optimizer does not train
     visited: set[nn.Module] = set()
     roots = list(roots)
@@ -100,29 +100,30 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
             visited.update(parts)
             found, reason = _layers_of(name, module, options)
             for parameter_name, parameter in module.named_parameters(name, recurse=len(parts) > 1):
-                first_name, declined = reasons.setdefault(parameter, (parameter_name, reason))
-                if reason and not declined and parameter in {p for layer in layers.values() for p in layer.parameters}:
-                    reasons[parameter] = (first_name, f"shared with {parameter_name}: {reason}")
+                if reason and parameter not in names:
+                    reasons[parameter] = reason
+                elif reason and parameter in {p for layer in layers.values() for p in layer.parameters}:
+                    reasons.setdefault(parameter, f"shared with {parameter_name}: {reason}")
+                names.setdefault(parameter, parameter_name)
             for layer in found:
                 _add(layer, layers, reasons)
                 if not options.trains(layer.weight):
                     beside_untrained.update(module.parameters())
             for layer in found:
                 for pattern in [p for p in options.skip_layers if re.search(p, layer.name)][:1]:
-                    for parameter in layer.parameters:
-                        reasons[parameter] = (reasons[parameter][0], skip_reason(pattern))
+                    reasons.update(dict.fromkeys(layer.parameters, skip_reason(pattern)))
     _decline_whole_layers(layers.values(), reasons)
-    kept = [layer for layer in layers.values() if not reasons[layer.weight][1] and options.trains(layer.weight)]
+    kept = [layer for layer in layers.values() if layer.weight not in reasons and options.trains(layer.weight)]
     covered = {parameter for layer in kept for parameter in layer.parameters}
     uncovered = {}
-    for parameter, (name, reason) in reasons.items():
+    for parameter, name in names.items():
         if parameter not in covered and options.trains(parameter):
             if parameter in beside_untrained:
                 other = "the weight of its layer is not among the optimizer's parameters"
             else:
                 frozen = "frozen when the optimizer was built"
                 other = "neither weight nor bias of a layer" if parameter.requires_grad else frozen
-            uncovered[parameter] = (name, reason or other)
+            uncovered[parameter] = (name, reasons.get(parameter, other))
     return Coverage(kept, uncovered)
 
 
@@ -169,9 +170,7 @@ def _layers_of(name: str, module: nn.Module, options: LayerOptions) -> tuple[Seq
     return layers, ""
 
 
-def _add(
-    layer: KroneckerLayer, layers: dict[nn.Parameter, KroneckerLayer], reasons: dict[nn.Parameter, tuple[str, str]]
-) -> None:
+def _add(layer: KroneckerLayer, layers: dict[nn.Parameter, KroneckerLayer], reasons: dict[nn.Parameter, str]) -> None:
     """Adds a layer, or its modules to the layer that has the same weight already, or declines both."""
     first = layers.setdefault(layer.weight, layer)
     if first is layer:
@@ -183,21 +182,18 @@ def _add(
         first.add_modules(layer.modules)
         return
     reason = f"weight shared by {first.name} ({first.rule_name}) and {layer.name} ({layer.rule_name})"
-    for parameter in (*first.parameters, *layer.parameters):
-        reasons[parameter] = (reasons[parameter][0], reason)
+    reasons.update(dict.fromkeys((*first.parameters, *layer.parameters), reason))
 
 
-def _decline_whole_layers(layers: Collection[KroneckerLayer], reasons: dict[nn.Parameter, tuple[str, str]]) -> None:
+def _decline_whole_layers(layers: Collection[KroneckerLayer], reasons: dict[nn.Parameter, str]) -> None:
     """Declines layers of which a parameter is declined, and those that share a bias (attention's have parts of it)."""
     users: dict[tuple[nn.Parameter, int | None], KroneckerLayer] = {}
     for layer in layers:
         if layer.bias is not None:
             first = users.setdefault((layer.bias, layer.bias_part.start), layer)
-            name, declined = reasons[layer.bias]
-            if first is not layer and not declined:
-                reasons[layer.bias] = (name, f"bias shared by {first.name} and {layer.name}")
+            if first is not layer:
+                reasons.setdefault(layer.bias, f"bias shared by {first.name} and {layer.name}")
     for layer in layers:
-        found = [reason for parameter in layer.parameters if (reason := reasons[parameter][1])]
+        found = [reasons[parameter] for parameter in layer.parameters if parameter in reasons]
         for parameter in layer.parameters if found else ():
-            name, own = reasons[parameter]
-            reasons[parameter] = (name, own or found[0])
+            reasons.setdefault(parameter, found[0])
