@@ -19,7 +19,7 @@ import itertools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ _MAX_NUMEL = 2**22  # of a weight that can't be compared at a smaller size
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
 Inputs = Sequence[tuple[int, ...]]
-Apply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of input, weight and bias
+Apply = Callable[..., Tensor]  # of input, weight and, where there is one, bias
 
 
 @dataclass(frozen=True)
@@ -148,20 +148,20 @@ def _references(module: nn.Module, shape: tuple[int, ...], attributes: dict[str,
         yield Reference("nn.LayerNorm, channels first", images, functools.partial(_channels_first, eps=eps), first)
 
 
-def _transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight.T, bias)
 
 
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Tensor:
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float) -> Tensor:
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-def _rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Tensor:
+def _rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float) -> Tensor:
     y = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
     return y if bias is None else y + bias
 
 
-def _channels_first(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Tensor:
+def _channels_first(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float) -> Tensor:
     return _layer_norm(x.movedim(1, -1), weight, bias, eps=eps).movedim(-1, 1)
 
 
@@ -177,57 +177,50 @@ def _equal(
     if reference.features is not None:
         shapes = [(*leading, shape[reference.features]) for leading in shapes]
         outputs = shape[1 - reference.features]
+    sizes = {"weight": shape, "bias": (outputs,)} if bias else {"weight": shape}
     with _quiet():
         for dtype in (torch.float32, torch.float64):
             for size, magnitude, training in itertools.product(shapes, _MAGNITUDES, (True, False)):
-                x, *parameters = (
-                    torch.randn(s, generator=generator, dtype=dtype, device="cpu")
-                    for s in ((size, shape, (outputs,)) if bias else (size, shape))
+                x, *values = (
+                    torch.randn(s, generator=generator, dtype=dtype, device="cpu") for s in (size, *sizes.values())
                 )
+                parameters = {name: nn.Parameter(value) for name, value in zip(sizes, values, strict=True)}
                 offset = magnitude if magnitude < 1 else 0.5 * magnitude
                 x = (x + (0.5 if training else 0.0)) * magnitude if len(shape) == 2 else x * magnitude + offset
-                names = ("weight", "bias")
-                own = _stand_in(module, dict(zip(names, parameters, strict=False)), attributes, training=training)
+                own = _stand_in(module, parameters, attributes, training=training)
                 try:
-                    found = _outcome(
-                        functools.partial(type(module).forward, own), x, [own._parameters.get(name) for name in names]
-                    )
+                    forward = functools.partial(type(module).forward, own)
+                    found = _outcome(forward, x, [own.get_parameter(name) for name in parameters])
                 except Exception:  # of the user's forward, whatever it is: it does not compute what the reference does
                     if dtype == torch.float64:
                         return True  # casts to float32 inside, to which a weight in float64 does not fit
                     return False
-                leaves = [nn.Parameter(p) for p in parameters]
-                wanted = _outcome(functools.partial(_apply, reference.apply, leaves), x, leaves)
+                wanted = _outcome(functools.partial(reference.apply, **parameters), x, list(parameters.values()))
                 if not _near(found, wanted):
                     return False
     return True
 
 
-def _apply(apply: Apply, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
-    return apply(x, parameters[0], parameters[1] if len(parameters) > 1 else None)
-
-
 def _stand_in(
-    module: nn.Module, parameters: dict[str, Tensor], attributes: dict[str, Any], *, training: bool
+    module: nn.Module, parameters: Mapping[str, Tensor], attributes: dict[str, Any], *, training: bool
 ) -> nn.Module:
     """A module of the same class with other parameters, no hooks, and copies of the attributes."""
     own = object.__new__(type(module))
     nn.Module.__init__(own)
     own.__dict__.update({k: list(v) if isinstance(v, list) else v for k, v in attributes.items()}, training=training)
     for name in module._parameters:
-        own._parameters[name] = nn.Parameter(parameters[name].clone()) if name in parameters else None
+        own._parameters[name] = nn.Parameter(parameters[name].detach().clone()) if name in parameters else None
     return own
 
 
-def _outcome(forward: Callable[[Tensor], Any], x: Tensor, parameters: Sequence[Tensor | None]) -> list[Any]:
+def _outcome(forward: Callable[[Tensor], Any], x: Tensor, parameters: Sequence[Tensor]) -> list[Any]:
     """The output, and the gradients of a random product with it."""
     x = x.clone().requires_grad_()
     output = forward(x)
     if not isinstance(output, Tensor):
         return [output]
-    own = [p for p in parameters if p is not None]
     product = torch.randn(output.shape, generator=torch.Generator("cpu").manual_seed(1), dtype=output.dtype)
-    return [output, *torch.autograd.grad((output * product).sum(), [x, *own], allow_unused=True)]
+    return [output, *torch.autograd.grad((output * product).sum(), [x, *parameters], allow_unused=True)]
 
 
 def _near(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
