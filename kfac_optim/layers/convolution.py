@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Observation, RowsLayer
-from .moments import multiplicand, with_ones
+from .moments import with_ones
 from .registry import register_layer
 from .shifts import shift_pays, shifted_moment
 from .windows import Windows, unfolded_moment
@@ -52,7 +52,7 @@ class _ConvNdLayer(RowsLayer):
         assert isinstance(module, nn.modules.conv._ConvNd)
         if self.by_example or self.specs[0].diagonal or self.specs[0].blocks > 1:
             return super().observe(module, a, output, dtype)
-        image, windows = self._batched(module, multiplicand(a.detach(), dtype), output)
+        image, windows = self._batched(module, self.multiplicand(a.detach(), dtype), output)
         # As the base class does, but without unfolding the patches where that is faster.
         shifted = shift_pays(image.shape, windows, module.groups, a.device.type, half=image.dtype != dtype)
         moment = (shifted_moment if shifted else unfolded_moment)(image, windows, module.groups)
