@@ -120,7 +120,7 @@ class Capture:
 
     def close(self) -> None:
         """Removes every hook and forgets what was captured."""
-        self._recorder.stop()
+        self._recorder.prepare(enabled=False, fraction=1.0, grad_scaler=None)
         self.forget()
         remove_all(self._handles)
 

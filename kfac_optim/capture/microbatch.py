@@ -46,14 +46,14 @@ _COMPILED = (
 class LayerCall:
     """One call of a layer, whose output gradient is awaited: the layer's index, the module and what it saw.
 
-    ``subsample`` selects the examples that were looked at from the output gradient. ``shape``: the one in which it has
-    examples and positions; the gradient may come in another (:func:`~.calls.own_result`). None of nested tensors.
+    ``fraction``: the share of the examples that was looked at. ``shape``: the one in which the output gradient has
+    examples and positions; it may come in another (:func:`~.calls.own_result`). None of nested tensors.
     """
 
     index: int
     module: nn.Module
     observation: Observation
-    subsample: Callable[[Tensor], Tensor]
+    fraction: float
     shape: Sequence[int] | None
 
 
@@ -90,10 +90,6 @@ class Recorder:
         """Sets what the coming step records: see :meth:`~kfac_optim.capture.Capture.prepare`."""
         self.enabled, self._fraction, self._grad_scaler = enabled, fraction, grad_scaler
 
-    def stop(self) -> None:
-        """Records nothing any more."""
-        self.enabled = False
-
     @property
     def scaled(self) -> bool:
         """Whether a grad scaler is set, used or not."""
@@ -124,16 +120,16 @@ class Recorder:
         """
         layer = self.layers[index]
         module = layer.modules[use]
-        subsample: Callable[[Tensor], Tensor] = functools.partial(layer.subsample, module, fraction=self._fraction)
         shape: Sequence[int] | None = None if output.is_nested else output.shape
         more = {"call": projection} if projection is not None and projection.is_packed else {}
         with self.stage("factor computation"), full_precision(a.device.type):
             if projection is not None:  # the output projection is applied to a matrix
                 a = a.reshape(-1, projection.examples, a.shape[-1])
                 shape = (-1, projection.examples, output.shape[-1])
-            observation = layer.observe(module, subsample(a), output, self.dtype, **more)
+            seen = layer.subsample(module, a, self._fraction)
+            observation = layer.observe(module, seen, output, self.dtype, **more)
             moment = observation.a if layer.by_example else layer.specs[0].pack(observation.a)
-        return LayerCall(index, module, dataclasses.replace(observation, a=moment), subsample, shape)
+        return LayerCall(index, module, dataclasses.replace(observation, a=moment), self._fraction, shape)
 
     def output_moment(self, call: LayerCall, g: Tensor, *, scaled: bool) -> Tensor:
         """The packed moment of one call's output gradient; ``scaled``: the gradient carries the loss scale.
@@ -144,7 +140,7 @@ class Recorder:
         layer = self.layers[call.index]
         with self.stage("factor computation"), full_precision(g.device.type):
             g = positions_of(g) if call.shape is None else g.reshape(call.shape)
-            seen = call.subsample(g.detach())
+            seen = layer.subsample(call.module, g.detach(), call.fraction)
             scaled, part = scaled and self.scaled, seen.numel() < g.numel()
             seen = seen.to(self.dtype) if scaled or part else layer.multiplicand(seen, self.dtype)
             if part:  # the examples kept stand for all, and their squares are added up
