@@ -108,15 +108,15 @@ class ModelCalls:
             return None
         if self.current is not None and self.current.is_training_loop:
             self.current = None
-        opens = self.current is None
-        if self.current is None:
-            if not torch.is_grad_enabled():
-                return None
-            self.current = ModelCall(module, forward, None if forward is None else threading.current_thread())
-            self._depth = 0
-        if self.current.module is module:
-            self._depth += 1
-        return self.current if opens else None
+        if self.current is not None:
+            if self.current.module is module:
+                self._depth += 1
+            return None
+        if not torch.is_grad_enabled():
+            return None
+        self.current = ModelCall(module, forward, None if forward is None else threading.current_thread())
+        self._depth = 1
+        return self.current
 
     def leave(self, module: nn.Module) -> ModelCall | None:
         """A watched module was left, by a return or an exception. If it had opened the model call, the call is over.
