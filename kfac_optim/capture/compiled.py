@@ -28,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..layers import ProjectionCall
 from .calls import CONCURRENT, ModelCall, ModelCalls, in_backward
-from .microbatch import BackwardPasses, Recorder
+from .microbatch import BackwardPasses
 
 __all__ = ["CompiledCalls"]
 
@@ -47,13 +47,12 @@ class CompiledCalls:
 
     Args:
         calls: The model calls, eager ones included: a compiled layer may be part of an eager model.
-        recorder: Makes moments of inputs.
-        passes: Takes output gradients.
+        passes: Takes output gradients; its recorder makes moments of inputs.
         sampled: Whether the Fisher is a sampled one, which compiled graphs can't serve.
     """
 
-    def __init__(self, calls: ModelCalls, recorder: Recorder, passes: BackwardPasses, *, sampled: bool) -> None:
-        self.calls, self.recorder, self.passes, self.sampled = calls, recorder, passes, sampled
+    def __init__(self, calls: ModelCalls, passes: BackwardPasses, *, sampled: bool) -> None:
+        self.calls, self.recorder, self.passes, self.sampled = calls, passes.recorder, passes, sampled
         self._running: ModelCall | None = None  # stands for the call whose graph runs
         self._traced: ModelCall | None = None  # that call itself, as its Python code made it
         self._handle = next(_HANDLES)  # by which graphs know this object

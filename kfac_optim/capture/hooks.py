@@ -83,8 +83,8 @@ class Capture:
         self.frozen_passes = FrozenPasses(self.layers)
         self._recorder = Recorder(self.layers, dtype, stage)
         self._passes = BackwardPasses(self._recorder, on_thrown_away)
-        self._sampling = None if fisher is None else SampledBackward(fisher, rank, self._recorder, self._passes)
-        self._compiled = CompiledCalls(self._calls, self._recorder, self._passes, sampled=fisher is not None)
+        self._sampling = None if fisher is None else SampledBackward(fisher, rank, self._passes)
+        self._compiled = CompiledCalls(self._calls, self._passes, sampled=fisher is not None)
         self._handles: list[Any] = []
         self._attach(roots)
         weakref.finalize(self, remove_all, self._handles)

@@ -17,7 +17,7 @@ from torch import Tensor
 from .calls import ModelCall, PendingGradient
 from .fisher import Fisher
 from .gradients import destination
-from .microbatch import BackwardPasses, LayerCall, Recorder
+from .microbatch import BackwardPasses, LayerCall
 
 __all__ = ["SampledBackward"]
 
@@ -28,12 +28,11 @@ class SampledBackward:
     Args:
         fisher: The distribution.
         rank: This process's rank; each draws its own samples.
-        recorder: Makes moments of output gradients.
-        passes: Takes them when their time has come.
+        passes: Takes the moments of output gradients when their time has come.
     """
 
-    def __init__(self, fisher: Fisher, rank: int, recorder: Recorder, passes: BackwardPasses) -> None:
-        self.fisher, self.rank, self.recorder, self.passes = fisher, rank, recorder, passes
+    def __init__(self, fisher: Fisher, rank: int, passes: BackwardPasses) -> None:
+        self.fisher, self.rank, self.recorder, self.passes = fisher, rank, passes.recorder, passes
         self._step = 0
         self._samples = 0  # drawn in this step
         self._checked = False  # whether the loss's gradient was looked at
