@@ -22,7 +22,7 @@ from .distributed import any_sharded, largest_entry
 from .engine import CurvatureEngine
 from .first_moments import Bucket, averages_gradients, gradient_weight_tracked, keep_averages
 from .flat_storage import flat_view
-from .rates import Scalar, rate_of
+from .rates import Scalar, common_rate, rate_of
 from .state_keys import CHANGE, DESCENT, LENGTH, MOMENT, OF_STEP, STRETCH, TURN, forget, kept_states
 from .steering import (
     Compared,
@@ -109,15 +109,16 @@ def _turn_and_stretch(
         makers[CHANGE] = lambda out: changes_at(of_stacks, trust, braked, plan.graft, out)
     if plan.stretches:
         makers[STRETCH] = lambda out: stretches(of_stacks, out)
-    judged = directions.several_laid_out(makers)
-    turned = _changes_of(covered, judged[TURN] if whole else judged.pop(CHANGE, {}))
-    _subtract(turned)
-    if STRETCH in judged:
-        stretched = _changes_of(covered, judged[STRETCH])
+    found = directions.several_laid_out(makers)
+    if whole:
+        found[CHANGE] = found[TURN]
+    _subtract(_changes_of(covered, found.get(CHANGE, {})))
+    if STRETCH in found:
+        stretched = _changes_of(covered, found[STRETCH])
         reaches, shared = engine.trained.reaches(), 1.0 if braked is None else braked
         _subtract([(bucket, multiplied(of, [reaches[m.p] for m in bucket], shared)) for bucket, of in stretched])
-        judged[DESCENT] = _descents(base.moments, stretched)
-    _remember(covered, judged, turned)
+        found[DESCENT] = _descents(base.moments, stretched)
+    _remember(covered, found)
     first = covered[0][0]
     first.state[LENGTH] = length.to(first.p.dtype)  # as torch's load_state_dict() would round it
 
@@ -136,7 +137,8 @@ def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watc
     descents: list[Tensor] = []
     stretched: list[nn.Parameter] = []
     rates: list[float] = []
-    unit = _unit(optimizer.param_groups)
+    common = common_rate([rate_of(group) for group in optimizer.param_groups])
+    unit = 1.0 if common is None or isinstance(common, Tensor) else abs(common) or 1.0  # which changes no sign
     # The parameter that keeps the length of the last update may have no gradient now.
     length = next((state[LENGTH] for _, state in kept_states(optimizer) if LENGTH in state), None)
     for bucket in members:
@@ -178,12 +180,6 @@ def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watc
     )
 
 
-def _unit(groups: Sequence[Mapping[str, Any]]) -> float:
-    """The learning rate if all groups share one, else 1: a common factor does not change the sign."""
-    rates = {0.0 if isinstance(rate, Tensor) else abs(rate) for rate in map(rate_of, groups)}
-    return (rates.pop() if len(rates) == 1 else 0.0) or 1.0
-
-
 def _together(numbers: Sequence[Tensor]) -> Tensor:
     """Joins 0-dim tensors into one: a view while they share one storage, which loading a state ends."""
     known = flat_view(numbers)
@@ -222,23 +218,17 @@ def _subtract(changes: Changes) -> None:
         subtract_([m.p for m in bucket], vectors, rate_of(bucket[0].group))
 
 
-def _remember(members: Sequence[Bucket], judged: Mapping[str, Mapping[nn.Parameter, Tensor]], changes: Changes) -> None:
-    """Notes what is judged and changes of this step; at a rate of 0 nothing has moved, and they may be of no update."""
+def _remember(members: Sequence[Bucket], found: Mapping[str, Mapping[nn.Parameter, Tensor]]) -> None:
+    """Notes what the next step judges and repeats, by key; changes only where updates differ little between steps.
+
+    At a rate of 0 nothing has moved, and what was found may be of no update.
+    """
     for bucket in [bucket for bucket in members if _moves(bucket[0].group)]:
-        for key, of_key in judged.items():
+        for key, of_key in found.items():
             for m in bucket:
-                if (vector := of_key.get(m.p)) is not None:
-                    m.state[key] = _as(m.p, vector)
-    for bucket, vectors in changes:
-        if _moves(bucket[0].group):
-            for m, vector in zip(bucket, vectors, strict=True):
-                if m.has_first_moment:
-                    m.state[CHANGE] = _as(m.p, vector)
-
-
-def _as(p: Tensor, vector: Tensor) -> Tensor:
-    """A vector in the type of a parameter; asking first is ten times as fast as ``to`` where it has it already."""
-    return vector if vector.dtype == p.dtype else vector.to(p.dtype)
+                if (vector := of_key.get(m.p)) is not None and (key != CHANGE or m.has_first_moment):
+                    # Asking first is ten times as fast as ``to`` where it has that type already.
+                    m.state[key] = vector if vector.dtype == m.p.dtype else vector.to(m.p.dtype)
 
 
 def _moves(group: Mapping[str, Any]) -> bool:
