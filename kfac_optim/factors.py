@@ -57,13 +57,8 @@ def unpack(packed: Tensor, n: int) -> Tensor:
     return matrix.add_(matrix.tril(-1).mT)
 
 
-def packed_diagonal(packed: Tensor, n: int) -> Tensor:
-    """The diagonals ``[..., n]`` of packed matrices ``[..., n (n + 1) / 2]``, without unpacking them."""
-    return torch.cat(_diagonal_parts(packed, n), -1)
-
-
-def _diagonal_parts(packed: Tensor, n: int) -> list[Tensor]:
-    """The two halves of :func:`packed_diagonal`, as views."""
+def packed_diagonal(packed: Tensor, n: int) -> list[Tensor]:
+    """The diagonals of packed matrices ``[..., n (n + 1) / 2]`` in two parts, views: ``[..., n]`` together."""
     _, cols, first_row = _rectangle(n)
     starts, counts, step = (first_row * cols, 1 - first_row), (cols, n - cols), cols + 1
     return [packed[..., at : at + count * step : step] for at, count in zip(starts, counts, strict=True)]
@@ -166,7 +161,7 @@ class FactorSpec:
 
     def diagonals(self, packed: Tensor) -> list[Tensor]:
         """The diagonals of a packed factor, in parts, as views."""
-        return [packed] if self.diagonal else _diagonal_parts(packed, self.size)
+        return [packed] if self.diagonal else packed_diagonal(packed, self.size)
 
     def matrix(self, average: dict[str, Tensor]) -> Tensor:
         """Unpacks a running average: the factor ``[p b, m, m]`` (diagonal: ``[p, n]``), in at least float32."""
@@ -174,8 +169,7 @@ class FactorSpec:
 
     def mean_eigenvalue(self, average: dict[str, Tensor]) -> Tensor:
         """The mean eigenvalue of each pair of a running average, its trace divided by n: ``[p]``."""
-        value = read(average)
-        diagonal = value if self.diagonal else packed_diagonal(value, self.size)
+        diagonal = torch.cat(self.diagonals(read(average)), -1)
         return diagonal.mean(-1) if self.blocks == 1 else diagonal.view(self.pairs, -1).sum(-1) / self.dim
 
     def problem(self, average: object, *, kept: bool) -> str:

@@ -108,10 +108,6 @@ class RefreshInProgress:
         """Takes the results of other jobs."""
         self._done.update(zip(jobs, results, strict=True))
 
-    def add_spectra(self, spectra: Mapping[Block, KnownSpectra]) -> None:
-        """Takes what is known of the eigenvalues of more factors."""
-        self.spectra.update(spectra)
-
     def failure(self, block: Block, side: int) -> str:
         """Why a job of this rank has failed; empty if it has not."""
         result = self._done.get((block, side))

@@ -95,16 +95,12 @@ class Refresher:
             refresh = RefreshInProgress(step, 0, "current", gammas, known)
             refresh.schedule(blocks, comm.rank)
             self._work_off(refresh, step, comm)
-            self._note_begun(step)  # not before: an interrupted one is due again
-            return
-        self._note_begun(step)
-        for block in blocks:
-            block.factors("pending").freeze(block.factors("current"), gammas.get(block))
-        self.in_progress = RefreshInProgress(step, spread, "pending", spectra=known)
-        self.in_progress.schedule(blocks, comm.rank)
-
-    def _note_begun(self, step: int) -> None:
-        self.last_refresh = step
+        else:
+            for block in blocks:
+                block.factors("pending").freeze(block.factors("current"), gammas.get(block))
+            self.in_progress = RefreshInProgress(step, spread, "pending", spectra=known)
+            self.in_progress.schedule(blocks, comm.rank)
+        self.last_refresh = step  # not before: an interrupted one is due again
         self.refreshes += 1
 
     def work_off(self, step: int, comm: Communicator) -> None:
@@ -124,7 +120,7 @@ class Refresher:
             refresh.schedule([block for block in blocks if block.has_data("in_use")], comm.rank)
             for stale in (refresh, self.in_progress):
                 if stale is not None and not isinstance(self.solver, EigenSolver):
-                    stale.add_spectra(shared_spectra(stale.blocks, stale.source, comm))
+                    stale.spectra.update(shared_spectra(stale.blocks, stale.source, comm))
             self._work_off(refresh, step, comm)
 
     def reschedule(self, rank: int) -> None:
