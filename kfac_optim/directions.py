@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from .layout import Layout, Part
 from .rates import Scalar
 from .stack_algebra import Direction, length_of_updates
 
-__all__ = ["Directions", "Maker", "StackedDirection", "StepVectors", "by_parameter"]
+__all__ = ["Directions", "Maker", "StepVectors", "by_parameter"]
 
 # Makes one matrix per stack, written into the given ones, if any.
 Maker = Callable[[Sequence[Tensor] | None], Sequence[Tensor]]
@@ -42,61 +43,42 @@ class StepVectors:
 
 
 @dataclass(frozen=True)
-class StackedDirection:
-    """The preconditioned and scaled matrices of some layers of one shape.
-
-    Attributes:
-        layout: Where the parameters lie in the matrices.
-        vectors: What was preconditioned, by parameter; the layers' other parameters take no part in the step.
-        scaled: The direction, scaled, with all that a scaling knows of the layers.
-    """
-
-    layout: Layout
-    vectors: Mapping[nn.Parameter, Tensor]
-    scaled: Direction
-
-    def parts(self, matrices: Tensor) -> list[Part]:
-        """What each parameter has in some matrices of this shape."""
-        return self.layout.read(matrices, self.vectors)
-
-
-@dataclass(frozen=True)
 class Directions:
-    """The preconditioned and scaled vectors of a step.
+    """The preconditioned and scaled vectors of a step, of the layers that have a decomposition and a vector.
+
+    Those whose shards have gone to other ranks are left out.
 
     Attributes:
-        stacks: The layers that have a decomposition and a vector; without those whose shards have gone to other ranks.
+        layouts: For each stack of layers of one shape where the parameters lie in its matrices.
+        scaled: The scaled direction of each stack, with all that a scaling knows of the layers.
+        vectors: What was preconditioned, by parameter; the layers' other parameters take no part in the step.
         dtype: The dtype of all matrices.
         exchange: The layers whose shards have gone to some ranks alone; None where there are none.
     """
 
-    stacks: Sequence[StackedDirection]
+    layouts: Sequence[Layout]
+    scaled: Sequence[Direction]
+    vectors: Mapping[nn.Parameter, Tensor]
     dtype: torch.dtype
     exchange: ShardExchange | None = None
 
     @property
     def are_none(self) -> bool:
         """Whether there are none, on any rank."""
-        return not self.stacks and self.exchange is None
+        return not self.scaled and self.exchange is None
 
-    @property
-    def has_shards(self) -> bool:
+    @cached_property
+    def _has_shards(self) -> bool:
         """Whether some parameters are laid out over several ranks."""
-        parameters = (p for stack in self.stacks for p in stack.layout.parameters)
-        return self.exchange is not None or any_sharded(parameters)
-
-    @property
-    def scaled(self) -> list[Direction]:
-        """The scaled direction of each stack."""
-        return [stack.scaled for stack in self.stacks]
+        return self.exchange is not None or any_sharded(p for layout in self.layouts for p in layout.parameters)
 
     def update_length(self, updates: Collection[nn.Parameter]) -> Tensor | None:
         """The norm of the base optimizer's updates together, 0-dim.
 
         None where other parameters have one, too, or ranks have different ones: all of them have to add up then.
         """
-        covered = {p for stack in self.stacks for p in stack.layout.parameters}
-        if not self.stacks or self.has_shards or not covered.issuperset(updates):
+        covered = {p for layout in self.layouts for p in layout.parameters}
+        if not self.scaled or self._has_shards or not covered.issuperset(updates):
             return None
         whole = flat_view([d.update for d in self.scaled])
         return length_of_updates(self.scaled) if whole is None else torch.linalg.vector_norm(whole)
@@ -113,9 +95,9 @@ class Directions:
             elsewhere: What parameters have in parts that no layer covers; None: 0.
         """
         whole: dict[nn.Parameter, Tensor] = {}
-        for stack, of_stack in zip(self.stacks, matrices, strict=True):
-            _assemble(whole, stack.parts(of_stack), elsewhere)
-        if not self.has_shards:
+        for layout, of_stack in zip(self.layouts, matrices, strict=True):
+            _assemble(whole, layout.read(of_stack, self.vectors), elsewhere)
+        if not self._has_shards:
             return whole
         back = {} if self.exchange is None else self.exchange.scatter(whole, self.dtype)
         return {**{p: sharded_like(part, p) for p, part in whole.items() if p not in back}, **back}
@@ -127,8 +109,8 @@ class Directions:
             makers: By name, a function that makes the matrices of all stacks. Where the stacks share one storage it is
                 given matrices to fill, so that all sets are read by few operations.
         """
-        storage = self.scaled[0].storage if self.stacks else None
-        if storage is None or self.has_shards:
+        storage = self.scaled[0].storage if self.scaled else None
+        if storage is None or self._has_shards:
             return {name: self.laid_out(make(None)) for name, make in makers.items()}
         rooms = storage.several(len(makers), self.dtype)
         made = []
@@ -139,10 +121,10 @@ class Directions:
             made.append(room)
         found: list[dict[nn.Parameter, Tensor]] = [{} for _ in makers]
         # A view in the state of a parameter keeps the matrices of all.
-        viewable = sum(stack.layout.viewable_numel for stack in self.stacks)
+        viewable = sum(layout.viewable_numel for layout in self.layouts)
         copies = 2 * viewable < sum(math.prod(shape) for shape in storage.shapes)
-        for stack, *wholes in zip(self.stacks, *made, strict=True):
-            several = stack.layout.read_several(wholes, stack.vectors, copies=copies)
+        for layout, *wholes in zip(self.layouts, *made, strict=True):
+            several = layout.read_several(wholes, self.vectors, copies=copies)
             for result, parts in zip(found, several, strict=True):
                 _assemble(result, parts)
         return dict(zip(makers, found, strict=True))

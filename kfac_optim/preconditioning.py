@@ -15,7 +15,7 @@ from torch import Tensor
 from .blocks import Block
 from .damping import Damping, OfLargest, value_of
 from .diagnostics import StageTimes, communicating
-from .directions import Directions, StackedDirection, StepVectors
+from .directions import Directions, StepVectors
 from .distributed import Broadcast, Communicator
 from .flat_storage import FlatStorage, is_launch_bound, scale_pairs
 from .layout import fill_all
@@ -101,10 +101,8 @@ class Preconditioner:
             for stack, d in zip(stacks, found, strict=True):
                 _note_cosines(stack, d)
             if scaling is not None:
-                multipliers = scaling.multipliers(found, step)
-                found = scaled(found, multipliers)
-            parts = [StackedDirection(stack.layout, given, d) for stack, d in zip(stacks, found, strict=True)]
-            return Directions(parts, self.dtype, exchange)
+                found = scaled(found, scaling.multipliers(found, step))
+            return Directions([stack.layout for stack in stacks], found, given, self.dtype, exchange)
 
     def _select(self, stacks: Sequence[Stack], value: float) -> None:
         """Selects the parts of the decompositions that matter at a damping of ``value`` units.

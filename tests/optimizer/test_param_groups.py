@@ -451,6 +451,6 @@ def test_a_layer_whose_weight_and_bias_have_other_momenta(
     train(model, KFACSGD(groups, model=model, lr=0.01, momentum=of_weights, **OFTEN), range(STEPS))
     assert len(noted) > 1
     for updates, found in noted:
-        for stack in found.stacks:
-            for p, index, part in stack.parts(stack.scaled.update):
+        for layout, direction in zip(found.layouts, found.scaled, strict=True):
+            for p, index, part in layout.read(direction.update, found.vectors):
                 torch.testing.assert_close(part, updates[p][index].to(part.dtype), rtol=0, atol=0)
