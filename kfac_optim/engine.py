@@ -49,7 +49,7 @@ from .distributed import AssignmentStrategy, LocalCommunicator, full_gradient, s
 from .rates import Scalar
 from .scaling import traits_of
 from .schedules import due
-from .steering import Lessons, Signs, WeightWatch, compares_weights, read_all
+from .steering import Lessons, Signs, WeightWatch, read_all
 from .views import ViewedEngine
 
 __all__ = ["CurvatureEngine", "memory_estimate"]
@@ -187,10 +187,6 @@ class CurvatureEngine(ViewedEngine):
     def watch(self) -> WeightWatch:
         """Compares weights with what the last step has left."""
         return self._steering.watch
-
-    def watch_weights(self, stretched: Iterable[nn.Parameter]) -> None:
-        """Records the stretched weights at the end of a step, if the next one compares them."""
-        self.watch.note(stretched if compares_weights(self.step_count + 1) else ())
 
     @torch.no_grad()
     def precondition_(self, lr: Scalar | None = None) -> bool:

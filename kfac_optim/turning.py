@@ -34,6 +34,7 @@ from .steering import (
     alignments,
     brake_of,
     changes_at,
+    compares_weights,
     shortened,
     stretches,
     turns,
@@ -88,7 +89,8 @@ def take_turned_step(
         if repeats:
             _subtract(_repeated_changes(engine, plan, covered))
         engine.skip_directions()
-    engine.watch_weights(m.p for m in chain.from_iterable(covered) if STRETCH in m.state)
+    is_watched = compares_weights(engine.step_count + 1)
+    engine.watch.note(m.p for m in chain.from_iterable(covered) if is_watched and STRETCH in m.state)
 
 
 def _turn_and_stretch(
