@@ -171,7 +171,7 @@ class KFACMixin(_Optimizer):
         """The step itself; ``closure``: what evaluates the loss, if the loop has one."""
         if self.precondition == "gradient" or self.curvature.closed:
             forget(self, RECORDED)
-            self.curvature.watch.forget()
+            self.curvature.watch.note(())
             self._precondition_gradients(gradients_of(members))
         else:
             take_turned_step(self, self.curvature, members, self._base_step, self._rates())

@@ -248,20 +248,15 @@ def _can_repeat(engine: CurvatureEngine, plan: Plan, members: Sequence[Bucket]) 
     from a single one, as by Adam with a first beta of 0. With nothing to repeat, a step at trust 0 is the base class's
     own.
     """
-    ready, averages = engine.trained.weights_with_directions(), plan.moment_decay > 0
-    known, changes = False, False
+    turned = [m for bucket in members for m in bucket if TURN in m.state]
+    others = {m.p for bucket in members for m in bucket if TURN not in m.state and _moves(m.group)}
+    if not turned or not others.isdisjoint(engine.trained.weights_with_directions()):
+        return False
     for bucket in members:
-        moments_are_averages = averages_gradients(bucket[0].group)
-        for m in bucket:
-            if TURN not in m.state:
-                if m.p in ready and _moves(m.group):
-                    return False
-            elif not (moments_are_averages if m.has_first_moment else averages):
-                return False
-            else:
-                known = True
-                changes = changes or CHANGE in m.state or (plan.stretches and STRETCH in m.state)
-    return known and (changes or plan.trust == 0)
+        of_base = averages_gradients(bucket[0].group)
+        if not all(of_base if m.has_first_moment else plan.moment_decay > 0 for m in bucket if TURN in m.state):
+            return False
+    return plan.trust == 0 or any(CHANGE in m.state or (plan.stretches and STRETCH in m.state) for m in turned)
 
 
 def _repeated_changes(engine: CurvatureEngine, plan: Plan, members: Sequence[Bucket]) -> Changes:

@@ -46,7 +46,7 @@ class WeightWatch:
         self._rounding = 0.0  # by how much of themselves norms may differ
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
-        """A step leaves these parameters as they are now."""
+        """A step leaves these parameters as they are now; only these are compared before the next one."""
         self.watched = [p for p in parameters if not is_sharded(p)]
         self._norms, self._rounding = _norms(self.watched), 0.0
 
@@ -71,10 +71,6 @@ class WeightWatch:
             return ((left - now).abs() > self._rounding * left).float()
         # Numbers at once, as they are read with others: on a GPU a launch less.
         return torch.ne(left, now, out=now.new_empty(now.shape, dtype=torch.float32))
-
-    def forget(self) -> None:
-        """Compares nothing in the next step."""
-        self.watched, self._norms = [], ()
 
 
 def note_comparison(

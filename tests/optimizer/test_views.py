@@ -347,7 +347,7 @@ def test_estimated_memory_is_what_is_then_held(options: str) -> None:
     # The estimates leave out the weights of averages and the cosine of each layer, gamma, the unit of damping and the
     # two largest eigenvalues of each pair, and of channels the layer that they belong to; and, in the steps that look
     # whether somebody changes them, a norm of each parameter.
-    optimizer.curvature.watch.forget()
+    optimizer.curvature.watch.note(())
     layers = optimizer.curvature.layers
     weights, gammas = 4 * 8 * len(layers), 4 * sum(layer.pairs for layer in layers)
     cosines, channels = 4 * len(layers), 8 * model.bn.num_features
