@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["FactorSpec", "copy_average_", "numbers_of", "pack", "packed_diagonal", "read", "unpack", "write_"]
+__all__ = ["FactorSpec", "copy_average_", "numbers_of", "pack", "read", "unpack", "write_"]
 
 
 _NUMBERS = ("weight", "trace")  # of a running average, which every rank knows
@@ -55,13 +55,6 @@ def unpack(packed: Tensor, n: int) -> Tensor:
     matrix[..., :, :cols] = rectangle[..., first_row : first_row + n, :].tril()
     matrix[..., cols:, cols:] = rectangle[..., : n - cols, 1 - first_row :].triu().mT
     return matrix.add_(matrix.tril(-1).mT)
-
-
-def packed_diagonal(packed: Tensor, n: int) -> list[Tensor]:
-    """The diagonals of packed matrices ``[..., n (n + 1) / 2]`` in two parts, views: ``[..., n]`` together."""
-    _, cols, first_row = _rectangle(n)
-    starts, counts, step = (first_row * cols, 1 - first_row), (cols, n - cols), cols + 1
-    return [packed[..., at : at + count * step : step] for at, count in zip(starts, counts, strict=True)]
 
 
 def _rectangle(n: int) -> tuple[int, int, int]:
@@ -160,8 +153,12 @@ class FactorSpec:
         return packed if self.diagonal else unpack(packed, self.size)
 
     def diagonals(self, packed: Tensor) -> list[Tensor]:
-        """The diagonals of a packed factor, in parts, as views."""
-        return [packed] if self.diagonal else packed_diagonal(packed, self.size)
+        """The diagonals of a packed factor, in parts, as views: of matrices in the two halves of :func:`pack`."""
+        if self.diagonal:
+            return [packed]
+        _, cols, first_row = _rectangle(self.size)
+        starts, counts, step = (first_row * cols, 1 - first_row), (cols, self.size - cols), cols + 1
+        return [packed[..., at : at + count * step : step] for at, count in zip(starts, counts, strict=True)]
 
     def matrix(self, average: dict[str, Tensor]) -> Tensor:
         """Unpacks a running average: the factor ``[p b, m, m]`` (diagonal: ``[p, n]``), in at least float32."""

@@ -8,8 +8,8 @@ on the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -58,12 +58,14 @@ class Traits:
     stretch: bool | None = False
 
 
+_DEFAULTS = vars(Traits())
+
+
 def traits_of(scaling: Scaling | None) -> Traits:
     """The traits of a scaling; None leaves directions as they are, each layer on its own."""
     if scaling is None:
         return Traits(by_layer=True)
-    given: dict[str, Any] = {each.name: getattr(scaling, each.name, each.default) for each in fields(Traits)}
-    return Traits(**given)
+    return Traits(**{name: getattr(scaling, name, default) for name, default in _DEFAULTS.items()})
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ __all__ = [
     "rates_followed",
     "ratios",
     "scaled",
-    "squares",
     "update_norms",
 ]
 
@@ -61,7 +60,8 @@ class Direction:
         layer_of_pair: For norm layers, whose pairs (channels) are scaled together: the number of the layer that each
             pair belongs to, ``[p]``. None where every pair is scaled on its own.
         pairs_per_layer: Likewise how many pairs each layer has, one after the other, ``[layers]``.
-        steepest: How long it was before it was scaled; None where damping is not relative to the largest eigenvalue.
+        steepest: What tells how long it was before it was scaled; None where damping is not relative to the largest
+            eigenvalue.
         storage: Where the matrices of all stacks lie in one storage; None: each in its own.
         cache: What ``update_norms`` and ``rates_followed`` have found, for later calls in the step. The copies that
             ``scaled`` makes share it: it holds only what depends on ``gradient`` and ``update``.
@@ -135,11 +135,6 @@ def cosines(x: Tensor, y: Tensor, layer_of_pair: Tensor, layers: int) -> Tensor:
     return over_layers((normalized(x) * normalized(y)).sum((1, 2))).nan_to_num_(nan=0.0)
 
 
-def squares(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[Tensor]:
-    """For each direction the ``inner`` product of a matrix with itself, ``[p]``."""
-    return list(torch._foreach_mul(found := norms(directions, matrices), found)) if directions else []
-
-
 def scaled(directions: Sequence[Direction], multipliers: Sequence[Tensor]) -> list[Direction]:
     """Directions times multipliers, ``[p]`` or 0-dim."""
     if not directions:
@@ -193,7 +188,8 @@ def rates_followed(directions: Sequence[Direction]) -> list[Tensor]:
     new = [d for d in directions if rates_followed not in d.cache]
     if new:
         moments = [d.gradient for d in new]
-        found = ratios(inners(new, [d.update for d in new], moments), squares(new, moments))
+        lengths = norms(new, moments)
+        found = ratios(inners(new, [d.update for d in new], moments), torch._foreach_mul(lengths, lengths))
         for d, rate in zip(new, elementwise("clamp_min", found, 0), strict=True):
             d.cache[rates_followed] = rate
     return [d.cache[rates_followed] for d in directions]

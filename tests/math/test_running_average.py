@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, exponential_decay, forgetting, inverse_time_decay
-from kfac_optim.factors import pack, packed_diagonal
+from kfac_optim.factors import FactorSpec, pack
 from tests.helpers.compare import factors_of
 from tests.helpers.settings import EXACT
 
@@ -322,7 +322,7 @@ def norm_step(model: nn.Module, optimizer: KFACSGD, c: Tensor, signs: Tensor) ->
 def test_the_diagonal_of_a_packed_matrix(n: int) -> None:
     matrix = torch.randn(2, n, n)
     matrix = matrix + matrix.mT
-    assert torch.equal(torch.cat(packed_diagonal(pack(matrix), n), -1), matrix.diagonal(dim1=-2, dim2=-1))
+    assert torch.equal(torch.cat(FactorSpec(2, n).diagonals(pack(matrix)), -1), matrix.diagonal(dim1=-2, dim2=-1))
 
 
 @pytest.mark.parametrize("steps", [0, -1])
