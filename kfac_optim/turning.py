@@ -250,11 +250,11 @@ def _can_repeat(engine: CurvatureEngine, plan: Plan, members: Sequence[Bucket]) 
     """
     turned = [m for bucket in members for m in bucket if TURN in m.state]
     others = {m.p for bucket in members for m in bucket if TURN not in m.state and _moves(m.group)}
-    if not turned or not others.isdisjoint(engine.trained.weights_with_directions()):
+    if not turned or (others and not others.isdisjoint(engine.trained.weights_with_directions())):
         return False
     for bucket in members:
-        of_base = averages_gradients(bucket[0].group)
-        if not all(of_base if m.has_first_moment else plan.moment_decay > 0 for m in bucket if TURN in m.state):
+        base, own = averages_gradients(bucket[0].group), plan.moment_decay > 0  # whether their averages are any
+        if [m for m in bucket if TURN in m.state and not (base if m.has_first_moment else own)]:
             return False
     return plan.trust == 0 or any(CHANGE in m.state or (plan.stretches and STRETCH in m.state) for m in turned)
 
