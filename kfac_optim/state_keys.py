@@ -86,9 +86,10 @@ def take_out(optimizer: torch.optim.Optimizer, key: str) -> dict[Any, Any]:
 
 def forget(optimizer: torch.optim.Optimizer, keys: Collection[str]) -> None:
     """Deletes entries from the states of all parameters, and the states that have no others."""
-    for p, state in list(kept_states(optimizer)):
-        gone = [state.pop(key) for key in keys if key in state]
-        if gone and not state:
+    for p, state in [(p, state) for p, state in kept_states(optimizer) if not state.keys().isdisjoint(keys)]:
+        for key in keys:
+            state.pop(key, None)
+        if not state:
             del optimizer.state[p]  # torch cannot save it if the parameter has been replaced
 
 
