@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +18,17 @@ __all__ = ["Worker"]
 class Worker:
     """Decomposes while training goes on: one thread, with a stream of its own on a GPU.
 
-    A thread there too, because decompositions wait for the device to learn whether they failed.
+    A thread there too, because decompositions wait for the device to learn whether they failed. A process that was
+    forked has no threads of its parent's: it starts one of its own, and does again what it waits for.
     """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kfac-decomposition")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._start()
+
+    def _start(self) -> None:
+        self._process = os.getpid()
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kfac-decomposition")
         self._finalizer = weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
 
     def __reduce__(self) -> tuple[type[Worker], tuple[()]]:
@@ -47,10 +53,13 @@ class Worker:
             with torch.no_grad(), torch.cuda.stream(stream) if stream else nullcontext():
                 return work()
 
+        process = os.getpid()
+        if process != self._process:
+            self._start()
         future = self._pool.submit(run)
 
         def result() -> MaybeDecomposition:
-            found = future.result()
+            found = future.result() if process == os.getpid() else run()
             if stream is not None:
                 current = torch.cuda.current_stream(device)
                 current.wait_stream(stream)

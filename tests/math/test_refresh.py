@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import multiprocessing
+import os
 import threading
 import weakref
 from collections import Counter
@@ -413,6 +415,29 @@ def test_a_refresh_under_way_survives(way: str) -> None:
         other, resumed = through_a_file((net, optimizer), plain=False)
     expected, found = steps(net, optimizer, 6, 12), steps(other, resumed, 6, 12)
     assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork") or torch.cuda.is_available(), reason="torch trains in no forked process")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("taken", [8, 10])  # between two refreshes, and in the midst of one
+def test_a_forked_process_has_a_worker_of_its_own(taken: int) -> None:
+    net = model()
+    optimizer = KFACSGD(net, lr=0.1, **BESIDE)
+    steps(net, optimizer, 0, taken)
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+
+    def go_on() -> None:
+        torch.set_num_threads(1)
+        sender.send([weights.tolist() for weights in steps(net, optimizer, taken, 20)])
+
+    child = multiprocessing.get_context("fork").Process(target=go_on, daemon=True)
+    child.start()
+    try:
+        assert receiver.poll(120), "it waits for a thread that it does not have"
+        assert receiver.recv() == [weights.tolist() for weights in steps(net, optimizer, taken, 20)]
+    finally:
+        child.kill()
+        child.join()
 
 
 def test_a_failure_in_the_background_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
