@@ -41,7 +41,8 @@ class Leftover:
 
     Args:
         parameter: The parameter; it gets a hook.
-        gradient: Its gradient after the step, held weakly.
+        gradient: Its gradient after the step. It is not held, not even weakly: torch could not swap it then, as
+            ``model.to()`` does under ``torch.__future__.set_swap_module_params_on_conversion(True)``.
 
     Attributes:
         has_grown: Whether another backward pass has added to it.
@@ -50,13 +51,22 @@ class Leftover:
     def __init__(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         self.has_grown = False
         if parameter.requires_grad:
-            self._gradient, of_self = weakref.ref(gradient), weakref.ref(self)
+            self._gradient, of_self = _identity(gradient), weakref.ref(self)
             handle = parameter.register_post_accumulate_grad_hook(lambda p: _note(of_self, p))
             weakref.finalize(self, handle.remove)
 
     def on_gradient_added(self, parameter: Tensor) -> None:
         """A backward pass has added to the gradient of the parameter."""
-        self.has_grown |= parameter.grad is not None and parameter.grad is self._gradient()
+        (known, before), (found, after) = self._gradient, _identity(parameter.grad)
+        if found == known and after > before:
+            self.has_grown = True
+        else:  # another one, perhaps in its place in memory
+            self._gradient = 0, 0
+
+
+def _identity(gradient: Tensor | None) -> tuple[int, int]:
+    """What tells a gradient from another one: where it is, and how often it has been written to."""
+    return (0, 0) if gradient is None or gradient.is_inference() else (id(gradient), gradient._version)
 
 
 def _note(leftover: weakref.ref[Leftover], parameter: Tensor) -> None:

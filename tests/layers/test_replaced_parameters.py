@@ -135,6 +135,30 @@ def test_parameters_that_only_the_model_has_anew_are_an_error(change: Callable, 
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
+@contextmanager
+def swapping() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
+def test_what_torch_swaps_stays_the_optimizers(cls: type) -> None:
+    """Gradients, too, of which torch swaps none that anything refers to weakly."""
+    models = make(), make()
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        optimizer = cls(model, lr=0.05, **OFTEN)
+        train(model, optimizer, range(4))
+        if model is models[0]:
+            with swapping():
+                model._apply(torch.clone)
+        train(model, optimizer, range(4, 8))
+    assert_same_weights(*models)
+
+
 def adopt(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """What users do who know that a model has new parameters."""
     optimizer.param_groups[0]["params"] = list(model.parameters())
