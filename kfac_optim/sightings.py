@@ -39,8 +39,13 @@ class Sightings:
     def __init__(self) -> None:
         self.blind = False
         self._model_seen = False  # in the last step with statistics
+        self._lost = False
         self._steps = 0  # with statistics, in a row, with gradients but no backward pass that was seen
         self._told: set[Block] = set()  # those that the user was warned of
+
+    def lose(self) -> None:
+        """What was seen of the step that has begun is gone: layers were added, or a state was loaded, in its midst."""
+        self._lost = True
 
     def count_step(self, statistics: TakenStatistics, settled: StepMoments, *, trains: bool) -> bool:
         """Counts a step with statistics.
@@ -53,7 +58,7 @@ class Sightings:
         Returns:
             Whether this rank has trained for too many such steps in a row without seeing the model.
         """
-        self._model_seen = statistics.model_seen
+        self._model_seen, self._lost = statistics.model_seen or self._lost, False
         if trains and not (any(settled.taken) or self._model_seen) and statistics.has_gradients():
             self._steps += UNSEEN_STEPS if statistics.transformed else 1
         elif trains:

@@ -94,6 +94,11 @@ class ModelCalls:
         self.last: ModelCall | None = None
         self._depth = 0  # how often the module of the open call is entered at present: it may call itself
 
+    @property
+    def have_begun(self) -> bool:
+        """Whether there is one in progress, or has been one in this step."""
+        return self.current is not None or self.last is not None
+
     def enter(self, module: nn.Module, forward: Any) -> ModelCall | None:
         """A watched module was called. Returns the model call that it opens, if any.
 

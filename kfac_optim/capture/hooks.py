@@ -99,6 +99,11 @@ class Capture:
         """Whether the step collects statistics."""
         return self._recorder.enabled
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether this step has called the model already."""
+        return self._calls.have_begun
+
     def prepare(self, *, step: int, enabled: bool, fraction: float, grad_scaler: torch.amp.GradScaler | None) -> None:
         """Sets what the coming step captures.
 
@@ -375,11 +380,10 @@ class _FirstHook(Hook):
 
 def _is_local(layer: KroneckerLayer, a: Tensor, output: Tensor) -> bool:
     """Whether the output is this rank's own, of all rows of its input; tensor parallelism may hand out others."""
-    if is_sharded(output):
+    # The shapes are those of an nn.Linear; FSDP2's layers have outputs of their own, of other shapes.
+    if layer.is_shard and (output.shape[-1] != layer.d_out or a.shape[:-1] != output.shape[:-1]):
         return False
-    if not layer.is_shard:  # of an nn.Linear; FSDP2's layers have outputs of their own, of other shapes
-        return True
-    return output.shape[-1] == layer.d_out and a.shape[:-1] == output.shape[:-1]
+    return not is_sharded(output)
 
 
 def remove_all(handles: list[Any]) -> None:

@@ -147,6 +147,29 @@ def test_a_group_added_during_training_joins_and_leaves_the_others_their_statist
     assert [layer.name for layer in optimizer.curvature.layers] == ["0", "2", "3"]
 
 
+@pytest.mark.parametrize("change", ["a group is added", "a state is loaded"])
+@pytest.mark.parametrize("passed", ["forward", "backward"])
+def test_what_was_seen_may_be_lost_in_the_midst_of_the_first_step(passed: str, change: str) -> None:
+    """As by a loop that makes a head when it meets the first example of it: the base class takes that step."""
+    model, twin = make_model(), make_model()
+    optimizer = KFACSGD(model[0].parameters(), lr=0.1, model=model, **EVERY_STEP)
+    plain = torch.optim.SGD(twin[0].parameters(), lr=0.1)
+    for trained, over in ((model, optimizer), (twin, plain)):
+        loss = trained(torch.ones(6, 4)).square().sum()
+        if passed == "backward":
+            loss.backward()
+        if change == "a group is added":
+            over.add_param_group({"params": [p for m in trained[1:] for p in m.parameters()]})
+        else:
+            over.load_state_dict(over.state_dict())
+        if passed == "forward":
+            loss.backward()
+        over.step()
+    assert_close(model, twin, TOL)
+    train(model, optimizer, range(3))
+    assert optimizer.curvature.report()["layers"]
+
+
 @pytest.mark.parametrize("kfac", CLASSES)
 def test_frozen_parameters_stay_and_the_rest_trains_as_without_them(kfac: Any) -> None:
     model, twin = make_model(), make_model()
