@@ -22,11 +22,15 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-def owners_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
-    """The outermost live modules of the process that contain some parameters, found by identity; none if none does."""
+def owners_of(parameters: Iterable[Tensor], known: Iterable[nn.Module] = ()) -> list[nn.Module]:
+    """The outermost live modules of the process that contain some parameters, found by identity; none if none does.
+
+    ``known``: modules to look into as well: of what ``gc.freeze()`` has set aside, the collector lists nothing.
+    """
     parameters = list(parameters)
     wanted = {id(parameter) for parameter in parameters}
     modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    modules += [module for root in known for module in root.modules()]
     parents: dict[int, list[nn.Module]] = {}
     for module in modules:
         for child in module.__dict__.get("_modules", {}).values():

@@ -147,6 +147,20 @@ def test_a_group_added_during_training_joins_and_leaves_the_others_their_statist
     assert [layer.name for layer in optimizer.curvature.layers] == ["0", "2", "3"]
 
 
+def test_layers_that_the_collector_no_longer_lists_are_still_there() -> None:
+    """Loops that call ``gc.freeze()`` after their first step, for speed, and add a group later."""
+    model = make_model()
+    optimizer = KFACSGD(model[0].parameters(), lr=0.1, **EVERY_STEP)
+    train(model, optimizer, range(1))
+    gc.freeze()
+    try:
+        head = nn.Linear(3, 2)
+        optimizer.add_param_group({"params": [*model[3].parameters(), *head.parameters()]})
+    finally:
+        gc.unfreeze()
+    assert [layer.modules for layer in optimizer.curvature.layers] == [[model[0]], [model[3]], [head]]
+
+
 @pytest.mark.parametrize("change", ["a group is added", "a state is loaded"])
 @pytest.mark.parametrize("passed", ["forward", "backward"])
 def test_what_was_seen_may_be_lost_in_the_midst_of_the_first_step(passed: str, change: str) -> None:
