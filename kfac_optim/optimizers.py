@@ -273,7 +273,7 @@ class KFACMixin(_Optimizer):
         stepped = set(map(id, self._parameters()))  # a parameter's hash takes time
         for block in self.curvature.trained.blocks:
             if block.state and id(block.layer.weight) in stepped:  # torch saves no state of others
-                self.state[block.layer.weight][AVERAGES] = block.state
+                self.state[block.layer.weight].setdefault(AVERAGES, block.state)
 
     def _show_counters(self) -> None:
         counters = {PREFIX + name: value for name, value in self.curvature.counters().items()}
@@ -288,6 +288,7 @@ class KFACMixin(_Optimizer):
         Where the strategy shares factors out (``factors="sharded"``), those of this rank alone, as
         ``torch.distributed.checkpoint`` takes them; :meth:`full_state_dict` has all of them.
         """
+        self._show_averages()  # a loop that starts the base class anew has emptied the state
         self._show_counters()
         return self._in_saved_form(super().state_dict())
 

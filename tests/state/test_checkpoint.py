@@ -98,6 +98,18 @@ def assert_same_state(state: Any, other: Any) -> None:
 # Resuming ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_a_state_that_was_emptied_is_saved_with_the_curvature(kfac: Any) -> None:
+    """Loops clear it to start the base class anew; curvature goes on all the same."""
+    model, optimizer = build(kfac)
+    train(model, optimizer, range(K))
+    optimizer.state.clear()
+    model2, optimizer2 = again_by_state(model, optimizer)
+    for trained, over in ((model, optimizer), (model2, optimizer2)):
+        train(trained, over, range(K, 2 * K))
+    assert_identical(model, model2)
+
+
 def again_by_state(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
     model2, optimizer2 = build(type(optimizer), seed=1)
     model2.load_state_dict(model.state_dict())
