@@ -147,6 +147,17 @@ def test_a_group_added_during_training_joins_and_leaves_the_others_their_statist
     assert [layer.name for layer in optimizer.curvature.layers] == ["0", "2", "3"]
 
 
+def test_groups_of_a_model_that_is_known_are_added_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which looks through every object of the process: a loop that adds layer by layer would take minutes."""
+    model, head = make_model(), nn.Linear(3, 2)
+    optimizer = KFACSGD(model[0].parameters(), lr=0.1, **EVERY_STEP)
+    with monkeypatch.context() as patched:
+        patched.delattr("kfac_optim.coverage.owners_of")
+        optimizer.add_param_group({"params": [p for m in model[1:] for p in m.parameters()]})
+    optimizer.add_param_group({"params": list(head.parameters())})
+    assert [layer.modules for layer in optimizer.curvature.layers] == [[model[0]], [model[2]], [model[3]], [head]]
+
+
 def test_layers_that_the_collector_no_longer_lists_are_still_there() -> None:
     """Loops that call ``gc.freeze()`` after their first step, for speed, and add a group later."""
     model = make_model()
