@@ -50,7 +50,7 @@ def check_states(
         if problem:
             raise ValueError(
                 f"the state of {block.layer.name!r} {problem}: damaged, or of another model, skip_layers or "
-                "max_factor_dim?"
+                "max_factor_dim, or of an optimizer that was built while other biases were frozen?"
             )
 
 

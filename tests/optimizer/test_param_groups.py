@@ -313,6 +313,18 @@ def test_a_bias_that_does_not_train_here_leaves_the_weight_its_own_block(frozen:
     assert torch.equal(model[0].bias, torch.zeros(3))
 
 
+def test_a_bias_frozen_during_training_is_to_be_frozen_after_a_resumed_optimizer_is_built() -> None:
+    model, resumed = make_model(), make_model()
+    optimizer = KFACSGD(model, lr=0.1, **SETTINGS)
+    model[3].bias.requires_grad_(False)
+    train(model, optimizer, range(3))
+    late = KFACSGD(resumed, lr=0.1, **SETTINGS)
+    resumed[3].bias.requires_grad_(False)
+    with pytest.raises(ValueError, match="built while other biases were frozen"):
+        KFACSGD(resumed, lr=0.1, **SETTINGS).load_state_dict(optimizer.state_dict())
+    late.load_state_dict(optimizer.state_dict())
+
+
 def test_a_bias_frozen_during_training_leaves_the_weight_preconditioned() -> None:
     """As if the bias had a gradient of zero; it stays where it is."""
     model, twin = make_model(), make_model()
