@@ -160,9 +160,10 @@ class BuiltEngine(Config):
 
     def extend(self, params: Iterable[Any]) -> None:
         """Takes more trained parameters (``add_param_group``); their layers start without statistics."""
+        have_room = any(block.state for block in self.trained.blocks)
         self.trained.extend(params)
         self._find_layers()
-        if any(block.state for block in self.trained.blocks):  # a state may be saved before the next step makes room
+        if have_room:  # a state may be saved before the next step makes room
             self.make_room([block for block in self.trained.blocks if not block.state])
         if self._capture.has_begun:
             self._sightings.lose()

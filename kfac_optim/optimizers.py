@@ -249,8 +249,8 @@ class KFACMixin(_Optimizer):
                 )
         super().add_param_group(param_group)
         if hasattr(self, "curvature"):
-            self.curvature.extend(self.param_groups[-1]["params"])
-            self._show_averages()
+            with self._averages_handed_over():
+                self.curvature.extend(self.param_groups[-1]["params"])
             self._show_counters()
 
     def __repr__(self) -> str:

@@ -147,6 +147,26 @@ def test_a_group_added_during_training_joins_and_leaves_the_others_their_statist
     assert [layer.name for layer in optimizer.curvature.layers] == ["0", "2", "3"]
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+def test_biases_added_during_training_are_saved_with_their_layers(kept: int) -> None:
+    """Whose factors start anew, one row larger: of all layers, or of all but one."""
+    models, optimizers = [], []
+    for steps in (3, 0):
+        model = make_model()
+        biases = [p for p in model.parameters() if p.dim() == 1][kept:]
+        others = [p for p in model.parameters() if all(p is not q for q in biases)]
+        optimizer = KFACSGD(others, lr=0.1, model=model, momentum=0.9, **EVERY_STEP)
+        train(model, optimizer, range(steps))
+        optimizer.add_param_group({"params": biases})
+        models.append(model)
+        optimizers.append(optimizer)
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, range(3, 9))
+    assert_identical(*models)
+
+
 def test_groups_of_a_model_that_is_known_are_added_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which looks through every object of the process: a loop that adds layer by layer would take minutes."""
     model, head = make_model(), nn.Linear(3, 2)
