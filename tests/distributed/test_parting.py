@@ -29,7 +29,7 @@ from kfac_optim import (
 )
 from tests.helpers.compare import assert_all_near, values
 from tests.helpers.ranks import run_ranks
-from tests.helpers.settings import FLOAT64
+from tests.helpers.settings import FLOAT64, SETTINGS
 from tests.helpers.training import make_model, train
 from tests.helpers.versions import needs_sharding_on_cpus
 
@@ -329,21 +329,21 @@ def test_a_wrapper_says_which_ranks_train_together(wrap: str) -> None:
 def start_late(rank: int, world_size: int, folder: str, before: str) -> list[Tensor]:
     """The process group comes after the optimizer, which has done something before."""
     dist.destroy_process_group()
-    model = make_model()
-    optimizer = KFACSGD(model, lr=0.05, momentum=0.9)
+    model = make_model().double()
+    optimizer = KFACSGD(model, lr=0.05, momentum=0.9, **SETTINGS)
     if before == "a step":
         train(model, optimizer, range(1))
-    elif before == "its state":
+    else:
         get_optimizer_state_dict(model, optimizer)  # takes a step of length zero
     dist.init_process_group("gloo", init_method=f"file://{folder}/late", rank=rank, world_size=world_size)
     train(DDP(model), optimizer, range(1, 6), rank=rank, world_size=world_size)
     return values(model)
 
 
-@pytest.mark.parametrize("before", ["nothing", "its state"])
-def test_a_process_group_may_come_before_anything_is_learned(tmp_path: Path, before: str) -> None:
-    one, other = run_ranks(2, start_late, str(tmp_path), before)
-    assert all(map(torch.equal, one, other))
+def test_a_process_group_may_come_before_anything_is_learned(tmp_path: Path) -> None:
+    model = make_model().double()
+    train(model, KFACSGD(model, lr=0.05, momentum=0.9, **SETTINGS), range(1, 6))
+    assert_all_near(run_ranks(2, start_late, str(tmp_path), "its state"), values(model))
 
 
 def test_a_process_group_that_comes_later_is_refused(tmp_path: Path) -> None:

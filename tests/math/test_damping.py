@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KFACSGD, OfLargest, OfMean, exponential_decay
+from kfac_optim import KFACSGD, Graft, OfLargest, OfMean, exponential_decay
 from kfac_optim.spectra import largest_eigenvalue
 from tests.helpers.compare import assert_applied, assert_identical, assert_trained, values
 from tests.helpers.files import through_a_file
@@ -112,8 +112,9 @@ def test_an_own_damping_has_a_unit_for_each_pair(solver: str) -> None:
     models = [stack(), stack()]
     models[1].load_state_dict(models[0].state_dict())
     dampings = (Own(lambda a, g, ones: torch.where(a * g > 0, a * g, ones)), OfMean(0.1))
+    options = {"lr": 0.1, "scaling": Graft(trust=1.0), "solver": SOLVERS[solver]}
     for model, damping in zip(models, dampings, strict=True):
-        train(model, KFACSGD(model, lr=0.1, damping=damping, solver=SOLVERS[solver]), range(4), shape=(8, 4, 3, 3))
+        train(model, KFACSGD(model, damping=damping, **options), range(4), shape=(8, 4, 3, 3))
     assert_identical(*models)
 
 
