@@ -40,6 +40,8 @@ class Game:
     def play(self, first: int, last: int, *, generator_first: bool) -> None:
         """Both players take some steps."""
         for step in range(first, last):
+            for optimizer in self.optimizers:
+                optimizer.curvature._steering.trust.notches = 5  # which would fall to 0, where no step is K-FAC's
             source = torch.Generator().manual_seed(step)
             batch = torch.randn(16, 10, generator=source, dtype=torch.float64).chunk(self.world_size)[self.rank]
             turns = (self._generate, self._discriminate) if generator_first else (self._discriminate, self._generate)
@@ -89,6 +91,8 @@ def resumed(rank: int, world_size: int) -> list[Tensor]:
     """A game that goes on from a file is one from its first step on."""
     game = Game(rank, world_size)
     game.play(0, 7, generator_first=False)
+    for optimizer in game.optimizers:
+        optimizer.curvature.synchronize()
     states = [through_a_file(optimizer.state_dict()) for optimizer in game.optimizers]
     game.build()
     for optimizer, state in zip(game.optimizers, states, strict=True):
