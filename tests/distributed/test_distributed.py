@@ -13,7 +13,7 @@ from kfac_optim import KAISA, KFACSGD, EigenSolver, FactorWise, LayerWise, OfMea
 from kfac_optim.steering import trust
 from tests.helpers.compare import assert_all_near, values
 from tests.helpers.ranks import run_ranks
-from tests.helpers.settings import FLOAT64, KINDS, OFTEN
+from tests.helpers.settings import FLOAT64, KINDS, OFTEN, SETTINGS
 from tests.helpers.training import train, trusts_of
 
 STEPS = 10
@@ -50,7 +50,7 @@ def trained(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> l
     model = Net().double()
     wrapped: nn.Module = DDP(model) if world_size > 1 else model
     cls, base = KINDS[kind]
-    optimizer = cls(model, **{**base, **OPTIONS, **options})
+    optimizer = cls(model, **{**SETTINGS, **base, **options})
     train(wrapped, optimizer, range(STEPS), shape=SHAPE, rank=rank, world_size=world_size)
     return values(model)
 

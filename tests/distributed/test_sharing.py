@@ -83,8 +83,11 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "eigen, of mean, spread": ("sgd", {"damping": OfMean(0.1), **SPREAD}),
     "inverse, of largest, spread": ("sgd", {"solver": "inverse", "damping": OfLargest(0.01), **SPREAD}),
     "inverse, of mean": ("sgd", {"solver": "inverse", "damping": OfMean(0.1), "scaling": "graft"}),
-    "adam": ("adam", {"damping": OfLargest(0.01)}),
-    "a solver of one's own": ("sgd", {"damping": OfLargest(0.01), "solver": Rounding(negligible=0.0)}),
+    "adam": ("adam", {"damping": OfLargest(0.01), "scaling": "graft"}),
+    "a solver of one's own": (
+        "sgd",
+        {"damping": OfLargest(0.01), "solver": Rounding(negligible=0.0), "scaling": "graft"},
+    ),
     "undamped, of mean": ("sgd", {"damping": OfMean(0.1), "solver": UndampedSolver()}),
     "reduce, diagonal": ("sgd", {"weight_sharing": "reduce", "skip_layers": [r"body\.2"], "max_factor_dim": 20}),
 }

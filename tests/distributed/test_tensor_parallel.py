@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (KFACSGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
     "adam, inverse": (KFACAdamW, {"lr": 0.01, "solver": "inverse"}),
     "adam, truncated": (KFACAdamW, {"lr": 0.01, "solver": EigenSolver(0.3), "max_factor_dim": 3}),
-    "gradients": (KFACSGD, {"lr": 0.1, "precondition": "gradient", "scaling": "unit"}),
+    "gradients": (KFACSGD, {"lr": 0.1, "precondition": "gradient", "scaling": "unit", "damping": 0.1}),
 }
 
 

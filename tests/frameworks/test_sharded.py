@@ -23,11 +23,11 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from kfac_optim import KFACSGD
 from tests.helpers.frameworks import LIMIT, as_torchrun, assert_ranks_are_one, forget
 from tests.helpers.ranks import run_ranks
-from tests.helpers.settings import FLOAT64, OFTEN
+from tests.helpers.settings import SETTINGS
 from tests.helpers.training import data_of, make_model, share, train
 
 SHAPE, STEPS = (12, 4), 7
-OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, **OFTEN, **FLOAT64}
+OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, **SETTINGS}
 ASSIGNMENTS = ("factor-wise", "layer-wise")
 
 
