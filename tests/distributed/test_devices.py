@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -19,8 +20,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KAISA, KFACSGD, CurvatureEngine, EigenSolver, FactorWise, InverseSolver, LayerWise
+from kfac_optim import (
+    KAISA,
+    KFACSGD,
+    Assignment,
+    CurvatureEngine,
+    EigenSolver,
+    Graft,
+    InverseSolver,
+    LayerAssignment,
+    LayerCost,
+    LayerWise,
+)
 from kfac_optim.distributed import Broadcast, share_gradients
+from kfac_optim.distributed.assignment import FactorPlace
 from kfac_optim.layers import LayerOptions, convolution, find_layers, moments
 from tests.helpers.compiler import needs_compiler
 from tests.helpers.settings import OFTEN
@@ -47,6 +60,17 @@ class NotingEigen(Noting, EigenSolver):
     """An eigen solver that notes."""
 
 
+@dataclass(frozen=True)
+class AllHere:
+    """As ``FactorWise``, but all factors are decomposed here: the other rank is pretended, and decomposes none."""
+
+    factors: FactorPlace = "replicated"
+
+    def assign(self, costs: Sequence[LayerCost], world_size: int) -> Assignment:
+        return Assignment((LayerAssignment((0, 0), (0, 1), self.factors),) * len(costs), (1.0,) * world_size)
+
+
+OPTIONS: dict[str, Any] = {**OFTEN, "scaling": Graft(trust=1.0), "assignment": AllHere()}
 STEPS = 7
 SHAPE = (8, 2, 5, 5)
 
@@ -80,7 +104,7 @@ def trained(device: str, place: Callable[[nn.Module], Any] | None = None, **opti
     model = make_net()
     if place is None:
         model.to(device)
-    optimizer = KFACSGD(model, lr=0.05, momentum=0.9, communicator=comm, **{**OFTEN, **options})
+    optimizer = KFACSGD(model, lr=0.05, momentum=0.9, communicator=comm, **{**OPTIONS, **options})
     if place is not None:
         place(model)
     train(model, optimizer, batches(device))
@@ -108,7 +132,8 @@ def compare_engines() -> None:
     results = []
     for device in ("cuda", "cpu"):
         model = make_net()
-        engine = CurvatureEngine(model, communicator=Mirrors("cpu" if device == "cuda" else None), scaling=None)
+        comm = Mirrors("cpu" if device == "cuda" else None)
+        engine = CurvatureEngine(model, communicator=comm, scaling=None, assignment=AllHere())
         optimizer = torch.optim.SGD(model.to(device).parameters(), lr=0.01)
         train(model, optimizer, batches(device), before_step=engine.precondition_)
         results.append([p.detach().cpu() for p in model.parameters()])
@@ -226,7 +251,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "nothing to precondition": lambda: compare(lambda model: model.to("cuda"), skip_layers=[".*"]),
     "layer-wise": lambda: compare(assignment="layer-wise"),
     "layer-wise, factors shared out": lambda: compare(assignment=LayerWise("sharded")),
-    "factor-wise, factors shared out": lambda: compare(to_empty, assignment=FactorWise("sharded"), inv_update_steps=4),
+    "factor-wise, factors shared out": lambda: compare(to_empty, assignment=AllHere("sharded"), inv_update_steps=4),
     "groups of ranks": lambda: compare(assignment=KAISA(grad_worker_fraction=0.5)),
     "inverse, float16 on the wire": lambda: compare(solver="inverse", comm={"comm_dtype": torch.float16}),
     "in the background": decompose_in_the_background,
