@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kfac_optim import KAISA, KFACLAMB, KFACSGD, CurvatureEngine, HorovodCommunicator, LayerWise
+from kfac_optim import KAISA, KFACLAMB, KFACSGD, CurvatureEngine, Graft, HorovodCommunicator, LayerWise
 from tests.helpers.compare import assert_all_near, values
 from tests.helpers.settings import FLOAT64, OFTEN
 from tests.helpers.training import data_of, share, train
@@ -26,12 +26,16 @@ pytestmark = [
 
 # Of optimizers and engines, whose solvers are others by default.
 OPTIONS: dict[str, Any] = {**OFTEN, **FLOAT64, "solver": "eigen"}
+TURNED = Graft(trust=1.0)
 CASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "factor-wise": (KFACSGD, {"lr": 0.1, "momentum": 0.9, "precondition": "gradient", "scaling": "kl_clip"}),
-    "layer-wise": (KFACSGD, {"lr": 0.1, "momentum": 0.9, "assignment": LayerWise()}),
-    "kaisa": (KFACSGD, {"lr": 0.1, "momentum": 0.9, "assignment": KAISA(grad_worker_fraction=0.5)}),
+    "layer-wise": (KFACSGD, {"lr": 0.1, "momentum": 0.9, "scaling": TURNED, "assignment": LayerWise()}),
+    "kaisa": (KFACSGD, {"lr": 0.1, "momentum": 0.9, "scaling": TURNED, "assignment": KAISA(0.5)}),
     "momentum": (KFACSGD, {"lr": 0.02, "momentum": 0.9, "precondition": "momentum", "scaling": "unit"}),
-    "lamb": (KFACLAMB, {"lr": 0.01, "clamp_value": 2.0, "debias": True, "assignment": "layer-wise"}),
+    "lamb": (
+        KFACLAMB,
+        {"lr": 0.01, "clamp_value": 2.0, "debias": True, "scaling": TURNED, "assignment": "layer-wise"},
+    ),
 }
 STEPS = 8
 

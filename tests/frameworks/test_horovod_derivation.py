@@ -11,7 +11,7 @@ from torch import nn
 
 from kfac_optim import KFACSGD, KFACAdam
 from tests.helpers.compare import assert_identical
-from tests.helpers.settings import CLASSES, OFTEN
+from tests.helpers.settings import CLASSES, OFTEN, SETTINGS
 from tests.helpers.training import make_model, train
 
 
@@ -44,7 +44,7 @@ def derived(optimizer: Any, model: nn.Module) -> Any:
 @pytest.mark.parametrize("kfac", CLASSES)
 def test_the_derived_optimizer_goes_on_with_the_engine(kfac: Any) -> None:
     models = [make_model() for _ in range(2)]
-    plain, inner = (kfac(m, **CLASSES[kfac], **OFTEN) for m in models)
+    plain, inner = (kfac(m, **CLASSES[kfac], **SETTINGS) for m in models)
     optimizer = derived(inner, models[1])
     assert optimizer.curvature is inner.curvature
     assert optimizer.curvature.owner is optimizer
@@ -81,7 +81,7 @@ def test_no_other_subclass_takes_an_engine_over(kfac: Any) -> None:
     assert second.curvature is not first.curvature
     assert first.curvature.owner is first
     assert second.curvature.owner is second
-    assert (first.curvature.damping, second.curvature.damping) != (second.curvature.damping, first.curvature.damping)
+    assert first.curvature.damping != second.curvature.damping
 
 
 @pytest.mark.parametrize("kfac", [Mine, KFACOther])
