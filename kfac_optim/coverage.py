@@ -82,10 +82,7 @@ class TrainedModel:
             config: The options that decide what a layer is.
             comm: The ranks that share factors.
         """
-        if self.model is not None:
-            self.roots = [self.model]
-        elif not self._owned().issuperset(self.parameters):  # to look through all objects takes long
-            self.roots = owners_of(self.parameters, self.roots)
+        self.roots = [self.model] if self.model is not None else owners_of(self.parameters, self.roots)
         refuse_flattened(self.roots)
         options = LayerOptions(
             weight_sharing=config.weight_sharing,
