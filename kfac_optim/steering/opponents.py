@@ -18,6 +18,7 @@ counts: a game that is on one rank alone must not decide how the others go on.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ __all__ = ["OPPONENTS", "Leftover", "Opponents", "Opposition", "Signs"]
 
 _LATELY = 16  # steps: several of one network may come before the next of the other
 _THROWS = 2**16 - 1  # bits: so many steps are remembered
+_NUMBERS = itertools.count(1)
 
 
 class Leftover:
@@ -41,8 +43,9 @@ class Leftover:
 
     Args:
         parameter: The parameter; it gets a hook.
-        gradient: Its gradient after the step. It is not held, not even weakly: torch could not swap it then, as
-            ``model.to()`` does under ``torch.__future__.set_swap_module_params_on_conversion(True)``.
+        gradient: Its gradient after the step, which gets a number as an attribute. It is not held, not even weakly:
+            torch could not swap it then, as ``model.to()`` does under
+            ``torch.__future__.set_swap_module_params_on_conversion(True)``; attributes are swapped along.
 
     Attributes:
         has_grown: Whether another backward pass has added to it.
@@ -51,22 +54,14 @@ class Leftover:
     def __init__(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         self.has_grown = False
         if parameter.requires_grad:
-            self._gradient, of_self = _identity(gradient), weakref.ref(self)
+            self._number, of_self = next(_NUMBERS), weakref.ref(self)
+            gradient._kfac_left = self._number  # type: ignore[attr-defined]
             handle = parameter.register_post_accumulate_grad_hook(lambda p: _note(of_self, p))
             weakref.finalize(self, handle.remove)
 
     def on_gradient_added(self, parameter: Tensor) -> None:
         """A backward pass has added to the gradient of the parameter."""
-        (known, before), (found, after) = self._gradient, _identity(parameter.grad)
-        if found == known and after > before:
-            self.has_grown = True
-        else:  # another one, perhaps in its place in memory
-            self._gradient = 0, 0
-
-
-def _identity(gradient: Tensor | None) -> tuple[int, int]:
-    """What tells a gradient from another one: where it is, and how often it has been written to."""
-    return (0, 0) if gradient is None or gradient.is_inference() else (id(gradient), gradient._version)
+        self.has_grown |= getattr(parameter.grad, "_kfac_left", 0) == self._number
 
 
 def _note(leftover: weakref.ref[Leftover], parameter: Tensor) -> None:

@@ -6,16 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kfac_optim import KFACAdam
+from kfac_optim.steering.opponents import Leftover
 from tests.helpers.compare import assert_all_near, assert_equal_on_ranks, values
 from tests.helpers.files import through_a_file
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64
 from tests.helpers.training import data_of, share, train
+from tests.helpers.versions import needs_sharding_on_cpus
 
 EVERY_SECOND: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 4, "spread": 0}
 STEPS = 20
@@ -147,3 +152,32 @@ def test_a_step_that_was_not_taken_is_forgotten_as_soon_as_in_one_process() -> N
     found = run_ranks(2, gone_back_once)
     assert_equal_on_ranks(found)
     assert_all_near(found, gone_back_once(0, 1))
+
+
+@needs_sharding_on_cpus
+def test_what_is_added_to_a_shard_is_seen() -> None:
+    """FSDP2 adds to the local part of a gradient, of which the DTensor itself does not tell."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layer = nn.Linear(4, 4)
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+        layer(torch.ones(3, 4)).sum().backward()
+        assert layer.weight.grad is not None
+        left = Leftover(layer.weight, layer.weight.grad)
+        layer(torch.ones(3, 4)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    assert left.has_grown
+
+
+def test_a_new_gradient_has_not_grown() -> None:
+    """Even if it takes the place of the old one in memory, and is written to more often."""
+    weight = nn.Parameter(torch.ones(2))
+    for _ in range(100):
+        lefts = []
+        for uses in (2, 5):
+            weight.grad = None
+            sum((weight.sum() for _ in range(uses)), torch.zeros(())).backward()
+            assert weight.grad is not None
+            lefts.append(Leftover(weight, weight.grad))
+        assert not any(left.has_grown for left in lefts)

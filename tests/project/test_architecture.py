@@ -182,6 +182,7 @@ def test_an_optimizer_is_a_thin_class(name: str) -> None:
 # Attributes ----------------------------------------------------------------------------------------------------------
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+OF_TENSORS = ("grad", "_kfac_left")
 
 
 def statements(function: ast.AST) -> Iterator[ast.AST]:
@@ -199,14 +200,14 @@ def makes_an_object(node: ast.AST | None) -> bool:
 
 
 def attributes_set_by_others(tree: ast.Module) -> Iterator[str]:
-    """``x.a = ...`` where x is not ``self``, ``cls`` or an object just made; ``.grad`` is torch's."""
+    """``x.a = ...`` where x is not ``self``, ``cls`` or an object just made, or a tensor, which is torch's."""
     for function in (tree, *(node for node in ast.walk(tree) if isinstance(node, FUNCTIONS))):
         nodes = list(statements(function))
         assigned = [n for n in nodes if isinstance(n, (ast.Assign, ast.AnnAssign)) and makes_an_object(n.value)]
         targets = [t for n in assigned for t in (n.targets if isinstance(n, ast.Assign) else [n.target])]
         own = {"self", "cls", *(t.id for t in targets if isinstance(t, ast.Name))}
         for node in nodes:
-            if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and node.attr != "grad":
+            if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and node.attr not in OF_TENSORS:
                 found = node.value
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr", "object.__setattr__"):
                 found = node.args[0]
