@@ -27,7 +27,7 @@ Where to look::
     fisher.py       the distributions that the sampled Fisher draws from
     loss_terms.py   input and output of a model -> M
     attention.py    projections that are applied without calling a module
-    frozen_passes   layers through which others train while they are frozen themselves
+    frozen_passes.py  layers through which others train while they are frozen themselves
     weight_uses.py  weights that are used beside the calls of their modules
     graphs.py       the graph that autograd has made, for the two above
     replay.py       calls of a model, made again at other weights

@@ -102,7 +102,7 @@ class Capture:
     @property
     def has_begun(self) -> bool:
         """Whether this step has called the model already."""
-        return self._calls.have_begun
+        return self._calls.have_begun or self._compiled.has_begun or bool(self.statistics.terms)
 
     def prepare(self, *, step: int, enabled: bool, fraction: float, grad_scaler: torch.amp.GradScaler | None) -> None:
         """Sets what the coming step captures.

@@ -91,7 +91,8 @@ class Observation:
             positions of each example, ``[n, p, d_in]``.
         count: The number of rows in the sum. For layers with ``by_example`` the number of positions of each example, a
             tensor ``[p]``.
-        context: What :meth:`~kfac_optim.KroneckerLayer.output_rows` needs of the input; None for most types.
+        context: What :meth:`~kfac_optim.KroneckerLayer.output_rows` and
+            :meth:`~kfac_optim.KroneckerLayer.output_moment` need to know of the call; None for most types.
     """
 
     a: Tensor

@@ -167,17 +167,6 @@ def test_biases_added_during_training_are_saved_with_their_layers(kept: int) -> 
     assert_identical(*models)
 
 
-def test_groups_of_a_model_that_is_known_are_added_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which looks through every object of the process: a loop that adds layer by layer would take minutes."""
-    model, head = make_model(), nn.Linear(3, 2)
-    optimizer = KFACSGD(model[0].parameters(), lr=0.1, **EVERY_STEP)
-    with monkeypatch.context() as patched:
-        patched.delattr("kfac_optim.coverage.owners_of")
-        optimizer.add_param_group({"params": [p for m in model[1:] for p in m.parameters()]})
-    optimizer.add_param_group({"params": list(head.parameters())})
-    assert [layer.modules for layer in optimizer.curvature.layers] == [[model[0]], [model[2]], [model[3]], [head]]
-
-
 def test_layers_that_the_collector_no_longer_lists_are_still_there() -> None:
     """Loops that call ``gc.freeze()`` after their first step, for speed, and add a group later."""
     model = make_model()
@@ -194,12 +183,15 @@ def test_layers_that_the_collector_no_longer_lists_are_still_there() -> None:
 
 @pytest.mark.parametrize("change", ["a group is added", "a state is loaded"])
 @pytest.mark.parametrize("passed", ["forward", "backward"])
-def test_what_was_seen_may_be_lost_in_the_midst_of_the_first_step(passed: str, change: str) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_was_seen_may_be_lost_in_the_midst_of_the_first_step(compiled: bool, passed: str, change: str) -> None:
     """As by a loop that makes a head when it meets the first example of it: the base class takes that step."""
     model, twin = make_model(), make_model()
     optimizer = KFACSGD(model[0].parameters(), lr=0.1, model=model, **EVERY_STEP)
     plain = torch.optim.SGD(twin[0].parameters(), lr=0.1)
     for trained, over in ((model, optimizer), (twin, plain)):
+        if compiled:
+            trained.compile(backend="eager")
         loss = trained(torch.ones(6, 4)).square().sum()
         if passed == "backward":
             loss.backward()
