@@ -95,12 +95,13 @@ def test_a_layer_comes_back_when_its_weight_is_a_parameter_again() -> None:
 
 
 @contextmanager
-def overwriting() -> Iterator[None]:
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
+def switched_on(switch: Callable[[bool], None]) -> Iterator[None]:
+    """With one of ``torch.__future__`` on."""
+    switch(True)
     try:
         yield
     finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(False)
+        switch(False)
 
 
 def assigned(model: nn.Module) -> None:
@@ -108,7 +109,7 @@ def assigned(model: nn.Module) -> None:
 
 
 def converted(model: nn.Module) -> None:
-    with overwriting():
+    with switched_on(torch.__future__.set_overwrite_module_params_on_conversion):
         model.to(torch.float32).to(torch.float64)
 
 
@@ -135,15 +136,6 @@ def test_parameters_that_only_the_model_has_anew_are_an_error(change: Callable, 
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
-@contextmanager
-def swapping() -> Iterator[None]:
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
 @pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
 def test_what_torch_swaps_stays_the_optimizers(cls: type) -> None:
     """Gradients, too, of which torch swaps none that anything refers to weakly."""
@@ -153,7 +145,7 @@ def test_what_torch_swaps_stays_the_optimizers(cls: type) -> None:
         optimizer = cls(model, lr=0.05, **OFTEN)
         train(model, optimizer, range(4))
         if model is models[0]:
-            with swapping():
+            with switched_on(torch.__future__.set_swap_module_params_on_conversion):
                 model._apply(torch.clone)
         train(model, optimizer, range(4, 8))
     assert_same_weights(*models)
