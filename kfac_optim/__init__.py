@@ -4,7 +4,7 @@ One line of a training script changes::
 
     optimizer = KFACSGD(model, lr=0.1, momentum=0.9)      # instead of torch.optim.SGD(model.parameters(), ...)
 
-How data flow, and which module does what::
+How data flows, and which module does what::
 
     model --capture--> a, g --layers--> moments --averages--> A, G --distributed--> solvers: (Q_A, d_A), (Q_G, d_G)
                                                                                                 |

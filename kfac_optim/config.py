@@ -1,8 +1,9 @@
 """The options of the engine: each is declared once, as a field of :class:`Config`.
 
 A field holds the option's default, its check and its description. The signatures and docstrings of the optimizers and
-of the engine, the checks at construction and at every later assignment, and the tables of the documentation come from
-it. Hyperparameters may be changed during training; what a layer is, how it is stored and who works on it may not.
+of the engine, the checks at construction and at every later assignment, and the tables of the documentation are made
+from these fields. Hyperparameters may be changed during training; options that decide what a layer is, how it is
+stored and which rank works on it may not.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _check_solver(value: Any) -> Any:
 
 
 def _option(default: Any, check: checks.Check, doc: str, *, fixed: bool = False, accepts: str = "") -> Any:
-    """Declares an option; ``accepts``: the type users may pass, if the check converts it."""
+    """Declares an option. ``accepts`` is the type that users may pass, if the check converts it to the field's."""
     metadata = {"check": check, "doc": " ".join(doc.split()), "fixed": fixed, "accepts": accepts}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -69,14 +70,14 @@ class Config:
     Raises:
         TypeError: If a value is of the wrong kind.
         ValueError: If it is out of range.
-        AttributeError: If, after construction, an option is set that is fixed, or a public name that does not exist.
+        AttributeError: If, after construction, a fixed option or an unknown public name is set.
     """
 
     damping: Schedule[float] | Damping = _option(
         0.03,
         check_damping,
-        """gamma of eqs. 9-13, > 0: a number or a function of the step, or an object that says what it is relative to,
-        :class:`~kfac_optim.OfMean` or :class:`~kfac_optim.OfLargest`.""",
+        """gamma of eqs. 9-13, > 0: a number, a function of the step, or an object that makes gamma a multiple of an
+        eigenvalue, :class:`~kfac_optim.OfMean` or :class:`~kfac_optim.OfLargest`.""",
     )
     factor_decay: Schedule[float] = _option(
         0.95,
@@ -87,35 +88,35 @@ class Config:
     factor_update_steps: Schedule[int] | None = _option(
         None,
         checks.count("factor_update_steps", or_callable=True),
-        """Steps between statistics updates, >= 1; an int or a function of the step. None: 10, or half the
-        interval where ``inv_update_steps`` is :class:`~kfac_optim.growing`.""",
+        """Steps between statistics updates, >= 1; an int or a function of the step. None: 10, or half the refresh
+        interval if ``inv_update_steps`` is :class:`~kfac_optim.growing`.""",
     )
     factor_batch_fraction: Schedule[float] = _option(
         1.0,
         checks.number("factor_batch_fraction", "in (0, 1]", lambda x: 0 < x <= 1),
-        """The share of a batch's examples that statistics are collected from, evenly spread over the batch, in (0, 1];
-        a number or a function of the step. 1: all, as in eqs. 14-15. A smaller share costs less; the estimate stays
-        unbiased but is noisier. Norm layers always see all.""",
+        """The share of a batch's examples that statistics are collected from, in (0, 1]; a number or a function of the
+        step. The examples are evenly spread over the batch. 1 uses all of them, as in eqs. 14-15. A smaller share costs
+        less; the estimate stays unbiased but is noisier. Norm layers always use all examples.""",
     )
     inv_update_steps: Schedule[int] = _option(
         100,
         checks.count("inv_update_steps", or_callable=True, or_none=False),
-        """Steps between decompositions ("kfac-update-freq" of the paper), >= 1; an int or a function of the step, such
-        as :class:`~kfac_optim.growing`.""",
+        """Steps between refreshes of the decompositions ("kfac-update-freq" of the paper), >= 1; an int or a function
+        of the step, such as :class:`~kfac_optim.growing`.""",
     )
     scaling: Scaling | None = _option(
         "kl_clip",
         checks.instance("scaling", _SCALINGS, "multipliers"),
-        """"kl_clip" (eq. 16 with kappa = 1e-3; ``KLClip(kappa)`` for another), "unit", "graft", None, or an object with
-        ``multipliers(directions, step)``.""",
+        """What decides the length of a step: "kl_clip" (eq. 16 with kappa = 1e-3; ``KLClip(kappa)`` for another),
+        "unit", "graft", None (directions stay as they are), or an object with ``multipliers(directions, step)``.""",
         accepts="Scaling | str | None",
     )
     spread: Schedule[int] | None = _option(
         None,
         checks.count("spread", or_callable=True, least=0),
-        """Number of steps over which the work of a refresh is spread, >= 0; an int or a function of the step. 0: at
-        once. None: a tenth of the interval of ``inv_update_steps``, at once where that is less than 10. The first
-        refresh is always at once.""",
+        """Number of steps over which the work of a refresh is spread, >= 0; an int or a function of the step. 0: all in
+        one step. None: over a tenth of the interval of ``inv_update_steps``, but in one step if that interval is less
+        than 10. The first refresh is always done in one step.""",
     )
     grad_scaler: torch.amp.GradScaler | None = _option(
         None,
@@ -133,18 +134,18 @@ class Config:
     fisher: Fisher | str = _option(
         "empirical",
         checks.instance("fisher", _FISHERS, kind=Fisher),
-        """"empirical" (the gradients of the training loss itself), or, with targets sampled from the model's own output
-        distribution at the price of one more backward pass on statistics steps, "categorical", "bernoulli", "gaussian"
-        or a :class:`~kfac_optim.Fisher`.""",
+        """The gradients that G is made of. "empirical": those of the training loss itself. "categorical", "bernoulli",
+        "gaussian" or a :class:`~kfac_optim.Fisher`: those of a loss whose targets are sampled from the model's own
+        output distribution, which costs one more backward pass on statistics steps.""",
         fixed=True,
     )
     loss_average: LossAverage | None = _option(
         "batch",
         checks.loss_average,
-        """Over what the loss takes its mean: "batch", "batch+sequence" (token-mean language models), "elements"
-        (MSELoss), None (a sum). Where none of these can tell (ignored targets, masked tokens): the number of averaged
-        loss terms itself, an int >= 1 or callable(inputs, output) -> int, with ``inputs`` the tuple of the model's
-        positional arguments, or the dict of its keyword arguments if there are none.""",
+        """What the loss is a mean over: "batch", "batch+sequence" (token-mean language models), "elements" (MSELoss),
+        None (the loss is a sum). Where none of these is right (ignored targets, masked tokens), give the number of
+        averaged loss terms itself: an int >= 1 or callable(inputs, output) -> int, where ``inputs`` is the tuple of the
+        model's positional arguments, or the dict of its keyword arguments if it was called without positional ones.""",
         fixed=True,
     )
     batch_dim: int = _option(
@@ -157,31 +158,33 @@ class Config:
     weight_sharing: Sharing | Callable[[str, nn.Module], Sharing] = _option(
         "expand",
         checks.one_of("weight_sharing", ("expand", "reduce"), or_callable=True),
-        """"expand" or "reduce" over shared positions (Eschenhagen et al. 2023), or callable(name, module) that returns
-        one of them.""",
+        """How shared positions (pixels, tokens) enter the factors: "expand" or "reduce" (Eschenhagen et al. 2023), or
+        callable(name, module) that returns one of them.""",
         fixed=True,
     )
     skip_layers: tuple[str, ...] = _option(
         (),
         checks.patterns,
-        """Regular expressions; layers whose name contains a match train by the base rule.""",
+        """Regular expressions. Layers whose name contains a match are not preconditioned: the base class's own rule
+        updates them.""",
         fixed=True,
         accepts="Sequence[str]",
     )
     max_factor_dim: int | str | None = _option(
         "auto",
         checks.count("max_factor_dim", or_word="auto"),
-        """The most rows of a factor that is kept whole; a larger one is kept as equal diagonal blocks of at most this
-        many rows. An int >= 1 (1 keeps the diagonals), "auto" (8192, on a CPU 2100) or None (always whole). Unless
-        None, a factor of more than 1024 rows that is at least 10 times as large as the other factor of its layer is
-        cut further: G (a vocabulary) to its diagonal, A to blocks as large as the other factor, but at least 256.""",
+        """The most rows that a factor may have and be kept whole. A larger factor is kept as equal blocks along its
+        diagonal, of at most this many rows. An int >= 1 (1 keeps the diagonals), "auto" (8192, or 2100 on a CPU) or
+        None (always whole). Unless it is None, a factor of more than 1024 rows that is at least 10 times as large as
+        the other factor of its layer is cut further: G (a vocabulary) to its diagonal, A to blocks as large as the
+        other factor, but of at least 256 rows.""",
         fixed=True,
     )
     assignment: AssignmentStrategy = _option(
         "factor-wise",
         checks.instance("assignment", _ASSIGNMENTS, "assign"),
-        """Who decomposes and preconditions what: "layer-wise", "factor-wise", "kaisa", or an object with
-        ``assign(costs, world_size)``.""",
+        """Which ranks decompose which factors and precondition which layers: "layer-wise", "factor-wise", "kaisa", or
+        an object with ``assign(costs, world_size)``.""",
         fixed=True,
         accepts="AssignmentStrategy | str",
     )
@@ -193,14 +196,14 @@ class Config:
         fixed=True,
     )
     factor_dtype: torch.dtype = _option(
-        torch.float32, checks.one_of("factor_dtype", _DTYPES), """Storage of the factors.""", fixed=True
+        torch.float32, checks.one_of("factor_dtype", _DTYPES), """The dtype of stored factors.""", fixed=True
     )
     inv_dtype: torch.dtype = _option(
-        torch.float32, checks.one_of("inv_dtype", _DTYPES), """Storage of the decompositions.""", fixed=True
+        torch.float32, checks.one_of("inv_dtype", _DTYPES), """The dtype of stored decompositions.""", fixed=True
     )
 
-    # True from the end of the engine's construction on: fixed options refuse to change then, and a public name that
-    # does not exist is taken for a misspelt one.
+    # True once the engine is constructed. From then on fixed options refuse to change, and an unknown public name is
+    # refused as a misspelt one.
     _constructed: ClassVar[bool] = False
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -228,10 +231,10 @@ class Config:
         self.__dict__["_constructed"] = True
 
     def _option_changed(self) -> None:
-        """Called after an option was set during training; an error takes it back."""
+        """Called after an option was set during training; if it raises an error, the option gets its old value back."""
 
     def at(self, name: str, step: int) -> Any:
-        """The value of an option at ``step``; what a function of the step returns is checked like a given value."""
+        """The value of an option at ``step``; what a function of the step returns is checked as a given value is."""
         given = getattr(self, name)
         if not callable(given):
             return given
@@ -245,12 +248,12 @@ class Config:
 
     @property
     def damping_rule(self) -> Damping:
-        """``damping`` as an object, also where a number or a function of the step was given."""
+        """``damping`` as an object, even if a number or a function of the step was given."""
         return as_damping(self.damping)
 
     @property
     def slack(self) -> float:
-        """The ``slack`` of :class:`~kfac_optim.forgetting`; infinite without it, and where it has no effect."""
+        """The ``slack`` of :class:`~kfac_optim.forgetting`; infinite if that is not used, or has no effect."""
         if isinstance(self.factor_decay, forgetting) and traits_of(self.scaling).of_any_length:
             return self.factor_decay.slack
         return math.inf
@@ -283,7 +286,7 @@ def signature(
     Args:
         function: The constructor.
         *more: The parameters that come before the options.
-        defaults: The options that have other defaults here, with these.
+        defaults: By option, the defaults that differ from those of :class:`Config`.
     """
     given = inspect.signature(function).parameters.values()
     own = [p for p in given if p.name != "self" and p.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -321,18 +324,18 @@ def saved_options(config: Config) -> dict[str, int | float]:
             name, value = "damping_of_largest", value.value
         elif isinstance(value, KLClip):
             name, value = "kl_clip", value.kappa
-        if checks.is_number(value):  # NumPy's are floats too, but torch.load(weights_only=True) refuses them
+        if checks.is_number(value):  # converted, because torch.load(weights_only=True) refuses NumPy's numbers
             found[name] = int(value) if checks.is_int(value) else float(value)
     return found
 
 
 def compared_options(config: Config, step: int) -> dict[str, Any]:
-    """What the hyperparameters are at ``step``, to compare the ranks of a run."""
+    """The hyperparameters at ``step``, in a form that ranks can compare."""
     return {name: compared(getattr(config, name), step) for name in _CHANGEABLE if name != "grad_scaler"}
 
 
 def compared(value: Any, step: int) -> Any:
-    """A value of an option, of which the ``repr`` is the same in every process: no addresses, no functions."""
+    """An option's value as something whose ``repr`` is the same in every process: no addresses, no functions."""
     if callable(value) and not isinstance(value, OWN_SCHEDULES):
         value = value(step)
     if value is None or isinstance(value, int | float):
@@ -365,13 +368,13 @@ def loaded_options(config: Config, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_unknown(owner: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raises TypeError for a keyword that nobody takes, with the name that was probably meant."""
+    """Raises TypeError for an unknown keyword, and says which name was probably meant."""
     for name in given:
         if name not in known:
             raise TypeError(f"{owner} got an unexpected keyword argument {name!r}{_did_you_mean(name, known)}")
 
 
 def _did_you_mean(name: str, known: Sequence[str]) -> str:
-    """What follows a name that does not exist: the one that was probably meant, if there is one."""
+    """The end of an error about an unknown name: the name that was probably meant, or nothing."""
     close = difflib.get_close_matches(name, known, 1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -49,7 +49,7 @@ class Spectra(Protocol):
 
 
 class Damping(Protocol):
-    """Anything with ``value`` and ``unit`` can be passed as ``damping=``, like a number or function of the step."""
+    """Anything with ``value`` and ``unit`` can be passed as ``damping=``, as can a number or a function of the step."""
 
     @property
     def value(self) -> Schedule[float]:
@@ -63,7 +63,7 @@ class Damping(Protocol):
 
 @dataclass(frozen=True)
 class _Absolute:
-    """gamma itself, as in the paper; what a plain number or function of the step stands for."""
+    """gamma itself, as in the paper: the meaning of a plain number or function of the step."""
 
     value: Schedule[float]
 
@@ -125,7 +125,7 @@ def as_damping(given: Schedule[float] | Damping) -> Damping:
 
 
 def check_damping(given: object) -> object:
-    """Returns a valid value of the option ``damping``; raises TypeError or ValueError for any other."""
+    """Returns a value that is valid for the option ``damping``; raises TypeError or ValueError for any other."""
     is_class = isinstance(given, type)
     if not is_class and hasattr(given, "unit") and hasattr(given, "value"):
         return given
@@ -138,7 +138,7 @@ def check_damping(given: object) -> object:
 
 
 def kind_of(damping: Damping) -> Any:
-    """Dampings of one kind have the same unit: all of a class of this package, and any other only itself."""
+    """A key for the unit of a damping: its class if that is this package's, else the object itself."""
     return type(damping) if isinstance(damping, (_Absolute, _Relative)) else damping
 
 
@@ -146,7 +146,7 @@ def value_of(damping: Damping, step: int) -> float:
     """The multiple of the unit at ``step``.
 
     Raises:
-        TypeError: If a function of the step returns something else than a number.
+        TypeError: If a function of the step does not return a number.
         ValueError: If it returns a number that is not positive and finite.
     """
     value = value_at(damping.value, step)
@@ -158,14 +158,14 @@ def unit_of(damping: Damping, spectra: Spectra, pairs: int) -> Tensor:
     """The unit of gamma for the p Kronecker pairs of a layer, ``[p]``.
 
     Raises:
-        ValueError: If a damping of the user's own has something else for a unit.
+        ValueError: If a damping of the user's own returns anything else.
     """
     unit: object = damping.unit(spectra)
     if not (isinstance(unit, Tensor) and unit.shape == (pairs,)):
         shown = f"a tensor of shape {list(unit.shape)}" if isinstance(unit, Tensor) else repr(unit)
         raise ValueError(
-            f"damping={damping!r}: unit() has returned {shown}: must be a tensor of shape [{pairs}], a number "
-            "for each Kronecker pair; multiply one number by spectra.ones()"
+            f"damping={damping!r}: unit() has returned {shown}: must be a tensor of shape [{pairs}], one number "
+            "for each Kronecker pair; if all pairs share a number, return it times spectra.ones()"
         )
     return unit
 
@@ -175,12 +175,12 @@ def split(gamma: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor
 
     pi is 1 where a factor is zero.
     """
-    # The roots first: where gradients have all but vanished the quotient of the means overflows.
+    # The quotient of roots, not the root of the quotient, which overflows where gradients have all but vanished.
     pi = torch.where((mean_a > 0) & (mean_g > 0), mean_a.sqrt() / mean_g.sqrt(), 1.0)
     root = gamma.sqrt()
     return pi * root, root / pi
 
 
 def _positive(unit: Tensor) -> Tensor:
-    """1 where a unit is 0; else at least so much that no gradient overflows when it is divided by gamma."""
+    """Replaces a unit of 0 by 1, and one so small that a gradient divided by gamma would overflow by a larger one."""
     return torch.where(unit > 0, unit.clamp(min=2.0**26 * torch.finfo(unit.dtype).tiny), 1.0)

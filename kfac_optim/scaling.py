@@ -24,18 +24,18 @@ __all__ = ["Graft", "KLClip", "Scaling", "Traits", "Unit", "traits_of"]
 class Scaling(Protocol):
     """Anything with this method can be passed as ``scaling=``.
 
-    A scaling may also have these attributes; where they are missing they count as False, ``trust`` as 1:
+    A scaling may also have these attributes. Where ``trust`` is missing it counts as 1, any other as False:
 
-    - ``by_layer``: each multiplier depends on its own layer alone. Layers then need not be on every rank: under FSDP2
+    - ``by_layer``: each multiplier depends on its own layer alone. Not every rank then needs all layers: under FSDP2
       gradients go only to the ranks that precondition them, and shards of tensor parallelism are allowed.
-    - ``of_any_length``: the scaled direction does not depend on how long the given one is.
+    - ``of_any_length``: the scaled direction does not depend on the length of the given one.
     - ``needs_lr``: it reads ``Direction.lr``, so that ``precondition_()`` has to be given the learning rate.
     - ``trust``: how far steps turn, in [0, 1], or None to learn it; see :class:`Graft`.
-    - ``stretch``: whether steps are stretched while trust is learned; None: see :class:`Graft`.
+    - ``stretch``: whether steps are stretched while trust is learned: True, False or None; see :class:`Graft`.
     """
 
     def multipliers(self, directions: Sequence[Direction], step: int) -> list[Tensor]:
-        """What to multiply the directions by.
+        """The multipliers of the directions of a step.
 
         Args:
             directions: The stacks of this step.
@@ -49,7 +49,7 @@ class Scaling(Protocol):
 
 @dataclass(frozen=True)
 class Traits:
-    """The attributes that a :class:`Scaling` may have, with what they count as where they are missing."""
+    """The attributes that a :class:`Scaling` may have, and what missing ones count as."""
 
     by_layer: bool = False
     of_any_length: bool = False
@@ -62,7 +62,7 @@ _DEFAULTS = vars(Traits())
 
 
 def traits_of(scaling: Scaling | None) -> Traits:
-    """The traits of a scaling; None leaves directions as they are, each layer on its own."""
+    """The traits of a scaling; those of None, which leaves directions as they are, include ``by_layer``."""
     if scaling is None:
         return Traits(by_layer=True)
     return Traits(**{name: getattr(scaling, name, default) for name, default in _DEFAULTS.items()})
@@ -82,11 +82,11 @@ class KLClip:
 
     Raises:
         TypeError: If ``kappa`` is neither a number nor callable.
-        ValueError: If it is not positive and finite; if a function returns such a value, in that step.
+        ValueError: If it is not positive and finite. What a function returns is checked in every step.
     """
 
     kappa: Schedule[float] = 1e-3
-    needs_lr: ClassVar[bool] = True  # of the step, which precondition_() has to be given
+    needs_lr: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not callable(self.kappa):
@@ -98,7 +98,7 @@ class KLClip:
         require_number(f"kappa at step {step}", kappa, "> 0 and finite", is_positive, owner="KLClip")
         if not directions:
             return []
-        # The absolute value of a stack's sum is the sum of its layers': <P m, m> >= 0 of each, but for rounding.
+        # The absolute value may be taken of a stack's sum: <P m, m> >= 0 for each of its layers, up to rounding.
         products = [(d.direction * d.gradient * (d.lr * d.lr)).sum().abs() for d in directions]
         total = torch.stack([product.to(products[0]) for product in products]).sum()
         nu = torch.where(total > 0, kappa / total, 1.0).sqrt().clamp(max=1.0)
@@ -109,9 +109,9 @@ class KLClip:
 class Unit:
     """Gives each pair's direction the Frobenius norm of a semi-orthogonal update.
 
-    That norm is ``sqrt(min(d_out, d_in) max(1, d_out / d_in))``. ``lr`` then has the units of Muon's (0.01 to 0.06),
-    and one value suits all layers; a global scale of the loss or of G has no effect. All C channels of a norm layer
-    together get the norm ``sqrt(C)``.
+    That norm is ``sqrt(min(d_out, d_in) max(1, d_out / d_in))``. ``lr`` then has the same units as Muon's (0.01 to
+    0.06), and one value suits all layers; a global scale of the loss or of G has no effect. The C channels of a norm
+    layer get the norm ``sqrt(C)`` together.
     """
 
     by_layer: ClassVar[bool] = True
@@ -134,15 +134,16 @@ class Unit:
 class Graft:
     """Gives each pair's direction the norm of the base optimizer's own update ("grafting", Agarwal et al. 2020).
 
-    Where gradients are preconditioned, before the base optimizer's step, that is the norm of the gradient, and the step
-    goes all the way to K-FAC's direction.
+    Where gradients are preconditioned before the base optimizer's step (``precondition="gradient"``), it is the norm of
+    the gradient instead, and the step turns all the way to K-FAC's direction.
 
     Args:
         trust: How far the step turns from the base's own update to K-FAC's direction, in [0, 1]; 1: all the way. None
-            (default): learned while training, from 0 on (:mod:`~.trust`).
-        stretch: Whether steps are also stretched along flat directions, where trust is learned and damping is relative
-            to the largest eigenvalue; steps are then longer than the base optimizer's own. None (default): unless two
-            networks seem to train against each other (:mod:`~.opponents`); True: also then, as actor and critic may.
+            (default): it starts at 0 and is learned while training (:mod:`~.trust`).
+        stretch: Whether steps are also stretched along flat directions, so that they are longer than the base
+            optimizer's own. It matters only where trust is learned and damping is relative to the largest eigenvalue.
+            None (default): yes, unless two networks seem to train against each other (:mod:`~.opponents`). True: even
+            then, for networks such as actor and critic, which only seem to.
 
     Raises:
         ValueError: If trust is out of range.

@@ -49,7 +49,7 @@ class growing:
     The interval at step ``t`` is ``max(minimum, fraction * t)`` steps, rounded down.
 
     Args:
-        fraction: Interval per step of training, >= 0. Default 0.1: at step 1000 every 100 steps.
+        fraction: The interval as a fraction of the step, >= 0. Default 0.1: every 100 steps at step 1000.
         minimum: Smallest interval in steps, >= 1.
         most_work: Upper bound, > 0, on the cost of a refresh relative to that of the training steps between two
             refreshes, both counted in multiply-adds (:mod:`kfac_optim.pacing`). The interval is lengthened until the
@@ -84,7 +84,7 @@ class exponential_decay:
 
     Args:
         initial: The value at step 0.
-        rate: What the value is multiplied by in every ``steps`` steps, usually in (0, 1).
+        rate: What the value is multiplied by over every ``steps`` steps, usually in (0, 1).
         steps: The number of steps that ``rate`` refers to, > 0.
         final: The smallest value. Default 0: no limit.
 
@@ -111,7 +111,7 @@ class inverse_time_decay:
 
     Args:
         initial: The value at step 0.
-        steps: After so many steps it has fallen to a half, > 0.
+        steps: The number of steps after which the value has halved, > 0.
         final: The smallest value. Default 0: no limit.
 
     Raises:
@@ -132,24 +132,25 @@ class inverse_time_decay:
 
 @dataclass(frozen=True)
 class forgetting:
-    """A factor decay that falls where new moments are small beside the running average.
+    """A factor decay that falls where new moments are small compared with the running average.
 
     On a plateau, gradients may shrink a thousandfold within a few steps, and the second moments that G averages a
-    millionfold. With a constant xi the average is dominated by the first steps for hundreds of updates more. Here the
-    weight of the past in an update is ``xi min(1, slack * r)``, where r is the trace of the new moment divided by that
-    of the average. It is xi as long as new moments are at least ``1 / slack`` of the average, as they are for batches
-    of one distribution. This is the variable forgetting factor of recursive least squares (Fortescue et al. 1981), for
-    A and G of each layer.
+    millionfold. With a constant xi the old moments then dominate the average for hundreds of updates. Here the weight
+    of the past in an update is ``xi min(1, slack * r)``, where r is the trace of the new moment divided by that of the
+    average. The weight is xi as long as new moments are at least ``1 / slack`` of the average, as they are for batches
+    of one distribution. This is the variable forgetting factor of recursive least squares (Fortescue et al. 1981),
+    applied to A and G of each layer.
 
-    It has an effect only with scalings that do not depend on how long directions are ("graft", "unit"): with others a
-    single batch of small gradients would be followed by steps that are far too long.
+    It has an effect only with scalings that ignore the length of directions ("graft", "unit"). With others a single
+    batch of small gradients would be followed by steps that are far too long.
 
     Args:
         decay: xi of eqs. 14-15, in [0, 1); a number or a function of the step. Default 0.95.
-        slack: How many times as large as the new moment the average may be and keep its weight, >= 1. Default 3.
+        slack: How many times as large as the new moment the average may be without losing weight, >= 1. Default 3.
 
     Raises:
-        TypeError: If a value is not of these kinds.
+        TypeError: If ``decay`` is neither a number nor callable, or is another ``forgetting``, or ``slack`` is not a
+            number.
         ValueError: If one is out of range.
     """
 
@@ -179,7 +180,7 @@ def _check_decay(schedule: exponential_decay | inverse_time_decay) -> None:
 class constant_then_scaled:
     """A value that is multiplied by ``factor`` at each milestone, "at fixed iterations" (paper, section 5.3).
 
-    The paper decays damping (``factor < 1``) and the update frequency (``factor > 1`` on the interval) in this way.
+    The paper decays damping (``factor < 1``) and the update frequency (``factor > 1`` for the interval) in this way.
 
     Args:
         initial: The value before the first milestone. If it is an int, all values are rounded to ints >= 1.
@@ -187,8 +188,8 @@ class constant_then_scaled:
         factor: What it is multiplied by at each of them.
 
     Raises:
-        TypeError: If ``initial`` or ``factor`` is not a number, or ``milestones`` are no steps.
-        ValueError: If one is not finite.
+        TypeError: If ``initial`` or ``factor`` is not a number, or ``milestones`` is not a sequence of steps.
+        ValueError: If ``initial`` or ``factor`` is not finite.
     """
 
     initial: float
@@ -206,5 +207,5 @@ class constant_then_scaled:
         return max(1, round(value)) if isinstance(self.initial, int) else value
 
 
-# What these will return in later steps is known from their fields.
+# The fields of these schedules determine what they return in later steps, so that ranks can compare them.
 OWN_SCHEDULES = (growing, exponential_decay, inverse_time_decay, forgetting, constant_then_scaled)
