@@ -16,13 +16,13 @@ from .protocol import Decomposition, Failure, MaybeDecomposition, Solver
 
 __all__ = ["BATCH_NUMEL", "Batch", "decompose_all", "decompose_safely"]
 
-# Up to this many numbers factors are decomposed together (256 MiB in float32). The host waits for each call of a
-# library, but a batch is held three times: as it was, as the library leaves it, and as it is stored.
+# The most numbers in a batch of factors (256 MiB in float32). Large batches save time, because the host waits for each
+# library call, but a batch is held three times: as the input, as the library's output, and in the stored form.
 BATCH_NUMEL = 2**26
-# Factors are decomposed with larger ones if that takes at most so many times as many operations.
+# Factors are padded to the size of larger ones if that multiplies the operations by at most this much.
 _PADDED_COST = 1.6
 
-# Cheapest first; the CPU's LAPACK is the most robust.
+# What each attempt decomposes, the cheapest first; the CPU's LAPACK is the most robust.
 _ATTEMPTS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda t: t,
     lambda t: t.double(),
@@ -32,14 +32,14 @@ _ATTEMPTS: tuple[Callable[[Tensor], Tensor], ...] = (
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Factors of one shape on one device, which are decomposed as one.
+    """Factors of one shape on one device, which are decomposed in one call.
 
     Attributes:
-        make: Makes them, one after the other, ``[p, n, n]`` or ``[p, n]``, in float32 or float64, and what the solver
-            adds to their diagonals, ``[p]``. Called again if their decomposition fails.
-        sizes: The pairs of each factor, p in all.
-        rows: How many each has, n, and their device, where they may be decomposed with others of nearly as many rows;
-            None: they may not.
+        make: Returns the concatenated factors, ``[p, n, n]`` or ``[p, n]``, in float32 or float64, and what the solver
+            adds to their diagonals, ``[p]``. It is called again if the decomposition fails.
+        sizes: The number of pairs of each factor, p in all.
+        rows: The number of rows n and the device, if these factors may be decomposed together with others of nearly as
+            many rows; None: they may not.
     """
 
     make: Callable[[], tuple[Tensor, Tensor]]
@@ -49,18 +49,18 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """What an attempt has given, and what has to be read from the device to know whether that is a decomposition.
+    """The result of an attempt, with checks of it that have not been read from the device yet.
 
     Attributes:
-        result: The decomposition as it is kept, or the error.
-        checks: 0-dim bools, and what is wrong where one of them is false.
+        result: The decomposition in its stored form, or the error.
+        checks: 0-dim bools, each with what is wrong if it is false.
     """
 
     result: MaybeDecomposition
     checks: Sequence[tuple[Tensor, str]] = ()
 
     def judged(self, passed: Sequence[bool]) -> MaybeDecomposition:
-        """The decomposition, or why it is none; ``passed``: the values of the checks."""
+        """The decomposition, or why it is not valid; ``passed``: the values of the checks."""
         wrong = [reason for (_, reason), good in zip(self.checks, passed, strict=True) if not good]
         return Failure(wrong[0]) if wrong else self.result
 
@@ -68,29 +68,29 @@ class _Attempt:
 def decompose_all(
     solver: Solver, batches: Iterable[Batch], stored: Callable[[Tensor], Tensor] = lambda part: part
 ) -> list[list[MaybeDecomposition]]:
-    """Decomposes batches of factors, and the factors of a batch one by one if that fails.
+    """Decomposes batches of factors; if a batch fails, its factors one by one.
 
-    Whether the results are decompositions is read from the device once, after the last batch.
+    The checks of all results are read from the device at once, after the last batch.
 
     Args:
         solver: The solver.
         batches: The batches.
-        stored: What to keep of each part of a decomposition.
+        stored: Turns each tensor of a decomposition into the form in which it is stored.
 
     Returns:
-        For each factor of each batch what :func:`decompose_safely` returns.
+        For each batch a list with what :func:`decompose_safely` returns for each of its factors.
     """
     batches = list(batches)
     attempts: dict[Batch, _Attempt] = {}
-    for group in _called_together(batches) if isinstance(solver, EigenSolver) else [[batch] for batch in batches]:
+    for group in _padded_together(batches) if isinstance(solver, EigenSolver) else [[batch] for batch in batches]:
         attempts.update(zip(group, _attempt(solver, [batch.make() for batch in group], stored), strict=True))
-    passed = iter(_read([attempts[batch] for batch in batches]))
+    passed = iter(_read_checks([attempts[batch] for batch in batches]))
     found: list[list[MaybeDecomposition]] = []
     for batch in batches:
         attempt = attempts[batch]
         result = attempt.judged([next(passed) for _ in attempt.checks])
         if isinstance(result, Failure):
-            factors, shifts = (of_all.split(list(batch.sizes)) for of_all in batch.make())
+            factors, shifts = (tensor.split(list(batch.sizes)) for tensor in batch.make())
             pairs = zip(factors, shifts, strict=True)
             found.append([decompose_safely(solver, factor, shift, stored) for factor, shift in pairs])
         else:
@@ -101,30 +101,31 @@ def decompose_all(
 def decompose_safely(
     solver: Solver, factor: Tensor, shift: Tensor, stored: Callable[[Tensor], Tensor] = lambda part: part
 ) -> MaybeDecomposition:
-    """Decomposes, and where that fails retries in float64, then on the CPU with jitter on the diagonal.
+    """Decomposes a factor; if that fails, tries again in float64, then on the CPU with jitter on the diagonal.
 
     Args:
         solver: The solver.
         factor: ``[p, n, n]`` or ``[p, n]``, float32 or float64.
         shift: What the solver adds to the diagonals, ``[p]``.
-        stored: What to keep of each part of the decomposition.
+        stored: Turns each tensor of the decomposition, in the factor's dtype and on its device, into the form in which
+            it is stored.
 
     Returns:
-        The decomposition in the factor's dtype and on its device, or why the last attempt failed.
+        The stored form of the decomposition, or why the last attempt failed.
     """
     result: MaybeDecomposition = Failure("")
     for prepare in _ATTEMPTS:
         prepared = prepare(factor)
         (attempt,) = _attempt(solver, [(prepared, shift.to(prepared))], lambda part: stored(part.to(factor)))
-        result = attempt.judged(_read([attempt]))
+        result = attempt.judged(_read_checks([attempt]))
         if not isinstance(result, Failure):
             break
     return result
 
 
-def _called_together(batches: Sequence[Batch]) -> list[list[Batch]]:
-    """Batches of nearly one number of rows together, and each of the others alone."""
-    padded: dict[int, int] = {}  # by number of rows, to how many they are filled up
+def _padded_together(batches: Sequence[Batch]) -> list[list[Batch]]:
+    """Groups batches whose factors have similar numbers of rows; batches without ``rows`` stay alone."""
+    padded: dict[int, int] = {}  # from the number of rows to that after padding
     most = 0
     for rows in sorted({batch.rows[0] for batch in batches if batch.rows is not None}, reverse=True):
         if most**3 > _PADDED_COST * rows**3 or not padded:
@@ -143,7 +144,7 @@ def _called_together(batches: Sequence[Batch]) -> list[list[Batch]]:
 def _attempt(
     solver: Solver, inputs: Sequence[tuple[Tensor, Tensor]], stored: Callable[[Tensor], Tensor]
 ) -> list[_Attempt]:
-    """One attempt at each of some inputs, by a single call of the solver, with the checks of what it gives."""
+    """One attempt at decomposing each of some factors, with their shifts, by a single call of the solver."""
     try:
         with _precision_of(solver, inputs[0][0].device.type):
             if len(inputs) == 1:
@@ -151,22 +152,22 @@ def _attempt(
             else:
                 assert isinstance(solver, EigenSolver)
                 found = solver.decompose_padded([factor for factor, _ in inputs])
-    except RuntimeError as error:  # LinAlgError, GPU libraries' own errors, and out of memory, which the CPU may solve
+    except RuntimeError as error:  # LinAlgError, GPU libraries' own, and out of memory, where the CPU may succeed
         return [_Attempt(Failure(f"{type(error).__name__}: {error}"))] * len(inputs)
     return [_checked(solver, result, stored) for result in found]
 
 
 def _checked(solver: Solver, result: Decomposition, stored: Callable[[Tensor], Tensor]) -> _Attempt:
     kept = tuple(map(stored, result))
-    # As it is kept: what is finite in float64, in which a failure is retried, may be none in float32.
+    # The stored form is checked: a retry computes in float64, and a number that is finite there may not be in float32.
     checks = [(part.isfinite().all(), "the result is not finite") for part in kept]
     if isinstance(solver, EigenSolver):
         checks.append((solver.is_valid(result), "the result is no decomposition"))
     return _Attempt(kept, checks)
 
 
-def _read(attempts: Sequence[_Attempt]) -> list[bool]:
-    """The values of the checks of some attempts, by one transfer."""
+def _read_checks(attempts: Sequence[_Attempt]) -> list[bool]:
+    """The values of the checks of some attempts, read by one transfer."""
     checks = [check for attempt in attempts for check, _ in attempt.checks]
     if not checks:
         return []
@@ -175,10 +176,10 @@ def _read(attempts: Sequence[_Attempt]) -> list[bool]:
 
 
 def _precision_of(solver: Solver, device_type: str) -> AbstractContextManager[None]:
-    """Full precision, but for eigendecompositions: libraries do not follow TF32's switch there.
+    """Full precision, except for eigendecompositions, where libraries ignore the switch for TF32.
 
-    The switch is the whole process's. Beside training, in the background, it would slow the model down, and a compiled
-    one would be compiled again.
+    The switch belongs to the whole process. Turning it off for a decomposition in the background would slow the model
+    down, and a compiled model would be compiled again.
     """
     return nullcontext() if isinstance(solver, EigenSolver) else full_precision(device_type)
 

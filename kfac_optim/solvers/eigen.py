@@ -16,11 +16,11 @@ from .protocol import Decomposition
 
 __all__ = ["EigenSolver"]
 
-# Rows of eigenvectors may differ from length 1 by this much, squared. Rounding is far below (1e-5 at 4,608 rows in
-# float32); an eigenvector that stands there twice, in the place of another, is off by more than 1 / n.
+# How far the squared length of a row of Q may be from 1. Rounding causes far less (1e-5 at 4,608 rows in float32); an
+# eigenvector that appears twice, once in the place of another, causes more than 1 / n.
 _ORTHONORMAL = 1e-4
-# So many rows GPUs decompose in float32 by Jacobi's method. It has returned vectors that are not orthonormal, and takes
-# three times as long as another method in float64.
+# GPUs decompose matrices with this many rows by Jacobi's method if they are in float32. It has returned vectors that
+# are not orthonormal, and takes three times as long as another method does in float64.
 _JACOBI_ROWS = range(32, 513)
 
 
@@ -49,26 +49,26 @@ class EigenSolver:
         require_number("negligible", self.negligible, "in [0, 1)", lambda x: 0 <= x < 1, owner="EigenSolver")
 
     def shapes(self, dim: int, diagonal: bool) -> tuple[tuple[int, ...], ...]:
-        """Eigenvalues and eigenvectors; of a diagonal factor eigenvalues alone."""
+        """The shapes of eigenvalues and eigenvectors; for a diagonal factor, of eigenvalues alone."""
         return ((dim,),) if diagonal else ((dim,), (dim, dim))
 
     def decompose(self, factor: Tensor, shift: Tensor) -> Decomposition:
-        """``(eigenvalues [p, n],)`` of a diagonal factor, else ``(eigenvalues [p, n], eigenvectors [p, n, n])``."""
+        """``(eigenvalues [p, n],)`` for a diagonal factor, else ``(eigenvalues [p, n], eigenvectors [p, n, n])``."""
         if factor.dim() == 2:
             return (factor.clamp(min=0),)
         if factor.shape[-1] == 1:
             return factor[:, 0].clamp(min=0), torch.ones_like(factor)
-        values, vectors = _of_two_rows(factor) if factor.shape[-1] == 2 else _eigh(factor)
-        # A factor is positive semi-definite; what rounding pushes below zero would eat up the damping.
+        values, vectors = _eigh_of_two_rows(factor) if factor.shape[-1] == 2 else _eigh(factor)
+        # A factor is positive semi-definite; eigenvalues that rounding makes negative would cancel the damping.
         return values.clamp_(min=0), vectors
 
     def decompose_padded(self, factors: Sequence[Tensor]) -> list[Decomposition]:
-        """Decomposes factors ``[p, n, n]`` of several n as one, the smaller ones in a corner of larger matrices.
+        """Decomposes factors ``[p, n, n]`` with different n together, after padding the smaller ones.
 
-        By one call of a library, for which the host waits once.
+        This takes a single library call, so that the host waits for the device only once.
         """
         sizes = [factor.shape[-1] for factor in factors]
-        whole = torch.cat([_in_corner(factor, max(sizes)) for factor in factors])
+        whole = torch.cat([_padded(factor, max(sizes)) for factor in factors])
         parts = (part.split([len(factor) for factor in factors]) for part in self.decompose(whole, whole.new_zeros(())))
         found = zip(*parts, sizes, strict=True)
         return [(values[:, -n:], vectors[:, :n, -n:]) for values, vectors, n in found]
@@ -78,9 +78,9 @@ class EigenSolver:
         return decomposition[0].amax(-1)
 
     def is_valid(self, decomposition: Decomposition) -> Tensor:
-        """Whether the eigenvectors are orthonormal, by the diagonal of ``Q Q^T``, a 0-dim bool.
+        """Whether the eigenvectors are orthonormal, judged by the diagonal of ``Q Q^T``; a 0-dim bool.
 
-        GPU libraries have returned others without an error. The diagonal takes one pass over Q, no product.
+        GPU libraries have returned others without an error. The diagonal takes one pass over Q and no matrix product.
         """
         values, *vectors = decomposition
         if not vectors:
@@ -89,28 +89,30 @@ class EigenSolver:
 
     def count_relevant(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
         """How many eigenvalues of A and of G are not negligible in some pair, ``[2]``; does not wait for the device."""
-        return torch.stack([_count_above(*side) for side in self._limits(a, g, gamma)])
+        return torch.stack([_count_above(*side) for side in self._with_limits(a, g, gamma)])
 
     def relevant(
         self, a: Decomposition, g: Decomposition, gamma: Tensor, counts: Sequence[int]
     ) -> tuple[Decomposition, Decomposition]:
-        """Eigenvalues, negligible ones set to zero, and the eigenvectors of the others, which ``precondition`` gets.
+        """The parts of both decompositions that matter, for ``precondition``; negligible eigenvalues in them are 0.
 
-        ``counts``: those of :meth:`count_relevant`. A pair's contribution does not depend on other pairs in the stack.
+        ``counts`` are those of :meth:`count_relevant`. A pair's result does not depend on other pairs in the stack.
         """
-        of_a, of_g = zip(self._limits(a, g, gamma), counts, strict=True)
+        of_a, of_g = zip(self._with_limits(a, g, gamma), counts, strict=True)
         return _largest(*of_a[0], of_a[1]), _largest(*of_g[0], of_g[1])
 
-    def _limits(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> tuple[tuple[Decomposition, Tensor], ...]:
-        """Both sides, each with what its eigenvalues have to exceed, ``[p]``."""
+    def _with_limits(
+        self, a: Decomposition, g: Decomposition, gamma: Tensor
+    ) -> tuple[tuple[Decomposition, Tensor], ...]:
+        """Both decompositions, each with the limit above which its eigenvalues matter, ``[p]``."""
         limit = self.negligible * gamma
         return (a, limit / g[0].amax(-1)), (g, limit / a[0].amax(-1))
 
     def precondition(self, gradient: Tensor, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
-        """Eqs. 11-13, of one stack; ``joint.py`` has them for all stacks at once, on GPUs.
+        """Eqs. 11-13 for one stack; ``joint.py`` computes them for all stacks at once, on GPUs.
 
-        Where eigenvectors are missing their eigenvalues are zero, and ``(A (x) G + gamma I)^-1`` is ``I / gamma`` but
-        for a correction in the span of the others.
+        Eigenvectors that were left out have an eigenvalue of zero. ``(A (x) G + gamma I)^-1`` then is ``I / gamma``,
+        except for a correction in the span of the eigenvectors that were kept.
         """
         (values_a, *vectors_a), (values_g, *vectors_g) = a, g
         gamma, values_g, values_a = gamma[:, None, None], values_g[:, :, None], values_a[:, None, :]
@@ -126,17 +128,17 @@ class EigenSolver:
 
 
 def _eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, smallest first, and eigenvectors."""
+    """Eigenvalues, smallest first, and eigenvectors of symmetric matrices ``[p, n, n]``."""
     slow = matrices.device.type == "cuda" and matrices.shape[-1] in _JACOBI_ROWS
     values, vectors = torch.linalg.eigh(matrices.double() if slow else matrices)
     return values.to(matrices), vectors.to(matrices)
 
 
-def _in_corner(factor: Tensor, size: int) -> Tensor:
-    """Factors ``[p, n, n]`` in the first rows and columns of larger matrices ``[p, size, size]``.
+def _padded(factor: Tensor, size: int) -> Tensor:
+    """Factors ``[p, n, n]`` as the first rows and columns of larger matrices ``[p, size, size]``.
 
-    The other rows have nothing but a diagonal, so that no eigenvector has a part in both, and that is negative: its
-    eigenvalues come first, before those of the factor.
+    The other rows are zero except for the diagonal, so that no eigenvector mixes them with the factor's. That diagonal
+    is negative, so that its eigenvalues come first and those of the factor last.
     """
     n = factor.shape[-1]
     if n == size:
@@ -147,8 +149,8 @@ def _in_corner(factor: Tensor, size: int) -> Tensor:
     return whole
 
 
-def _of_two_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, smallest first, and eigenvectors of 2 x 2 matrices: norm layers have one for each channel."""
+def _eigh_of_two_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`_eigh` in closed form for 2 x 2 matrices, of which norm layers have one for each channel."""
     (a, b), (_, d) = (row.unbind(-1) for row in matrix.unbind(-2))
     mean, radius = (a + d) / 2, torch.hypot((a - d) / 2, b)
     angle = torch.atan2(2 * b, a - d) / 2
@@ -158,7 +160,7 @@ def _of_two_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _count_above(side: Decomposition, limit: Tensor) -> Tensor:
-    """How many eigenvalues exceed a limit, ``[p]``, in some pair; all of a diagonal factor, where none is left out."""
+    """How many eigenvalues exceed the limit ``[p]`` in some pair; all for a diagonal factor, which leaves none out."""
     values, *vectors = side
     if not vectors:
         return values.new_full((), values.shape[-1], dtype=torch.int64)
@@ -166,7 +168,7 @@ def _count_above(side: Decomposition, limit: Tensor) -> Tensor:
 
 
 def _largest(side: Decomposition, limit: Tensor, count: int) -> Decomposition:
-    """The last eigenvalues, which are the largest, and their eigenvectors; those of a pair below its limit are 0."""
+    """The ``count`` largest eigenvalues, which come last, and their eigenvectors; values below a pair's limit are 0."""
     values, *vectors = side
     if not vectors or (count == values.shape[-1] and len(values) == 1):
         return side

@@ -15,14 +15,16 @@ __all__ = ["InverseSolver"]
 
 @dataclass(frozen=True)
 class InverseSolver:
-    """Explicit inverses by Cholesky: cheaper to compute and to apply; damping is factored and fixed at the refresh.
+    """Explicit inverses by Cholesky decomposition, cheaper to compute and to apply than an eigendecomposition.
+
+    Damping is factored, and stays as it is from one refresh to the next.
 
     Args:
         pi: True (default) splits the damping by the ratio of the factors' mean eigenvalues. False adds gamma to both
-            factors, eqs. 9-10 of the paper to the letter.
+            factors, exactly as eqs. 9-10 of the paper say.
 
     Raises:
-        TypeError: If the argument is no bool.
+        TypeError: If the argument is not a bool.
     """
 
     pi: bool = True
@@ -38,17 +40,18 @@ class InverseSolver:
         return split(gamma, mean_a, mean_g)
 
     def shapes(self, dim: int, diagonal: bool) -> tuple[tuple[int, ...], ...]:
-        """The inverse and its scale; of a diagonal factor the inverse alone."""
+        """The shapes of the inverse and its scale; for a diagonal factor, of the inverse alone."""
         return ((dim,),) if diagonal else ((dim, dim), ())
 
     def decompose(self, factor: Tensor, shift: Tensor) -> Decomposition:
-        """``(inverse [p, n],)`` of a diagonal factor, else ``(inverse / scale [p, n, n], scale [p])``.
+        """``(inverse [p, n],)`` for a diagonal factor, else ``(inverse / scale [p, n, n], scale [p])``.
 
-        The scale, its largest entry, keeps the inverses of small factors within the range of half precision.
+        The scale is the largest entry of the inverse. Dividing by it keeps the inverses of small factors within the
+        range of half precision.
         """
         if factor.dim() == 2:
             return ((factor + shift[:, None]).reciprocal(),)
-        matrix = factor.clone()  # one name for all: of large factors as few copies as possible are held
+        matrix = factor.clone()  # reusing one name frees each intermediate at once, which counts for large factors
         matrix.diagonal(dim1=-2, dim2=-1).add_(shift[:, None])
         matrix = torch.linalg.cholesky(matrix)
         matrix = torch.cholesky_inverse(matrix)

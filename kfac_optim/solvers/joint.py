@@ -1,10 +1,10 @@
-"""Eqs. 11-13 for several stacks at once: only matrix products run per stack, elementwise work takes one launch.
+"""Eqs. 11-13 for several stacks at once: matrix products run stack by stack, elementwise work takes one launch.
 
-With values in multiples of what the damping is relative to, ``gamma = value unit``, and the eigenvectors that matter::
+Eigenvalues are measured in the unit of the damping, ``gamma = value unit``, and only relevant eigenvectors are kept::
 
     P = d_G d_A^T / unit,   V' = Q_G^T V Q_A
-    gamma direction = V - Q_G (V' P / (P + value)) Q_A^T      some eigenvectors are left out, with eigenvalues of 0
-                    = Q_G (V' value / (P + value)) Q_A^T      none are
+    gamma direction = V - Q_G (V' P / (P + value)) Q_A^T      if some eigenvectors, with eigenvalues of 0, are left out
+                    = Q_G (V' value / (P + value)) Q_A^T      if none are
 
 This is what :meth:`~kfac_optim.EigenSolver.precondition` computes for one stack.
 """
@@ -21,15 +21,15 @@ from .protocol import Decomposition
 
 __all__ = ["JointEigen", "in_order"]
 
-_KEPT_NUMEL = 2**22  # stacks with up to so many products of eigenvalues keep them (16 MiB in float32)
+_KEPT_NUMEL = 2**22  # the most products of eigenvalues that a stack keeps between steps (16 MiB in float32)
 
 
 def in_order(vectors_g: Sequence[Tensor], vectors_a: Sequence[Tensor]) -> list[tuple[Tensor, bool]]:
-    """The eigenvectors to multiply by, in the order of fewer operations, each with whether it stands on the left.
+    """The eigenvectors to multiply by, in the cheaper of the two orders, each with whether it multiplies from the left.
 
     Args:
-        vectors_g: Those of G that are kept, ``[p, d_out, k]``; none if it is diagonal.
-        vectors_a: Those of A, likewise.
+        vectors_g: The kept eigenvectors of G, ``[p, d_out, k]``; empty if G is diagonal.
+        vectors_a: Those of A, ``[p, d_in, k]``, likewise.
     """
     sides = [*((q, True) for q in vectors_g), *((q, False) for q in vectors_a)]
     if len(sides) == 2:
@@ -43,13 +43,13 @@ class JointEigen:
     """The eigendecompositions of several stacks.
 
     Args:
-        decomposed: The parts of A and of G that matter, for each stack.
-        units: What gamma is a multiple of, of each stack ``[p]``.
+        decomposed: For each stack, the relevant parts of the decompositions of A and of G.
+        units: For each stack, what gamma is a multiple of, ``[p]``.
     """
 
     def __init__(self, decomposed: Sequence[tuple[Decomposition, Decomposition]], units: Sequence[Tensor]) -> None:
-        stacks = [_OfStack(*sides, unit) for sides, unit in zip(decomposed, units, strict=True)]
-        order = sorted(range(len(stacks)), key=lambda i: stacks[i].is_whole)  # what is left out comes first
+        stacks = [_EigenStack(*sides, unit) for sides, unit in zip(decomposed, units, strict=True)]
+        order = sorted(range(len(stacks)), key=lambda i: stacks[i].is_whole)  # truncated stacks come first
         small = [i for i in order if stacks[i].numel <= _KEPT_NUMEL]
         large = [i for i in order if stacks[i].numel > _KEPT_NUMEL]
         self._stacks = stacks
@@ -60,7 +60,7 @@ class JointEigen:
 
         Args:
             gradients: The gradients of the stacks, ``[p, d_out, d_in]`` each.
-            value: Gamma in units.
+            value: Gamma divided by the unit.
             out: Where the results go; contiguous, of the same shapes.
         """
         for members, kept in self._groups:
@@ -69,18 +69,18 @@ class JointEigen:
             stacks = [self._stacks[i] for i in members]
             products = _products(stacks) if kept is None else kept
             rotated = torch.empty_like(products)
-            of_stacks = split_flat(rotated, [stack.shape for stack in stacks])
-            for i, stack, v in zip(members, stacks, of_stacks, strict=True):
+            by_stack = split_flat(rotated, [stack.shape for stack in stacks])
+            for i, stack, v in zip(members, stacks, by_stack, strict=True):
                 stack.rotate(gradients[i], v)
-            in_part = slice(0, sum(stack.numel for stack in stacks if not stack.is_whole))
-            rotated[in_part].mul_(products[in_part])
+            truncated = slice(0, sum(stack.numel for stack in stacks if not stack.is_whole))
+            rotated[truncated].mul_(products[truncated])
             rotated.div_(products + value if products is kept else products.add_(value))
-            for i, stack, v in zip(members, stacks, of_stacks, strict=True):
+            for i, stack, v in zip(members, stacks, by_stack, strict=True):
                 stack.rotate_back(gradients[i], v, value, out[i])
 
 
-class _OfStack:
-    """The eigenvectors of a stack, and its eigenvalues in units."""
+class _EigenStack:
+    """The eigenvectors of a stack, and its eigenvalues, those of G divided by the unit."""
 
     def __init__(self, a: Decomposition, g: Decomposition, unit: Tensor) -> None:
         (values_a, *vectors_a), (values_g, *vectors_g) = a, g
@@ -89,10 +89,10 @@ class _OfStack:
         self.numel = self.shape[0] * self.shape[1] * self.shape[2]
         sides = in_order(vectors_g, vectors_a)
         self.is_whole = all(q.shape[-1] == q.shape[-2] for q, _ in sides)
-        self.sides = [(q, left) for q, left in sides if q.shape[-2:] != (1, 1)]  # of one row, the eigenvector is 1
+        self.sides = [(q, left) for q, left in sides if q.shape[-2:] != (1, 1)]  # a 1 x 1 factor's eigenvector is 1
 
     def rotate(self, gradient: Tensor, out: Tensor) -> None:
-        """``V'``."""
+        """Writes ``V'`` to ``out``."""
         v = gradient
         for q, left in self.sides[:-1]:
             v = torch.bmm(q.mT, v) if left else torch.bmm(v, q)
@@ -102,7 +102,7 @@ class _OfStack:
             out.copy_(gradient)
 
     def rotate_back(self, gradient: Tensor, v: Tensor, value: float, out: Tensor) -> None:
-        """Gamma times the direction, from ``V' P / (P + value)`` or ``V' / (P + value)``."""
+        """Writes gamma times the direction, given ``V' P / (P + value)`` or, of a whole stack, ``V' / (P + value)``."""
         beta, alpha = (0.0, value) if self.is_whole else (1.0, -1.0)
         for q, left in self.sides[:0:-1]:
             v = torch.bmm(q, v) if left else torch.bmm(v, q.mT)
@@ -112,7 +112,7 @@ class _OfStack:
             torch.mul(v, value, out=out)
 
 
-def _products(stacks: Sequence[_OfStack]) -> Tensor:
+def _products(stacks: Sequence[_EigenStack]) -> Tensor:
     """The products ``d_G d_A^T / unit`` of all stacks, concatenated into one vector."""
     if not stacks:
         return torch.empty(0)

@@ -30,23 +30,23 @@ class Solver(Protocol):
     """Anything with these methods and those of :class:`~kfac_optim.solvers.Shifting` can be passed as ``solver=``.
 
     A solver that adds gamma in ``precondition`` instead, so that damping may change between refreshes, has an attribute
-    ``damps_factors = False`` and needs no ``shifts``. Of a subclass of :class:`~kfac_optim.EigenSolver` decompositions
-    are also checked, and tell the largest eigenvalues.
+    ``damps_factors = False`` and needs no ``shifts``. If it is a subclass of :class:`~kfac_optim.EigenSolver`, its
+    decompositions are also checked, and the largest eigenvalues are taken from them.
     """
 
     def shapes(self, dim: int, diagonal: bool) -> tuple[tuple[int, ...], ...]:
         """Shapes of the tensors in the decomposition of one factor, without the leading ``p``."""
 
     def decompose(self, factor: Tensor, shift: Tensor) -> Decomposition:
-        """Decomposes ``factor + shift I``; the factor is ``[p, n, n]``, or ``[p, n]`` where diagonal.
+        """Decomposes ``factor + shift I``; the factor is ``[p, n, n]``, or ``[p, n]`` if it is diagonal.
 
         The blocks of a block-diagonal factor count as pairs here and in ``shapes``; ``precondition`` then sees one tile
         of the gradient at a time, with a block of A and a block of G (:mod:`kfac_optim.tiles`).
 
-        Runs without autocast and, but for :class:`~kfac_optim.EigenSolver`, without TF32; perhaps in another thread,
-        beside training.
+        The engine calls it without autocast and, unless the solver is an :class:`~kfac_optim.EigenSolver`, without
+        TF32. The call may come from another thread while the model trains.
 
-        May raise ``torch.linalg.LinAlgError`` or return non-finite values; the engine then retries and falls back.
+        It may raise ``torch.linalg.LinAlgError`` or return non-finite values: the engine then retries and falls back.
         """
 
     def precondition(self, gradient: Tensor, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class Solver(Protocol):
 
 
 class Shifting(Solver, Protocol):
-    """A solver that damps the factors, before they are decomposed."""
+    """A solver that damps the factors before they are decomposed."""
 
     def shifts(self, gamma: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor]:
         """What is added to the diagonals of A and of G before they are decomposed.
@@ -62,7 +62,7 @@ class Shifting(Solver, Protocol):
         Args:
             gamma: Damping of each pair, ``[p]``.
             mean_a: Mean eigenvalue of A of each pair, ``[p]``.
-            mean_g: The same of G.
+            mean_g: Mean eigenvalue of G of each pair, ``[p]``.
 
         Returns:
             The shifts of A and of G, ``[p]`` each.
