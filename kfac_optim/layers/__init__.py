@@ -16,8 +16,8 @@ every type (Eschenhagen et al. 2023)::
 For convolutions expand is KFC (Grosse & Martens 2016). Norm layers have no such product structure: their block is the
 Fisher of scale and shift per channel, which is the pair (1, F_c) with ``W = [scale, shift]^T`` and ``a = 1``.
 
-``register_layer`` adds a module type. A module that cannot be treated exactly is declined with its reason
-(:class:`~kfac_optim.Declined`) and trains by the base rule.
+``register_layer`` adds a module type. A module that cannot be treated exactly is declined with a reason
+(:class:`~kfac_optim.Declined`), and the base class's own rule trains it.
 
 Where to look::
 

@@ -20,14 +20,14 @@ class ProjectionCall(NamedTuple):
     """One use of a projection."""
 
     examples: int  # in the call
-    # Of packed q, k, v projections also:
-    first_pair: int = 0  # the first pair that is applied
-    end_pair: int = 0  # the one after the last
-    queries: int = 0  # of each example
+    # The others are for packed q, k, v projections, three Kronecker pairs:
+    first_pair: int = 0  # the first pair that the call applies
+    end_pair: int = 0  # the pair after the last one
+    queries: int = 0  # the number of each example
 
     @property
     def is_packed(self) -> bool:
-        """Whether it is a use of packed projections."""
+        """Whether the projections are packed."""
         return self.end_pair > 0
 
 
@@ -35,7 +35,7 @@ _ALL_AT_ONCE = ProjectionCall(examples=1, end_pair=3)
 
 
 class AttentionLayer(LinearLayer):
-    """A projection of ``nn.MultiheadAttention``, which applies its weights by ``F.linear`` without calling a module.
+    """A projection of ``nn.MultiheadAttention``, which applies weights by ``F.linear`` and does not call a module.
 
     Inputs and output gradients are ``[positions, n, d]``, whatever the dimension of the examples outside of attention.
 
@@ -68,7 +68,7 @@ class AttentionLayer(LinearLayer):
         return own_parameter(module, weight), module._parameters.get(bias)
 
     def applies(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the weight, or a part of it, as the module has it now.
+        """Whether a tensor is the weight that the module has now, or a part of it.
 
         During a forward pass FSDP2 and ``torch.func.functional_call`` put another tensor in the parameter's place.
         """
@@ -99,12 +99,12 @@ class AttentionInputLayer(AttentionLayer):
         *,
         call: ProjectionCall = _ALL_AT_ONCE,
     ) -> Observation:
-        """As for any layer; ``call``: which pairs it uses."""
+        """See :meth:`RowsLayer.observe`; ``call`` says which pairs are used."""
         seen, pairs = super().observe(module, a, output, dtype), slice(call.first_pair, call.end_pair)
         moment, count = seen.a, seen.count
         if self.by_example:
             count = self._among_zeros(pairs, count, 0)
-        elif call.first_pair > 0:  # keys and values count as many rows as the queries, which have been counted
+        elif call.first_pair > 0:  # keys and values, weighted as if they were as many as the queries, counted before
             moment, count = moment * (call.queries / a.shape[0]), 0.0
         return Observation(self._among_zeros(pairs, moment, *self._place_of_pairs(0)), count, context=pairs)
 
@@ -116,11 +116,11 @@ class AttentionInputLayer(AttentionLayer):
         return self._among_zeros(observation.context, moment, *self._place_of_pairs(1))
 
     def _place_of_pairs(self, side: int) -> tuple[int, int]:
-        """Of an observation's ``a`` and an output moment: the dimension of the pairs, and the blocks of each."""
+        """The dimension of the pairs in an observation's ``a`` (side 0) or an output moment (1), and their blocks."""
         return (1, 1) if self.by_example else (0, self.specs[side].blocks)
 
     def _among_zeros(self, pairs: slice, part: Tensor, dim: int, blocks: int = 1) -> Tensor:
-        """Widens ``dim`` to all pairs: these have ``part`` (that of one pair is everyone's), the others zeros."""
+        """Widens ``dim`` to all pairs: ``pairs`` get ``part`` (if it is one pair's, all the same), the others zeros."""
         part = part.unflatten(dim, (-1, blocks))
         full = part.new_zeros(*part.shape[:dim], self.pairs, *part.shape[dim + 1 :])
         full.narrow(dim, pairs.start, pairs.stop - pairs.start).copy_(part)

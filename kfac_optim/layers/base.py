@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 Sharing = Literal["expand", "reduce"]
-COMPUTED = "is computed from other parameters"  # in the reason why a layer is declined that may come back
+COMPUTED = "is computed from other parameters"  # by this part of a reason coverage.py knows what may become a layer
 
 
 class Declined(Exception):
@@ -46,11 +46,11 @@ class LayerOptions:
         weight_sharing: "expand" or "reduce" over shared positions, or a function of a module's name and the module that
             returns one of them.
         batch_dim: The dimension of the examples in inputs with shared positions: 0, or 1 for sequence-first models.
-        max_factor_dim: The rows of a block of larger factors, and a limit for lopsided ones; "auto": it depends on the
-            device of the weight; None: all are whole.
+        max_factor_dim: The most rows of a factor, or of a block of it; "auto": it depends on the device of the weight;
+            None: all factors are whole.
         skip_layers: Regular expressions; modules whose name contains a match have no layer.
         trainable: The parameters that the optimizer updates; None: all.
-        own_shape: The shape of what this rank computes with: of a parameter, or of its shard.
+        own_shape: Returns the shape of what this rank computes with: that of a parameter, or of its shard.
     """
 
     weight_sharing: Sharing | Callable[[str, nn.Module], Sharing] = "expand"
@@ -72,7 +72,7 @@ class LayerOptions:
         return choice
 
     def largest_block(self, device: torch.device) -> int | None:
-        """The most rows of a block of a factor on this device; None: factors are whole."""
+        """The most rows of a block of a factor on this device; None if factors are whole."""
         limit = self.max_factor_dim
         return LARGEST.get(device.type, LARGEST["cuda"]) if isinstance(limit, str) else limit
 
@@ -87,10 +87,10 @@ class Observation:
 
     Attributes:
         a: The sum of ``a a^T`` over the rows of the call, ``[p, d_in, d_in]`` (``[p, d_in]`` where A is diagonal,
-            ``[p b, m, m]`` where it has b blocks of m rows). For layers with ``by_example`` the sum of a over the
-            positions of each example, ``[n, p, d_in]``.
-        count: The number of rows in the sum. For layers with ``by_example`` the number of positions of each example, a
-            tensor ``[p]``.
+            ``[p b, m, m]`` where it has b blocks of m rows). For layers with ``by_example``, instead, the sum of a over
+            the positions of each example, ``[n, p, d_in]``.
+        count: The number of rows in the sum. For layers with ``by_example``, instead, the number of positions of each
+            example, a tensor ``[p]``.
         context: What :meth:`~kfac_optim.KroneckerLayer.output_rows` and
             :meth:`~kfac_optim.KroneckerLayer.output_moment` need to know of the call; None for most types.
     """
@@ -103,8 +103,8 @@ class Observation:
 class KroneckerLayer(ABC):
     """One weight, its bias, and the Kronecker pairs of their Fisher block.
 
-    A subclass says what a call contributes to A and G, and how gradients become matrices: for most types by rows, which
-    :class:`~kfac_optim.layers.RowsLayer` is about.
+    A subclass says what a call contributes to A and G, and how gradients become matrices. Most types do this in terms
+    of rows; they derive from :class:`~kfac_optim.layers.RowsLayer`.
 
     Args:
         name: The module's name.
@@ -118,7 +118,7 @@ class KroneckerLayer(ABC):
         weight_shape: Its shape, or that of this rank's shard of it.
         is_shard: Whether tensor parallelism has split the weight, so that the layer is a part of it.
         bias: The bias, or None where there is none or the optimizer does not update it.
-        bias_part: Where several weights share one bias, the slice of it that belongs to this weight; else all of it.
+        bias_part: The slice of the bias that belongs to this weight: all of it, unless several weights share one bias.
         pairs: The number p of Kronecker pairs.
         d_out: The number of rows of ``W``, so that G is ``[p, d_out, d_out]``.
         d_in: The number of columns of ``W``, bias included, so that A is ``[p, d_in, d_in]``.
@@ -126,12 +126,13 @@ class KroneckerLayer(ABC):
             diagonal, or the diagonal.
         diagonal_input: Whether A is diagonal by nature (embeddings).
         always_expands: Whether ``sharing`` is "expand" whatever the options say.
-        copies_rows: Whether rows are numbers of inputs and output gradients as they are, which half precision can hold.
+        copies_rows: Whether the entries of rows are those of inputs and output gradients, unchanged, so that half
+            precision can hold them.
         pairs_share_scale: Whether the pairs share one damping and one norm.
         sharing: "expand" or "reduce".
         batch_dim: The dimension of the examples in inputs with shared positions.
-        host: For the projections of attention, which no module call shows, the module during whose forward ``F.linear``
-            is called with the weight; else None.
+        host: For the projections of attention, which are not modules that are called, the module whose forward calls
+            ``F.linear`` with the weight; else None.
         notes: What a user should know about the layer, shown in the table.
     """
 
@@ -156,7 +157,7 @@ class KroneckerLayer(ABC):
         if self.bias is not None and not (trained and self.bias.requires_grad >= self.weight.requires_grad):
             self.bias = None
         if self.is_shard and self.bias is not None and options.own_shape(self.bias) == self.bias.shape:
-            self.bias = None  # one for all shards of the columns
+            self.bias = None  # the weight is split by columns, and its shards have one bias together
         self.sharing: Sharing = "expand" if self.always_expands else options.sharing(name, module)
         self.batch_dim = options.batch_dim
         self.notes = ["this rank's shard"] if self.is_shard else []
@@ -179,18 +180,18 @@ class KroneckerLayer(ABC):
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def add_modules(self, modules: Iterable[nn.Module]) -> None:
-        """Takes more modules that use the same weight and bias."""
+        """Adds modules that use the same weight and bias."""
         self.modules = [*self.modules, *modules]
 
     def replace_parameters(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Takes the parameters by which a framework has replaced weight and bias."""
+        """Switches to the parameters with which a framework has replaced weight and bias, by the old ones."""
         self.weight = new[self.weight]
         self.bias = None if self.bias is None else new[self.bias]
 
     # What a module type defines -------------------------------------------------------------------------------------
 
     def own_parameters(self, module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """The weight and the bias (None: there is none) of the module."""
+        """The weight and the bias of the module; None in place of the bias if it has none."""
         return own_parameter(module, "weight"), module._parameters.get("bias")
 
     @abstractmethod
@@ -239,26 +240,26 @@ class KroneckerLayer(ABC):
     # The same for all types -----------------------------------------------------------------------------------------
 
     def subsample(self, module: nn.Module, x: Tensor, fraction: float) -> Tensor:
-        """Selects the examples of an input or output that the statistics are made of, ``fraction`` of them."""
+        """Selects the fraction of the examples of an input or output from which statistics are collected."""
         if fraction == 1:
             return x
         dim = self.batch_dim_of(module, x)
         return x if dim is None else spread_examples(x, dim, fraction)
 
     def multiplicand(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """An input or output gradient in the precision in which its rows are multiplied, or summed up by example."""
+        """Converts an input or output gradient to the precision in which its rows are multiplied or summed."""
         return multiplicand(x, dtype) if self.copies_rows and not self.by_example else x.to(dtype)
 
     @property
     def by_example(self) -> bool:
-        """Whether all calls in a backward pass together give each example one row (reduce), not rows of their own."""
+        """Whether an example has one row for all calls of a backward pass (reduce), rather than rows for each call."""
         return self.sharing == "reduce"
 
     def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
         """The sum of ``g g^T`` over the rows of one call, ``[p, d_out, d_out]`` (``[p, d_out]`` where G is diagonal).
 
-        ``[p b, m, m]`` where G has b blocks of m rows. For layers with ``by_example`` the sum of g over the positions
-        of each example, ``[n, p, d_out]``.
+        It is ``[p b, m, m]`` where G has b blocks of m rows. For layers with ``by_example`` it is, instead, the sum of
+        g over the positions of each example, ``[n, p, d_out]``.
         """
         rows = self.output_rows(module, g, observation.context)
         if self.by_example:
@@ -267,7 +268,7 @@ class KroneckerLayer(ABC):
 
     @property
     def combined_with(self) -> Hashable:
-        """Layers in which this is equal are combined together, by :meth:`combine_layers`; by default none are."""
+        """A key: one call of :meth:`combine_layers` handles all layers that share it; by default no two do."""
         return self
 
     @classmethod
@@ -277,13 +278,13 @@ class KroneckerLayer(ABC):
         """The moments of a backward pass, for layers with ``by_example``.
 
         Args:
-            layers: Layers of one ``combined_with``; by default a single one.
-            sums: Of each layer the sums over its calls, all on the same examples: ``a`` and ``count`` of its
-                observations, and its output moments.
+            layers: Layers with the same ``combined_with``; by default a single one.
+            sums: For each layer the sums over its calls, all on the same examples, of ``a`` and ``count`` of its
+                observations, and of its output moments.
 
         Returns:
-            The sum of ``a~ a~^T`` over examples, their number, and the sum of ``g~ g~^T``; one layer's pairs after the
-            other's.
+            The sum of ``a~ a~^T`` over examples, the number of examples, and the sum of ``g~ g~^T``; the pairs of one
+            layer follow those of the other.
         """
         (layer,), ((a, positions, g),) = layers, sums
         mean = a / positions.clamp(min=1)[:, None]
@@ -328,7 +329,7 @@ class RowsLayer(KroneckerLayer):
         return Observation(moment, count)
 
     def _observe_examples(self, chunks: Iterable[Tensor]) -> Observation:
-        """The sums over positions of each example, of rows ``[n, r, p, d]`` in chunks over n."""
+        """Sums the rows of each example over positions; they come as ``[n, r, p, d]``, in chunks over n."""
         sums, positions = [], 0
         for rows in chunks:
             positions = rows.shape[1]
@@ -349,7 +350,7 @@ class RowsLayer(KroneckerLayer):
 
 
 def own_parameter(module: nn.Module, name: str) -> nn.Parameter:
-    """A parameter of the module, which it owns and uses as it is.
+    """A parameter that the module owns and uses as it is.
 
     Raises:
         Declined: If there is none under that name (a parametrization computes it, say), or it is complex.

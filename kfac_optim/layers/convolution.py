@@ -53,7 +53,7 @@ class _ConvNdLayer(RowsLayer):
         if self.by_example or self.specs[0].diagonal or self.specs[0].blocks > 1:
             return super().observe(module, a, output, dtype)
         image, windows = self._batched(module, self.multiplicand(a.detach(), dtype), output)
-        # As the base class does, but without unfolding the patches where that is faster.
+        # Gives what the base class would, but does not unfold patches where that is faster.
         shifted = shift_pays(image.shape, windows, module.groups, a.device.type, half=image.dtype != dtype)
         moment = (shifted_moment if shifted else unfolded_moment)(image, windows, module.groups)
         count = len(image) * math.prod(windows.positions(image.shape[2:]))

@@ -16,7 +16,7 @@ __all__ = ["EmbeddingLayer", "LinearLayer", "TransposedLinearLayer"]
 
 @register_layer(nn.Linear)
 class LinearLayer(RowsLayer):
-    """``nn.Linear`` on inputs of any rank; the features are the last dimension, all others but the examples' shared."""
+    """``nn.Linear`` on inputs of any rank: features last, one dimension for the examples, all others shared."""
 
     copies_rows = True
 
@@ -79,7 +79,7 @@ class EmbeddingLayer(TransposedLinearLayer):
 
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
         assert isinstance(module, nn.Embedding)
-        # As bincount, which waits for a device to know the length of its result.
+        # This is bincount, which would wait for the device, to know the length of its result.
         frequency = torch.zeros(1, module.num_embeddings, dtype=dtype, device=a.device)
         frequency[0].index_add_(0, a.flatten(), frequency.new_ones(()).expand(a.numel()))
         if module.padding_idx is None:

@@ -1,13 +1,13 @@
-"""Modules with a ``forward`` of their own that compute what a known layer does, which is tested, not believed.
+"""Recognises modules with a ``forward`` of their own that compute what a known layer does, by comparing results.
 
 Many models bring their own LayerNorm, RMSNorm or Linear. Such a module is covered if on random inputs it returns what a
-reference returns, and sends back the same gradients to input, weight and bias: for inputs of 2, 3 and 4 dimensions, of
-magnitudes from 1e-6 to 1e3, in train and eval mode, in float32 and float64. The comparison runs on a stand-in with
-parameters of its own, on the CPU: the module and its hooks are not touched, and no random numbers of the user's are
-drawn. What depends on anything else (the device, autocast, an attribute that changes later) is not seen.
+reference returns, and the same gradients of input, weight and bias: for inputs of 2, 3 and 4 dimensions, of magnitudes
+from 1e-6 to 1e3, in train and eval mode, in float32 and float64. The comparison runs on the CPU, on a stand-in with
+parameters of its own: the module and its hooks are not touched, and the user's random number generators do not move.
+Behaviour that depends on anything else (the device, autocast, an attribute that changes later) goes unnoticed.
 
-Only modules are compared whose ``forward`` takes one argument, that have no other parameters than ``weight`` and
-``bias``, no buffers and no submodules, and whose other attributes are plain values.
+A module is compared only if its ``forward`` takes one argument, it has no parameters other than ``weight`` and
+``bias``, no buffers and no submodules, and its other attributes are plain values.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from .registry import LayerFactory
 
 __all__ = ["Reference", "lookalike"]
 
-_TOLERANCE = 1e-4  # of the largest entry, for float32 inside; what is not the same differs by far more somewhere
+_TOLERANCE = 1e-4  # relative to the largest entry, for modules that use float32 inside; other functions differ by more
 _MAGNITUDES = (1.0, 1e3, 1e-2, 1e-3, 1e-4, 1e-6)  # the small ones show what eps is
 _EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, torch.finfo(torch.float32).eps)  # tried beside the module's own numbers
-_MAX_NUMEL = 2**22  # of a weight that can't be compared at a smaller size
+_MAX_NUMEL = 2**22  # the largest weight that is compared at its own size
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
 Inputs = Sequence[tuple[int, ...]]
-Apply = Callable[..., Tensor]  # of input, weight and, where there is one, bias
+Apply = Callable[..., Tensor]  # takes the input, the weight and, if there is one, the bias
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Reference:
         name: Its name, for the table.
         factory: How it becomes a layer.
         apply: What it computes.
-        shapes: The shapes of the inputs to compare; without the features where the next attribute says how many.
-        features: Which dimension of a matrix the input's features are; the other is that of the bias. None: the shapes
-            are whole, and a bias has the shape of the weight.
+        shapes: The shapes of the inputs to compare, without the features unless ``features`` is None.
+        features: The dimension of the weight, a matrix, that belongs to the input's features; the bias has the length
+            of the other one. None: ``shapes`` are complete, and a bias has the shape of the weight.
     """
 
     name: str
@@ -68,7 +68,7 @@ _known: weakref.WeakKeyDictionary[type, dict[Hashable, Reference | None]] = weak
 
 
 def lookalike(module: nn.Module) -> tuple[LayerFactory, str] | None:
-    """How a module with a ``forward`` of its own becomes a layer, and what it is like; None if it is like nothing."""
+    """The factory for a module with a ``forward`` of its own, and a note on what it computes; None if unknown."""
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if weight is None or isinstance(weight, nn.parameter.UninitializedParameter) or not _is_simple(module):
         return None
@@ -91,7 +91,7 @@ def _ordinary() -> frozenset[str]:
 
 
 def _is_simple(module: nn.Module) -> bool:
-    """Whether a stand-in can be made of the module: see the top of this file."""
+    """Whether a stand-in can be made of the module; the conditions are at the top of this file."""
     cls = type(module)
     plain_call = cls.__call__ is nn.Module.__call__ and "forward" not in vars(module)
     parts = set(module._parameters) <= {"weight", "bias"} and not module._buffers and not module._modules
@@ -113,7 +113,7 @@ def _find(module: nn.Module, shape: tuple[int, ...], bias: bool, attributes: dic
         return None
     sized = {"in_features", "out_features"} <= set(attributes) and isinstance(module, nn.Linear)
     sizes = [(shape, attributes)]
-    if sized:  # also large ones can then be compared, at a smaller size
+    if sized:  # a smaller stand-in can be made, so that large ones can be compared, too
         small = [(3, 5), (6, 4), (4, 4)]
         sizes = [(s, attributes | {"in_features": s[1], "out_features": s[0]}) for s in small]
         sizes += [(shape, attributes)] if shape[0] * shape[1] <= _MAX_NUMEL else []
@@ -130,7 +130,7 @@ def _references(module: nn.Module, shape: tuple[int, ...], attributes: dict[str,
     if len(shape) == 2:
         leading = [(7,), (3, 5), (2, 3, 4)]
         if isinstance(module, nn.Embedding):
-            return  # indices, not features; its options matter, too
+            return  # its inputs are indices, not features, and its options matter, too
         yield Reference("nn.Linear", LinearLayer, F.linear, leading, features=1)
         if not isinstance(module, nn.Linear):
             yield Reference("nn.Linear, transposed", TransposedLinearLayer, _transposed, leading, features=0)
@@ -191,9 +191,9 @@ def _equal(
                 try:
                     forward = functools.partial(type(module).forward, own)
                     found = _outcome(forward, x, [own.get_parameter(name) for name in parameters])
-                except Exception:  # of the user's forward, whatever it is: it does not compute what the reference does
+                except Exception:  # whatever the user's forward raises: it does not compute what the reference does
                     if dtype == torch.float64:
-                        return True  # casts to float32 inside, to which a weight in float64 does not fit
+                        return True  # it casts to float32 inside, which a weight in float64 does not fit
                     return False
                 wanted = _outcome(functools.partial(reference.apply, **parameters), x, list(parameters.values()))
                 if not _near(found, wanted):
@@ -214,7 +214,7 @@ def _stand_in(
 
 
 def _outcome(forward: Callable[[Tensor], Any], x: Tensor, parameters: Sequence[Tensor]) -> list[Any]:
-    """The output, and the gradients of a random product with it."""
+    """The output, and the gradients of its inner product with random numbers."""
     x = x.clone().requires_grad_()
     output = forward(x)
     if not isinstance(output, Tensor):
@@ -235,7 +235,7 @@ def _near(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Runs a forward pass without traces: no random numbers, no warnings, no compiler, no autocast."""
+    """For a forward pass without traces: no global random numbers, no warnings, no compiler, no autocast."""
     with (
         torch.random.fork_rng(devices=[]),
         warnings.catch_warnings(),

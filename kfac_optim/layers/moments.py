@@ -1,7 +1,7 @@
-"""Raw second moments of rows ``[n, r, p, d]``; a selection of the examples.
+"""Raw second moments of rows ``[n, r, p, d]``, and the selection of the examples that they are made of.
 
-A product of two numbers in half precision is exact in float32. Where a device sums such products up in float32, moments
-of rows in half precision are taken without a copy in float32, and a GPU's tensor cores take an eighth of the time.
+A product of two numbers in half precision is exact in float32. Where a device adds such products in float32, moments of
+rows in half precision need no copy of the rows in float32, and a GPU's tensor cores take an eighth of the time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["GRAM_DIM", "gram", "machine", "multiplicand", "product", "second_mom
 
 # From this dimension on it pays to compute only about half of a symmetric product, in strips. The time relative to the
 # whole product, on one thread: 1.1 at dimension 257, 0.8 at 288, 0.6 at 1025. On accelerators a strip also has to save
-# more than its launch costs: the whole product takes so many operations or more.
+# more than its launch costs, so that the whole product must take at least this many operations.
 GRAM_DIM = 280
 _ACCELERATOR_FLOPS = 3e10
 _HALF = (torch.bfloat16, torch.float16)
@@ -25,18 +25,18 @@ _SUMS_IN_FLOAT32 = "dtype" in torch.ops.aten.bmm.overloads() and torch.version.h
 
 
 def machine(device_type: str) -> Literal["cpu", "accelerator"]:
-    """On what a type of device computes; on meta tensors work is only counted."""
+    """The kind of machine behind a type of device; meta tensors, with which work is only counted, pass for a CPU's."""
     return "cpu" if device_type in ("cpu", "meta") else "accelerator"
 
 
 def multiplicand(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor in ``dtype``; in half precision, as it is, where :func:`product` gives the same for it."""
+    """Converts to ``dtype``, except tensors in half precision for which :func:`product` gives the same result."""
     exact = x.dtype in _HALF and dtype == torch.float32 and x.device.type == "cuda" and _SUMS_IN_FLOAT32
     return x if exact else x.to(dtype)
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:
-    """``x y`` of stacks of matrices; of half precision in float32."""
+    """``x y`` for stacks of matrices; the product of matrices in half precision is in float32."""
     if x.dtype not in _HALF:
         return x @ y
     x_stack, y_stack = (of.reshape(math.prod(of.shape[:-2]), *of.shape[-2:]) for of in (x, y))
@@ -44,9 +44,9 @@ def product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def gram(rows: Tensor) -> Tensor:
-    """``x^T x`` of ``x [..., rows, d]``; for large d the upper triangle is computed in strips and the rest copied.
+    """``x^T x`` for ``x [..., rows, d]``; for large d the upper triangle is computed in strips and the rest copied.
 
-    Not in half precision, where the whole product takes no longer.
+    In half precision there are no strips, because the whole product takes no longer.
     """
     d = rows.shape[-1]
     on_cpu = machine(rows.device.type) == "cpu"
@@ -64,14 +64,14 @@ def gram(rows: Tensor) -> Tensor:
 def second_moment(rows: Tensor, *, diagonal: bool, blocks: int = 1) -> Tensor:
     """``sum x x^T`` over rows ``[n, r, p, d]``, in float32 at least: ``[p, d, d]``, or only its diagonal ``[p, d]``.
 
-    Of b ``blocks`` of m rows along its diagonal: ``[p b, m, m]``, in the last of which zeros may take the last rows.
+    If b = ``blocks`` > 1, only blocks of m rows along its diagonal, ``[p b, m, m]``; zeros may fill up the last one.
     """
     if diagonal:
         return rows.flatten(0, 1).to(torch.promote_types(rows.dtype, torch.float32)).square().sum(0)
     if blocks > 1:
         rows = F.pad(rows, (0, -rows.shape[-1] % blocks)).unflatten(-1, (blocks, -1)).flatten(2, 3)
     if rows.stride(-1) > 1 and rows.shape[-1] <= min(rows.shape[1], GRAM_DIM):
-        # Views of channels-first images, which are not copied.
+        # The rows are views of channels-first images, which need not be copied.
         images = rows.permute(0, 2, 3, 1)
         return product(images, images.mT).sum(0)
     return gram(rows.flatten(0, 1).transpose(0, 1))
@@ -95,7 +95,7 @@ def with_ones(moment: Tensor, total: Tensor, count: float) -> Tensor:
 def spread_examples(x: Tensor, dim: int, fraction: float) -> Tensor:
     """Selects ``fraction`` of the examples along ``dim``, rounded up.
 
-    They are evenly spread, so that the parts of a batch (ranks, micro-batches) give those that the whole would give.
+    They are evenly spread, so that the parts of a batch (ranks, micro-batches) yield those that the whole would yield.
     """
     examples = x.shape[dim]
     kept = math.ceil(fraction * examples)

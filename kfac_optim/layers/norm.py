@@ -1,4 +1,4 @@
-"""Norm layers: for each channel the Fisher block of its scale and shift."""
+"""Norm layers: a Fisher block for the scale and shift of each channel."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ class _NormLayer(KroneckerLayer):
             module: The norm module.
             x: Its input.
             g: The gradient of its output, of the same shape.
-            known: What ``known_statistics`` has said at the call.
+            known: What ``known_statistics`` returned at the call.
         """
 
     def known_statistics(self, module: Any, a: Tensor, output: Tensor, dtype: torch.dtype) -> Statistics | None:
-        """The statistics by channel of a call's input, where they do not follow from it; see ``observe``."""
+        """The statistics of each channel that a call normalises by; None if they follow from its input ``a``."""
         return None
 
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
-        # It is normalised again once the gradient has arrived. What autograd saves anyway nothing can write over.
+        # The input is normalised again once the gradient arrives. If autograd saves it, nothing may write over it.
         kept = a.detach() if self.is_saved(a) else a.detach().clone()
-        one = torch.ones((), dtype=dtype)  # nobody looks at it
+        one = torch.ones((), dtype=dtype)  # a placeholder that is never read
         return Observation(one, one, context=(kept, self.known_statistics(module, a, output, dtype)))
 
     def is_saved(self, a: Tensor) -> bool:
@@ -75,7 +75,7 @@ class _NormLayer(KroneckerLayer):
 
     @property
     def combined_with(self) -> Hashable:
-        """All norm layers of a model: there are many, and their moments are small."""
+        """All norm layers of one form on one device: there are many, and their moments are small."""
         return _NormLayer, self.d_out, self.specs[1].diagonal, self.weight.device
 
     @classmethod
@@ -107,7 +107,7 @@ class _ChannelsLastNorm(_NormLayer):
         name: The module's name.
         module: The module.
         options: The engine's options for layers.
-        eps: The epsilon, for modules that do not have it as ``eps``; None: it is the module's.
+        eps: The epsilon of modules that have no attribute ``eps``; None: that attribute.
     """
 
     def __init__(self, name: str, module: nn.Module, options: LayerOptions, eps: float | None = None) -> None:
@@ -119,7 +119,7 @@ class _ChannelsLastNorm(_NormLayer):
         return module.eps if self.eps is None else self.eps
 
     def is_saved(self, a: Tensor) -> bool:
-        # Modules with an eps of their own compute in steps, of which the first may have been to subtract the mean.
+        # Modules that need self.eps compute step by step: autograd may save only the input minus its mean.
         return self.eps is None and super().is_saved(a)
 
     @abstractmethod
@@ -138,8 +138,8 @@ class _ChannelsLastNorm(_NormLayer):
 class _ChannelsFirstNorm(_NormLayer):
     """Norms of ``[n, channels, *positions]`` that use one mean and deviation for all positions of a channel.
 
-    Then ``sum g x_hat = (sum g x - mean sum g) / deviation``, which needs no normalised copy of the activations: on a
-    CPU writing one would take longer than everything else. Where launches count it takes the fewest.
+    Then ``sum g x_hat = (sum g x - mean sum g) / deviation``, which needs no normalised copy of the activations. On a
+    CPU writing that copy would take longer than everything else; on accelerators making it takes the fewest launches.
     """
 
     @abstractmethod
@@ -168,7 +168,7 @@ def _mean_and_variance(x: Tensor, eps: float, shape: Sequence[int], dim: int) ->
 
     Args:
         x: The input.
-        eps: The module's.
+        eps: The module's epsilon.
         shape: The shape that the means over positions, ``[n, channels]``, are viewed in.
         dim: The dimension of that shape to average over; it is kept, with length 1.
     """
@@ -188,7 +188,7 @@ class LayerNormLayer(_ChannelsLastNorm):
 
 
 class ChannelsFirstLayerNormLayer(LayerNormLayer):
-    """A LayerNorm over dimension 1 of ``[n, channels, *positions]``, as ConvNeXt has it."""
+    """A LayerNorm over dimension 1 of ``[n, channels, *positions]``, as in ConvNeXt."""
 
     def __init__(self, name: str, module: nn.Module, options: LayerOptions, **more: Any) -> None:
         super().__init__(name, module, replace(options, batch_dim=0), **more)
@@ -202,7 +202,7 @@ class RMSNormLayer(_ChannelsLastNorm):
     """``nn.RMSNorm``: it has a scale and no shift, so that its blocks are 1x1."""
 
     def is_saved(self, a: Tensor) -> bool:
-        return super().is_saved(a) and a.dtype.itemsize >= 4  # in half precision a copy in float32 is
+        return super().is_saved(a) and a.dtype.itemsize >= 4  # of half precision a copy in float32 is saved
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight_shape, eps=self.eps_of(module))
@@ -245,7 +245,7 @@ class BatchNormLayer(_ChannelsFirstNorm):
 class SyncBatchNormLayer(BatchNormLayer):
     """``nn.SyncBatchNorm``: in train mode the mean and variance are those of all ranks' batches together.
 
-    They are read off the layer's output, which is linear in its input, so that nothing has to be sent.
+    They are computed from the layer's output, which is linear in its input, so that nothing has to be sent.
     """
 
     def known_statistics(self, module: Any, a: Tensor, output: Tensor, dtype: torch.dtype) -> Statistics | None:
@@ -253,7 +253,7 @@ class SyncBatchNormLayer(BatchNormLayer):
         return known or self._global_statistics(module, a.detach().to(dtype), output.detach().to(dtype))
 
     def _global_statistics(self, module: Any, x: Tensor, y: Tensor) -> Statistics:
-        """Those of all ranks, from ``y = weight / deviation * (x - mean) + bias``."""
+        """The statistics of all ranks together, from ``y = weight / deviation * (x - mean) + bias``."""
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
         weight, bias = (p.detach().to(x).view(shape) for p in (module.weight, module.bias))
@@ -261,6 +261,6 @@ class SyncBatchNormLayer(BatchNormLayer):
         variance = (x - mean_x).square().mean(dims, keepdim=True)
         slope = ((x - mean_x) * (y - mean_y)).mean(dims, keepdim=True) / variance
         known = (variance > 0) & (weight != 0) & (slope != 0)
-        # If a channel's weight is zero its output carries no information; fall back to this rank's own batch.
+        # If a channel's weight is zero, its output carries no information, and this rank's own batch has to do.
         mean = torch.where(known, mean_x - (mean_y - bias) / slope, mean_x)
         return mean.flatten(), torch.where(known, (weight / slope).square(), variance + module.eps).flatten()

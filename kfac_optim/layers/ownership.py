@@ -23,9 +23,9 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def owners_of(parameters: Iterable[Tensor], known: Iterable[nn.Module] = ()) -> list[nn.Module]:
-    """The outermost live modules of the process that contain some parameters, found by identity; none if none does.
+    """The outermost live modules of the process that contain any of some parameters, which are compared by identity.
 
-    ``known``: modules to look into as well: of what ``gc.freeze()`` has set aside, the collector lists nothing.
+    ``known``: more modules to search, because the garbage collector does not list what ``gc.freeze()`` has set aside.
     """
     parameters = list(parameters)
     wanted = {id(parameter) for parameter in parameters}
@@ -49,7 +49,7 @@ def owners_of(parameters: Iterable[Tensor], known: Iterable[nn.Module] = ()) -> 
     order = {id(parameter): i for i, parameter in enumerate(parameters)}
 
     def sort_key(top: nn.Module) -> tuple[int, int]:
-        """Sorts by what a module owns, the most first, so that every process finds the modules in the same order."""
+        """Sorts by what a module owns, the most first, so that every process lists the modules in the same order."""
         owned = [order[id(p)] for p in top.parameters() if id(p) in order]
         return -len(owned), min(owned)
 

@@ -19,14 +19,14 @@ def register_layer(*module_types: type[nn.Module] | str) -> Callable[[Any], Any]
     """A decorator that registers how modules of some types become Kronecker layers.
 
     It decorates a :class:`KroneckerLayer` subclass, or any ``factory(name, module, options)`` that returns one layer or
-    several. It holds for subclasses of the types, too, unless they override ``forward``.
+    several. The registration also holds for subclasses of the types that do not override ``forward``.
 
     Args:
-        *module_types: Module classes; those of a package that is not to be imported by their qualified names, such as
-            ``"transformers.pytorch_utils.Conv1D"``.
+        *module_types: Module classes, or qualified names of classes whose package should not be imported for this, such
+            as ``"transformers.pytorch_utils.Conv1D"``.
 
     Raises:
-        TypeError: If there is none, or one is neither a module class nor a name.
+        TypeError: If no type is given, or one is neither a module class nor a name.
     """
     for given in module_types or (None,):
         if not (isinstance(given, str) or isinstance(given, type) and issubclass(given, nn.Module)):
@@ -41,5 +41,5 @@ def register_layer(*module_types: type[nn.Module] | str) -> Callable[[Any], Any]
 
 
 def factory_of(cls: type) -> LayerFactory | None:
-    """What is registered for a class itself; None: nothing."""
+    """The factory registered for a class itself, not for its bases; None if there is none."""
     return _FACTORIES.get(cls) or _FACTORIES.get(f"{cls.__module__}.{cls.__qualname__}")

@@ -18,15 +18,15 @@ __all__ = ["Coverage", "find_layers", "skip_reason"]
 
 
 def _factory_for(module: nn.Module) -> tuple[LayerFactory | None, str]:
-    """The factory registered for a module's type or the nearest base of it, else the reason why there is none.
+    """The factory registered for a module's type or its nearest base, else None and the reason why there is none.
 
-    For a module that was found to be like another, the factory comes with a note.
+    If the module merely computes what another type does, the factory comes with a note that says so.
     """
     for cls in type(module).__mro__:
         factory = factory_of(cls)
         if factory is None:
             continue
-        # What a convolution's forward calls: there weights are standardised, or modulated.
+        # A convolution's forward calls _conv_forward, in which some subclasses standardise or modulate the weights.
         for name in ("forward", "_conv_forward"):
             if getattr(type(module), name, None) is not getattr(cls, name, None):
                 problem = f"{_path(type(module))} overrides {cls.__name__}.{name}; see register_layer"
@@ -43,12 +43,12 @@ def _factory_for(module: nn.Module) -> tuple[LayerFactory | None, str]:
 
 
 def _is_method_of(cls: type, function: Any) -> bool:
-    """Whether a class defines a function: a module may choose among its own in ``__init__``."""
+    """Whether a class or a base of it defines a function: a module may choose one of its own in ``__init__``."""
     return any(own is function for base in cls.__mro__ for own in vars(base).values())
 
 
 def _unwrapped(method: Any) -> Any:
-    """The function behind a method, and behind what says that it wraps one (autocast, hooks that move to a device)."""
+    """The function behind a method and behind wrappers that name what they wrap (autocast, hooks that move tensors)."""
     while (inner := getattr(method, "__func__", None) or getattr(method, "__wrapped__", None)) is not None:
         method = inner
     return method
@@ -76,9 +76,9 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
     """Finds the Kronecker layers of some modules.
 
     A weight that several modules use under the same rule and with the same bias is one layer. If the rules differ, or
-    one of the modules has none, the weight is declined, because its Fisher block is no Kronecker product; so are layers
-    of different weights with the same bias. Names are those of ``root.named_modules()``, with the root's class in front
-    if several roots have the same names.
+    one of the modules has none, the weight is declined, because its Fisher block is not a Kronecker product. Layers
+    with different weights and the same bias are declined for the same reason. Names are those of
+    ``root.named_modules()``, with the root's class in front if several roots have the same names.
 
     Args:
         roots: The user's modules.
@@ -128,7 +128,7 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
 
 
 def _prefixes(roots: Sequence[nn.Module]) -> list[str]:
-    """What stands in front of the names in each root: nothing, or its class where two roots have the same names."""
+    """The prefix of the names in each root: empty, or the root's class if two roots have the same names."""
     names: set[str] = set()
     visited: set[nn.Module] = set()
     for root in roots:
@@ -146,12 +146,12 @@ def _prefixes(roots: Sequence[nn.Module]) -> list[str]:
 
 
 def skip_reason(pattern: str) -> str:
-    """Why a layer is left out whose name a pattern of ``skip_layers`` matches."""
+    """The reason given for a layer whose name a pattern of ``skip_layers`` matches."""
     return f"skip_layers matches {pattern!r}"
 
 
 def _layers_of(name: str, module: nn.Module, options: LayerOptions) -> tuple[Sequence[KroneckerLayer], str]:
-    """The layers of one module, and an empty text; or no layers, and the reason."""
+    """The layers of one module and an empty text, or no layers and the reason."""
     for pattern in options.skip_layers:
         if re.search(pattern, name):
             return (), skip_reason(pattern)
@@ -171,13 +171,13 @@ def _layers_of(name: str, module: nn.Module, options: LayerOptions) -> tuple[Seq
 
 
 def _add(layer: KroneckerLayer, layers: dict[nn.Parameter, KroneckerLayer], reasons: dict[nn.Parameter, str]) -> None:
-    """Adds a layer, or its modules to the layer that has the same weight already, or declines both."""
+    """Adds a layer. If another one has its weight already, that layer gets its modules, or both are declined."""
     first = layers.setdefault(layer.weight, layer)
     if first is layer:
         return
     same = type(first) is type(layer) and first.bias is layer.bias and first.sharing == layer.sharing
-    same = same and getattr(first, "eps", None) == getattr(layer, "eps", None)  # of norm layers that have their own
-    # Of attention: the calls of one module alone are watched, and each projection has its part of the bias.
+    same = same and getattr(first, "eps", None) == getattr(layer, "eps", None)  # which some norm layers have
+    # For attention: only one module's calls are watched for a layer, and each projection has its part of the bias.
     if same and first.host is layer.host and first.bias_part == layer.bias_part:
         first.add_modules(layer.modules)
         return
@@ -186,7 +186,7 @@ def _add(layer: KroneckerLayer, layers: dict[nn.Parameter, KroneckerLayer], reas
 
 
 def _decline_whole_layers(layers: Collection[KroneckerLayer], reasons: dict[nn.Parameter, str]) -> None:
-    """Declines layers of which a parameter is declined, and those that share a bias (attention's have parts of it)."""
+    """Declines each layer that has a declined parameter, and layers that share a bias, or (attention) a part of it."""
     users: dict[tuple[nn.Parameter, int | None], KroneckerLayer] = {}
     for layer in layers:
         if layer.bias is not None:

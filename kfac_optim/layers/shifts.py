@@ -1,4 +1,4 @@
-"""The second moment of what sliding windows see, from products of shifted images: no window is ever copied."""
+"""The second moment of what sliding windows see, from products of shifted images, without copying any window."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .windows import CHUNK_NUMEL, Windows
 
 __all__ = ["shift_pays", "shifted_moment"]
 
-# Blocks of the moment are put in their places together up to so many numbers: large moments need most memory there.
+# How many numbers of the moment's blocks are put in their places at once. For large moments this takes most memory.
 _BLOCK_NUMEL = {"cpu": 2**18, "accelerator": 2**24}
 
 
@@ -42,16 +42,16 @@ class _Axis:
     def strips(self, distance: int) -> tuple[int, list[tuple[int, int]], dict[int, list[int]]]:
         """How to multiply the image with itself for all pairs of taps at one distance.
 
-        The block of a pair of taps is a sum over the positions that the first tap reaches and whose partners, under the
-        second tap, are inside the image. For different pairs of one distance these positions differ only at the border.
-        They are therefore cut into strips, each of which belongs to the sum of a pair as a whole or not at all.
+        The block of a pair of taps is a sum over those positions under the first tap whose partners, under the second
+        tap, are inside the image. For different pairs at one distance these positions differ only at the border. They
+        are therefore cut into strips, each of which belongs to a pair's sum as a whole or not at all.
 
         Args:
             distance: The number of the second tap minus that of the first.
 
         Returns:
-            The distance in positions. The strips: first position and last + 1, under the first tap. And by the number
-            of the first tap the indices of the strips in the pair's sum.
+            The distance in positions; the strips, each as its first position and last + 1 under the first tap; and, by
+            the number of the first tap, the indices of the strips in the pair's sum.
         """
         shift = distance * self.dilation
         reaches = {}
@@ -68,12 +68,12 @@ class _Axis:
 class _Product:
     """A part of an image times the part at some distance from it, summed over the positions of each line.
 
-    A line is all that shares its positions in the spatial dimensions but the last.
+    A line is a set of positions that differ in the last spatial dimension alone.
 
     Attributes:
-        parts: For each spatial dimension the left part's first position and last + 1, and how far to the right of it
-            the right part lies.
-        strips: Which lines are summed up together, as ones and zeros, ``[strips, lines]``.
+        parts: For each spatial dimension the left part's first position and last + 1, and the distance from there to
+            the right part.
+        strips: Which lines are summed together, as ones and zeros, ``[strips, lines]``.
         first: The number of the first strip's sum among the sums of the whole plan.
     """
 
@@ -175,13 +175,13 @@ def shifted_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
     """``sum a a^T`` over all windows of stride 1, ``[p, d, d]``.
 
     The block of two taps is the product of the image with itself, shifted by their distance, over those positions that
-    windows reach with the first tap. So a 3x3 kernel takes 13 products over the whole image (those of opposite
-    distances are transposes), of which a few are split at the border, instead of 81.
+    windows reach with the first tap. So a 3x3 kernel takes 13 products over the whole image instead of 81: those of
+    opposite distances are transposes. A few of the 13 are split at the border.
 
     Args:
         x: ``[n, c, *spatial]``.
-        windows: How the kernel slides; the stride is taken for 1.
-        groups: p.
+        windows: How the kernel slides; the stride must be 1.
+        groups: The number p of Kronecker pairs.
     """
     lengths = tuple(x.shape[2:])
     plan = _plan(windows, lengths)
@@ -193,12 +193,12 @@ def shifted_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
     sums = _sums(x, plan, strips, groups)
     moment = x.new_empty(groups, c, taps, c, taps, dtype=dtype)
     blocks = moment.permute(2, 4, 0, 1, 3)
-    several = max(1, _BLOCK_NUMEL[machine(x.device.type)] // (groups * c * c))
-    for start in range(0, len(plan.taps), several):
-        bags = offsets[start : start + several + 1]
-        own = members[plan.offsets[start] : plan.offsets[min(len(plan.taps), start + several)]]
+    at_once = max(1, _BLOCK_NUMEL[machine(x.device.type)] // (groups * c * c))
+    for start in range(0, len(plan.taps), at_once):
+        bags = offsets[start : start + at_once + 1]
+        own = members[plan.offsets[start] : plan.offsets[min(len(plan.taps), start + at_once)]]
         added = F.embedding_bag(own, sums, bags - bags[0], mode="sum", include_last_offset=True).view(-1, groups, c, c)
-        left, right = pairs[:, start : start + several]
+        left, right = pairs[:, start : start + at_once]
         blocks[left, right], blocks[right, left] = added, added.mT
     return moment.view(groups, c * taps, c * taps)
 
@@ -210,7 +210,7 @@ def _sums(x: Tensor, plan: _Plan, strips: Sequence[Tensor], groups: int) -> Tens
         x: ``[n, c, *spatial]``.
         plan: The plan.
         strips: The strips of its products, on the device of ``x``.
-        groups: p.
+        groups: The number p of Kronecker pairs.
     """
     lengths, c = x.shape[2:], x.shape[1] // groups
     sums = x.new_zeros(plan.sums, groups * c * c, dtype=strips[0].dtype)
@@ -231,7 +231,7 @@ def _sums(x: Tensor, plan: _Plan, strips: Sequence[Tensor], groups: int) -> Tens
 class _Rates:
     """Seconds per unit of work of the two ways to compute the moment of a convolution.
 
-    What depends only on the size of the moment is left out, because both ways have to write its entries.
+    Work that depends only on the size of the moment is left out, because both ways have to write its entries.
 
     Attributes:
         flop: For each operation in products of shifted images.
@@ -248,9 +248,9 @@ class _Rates:
     patch: float
 
 
-# The rates of the CPU are fitted to the times of both ways at 36 shapes on one thread; where the slower way is chosen,
-# it takes less than 1.6 times as long. Those of accelerators are an H200's, where a product of shifted images is three
-# launches, which take the host longer than the device.
+# The CPU's rates are fitted to the times of both ways at 36 shapes on one thread; where they choose the slower way, it
+# takes less than 1.6 times as long. Those of accelerators are an H200's, where a product of shifted images takes three
+# launches, which cost the host more time than the device.
 _CPU = _Rates(7.4e-12, 6e-5, 1.5e-9, 1.1e-11, 4.4e-9)
 _ACCELERATOR = _Rates(2.4e-14, 8e-5, 1e-12, 2.4e-14, 8e-12)
 _IN_HALF = _Rates(1.7e-15, 8e-5, 5e-13, 1.7e-15, 5e-12)  # in half precision on an accelerator
@@ -260,15 +260,15 @@ _IN_HALF = _Rates(1.7e-15, 8e-5, 5e-13, 1.7e-15, 5e-12)  # in half precision on 
 def shift_pays(shape: torch.Size, windows: Windows, groups: int, device_type: str, *, half: bool = False) -> bool:
     """Whether ``shifted_moment`` is expected to be faster than a product of unfolded patches.
 
-    It is slower for images that are small beside the kernel, so that most of them is border, and for few channels. It
-    is impossible for a stride above 1, and pointless for kernels of one tap, whose patches are the image itself.
+    It is slower for few channels, and for images that are little larger than the kernel, so that most of them is
+    border. It is impossible for a stride above 1, and pointless for kernels of one tap, whose patches are the image.
 
     Args:
         shape: The shape of the image, ``[n, c, *spatial]``.
         windows: How the kernel slides.
-        groups: p.
+        groups: The number p of Kronecker pairs.
         device_type: The type of the image's device.
-        half: Whether products are of half precision.
+        half: Whether the image is multiplied in half precision.
     """
     if max(windows.stride) > 1 or max(windows.size) == 1:
         return False

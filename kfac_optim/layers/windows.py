@@ -14,8 +14,9 @@ from .moments import machine, second_moment
 
 __all__ = ["CHUNK_NUMEL", "Windows", "unfolded_moment"]
 
-# Patches are unfolded for a few examples at a time, up to this many numbers (16 MiB in float32, 128 MiB where launches
-# count): patches of the whole batch would take as many times the memory of the activations as the kernel has taps.
+# Patches are unfolded for a few examples at a time, up to this many numbers (16 MiB in float32; 128 MiB on
+# accelerators, where launches count). Patches of the whole batch would take the memory of the activations as many times
+# as the kernel has taps.
 CHUNK_NUMEL = {"cpu": 2**22, "accelerator": 2**25}
 
 
@@ -49,7 +50,7 @@ class Windows:
         return [(length + sum(padding) - (k - 1) * d - 1) // s + 1 for length, k, s, d, padding in config]
 
     def examples_at_once(self, x: Tensor) -> int:
-        """How many examples of ``x [n, c, *spatial]`` to unfold at once: a small copy, but large products."""
+        """How many examples of ``x [n, c, *spatial]`` to unfold at once, for a small copy but large products."""
         taps = math.prod(self.size)
         d = x.shape[1] * taps
         numbers = max(CHUNK_NUMEL[machine(x.device.type)], d * d // taps)
@@ -62,7 +63,7 @@ def unfolded_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
     Args:
         x: ``[n, c, *spatial]``.
         windows: How the kernel slides.
-        groups: p.
+        groups: The number p of Kronecker pairs.
     """
     taps, c = math.prod(windows.size), x.shape[1] // groups
     dims = len(windows.size)
