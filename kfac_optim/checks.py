@@ -50,11 +50,11 @@ def require_number(name: str, value: Any, allowed: str, test: Callable[[Any], bo
     """Raises TypeError or ValueError unless an argument is a number that passes a test.
 
     Args:
-        name: The argument's.
+        name: The argument's name.
         value: What was given.
         allowed: Which numbers pass, for the message.
-        test: Whether a number does.
-        owner: The class or function whose argument it is, if that is not plain.
+        test: Whether a number passes.
+        owner: The class or function whose argument it is, if that is not obvious.
     """
     text = f"{owner}({name}={value!r}): must be " if owner else f"{name}={value!r}: must be "
     if not is_number(value):
@@ -82,7 +82,7 @@ def number(name: str, allowed: str, test: Callable[[Any], bool]) -> Check:
 def count(
     name: str, *, or_callable: bool = False, or_none: bool = True, or_word: str | None = None, least: int = 1
 ) -> Check:
-    """A check for an int >= ``least``; where asked for, also for a function of the step, None, or one word."""
+    """A check for an int >= ``least`` or, where allowed, a function of the step, None, or one word."""
     more = ["a callable(step)"] * or_callable + [repr(or_word)] * (or_word is not None) + ["None"] * or_none
     allowed = " or ".join([f"an int >= {least}", *more])
 
@@ -99,7 +99,7 @@ def count(
 
 
 def instance(name: str, names: Mapping[Any, Any], *methods: str, kind: type = object) -> Check:
-    """A check for a short name of an instance, or an object of a class, or with the methods of a protocol."""
+    """A check for the short name of an instance, or for an object of a class or with the methods of a protocol."""
     listed = " and ".join(f"{method}()" for method in methods)
     other = f"an object that has {listed}" if methods else f"an instance of kfac_optim.{kind.__name__}"
     allowed = f"one of {', '.join(map(repr, names))}, or {other}"
@@ -118,7 +118,7 @@ def instance(name: str, names: Mapping[Any, Any], *methods: str, kind: type = ob
 
 
 def one_of(name: str, choices: Sequence[Any], *, or_callable: bool = False) -> Check:
-    """A check for one of some values; where asked for, also for a function."""
+    """A check for one of some values or, where allowed, a function."""
 
     def check(value: Any) -> Any:
         if (or_callable and is_function(value)) or any(value == each and type(value) is type(each) for each in choices):
@@ -155,7 +155,7 @@ def patterns(value: Any) -> tuple[str, ...]:
 
 
 def optional(name: str, kind: type, called: str) -> Check:
-    """A check for an instance of a class or None; ``called``: what the message calls the class."""
+    """A check for an instance of a class or None; ``called`` is how the message names such an instance."""
 
     def check(value: Any) -> Any:
         if value is not None and not isinstance(value, kind):

@@ -1,4 +1,4 @@
-"""What an engine tells of itself: factors, memory, reports, and the coverage table."""
+"""What an engine reports about itself: factors, memory, numbers for logging, and the coverage table."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class ViewedEngine(StatefulEngine):
 
     @property
     def skipped_batches(self) -> int:
-        """Micro-batches of all ranks that were left out because their statistics were not finite."""
+        """The number of micro-batches, on all ranks, that were left out because their statistics were not finite."""
         return self._averaging.skipped_batches
 
     @property
     def last_refresh(self) -> int | None:
-        """The step at which a refresh began last, or None before the first."""
+        """The step at which the last refresh began, or None before the first."""
         return self._refresher.last_refresh
 
     @property
     def frozen_at(self) -> int | None:
-        """The step whose factors are in use, or None where none are."""
+        """The step whose factors are in use, or None if none are."""
         return self._refresher.frozen_at
 
     @property
@@ -41,7 +41,7 @@ class ViewedEngine(StatefulEngine):
 
     @property
     def failed_decompositions(self) -> int:
-        """How many layers had to keep their last decompositions, over all refreshes."""
+        """How many times a layer had to keep its last decompositions, over all refreshes."""
         return self._refresher.failed_decompositions
 
     @property
@@ -57,18 +57,18 @@ class ViewedEngine(StatefulEngine):
     def factors(self, layer: KroneckerLayer | str) -> tuple[Tensor, Tensor]:
         """The running averages A ``[p, d_in, d_in]`` and G ``[p, d_out, d_out]`` of a layer (diagonals: ``[p, d]``).
 
-        Of a factor in b blocks of m rows ``[p b, m, m]``; zeros may fill up the last one.
+        A factor that is kept as b blocks of m rows is ``[p b, m, m]``; zeros may fill up the last block.
 
         Raises:
             ValueError: If no such layer is preconditioned.
-            RuntimeError: Before the first step, or if another rank keeps one of them.
+            RuntimeError: Before the first step, for a layer that has been frozen since, or if another rank keeps one.
         """
         block = next((block for block in self.trained.blocks if layer in (block.layer, block.layer.name)), None)
         if block is None:
             raise ValueError(f"layer={layer!r}: no such layer is preconditioned; print(optimizer.curvature) lists them")
         if not block.state:
             raise RuntimeError(
-                f"the factors of {block.layer.name!r}: there are none before the first step(), nor of a frozen layer"
+                f"the factors of {block.layer.name!r}: there are none before the first step(), nor for a frozen layer"
             )
         current = block.factors("current")
         if not (current.kept(0) and current.kept(1)):
@@ -79,7 +79,7 @@ class ViewedEngine(StatefulEngine):
         return current.matrix(0), current.matrix(1)
 
     def memory_estimate(self) -> dict[str, int]:
-        """Bytes on this rank by kind, as :func:`kfac_optim.memory_estimate` gives them for the fullest one."""
+        """Bytes on this rank by kind; :func:`kfac_optim.memory_estimate` gives those of the fullest rank."""
         return self.memory_on(self.comm.rank)
 
     def memory_on(self, rank: int) -> dict[str, int]:
@@ -91,10 +91,9 @@ class ViewedEngine(StatefulEngine):
         return memory_of(block, rank, self.comm.world_size, self)
 
     def report(self, *, eigenvalues: bool = False) -> dict[str, Any]:
-        """Numbers for logging, plain floats and ints; :func:`~kfac_optim.diagnostics.flatten` puts them in one level.
+        """Plain floats and ints for logging, nested; :func:`~kfac_optim.diagnostics.flatten` makes one level of them.
 
-        Costs an eigenvalue computation per factor after each refresh, when asked for; otherwise little. No
-        communication.
+        The first call after a refresh computes the eigenvalues of each factor; others cost little. Nothing is sent.
 
         Args:
             eigenvalues: Adds ``eigenvalues`` to the spectra: a list of floats, largest first, all pairs together.
@@ -107,10 +106,10 @@ class ViewedEngine(StatefulEngine):
               [0, 1] (:mod:`~.trust`).
             - ``brake``: what K-FAC's direction was multiplied by in the last step that computed one, in (0, 1].
             - ``graft``: how much of the base optimizer's length K-FAC's direction has in the coming step, in [0, 1].
-            - ``reach``: the largest of the layers'; 0 where steps are not stretched.
-            - ``skipped_steps``: steps with a gradient that was not finite.
-            - ``skipped_batches``: micro-batches with statistics that were not finite.
-            - ``failed_decompositions``: layers that had to keep their last decompositions, over all refreshes.
+            - ``reach``: the largest ``reach`` of a layer; 0 where steps are not stretched.
+            - ``skipped_steps``: the number of steps with a gradient that was not finite.
+            - ``skipped_batches``: the number of micro-batches with statistics that were not finite.
+            - ``failed_decompositions``: how many times a layer had to keep its last decompositions, over all refreshes.
             - ``staleness``: steps since the factors in use were frozen; None before the first refresh.
             - ``traffic``: by kind, the bytes ``sent`` and ``received`` by this rank per step. The kinds are "counts",
               "factors", "decompositions", "directions", "gradients" (shards sent to the ranks that precondition them)
@@ -120,7 +119,8 @@ class ViewedEngine(StatefulEngine):
               - ``A``, ``G``: ``min``, ``mean``, ``max`` and ``condition`` of the eigenvalues in use; None where another
                 rank keeps the factor.
               - ``damping``: gamma of the coming step, the mean over the layer's pairs.
-              - ``condition``: of ``A (x) G + gamma I``, from these extremes; None where a factor is on another rank.
+              - ``condition``: the condition number of ``A (x) G + gamma I``, from these extremes; None where a factor
+                is on another rank.
               - ``cosine``: between gradient and direction in the first step after the last refresh; None where the
                 gradient's shards went to another rank.
               - ``reach``: the share of the stretch that a step gets, 0.0003 to 3; 0 where steps are not stretched
@@ -158,11 +158,11 @@ class ViewedEngine(StatefulEngine):
         return self._stopwatch.table()
 
     def workers(self) -> dict[str, Any]:
-        """Who works on what, the same on every rank.
+        """Which ranks work on which layers; the same on every rank.
 
         Returns:
-            ``layers``: per layer name the ranks that decompose ``A`` and ``G``, and the list of those that
-            ``precondition``; ``loads``: the decompositions' multiply-adds on each rank, up to a constant.
+            ``layers``: by layer name the ranks that decompose ``A`` and ``G``, and the list of those that
+            ``precondition`` the layer; ``loads``: the decompositions' multiply-adds on each rank, up to a constant.
         """
         return {
             "layers": {b.layer.name: workers_of(b) for b in self.trained.blocks},

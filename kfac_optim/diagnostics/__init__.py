@@ -2,11 +2,11 @@
 
 Where to look::
 
-    report.py     which layer is treated how (the table of ``print(engine)``), spectra, condition numbers, who works on
-                  what; flatten() for loggers
-    memory.py     how many bytes it takes, by kind
+    report.py     which layer is treated how (the table of ``print(engine)``), spectra, condition numbers, workers;
+                  flatten() for loggers
+    memory.py     how many bytes the curvature takes, by kind
     profile.py    how long the stages of a step take
-    plots.py      the same as pictures: plot_spectrum, plot_history, plot_profile, plot_assignment
+    plots.py      pictures of these: plot_spectrum, plot_history, plot_profile, plot_assignment
 """
 
 from .memory import memory_of, total

@@ -4,10 +4,10 @@ The kinds are::
 
     factors           the running averages
     snapshots         the factors that the decompositions in use were made of
-    local sums        what a rank of several has seen since the ranks last pooled their factors; nothing of factors
-                      that one rank alone keeps, which are pooled at once
+    local sums        with several ranks, the moments that this one has seen since the ranks last pooled their factors;
+                      none for factors that one rank alone keeps, which are pooled at once
     decompositions    those in use, on the ranks that precondition the layer
-    refresh           while one is spread over steps: its snapshot, and the new decompositions that this rank makes
+    refresh           for a refresh that is spread over steps: its snapshot, and the decompositions that this rank makes
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pictures of what the engine reports.
 
 They are matplotlib figures, made without pyplot, that need no display: save one by ``figure.savefig(path)``, or show it
-in a notebook or by TensorBoard's ``add_figure``. matplotlib is imported by the functions that draw, and only there.
+in a notebook or by TensorBoard's ``add_figure``. Only the functions that draw import matplotlib.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _height(rows: int) -> float:
 
 
 def _damping_share(layer: Mapping[str, Any], side: str) -> float:
-    """The part of a layer's damping that falls to A or G; the shares of both multiply to gamma.
+    """The share of a layer's damping that goes to A or G; the product of both shares is gamma.
 
     It is split by the ratio of the mean eigenvalues, as :class:`~kfac_optim.solvers.InverseSolver` does.
 
@@ -62,17 +62,17 @@ def _damping_share(layer: Mapping[str, Any], side: str) -> float:
 
 
 def _known(layers: Mapping[str, Any]) -> dict[str, Any]:
-    """The layers of a report whose factors are on its rank."""
+    """The layers of a report whose factors are both on its rank."""
     return {name: layer for name, layer in layers.items() if layer["A"] and layer["G"]}
 
 
 def plot_spectrum(report: Mapping[str, Any]) -> Figure:
     """The eigenvalues of A and G of every layer, largest first, on a log scale, against the damping.
 
-    Eigenvalues are divided by the layer's share of the damping, so that one mark holds for all layers: an eigenvalue a
-    of A and one g of G meet a damping that is 1 in units of their product, ``a g / gamma``. Above the mark the
-    curvature decides, below it the damping. Up to 8 layers are drawn as lines, more as rows of an image, with the mark
-    as a black line.
+    Eigenvalues are divided by their factor's share of the layer's damping, so that a single mark at 1 is right for all
+    layers: the quotients of an eigenvalue a of A and an eigenvalue g of G multiply to ``a g / gamma``. Above the mark
+    the curvature dominates, below it the damping. Up to 8 layers are drawn as lines, more as rows of an image, with the
+    mark as a black line.
 
     Args:
         report: ``engine.report(eigenvalues=True)``; layers of which other ranks keep a factor are left out.
@@ -144,9 +144,9 @@ def _spectrum_image(axes: Axes, spectra: Mapping[str, Sequence[float]]) -> Any:
 def plot_history(history: Sequence[Mapping[str, Any]]) -> Figure:
     """Condition numbers and staleness over training.
 
-    Up to 8 layers are drawn as a line each; of more the median, the range over all layers, and the layer that is worst
-    at the end. A singular factor (infinite condition number) is drawn as a triangle, a factor 10 above the largest
-    finite one.
+    Up to 8 layers are drawn as a line each; for more, the median, the range over all layers, and the layer that is
+    worst at the end. A singular factor (infinite condition number) is drawn as a triangle at 10 times the largest
+    finite condition number.
 
     Args:
         history: What ``engine.report()`` returned at different steps, in order. Staleness shows its sawtooth only if
@@ -191,7 +191,7 @@ def _conditions(axes: Axes, history: Sequence[Mapping[str, Any]], condition_of: 
     curves: dict[str, dict[int, float]] = {}
     for entry in history:
         for name, layer in entry.get("layers", {}).items():
-            value = condition_of(layer)  # infinite, or None where it has been through JSON
+            value = condition_of(layer)  # what is infinite becomes None in JSON
             curves.setdefault(name or "(model)", {})[entry["step"]] = math.inf if value is None else value
     finite = [value for curve in curves.values() for value in curve.values() if value < math.inf]
     top = 10 * max(finite, default=1.0)

@@ -29,7 +29,7 @@ class StageTimes:
     def stage(self, name: str) -> Iterator[None]:
         """Times a ``with`` block as a part of the named stage."""
         start = time.perf_counter()
-        # A range costs as much as a small operation, and is of use to a profiler alone.
+        # A range costs as much as a small operation, and only a profiler has a use for it.
         profiled = torch.autograd.profiler._is_profiler_enabled
         with torch.profiler.record_function(f"kfac: {name}") if profiled else nullcontext():
             yield
@@ -45,5 +45,5 @@ class StageTimes:
 
 
 def communicating(what: str, stopwatch: StageTimes, world_size: int) -> AbstractContextManager[None]:
-    """Times a ``with`` block as the stage "<what> communication"; one process has no such stage."""
+    """Times a ``with`` block as the stage "<what> communication"; a single process has no such stage."""
     return stopwatch.stage(f"{what} communication") if world_size > 1 else nullcontext()

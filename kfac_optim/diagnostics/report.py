@@ -1,9 +1,9 @@
-"""What there is to say about the curvature, as plain data and text.
+"""Reports about the curvature, as plain data and text.
 
 Where to look::
 
     report_of     a layer's spectra, damping, condition and cosine, for ``engine.report()``
-    workers_of    who works on a layer, for ``engine.workers()``
+    workers_of    the ranks that work on a layer, for ``engine.workers()``
     flatten       any of these views as one level of numbers, for loggers
     table         the coverage table that ``print(engine)`` shows, from the rows that row_of makes
 """
@@ -58,7 +58,7 @@ def report_of(block: Block, gamma: Tensor, *, full: bool) -> dict[str, Any]:
 
 
 def spectrum(values: Tensor, *, full: bool = False) -> dict[str, Any]:
-    """What to report of eigenvalues.
+    """The numbers that are reported about eigenvalues.
 
     Args:
         values: The eigenvalues, largest first.
@@ -75,9 +75,9 @@ def spectrum(values: Tensor, *, full: bool = False) -> dict[str, Any]:
 def damped_condition(a: Mapping[str, float], g: Mapping[str, float], damping: float) -> float:
     """The condition number of ``A (x) G + damping I``, the matrix that the solver inverts.
 
-    Near 1 the damping dominates and the layer keeps its gradient's direction. For a layer with several pairs the result
-    is about an upper bound: the extremes of A and of G may belong to different pairs, and ``damping`` is the mean over
-    the pairs.
+    If it is near 1, the damping dominates and the layer keeps its gradient's direction. For a layer with several pairs
+    it is roughly an upper bound: the extremes of A and of G may belong to different pairs, and ``damping`` is the mean
+    over the pairs.
 
     Args:
         a: The :func:`spectrum` of A.
@@ -123,13 +123,13 @@ class Row:
 
     Attributes:
         name: The name of the layer or parameter.
-        rule: How it is treated, "Linear, expand" for instance; "base" for a parameter that takes the base rule.
+        rule: How it is treated, such as "Linear, expand"; "base" for a parameter that only the base class updates.
         a: The dimension of A as text, "3 x 10" for three pairs.
         g: The dimension of G, likewise.
         memory: Bytes of factors and decompositions on this rank; 0 is not shown.
         inverse_workers: The ranks that decompose A and G, as text; empty for one process.
         gradient_workers: The ranks that precondition, as text.
-        note: The state of the layer, or the reason why the base rule applies.
+        note: The state of the layer, or the reason why the parameter has no block.
     """
 
     name: str

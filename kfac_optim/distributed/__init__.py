@@ -3,10 +3,10 @@
 All ranks make the same calls in the same order by construction, because what travels follows from shapes and from the
 assignment alone.
 
-Where the factors of a layer stand, and of what they are made, is the strategy's choice:
+The strategy chooses which ranks keep the factors of a layer, and whose statistics they are made of:
 
     ==============  ==================  ===================  ============================
-    ``factors=``    who keeps a factor  of whose statistics  what is sent of them
+    ``factors=``    who keeps a factor  whose statistics     when these are sent
     ==============  ==================  ===================  ============================
     "replicated"    every rank          all ranks'           at refreshes, to every rank
     "sharded"       its inverse worker  all ranks'           when collected, to that rank
@@ -19,16 +19,16 @@ member b bytes received, and a reduction the reverse. What a rank exchanges with
 
 Where to look::
 
-    assignment.py       which rank decomposes, which ranks precondition a layer, and where its factors stand
+    assignment.py       which ranks decompose a layer's factors, which precondition it, and which keep its factors
     strategies.py       the strategies, which decide that: pure policy, no processes
     communicator.py     what the engine calls: sum, reduce, send, exchange; traffic is counted here
     packing.py          tensors as flat bytes
     torch.py            the communicator of torch.distributed
     horovod.py          the communicator of Horovod
     agreement.py        whether all ranks have built the same engine
-    join.py             uneven inputs: ranks that have run out of them
+    join.py             uneven inputs: ranks that have run out of inputs
     sharding.py         tensors and gradients of which every rank holds a part (FSDP2, DeepSpeed ZeRO)
-    shard_matrices.py   which sharded weights can be preconditioned, and why others can't
+    shard_matrices.py   which sharded weights can be preconditioned, and why others cannot
     reductions.py       sums and maxima over all parts
     shard_exchange.py   how FSDP2's parts get to the ranks that precondition a layer, and back
 """

@@ -1,4 +1,4 @@
-"""Whether all ranks have the same engine: otherwise they would wait for each other in different collectives."""
+"""Checks that all ranks have the same engine: otherwise they would wait for each other in different collectives."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .communicator import Communicator
 
 __all__ = ["check"]
 
-_SHOWN = 60  # characters of a value that is too long to be shown whole
-_ROUNDING = 1e-3  # by what share numbers may differ that each rank has learned by itself
+_SHOWN = 60  # how many characters of a long value are shown
+_ROUNDING = 1e-3  # the relative difference allowed between numbers that each rank has learned by itself
 
 
 def check(comm: Communicator, built: Mapping[str, object], learned: Collection[str] = ()) -> dict[str, Any]:
@@ -24,15 +24,15 @@ def check(comm: Communicator, built: Mapping[str, object], learned: Collection[s
 
     Args:
         comm: The ranks.
-        built: By name everything that must be the same on every rank; it is compared by its ``repr``.
-        learned: The names of numbers, or lists of them, that each rank has learned from the same gradients. Machines
-            of another kind, or with more threads, round them in another way.
+        built: By name, everything that must be the same on every rank; it is compared by its ``repr``.
+        learned: The names of numbers, or lists of them, that each rank has learned from the same gradients. Machines of
+            different kinds, or with different numbers of threads, round them differently.
 
     Returns:
-        What rank 0 has learned, by name, where the ranks differ by rounding alone.
+        By name, what rank 0 has learned, for those numbers that differ by rounding alone.
 
     Raises:
-        RuntimeError: On every rank, if one of them has something else; says what, and on which ranks.
+        RuntimeError: On every rank, if one of them differs; it says in what, and which ranks have what.
     """
     texts = [f"{name} = {value!r}" for name, value in built.items()]
     checksum = zlib.crc32("\n".join(texts).encode())
@@ -67,7 +67,7 @@ def check(comm: Communicator, built: Mapping[str, object], learned: Collection[s
         remedy = (
             ". If some ranks train a model of their own, give each the ranks that train the same one: "
             "communicator=TorchCommunicator(group), or LocalCommunicator() for a rank alone (local SGD, too); layers "
-            "that each rank has for itself (experts) belong into skip_layers"
+            "that each rank has for itself (experts) belong in skip_layers"
         )
     raise RuntimeError(
         f"the ranks have built different optimizers, or have been changed differently since: {found}. Layers, solver, "
@@ -77,7 +77,7 @@ def check(comm: Communicator, built: Mapping[str, object], learned: Collection[s
 
 
 def _numbers(text: str) -> Any:
-    """The numbers of a text; nan, which is near nothing, where one of them is not finite."""
+    """The number or list of numbers in a text; nan, which is close to no number, if one of them is not finite."""
     try:
         return literal_eval(text)
     except ValueError:
@@ -85,7 +85,7 @@ def _numbers(text: str) -> Any:
 
 
 def _differ_by_rounding(of_ranks: Sequence[Any]) -> bool:
-    """Whether numbers, or lists of them, are nearly those of the first rank."""
+    """Whether the numbers, or lists of numbers, of all ranks are close to those of the first."""
     lists = [value if isinstance(value, list) else [value] for value in of_ranks]
     alike = all(len(numbers) == len(lists[0]) for numbers in lists)
     pairs = [pair for numbers in lists for pair in zip(numbers, lists[0], strict=False)]
@@ -106,7 +106,7 @@ def _gathered(comm: Communicator, text: str) -> list[str]:
 
 
 def _described(values: tuple[str, ...]) -> str:
-    """Which ranks have which of some values ``name = value`` that differ; of long ones the part that does."""
+    """Says which ranks have which values, each ``name = value``; of long values only the part that differs."""
     name = values[0].partition(" = ")[0]
     start = len(name) + 3
     if max(map(len, values)) > start + _SHOWN:

@@ -2,7 +2,7 @@
 
 A strategy maps layer costs and a world size to an :class:`Assignment`. It is deterministic, so that all ranks compute
 the same one without communication. An *inverse worker* decomposes a factor; a *gradient worker* of a layer holds its
-decompositions and preconditions its gradient. Where factors stand: :mod:`kfac_optim.distributed`.
+decompositions and preconditions its gradient. :mod:`kfac_optim.distributed` says which ranks may keep factors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Assignment", "AssignmentStrategy", "FactorPlace", "LayerAssignment",
 
 FactorPlace = Literal["replicated", "sharded", "local"]
 
-_ROUTES = 64  # broadcasts of a layer's preconditioned gradient, at most
+_ROUTES = 64  # the most broadcasts of a layer's preconditioned gradient
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class LayerAssignment:
-    """Who works on one layer.
+    """The ranks that work on one layer.
 
     Attributes:
         inverse_workers: The rank that decomposes A, and the rank that decomposes G.
@@ -48,11 +48,11 @@ class LayerAssignment:
 
     @property
     def shares_factors(self) -> bool:
-        """Whether A and G are kept by one rank each alone."""
+        """Whether A and G are each kept by a single rank."""
         return self.factors != "replicated"
 
     def owner(self, side: int) -> int | None:
-        """The rank that alone keeps A (side 0) or G (side 1); None: every rank keeps it."""
+        """The only rank that keeps A (side 0) or G (side 1); None if every rank keeps it."""
         return self.inverse_workers[side] if self.shares_factors else None
 
     def keeps(self, side: int, rank: int) -> bool:
@@ -60,7 +60,7 @@ class LayerAssignment:
         return self.owner(side) in (None, rank)
 
     def counts(self, side: int, rank: int) -> bool:
-        """Whether what a rank has seen goes into A (side 0) or G (side 1)."""
+        """Whether a rank's statistics go into A (side 0) or G (side 1)."""
         return self.factors != "local" or self.keeps(side, rank)
 
     def holders(self, side: int) -> tuple[int, ...]:
@@ -72,11 +72,11 @@ class LayerAssignment:
         """How the preconditioned gradient gets from the gradient workers to all other ranks.
 
         The other ranks are divided among the gradient workers in equal runs of neighbours; for KAISA these are the
-        columns of its grid. Where there are many workers, neighbouring runs go together, and the first of their workers
-        sends to all, other workers included: the ranks would otherwise need a process group for every worker.
+        columns of its grid. If there are many workers, neighbouring runs are joined, and the first of their workers
+        sends to all of them, other workers included: otherwise every worker would need a process group.
 
         Returns:
-            Broadcasts, as their source (a worker) and their members (the source among them).
+            The broadcasts, each as its source (a worker) and its members (the source among them).
         """
         workers = sorted(self.gradient_workers)
         receivers = sorted(set(range(world_size)).difference(workers))
@@ -96,7 +96,7 @@ class Assignment:
     """What a strategy decided.
 
     Attributes:
-        layers: Who works on each layer, in the order of the costs.
+        layers: The ranks that work on each layer, in the order of the costs.
         loads: The cost of the decompositions that each rank makes, in the units of :class:`LayerCost`.
     """
 
@@ -155,6 +155,6 @@ class AssignmentStrategy(Protocol):
 
 
 def check_place(whose: str, factors: object) -> None:
-    """Raises ValueError unless this is one of the places where factors may stand."""
+    """Raises ValueError unless ``factors`` is a :data:`FactorPlace`; ``whose`` names its owner in the message."""
     if factors not in get_args(FactorPlace):
         raise ValueError(f"{whose}(factors={factors!r}): must be one of {', '.join(map(repr, get_args(FactorPlace)))}")

@@ -1,10 +1,10 @@
 """How the ranks exchange tensors: :class:`Communicator` has four verbs, built from five operations of a transport.
 
-``sum`` adds tensors over all ranks for all of them (factors and counts travel this way), ``reduce`` for one of them
-(factors that one rank alone keeps). ``send`` copies tensors from one rank to some others (decompositions,
-preconditioned gradients). These take lists of tensors, pack them into flat buckets, start the transfer of a few buckets
-ahead, and wait for them in order. ``exchange`` copies tensors between any two ranks (shards of gradients and of
-directions), all at once. With one process they do nothing.
+``sum`` adds tensors over all ranks, for all of them (factors and counts travel this way); ``reduce`` does so for one of
+them (factors that one rank alone keeps). ``send`` copies tensors from one rank to some others (decompositions,
+preconditioned gradients). These three take lists of tensors, pack them into flat buckets, start the transfer of a few
+buckets ahead, and wait for them in order. ``exchange`` copies tensors between any two ranks (shards of gradients and of
+directions), all at once. With one process the verbs send nothing.
 
 Traffic is counted per kind as an ideal network would carry it (:mod:`kfac_optim.distributed`).
 """
@@ -66,19 +66,19 @@ class Communicator(ABC):
         rank: This process, 0 <= rank < world_size.
         world_size: Number of processes that train together.
         comm_dtype: Precision in which factors travel: torch.float16, bfloat16, float32 or float64. None (default): the
-            precision in which they are summed up, at least float32. The 16-bit types halve the traffic of factors;
-            counts, decompositions and directions always travel bit for bit.
+            precision in which they are summed, at least float32. The 16-bit types halve the traffic of factors; counts,
+            decompositions and directions always travel bit for bit.
         average_gradients: Whether the ranks' gradients are averaged (True, default: DDP, FSDP, Horovod's Average) or
             added up.
 
     Attributes:
-        traffic: By kind the bytes that this rank has sent and received so far, ``[sent, received]``.
-        group: The ranks as a process group of torch.distributed; None where another library connects them.
-        bucket_bytes: Size of a flat bucket, of which two are held at a time; may be set. 100 MiB, four times that
-            of DDP: decompositions do not wait for a backward pass, and larger buckets are fewer.
+        traffic: By kind, the bytes that this rank has sent and received so far, ``[sent, received]``.
+        group: The ranks as a process group of torch.distributed; None if another library connects them.
+        bucket_bytes: Size of a flat bucket, two of which are held at a time; may be set. Default 100 MiB, four times
+            DDP's: decompositions need not overlap with a backward pass, and larger buckets are fewer.
 
     Raises:
-        ValueError: If ``comm_dtype`` is none of the above.
+        ValueError: If ``comm_dtype`` is none of these.
     """
 
     bucket_bytes = BUCKET_BYTES
@@ -111,7 +111,7 @@ class Communicator(ABC):
     def _start_reduce(self, tensor: Tensor, owner: int) -> Work | None:
         """Starts to replace a flat tensor on ``owner`` by its sum over all ranks; on the others it may change.
 
-        None, by default: the library can only sum for all ranks.
+        Returns None, as this default does, if the library can only sum for all ranks.
         """
         return None
 
@@ -128,7 +128,7 @@ class Communicator(ABC):
 
     @property
     def can_exchange(self) -> bool:
-        """Whether ``exchange`` is possible: whether the class has a ``_start_exchange`` of its own."""
+        """Whether ``exchange`` is possible, because the class has a ``_start_exchange`` of its own."""
         return type(self)._start_exchange is not Communicator._start_exchange
 
     @abstractmethod
@@ -136,15 +136,15 @@ class Communicator(ABC):
         """Starts to copy a flat tensor from ``source`` to ``members``, who all call this."""
 
     def use_device(self, device: torch.device) -> None:
-        """Says where the model's parameters are now: the engine calls this before it sends anything in a step."""
+        """Notes where the model's parameters are now: the engine calls this before it sends anything in a step."""
         self._device = device
 
     def wire_device(self, device: torch.device) -> torch.device:
-        """The device that a tensor of ``device`` has to be moved to in order to travel; by default its own."""
+        """The device to which a tensor on ``device`` has to be moved in order to travel; by default the same one."""
         return device
 
     def check_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Raises ValueError if broadcasts within these groups of ranks are impossible; by default they are possible."""
+        """Raises ValueError if broadcasts within these groups of ranks are impossible; by default it never does."""
         return
 
     def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
@@ -173,16 +173,16 @@ class Communicator(ABC):
     def reduce(
         self, tensors: Sequence[Tensor], owners: Sequence[int], kind: str, *, compressed: bool = False
     ) -> Iterator[Tensor | None]:
-        """As :meth:`sum`, each tensor for one rank alone (a collective).
+        """As :meth:`sum`, but only one rank gets each sum (a collective).
 
         Args:
             tensors: See :meth:`sum`.
-            owners: For each tensor the rank that gets its sum. Neighbours with one owner share a bucket.
+            owners: For each tensor, the rank that gets its sum. Adjacent tensors with the same owner share a bucket.
             kind: See :meth:`sum`.
             compressed: See :meth:`sum`.
 
         Yields:
-            The sums in order; None where another rank gets it.
+            The sums in order; None in place of a sum that another rank gets.
         """
         for owner, total in zip(owners, self._sums(tensors, owners, kind, compressed), strict=True):
             yield total if owner == self.rank else None
@@ -190,7 +190,7 @@ class Communicator(ABC):
     def _sums(
         self, tensors: Sequence[Tensor], owners: Sequence[int | None], kind: str, compressed: bool
     ) -> Iterator[Tensor]:
-        """The sums for owners (None: for all ranks); on other ranks than the owner anything of the same shape."""
+        """The sums, each for its owner (None: for all ranks); on other ranks it has the same shape but no meaning."""
         if self.world_size == 1:
             yield from tensors
             return
@@ -264,8 +264,8 @@ class Communicator(ABC):
 
         Args:
             sent: Tensors of this rank, each with the rank that gets it.
-            received: Tensors to fill, each with the rank that sends it, which may be this one. Between any two ranks
-                the order is the same on both.
+            received: Tensors to fill, each with the rank that sends it, which may be this one. Any two ranks list what
+                travels between them in the same order.
             kind: The kind under which their traffic is counted.
 
         Raises:
@@ -294,12 +294,12 @@ class Communicator(ABC):
     def _buckets(
         self, tensors: Sequence[Tensor], kinds: Sequence[Hashable], dtype: torch.dtype | None = None
     ) -> Iterator[slice]:
-        """Cuts a list into slices of neighbours of one kind that fill a bucket (at least one tensor each).
+        """Cuts a list into slices of adjacent tensors of one kind that fill a bucket (at least one tensor each).
 
         Args:
             tensors: The list.
-            kinds: For each tensor what must be the same within a slice.
-            dtype: The precision that their size is counted in; None: their own.
+            kinds: For each tensor, a key that must be the same within a slice.
+            dtype: The precision in which their size is counted; None: their own.
         """
         start = size = 0
         for i, tensor in enumerate(tensors):
@@ -357,7 +357,7 @@ class Communicator(ABC):
 
 
 def _ahead(started: Iterator[_T]) -> Iterator[_T]:
-    """Yields the items of an iterator, but draws a few of them ahead: the operations that these start run meanwhile."""
+    """Yields the items of an iterator, but draws a few ahead, so that the operations that these start run meanwhile."""
     drawn: deque[_T] = deque()
     for item in started:
         drawn.append(item)
@@ -367,10 +367,9 @@ def _ahead(started: Iterator[_T]) -> Iterator[_T]:
 
 
 class LocalCommunicator(Communicator):
-    """A single process; sends nothing.
+    """A single process, which sends nothing.
 
-    With ``world_size`` > 1 it stands for one rank of many where nothing is sent: memory estimates and pictures of an
-    assignment.
+    With ``world_size`` > 1 it stands for one rank of many, for memory estimates and pictures of an assignment.
 
     Args:
         rank: The rank that it stands for.

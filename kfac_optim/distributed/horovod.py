@@ -15,10 +15,10 @@ __all__ = ["HorovodCommunicator", "derived_from_by_horovod"]
 
 
 def derived_from_by_horovod(cls: type, groups: Sequence[Any]) -> Any:
-    """The optimizer that Horovod derives another one from, with whose engine that goes on; None for any other.
+    """The optimizer from which Horovod is making a new one, which takes over its engine; None if it is not.
 
-    ``hvd.DistributedOptimizer`` makes a class of the same name from the optimizer's own, and calls its constructor with
-    the very groups of the optimizer. Nothing in them leads back to it, so it is looked for.
+    ``hvd.DistributedOptimizer`` makes a subclass with the name of the optimizer's class, and calls its constructor with
+    the optimizer's own groups. Nothing in these refers to the optimizer, which therefore has to be searched for.
     """
     parent, *others = cls.__bases__
     if not others and cls.__name__ == parent.__name__:
@@ -39,10 +39,10 @@ class _HorovodWork:
 
 
 class HorovodCommunicator(Communicator):
-    """Sends what curvature needs by Horovod, and leaves the gradients to ``hvd.DistributedOptimizer``.
+    """Sends tensors by Horovod, and leaves the gradients to ``hvd.DistributedOptimizer``.
 
-    Build it after ``hvd.init()``. Strategies in which some ranks precondition for others need process sets of Horovod,
-    which it makes during training only if ``HOROVOD_DYNAMIC_PROCESS_SETS=1`` is set when it starts.
+    Build it after ``hvd.init()``. Strategies in which some ranks precondition for others need process sets, which
+    Horovod makes during training only if ``HOROVOD_DYNAMIC_PROCESS_SETS=1`` is set when it starts.
 
     Args:
         comm_dtype: See :class:`Communicator`; Horovod cannot send torch.bfloat16.
@@ -89,7 +89,7 @@ class HorovodCommunicator(Communicator):
         return f"kfac_optim.{members}.{self._names[members]}"
 
     def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Makes a process set for each group that has none yet, which Horovod demands of all ranks together.
+        """Makes a process set for each group that has none yet; all ranks have to do so together.
 
         Raises:
             RuntimeError: If Horovod refuses.

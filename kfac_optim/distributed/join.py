@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 def register_joinable(cls: type[_T]) -> type[_T]:
-    """A class decorator: tells ``Join`` that a class has the methods of its ``Joinable``."""
+    """A class decorator that tells ``Join`` that the class has the methods of a ``Joinable``."""
     if dist.is_available():
         from torch.distributed.algorithms.join import Joinable
 
@@ -72,12 +72,12 @@ def share_gradients(comm: Communicator, parameters: Sequence[nn.Parameter], *, e
     present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
     comm.send([Broadcast([present], source, everyone)], "counts")
     trained = [p for p, there in zip(parameters, present.tolist(), strict=True) if there]
-    like = torch.contiguous_format
-    wires = [torch.empty_like(p, memory_format=like) if p.grad is None else p.grad.contiguous() for p in trained]
-    comm.send([Broadcast([wire], source, everyone) for wire in wires], "gradients")
+    dense = torch.contiguous_format
+    buffers = [torch.empty_like(p, memory_format=dense) if p.grad is None else p.grad.contiguous() for p in trained]
+    comm.send([Broadcast([buffer], source, everyone) for buffer in buffers], "gradients")
     if exhausted:
-        received = dict(zip(trained, wires, strict=True))
+        received = dict(zip(trained, buffers, strict=True))
         for parameter in parameters:
-            wire = received.get(parameter)
-            # In the layout that DDP has given it elsewhere: sums in another order end in other digits.
-            parameter.grad = None if wire is None else torch.empty_like(parameter).copy_(wire)
+            buffer = received.get(parameter)
+            # In the layout that DDP gives the gradient on the other ranks: sums in another order round differently.
+            parameter.grad = None if buffer is None else torch.empty_like(parameter).copy_(buffer)

@@ -12,7 +12,7 @@ __all__ = ["by_rank", "packed", "room_for", "unpack"]
 
 def _bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor, as flat uint8."""
-    # Of none or one entry any stride is contiguous, and view() keeps it, under which bytes are not to be had.
+    # A tensor of at most one entry is contiguous whatever its stride, but only stride 1 can be viewed as bytes.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -22,7 +22,7 @@ def packed(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def room_for(tensors: Sequence[Tensor]) -> Tensor:
-    """An uninitialised flat tensor for what :func:`packed` gives on the source."""
+    """An uninitialised flat tensor of the size of what :func:`packed` returns for such tensors."""
     return torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, device=tensors[0].device)
 
 
@@ -33,7 +33,7 @@ def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def by_rank(tensors: Sequence[tuple[int, Tensor]], world_size: int) -> list[list[Tensor]]:
-    """For each rank the tensors that are given with it, in their order."""
+    """The tensors that belong to each rank, in their order; ``tensors`` has each with its rank."""
     found: list[list[Tensor]] = [[] for _ in range(world_size)]
     for rank, tensor in tensors:
         found[rank].append(tensor)

@@ -1,4 +1,4 @@
-"""Sums and maxima of numbers of which every rank has made a part, as all ranks are to have them."""
+"""Sums and maxima, over all ranks, of numbers that each rank knows only for its own part of the tensors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["largest_entry", "summed_over_shards"]
 
 
 def summed_over_shards(scalars: Sequence[Tensor]) -> list[Tensor]:
-    """Numbers, 0-dim, as every rank is to have them: those that FSDP2's shards make up are summed (a collective).
+    """Sums 0-dim numbers that each rank has for its FSDP2 shards over the ranks; leaves all others as they are.
 
-    One for all that are laid out alike.
+    This is a collective, one for all numbers that are laid out alike.
     """
     found = list(scalars)
     kinds: dict[Any, list[int]] = {}
@@ -37,13 +37,13 @@ def summed_over_shards(scalars: Sequence[Tensor]) -> list[Tensor]:
 def largest_entry(tensors: Sequence[Tensor]) -> Tensor:
     """The largest absolute entry of all tensors, 0-dim; NaN or infinite if one of their entries is.
 
-    Of sharded tensors the parts of all ranks count (a collective).
+    For sharded tensors the parts on all ranks count (a collective).
     """
     if tensors and all(map(_is_plain_on_cpu, tensors)):
         return _largest_on_cpu(tensors)
     kinds: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
-        if tensor.is_sparse:  # those that sparse=True embeddings have; the base class updates by them
+        if tensor.is_sparse:  # the gradient of an embedding with sparse=True, which the base class applies
             tensor = tensor.coalesce().values()
         if tensor.numel():
             kinds.setdefault(mesh_of(tensor), []).append(tensor)
@@ -67,7 +67,7 @@ def _largest_of_one_kind(tensors: Sequence[Tensor], mesh: Any) -> Tensor:
 
 
 def _without_partial_sums(tensor: Any) -> Any:
-    """The DTensor, added up where its parts are still to be."""
+    """The DTensor with any partial sums added up."""
     if not any(placement.is_partial() for placement in tensor.placements):
         return tensor
     from torch.distributed.tensor import Replicate
@@ -95,6 +95,6 @@ def _largest_on_cpu(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _is_plain_on_cpu(tensor: Tensor) -> bool:
-    """Whether this is a tensor like any other, of real numbers, and not empty."""
+    """Whether this is an ordinary, dense tensor of real numbers on the CPU, and not empty."""
     plain = type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided
     return plain and not tensor.is_complex() and tensor.numel() > 0

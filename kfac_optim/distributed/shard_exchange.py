@@ -1,7 +1,7 @@
 """The shards of FSDP2's parameters on their way to the ranks that precondition them, and back.
 
-Where some ranks alone precondition a layer, nobody else needs its gradient as a whole. So every rank sends its rows to
-these workers, and they send each rank its rows of the result::
+If only some ranks precondition a layer, no other rank needs its whole gradient. So every rank sends its rows to these
+workers, and they send each rank its rows of the result::
 
       rows of   rank 0   rank 1   rank 2               rank 0   rank 1   rank 2
       layer a    [a0]     [a1]     [a2]                 [a0]
@@ -9,8 +9,8 @@ these workers, and they send each rank its rows of the result::
       layer c    [c0]     [c1]     [c2]                 [a2]      b1       [c0
                                                                   b2]       c1  c2]
 
-With R ranks and one worker for each layer a rank sends and receives ``1 / R`` of what it would if all of them gathered
-all layers, and holds as little.
+With R ranks and one worker for each layer, a rank sends, receives and holds ``1 / R`` of what it would if all of them
+gathered all layers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["ShardExchange", "are_exchangeable"]
 
 
 def are_exchangeable(parameters: Sequence[Any], comm: Communicator) -> bool:
-    """Whether these are shards by rows that lie on all ranks of ``comm`` (FSDP2, HSDP), which can exchange them."""
+    """Whether ``comm`` can exchange these parameters: they are shards by rows on all of its ranks (FSDP2, HSDP)."""
     return comm.can_exchange and all(
         is_sharded(p) and are_rows(p.placements) and _grid(p, comm) is not None for p in parameters
     )
@@ -42,9 +42,9 @@ class _Grid:
     """The ranks of a communicator as they lie on a mesh.
 
     Attributes:
-        replicas: The ranks that hold all rows of a parameter together, in the order of the rows; one such list, or one
-            for each replica of HSDP.
-        place: For each rank the number of its replica, and its number there.
+        replicas: Lists of ranks that together hold all rows of a parameter, in the order of the rows: a single list, or
+            one for each replica of HSDP.
+        place: For each rank, the number of its replica and its number there.
     """
 
     replicas: list[list[int]]
@@ -62,11 +62,11 @@ class _Grid:
 
 
 def _grid(parameter: Any, comm: Communicator) -> _Grid | None:
-    """The grid of a parameter's mesh; None if that has other ranks than ``comm``, or it is not torch.distributed's."""
+    """The grid of a parameter's mesh; None if ``comm`` has other ranks, or is not one of torch.distributed."""
     return None if comm.group is None else _grid_of(parameter.device_mesh, comm.group)
 
 
-@functools.lru_cache(maxsize=8)  # of a model there are seldom two; making one takes longer than all the rest of a step
+@functools.lru_cache(maxsize=8)  # a model seldom has two grids; making one takes longer than all the rest of a step
 def _grid_of(mesh: Any, group: Any) -> _Grid | None:
     number = {place: rank for rank, place in enumerate(dist.get_process_group_ranks(group))}
     rows = mesh.mesh.view(-1, mesh.mesh.shape[-1]).tolist()
@@ -77,10 +77,10 @@ def _grid_of(mesh: Any, group: Any) -> _Grid | None:
 
 
 class ShardExchange:
-    """Gathers tensors laid out as parameters are on their workers, and scatters what the workers make of them.
+    """Gathers tensors that are sharded like parameters on their workers, and scatters what the workers compute.
 
     Args:
-        workers: For each parameter (see :func:`are_exchangeable`) the ranks that need it whole; in the same order on
+        workers: For each parameter (see :func:`are_exchangeable`), the ranks that need it whole; in the same order on
             all ranks.
         comm: The ranks.
     """
@@ -90,10 +90,10 @@ class ShardExchange:
         self._grids = {p: grid for p in workers if (grid := _grid(p, comm)) is not None}
 
     def gather(self, vectors: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
-        """Whole tensors of those parameters that this rank works on (a collective).
+        """The whole tensors of those parameters that this rank works on (a collective).
 
         Args:
-            vectors: By parameter a tensor that is laid out as the parameter is.
+            vectors: By parameter, a tensor that is laid out as the parameter is.
         """
         rank, whole = self.comm.rank, {}
         for batch in self._batches():
@@ -111,11 +111,11 @@ class ShardExchange:
         return whole
 
     def scatter(self, whole: Mapping[Any, Tensor], dtype: torch.dtype) -> dict[Any, Tensor]:
-        """Every rank's shards of what the workers have, laid out as the parameters are (a collective).
+        """This rank's shards of the workers' tensors, laid out as the parameters are (a collective).
 
         Args:
-            whole: A tensor of each parameter that this rank works on.
-            dtype: The dtype of all of them.
+            whole: By parameter that this rank works on, a whole tensor.
+            dtype: The dtype of all tensors.
         """
         from torch.distributed.tensor import DTensor
 
@@ -137,12 +137,12 @@ class ShardExchange:
         }
 
     def _source(self, parameter: Any, rank: int) -> int:
-        """The worker that sends a rank its shard: the rank itself where it is one."""
+        """The worker that sends a rank its shard: the rank itself if it is a worker."""
         workers = self.workers[parameter]
         return rank if rank in workers else workers[rank % len(workers)]
 
     def _batches(self) -> Iterator[list[Any]]:
-        """The parameters, as many at a time as fill a bucket on each rank."""
+        """The parameters in batches, each as large as one bucket on each rank."""
         batch: list[Any] = []
         size = 0
         for p in self.workers:

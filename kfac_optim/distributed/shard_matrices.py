@@ -1,4 +1,4 @@
-"""Which sharded weights are matrices that a rank can precondition, whole or its part of them; why others are not."""
+"""Which sharded weights, or parts of them, a rank can precondition as matrices, and why it cannot do so with others."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["own_shape", "refuse_flattened", "shard_number", "sharding_problem"]
 
 
 def own_shape(parameter: Tensor, roots: Iterable[nn.Module]) -> torch.Size:
-    """The shape of what a rank computes with: of its shard, where tensor parallelism has split a parameter.
+    """The shape of what a rank computes with: that of its shard if tensor parallelism has split a parameter.
 
-    FSDP2 and ZeRO 3 gather their shards before use.
+    Otherwise it is that of the whole parameter, because FSDP2 and ZeRO 3 gather their shards before use.
     """
     return own_part(parameter).shape if _is_split(parameter, roots) else whole_shape(parameter)
 
@@ -31,8 +31,7 @@ def shard_number(parameter: Tensor) -> int:
 def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module], comm: Communicator | None = None) -> str:
     """Why a parameter cannot be preconditioned as a matrix of this rank; empty for plain tensors and for FSDP2's.
 
-    Shards of tensor parallelism are matrices of their own if the ranks of ``comm``, which share all factors, hold the
-    same one.
+    A shard of tensor parallelism is a matrix of its own if all ranks of ``comm``, which share factors, hold that shard.
     """
     if not is_sharded(parameter):
         return ""
@@ -41,13 +40,13 @@ def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module], comm: Commun
         return ""
     if not _is_split(parameter, roots):
         if all(placement.is_replicate() for placement in placements):
-            return "a DTensor that every rank has whole: take DistributedDataParallel in place of replicate()"
+            return "a DTensor that every rank has whole: use DistributedDataParallel in place of replicate()"
         return f"split by tensor parallelism, or not by rows: {placements}"
     if _hold_one_shard(comm, mesh_of(parameter)):
         return ""
     return (
-        f"split by tensor parallelism: {placements}, and communicator= has ranks with other shards; take "
-        "TorchCommunicator(group), the group of the ranks that hold the same shard"
+        f"split by tensor parallelism: {placements}, and communicator= has ranks with other shards; use "
+        "TorchCommunicator(group) with the group of the ranks that hold the same shard"
     )
 
 
@@ -71,7 +70,7 @@ def _is_split(parameter: Tensor, roots: Iterable[nn.Module]) -> bool:
 
 
 def _hold_one_shard(comm: Communicator | None, mesh: Any) -> bool:
-    """Whether no two of the ranks that train together are among those that have split a weight."""
+    """Whether all ranks that train together hold one shard: only one of them is on the mesh that splits the weight."""
     if comm is None or comm.world_size == 1:
         return comm is not None
     group = comm.group
@@ -79,7 +78,7 @@ def _hold_one_shard(comm: Communicator | None, mesh: Any) -> bool:
 
 
 def refuse_flattened(roots: Iterable[nn.Module]) -> None:
-    """Raises TypeError for modules wrapped in torch's first FSDP: it flattens weights, which are then no matrices."""
+    """Raises TypeError for modules wrapped in torch's first FSDP: it flattens weights, so that no matrices are left."""
     if any(type(module).__name__ == "FullyShardedDataParallel" for root in roots for module in root.modules()):
         raise TypeError(
             "FullyShardedDataParallel (FSDP1) flattens the weights, so that no layer's matrix is left to precondition: "

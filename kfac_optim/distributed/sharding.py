@@ -36,7 +36,7 @@ def gradient_moves_away(parameter: Tensor) -> bool:
 
 
 def full_gradient(parameter: Tensor) -> Tensor | None:
-    """The whole gradient, also where DeepSpeed ZeRO 1-3 keeps a part of it on every rank (then a collective)."""
+    """The whole gradient, even if DeepSpeed ZeRO 1-3 keeps a part of it on every rank (then a collective)."""
     if parameter.grad is None and gradient_moves_away(parameter):
         import deepspeed.utils
 
@@ -45,7 +45,7 @@ def full_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def set_full_gradient_(parameter: Tensor, gradient: Tensor) -> None:
-    """Replaces the gradient that :func:`full_gradient` gave by another one, in place."""
+    """Replaces the gradient that :func:`full_gradient` returned, in place."""
     if parameter.grad is not None:
         parameter.grad.copy_(gradient)
     else:
@@ -65,7 +65,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def any_sharded(tensors: Iterable[Tensor]) -> bool:
     """Whether one of some tensors is a DTensor."""
-    # Whoever has one has imported it; all others need not look at each tensor in every step.
+    # A program that has one has imported the module; all others need not look at each tensor in every step.
     return "torch.distributed.tensor" in sys.modules and any(map(is_sharded, tensors))
 
 
@@ -75,25 +75,25 @@ def mesh_of(tensor: Tensor) -> Any:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """The part of a sharded tensor that this rank has, which autograd does not follow; any other tensor as it is."""
+    """This rank's part of a sharded tensor, which autograd does not track; any other tensor as it is."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:
-    """The shape of a parameter, also while ZeRO 3 has an empty tensor in its place."""
+    """The shape of a parameter, even while ZeRO 3 has an empty tensor in its place."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole tensor where FSDP2 has sharded it (a collective); any other tensor as it is."""
+    """The whole tensor if FSDP2 has sharded it (a collective); any other tensor as it is."""
     return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
 def all_gathered(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Each whole tensor where FSDP2 has sharded it; any other tensor as it is.
+    """Gathers the tensors that FSDP2 has sharded; leaves any other tensor as it is.
 
-    A collective, one for as many as fit in a bucket, of those that are laid out alike. FSDP2 gives every rank as many
-    rows, but the last ones, which may have fewer or none: each sends its rows as if it had all of them.
+    This is a collective, one for as many tensors of one layout as fit in a bucket. FSDP2 gives every rank the same
+    number of rows, except that the last ranks may have fewer or none: these pad their rows before they send them.
     """
     by_rows = [i for i, t in enumerate(tensors) if is_sharded(t) and are_rows(cast(Any, t).placements)]
     left = set(by_rows)
@@ -111,12 +111,12 @@ def all_gathered(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def are_rows(placements: Sequence[Any]) -> bool:
-    """Whether the ranks have rows, as FSDP2 shards: over the last dimension of its mesh, replicated over the others."""
+    """Whether ranks hold rows, as FSDP2 shards: along the last dimension of its mesh, replicated along the others."""
     return placements[-1].is_shard(0) and all(placement.is_replicate() for placement in placements[:-1])
 
 
 def _gathered_by_rows(tensors: Sequence[Tensor], mesh: Any, placements: Sequence[Any]) -> list[Tensor]:
-    """Tensors of which every rank has some rows, whole (a collective)."""
+    """The whole tensors, of which every rank has some rows (a collective)."""
     from torch.distributed.tensor import DTensor
 
     ranks = mesh.size(mesh.ndim - 1)
@@ -134,7 +134,7 @@ def _gathered_by_rows(tensors: Sequence[Tensor], mesh: Any, placements: Sequence
 def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
     """This rank's part of a tensor that every rank holds, laid out as ``like``; nothing is sent.
 
-    A tensor of another shape than ``like`` is that part already.
+    If the tensor does not have the shape of ``like``, it is that part already.
     """
     if not is_sharded(like):
         return tensor

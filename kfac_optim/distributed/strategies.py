@@ -8,8 +8,8 @@
     KAISA(f)      among its gradient workers    ``f * world_size`` ranks
     ============  ============================  ==============================
 
-All three arrange the ranks as a grid, with 1, all, or some of them in a row, the gradient workers of a layer. LayerWise
-is K-FAC-lw and FactorWise is K-FAC-opt of the distributed K-FAC paper (section 6.4.1). In the terms of
+All three arrange the ranks as a grid, a row of which (1, all, or some of the ranks) are the gradient workers of a
+layer. LayerWise is K-FAC-lw and FactorWise is K-FAC-opt of the distributed K-FAC paper (section 6.4.1). In the terms of
 Pauloski et al. 2021, KAISA(1/R) is MEM-OPT, KAISA(1) is COMM-OPT, and everything between is HYBRID-OPT. LayerWise with
 ``factors="local"`` is DP-KFAC (Zhang et al. 2022, Scalable K-FAC Training for Deep Neural Networks with Distributed
 Preconditioning).
@@ -30,11 +30,11 @@ __all__ = ["KAISA", "FactorWise", "LayerWise"]
 def _few_ranks(costs: Sequence[float], group: Sequence[int]) -> list[int]:
     """Distributes jobs to as few ranks of a group as finish in the time of :func:`longest_first`.
 
-    What a rank has decomposed it sends at once, so fewer ranks mean fewer broadcasts. A few matrices are dearer than
-    all others together, and most ranks would wait for those who have them.
+    A rank sends all that it has decomposed together, so that fewer ranks mean fewer broadcasts. Often this loses no
+    time: a few matrices cost more than all others together, and most ranks would wait for the ranks that have those.
 
     Returns:
-        The rank of each job. They are spread evenly over the group, to share the network of its nodes.
+        The rank of each job. The chosen ranks are spread evenly over the group, to share the network of its nodes.
     """
     evenly, even = longest_first(costs, group), dict.fromkeys(group, 0.0)
     for rank, cost in zip(evenly, costs, strict=True):
@@ -56,9 +56,10 @@ def _few_ranks(costs: Sequence[float], group: Sequence[int]) -> list[int]:
 def _weights(costs: Sequence[LayerCost], factors: FactorPlace) -> list[float]:
     """The load of each layer when whole layers are balanced over ranks: the cost of its decompositions.
 
-    Where their factors go along, as much their memory, each as a share of the whole. Costs grow with the cube of a
-    dimension and memory with its square: by cost alone, 3 of 4 ranks get the three dearest layers of ResNet-50, and the
-    fourth with all others 1.44 times the mean memory; so it is 1.19, and refreshes take 7 % longer.
+    Where a rank also has to keep the factors of its layers, their memory counts as much, each as a share of the total.
+    Costs grow with the cube of a dimension and memory with its square: balanced by cost alone, 3 of 4 ranks get the
+    three costliest layers of ResNet-50, and the fourth gets all others, 1.44 times the mean memory. Balanced by both,
+    it is 1.19 times, and refreshes take 7 % longer.
     """
     work = [sum(layer.factor_costs) for layer in costs]
     if factors == "replicated":
@@ -70,17 +71,17 @@ def _weights(costs: Sequence[LayerCost], factors: FactorPlace) -> list[float]:
 def _grid(costs: Sequence[LayerCost], world_size: int, workers: int, factors: FactorPlace) -> Assignment:
     """Arranges the ranks as a grid of ``world_size / workers`` rows, and gives every layer to one row.
 
-    Layers go to the row with the least load so far. The ranks of a row are the layer's gradient workers, and decompose
-    its factors, each on its own: few of them, unless they have to keep the factors; then all do, because memory is what
-    sharing is for. Ranks are numbered down the columns, so that a column, within which preconditioned gradients travel
-    at every step, is a run of neighbours (one node, where it fits). Decompositions travel within rows, and at refreshes
-    only.
+    Layers go to the row with the least load so far. The ranks of a row are the layer's gradient workers, and each of
+    its factors is decomposed by one of them. As few of them as possible decompose, unless they have to keep the
+    factors: then all do, because factors are shared out to save memory. Ranks are numbered down the columns.
+    Preconditioned gradients travel within a column at every step, and so a column is a run of neighbours (one node, if
+    it fits). Decompositions travel within rows, and only at refreshes.
 
     Args:
         costs: The layers.
         world_size: The number of ranks.
-        workers: The number of gradient workers of a layer, which divides it.
-        factors: Where factors stand.
+        workers: The number of gradient workers of a layer, a divisor of the number of ranks.
+        factors: Which ranks keep factors.
     """
     rows = [range(row, world_size, world_size // workers) for row in range(world_size // workers)]
     row_of = longest_first(_weights(costs, factors), range(len(rows)))
@@ -104,7 +105,7 @@ class FactorWise:
     Nothing travels in steps without a refresh. This is the default.
 
     Args:
-        factors: Where factors stand: "replicated" (default), "sharded" or "local" (:mod:`kfac_optim.distributed`).
+        factors: Who keeps factors: "replicated" (default), "sharded" or "local" (:mod:`kfac_optim.distributed`).
 
     Raises:
         ValueError: If ``factors`` is something else.
@@ -127,7 +128,7 @@ class LayerWise:
     With ``factors="local"`` this is DP-KFAC (Zhang et al. 2022).
 
     Args:
-        factors: Where factors stand: "replicated" (default), "sharded" or "local" (:mod:`kfac_optim.distributed`).
+        factors: Who keeps factors: "replicated" (default), "sharded" or "local" (:mod:`kfac_optim.distributed`).
 
     Raises:
         ValueError: If ``factors`` is something else.
@@ -152,12 +153,12 @@ class KAISA:
             memory and need fewer broadcasts of preconditioned gradients.
         memory_budget: Instead of a fraction, the bytes ("2GiB", "500MB" or an int) that decompositions may take on each
             rank; the largest fraction that fits is chosen.
-        factors: Where factors stand: "replicated" (default), "sharded" or "local" (:mod:`kfac_optim.distributed`).
+        factors: Who keeps factors: "replicated" (default), "sharded" or "local" (:mod:`kfac_optim.distributed`).
 
     Raises:
         TypeError: If the fraction is not a number, or the budget neither an int nor text.
         ValueError: At construction if both or neither are given, or a value is out of range. In ``assign`` if the world
-            size does not allow the fraction (the error lists those it allows), or if no fraction fits the budget (the
+            size does not allow the fraction (the error lists the allowed ones), or if no fraction fits the budget (the
             error names the smallest budget that works).
     """
 
@@ -181,7 +182,7 @@ class KAISA:
         if self.memory_budget is not None:
             return self._largest_that_fits(costs, world_size, divisors)
         assert self.grad_worker_fraction is not None
-        # Any fraction of one process is that process, so that a script with this option runs there, too.
+        # One process accepts any fraction, so that a script for several ranks also runs alone.
         workers = self.grad_worker_fraction * world_size if world_size > 1 else 1
         if round(workers) not in divisors or abs(workers - round(workers)) > 1e-6 * world_size:
             valid = ", ".join(f"{n}/{world_size}" for n in divisors)

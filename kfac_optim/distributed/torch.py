@@ -19,7 +19,7 @@ __all__ = ["TorchCommunicator", "communicator_of", "make_communicator"]
 
 
 class TorchCommunicator(Communicator):
-    """Sends what curvature needs by torch.distributed: Gloo, NCCL or MPI (only Gloo is covered by tests).
+    """Sends tensors by torch.distributed: Gloo, NCCL or MPI (only Gloo is covered by tests).
 
     Args:
         process_group: The processes that train together; None (default): torch.distributed's default group.
@@ -27,13 +27,13 @@ class TorchCommunicator(Communicator):
         average_gradients: See :class:`Communicator`.
 
     Raises:
-        TypeError: If ``process_group`` is no group.
+        TypeError: If ``process_group`` is not a process group.
         ValueError: If torch.distributed is not initialised, this process is not in the group, or ``comm_dtype`` is not
             allowed.
     """
 
-    # Sub-groups by their ranks, for all communicators of a group: torch keeps each, with its threads and connections,
-    # to the end, and a process may build one optimizer after another.
+    # Sub-groups by their ranks, shared by all communicators of a group: torch keeps each with its threads and
+    # connections until the process ends, and a process may build one optimizer after another.
     _made: ClassVar[WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]] = (
         WeakKeyDictionary()
     )
@@ -82,7 +82,7 @@ class TorchCommunicator(Communicator):
         """See :meth:`Communicator.use_device`.
 
         Raises:
-            RuntimeError: If the process group is no more.
+            RuntimeError: If the process group has been destroyed.
         """
         try:
             self._global(0)
@@ -95,7 +95,7 @@ class TorchCommunicator(Communicator):
         super().use_device(device)
 
     def _global(self, rank: int) -> int:
-        """The number in the default group of a rank of this group."""
+        """The number that a rank of this group has in the default group."""
         return dist.get_global_rank(self.group, rank)
 
     def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
@@ -127,39 +127,39 @@ class TorchCommunicator(Communicator):
             )
 
     def _timeout(self) -> Any:
-        """The group's own time-out, for its sub-groups, which would otherwise wait half an hour; None if unknown."""
+        """The group's time-out, None if unknown, for its sub-groups, which would otherwise wait for half an hour."""
         backend: Any = self.group._get_backend(self.wire_device(torch.device("cpu")))
         return getattr(getattr(backend, "options", None), "_timeout", None)
 
     def wire_device(self, device: torch.device) -> torch.device:
-        """Sends tensors on the CPU from the parameters' device if the group (NCCL) sends nothing from the CPU."""
+        """Sends tensors on the CPU via the parameters' device if the group (NCCL) cannot send from the CPU."""
         carried = {carried.type for carried in self.group._device_types}
         return self._device if device.type == "cpu" and "cpu" not in carried else device
 
 
 def _is_group(process_group: Any) -> bool:
-    """Whether this is a process group, None for the default one, or what ``new_group`` gives to outsiders."""
+    """Whether this is a process group, None (the default group), or what ``new_group`` returns to non-members."""
     if process_group is None or process_group is dist.GroupMember.NON_GROUP_MEMBER:
         return True
     return isinstance(process_group, dist.ProcessGroup)
 
 
 def communicator_of(model: Any) -> Communicator | None:
-    """The ranks among which DistributedDataParallel or FSDP2 has put a model, where they are some of all; else None."""
+    """A communicator for the ranks of a DDP or FSDP2 model, if these are not all ranks; else None."""
     group = None
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever uses it has imported it
+    model = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a program that uses it has imported it
     if isinstance(model, DistributedDataParallel):
         group = model.process_group
     elif isinstance(model, nn.Module) and fsdp is not None and isinstance(model, fsdp.FSDPModule):
         meshes = [mesh for p in model.parameters() if (mesh := mesh_of(p)) is not None]
-        if len(set(meshes)) == 1 and meshes[0].ndim == 1:  # of a larger one the ranks are no group
+        if len(set(meshes)) == 1 and meshes[0].ndim == 1:  # a mesh with more dimensions has no group of all its ranks
             group = meshes[0].get_group()
     return None if group is None or group.size() == dist.get_world_size() else TorchCommunicator(group)
 
 
 def make_communicator() -> Communicator:
-    """The communicator where the user gives none: that of torch.distributed's default group, or of one process."""
+    """The default communicator: that of torch.distributed's default group, or that of a single process."""
     if not (dist.is_available() and dist.is_initialized()):
         return LocalCommunicator()
     comm = TorchCommunicator()
