@@ -33,21 +33,21 @@ __all__ = [
 
 SIDES = ("A", "G")
 Source = Literal["current", "pending", "in_use"]
-CONSTRAINED = 2  # comparisons in a row that have found a layer changed, from which on it counts as constrained
-# What is learned of a layer; saved beside its running averages.
+CONSTRAINED = 2  # a layer counts as constrained after this many comparisons in a row that found its weights changed
+# The learned numbers of a layer, which are saved beside its running averages.
 LEARNED: Mapping[str, Counter] = {
     "reach": Counter("reach", 0.01),
     "trains": Counter("trains", False, 1),
     "changes": Counter("changes", 0, CONSTRAINED),
 }
-# Statistics steps in a row with gradients after which a layer that was never seen is called so; a model of which
-# nothing was seen stops training.
+# After this many statistics steps in a row with gradients the user is told of a layer that was not seen; if no layer
+# was seen, an error ends training.
 UNSEEN_STEPS = 3
 
 
 @dataclass(frozen=True)
 class KnownSpectra:
-    """How large the eigenvalues of A and of G are, ``[p]`` each, where it is known without looking at the factors."""
+    """The mean and largest eigenvalues of A and of G, ``[p]`` each, as far as they are known without the factors."""
 
     means: tuple[Tensor, Tensor] | None = None
     largest: tuple[Tensor, Tensor] | None = None
@@ -58,10 +58,10 @@ class Factors:
 
     Args:
         layer: The layer.
-        tensors: The running averages "A" and "G" (see :meth:`~kfac_optim.factors.FactorSpec.empty`) and, of a snapshot
-            that decompositions are made of, "gamma": the damping of each pair with which they were, ``[p]``; 0 where
-            damping comes later. Of a factor that another rank keeps only its weight.
-        known: What is known of the eigenvalues; all of it where another rank keeps a factor.
+        tensors: The running averages "A" and "G" (see :meth:`~kfac_optim.factors.FactorSpec.empty`). A snapshot that
+            decompositions are made of also has "gamma": the damping of each pair with which it is decomposed, ``[p]``;
+            0 if damping comes later. Of a factor that another rank keeps there are only ``weight`` and ``trace``.
+        known: The known eigenvalues; if another rank keeps a factor, all that are asked for.
     """
 
     def __init__(self, layer: KroneckerLayer, tensors: dict[str, Any], known: KnownSpectra | None) -> None:
@@ -80,7 +80,7 @@ class Factors:
         return gamma
 
     def kept(self, side: int) -> bool:
-        """Whether A (side 0) or G (side 1) is here; else another rank keeps it."""
+        """Whether this rank keeps A (side 0) or G (side 1)."""
         return "value" in self.tensors[SIDES[side]]
 
     def packed(self, side: int) -> Tensor:
@@ -92,21 +92,21 @@ class Factors:
         return self.specs[side].matrix(self.tensors[SIDES[side]])
 
     def means(self) -> tuple[Tensor, Tensor]:
-        """The mean eigenvalues of A and of G, ``[p]`` each; those of joint pairs are averaged."""
+        """The mean eigenvalues of A and of G, ``[p]`` each; pairs that share a scale get their common mean."""
         a, g = self._known_spectra.means or (self.mean(0), self.mean(1))
         return (a.mean().expand_as(a), g.mean().expand_as(g)) if self.pairs_share_scale else (a, g)
 
     def largest(self) -> tuple[Tensor, Tensor]:
-        """The largest eigenvalues of A and of G, ``[p]`` each; joint pairs share the largest of all of them."""
+        """The largest eigenvalues of A and of G, ``[p]`` each; pairs that share a scale get the largest of all."""
         a, g = self._known_spectra.largest or (self.largest_of(0), self.largest_of(1))
         return (a.amax().expand_as(a), g.amax().expand_as(g)) if self.pairs_share_scale else (a, g)
 
     def mean(self, side: int) -> Tensor:
-        """The mean eigenvalue of each pair of a factor that is here, ``[p]``."""
+        """The mean eigenvalue of each pair of A (side 0) or G (side 1), which this rank must keep, ``[p]``."""
         return self.specs[side].mean_eigenvalue(self.tensors[SIDES[side]])
 
     def largest_of(self, side: int) -> Tensor:
-        """The largest eigenvalue of each pair of a factor that is here, ``[p]``."""
+        """The largest eigenvalue of each pair of A (side 0) or G (side 1), which this rank must keep, ``[p]``."""
         matrix = self.matrix(side)
         with full_precision(matrix.device.type):
             return self.specs[side].largest_of_blocks(largest_eigenvalue(matrix))
@@ -119,7 +119,7 @@ class Factors:
         return value.new_ones(self.specs[0].pairs, dtype=torch.promote_types(value.dtype, torch.float32))
 
     def freeze(self, source: Factors, gamma: Tensor | None) -> None:
-        """Becomes a copy of ``source``, to be decomposed with the damping ``gamma``, ``[p]``; None: without."""
+        """Becomes a copy of ``source``; ``gamma``: the damping to decompose it with, ``[p]``, or None for none."""
         for side in SIDES:
             copy_average_(self.tensors[side], source.tensors[side])
         if gamma is not None:
@@ -128,25 +128,26 @@ class Factors:
 
 @dataclass(eq=False, repr=False)
 class Block:
-    """One layer's block, and who works on it.
+    """One layer's block, and the ranks that work on it.
 
     Attributes:
         layer: The layer.
         workers: The ranks that decompose its factors, and those that precondition its gradient.
-        route: How its preconditioned gradient comes to this rank, or leaves it: the source and the members of the
-            broadcast; None if it does not travel.
-        state: What the optimizer's state holds of the layer: the tensors of its :class:`Factors` "current" (the
-            running averages; beside them its ``LEARNED`` numbers), "in_use" (what the decompositions in use were made
-            of) and, where refreshes may be spread over steps, "pending" (what a refresh in progress decomposes). Empty
-            before the first step, and as long as the weight is frozen from then on.
-        kept_by: The workers under whom the factors of the state were shared out; None before there are any.
+        route: The broadcast by which its preconditioned gradient reaches or leaves this rank, as source and members;
+            None if it does not travel.
+        state: The layer's part of the optimizer's state: the tensors of its :class:`Factors` "current" (the running
+            averages, and the ``LEARNED`` numbers), "in_use" (what the decompositions in use were made of) and, where
+            refreshes may be spread over steps, "pending" (what a refresh in progress decomposes). Empty before the
+            first step, and as long as the weight is frozen from then on.
+        kept_by: The assignment by which the factors in the state lie on the ranks; None before there are any.
         decomposed: The decompositions of A and G in use; None on ranks that do not precondition the layer, and before
             the first refresh.
         has_direction: Whether some rank has decompositions: the layer is preconditioned.
-        version: Counts the changes of its decompositions, for whoever keeps something made of them.
+        version: Counts the changes of its decompositions, so that what was computed from them can be invalidated.
         cosine: The cosine between gradient and direction in the first step that used the decompositions, 0-dim.
-        rows: The rows that all ranks saw in the last step with statistics; 0 where that was before a checkpoint.
-        unseen: The statistics steps in a row in which the weight had a gradient, but this rank has not seen the layer.
+        rows: The number of rows that all ranks saw in the last step with statistics; 0 if none has come since loading.
+        unseen: The number of statistics steps in a row in which the weight had a gradient, but this rank did not see
+            the layer.
     """
 
     layer: KroneckerLayer
@@ -173,16 +174,16 @@ class Block:
 
     @property
     def needs_room(self) -> bool:
-        """Whether its factors have or need room; those of a weight that is frozen from the first step on do not."""
+        """Whether its factors have or need storage; those of a weight that is frozen from the first step on do not."""
         return bool(self.state) or self.layer.weight.requires_grad
 
     def make_room(self, dtype: torch.dtype, rank: int, *, spreads: bool) -> None:
-        """Makes room where there is none: for factors in ``dtype`` that ``rank``, this process, is to keep.
+        """Allocates what is missing: factors in ``dtype`` that ``rank``, this process, has to keep.
 
-        ``spreads``: also for those of a spread refresh.
+        ``spreads``: whether those of a spread refresh are needed, too.
         """
         self.kept_by = self.workers
-        if len(self.state) >= 2 + spreads:  # as in all steps but the first
+        if len(self.state) >= 2 + spreads:  # in all steps but the first
             return
         device = self.layer.weight.device
         sources: tuple[Source, ...] = ("current", "in_use", "pending") if spreads else ("current", "in_use")
@@ -200,25 +201,25 @@ class Block:
                 self.state[source] = tensors
 
     def factors(self, source: Source, known: KnownSpectra | None = None) -> Factors:
-        """The factors at one of the three stages; ``known``: eigenvalues, in place of those that the block keeps."""
+        """The factors of one source; ``known`` eigenvalues take the place of those that the block has noted."""
         known = known or (self._known_spectra if source == "in_use" else None)
         return Factors(self.layer, self.state[source], known)
 
     def has_data(self, source: Source = "current") -> bool:
-        """Whether both factors at one of the stages have seen something."""
+        """Whether both factors of a source have seen something."""
         return bool(self.state) and self.factors(source).has_data
 
     @property
     def reach(self) -> float:
-        """The share of the stretch along flat directions that its steps get, learned (:mod:`~.reach`)."""
-        learned = self.state.get("current")  # asked for in every step
+        """The learned share of the stretch along flat directions that its steps get (:mod:`~.reach`)."""
+        learned = self.state.get("current")
         if learned is None:
             return LEARNED["reach"].start
         reach = float(learned["reach"])
         return min(reach, LEARNED["reach"].start) if learned["changes"] == CONSTRAINED else reach
 
     def set_reach(self, value: float) -> None:
-        """Sets the reach to what has been learned."""
+        """Sets the reach to a newly learned value."""
         self.state["current"]["reach"] = value
 
     @property
@@ -233,11 +234,11 @@ class Block:
 
     @property
     def changes(self) -> int:
-        """Comparisons in a row that found its weights changed between steps (:mod:`~.constraints`)."""
+        """How many comparisons in a row have found its weights changed between steps (:mod:`~.constraints`)."""
         return int(self.state["current"]["changes"]) if self.state else 0
 
     def note_comparison(self, *, changed: bool) -> None:
-        """Counts one more comparison; the count stays once the layer counts as constrained."""
+        """Counts one more comparison; once the layer counts as constrained it stays so."""
         if not self.is_constrained:
             self.state["current"]["changes"] = self.changes + 1 if changed else 0
 
@@ -251,12 +252,12 @@ class Block:
         self.state = state
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether factors are of this layer's shapes: not those from before it was narrowed, or had a bias."""
+        """Whether factors have this layer's shapes: not if they are older than a change of its width or bias."""
         sides = list(zip(SIDES, self.specs, strict=True))
         return not any(spec.problem(tensors.get(s), kept=False) for tensors in state.values() for s, spec in sides)
 
     def take_layer(self, layer: KroneckerLayer) -> bool:
-        """Becomes the block of a layer that was found anew, if its factors fit; returns whether they do."""
+        """Becomes the block of a layer that a new search has found, if its factors fit; returns whether they do."""
         same = type(layer) is type(self.layer) and set(layer.parameters) == set(self.layer.parameters)
         if not same or layer.specs != self.specs:
             return False
@@ -271,7 +272,7 @@ class Block:
         return all("value" in tensors[side] for tensors in self.state.values() for side in SIDES)
 
     def take_factors(self, whole: dict[str, Any], rank: int) -> None:
-        """Takes what ``rank``, this process, is now to keep of all factors, in place."""
+        """Keeps, out of the factors in ``whole``, those that ``rank``, this process, now has to keep; in place."""
         for source, tensors in self.state.items():
             for side, name in enumerate(SIDES):
                 kept, average = self.workers.keeps(side, rank), whole[source][name]
@@ -307,15 +308,15 @@ class Block:
     def install(
         self, decomposed: tuple[Decomposition, Decomposition] | None, known: KnownSpectra | None = None
     ) -> None:
-        """Takes decompositions of the factors in use; None where other ranks precondition the layer.
+        """Starts using decompositions of the factors in use; None if only other ranks precondition the layer.
 
-        ``known``: what is known of the factors' eigenvalues.
+        ``known``: the known eigenvalues of these factors.
         """
         self.drop()
         self.decomposed, self.has_direction, self._known_spectra = decomposed, True, known
 
     def share_storage(self, decomposed: tuple[Decomposition, Decomposition]) -> None:
-        """Replaces the decompositions by equal ones that are views of a larger tensor."""
+        """Replaces the decompositions with equal ones that are views of a larger tensor."""
         self.decomposed = decomposed
 
     def drop(self) -> None:
@@ -341,7 +342,7 @@ class Block:
         if self._eigenvalues is None:
             used = self.factors("in_use")
             found = (eigenvalues(used.matrix(side)) if used.kept(side) else None for side in range(2))
-            # What fills up blocks has eigenvalues of 0, the last ones.
+            # Padding of blocks adds eigenvalues of 0, which come last.
             kept = zip(self.specs, found, strict=True)
             self._eigenvalues = tuple(None if v is None else v[: s.pairs * s.dim] for s, v in kept)
         return self._eigenvalues
@@ -354,7 +355,7 @@ class Block:
 
 
 def part_dtype(dims: int, inv_dtype: torch.dtype) -> torch.dtype:
-    """How a part of a decomposition is stored: vectors and scalars carry the magnitude."""
+    """The dtype of a part of a decomposition with ``dims`` dimensions: vectors and scalars carry the magnitude."""
     return inv_dtype if dims == 2 else torch.promote_types(inv_dtype, torch.float32)
 
 

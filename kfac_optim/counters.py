@@ -1,4 +1,4 @@
-"""Numbers that are learned and saved with the state: each named, with where it starts and how large it may be."""
+"""Numbers that are learned and saved with the state: the name, the start value and the largest value of each."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["Counted", "Counter", "moved"]
 
 
 class Counter(NamedTuple):
-    """A number of some object.
+    """A learned number, which is an attribute of some object.
 
     Attributes:
-        attribute: Its name there.
-        start: What it is before anything is learned; all its values are of that type.
-        largest: What it is at most.
+        attribute: The name of that attribute.
+        start: The value before anything is learned; all values are of its type.
+        largest: The largest value.
     """
 
     attribute: str
@@ -23,17 +23,17 @@ class Counter(NamedTuple):
     largest: float = math.inf
 
     def allows(self, value: Any, least: float = 0) -> bool:
-        """Whether a saved value can be one of its own."""
+        """Whether a saved value is a possible value of this number."""
         in_range = isinstance(value, int | float) and math.isfinite(value) and least <= value <= self.largest
         return in_range and (isinstance(self.start, float) or value == int(value))
 
     def restored(self, value: Any) -> Any:
-        """A saved value, as the number it was."""
+        """A saved value, converted back to the type of the number."""
         return type(self.start)(value)
 
 
 class Counted:
-    """An object that is known by its counters.
+    """An object whose state is in its counters.
 
     Attributes:
         COUNTERS: Its counters, by the names under which they are saved.
@@ -61,7 +61,7 @@ class Counted:
 
 
 def moved(notches: int, alignment: float, most: int, *, fall: int = 1, rise: int = 1) -> int:
-    """So many notches up or down, by the sign of an alignment, between 0 and ``most``."""
+    """Moves ``notches`` up by ``rise`` or down by ``fall``, by the sign of an alignment, between 0 and ``most``."""
     if alignment == 0:
         return notches
     return min(most, notches + rise) if alignment > 0 else max(0, notches - fall)

@@ -1,4 +1,4 @@
-"""Which of the trained parameters are preconditioned, as weight or bias of which layer, and why the others are not."""
+"""Which trained parameters are preconditioned, as the weight or bias of which layer, and why the others are not."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def parameters_of(source: nn.Module | Iterable[Any]) -> list[nn.Parameter]:
 
 
 class TrainedModel:
-    """The trained parameters, where in their model they stand, and the blocks of those that are preconditioned.
+    """The trained parameters, their places in the model, and the blocks of those that are preconditioned.
 
-    Parameters may be replaced or moved inside the model after an optimizer was built, by frameworks or by the user:
-    :meth:`follow` finds out, and goes on with those that have taken their places.
+    Parameters may be replaced or moved inside the model after an optimizer was built, by frameworks or by the user.
+    :meth:`follow` notices that, and goes on with the parameters that have taken their places.
 
     Args:
         model: The module, raw or wrapped (DDP, torch.compile), or the parameters (or parameter groups) whose owning
@@ -44,12 +44,12 @@ class TrainedModel:
         params: The parameters that are trained; None: all of the model's.
 
     Attributes:
-        model: The module without its wrapper, which may refuse to be copied (DDP in a group of its own); None if none
-            was given.
+        model: The module without its wrapper, because a wrapper may refuse to be copied (DDP in a group of its own);
+            None if none was given.
         parameters: The trained parameters, in order.
         roots: The modules that own them.
         blocks: The blocks of the preconditioned layers; empty before :meth:`find_blocks`.
-        uncovered: For every other trained parameter its name and the reason why it has no block.
+        uncovered: For every other trained parameter, its name and the reason why it has no block.
 
     Raises:
         ValueError: If a model was given that owns none of the trained parameters.
@@ -72,11 +72,11 @@ class TrainedModel:
             )
 
     def extend(self, params: Iterable[Any]) -> None:
-        """Takes more trained parameters; their blocks are found by the next :meth:`find_blocks`."""
+        """Adds trained parameters; the next :meth:`find_blocks` finds their blocks."""
         self.parameters.update(dict.fromkeys(parameters_of(params)))
 
     def find_blocks(self, config: Config, comm: Communicator) -> None:
-        """Finds the blocks of the trained parameters; known ones keep their identity.
+        """Finds the blocks of the trained parameters; those that are known already stay the same objects.
 
         Args:
             config: The options that decide what a layer is.
@@ -144,7 +144,7 @@ class TrainedModel:
         return {p for block in self.blocks for p in block.layer.parameters}
 
     def reaches(self) -> dict[nn.Parameter, float]:
-        """The share of the stretch that each parameter gets: its layer's, the first one's where several share it."""
+        """The share of the stretch that each parameter gets: that of its layer, or of the first layer that has it."""
         return {p: block.reach for block in reversed(self.blocks) for p in block.layer.parameters}
 
     def weights_with_directions(self) -> set[nn.Parameter]:
@@ -153,31 +153,32 @@ class TrainedModel:
 
     @property
     def is_intact(self) -> bool:
-        """Whether all layers and their parameters are where they were."""
+        """Whether all layers and their parameters are still in their places."""
         return self._whereabouts.are_unchanged
 
     def present_parameters(self) -> list[nn.Parameter]:
-        """The trained parameters, with those that have taken the place of others in a layer."""
+        """The trained parameters; one that was replaced in its layer is represented by its successor there."""
         own, now = self._owned(), self._whereabouts.successors()
         present = (p if p in own else now.get(p, p) for p in self.parameters)
         return [p for p in present if p is not None]
 
     def follow(self, stepped: Sequence[nn.Parameter], *, first: bool) -> bool:
-        """Goes on with the parameters that an optimizer steps on, if others have taken the place of theirs.
+        """Goes on with the parameters that an optimizer steps on, if they have taken the place of the known ones.
 
         Args:
             stepped: The parameters that the optimizer steps on.
-            first: Whether it has taken no step yet, and frameworks may have replaced the parameters of both.
+            first: Whether it has taken no step yet: a framework may then have replaced the parameters of the model and
+                of the optimizer.
 
         Returns:
-            Whether the layers may be others now, so that :meth:`find_blocks` has to look anew.
+            Whether the layers may have changed, so that :meth:`find_blocks` has to be called again.
 
         Raises:
-            RuntimeError: If the parameters are no weights of the model, or no matrices any more, or those of a layer
-                have been replaced in the model alone.
+            RuntimeError: If the parameters are not weights of the model, or are no longer matrices, or those of a layer
+                have been replaced in the model but not in the optimizer.
         """
         known, whole = all(p in self.parameters for p in stepped), self.is_intact or self._whereabouts.accept_moves()
-        # Fewer: groups were taken out of the optimizer, for good unless they are back within some steps.
+        # With fewer parameters, groups were taken out of the optimizer: for good, unless they return within some steps.
         self._fewer = self._fewer + 1 if len(stepped) < len(self.parameters) else 0
         known = known and self._fewer < UNSEEN_STEPS
         if known and whole and not first:
@@ -199,7 +200,7 @@ class TrainedModel:
         return not (whole and known) and not new
 
     def warn_of_declined(self, before: Iterable[Block]) -> None:
-        """Warns of layers that there were before and that are declined now, whose parameters were changed since."""
+        """Warns of layers that had a block before and are declined now, because their parameters were changed."""
         names = {block.layer.name for block in self.blocks}
         left = [block.layer for block in before if block not in self.blocks and block.layer.weight in self.parameters]
         declined = {f"{x.name!r} ({type(x.modules[0]).__name__})" for x in left if x.name not in names}
@@ -212,7 +213,7 @@ class TrainedModel:
             )
 
     def _owned(self) -> set[nn.Parameter]:
-        """The parameters that the model has now."""
+        """The parameters that the modules have now."""
         return {p for root in self.roots for p in root.parameters()}
 
     def _note_whereabouts(self) -> None:
@@ -220,23 +221,23 @@ class TrainedModel:
         self._whereabouts = Whereabouts(self.roots, [block.layer for block in self.blocks], computed)
 
     def _lost_to_strangers(self, stepped: Sequence[nn.Parameter]) -> bool:
-        """Whether weights of layers may be in other tensors now, which no module owns (flat partitions).
+        """Whether weights of layers may have moved into new tensors that no module owns (flat partitions).
 
-        Other tensors than weights come and go as the loop likes: points of a scene that are split and pruned.
+        Tensors that are not weights of layers may come and go: the points of a scene that are split and pruned.
         """
         now, stepping, own = self._whereabouts.successors(), set(stepped), self._owned()
         strangers = any(p not in self.parameters and p not in own for p in stepping)
         return strangers and any(p not in stepping and now.get(p, p) not in stepping for p in self.covered())
 
     def _replacements(self, stepped: Sequence[nn.Parameter]) -> Mapping[nn.Parameter, nn.Parameter]:
-        """The parameters that a framework has put in the place of the trained ones, in the same order.
+        """The parameters with which a framework has replaced the trained ones, which have the same order.
 
         Frameworks that shard a model after the optimizer was built may replace the parameters of both before the first
         step (Accelerate does so for FSDP2).
 
         Returns:
-            New parameters by old ones; empty if none were replaced, or not all by weights of the model of the same
-            shape.
+            The new parameters by the old ones; empty if none were replaced, or some not by a weight of the model that
+            has the same shape.
         """
         replaced = any(p not in self.parameters for p in stepped) and len(stepped) == len(self.parameters)
         if not (replaced and self._owned().issuperset(stepped)):
@@ -245,7 +246,7 @@ class TrainedModel:
         return pairs if all(old.shape == new.shape for old, new in pairs.items()) else {}
 
     def _check(self, stepped: Sequence[nn.Parameter]) -> None:
-        """Raises RuntimeError unless the parameters that an optimizer steps on are still the model's own matrices."""
+        """Raises RuntimeError unless the optimizer steps on the model's own parameters, and weights are matrices."""
         own, stepping = self._owned(), set(stepped)
         if any(p not in self.parameters for p in stepped):
             raise RuntimeError(
@@ -267,7 +268,7 @@ class TrainedModel:
                 "FullyShardedDataParallel (FSDP1): shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
         gone, there = stepping - own, {module for root in self.roots for module in root.modules()}
-        layers = [block.layer for block in blocks if not there.isdisjoint(block.layer.modules)]  # others were taken out
+        layers = [block.layer for block in blocks if not there.isdisjoint(block.layer.modules)]  # still in the model
         lost = [layer.name for layer in layers if own and any(p in gone for p in layer.parameters)]
         if lost:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""CUDA graphs: a recording repeats kernels, but not the Python code that the hooks and the step consist of."""
+"""CUDA graphs are refused: a recording repeats kernels, but not the Python code of the hooks and of the step."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Factors that one rank alone keeps: what the other ranks have to know of them, and how they move.
+"""Factors that one rank alone keeps: what the other ranks have to know about them, and how they move.
 
-A strategy may share the factors out (``factors="sharded"`` or ``"local"``, ``distributed/assignment.py``).
-Every rank then still knows how much each running average has seen (``weight``), of each snapshot the damping, and how
-large its eigenvalues are; the factor itself stands on its inverse worker, which decomposes it. It moves when other
-ranks take over layers, and comes to all ranks for a whole state.
+A strategy may share the factors out (``factors="sharded"`` or ``"local"``, ``distributed/assignment.py``). The factor
+itself is then kept by its inverse worker, which decomposes it. Every rank still knows how much each running average has
+seen (``weight``), and the damping and the mean and largest eigenvalues of each snapshot. A factor moves when another
+rank takes over its layer, and is sent to all ranks for a whole state.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ __all__ = ["shared_spectra", "decomposed_spectra", "move_factors", "on_cpu", "re
 def shared_spectra(
     blocks: Sequence[Block], source: Source, comm: Communicator, *, largest: bool = True
 ) -> dict[Block, KnownSpectra]:
-    """How large the eigenvalues of factors are that are shared out (a collective if there are such factors).
+    """The mean and largest eigenvalues of factors that are shared out (a collective if there are such factors).
 
     Args:
         blocks: The same on all ranks; those whose factors every rank keeps are left out of the result.
-        source: Which factors.
+        source: Which of the blocks' factors to look at.
         comm: The ranks.
-        largest: Whether the largest eigenvalues are wanted as well as the means: some 32 products of each factor with
-            a vector.
+        largest: Whether to compute the largest eigenvalues, too, by some 32 products of each factor with a vector.
 
     Returns:
-        Mean and, if wanted, largest eigenvalues by block, the same on all ranks.
+        The mean and, if wanted, largest eigenvalues by block, the same on all ranks.
     """
     shared = [block for block in blocks if comm.world_size > 1 and block.workers.shares_factors]
     own = []
@@ -63,18 +62,18 @@ def decomposed_spectra(
     inv_dtype: torch.dtype,
     comm: Communicator,
 ) -> dict[Block, KnownSpectra]:
-    """As :func:`shared_spectra`, for all blocks; the largest eigenvalues are those of decompositions (a collective).
+    """As :func:`shared_spectra`, but the largest eigenvalues come from decompositions, for all blocks (a collective).
 
     Args:
-        blocks: Those that were decomposed, the same on all ranks.
-        source: Which factors were.
-        found: The decomposition of A (0) or G (1) of a block; None where another rank made it.
-        solver: What made it.
-        inv_dtype: Storage of the decompositions.
+        blocks: The blocks that were decomposed, the same on all ranks.
+        source: Which of their factors were decomposed.
+        found: Returns the decomposition of A (0) or G (1) of a block; None if another rank made it.
+        solver: The solver that made it.
+        inv_dtype: The dtype of stored decompositions.
         comm: The ranks.
 
     Returns:
-        Largest eigenvalues by block; means, too, of those whose factors are shared out.
+        By block, the largest eigenvalues and, if its factors are shared out, the means.
     """
     own, dtype = [], part_dtype(1, inv_dtype)
     for block, side in itertools.product(blocks, range(2)):
@@ -90,11 +89,11 @@ def decomposed_spectra(
 
 
 def whole_state(block: Block, dtype: torch.dtype, comm: Communicator) -> dict[str, Any]:
-    """A layer's state with the factors that are on other ranks (a collective).
+    """A layer's state including the factors that other ranks keep (a collective).
 
     Args:
-        block: The layer's block, which is not changed; the result holds its own tensors, not copies.
-        dtype: Storage of the factors.
+        block: The layer's block, which is not changed; the result holds the block's tensors, not copies of them.
+        dtype: The dtype of stored factors.
         comm: The ranks.
     """
     whole: dict[str, Any] = {source: dict(tensors) for source, tensors in block.state.items()}
@@ -116,7 +115,7 @@ def whole_state(block: Block, dtype: torch.dtype, comm: Communicator) -> dict[st
 
 
 def move_factors(blocks: Sequence[Block], dtype: torch.dtype, comm: Communicator) -> None:
-    """Brings factors to the ranks that are now to keep them (a collective), layer by layer; see :func:`whole_state`."""
+    """Moves factors, layer by layer, to the ranks that now have to keep them (a collective)."""
     for block in blocks:
         before, now = block.kept_by, block.workers
         if block.state and before is not None and any(before.owner(side) != now.owner(side) for side in range(2)):
@@ -124,7 +123,7 @@ def move_factors(blocks: Sequence[Block], dtype: torch.dtype, comm: Communicator
 
 
 def refuse_to_move(blocks: Sequence[Block], comm: Communicator) -> None:
-    """Raises RuntimeError if the blocks have only one rank's part of the factors; ``comm``: the ranks it was of."""
+    """Raises RuntimeError if the blocks have only one rank's part of the factors; ``comm``: the ranks that had all."""
     if not all(block.has_all_factors for block in blocks):
         raise RuntimeError(
             f"this engine has only the factors of rank {comm.rank} of {comm.world_size}, as its strategy shares them "
@@ -133,7 +132,7 @@ def refuse_to_move(blocks: Sequence[Block], comm: Communicator) -> None:
 
 
 def on_cpu(value: Any) -> Any:
-    """Nested dicts with their tensors on the CPU."""
+    """Nested dicts with all tensors moved to the CPU."""
     if isinstance(value, Mapping):
         return {key: on_cpu(inner) for key, inner in value.items()}
     return value.cpu() if isinstance(value, torch.Tensor) else value

@@ -2,8 +2,8 @@
 
 A factor is a stack of ``p`` symmetric matrices (one per Kronecker pair; ``p = 1`` except for grouped layers) of which
 one triangle is stored: ``[p, n (n + 1) / 2]``, or ``[p, n]`` for a diagonal factor. This halves memory, state and
-traffic. Of a factor that is kept block-diagonal the ``b`` blocks are such matrices, ``p b`` in all, so that whatever
-packs, sends or decomposes matrices need not know. How the running averages are updated is in ``averages.py``.
+traffic. If a factor is kept block-diagonal, its ``b`` blocks are such matrices, ``p b`` in all, so that code that
+packs, sends or decomposes matrices need not know of blocks. ``averages.py`` updates the running averages.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def pack(matrix: Tensor) -> Tensor:
     """Packs one triangle of symmetric matrices ``[..., n, n]`` into ``[..., n (n + 1) / 2]``.
 
     Rectangular full packed format (Gustavson et al. 2010, LAPACK Working Note 199): the triangle of the trailing half
-    is folded into the empty corner beside the leading half. Packing is then two block copies, an operation each, and
-    needs no index. The lower triangle of a 4 x 4 matrix becomes::
+    is folded into the empty corner beside the leading half. Packing then takes two block copies, each a single
+    operation, and no index. The lower triangle of a 4 x 4 matrix becomes::
 
         a00                      a22 a32
         a10 a11                  a00 a33
@@ -68,7 +68,7 @@ def _rectangle(n: int) -> tuple[int, int, int]:
 
 @functools.lru_cache(maxsize=64)
 def _upper(n: int, device: torch.device) -> Tensor:
-    """The upper triangle of an ``n x n`` matrix, as booleans: an eighth of the bytes of the factor that it packs."""
+    """The mask of the upper triangle of an ``n x n`` matrix; it takes an eighth of the bytes of the packed factor."""
     return torch.ones(n, n, dtype=torch.bool, device=device).triu()
 
 
@@ -81,7 +81,7 @@ class FactorSpec:
         dim: Their dimension n.
         diagonal: Whether only their diagonals are kept.
         blocks: The number b of equal blocks along the diagonal that are kept of each matrix; 1: all of it. Zeros fill
-            up the last one where b does not divide n.
+            up the last block if b does not divide n.
     """
 
     pairs: int
@@ -96,7 +96,7 @@ class FactorSpec:
 
     @property
     def size(self) -> int:
-        """How many rows m each has, ``n / b`` rounded up."""
+        """How many rows m each stored matrix has, ``n / b`` rounded up."""
         return -(-self.dim // self.blocks)
 
     @property
@@ -123,14 +123,14 @@ class FactorSpec:
         return of_blocks if self.blocks == 1 else of_blocks.unflatten(0, (self.pairs, self.blocks)).amax(1)
 
     def empty(self, dtype: torch.dtype, device: torch.device, *, kept: bool = True) -> dict[str, Tensor]:
-        """A running average that has seen nothing yet; ``kept``: here, else another rank keeps it.
+        """A running average that has seen nothing yet; ``kept``: whether this rank keeps it, rather than another one.
 
         Returns:
             ``value``: the factor, packed. ``weight``: the decayed count of the rows or terms in it; ``trace``: the
-            factor's; both 0-dim, float64, on the CPU so that reading them never waits for a device. In float16 also
-            ``scale``: the largest entry of each matrix, ``[p b, 1]``, by which ``value`` is divided, because second
-            moments of gradients lie below float16's range. Of an average that another rank keeps weight and trace
-            alone.
+            factor's trace; both 0-dim, float64, on the CPU so that reading them never waits for a device. In float16
+            also ``scale``: the largest entry of each matrix, ``[p b, 1]``, by which ``value`` is divided, because
+            second moments of gradients lie below float16's range. If another rank keeps the average, there are only
+            ``weight`` and ``trace``.
         """
         average = {name: torch.zeros((), dtype=torch.float64) for name in _NUMBERS}
         if not kept:
@@ -153,7 +153,7 @@ class FactorSpec:
         return packed if self.diagonal else unpack(packed, self.size)
 
     def diagonals(self, packed: Tensor) -> list[Tensor]:
-        """The diagonals of a packed factor, in parts, as views: of matrices in the two halves of :func:`pack`."""
+        """The diagonals of a packed factor, as views: one, or two for the two halves that :func:`pack` makes."""
         if self.diagonal:
             return [packed]
         _, cols, first_row = _rectangle(self.size)
@@ -170,7 +170,7 @@ class FactorSpec:
         return diagonal.mean(-1) if self.blocks == 1 else diagonal.view(self.pairs, -1).sum(-1) / self.dim
 
     def problem(self, average: object, *, kept: bool) -> str:
-        """Why a loaded object is no running average of this shape, as the end of a sentence; empty if it is one.
+        """What is wrong with a loaded running average, as the end of a sentence; empty if it has this shape.
 
         ``kept``: see :meth:`empty`.
         """
@@ -192,8 +192,8 @@ class FactorSpec:
                 return f"has a {name} of {number}"
         if not all(isinstance(t, Tensor) and bool(t.isfinite().all()) for t in known.values()):
             return "is not finite"
-        # Torch's full_state_dict=True fills up the part of a rank with the zeros that a fresh optimizer has.
-        least = 0.0 if value is None else torch.finfo(value.dtype).tiny * self.packed_numel  # what rounding may make 0
+        # Torch's full_state_dict=True fills in what is not on this rank with the zeros of a fresh optimizer.
+        least = 0.0 if value is None else torch.finfo(value.dtype).tiny * self.packed_numel  # less may round to 0
         if kept and float(numbers["trace"]) > least and not bool(value.any()):  # type: ignore[union-attr]
             return _ELSEWHERE
         return ""
@@ -215,21 +215,21 @@ def write_(average: dict[str, Tensor], value: Tensor) -> None:
 
 
 def numbers_of(average: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What of a running average every rank keeps."""
+    """The part of a running average that every rank keeps: its weight and its trace."""
     return {name: average[name] for name in _NUMBERS}
 
 
 def copy_average_(target: dict[str, Tensor], source: Mapping[str, Tensor]) -> None:
-    """Copies a running average into another one of the same shape, in place: bit for bit where both have one dtype.
+    """Copies a running average into another one of the same shape, in place; bit for bit if both have the same dtype.
 
-    Of an average that another rank keeps its numbers alone.
+    If another rank keeps the target, only weight and trace are copied.
     """
     for name in _NUMBERS:
         target[name] = source[name].detach().to(target[name], copy=True)
     if "value" not in target:
         return
     if target["value"].dtype is not source["value"].dtype:
-        write_(target, read(source))  # float16 has a scale, which no other dtype has
+        write_(target, read(source))  # only float16 has a scale
         return
     for key in target.keys() - set(_NUMBERS):
         target[key].copy_(source[key])

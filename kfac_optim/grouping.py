@@ -1,4 +1,4 @@
-"""What is decomposed, copied or sent at once: items of one kind together, up to a size; jobs evenly over workers."""
+"""Groups items of one kind, up to a size, to decompose, copy or send them at once; distributes jobs over workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TypeVar
 
 __all__ = ["SMALL_NUMEL", "grouped_by_key", "longest_first"]
 
-SMALL_NUMEL = 2**12  # on the CPU tensors of so few numbers are copied side by side: an operation takes longer than that
+# On a CPU, tensors of at most this many numbers are copied side by side, which takes less time than an operation each.
+SMALL_NUMEL = 2**12
 
 Item = TypeVar("Item")
 
@@ -16,9 +17,9 @@ Item = TypeVar("Item")
 def grouped_by_key(
     items: Iterable[Item], key: Callable[[Item], Hashable], size: Callable[[Item], float], limit: float
 ) -> list[list[Item]]:
-    """Items of one key together, in their order, as long as their sizes add up to ``limit`` at most.
+    """Batches of items with the same key, in their order, whose sizes add up to at most ``limit``.
 
-    An item that exceeds the limit alone is a batch of its own.
+    An item that exceeds the limit is a batch of its own.
     """
     found: list[list[Item]] = []
     latest: dict[Hashable, tuple[list[Item], float]] = {}
@@ -34,7 +35,7 @@ def grouped_by_key(
 
 
 def longest_first(costs: Sequence[float], workers: Iterable[int]) -> list[int]:
-    """Distributes jobs greedily (longest processing time): the dearest first, each to the least loaded worker.
+    """Distributes jobs greedily (longest processing time): the costliest first, each to the least loaded worker.
 
     Args:
         costs: Cost of each job.

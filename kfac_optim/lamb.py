@@ -26,10 +26,10 @@ class MultiTensorLamb(torch_optimizer.Lamb):
             if any(p.grad.is_sparse for p in params):
                 raise RuntimeError("Lamb does not support sparse gradients, please consider SparseAdam instead")
             alike: dict[Hashable, list[Tensor]] = {}
-            for p in params:  # multi-tensor operations take no mixture of types, nor do norms of shards one of meshes
+            for p in params:  # multi-tensor operations take no mixture of types, nor norms of shards one of meshes
                 alike.setdefault((type(p), p.device, mesh_of(p)), []).append(p)
-            for of_one_kind in alike.values():
-                self._update(of_one_kind, group)
+            for same_kind in alike.values():
+                self._update(same_kind, group)
         return loss
 
     @torch.no_grad()
@@ -64,20 +64,20 @@ class MultiTensorLamb(torch_optimizer.Lamb):
 
 
 def _whole(norms: Tensor) -> Tensor:
-    """Norms of sharded tensors, added up (a collective): the state cannot be saved with the ranks' parts of them."""
+    """Norms of sharded tensors, added up over ranks (a collective): the state cannot be saved with parts of norms."""
     sum_up: Callable[[], Tensor] | None = getattr(norms, "full_tensor", None)
     return norms if sum_up is None else sum_up()
 
 
 def _times_own(tensors: Sequence[Tensor], factors: Tensor) -> tuple[Tensor, ...]:
-    """Each tensor times its own factor, in place or not; vectors of one length side by side.
+    """Each tensor times its own factor, in place or not; vectors of the same length are multiplied together.
 
-    A multi-tensor operation with factors that are on the device launches a kernel for each tensor, and two of three
-    tensors of a transformer are vectors.
+    A multi-tensor operation with factors on the device launches a kernel for each tensor, and two of three tensors of
+    a transformer are vectors.
     """
     found, alike = list(tensors), dict[Hashable, list[int]]()
     for i, tensor in enumerate(tensors):
-        # Not shards: they take a number for one of all ranks, but no vector of them.
+        # Not shards: they can be multiplied by a plain number that all ranks have, but not by a vector of numbers.
         is_vector = tensor.dim() == 1 and tensor.dtype is factors.dtype and not hasattr(tensor, "full_tensor")
         alike.setdefault((len(tensor), tensor.device) if is_vector else i, []).append(i)
     apart = factors.unbind()
@@ -92,6 +92,6 @@ def _times_own(tensors: Sequence[Tensor], factors: Tensor) -> tuple[Tensor, ...]
 
 
 def debiasing(optimizer: torch_optimizer.Lamb, group: Mapping[str, Any], state: Mapping[str, Any]) -> float:
-    """By what LAMB multiplies the update of a parameter to debias its moments."""
+    """The factor by which LAMB multiplies the update of a parameter to debias its moments."""
     (beta1, beta2), t = group["betas"], state["step"]
     return math.sqrt(1 - beta2**t) / (1 - beta1**t) if optimizer.debias else 1.0

@@ -6,7 +6,7 @@ With outputs z, output changes ``u_i = J v_i`` and the gradient ``g = dL/dz``, a
     L(z') - L(z)  =  1/M sum_m KL(p_z | p_z') + <g, z' - z>           exact, if L is the negative log likelihood
 
 ``J v`` comes from one evaluation of the model at weights that are a little further along v. Only a part of the examples
-is evaluated; what is linear in the step is known exactly, from the gradient, and replaced by that.
+is evaluated. The part of the change that is linear in the step is taken from the gradient, which gives it exactly.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .quadratic import QuadraticModel
 
 __all__ = ["Objective"]
 
-# Differences are taken over this share of the last update's length; over that of the weights' before there is one, and
-# not over so little of it that nothing but rounding would be left.
+# How far the weights move for a difference of outputs: this share of the last update's length or, before there is one,
+# of the weights'. A step below the smallest share of the weights' length would leave nothing but rounding errors.
 _STEP, _FIRST_STEP, _SMALLEST_STEP = 0.03, 1e-4, 1e-5
 
-_TOLERANCE = 0.2  # of a slope, relative; differences of outputs have an error of some per cent
+_TOLERANCE = 0.2  # the relative error allowed in a slope; differences of outputs have an error of some per cent
 
 _NOT_CANONICAL = (
     "KFAC needs the loss to be the mean negative log likelihood of the output distribution, here {}, because it "
@@ -44,12 +44,12 @@ _UNSEEN = (
 
 
 class Objective:
-    """A loss that is evaluated at other weights; the weights are moved to do so.
+    """A loss that is evaluated at other weights, by moving the weights there.
 
     Args:
         parameters: The weights.
         gradients: The gradient of the loss with respect to each of them.
-        parts: The examples of this rank that are looked at.
+        parts: The examples of this rank that are evaluated.
         terms: M, the number of loss terms on this rank.
         fisher: The output distribution.
         comm: The ranks.
@@ -67,7 +67,7 @@ class Objective:
         self.parameters: list[Tensor] = list(parameters)
         self.gradients, self.parts = list(gradients), list(parts)
         self.fisher, self.comm = fisher, comm
-        self._share = 1 / comm.world_size if comm.average_gradients else 1.0  # of this rank's loss in the whole
+        self._share = 1 / comm.world_size if comm.average_gradients else 1.0  # the weight of this rank's loss
         self._terms = max(1, terms)
         self._weights = [p.detach().clone() for p in parameters]
         self._directions: list[Sequence[Tensor]] = []
@@ -77,11 +77,11 @@ class Objective:
 
     @torch.no_grad()
     def model(self, directions: Sequence[Sequence[Tensor]], last_update: Sequence[Tensor] | None) -> QuadraticModel:
-        """The quadratic model along some directions (a collective), which :meth:`change` refers to from then on.
+        """The quadratic model along some directions (a collective); later calls of :meth:`change` refer to it.
 
         Args:
             directions: The directions.
-            last_update: One more direction, the last; None before the first update.
+            last_update: One more direction, which comes last; None before the first update.
 
         Raises:
             RuntimeError: On all ranks, if there is a gradient, but no part on any rank.
@@ -113,7 +113,7 @@ class Objective:
 
     @torch.no_grad()
     def place(self, coefficients: Tensor) -> list[Tensor]:
-        """Adds the sum of the directions with these coefficients, ``[k]``, to the weights as they were; returns it."""
+        """Moves the weights by the sum of the directions with these coefficients, ``[k]``; returns that sum."""
         first, *others = coefficients.tolist()
         total = list(torch._foreach_mul(list(self._directions[0]), first))
         for v, c in zip(self._directions[1:], others, strict=True):
@@ -128,10 +128,7 @@ class Objective:
 
     @torch.no_grad()
     def change(self, coefficients: Tensor) -> float:
-        """By how much the loss has changed at these coefficients, where :meth:`place` has put the weights.
-
-        A collective.
-        """
+        """How much the loss has changed at these coefficients, where :meth:`place` put the weights (a collective)."""
         assert self._model is not None
 
         def curved(part: Part, n: int) -> Tensor:
@@ -142,12 +139,12 @@ class Objective:
         return float(self._model.slopes @ coefficients + self._sum([self._over_parts(curved)])[0])
 
     def total(self, change: float) -> float:
-        """The change of the whole loss, of which this is the one of this rank's loss (a collective)."""
+        """The change of the whole loss, given that of this rank's loss (a collective)."""
         return float(self._sum([torch.tensor(change * self._share, dtype=torch.float64)])[0])
 
     @torch.no_grad()
     def check(self) -> None:
-        """Raises RuntimeError unless the loss can be the negative log likelihood of the outputs that were seen.
+        """Raises RuntimeError unless the loss can be the negative log likelihood of the outputs seen so far.
 
         A collective, after :meth:`model`; the parts must hold all examples.
         """
@@ -169,7 +166,7 @@ class Objective:
         torch._foreach_add_(self.parameters, tuple(offset))
 
     def _output_changes(self, v: Sequence[Tensor], step: Tensor) -> list[Tensor]:
-        """``J v`` of every part, from so many times v; leaves the weights there."""
+        """``J v`` of every part, from a step of ``step`` times v; leaves the weights there."""
         self._move(torch._foreach_mul(list(v), step))
         return [(part.evaluate() - part.output) / step for part in self.parts]
 
@@ -182,12 +179,12 @@ class Objective:
         return self._over_parts(lambda part, n: (part.gradient * self._changes[i][n]).sum())
 
     def _over_parts(self, value: Callable[[Part, int], Tensor]) -> Tensor:
-        """This rank's share of what the parts give for all the examples that they stand for, 0-dim."""
+        """This rank's share of the sum of a value over all examples that the parts stand for, 0-dim."""
         values = [value(part, n) * (part.weight * self._share) for n, part in enumerate(self.parts)]
         return torch.stack(values).sum() if values else torch.zeros(())
 
     def _sum(self, numbers: Sequence[Tensor]) -> Tensor:
-        """The sums over all ranks of 0-dim tensors, ``[n]``, in float64 on the CPU; the sync."""
+        """The sums over all ranks of 0-dim tensors, ``[n]``, in float64 on the CPU; this waits for the device."""
         flat = torch.stack([number.to(numbers[0].device) for number in numbers]).cpu().double()
         (total,) = self.comm.sum([flat], "counts")
         return total
@@ -200,7 +197,7 @@ def _dot(u: Sequence[Tensor], v: Sequence[Tensor]) -> Tensor:
 
 
 def _symmetric(entries: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
-    """The symmetric matrix with these entries at these places."""
+    """The symmetric matrix with these entries at these pairs of indices."""
     size = pairs[-1][0] + 1
     matrix = entries.new_zeros(size, size)
     for entry, (i, j) in zip(entries, pairs, strict=True):

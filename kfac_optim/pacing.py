@@ -1,9 +1,10 @@
-"""How often factors are decomposed: a schedule, and where asked for, what that costs beside training itself.
+"""How often factors are decomposed: by a schedule and, on request, by what a refresh costs compared with training.
 
-Decompositions grow with the cube of a factor's size, passes with its rows. On wide layers and small batches a refresh
-takes as long as hundreds of steps. A schedule with ``most_work`` (:class:`~kfac_optim.growing`) waits for so many
-steps that this does not matter. What is compared is a count of multiply-adds, of shapes and rows alone, once the first
-statistics are known: it is the same on every rank and in every run, whatever else a machine does.
+The cost of a decomposition grows with the cube of a factor's size, that of forward and backward passes with the number
+of rows. With wide layers and small batches a refresh takes as long as hundreds of steps. A schedule with ``most_work``
+(:class:`~kfac_optim.growing`) waits until there have been enough steps for this not to matter. The costs that it
+compares are counts of multiply-adds. They follow from shapes and from the rows of the first statistics, and so they are
+the same on every rank and in every run, whatever else a machine does.
 """
 
 from __future__ import annotations
@@ -18,31 +19,31 @@ from .schedules import due, growing
 
 __all__ = ["Pace"]
 
-# What an eigendecomposition of n rows takes, in multiply-adds of products of n^3. On CPUs measured at 256 and 512 rows
-# (13 and 8); on GPUs, whose eigendecompositions are mostly sequential, on an H200 in steps under bf16 autocast of a
-# ResNet-50 (78) and of a GPT-small (134).
+# The cost of an eigendecomposition of n rows, in multiples of the n^3 multiply-adds of a product. On CPUs it was
+# measured at 256 and 512 rows (13 and 8); on GPUs, whose eigendecompositions are mostly sequential, on an H200 in steps
+# under bf16 autocast of a ResNet-50 (78) and of a GPT-small (134).
 _DECOMPOSITION = {"cpu": 10.0, "cuda": 100.0}
-_PASSES = 3.0  # products of a layer in a forward and a backward pass
-_PER_WEIGHT = 300.0  # what reading and writing a weight some 15 times in a step takes, in multiply-adds
-_WORTH_WAITING = 10  # the first refresh is at once, unless this many intervals of the schedule are too short for it
+_PASSES = 3.0  # the matrix products of a layer in a forward and a backward pass
+_PER_WEIGHT = 300.0  # the cost, in multiply-adds, of reading and writing a weight some 15 times in a step
+_WORTH_WAITING = 10  # the first refresh waits only if its work demands more steps than this many intervals have
 
 
 class Pace(Counted):
     """When a refresh is due.
 
     Attributes:
-        work: What a refresh takes, in steps of training; 0: not known yet.
+        work: The cost of a refresh, in steps of training; 0: not known yet.
     """
 
     COUNTERS: ClassVar[Mapping[str, Counter]] = {"refresh_work": Counter("work", 0)}
     work: int
 
     def measure(self, blocks: Iterable[Block], fraction: float, world_size: int) -> None:
-        """Notes the work of a refresh, the first time that it is called and after :meth:`forget`.
+        """Computes the work of a refresh, unless it is known.
 
         Args:
-            blocks: Those whose factors have data, of all ranks (local factors: of one rank).
-            fraction: The share of the examples that is in the data.
+            blocks: The blocks whose factors have data, from all ranks (local factors: from one rank).
+            fraction: The share of the examples that statistics are collected from.
             world_size: The number of ranks, which share the work.
         """
         if self.work:
@@ -53,7 +54,7 @@ class Pace(Counted):
             ranks = 1 if block.workers.factors == "local" else world_size
             seen = block.rows or float(block.state["current"]["A"]["weight"])
             rows = seen / ranks / fraction
-            inputs = 1 if block.specs[0].diagonal else layer.d_in  # of embeddings one row is looked up
+            inputs = 1 if block.specs[0].diagonal else layer.d_in  # an embedding looks one row up
             numel = layer.pairs * layer.d_out
             passes += _PASSES * rows * inputs * numel + _PER_WEIGHT * layer.d_in * numel
             cost = _DECOMPOSITION.get(layer.weight.device.type, _DECOMPOSITION["cuda"])
@@ -61,7 +62,7 @@ class Pace(Counted):
         self.work = max(1, round(decompositions / passes)) if passes else 0
 
     def forget(self) -> None:
-        """Other layers train from now on: what a refresh takes is to be measured again."""
+        """Forgets the work of a refresh, because other layers train from now on."""
         self.work = 0
 
     def is_due(self, config: Config, step: int, last: int | None) -> bool:
@@ -72,11 +73,11 @@ class Pace(Counted):
         return least <= _WORTH_WAITING * config.at("inv_update_steps", 0) or step >= least
 
     def interval(self, config: Config, step: int) -> int:
-        """Steps between refreshes at ``step``: those of the schedule, or as many as their work asks for."""
+        """Steps between refreshes at ``step``: those of the schedule, or more if the work of a refresh demands it."""
         return max(int(config.at("inv_update_steps", step)), self._least(config))
 
     def _least(self, config: Config) -> int:
-        """Steps between refreshes at least; 0 where the schedule does not ask what they take."""
+        """The fewest steps between refreshes that their work allows; 0 if the schedule has no ``most_work``."""
         schedule = config.inv_update_steps
         most_work = schedule.most_work if isinstance(schedule, growing) else None
         return 0 if most_work is None else int(self.work / most_work)

@@ -1,4 +1,4 @@
-"""The ranks of a run: who works on what, and whether all of them still have the same engine."""
+"""The ranks of a run: which of them work on which layers, and whether all still have the same engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Ranks:
 
     Attributes:
         comm: Their communicator.
-        work: Who decomposes and who preconditions what; known after :meth:`share_out`.
+        work: Which ranks decompose and precondition which layers; known after :meth:`share_out`.
     """
 
     work: Assignment
@@ -41,18 +41,18 @@ class Ranks:
         self._given = given is not None
         self.comm = make_communicator() if given is None else given
         self._groups: Sequence[tuple[int, ...]] = ()
-        self._prepared_for: Assignment | None = None  # whose groups exist
-        self._unconfirmed_skips = 0  # since the ranks last compared themselves: perhaps this rank's alone
+        self._prepared_for: Assignment | None = None  # the assignment whose groups exist
+        self._unconfirmed_skips = 0  # steps that this rank, perhaps alone, has skipped since the last comparison
 
     @property
     def alone(self) -> bool:
-        """Whether there is one rank."""
+        """Whether there is only one rank."""
         return self.comm.world_size == 1
 
     def share_out(
         self, strategy: AssignmentStrategy, blocks: Sequence[Block], solver: Solver, inv_dtype: torch.dtype
     ) -> None:
-        """Asks the strategy who decomposes and who preconditions what, and tells the blocks."""
+        """Lets the strategy assign the work to the ranks, and tells the blocks who works on them."""
         costs = []
         for block in blocks:
             a, g = block.specs
@@ -68,18 +68,18 @@ class Ranks:
         self.comm.check_groups(self._groups)
 
     def left_out(self, blocks: Iterable[Block]) -> set[int]:
-        """The blocks, by index, whose statistics only other ranks take."""
+        """The indices of the blocks for which this rank's statistics do not count."""
         workers = [block.workers for block in blocks]
         return {i for i, w in enumerate(workers) if not any(w.counts(side, self.comm.rank) for side in range(2))}
 
     def change(self, comm: Communicator, blocks: Sequence[Block]) -> bool:
-        """Goes on among other ranks.
+        """Goes on with another communicator.
 
         Returns:
-            Whether this one has another number now, or there are more or fewer of them.
+            Whether the number of this rank, or the number of ranks, has changed.
 
         Raises:
-            RuntimeError: If factors would have to move that one of the old ranks alone has.
+            RuntimeError: If it has, and some factors are only on one of the old ranks.
         """
         before, self.comm = self.comm, comm
         changed = (comm.rank, comm.world_size) != (before.rank, before.world_size)
@@ -88,18 +88,18 @@ class Ranks:
         return changed
 
     def late_communicator(self) -> Communicator | None:
-        """The ranks that torch.distributed has by now, if it was not up before and they were not given; else None."""
+        """The communicator of torch.distributed, if it was initialised late and the user gave none; else None."""
         late = make_communicator() if self.alone and not self._given else self.comm
         return None if late.world_size == self.comm.world_size else late
 
     def prepare(self, blocks: Sequence[Block], factor_dtype: torch.dtype, compare: Callable[[], None]) -> None:
-        """Makes the groups of ranks that :attr:`work` needs, and moves factors there, unless that is done.
+        """Makes the groups of ranks that :attr:`work` needs, and moves factors to their ranks (a collective).
 
-        A collective then.
+        Does nothing if that was done already.
 
         Args:
-            blocks: All there are.
-            factor_dtype: Storage of the factors.
+            blocks: All blocks.
+            factor_dtype: The dtype of stored factors.
             compare: Compares the ranks.
         """
         if not self.alone and self._prepared_for is not self.work:
@@ -117,10 +117,10 @@ class Ranks:
     def common_step(self, step: int, *, skipped: bool) -> int:
         """The number of a step, the same on ranks that have diverged.
 
-        A rank that has skipped steps that others took is behind them, and would miss their exchange. So this does not
-        count the steps taken, but those that a rank would have taken had it skipped none since the last comparison:
-        that number is the same on all ranks, and those that have diverged meet there. Where all have skipped the same
-        steps they compare themselves too early, and again when the exchange is due.
+        A rank that has skipped steps that others took is behind them, and would miss their exchange. So this counts the
+        steps that a rank would have taken, had it skipped none since the last comparison: that number is the same on
+        all ranks, so that ranks that have diverged still meet. If all have skipped the same steps, they compare
+        themselves too early, and once more when the exchange is due.
 
         Args:
             step: The number of steps that this rank has taken.
@@ -131,21 +131,21 @@ class Ranks:
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """A pickle has the numbers of the ranks alone."""
+        """A pickle keeps only this rank's number and the number of ranks."""
         ranks = LocalCommunicator(self.comm.rank, self.comm.world_size)
         return {**self.__dict__, "comm": ranks, "_prepared_for": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        """A copy is among the same ranks."""
+        """A copy has the same communicator."""
         copied = Ranks(self.comm)
         copied.__dict__.update(self.__dict__, _prepared_for=None)
         return copied
 
     def after_unpickling(self) -> Communicator:
-        """The ranks among which a pickle goes on.
+        """The communicator with which an unpickled engine goes on.
 
         Raises:
-            RuntimeError: If there are several now and it had a communicator of its own.
+            RuntimeError: If there are several ranks now and it had a communicator of its own.
         """
         comm = make_communicator()
         if comm.world_size > 1 and self._given:

@@ -1,4 +1,4 @@
-"""Which layers' shards (FSDP2) go to their gradient workers alone, and how whole vectors get there."""
+"""Which layers' FSDP2 shards go to their gradient workers alone, and how whole vectors get there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["exchanged_blocks", "gathered_vectors"]
 def exchanged_blocks(known: Sequence[Block], scaling: Scaling | None, comm: Communicator) -> set[Block]:
     """The layers whose shards go to their gradient workers alone; those of others are gathered on every rank.
 
-    That follows from how the parameters are laid out and from who works for them, so all ranks find the same.
+    This follows from the layout of the parameters and from the workers of their layers, so that all ranks agree.
     """
     sharded = any_sharded(p for block in known for p in block.layer.parameters)
     if not sharded or not traits_of(scaling).by_layer:
@@ -40,7 +40,10 @@ def exchanged_blocks(known: Sequence[Block], scaling: Scaling | None, comm: Comm
 def gathered_vectors(
     known: Sequence[Block], exchanged: Collection[Block], vectors: StepVectors, comm: Communicator
 ) -> tuple[StepVectors, ShardExchange | None]:
-    """Whole vectors and updates of what this rank works on, and how the others' get there (a collective)."""
+    """The whole vectors and updates of the parameters that this rank works on (a collective).
+
+    With them comes the exchange by which directions travel back as shards; None if no layer's shards were exchanged.
+    """
     given, updates = vectors.given, vectors.updates
     if not exchanged and not any_sharded(given):
         return vectors, None

@@ -1,8 +1,8 @@
-"""Whether training is seen: no layer is to train without curvature in silence.
+"""Notices layers that train unseen, so that none trains without curvature in silence.
 
-Layers whose modules are called by other means than their own ``__call__``, or compiled before the hooks were there,
-have gradients but show nothing. The user is told so once for each layer. If not even a call of the model was seen, the
-step raises an error.
+The hooks see nothing of a layer whose module is called other than by its ``__call__``, or was compiled before the hooks
+were there, although it has gradients. The user is warned once for each layer. If not even a call of the model was seen,
+the step raises an error.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class Sightings:
     """What this rank has seen of the model.
 
     Attributes:
-        blind: Whether no rank has seen a layer in the last step with statistics, and one says that this has gone on for
-            too long; the same on all ranks.
+        blind: Whether no rank has seen a layer in the last step with statistics, and some rank has seen none for too
+            long; the same on all ranks.
     """
 
     def __init__(self) -> None:
         self.blind = False
         self._model_seen = False  # in the last step with statistics
         self._lost = False
-        self._steps = 0  # with statistics, in a row, with gradients but no backward pass that was seen
+        self._unseen_steps = 0  # statistics steps in a row with gradients but no backward pass that was seen
         self._told: set[Block] = set()  # those that the user was warned of
 
     def lose(self) -> None:
-        """What was seen of the step that has begun is gone: layers were added, or a state was loaded, in its midst."""
+        """Notes that layers were added, or a state was loaded, amid a step: what was seen of it is lost."""
         self._lost = True
 
     def count_step(self, statistics: TakenStatistics, settled: StepMoments, *, trains: bool) -> bool:
@@ -52,7 +52,7 @@ class Sightings:
 
         Args:
             statistics: What was captured in it.
-            settled: The same, resolved.
+            settled: The same statistics, resolved.
             trains: Whether the step changes weights.
 
         Returns:
@@ -60,15 +60,15 @@ class Sightings:
         """
         self._model_seen, self._lost = statistics.model_seen or self._lost, False
         if trains and not (any(settled.taken) or self._model_seen) and statistics.has_gradients():
-            self._steps += UNSEEN_STEPS if statistics.transformed else 1
+            self._unseen_steps += UNSEEN_STEPS if statistics.transformed else 1
         elif trains:
-            self._steps = 0
-        return self._steps >= UNSEEN_STEPS
+            self._unseen_steps = 0
+        return self._unseen_steps >= UNSEEN_STEPS
 
     def note(self, blocks: Iterable[Block], settled: StepMoments, *, blind: bool, alone: bool) -> None:
         """Notes for each layer whether it was seen; ``blind``: see the attribute.
 
-        ``alone``: whether there is no other rank, which may be the one that sees a layer.
+        ``alone``: whether this is the only rank; else another one may have seen the layer.
         """
         self.blind = blind
         for index, block in enumerate(blocks):
@@ -84,9 +84,9 @@ class Sightings:
             raise RuntimeError(_NONE_SEEN)
 
     def warn(self, blocks: Sequence[Block]) -> None:
-        """Warns, once for each layer, of those that have gradients but whose modules are not called."""
+        """Warns, once for each layer, of layers that have gradients but are not seen."""
         told = [block for block in blocks if block not in self._told and (block.never_seen or block.out_of_sight)]
-        self._told = {*self._told.intersection(blocks), *told}  # not those that are gone, whose factors it would keep
+        self._told = {*self._told.intersection(blocks), *told}  # without old blocks, whose factors would stay alive
         for lost in (False, True):
             names = [repr(block.layer.name) for block in told if block.out_of_sight == lost]
             if not names:

@@ -7,22 +7,23 @@ from torch import Tensor
 
 __all__ = ["eigenvalues", "largest_eigenvalue"]
 
-_EXACT_DIM = 64  # up to this dimension the largest eigenvalue is computed with all others
+_EXACT_DIM = 64  # up to this dimension all eigenvalues are computed to find the largest
 _LANCZOS_STEPS = 32
-_ROUNDINGS = 100  # a remainder of less than so many roundings ends the iteration
+_ROUNDINGS = 100  # the iteration has converged when the remainder is below this many rounding errors
 
 
 def eigenvalues(factor: Tensor) -> Tensor:
     """All eigenvalues of a factor ``[p, n, n]`` or ``[p, n]``, largest first, ``[p n]``, on the CPU; NaN: not found."""
     values = factor.cpu() if factor.dim() == 2 else _all_of(factor.cpu())
-    return values.flatten().sort(descending=True).values.clamp_(min=0)  # below zero is rounding
+    return values.flatten().sort(descending=True).values.clamp_(min=0)  # only rounding makes any negative
 
 
 def largest_eigenvalue(factor: Tensor) -> Tensor:
     """The largest eigenvalue of positive semi-definite matrices ``[p, n, n]``, or of diagonals ``[p, n]``: ``[p]``.
 
-    Above 64 rows by Lanczos iteration with full reorthogonalisation (Golub & Van Loan, Matrix Computations, section
-    10.3) from a fixed vector, so that every rank and every resumed run finds the same number.
+    Above 64 rows it is computed by Lanczos iteration with full reorthogonalisation (Golub & Van Loan, Matrix
+    Computations, section 10.3). The iteration starts from a fixed vector, so that every rank and every resumed run
+    finds the same number.
     """
     if factor.dim() == 2:
         return factor.amax(-1)
@@ -37,10 +38,10 @@ def largest_eigenvalue(factor: Tensor) -> Tensor:
         diagonal.append((q * image).sum(-1))
         scale = torch.maximum(scale, image.norm(dim=-1))
         known = torch.stack(basis, -1)
-        for _ in range(2):  # once loses orthogonality when the iteration has converged
+        for _ in range(2):  # a single pass loses orthogonality when the iteration has converged
             image = image - (known @ (known.mT @ image[..., None]))[..., 0]
         length = image.norm(dim=-1)
-        # What is left is then rounding, which normalised would be no longer orthogonal to the basis.
+        # The remainder is then rounding error, which would not be orthogonal to the basis once normalised.
         converged = length <= _ROUNDINGS * torch.finfo(factor.dtype).eps * scale
         off_diagonal.append(torch.where(converged, 0.0, length))
         q = torch.where(converged[:, None], 0.0, image / length.clamp(min=torch.finfo(factor.dtype).tiny)[:, None])
@@ -51,18 +52,18 @@ def largest_eigenvalue(factor: Tensor) -> Tensor:
 
 
 def _all_of(matrix: Tensor) -> Tensor:
-    """All eigenvalues, in float64 where float32 does not converge; NaN where that does not either."""
+    """All eigenvalues, computed in float64 if float32 does not converge; NaN if neither does."""
     for dtype in (matrix.dtype, torch.float64):
         try:
             return torch.linalg.eigvalsh(matrix.to(dtype)).to(matrix.dtype)
-        except RuntimeError:  # a look at a factor does not end a training that goes on without its decomposition
+        except RuntimeError:  # a report must not end training, which goes on even without a decomposition
             continue
     return torch.full_like(matrix[..., 0], torch.nan)
 
 
 def _largest_of(matrix: Tensor) -> Tensor:
-    """The largest eigenvalue of small matrices, exactly; where that fails, Gershgorin's bound on it."""
+    """The exact largest eigenvalue of small matrices; if that fails, Gershgorin's upper bound on it."""
     try:
         return torch.linalg.eigvalsh(matrix)[..., -1].clamp(min=0)
-    except RuntimeError:  # training is never ended by a decomposition
+    except RuntimeError:  # a decomposition never ends training
         return matrix.abs().sum(-1).amax(-1)

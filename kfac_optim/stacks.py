@@ -1,4 +1,4 @@
-"""Layers of one shape, preconditioned as one: their decompositions lie side by side, and so do their vectors."""
+"""Stacks: layers of one shape that are preconditioned as one, with their decompositions and vectors side by side."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from .tiles import Tile, tiles_of
 
 __all__ = ["Stack", "layer_of_pair", "stack_key", "stack_of", "stacks_of"]
 
-# Layers of one shape are preconditioned together up to this many numbers in their gradients and decompositions (64 MiB
-# in float32, 1 GiB where launches count), which are copied to lie side by side. Larger ones gain nothing on a CPU. On
-# accelerators each stack costs a dozen launches in a step, and a refresh hardly needs more memory
-# (docs/results/costs.rst).
+# The most numbers in the gradients and decompositions of a stack, which are copied to lie side by side (64 MiB in
+# float32; 1 GiB on accelerators, where launches count). Larger stacks gain nothing on a CPU. On accelerators each stack
+# costs a dozen launches in a step, and large ones hardly add to the memory of a refresh (docs/results/costs.rst).
 _STACK_NUMEL = {"cpu": 2**24, "accelerator": 2**28}
 
 
@@ -33,14 +32,14 @@ class Stack:
 
     Attributes:
         blocks: The layers' blocks.
-        tiles: The parts of the stack's matrices, each with decompositions of one block of A and of one of G; none where
-            another rank preconditions.
+        tiles: The tiles of the stack's matrices, each with the decompositions of one block of A and one of G; empty if
+            only other ranks precondition these layers.
         damping_unit: What gamma is a multiple of, for each pair, ``[p]``.
         layer_of_pair: See :class:`~kfac_optim.stack_algebra.Direction`.
-        pairs_scaled_together: Likewise ``pairs_per_layer``.
-        relevant: A damping, and the tiles with what matters of their decompositions at it; None: not yet computed.
+        pairs_scaled_together: See ``pairs_per_layer`` there.
+        relevant: A damping, and the tiles with the parts of their decompositions that matter at it; None: not computed.
         layout: Where the parameters lie in the stack's matrices.
-        singles: Stacks of single blocks, of steps in which others of the stack have no vector.
+        singles: Stacks of a single block, for steps in which other layers of the stack have no vector.
     """
 
     blocks: list[Block]
@@ -67,18 +66,18 @@ class Stack:
 
     @property
     def groups(self) -> list[int]:
-        """How many pairs each group has that is scaled together."""
+        """The number of pairs in each group of pairs that are scaled together."""
         return [1] * sum(self.pairs_per_layer) if self.layer_of_pair is None else self.pairs_per_layer
 
     @property
     def current_tiles(self) -> list[Tile]:
-        """The tiles, with the parts of their decompositions that matter where these are known."""
+        """The tiles, with the relevant parts of their decompositions if these are known."""
         return self.tiles if self.relevant is None else self.relevant[1]
 
     def with_vectors(self, vectors: Mapping[nn.Parameter, Tensor], damping: Damping) -> list[Stack]:
-        """The stack if all of its layers have a vector in this step, else those that have one, each on its own.
+        """The stack if all of its layers have a vector in this step, else a stack for each layer that has one.
 
-        These are kept, because a layer without a vector seldom has one in the next step.
+        Those are kept, because a layer without a vector seldom has one in the next step.
         """
         present = [block for block in self.blocks if block.layer.weight in vectors]
         if len(present) == len(self.blocks):
@@ -87,14 +86,14 @@ class Stack:
         return [self.singles[block] for block in present]
 
     def note_relevant(self, value: float, tiles: list[Tile]) -> None:
-        """Notes what matters of the tiles' decompositions at a damping of ``value`` units."""
+        """Notes the tiles with the parts of their decompositions that matter at a damping of ``value`` units."""
         self.relevant = value, tiles
 
 
 def stacks_of(blocks: Sequence[Block], damping: Damping) -> list[Stack]:
-    """Layers of one shape together; their decompositions move into the stack and become views of it.
+    """Stacks layers of one shape; their decompositions move into the stack and become views of it.
 
-    All ranks make the same stacks, whatever they hold, or their sums would differ in the last bits.
+    All ranks make the same stacks, whatever they hold: otherwise their sums would differ in the last bits.
     """
 
     def kind(block: Block) -> tuple[Any, ...]:
@@ -137,17 +136,17 @@ def stack_key(known: Sequence[Block], damping: Damping) -> Any:
 
 
 def layer_of_pair(blocks: Sequence[Block]) -> Tensor:
-    """For each pair of some blocks the number of the block that it belongs to, ``[p]``."""
+    """For each pair of some blocks, the number of the block that it belongs to, ``[p]``."""
     pairs = torch.tensor([block.layer.pairs for block in blocks])
-    # Repeated on the CPU: to know the length of the result, torch would wait for a device.
+    # Repeated on the CPU, because torch would wait for a device to know the length of the result.
     return torch.arange(len(blocks)).repeat_interleave(pairs).to(blocks[0].layer.weight.device, non_blocking=True)
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenates along the first dimension.
 
-    Returns a view where the tensors fill one storage exactly, as a batch of factors that was decomposed for this stack
-    does. A view of part of a storage would keep the rest of it alive.
+    Returns a view if the tensors fill one storage exactly, as the factors of this stack do after they were decomposed
+    as one batch. A view of part of a storage would keep the rest of it alive.
     """
     first = tensors[0]
     if are_adjacent(tensors) and sum(tensor.nbytes for tensor in tensors) == first.untyped_storage().nbytes():

@@ -23,32 +23,32 @@ __all__ = ["StatefulEngine", "copy_state"]
 
 Engine = TypeVar("Engine", bound="StatefulEngine")
 
-# What a copy or a pickle of an engine leaves behind: it belongs to the process, or is made anew from the rest.
+# What a copy or a pickle of an engine leaves out, because it belongs to the process or can be made from the rest.
 _LEFT_BEHIND = ("_capture", "_owner", "grad_scaler", "_preconditioner")
 
 
 class StatefulEngine(BuiltEngine):
     """The part of the engine that saves, loads and copies.
 
-    The factors of a layer stand in the state of its weight, the counters in every parameter group of the optimizer:
+    The factors of a layer are saved in the state of its weight, the counters in every parameter group of the optimizer:
     the two places that survive torch.distributed.checkpoint. Counters are plain numbers; -1 stands for "never".
     """
 
     # Loading and saving ---------------------------------------------------------------------------------------------
 
     def adopt_states(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-        """Takes factors that somebody moved or replaced (Lightning moves optimizer state between devices)."""
+        """Adopts factors that were moved or replaced from outside (Lightning moves optimizer state between devices)."""
         for block in self.trained.blocks:
             given = states.get(block.layer.weight, block.state)
             if given is block.state or block.fits(given):
                 block.adopt(given)
 
     def counters(self) -> dict[str, float | int]:
-        """Plain numbers that belong to the state: counters and the hyperparameters that are numbers."""
+        """The plain numbers of the state: counters, and the hyperparameters that are numbers."""
         return {**self.stage_counters(), **saved_options(self), **self._shard()}
 
     def _shard(self) -> dict[str, int]:
-        """Which shard of its weights this rank has, where tensor parallelism has split some; their factors are its."""
+        """The number of this rank's shard of weights that tensor parallelism has split; empty if there are none."""
         split = [layer.weight for layer in self.layers if layer.is_shard]
         return {"shard": shard_number(split[0])} if split else {}
 
@@ -63,11 +63,11 @@ class StatefulEngine(BuiltEngine):
         Args:
             states: The factors by weight.
             counters: The counters.
-            frozen: The weights that may have been frozen when it was saved, and have no factors then; None: all.
+            frozen: The weights that may have been frozen when it was saved, and then have no factors; None: all.
 
         Raises:
-            ValueError: If a layer's factors are missing, of another shape, not finite, or there is one too many; if
-                the counters are missing or one of them is out of range; if they are of another shard.
+            ValueError: If a layer's factors are missing, of another shape or not finite, or a parameter has factors
+                that has none here; if a counter is missing or out of range; if the state is of another shard.
             TypeError: If a hyperparameter among the counters is of the wrong kind.
         """
         check_counters(self.stage_counters(), counters)
@@ -89,7 +89,7 @@ class StatefulEngine(BuiltEngine):
         check_sums(self.trained.blocks, states, counters)
 
     def load(self, states: Mapping[nn.Parameter, dict[str, Any]], counters: Mapping[str, Any]) -> None:
-        """Loads checked states; copies, keeps the engine's own precision, and rebuilds the decompositions."""
+        """Copies checked states, in the engine's own precision, and rebuilds the decompositions."""
         for name, value in loaded_options(self, counters).items():
             setattr(self, name, value)
         self.step_count = int(counters.get("step", 0))
@@ -118,14 +118,14 @@ class StatefulEngine(BuiltEngine):
         self._prepare_statistics()
 
     def state_dict(self) -> dict[str, Any]:
-        """State of an engine that stands alone: factors by layer name, and counters.
+        """The state of an engine without an optimizer of this package: factors by layer name, and counters.
 
-        Where the strategy shares factors out, those of this rank; see :meth:`full_state_dict`.
+        If the strategy shares factors out, they are those of this rank; see :meth:`full_state_dict`.
         """
         return self._saved({block.layer.name: block.state for block in self.trained.blocks if block.state})
 
     def full_state_dict(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, whole and the same on every rank (a collective: call it on all of them)."""
+        """The :meth:`state_dict` of all ranks together, the same on each (a collective: call it on all of them)."""
         states = self.whole_states()
         return self._saved(
             {block.layer.name: states[block.layer.weight] for block in self.trained.blocks if block.state}
@@ -136,7 +136,7 @@ class StatefulEngine(BuiltEngine):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Pools what the ranks saw since the last refresh, so that the state holds it (a collective: call it on all).
+        """Pools the statistics of all ranks since the last refresh (a collective: call it on all of them).
 
         Without it, a state saved between two refreshes lacks at most that one interval of statistics. One process has
         nothing to pool.
@@ -147,9 +147,9 @@ class StatefulEngine(BuiltEngine):
         self._averaging.pool(self.trained.blocks, self.comm)
 
     def whole_states(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """The factors of all ranks by weight, with all that the ranks have seen so far (a collective).
+        """The factors of all ranks by weight, with all statistics so far (a collective).
 
-        Factors that the strategy shares out come to the CPU, layer by layer; the others are the tensors themselves.
+        Factors that the strategy shares out are gathered on the CPU, layer by layer; others are not copied.
         """
         self.synchronize()
         found = {}
@@ -198,10 +198,10 @@ class StatefulEngine(BuiltEngine):
         return copied
 
     def _take_over(self, state: dict[str, Any], *, joins: bool = False, **own: Any) -> None:
-        """Goes on from :meth:`__getstate__`, with attributes of its own; ``joins``: among the ranks of this process."""
+        """Goes on from :meth:`__getstate__`, with ``own`` attributes; ``joins``: among the ranks of this process."""
         begun = {key: state.pop(key) for key in ("captured", "served")}
         self.__dict__.update(state, _owner=None, grad_scaler=None, **own)
-        # A model that holds its optimizer is copied with it, and has nothing yet to put hooks on.
+        # A model that holds its optimizer is copied along with it, and cannot take hooks before it is complete.
         when_whole(self.trained.roots, functools.partial(self._come_to_life, **begun, joins=joins))
 
     def _come_to_life(self, *, captured: bool, served: bool, joins: bool) -> None:
@@ -215,7 +215,7 @@ class StatefulEngine(BuiltEngine):
 
 
 def copy_state(target: Mapping[str, dict[str, Any]], saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Copies a layer's saved state into a fresh one: own dtype, own device, nothing shared with the loaded dict."""
+    """Copies a layer's saved state into a fresh one, which keeps its dtype and device and shares nothing with it."""
     for source, tensors in target.items():
         if source not in saved:  # no refresh was in progress, or its factors were not saved
             continue

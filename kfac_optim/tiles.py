@@ -1,8 +1,8 @@
-"""The parts of a layer's matrices that one block of A and one block of G act on.
+"""Tiles: the parts of a layer's matrices that one block of A and one block of G act on.
 
 The Kronecker product of block-diagonal factors is block-diagonal: ``A_i (x) G_j`` acts on the rows of a matrix that
 belong to ``G_j`` and on the columns that belong to ``A_i``, and on nothing else. A solver preconditions such a tile
-as it does any matrix. Factors that are whole or diagonal make one tile of all::
+like any other matrix. If both factors are whole or diagonal, the whole matrix is one tile::
 
                A_1   A_2
              +-----+-----+
@@ -32,10 +32,10 @@ class Tile:
     """A tile of the matrices of some layers of one shape.
 
     Attributes:
-        rows: Which of their rows.
-        columns: Which of their columns.
-        missing: How many rows and columns the blocks of G and A have beyond these; their eigenvalues are 0.
-        decomposed: The decompositions of the block of A and of that of G, or the parts of them that matter.
+        rows: The rows of the tile.
+        columns: The columns of the tile.
+        missing: How many more rows the blocks of G and of A have, because they are padded; their eigenvalues are 0.
+        decomposed: The decompositions of the block of A and of that of G, or the relevant parts of them.
     """
 
     rows: slice
@@ -60,7 +60,7 @@ def tiles_of(decomposed: tuple[Decomposition, Decomposition], specs: Sequence[Fa
 
 
 def _blocks_of(parts: Decomposition, spec: FactorSpec) -> list[tuple[slice, int, Decomposition]]:
-    """For each block of a factor the rows it covers, how many more it has, and its decomposition, ``[p, ...]``."""
+    """For each block of a factor, its rows, the number of rows that pad it, and its decomposition, ``[p, ...]``."""
     apart = zip(*(part.unflatten(0, (-1, spec.blocks)).unbind(1) for part in parts), strict=True)
     ends = [min(spec.dim, (number + 1) * spec.size) for number in range(spec.blocks)]
     starts = range(0, spec.blocks * spec.size, spec.size)
@@ -89,7 +89,7 @@ def precondition(solver: Solver, gradient: Tensor, tiles: Sequence[Tile], gamma:
 
 
 def _as(dtype: torch.dtype, tile: Tile) -> tuple[Decomposition, Decomposition]:
-    """The decompositions of a tile in a precision."""
+    """The decompositions of a tile, converted to ``dtype``."""
     a, g = tile.decomposed
     if all(part.dtype == dtype for part in (*a, *g)):
         return a, g

@@ -1,4 +1,4 @@
-"""Where in a model the layers and their parameters are, and whether they are still there."""
+"""The places of layers and their parameters in a model, and whether they are still there."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Whereabouts"]
 
 
 class Whereabouts:
-    """Where layers and their parameters are when this is made, but for sharded ones, which come and go.
+    """Records the places of layers and their parameters, except sharded parameters, which come and go.
 
     Args:
         roots: The modules that contain the layers.
         layers: The layers.
-        computed: Parameters that weights of other layers are computed from (pruning), and that may become the weights
+        computed: Parameters from which weights of other layers are computed (pruning), and which may become weights
             again.
     """
 
@@ -26,7 +26,7 @@ class Whereabouts:
         self, roots: Sequence[nn.Module], layers: Sequence[KroneckerLayer], computed: Collection[nn.Parameter]
     ) -> None:
         self.roots, self.layers = roots, layers
-        # A module, the name of a parameter in it, and the parameter that is to be there.
+        # Each is a module, the name of a parameter in it, and the parameter that should be there.
         self._slots = [
             (module, name, p)
             for module in (self._modules() if computed else ())
@@ -44,14 +44,14 @@ class Whereabouts:
 
     @property
     def are_unchanged(self) -> bool:
-        """Whether all layers and their parameters are where they were; takes some 20 us for a ResNet-50."""
+        """Whether all layers and their parameters are still in their places; takes some 20 us for a ResNet-50."""
         return self._have_parameters() and all(parent._modules.get(name) is m for parent, name, m in self._places)
 
     def accept_moves(self) -> bool:
-        """Whether modules were moved, taken out or put back, but the layers' parameters are in no other ones.
+        """Accepts that modules were moved, taken out or put back, if the layers' parameters are in no other modules.
 
-        If so, they belong where they are now. Loops that drop layers, or train heads by turns, do so in every step.
-        What is out for now has no gradients.
+        Returns whether it has accepted the new places. Loops that drop layers, or train heads in turn, move modules in
+        every step; a module that is out for now has no gradients.
         """
         if not self._have_parameters():
             return False
@@ -66,7 +66,7 @@ class Whereabouts:
         return True
 
     def successors(self) -> dict[nn.Parameter, nn.Parameter | None]:
-        """What now stands where each parameter stood; most often the parameter itself."""
+        """What is now in the place of each parameter; most often the parameter itself."""
         return {p: module._parameters.get(name) for module, name, p in self._slots}
 
     def _have_parameters(self) -> bool:
@@ -76,7 +76,7 @@ class Whereabouts:
         return [module for root in self.roots for module in root.modules()]
 
     def _find_places(self) -> list[tuple[nn.Module, str, nn.Module]]:
-        """All modules that have modules of layers in them: where they are, under which name, and they themselves."""
+        """All modules that contain a module of a layer, each as its parent, its name there, and itself."""
         watched = {module for layer in self.layers for module in (*layer.modules, layer.host)}
         return [
             (parent, name, module)
