@@ -115,8 +115,8 @@ class Config:
         None,
         checks.count("spread", or_callable=True, least=0),
         """Number of steps over which the work of a refresh is spread, >= 0; an int or a function of the step. 0: all in
-        one step. None: over a tenth of the interval of ``inv_update_steps``, but in one step if that interval is less
-        than 10. The first refresh is always done in one step.""",
+        one step. None: over a tenth of the refresh interval, but in one step if that interval is less than 10. The
+        first refresh is always done in one step.""",
     )
     grad_scaler: torch.amp.GradScaler | None = _option(
         None,
@@ -126,8 +126,8 @@ class Config:
     solver: Solver = _option(
         "eigen",
         _check_solver,
-        """"eigen" (eqs. 11-13), "inverse" (eqs. 8-10), or an object with the methods of
-        :class:`~kfac_optim.Solver`.""",
+        """What decomposes the factors and applies them: "eigen" (eqs. 11-13), "inverse" (eqs. 8-10), or an object with
+        the methods of :class:`~kfac_optim.Solver`.""",
         fixed=True,
         accepts="Solver | str",
     )
@@ -143,9 +143,9 @@ class Config:
         "batch",
         checks.loss_average,
         """What the loss is a mean over: "batch", "batch+sequence" (token-mean language models), "elements" (MSELoss),
-        None (the loss is a sum). Where none of these is right (ignored targets, masked tokens), give the number of
-        averaged loss terms itself: an int >= 1 or callable(inputs, output) -> int, where ``inputs`` is the tuple of the
-        model's positional arguments, or the dict of its keyword arguments if it was called without positional ones.""",
+        None (a sum). Where none of these is right (ignored targets, masked tokens), give the number of averaged loss
+        terms itself: an int >= 1 or callable(inputs, output) -> int, where ``inputs`` is the tuple of the model's
+        positional arguments, or the dict of its keyword arguments if there are no positional ones.""",
         fixed=True,
     )
     batch_dim: int = _option(
@@ -165,8 +165,7 @@ class Config:
     skip_layers: tuple[str, ...] = _option(
         (),
         checks.patterns,
-        """Regular expressions. Layers whose name contains a match are not preconditioned: the base class's own rule
-        updates them.""",
+        """Regular expressions; layers whose name contains a match are left to the base class's own rule.""",
         fixed=True,
         accepts="Sequence[str]",
     )

@@ -62,7 +62,7 @@ class TrainedModel:
         self.blocks: list[Block] = []
         self.uncovered: dict[nn.Parameter, tuple[str, str]] = {}
         self._whereabouts = Whereabouts((), (), ())
-        self._fewer = 0  # steps in a row on fewer parameters
+        self._steps_on_fewer = 0  # steps in a row on fewer parameters than are known
         owned = () if self.model is None else self.model.parameters()
         if self.model is not None and self.parameters and not any(p in self.parameters for p in owned):
             raise ValueError(
@@ -179,8 +179,8 @@ class TrainedModel:
         """
         known, whole = all(p in self.parameters for p in stepped), self.is_intact or self._whereabouts.accept_moves()
         # With fewer parameters, groups were taken out of the optimizer: for good, unless they return within some steps.
-        self._fewer = self._fewer + 1 if len(stepped) < len(self.parameters) else 0
-        known = known and self._fewer < UNSEEN_STEPS
+        self._steps_on_fewer = self._steps_on_fewer + 1 if len(stepped) < len(self.parameters) else 0
+        known = known and self._steps_on_fewer < UNSEEN_STEPS
         if known and whole and not first:
             return False
         new = self._replacements(stepped) if first else {}

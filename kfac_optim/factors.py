@@ -18,7 +18,7 @@ from torch import Tensor
 __all__ = ["FactorSpec", "copy_average_", "numbers_of", "pack", "read", "unpack", "write_"]
 
 
-_NUMBERS = ("weight", "trace")  # of a running average, which every rank knows
+_NUMBERS = ("weight", "trace")  # the parts of a running average that every rank knows
 _ELSEWHERE = (
     "is on another rank (this is the part of one rank of a state that is shared out: save full_state_dict(), or the "
     "parts of all ranks by torch.distributed.checkpoint)"

@@ -69,14 +69,14 @@ class Pace(Counted):
         """Whether a refresh is due at ``step``; ``last``: the step of the last one, None before the first."""
         if last is not None:
             return due(self.interval(config, step), step, last)
-        least = self._least(config)
+        least = self._least_interval(config)
         return least <= _WORTH_WAITING * config.at("inv_update_steps", 0) or step >= least
 
     def interval(self, config: Config, step: int) -> int:
         """Steps between refreshes at ``step``: those of the schedule, or more if the work of a refresh demands it."""
-        return max(int(config.at("inv_update_steps", step)), self._least(config))
+        return max(int(config.at("inv_update_steps", step)), self._least_interval(config))
 
-    def _least(self, config: Config) -> int:
+    def _least_interval(self, config: Config) -> int:
         """The fewest steps between refreshes that their work allows; 0 if the schedule has no ``most_work``."""
         schedule = config.inv_update_steps
         most_work = schedule.most_work if isinstance(schedule, growing) else None

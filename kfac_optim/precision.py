@@ -54,25 +54,25 @@ class _Switch:
             torch.set_float32_matmul_precision("highest")
         except RuntimeError:  # once the user has set torch 2.9's attributes, these functions refuse to work
             return _set_attributes()
-        return lambda: _undo(before, of_cpu)
+        return lambda: _restore_precision(before, of_cpu)
 
 
 def _nothing() -> None:
     """Undoes nothing, because the user's own precision is the highest."""
 
 
-def _undo(before: str, of_cpu: str | None) -> None:
+def _restore_precision(before: str, of_cpu: str | None) -> None:
     if torch.get_float32_matmul_precision() == "highest":
         torch.set_float32_matmul_precision(before)
         # This sets the CPUs' attribute as well, which the user's own way (cuda.matmul.allow_tf32) may have left alone.
         if of_cpu is not None:
-            _attribute(torch.backends.mkldnn)[1](of_cpu)
+            _access_to(torch.backends.mkldnn)[1](of_cpu)
 
 
 def _set_attributes() -> Callable[[], None]:
     """As :meth:`_Switch._set`, by torch 2.9's attributes: one for GPUs, one for CPUs."""
     devices: tuple[Any, ...] = (torch.backends.cuda, torch.backends.mkldnn)
-    attributes = [_attribute(device) for device in devices]
+    attributes = [_access_to(device) for device in devices]
     before = [read() for read, _ in attributes]
     for _, choose in attributes:
         choose("ieee")
@@ -85,7 +85,7 @@ def _set_attributes() -> Callable[[], None]:
     return undo
 
 
-def _attribute(device: Any) -> tuple[Callable[[], str], Callable[[str], None]]:
+def _access_to(device: Any) -> tuple[Callable[[], str], Callable[[str], None]]:
     """Functions that read and set the attribute of one kind of device."""
     name = "fp32_precision"
     return functools.partial(getattr, device.matmul, name), functools.partial(setattr, device.matmul, name)

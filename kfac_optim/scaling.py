@@ -140,10 +140,9 @@ class Graft:
     Args:
         trust: How far the step turns from the base's own update to K-FAC's direction, in [0, 1]; 1: all the way. None
             (default): it starts at 0 and is learned while training (:mod:`~.trust`).
-        stretch: Whether steps are also stretched along flat directions, so that they are longer than the base
-            optimizer's own. It matters only where trust is learned and damping is relative to the largest eigenvalue.
-            None (default): yes, unless two networks seem to train against each other (:mod:`~.opponents`). True: even
-            then, for networks such as actor and critic, which only seem to.
+        stretch: Whether steps are also stretched along flat directions, where trust is learned and damping is relative
+            to the largest eigenvalue; they are then longer than the base optimizer's own. None (default): unless two
+            networks seem to train against each other (:mod:`~.opponents`). True: even then, for actor and critic.
 
     Raises:
         ValueError: If trust is out of range.

@@ -149,8 +149,7 @@ class forgetting:
         slack: How many times as large as the new moment the average may be without losing weight, >= 1. Default 3.
 
     Raises:
-        TypeError: If ``decay`` is neither a number nor callable, or is another ``forgetting``, or ``slack`` is not a
-            number.
+        TypeError: If ``decay`` is neither a number nor another schedule, or ``slack`` is not a number.
         ValueError: If one is out of range.
     """
 

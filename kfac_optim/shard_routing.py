@@ -40,10 +40,7 @@ def exchanged_blocks(known: Sequence[Block], scaling: Scaling | None, comm: Comm
 def gathered_vectors(
     known: Sequence[Block], exchanged: Collection[Block], vectors: StepVectors, comm: Communicator
 ) -> tuple[StepVectors, ShardExchange | None]:
-    """The whole vectors and updates of the parameters that this rank works on (a collective).
-
-    With them comes the exchange by which directions travel back as shards; None if no layer's shards were exchanged.
-    """
+    """The whole vectors that this rank works on, and the exchange that sends directions back, if any (a collective)."""
     given, updates = vectors.given, vectors.updates
     if not exchanged and not any_sharded(given):
         return vectors, None

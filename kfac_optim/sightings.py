@@ -21,10 +21,10 @@ _NONE_SEEN = (
     "rather than their forward methods, and call them outside of torch.func.grad and vmap. If the model is compiled, "
     "build the optimizer before the first call of a compiled model, or call torch._dynamo.reset(). A pass with "
     "create_graph=True is taken for a derivative in the loss and does not count: take second derivatives by "
-    "torch.autograd.grad(..., create_graph=True) beside an ordinary backward(), or take the base class. The output_fn "
-    "of a sampled fisher has to return the very tensor that the loss is taken of. Layers whose weights are used "
-    "without calling them (fake quantization) are to be named in skip_layers. Gradients that no backward pass has made "
-    "(a formula, evolution strategies, the averages of a server) have no curvature: there take the base class itself"
+    "torch.autograd.grad(..., create_graph=True) beside an ordinary backward(), or use the base class. The output_fn "
+    "of a sampled fisher has to return the very tensor that the loss is computed from. Name layers whose weights are "
+    "used without calling them (fake quantization) in skip_layers. Gradients that no backward pass has made (a "
+    "formula, evolution strategies, the averages of a server) have no curvature: use the base class itself for these"
 )
 
 

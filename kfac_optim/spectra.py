@@ -14,22 +14,21 @@ _ROUNDINGS = 100  # the iteration has converged when the remainder is below this
 
 def eigenvalues(factor: Tensor) -> Tensor:
     """All eigenvalues of a factor ``[p, n, n]`` or ``[p, n]``, largest first, ``[p n]``, on the CPU; NaN: not found."""
-    values = factor.cpu() if factor.dim() == 2 else _all_of(factor.cpu())
+    values = factor.cpu() if factor.dim() == 2 else _all_eigenvalues(factor.cpu())
     return values.flatten().sort(descending=True).values.clamp_(min=0)  # only rounding makes any negative
 
 
 def largest_eigenvalue(factor: Tensor) -> Tensor:
     """The largest eigenvalue of positive semi-definite matrices ``[p, n, n]``, or of diagonals ``[p, n]``: ``[p]``.
 
-    Above 64 rows it is computed by Lanczos iteration with full reorthogonalisation (Golub & Van Loan, Matrix
-    Computations, section 10.3). The iteration starts from a fixed vector, so that every rank and every resumed run
-    finds the same number.
+    Above 64 rows this is a Lanczos iteration with full reorthogonalisation (Golub & Van Loan, Matrix Computations,
+    section 10.3) from a fixed vector, so that every rank and every resumed run finds the same number.
     """
     if factor.dim() == 2:
         return factor.amax(-1)
     n = factor.shape[-1]
     if n <= _EXACT_DIM:
-        return _largest_of(factor)
+        return _largest_of_small(factor)
     start = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(factor)
     q = (start / start.norm()).expand(len(factor), n)
     basis, diagonal, off_diagonal, scale = [q], [], [], factor.new_zeros(len(factor))
@@ -48,10 +47,10 @@ def largest_eigenvalue(factor: Tensor) -> Tensor:
         basis.append(q)
     off = torch.stack(off_diagonal[:-1], -1)
     tridiagonal = torch.stack(diagonal, -1).diag_embed() + off.diag_embed(1) + off.diag_embed(-1)
-    return _largest_of(tridiagonal)
+    return _largest_of_small(tridiagonal)
 
 
-def _all_of(matrix: Tensor) -> Tensor:
+def _all_eigenvalues(matrix: Tensor) -> Tensor:
     """All eigenvalues, computed in float64 if float32 does not converge; NaN if neither does."""
     for dtype in (matrix.dtype, torch.float64):
         try:
@@ -61,7 +60,7 @@ def _all_of(matrix: Tensor) -> Tensor:
     return torch.full_like(matrix[..., 0], torch.nan)
 
 
-def _largest_of(matrix: Tensor) -> Tensor:
+def _largest_of_small(matrix: Tensor) -> Tensor:
     """The exact largest eigenvalue of small matrices; if that fails, Gershgorin's upper bound on it."""
     try:
         return torch.linalg.eigvalsh(matrix)[..., -1].clamp(min=0)

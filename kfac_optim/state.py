@@ -74,7 +74,7 @@ class StatefulEngine(BuiltEngine):
         if self.trained.blocks and not states and counters["last_refresh"] >= 0:
             raise ValueError(
                 "the state has counters but no Kronecker factors: it is damaged, or torch.distributed.checkpoint read "
-                "it into an optimizer that had no room for them, as where gradients were there already when its state "
+                "it into an optimizer that had no room for them, because there were gradients when its state_dict() "
                 "was asked for: ask for it before the first backward pass"
             )
         loaded_options(self, counters)

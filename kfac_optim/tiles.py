@@ -78,17 +78,17 @@ def precondition(solver: Solver, gradient: Tensor, tiles: Sequence[Tile], gamma:
         gamma: The damping of each pair, ``[p]``.
     """
     if len(tiles) == 1:
-        return solver.precondition(gradient, *_as(gradient.dtype, tiles[0]), gamma).contiguous()
+        return solver.precondition(gradient, *_converted(gradient.dtype, tiles[0]), gamma).contiguous()
     direction = torch.empty_like(gradient)
     for tile in tiles:
         part, (missing_rows, missing_columns) = gradient[:, tile.rows, tile.columns], tile.missing
         padded = F.pad(part, (0, missing_columns, 0, missing_rows))
-        found = solver.precondition(padded, *_as(gradient.dtype, tile), gamma)
+        found = solver.precondition(padded, *_converted(gradient.dtype, tile), gamma)
         direction[:, tile.rows, tile.columns] = found[:, : part.shape[1], : part.shape[2]]
     return direction
 
 
-def _as(dtype: torch.dtype, tile: Tile) -> tuple[Decomposition, Decomposition]:
+def _converted(dtype: torch.dtype, tile: Tile) -> tuple[Decomposition, Decomposition]:
     """The decompositions of a tile, converted to ``dtype``."""
     a, g = tile.decomposed
     if all(part.dtype == dtype for part in (*a, *g)):

@@ -1,36 +1,37 @@
-"""Get activations ``a`` and output gradients ``g`` out of a model, and fold them into raw moments per step.
+"""Takes activations ``a`` and output gradients ``g`` out of a model, and adds them up as the raw moments of a step.
 
 How a layer is watched. A forward hook reduces the input to its moment at once (so nothing large is kept, and activation
 checkpointing keeps its savings) and puts a hook on the *output tensor*. The input's moment counts only when that
 output's gradient arrives. This one rule makes evaluation, ``no_grad`` and both kinds of activation checkpointing right.
 Full backward hooks are never used: they crash when an in-place activation follows the layer.
 
-How terms are counted. M, the number of loss terms, belongs to the loss: it is read off the output of the outermost
-module call and counted once per backward pass, however many layers and calls took part.
+How loss terms are counted. M, the number of terms that the loss averages, belongs to the loss: it is read off the
+output of the outermost module call, once per backward pass, however many layers and calls took part.
 
 A *micro-batch* is one backward pass. Its moments are added to the sums of the step when the backward pass ends, unless
 one of them is not finite; then the whole micro-batch has weight 0. That decision stays on the device: the flags are
 read once, in ``step()``.
 
-Sampled Fisher. When the outermost call returns, gradients of the layer outputs are taken for targets drawn from the
-model's own predictive distribution, and added when the user's backward pass reaches the model output.
+Sampled Fisher. When the outermost call returns, targets are drawn from the model's own predictive distribution, and the
+gradients of the layer outputs are taken for them. These are added when the user's backward pass reaches the model's
+output.
 
 Where to look::
 
     hooks.py        eager models: the hooks, from the call of a model to the end of its backward pass
-    compiled.py     compiled models: the operators that stand for the hooks, and the order in which graphs tell things
+    compiled.py     compiled models: the operators that stand for the hooks, and the order in which graphs run them
     calls.py        which call of the model is in progress, and which one a layer's call belongs to
     microbatch.py   layer calls -> moments -> micro-batches
     statistics.py   micro-batches -> the statistics of a step
-    gradients.py    which backward passes count: what is in ``.grad`` at the step decides
-    sampling.py     the sampled Fisher's backward pass, and what waits for the user's
+    gradients.py    which backward passes count: those whose gradient is in ``.grad`` at the step
+    sampling.py     the sampled Fisher's backward pass, and what it keeps for the user's
     fisher.py       the distributions that the sampled Fisher draws from
     loss_terms.py   input and output of a model -> M
     attention.py    projections that are applied without calling a module
     frozen_passes.py  layers through which others train while they are frozen themselves
-    weight_uses.py  weights that are used beside the calls of their modules
-    graphs.py       the graph that autograd has made, for the two above
-    replay.py       calls of a model, made again at other weights
+    weight_uses.py  weights that are used outside the calls of their modules
+    graphs.py       a look at autograd's graph, for the two above
+    replay.py       repeats the calls of a model at other weights
     copies.py       copies and pickles of a watched model, without the hooks
 """
 

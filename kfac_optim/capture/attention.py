@@ -1,6 +1,6 @@
 """The projections of attention, which are applied by ``F.linear`` without calling a module.
 
-While a module with such projections runs, a :class:`ProjectionTap` lies on torch's stack of function modes and reports
+While a module with such projections runs, a :class:`ProjectionTap` is on torch's stack of function modes and reports
 each use of a watched weight. That stack belongs to the thread: other threads, and other modules before and after, call
 torch's own functions.
 """
@@ -20,8 +20,8 @@ from ..layers import AttentionInputLayer, AttentionLayer, ProjectionCall
 
 __all__ = ["ProjectionTap", "remove_taps"]
 
-# Told of one use of a projection: index of the layer, 0, the module that runs, the positional and keyword arguments of
-# the projection, its output, and the use itself. Returns what takes the output's place, or None.
+# Called with one use of a projection: index of the layer, 0, the module that runs, the positional and keyword arguments
+# of the projection, its output, and the use itself. Returns a replacement for the output, or None.
 Record = Callable[[int, int, nn.Module, tuple[Tensor], dict[str, Any], Tensor, ProjectionCall], Tensor | None]
 
 
@@ -41,8 +41,8 @@ class ProjectionTap(TorchFunctionMode):
         super().__init__()
         self.module, self.projections, self.record = module, projections, record
         self.examples = query.shape[0 if module.batch_first else 1] if query.dim() == 3 else 1
-        self.rows_applied = 0  # of a packed weight
-        self.queries = 0  # of each example
+        self.rows_applied = 0  # how many rows of a packed weight the module has applied so far
+        self.queries = 0  # how many queries each example has
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function of torch; inside it this mode is off."""
@@ -62,7 +62,7 @@ class ProjectionTap(TorchFunctionMode):
         return output
 
     def _call(self, layer: AttentionLayer, input: Tensor, weight: Tensor) -> ProjectionCall:
-        """Packed projections are applied all at once, or part by part in the order q, k, v."""
+        """Which use this is: packed projections are applied all at once, or part by part in the order q, k, v."""
         if not isinstance(layer, AttentionInputLayer):
             return ProjectionCall(self.examples)
         first, self.rows_applied = self.rows_applied // layer.d_out, self.rows_applied + weight.shape[0]
@@ -73,16 +73,16 @@ class ProjectionTap(TorchFunctionMode):
     def _attend(self, *args: Any, **kwargs: Any) -> Any:
         """``F.multi_head_attention_forward`` with :meth:`_linear` in the place of ``F.linear``.
 
-        A mode is off inside the function that it runs, and this one hands itself to every mode that is on. So a copy of
-        its code runs instead, which looks ``linear`` up elsewhere.
+        A mode is off inside the function that it runs, and that function hands itself to every mode that is on. So a
+        copy of its code runs instead, which looks ``linear`` up elsewhere.
         """
         if not torch.compiler.is_compiling():
             functions = _functions_with(self._linear)
             try:
                 return functions["multi_head_attention_forward"](*args, **kwargs)
             finally:
-                functions.clear()  # which its own functions hold
-        # dynamo takes no functions that are made while it traces: one that is there already, and where to find the tap.
+                functions.clear()  # breaks the cycle with the functions that hold it
+        # dynamo accepts no functions made while it traces, so this one exists already, and finds the tap in a list.
         _TRACED_TAPS.append(self)
         try:
             return _TRACEABLE_ATTENTION(*args, **kwargs)
@@ -91,7 +91,7 @@ class ProjectionTap(TorchFunctionMode):
 
 
 def remove_taps() -> None:
-    """Takes every tap off this thread's stack: at the end of a call, and what an interrupted one has left there."""
+    """Takes all taps off this thread's stack: that of a call that ends, and those that interrupted calls have left."""
     if torch.compiler.is_compiling():
         if isinstance(_get_current_function_mode(), ProjectionTap):
             _pop_mode()
@@ -106,16 +106,16 @@ def remove_taps() -> None:
 
 
 def _functions_with(linear: Callable[..., Tensor]) -> dict[str, Any]:
-    """``torch.nn.functional`` as it is now, with another ``linear``, which a copy of the attention function calls."""
+    """The functions of ``torch.nn.functional`` with another ``linear``, called by a copy of the attention function."""
     functions: dict[str, Any] = {**vars(F), "linear": linear}
     for name, original in _ORIGINALS.items():
         functions[name] = FunctionType(original.__code__, functions, name, original.__defaults__)
     return functions
 
 
-# torch's own, whatever somebody puts in their place: a wrapper has run by the time that the mode is asked.
+# torch's own functions, even if they are wrapped later: a wrapper has run by the time that the mode is asked.
 _ORIGINALS = {
     name: getattr(F, name) for name in ("_in_projection", "_in_projection_packed", "multi_head_attention_forward")
 }
-_TRACED_TAPS: list[ProjectionTap] = []  # while dynamo traces, which sees a list of its own
+_TRACED_TAPS: list[ProjectionTap] = []  # used only while dynamo traces, which sees a list of its own
 _TRACEABLE_ATTENTION = _functions_with(lambda *args: _TRACED_TAPS[-1]._linear(*args))["multi_head_attention_forward"]

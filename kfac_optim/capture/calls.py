@@ -5,10 +5,10 @@ The states of a model call::
     open       the outermost watched module was entered with gradients enabled; layers that run now belong to it
       -> returned   its forward has returned: M is known
       -> dropped    its forward raised, was interrupted, or has returned without gradients
-    returned   the last call: what is run again during its backward pass (activation checkpoints) belongs to it
+    returned   the last call: layers that run again during its backward pass (activation checkpoints) belong to it
       -> forgotten  another call has returned, or the step is over
 
-Where the code of a model is traced for a compiled graph, the same states are passed through when the graph has run; see
+If the code of a model is traced for a compiled graph, a call goes through these states when the graph has run; see
 ``compiled.py``.
 """
 
@@ -32,7 +32,7 @@ CONCURRENT = (
     "DataParallel). If a pass of another thread was interrupted, call zero_grad() of the optimizer first"
 )
 
-_COPIED = "ToCopyBackward0"  # the node of a tensor that is another one in another precision
+_COPIED = "ToCopyBackward0"  # the node of a tensor that is a copy in another precision
 
 
 @dataclass(eq=False)
@@ -41,10 +41,10 @@ class ModelCall:
 
     Attributes:
         module: The module; None for a call whose compiled graph runs before its Python code takes effect.
-        forward: The module's ``forward`` when it was called; None where the call is traced for a compiled graph.
-        thread: The thread that made the call; None where the call is traced.
-        terms: M; as the inputs have it until the call returns.
-        awaited: For the sampled Fisher, what its layers did: a layer call and the graph edge of its output each.
+        forward: The module's ``forward`` when it was called; None if the call is traced for a compiled graph.
+        thread: The thread that made the call; None if the call is traced.
+        terms: M; until the call returns, as far as the inputs tell.
+        awaited: For the sampled Fisher, its layer calls, each with the graph edge of its output.
     """
 
     module: nn.Module | None = None
@@ -54,11 +54,11 @@ class ModelCall:
     awaited: list[tuple[Any, Any]] = field(default_factory=list)
 
     def finish(self, terms: int) -> None:
-        """M is known."""
+        """Sets M."""
         self.terms = terms
 
     def await_gradient(self, layer_call: Any, edge: Any) -> None:
-        """The sampled Fisher awaits the gradient of a layer's output, at this edge of the graph."""
+        """Notes that the sampled Fisher awaits the gradient of a layer's output, at this edge of the graph."""
         self.awaited.append((layer_call, edge))
 
     def take_awaited(self) -> list[tuple[Any, Any]]:
@@ -68,15 +68,15 @@ class ModelCall:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether another thread made the call, which is still running."""
+        """Whether another thread, which is still running, made the call."""
         thread = self.thread
         return thread is not None and thread is not threading.current_thread() and thread.is_alive()
 
     @property
     def is_training_loop(self) -> bool:
-        """Whether the call runs another method of its module under the name of ``forward``, which has its own again.
+        """Whether the module's ``forward`` was another method when the call began.
 
-        Lightning runs ``training_step`` so under DDP, with the backward pass and the step inside it.
+        Under DDP Lightning runs ``training_step`` in this way, which contains the backward pass and the step.
         """
         return self.forward is not None and bool(cast(nn.Module, self.module).forward != self.forward)
 
@@ -92,24 +92,24 @@ class ModelCalls:
     def __init__(self) -> None:
         self.current: ModelCall | None = None
         self.last: ModelCall | None = None
-        self._depth = 0  # how often the module of the open call is entered at present: it may call itself
+        self._depth = 0  # how many calls of the open call's module are in progress: it may call itself
 
     @property
     def have_begun(self) -> bool:
-        """Whether there is one in progress, or has been one in this step."""
+        """Whether a call is in progress, or has returned in this step."""
         return self.current is not None or self.last is not None
 
     def enter(self, module: nn.Module, forward: Any) -> ModelCall | None:
-        """A watched module was called. Returns the model call that it opens, if any.
+        """Notes that a watched module was called; returns the model call that it opens, or None.
 
         Raises:
             RuntimeError: If another thread is in a call of the model.
         """
         if forward is not None and self.current is not None and self.current.is_elsewhere:
-            if not torch.is_grad_enabled():  # somebody looks at the model while it trains
+            if not torch.is_grad_enabled():  # the model is evaluated while it trains
                 return None
             raise RuntimeError(CONCURRENT)
-        if in_backward() and self.last is not None:  # part of a checkpoint, in a call that was counted
+        if in_backward() and self.last is not None:  # a checkpoint recomputes part of a call that was counted
             return None
         if self.current is not None and self.current.is_training_loop:
             self.current = None
@@ -124,16 +124,16 @@ class ModelCalls:
         return self.current
 
     def leave(self, module: nn.Module) -> ModelCall | None:
-        """A watched module was left, by a return or an exception. If it had opened the model call, the call is over.
+        """Notes that a watched module was left, by a return or an exception; if it opened the call, the call is over.
 
-        Returns it if gradients are enabled, else None.
+        Returns that call if gradients are enabled, else None.
         """
         call = self.current
         if call is None or call.module is not module:
             return None
         if not torch.compiler.is_compiling() and call.is_elsewhere:
             return None
-        if in_backward() and self.last is not None:  # part of a checkpoint, in a call that was counted
+        if in_backward() and self.last is not None:  # a checkpoint recomputes part of a call that was counted
             return None
         self._depth -= 1
         if self._depth > 0:
@@ -142,12 +142,12 @@ class ModelCalls:
         return call if torch.is_grad_enabled() else None
 
     def outer_call_of(self, module: nn.Module) -> ModelCall | None:
-        """The open call of a module that was just left: the module calls itself, or that call was interrupted."""
+        """The open call of a module that was just left: it calls itself, or that call was interrupted; else None."""
         call = self.current
         return call if call is not None and call.module is module and torch.is_grad_enabled() else None
 
     def returned(self, call: ModelCall) -> None:
-        """A call has returned and M is known."""
+        """Notes that a call has returned and M is known."""
         self.last = call
 
     def require_alone(self) -> None:
@@ -156,20 +156,19 @@ class ModelCalls:
             raise RuntimeError(CONCURRENT)
 
     def drop_current(self) -> None:
-        """Drops the open call: it was interrupted, as in a notebook's cell."""
+        """Drops the open call, which was interrupted, as a notebook's cell may be."""
         self.current = None
 
     def forget_last(self) -> None:
-        """The step is over."""
+        """Forgets the last call, because the step is over."""
         self.last = None
 
 
 def own_result(output: Tensor) -> Tensor:
-    """What a layer has computed, of which its output may be a view in another shape; else the output.
+    """The tensor that a layer has computed: its output, or the tensor of which the output is a reshaped view.
 
-    ``F.linear`` with a bias returns a view of a matrix for inputs of three and more dimensions. Where a view is changed
-    in place, by ``ReLU(inplace=True)`` say, autograd puts another node in the place of its own, which never runs then;
-    that of the matrix does.
+    ``F.linear`` with a bias returns a view of a matrix for inputs of three and more dimensions. If a view is changed in
+    place, by ``ReLU(inplace=True)`` say, autograd replaces its node, and the old one never runs; the matrix's does.
     """
     result = None if output.is_nested or not output._is_view() else output._base
     if result is None or result.grad_fn is None or result.numel() != output.numel() or result.dtype != output.dtype:
@@ -185,9 +184,9 @@ def in_backward() -> bool:
 class PendingGradient:
     """A tensor hook that takes a gradient once, or as often as the graph is kept for another backward pass.
 
-    A training loop holds its last loss, and with it graph and hooks, until the next forward pass has ended. What they
-    hold is not to live as long. A pass that ends at the tensor, ``torch.autograd.grad(loss, output)``, leaves the graph
-    behind it to another one.
+    A training loop holds its last loss, and with it the graph and its hooks, until the next forward pass has ended. So
+    this releases what it holds at once, unless the graph is kept, or the pass ends at the tensor, as that of
+    ``torch.autograd.grad(loss, output)`` does: another pass may then go on from there.
     """
 
     def __init__(self, take: Callable[[Tensor], None]) -> None:
@@ -196,16 +195,16 @@ class PendingGradient:
     def wait_at(self, output: Tensor) -> None:
         """Takes the gradient that goes into a layer, after all hooks that the user may put on its output later.
 
-        Hooks of a tensor run in the order in which they were put there, and may change the gradient (those that clip
-        it in a recurrent loop): what the layer's own operation gets is the gradient that the weight's is made of.
+        Hooks of a tensor run in the order in which they were added, and may change the gradient (those that clip it in
+        a recurrent loop). The weight's gradient is made of what the layer's own operation gets after all of them.
         """
         self._wait_at_node(*torch.autograd.graph.get_gradient_edge(output)[:2])
 
     def wait_for_loss(self, output: Tensor) -> None:
-        """Takes the gradient that a loss brings to a model's output, in whichever precision it has been taken of it.
+        """Takes the gradient of a loss with respect to a model's output, whatever precision the loss was computed in.
 
-        Accelerate's mixed precision hands out a float32 copy of what the model has computed; a model that returns its
-        loss, too, has taken that of the original.
+        Accelerate's mixed precision returns a float32 copy of the model's output, whereas a model that also returns its
+        loss has computed that from the original. So this waits at the original.
         """
         edge: Any = torch.autograd.graph.get_gradient_edge(output)[:2]
         if edge[0].name() != _COPIED:
@@ -219,7 +218,7 @@ class PendingGradient:
         node.register_prehook(functools.partial(self._on_node, number))
 
     def _on_node(self, number: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """The operation that has made the output is about to run; ``number``: which one of its results that is."""
+        """Is called before the backward of the operation that made the output, its result with this ``number``."""
         g = gradients[number]
         if g is not None:
             self(g)
@@ -228,11 +227,11 @@ class PendingGradient:
         if self.take is None:
             return
         self.take(g)
-        if _goes_on() and not torch._C._autograd._get_current_graph_task_keep_graph():
+        if _pass_goes_on() and not torch._C._autograd._get_current_graph_task_keep_graph():
             self.take = None
 
 
-def _goes_on() -> bool:
+def _pass_goes_on() -> bool:
     """Whether the backward pass in progress goes through the node of the tensor whose hook runs."""
     behind = (node for node, _ in torch._C._current_autograd_node().next_functions if node is not None)
     try:

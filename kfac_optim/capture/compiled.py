@@ -1,17 +1,17 @@
 """Compiled graphs: operators that stand for the hooks, and the bookkeeping of calls that run as graphs.
 
-A graph can't hold hooks on tensors. So while dynamo traces a model, each watched layer gets an operator in the place of
-its hook: ``kfac_optim::record_input``, whose backward is ``kfac_optim::record_output_gradient``. Both return copies,
-because an operator's result may not be its argument, and are kept because their results are used.
+A graph cannot hold hooks on tensors. So while dynamo traces a model, each watched layer gets an operator in the place
+of its hook: ``kfac_optim::record_input``, whose backward is ``kfac_optim::record_output_gradient``. Both return copies,
+because an operator must not return its argument. The compiler keeps both operators because their results are used.
 
 When a graph runs, its operators run first; the Python code that was traced with it, which opens and ends the model
-call, takes effect afterwards. So the states of a call (see ``calls.py``) are passed through in another order::
+call, takes effect afterwards. So a call goes through its states (see ``calls.py``) in another order::
 
     running    the first operator of a graph ran while no call was open: a stand-in for the call was made
       -> traced code done    the call itself is known, M included
       -> returned            the next event (a gradient, another graph, the end of the step): the stand-in gets M
 
-With a graph break, what was traced before it opens the call; the operators after it find it open.
+If the graph breaks, the code traced before the break opens the call, and the operators after it find it open.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .microbatch import BackwardPasses
 
 __all__ = ["CompiledCalls"]
 
-# A CUDA graph would replay the operators' kernels without their Python; inductor then leaves them out of it.
+# A CUDA graph would replay the operators' kernels without their Python code; with this tag inductor leaves them out.
 _TAG = getattr(torch.Tag, "cudagraph_unsafe", None)
 _OUTSIDE_CUDA_GRAPHS: dict[str, Any] = {} if _TAG is None else {"tags": (_TAG,)}
 
 _HANDLES = itertools.count()
 _WATCHERS: weakref.WeakValueDictionary[int, CompiledCalls] = weakref.WeakValueDictionary()
-# By a tensor that the graph saves for its backward, so that an observation lives as long as the graph needs it.
+# The keys are tensors that graphs save for their backward, so that an observation lives as long as its graph.
 _AWAITED: MutableMapping[Tensor, Callable[[Tensor], None] | None] = WeakTensorKeyDictionary()
 
 
@@ -48,14 +48,14 @@ class CompiledCalls:
     Args:
         calls: The model calls, eager ones included: a compiled layer may be part of an eager model.
         passes: Takes output gradients; its recorder makes moments of inputs.
-        sampled: Whether the Fisher is a sampled one, which compiled graphs can't serve.
+        sampled: Whether the Fisher is a sampled one, which compiled graphs do not support.
     """
 
     def __init__(self, calls: ModelCalls, passes: BackwardPasses, *, sampled: bool) -> None:
         self.calls, self.recorder, self.passes, self.sampled = calls, passes.recorder, passes, sampled
-        self._running: ModelCall | None = None  # stands for the call whose graph runs
-        self._traced: ModelCall | None = None  # that call itself, as its Python code made it
-        self._handle = next(_HANDLES)  # by which graphs know this object
+        self._running: ModelCall | None = None  # the stand-in for the call whose graph runs
+        self._traced: ModelCall | None = None  # that call itself, which its Python code has made
+        self._handle = next(_HANDLES)  # a number by which graphs refer to this object
         _WATCHERS[self._handle] = self
 
     @property
@@ -66,13 +66,13 @@ class CompiledCalls:
     # While a graph is traced.
 
     def trace_model_call_end(self, call: ModelCall) -> None:
-        """A model call has returned and M is known."""
+        """Notes that a model call has returned and M is known."""
         self._traced = call
 
     def trace_layer_call(
         self, index: int, use: int, a: Tensor, output: Tensor, projection: ProjectionCall | None
     ) -> Tensor:
-        """Puts the operator into the graph; returns what takes the output's place."""
+        """Puts the operator into the graph; returns its result, which replaces the output."""
         return cast(Tensor, _record_input(a, output, self._handle, index, use, list(projection or ()))[0])
 
     def require_empirical(self) -> None:
@@ -89,13 +89,13 @@ class CompiledCalls:
     def record_input(
         self, index: int, use: int, a: Tensor, output: Tensor, projection: ProjectionCall | None
     ) -> Callable[[Tensor], None]:
-        """A layer of the graph was applied; returns what takes the gradient of its output."""
-        # A copy, because an observation may keep its input, and compiled code writes over what it needs no more.
+        """Notes that a layer of the graph was applied; returns a function to call with the gradient of its output."""
+        # A copy, because an observation may keep its input, and compiled code overwrites what it no longer needs.
         layer_call = self.recorder.observe(index, use, a.clone(), output, projection)
         if self._traced is not None:
             self.finish_running_call()
         call = self.calls.current
-        if in_backward():  # recomputed
+        if in_backward():  # a checkpoint that is recomputed
             call = self.calls.last
         elif call is None:
             self.passes.require_alone()
@@ -111,7 +111,7 @@ class CompiledCalls:
         return take
 
     def finish_running_call(self) -> None:
-        """A call whose graph has run is over: its stand-in gets M, which its Python code has told."""
+        """Ends a call whose graph has run: its stand-in gets M, which the Python code of the call has set."""
         if self._running is not None and self._traced is not None:
             self._running.finish(self._traced.terms)
             self.calls.returned(self._running)
@@ -127,7 +127,7 @@ class CompiledCalls:
 def _record_input(
     a: Tensor, output: Tensor, capture: int, index: int, use: int, projection: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """The output of a layer, and what stands for the observation."""
+    """A copy of a layer's output, and a token that stands for the observation."""
     token, watcher = torch.zeros((), dtype=torch.int64), _WATCHERS.get(capture)
     take = None
     if watcher is not None and watcher.recorder.enabled and output.numel():
@@ -152,7 +152,7 @@ def _(
     **_OUTSIDE_CUDA_GRAPHS,
 )
 def _record_output_gradient(g: Tensor, token: Tensor) -> Tensor:
-    """The gradient of a layer's output."""
+    """A copy of the gradient of a layer's output."""
     take = _AWAITED[token]
     if take is not None:
         take(g)

@@ -1,10 +1,11 @@
-"""Copies and pickles of a watched model, in which the hooks stay behind.
+"""Copies and pickles of a watched model, which leave the hooks out.
 
-``copy``, ``pickle`` and ``torch.save`` ask a module for its state by ``__getstate__``. A module that is watched has one
-of its own, which leaves the hooks of this package out. So a saved model can be loaded where this package is not
-installed, or with ``weights_only=True``, and a copy is an ordinary model, which another optimizer may watch.
+``copy``, ``pickle`` and ``torch.save`` ask a module for its state by ``__getstate__``. A watched module has a
+``__getstate__`` of its own, which leaves the hooks of this package out. So a saved model can be loaded where this
+package is not installed, or with ``weights_only=True``, and a copy is an ordinary model, which another optimizer may
+watch.
 
-A module may hold its optimizer. It then still lacks its state when the copy of the optimizer would put hooks on it.
+If a module holds its optimizer, the optimizer is copied first, and must wait for the module's state to put hooks on it.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class StateWithoutHooks:
         """The module's state as its class gives it, in new dictionaries without the hooks."""
         module = self._module()
         assert module is not None
-        own = getattr(type(module), "__getstate__", None)  # before Python 3.11 object has none
+        own = getattr(type(module), "__getstate__", None)  # object has none before Python 3.11
         state = vars(module) if own is None else own(module)
-        if isinstance(state, tuple):  # of a class with slots
+        if isinstance(state, tuple):  # the class has slots
             return self._without_hooks(state[0]), *state[1:]
         return self._without_hooks(state) if isinstance(state, dict) else state
 
@@ -64,7 +65,7 @@ class StateWithoutHooks:
         return self
 
     def remove(self) -> None:
-        """One user less; with the last one the module's state is that of its class again."""
+        """Counts one user less; after the last one, the module's state is that of its class again."""
         self._users -= 1
         module = self._module()
         if self._users == 0 and module is not None and vars(module).get("__getstate__") is self:
@@ -72,9 +73,9 @@ class StateWithoutHooks:
 
 
 def leave_hooks_behind(module: nn.Module, kind: type) -> StateWithoutHooks | None:
-    """Keeps hooks of a type out of copies and pickles of a module; the result's ``remove()`` ends it.
+    """Keeps hooks of a type out of copies and pickles of a module, until ``remove()`` of the result is called.
 
-    Modules that say how they are copied, or whose attributes are not Python's, are left alone.
+    Modules that define how they are copied, and scripted ones, are left alone: None is returned.
     """
     if hasattr(type(module), "__deepcopy__") or isinstance(module, torch.jit.ScriptModule):
         return None
@@ -96,9 +97,9 @@ class _StateTaker:
 
 
 def when_whole(roots: Sequence[nn.Module], call: Callable[[], None]) -> None:
-    """Calls something as soon as modules have their state, those in them too: at once, unless they are being copied.
+    """Calls ``call`` as soon as modules and those in them have their state: at once, unless they are being copied.
 
-    A copy or a pickle gives a module its state after all that the state holds, an optimizer for instance.
+    A copy or a pickle first restores what a module's state holds, such as an optimizer, and then sets that state.
     """
     waiting, seen = list(roots), set[nn.Module]()
     while waiting:

@@ -1,4 +1,4 @@
-"""The predictive distributions: the sampled Fisher draws targets from them, and KFAC multiplies by their Fisher."""
+"""Predictive distributions: the sampled Fisher draws targets from them, KFAC multiplies by their Fisher matrices."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .loss_terms import main_tensor
 
 __all__ = ["Bernoulli", "Categorical", "Fisher", "Gaussian"]
 
-# Whoever only samples from a distribution need not define what this names; KFAC asks for it when it is built.
+# A distribution that is only sampled from need not define these methods; KFAC asks for them when it is built.
 _NEEDED = "fisher={0}: it has no {1}(), which KFAC needs beside samples: define it, see kfac_optim.Fisher"
-_ROUNDING = 0.02  # by which a target may be off, of a half-precision gradient for instance
+_ROUNDING = 0.02  # the error allowed in a target, which may come from a half-precision gradient
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Fisher(ABC):
     """A sampled Fisher: the predictive distribution of the model. Subclass it for a distribution of your own.
 
     Attributes:
-        output_fn: Model output -> tensor of the distribution's parameters. None (default): the tensor itself, or
-            ``.logits`` of an output that has it, else the first tensor in the output.
+        output_fn: Model output -> tensor of the distribution's parameters. None (default): the output itself if it is a
+            tensor, ``.logits`` of an output that has it, else the first tensor in the output.
         seed: The seed of the sampled targets, an int, default 0. Every rank draws its own samples from it.
 
     Raises:
-        TypeError: If ``output_fn`` is neither callable nor None, or ``seed`` is no int.
+        TypeError: If ``output_fn`` is neither callable nor None, or ``seed`` is not an int.
     """
 
     output_fn: Callable[[Any], Tensor] | None = field(default=None, kw_only=True)
@@ -49,11 +49,11 @@ class Fisher(ABC):
         return -1
 
     def parameters_of(self, output: Any) -> Any:
-        """The distribution's parameters in a model's output; no tensor where the output has none."""
+        """The distribution's parameters in a model's output; not a tensor if the output has none."""
         return main_tensor(output) if self.output_fn is None else self.output_fn(output)
 
     def can_sample(self, output: Tensor) -> Tensor:
-        """Whether targets can be drawn, a 0-dim bool: not from what is not finite."""
+        """Whether targets can be drawn, a 0-dim bool: only if all parameters are finite."""
         return output.isfinite().all()
 
     @abstractmethod
@@ -71,7 +71,7 @@ class Fisher(ABC):
     def misfit(self, gradient: Tensor) -> str:
         """Why the loss's gradient cannot come from this distribution's likelihood; empty if it may.
 
-        Asked once, in the first backward pass; the user is warned of it.
+        It is called once, in the first backward pass, and the user is warned of the problem.
 
         Args:
             gradient: The gradient of the user's own loss with respect to the output, up to a factor.
@@ -81,7 +81,7 @@ class Fisher(ABC):
     # What KFAC needs beside samples ----------------------------------------------------------------------------------
 
     def root(self, output: Tensor, u: Tensor) -> Tensor:
-        """``R u`` with ``R' R = F``, the Fisher matrix of the distribution over outputs, of one loss term each.
+        """``R u`` with ``R' R = F``, where F is the Fisher matrix of the distribution of each loss term.
 
         Inner products ``u' F v`` over all loss terms are those of ``R u`` and ``R v``.
 
@@ -96,9 +96,9 @@ class Fisher(ABC):
         raise NotImplementedError(_NEEDED.format(type(self).__name__, "divergence"))
 
     def target_problem(self, output: Tensor, gradient: Tensor) -> str:
-        """What keeps a gradient from being that of the negative log likelihood, of targets that are bounded.
+        """Why a gradient cannot be that of the negative log likelihood, because targets are bounded.
 
-        Empty if nothing does, and where any gradient may be.
+        It is empty if there is no problem, as always if targets are unbounded.
 
         Args:
             output: The distribution's parameters.
@@ -108,7 +108,7 @@ class Fisher(ABC):
 
     @classmethod
     def lacks(cls, *methods: str) -> list[str]:
-        """Those of the methods above that the distribution does not have."""
+        """Which of these methods the distribution does not define."""
         return [name for name in methods if getattr(cls, name) is getattr(Fisher, name)]
 
 

@@ -1,9 +1,9 @@
 """Layers through which other parameters are trained while they are frozen themselves.
 
-Many GANs freeze their discriminator for the time in which the generator trains through it (``requires_grad_(False)``,
-``toggle_optimizer()`` of Lightning). It then gets no gradients that could be thrown away, and is known by this instead
-(:mod:`kfac_optim.steering.opponents`). It is looked for in every step, because the generator may train in few of them;
-not in compiled networks, in re-entrant checkpoints and in layers of attention.
+Many GANs freeze their discriminator while the generator trains through it (``requires_grad_(False)``, Lightning's
+``toggle_optimizer()``). The discriminator then gets no gradients that could be thrown away, and is recognised by this
+instead (:mod:`kfac_optim.steering.opponents`). Every step looks for it, because the generator may train in few of them.
+Compiled networks, re-entrant checkpoints and layers of attention are not searched.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["FrozenPasses"]
 
 
 class FrozenPasses:
-    """The layers, by index, that have served others so since the last step.
+    """Notes layers that *serve*: others train through them while they are frozen. True if one has since the last step.
 
     Args:
         layers: The layers.
@@ -29,15 +29,15 @@ class FrozenPasses:
     def __init__(self, layers: Sequence[KroneckerLayer]) -> None:
         self._layers = layers
         self._served: set[int] = set()
-        self._serves: bool | None = None  # the first layer is asked: walks from each one would take too long
+        self._serves: bool | None = None  # found from the first frozen layer, because walks from each take too long
 
     def __bool__(self) -> bool:
         return bool(self._served)
 
     def note_call(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A layer was called; if it is frozen others train through it where parameters have made its input.
+        """Notes a call of a layer, which serves if it is frozen and parameters have made its input.
 
-        Not if the input alone is wanted, as an adversarial example is: gradients then end at a tensor.
+        It does not serve if gradients end at a tensor other than a parameter, as for an adversarial example.
         """
         if self._layers[index].weight.requires_grad or self._serves is False or index in self._served:
             return
@@ -50,7 +50,7 @@ class FrozenPasses:
             self._served.add(index)
 
     def take(self) -> bool:
-        """A step is taken: whether a layer that trains in it has served others. Starts anew."""
+        """Whether a layer that trains in this step has served others since the last one; starts anew."""
         weights = [self._layers[index].weight for index in self._served]
         self._served, self._serves = set(), None
         return any(weight.requires_grad and weight.grad is not None for weight in weights)

@@ -1,18 +1,18 @@
 """Which backward passes of a step count: those whose gradient is in ``.grad`` when the step is taken.
 
-The rule, layer by layer; "gradient" means that of the layer's weight:
+The rules for each layer, where "gradient" means that of the layer's weight:
 
 - A pass counts for a layer if it adds to the layer's gradient (:func:`destination`).
-- A layer whose gradient was removed (None) or zeroed in place since the last pass, by whatever ``zero_grad()``, starts
-  its statistics anew when the next pass begins.
-- At the step everything is dropped if that has happened to all layers that were seen. If it has happened to some of
-  them only, these are held still, and the passes count.
-- ``torch.autograd.grad(loss, weights)`` adds to no gradient. What it shows is kept apart, and counts only if no pass of
-  ``backward()`` does and the loop has set the gradients itself.
+- If a layer's gradient was removed (None) or zeroed in place since the last pass, by ``zero_grad()`` of any kind, the
+  layer's statistics start anew when the next pass begins.
+- If at the step this has happened to all layers that were seen, everything is dropped. If it has happened to some of
+  them only, the loop holds these still, and the passes count.
+- ``torch.autograd.grad(loss, weights)`` adds to no gradient. Its statistics are kept apart, and count only if those of
+  no ``backward()`` do and the loop has set the gradients itself.
 
 Other changes of a gradient (accumulation, clipping, unscaling, a reduction over ranks, a new tensor in its place) leave
-the statistics as they are. Where a framework keeps the gradients elsewhere (FSDP2 without synchronization), or moves
-them there after the pass (ZeRO), none is remembered, and nothing is taken for removed.
+the statistics as they are. If a framework keeps the gradients elsewhere (FSDP2 without synchronization), or moves them
+elsewhere after the pass (ZeRO), no gradient is remembered, and so none is found to be removed.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Mark = tuple[int, int, int]
 
 
 def destination(layer: KroneckerLayer) -> Literal["gradient", "caller"] | None:
-    """Where the backward pass in progress brings the gradient of a layer's weight.
+    """Where the backward pass in progress puts the gradient of a layer's weight.
 
     Returns:
-        "gradient" for ``.grad``, "caller" where ``torch.autograd.grad()`` returns it, None for a pass that does not
-        compute it: ``torch.autograd.grad(loss, inputs)`` for adversarial examples and saliency maps is no training.
+        "gradient" for ``.grad``, "caller" if ``torch.autograd.grad()`` returns it, None if the pass does not compute
+        it: ``torch.autograd.grad(loss, inputs)`` for adversarial examples and saliency maps is not training.
     """
     if not layer.weight.requires_grad:  # frozen since the forward pass
         return None
-    if not is_used_itself(layer) or is_sharded(layer.weight):  # FSDP2: another tensor stands for a DTensor
+    if not is_used_itself(layer) or is_sharded(layer.weight):  # FSDP2 computes with another tensor than the DTensor
         return "gradient"
-    # An operator of a compiled graph runs without autograd, which here has to say where the weight's gradient goes.
+    # An operator of a compiled graph runs with autograd off, but autograd knows where the weight's gradient goes.
     keys = torch._C._dispatch_tls_local_exclude_set()
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), keys - keys), torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(layer.weight).node
@@ -53,14 +53,14 @@ def destination(layer: KroneckerLayer) -> Literal["gradient", "caller"] | None:
 
 
 def is_used_itself(layer: KroneckerLayer) -> bool:
-    """Whether modules of the layer have its weight as a parameter, and do not compute with another tensor instead."""
+    """Whether a module of the layer has the weight as a parameter, and does not compute with another tensor instead."""
     return any(own is layer.weight for module in layer.modules for own in module._parameters.values())
 
 
 class GradientWatch:
-    """Remembers the gradients as the last backward pass has left them, and compares.
+    """Remembers the gradients as the last backward pass has left them, and compares them with the present ones.
 
-    Nothing is read from the device but by :meth:`all_cleared`: a gradient that was changed in place is looked at there.
+    Only :meth:`all_cleared` reads from the device, to look at gradients that were changed in place.
 
     Args:
         layers: The layers.
@@ -77,43 +77,43 @@ class GradientWatch:
         self._marks = {i: _mark(gradient) for i, gradient in found if gradient is not None}
 
     def removed(self, layers: Iterable[int]) -> list[int]:
-        """The layers whose weight had a gradient and has none now."""
+        """The layers whose remembered gradient has been removed (None)."""
         return [i for i in layers if i in self._marks and self.layers[i].weight.grad is None]
 
     def changed(self, layers: Iterable[int]) -> list[int]:
-        """The layers whose gradient is not as it was: another tensor, or written to in place."""
+        """The layers whose remembered gradient was replaced by another tensor, or written to in place."""
         pairs = ((i, self.layers[i].weight.grad) for i in layers if i in self._marks)
         return [i for i, g in pairs if g is not None and _comparable(own_part(g)) and _mark(g) != self._marks[i]]
 
     def all_cleared(self) -> bool:
-        """Whether every gradient that was noted has been removed or zeroed; if all were changed, reads them."""
+        """Whether every remembered gradient has been removed or zeroed; reads the changed ones if none is as it was."""
         gone, changed = self.removed(self._marks), self.changed(self._marks)
         if not self._marks or len(gone) + len(changed) < len(self._marks):
             return False
         return not (changed and bool(self.largest(changed).any()))
 
     def written(self, layers: Iterable[int]) -> list[int]:
-        """The layers whose weight has a gradient that it did not have, or not with these values."""
+        """The layers whose weight has a gradient that is not the remembered one with the same values."""
         pairs = ((i, self.layers[i].weight.grad) for i in layers)
         return [i for i, g in pairs if g is not None and _mark(g) != self._marks.get(i)]
 
     def largest(self, layers: Iterable[int]) -> Tensor:
-        """The largest absolute entry of each gradient, ``[layers]``: 0 where it was zeroed; stays on the device."""
+        """The largest absolute entry of each gradient, ``[layers]``: 0 if it was zeroed; stays on the device."""
         gradients = [own_part(g) for i in layers if (g := self.layers[i].weight.grad) is not None]
-        if all(g.device.type == "cpu" for g in gradients):  # where torch takes long for the maximum norm
+        if all(g.device.type == "cpu" for g in gradients):  # torch's maximum norm is slow on the CPU
             norms = [torch.stack(g.detach().aminmax()).abs().max() for g in gradients]
         else:
             norms = list(torch._foreach_norm([g.detach() for g in gradients], float("inf")))
         return torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms])
 
     def comparable(self, layers: Iterable[int]) -> list[int]:
-        """The layers with a gradient that :meth:`largest` can look at."""
+        """The layers with a gradient that :meth:`largest` can read."""
         return [i for i in layers if (g := self.layers[i].weight.grad) is not None and _comparable(own_part(g))]
 
 
 def _mark(gradient: Tensor) -> Mark:
-    """What tells a gradient from another one, and from itself with other values."""
-    # What a loop does to a sharded one counts as a version of the whole, what FSDP2 adds as one of the part.
+    """A mark that changes if a gradient is replaced by another tensor, or gets other values."""
+    # Changes that a loop makes to a sharded gradient count in the version of the whole, FSDP2's in that of the part.
     part = own_part(gradient)
     return id(part), _version(gradient), _version(part)
 

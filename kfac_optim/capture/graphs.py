@@ -1,4 +1,4 @@
-"""The graph that autograd has made of a forward pass, as far as its nodes show it."""
+"""A look at the graph that autograd has made of a forward pass."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 __all__ = ["Edge", "leaves_of", "nodes_behind", "nodes_reached"]
 
-Edge = tuple[Any, int]  # a node, and the number of the one behind it
+Edge = tuple[Any, int]  # a node, and the number of one of the nodes that a backward pass goes to from it
 
 
 def nodes_behind(node: Any) -> list[tuple[int, Any]]:
-    """The nodes that a backward pass goes to from this one, and their numbers."""
+    """The nodes that a backward pass goes to from this one, each with its number among them."""
     return [(number, after) for number, (after, _) in enumerate(node.next_functions) if after is not None]
 
 
@@ -21,7 +21,7 @@ def nodes_reached(starts: Iterable[Any], without: Collection[Edge] = ()) -> Iter
     """The nodes that a backward pass from some nodes goes through, these included.
 
     Args:
-        starts: The nodes; None, as of tensors without a graph, is left out.
+        starts: The nodes; None, which tensors without a graph have, is ignored.
         without: Edges that are not followed.
     """
     nodes = {node for node in starts if node is not None}
@@ -36,5 +36,5 @@ def nodes_reached(starts: Iterable[Any], without: Collection[Edge] = ()) -> Iter
 
 
 def leaves_of(nodes: Iterable[Any]) -> Iterator[Tensor]:
-    """The leaves, parameters for the most part, that some of the nodes stand for."""
+    """The leaf tensors, mostly parameters, that some of the nodes stand for."""
     return (node.variable for node in nodes if getattr(node, "variable", None) is not None)

@@ -1,4 +1,4 @@
-"""M, the number of loss terms, from what goes into a model and what comes out."""
+"""M, the number of loss terms, from the inputs and the output of a model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LossTerms:
             return 1
         tensor = main_tensor(output)
         if tensor is None or tensor.dim() == 0:  # the model returns its loss: count its examples instead
-            # Not a time or another number that is the same for all; a strided nested tensor has no shape.
+            # Skips a time or another number that is the same for all examples; a strided nested tensor has no shape.
             sized = [t for t in tensors_in((args, kwargs)) if t.dim() and not t.is_nested]
             if not sized:
                 return 1
@@ -74,26 +74,26 @@ class LossTerms:
 
     @staticmethod
     def _checked(terms: Any) -> int:
-        """What a callable has returned, if it is a number of terms; 0 where a batch has none."""
+        """Checks that a callable has returned a number of terms, and returns it; 0 if a batch has none."""
         try:
             number = int(terms)
-        except (TypeError, ValueError, OverflowError):  # of nan and inf
+        except (TypeError, ValueError, OverflowError):  # int() raises the last two for nan and inf
             number = -1
         if number < 0:
             raise ValueError(f"loss_average: the callable has returned {terms!r}; must be the number of loss terms")
         return number
 
     def dim_of_examples(self, tensor: Tensor) -> int:
-        """The dimension of the examples in an output or input: the first where it has no positions, ``[N, C]``."""
-        features = tensor.is_floating_point()  # token numbers have none
+        """The dimension of the examples in an output or input: the first if it has no positions, ``[N, C]``."""
+        features = tensor.is_floating_point()  # token numbers have no features
         return self.batch_dim if tensor.dim() > 1 + features else 0
 
 
 def _is_one_example(x: Tensor | None, output: Tensor) -> bool:
     """Whether an output ``[C]`` is that of one example ``[D]``, and not of a batch of numbers.
 
-    Where C is D it can't be known, and nor can it where the input is no vector of real numbers (token numbers may be
-    those of several texts).
+    This cannot be known, and is taken to be false, if C equals D, or if the input is not a vector of real numbers
+    (token numbers may belong to several texts).
     """
     return x is not None and x.dim() == output.dim() == 1 and x.is_floating_point() and x.shape != output.shape
 
@@ -105,7 +105,7 @@ def first_tensor(value: Any) -> Tensor | None:
 
 
 def main_tensor(output: Any) -> Tensor | None:
-    """The tensor that stands for a model's output: itself, ``.logits``, else the first one in it, integers left out."""
+    """The main tensor of a model's output: its ``.logits``, or else the first tensor in it that is not of integers."""
     logits = getattr(output, "logits", None)
     if isinstance(logits, Tensor):
         return logits
@@ -113,7 +113,7 @@ def main_tensor(output: Any) -> Tensor | None:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All of them, in order; a list, because older compilers of torch know no generators."""
+    """All tensors in nested tuples, lists, dicts and dataclasses; a list, because older compilers reject generators."""
     if isinstance(value, Tensor):
         return [value]
     items: Iterable[Any] = value if isinstance(value, (tuple, list)) else ()

@@ -1,4 +1,4 @@
-"""Micro-batches: from what layers see to the moments of a backward pass.
+"""Micro-batches: from the inputs and output gradients of layers to the moments of a backward pass.
 
 A micro-batch is one backward pass. Its states::
 
@@ -7,10 +7,10 @@ A micro-batch is one backward pass. Its states::
     open      every pair (input, output gradient) of a layer is added to the micro-batch
       -> counted    the backward pass has ended: its moments are added to the step's, with weight 0 if one of them is
                     not finite (the decision stays on the device; the flags are read once, in ``step()``)
-      -> abandoned  the pass raised and the next model call starts; the step's statistics are discarded between two
+      -> abandoned  the pass raised and the next model call starts, or the step's statistics are discarded between two
                     passes
 
-Which of the counted micro-batches are still those of the step when it is taken, ``gradients.py`` says.
+``gradients.py`` says which of the counted micro-batches still belong to the step when it is taken.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _COMPILED = (
 
 @dataclass(eq=False)
 class LayerCall:
-    """One call of a layer, whose output gradient is awaited: the layer's index, the module and what it saw.
+    """One call of a layer, whose output gradient is awaited: the layer's index, the module and its observation.
 
-    ``fraction``: the share of the examples that was looked at. ``shape``: the one in which the output gradient has
-    examples and positions; it may come in another (:func:`~.calls.own_result`). None of nested tensors.
+    ``fraction`` is the share of the examples in the observation. ``shape`` is that of the output, with dimensions for
+    examples and positions, which the gradient may lack (:func:`~.calls.own_result`); None for nested tensors.
     """
 
     index: int
@@ -70,7 +70,7 @@ class Recorder:
     Args:
         layers: The layers.
         dtype: Precision of the moments.
-        stage: Name of a stage -> context manager that times it.
+        stage: From the name of a stage to a context manager that times it.
 
     Attributes:
         enabled: Whether the step collects statistics.
@@ -92,11 +92,11 @@ class Recorder:
 
     @property
     def scaled(self) -> bool:
-        """Whether a grad scaler is set, used or not."""
+        """Whether a grad scaler is set, even if it is disabled."""
         return self._grad_scaler is not None
 
     def loss_scale(self, device: torch.device) -> Tensor:
-        """The current loss scale, without waiting for the device; 1 where no scaler is in use."""
+        """The current loss scale, without waiting for the device; 1 if no scaler is in use."""
         scaler = self._grad_scaler
         scale = scaler._get_scale_async() if scaler is not None and scaler.is_enabled() else None
         return torch.ones((), device=device) if scale is None else scale.to(device)
@@ -109,14 +109,14 @@ class Recorder:
         output: Tensor,
         projection: ProjectionCall | None,
     ) -> LayerCall:
-        """A layer was called: what it saw, with the moment of its input already taken.
+        """Notes a call of a layer, and takes the moment of its input at once.
 
         Args:
             index: The layer's index.
             use: The module's index among those that share the layer's weight.
             a: The input.
             output: The output.
-            projection: Which use of a projection of attention it was; None where a module was called.
+            projection: The use of a projection of attention; None if a module was called.
         """
         layer = self.layers[index]
         module = layer.modules[use]
@@ -134,8 +134,8 @@ class Recorder:
     def output_moment(self, call: LayerCall, g: Tensor, *, scaled: bool) -> Tensor:
         """The packed moment of one call's output gradient; ``scaled``: the gradient carries the loss scale.
 
-        For layers with ``by_example`` the rows ``[n, p, d_out]``, which :meth:`pool` makes a moment of when the pass
-        ends.
+        For layers with ``by_example`` it returns rows ``[n, p, d_out]``, from which :meth:`pool` makes a moment when
+        the pass ends.
         """
         layer = self.layers[call.index]
         with self.stage("factor computation"), full_precision(g.device.type):
@@ -143,9 +143,9 @@ class Recorder:
             seen = layer.subsample(call.module, g.detach(), call.fraction)
             scaled, part = scaled and self.scaled, seen.numel() < g.numel()
             seen = seen.to(self.dtype) if scaled or part else layer.multiplicand(seen, self.dtype)
-            if part:  # the examples kept stand for all, and their squares are added up
+            if part:  # the selected examples stand for all; the root, because squares are added up
                 seen = seen * (g.numel() / seen.numel()) ** 0.5
-            if scaled:  # dividing copies the gradient: only where there is a scaler
+            if scaled:  # only if there is a scaler, because dividing copies the gradient
                 seen = seen / self.loss_scale(g.device)
             moment = layer.output_moment(call.module, seen, call.observation)
             return moment if layer.by_example else layer.specs[1].pack(moment)
@@ -153,13 +153,13 @@ class Recorder:
     def pool(
         self, sums: Mapping[tuple[int, int], tuple[Tensor, Any, Tensor]]
     ) -> Iterator[tuple[int, Tensor, float, Tensor]]:
-        """The moments of one backward pass, of layers that pool their calls by example.
+        """The moments of one backward pass for layers that pool their calls by example.
 
         Args:
             sums: The sums over the calls, by the index of the layer and the number of examples.
 
         Yields:
-            The index of a layer, A, its rows, and G; packed.
+            The index of a layer, A, its number of rows, and G; A and G are packed.
         """
         together: dict[Hashable, list[tuple[int, int]]] = {}
         for index, examples in sums:
@@ -178,11 +178,11 @@ class Recorder:
 
 
 class BackwardPasses:
-    """Adds up what the backward passes of a step deliver.
+    """Adds up the moments of the backward passes of a step.
 
     Args:
         recorder: Makes moments of output gradients.
-        on_thrown_away: Called when gradients that passes have added to were removed before another pass.
+        on_thrown_away: Called when gradients were removed after a pass has added to them, and another pass begins.
 
     Attributes:
         statistics: The statistics of the step so far.
@@ -200,12 +200,12 @@ class BackwardPasses:
         self.transformed = self.model_seen = False
         self._watch = GradientWatch(recorder.layers)
         self._batch: MicroBatch | None = None
-        self._end: Callable[[], Any] = lambda: None  # what its pass calls at the end, held weakly
-        self._lock = threading.RLock()  # one thread's pass may begin while another's is being added
+        self._end: Callable[[], Any] = lambda: None  # a weak reference to what its pass calls at the end
+        self._lock = threading.RLock()  # a pass of one thread may begin while that of another is being added
 
     def record_output_gradient(self, layer_call: LayerCall, call: ModelCall | None, g: Tensor) -> None:
-        """The gradient of a layer's output has arrived: the pair (a, g) of its call is complete."""
-        # Gradients are enabled by create_graph=True: a gradient penalty or a higher derivative, not the loss.
+        """Takes the gradient of a layer's output, which completes the pair (a, g) of its call."""
+        # create_graph=True enables gradients: this is a gradient penalty or a higher derivative, not the loss.
         if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(g):
             return
         goes_to = destination(self.recorder.layers[layer_call.index])
@@ -216,31 +216,31 @@ class BackwardPasses:
     def add(self, layer_call: LayerCall, call: ModelCall | None, g: Tensor, *, to_caller: bool) -> None:
         """Adds a layer's call in some model call, with the moment of its output gradient.
 
-        ``to_caller``: the pass returns the gradients of weights.
+        ``to_caller``: whether the pass returns the gradients of weights to its caller.
         """
         index, a = layer_call.index, layer_call.observation.a
         batch = self.micro_batch_of(call)
-        # Another pass over a retained graph may bring both again, and sums are changed in place.
+        # Another pass over a retained graph may add the same tensors again, and sums are changed in place.
         if torch._C._autograd._get_current_graph_task_keep_graph():
             a, g = a.clone(), g.clone()
-        # A pass inside this one returns them to it: the backward of a function of the user's (adjoints), for instance.
+        # A pass inside another one returns gradients to that: the backward of a user's function (adjoints), say.
         if to_caller and torch._C._current_graph_task_id() == batch.task:
             batch.note_caller()
         add = batch.add_examples if self.recorder.layers[index].by_example else batch.add
         add(index, a, layer_call.observation.count, g)
 
     def note_transform(self) -> None:
-        """A layer was called inside a transform of ``torch.func``, where its input can't be seen."""
+        """Notes that a layer was called inside a transform of ``torch.func``, where its input cannot be seen."""
         self.transformed = True
 
     def record_hidden_gradient(self, index: int, g: Tensor) -> None:
-        """A backward pass has reached such a call of a layer."""
+        """Notes that a backward pass has reached such a call of a layer."""
         if not torch.is_grad_enabled() and destination(self.recorder.layers[index]) == "gradient":
             self.hidden.add(index)
 
     @_disable_dynamo
     def micro_batch_of(self, call: ModelCall | None) -> MicroBatch:
-        """The backward pass in progress has reached a model call: its micro-batch, which is opened if there is none.
+        """The micro-batch of the backward pass in progress, which has reached a model call; opened if there is none.
 
         Raises:
             RuntimeError: If the open micro-batch is another thread's, or under compiled autograd.
@@ -249,7 +249,7 @@ class BackwardPasses:
         if task == -1 or torch._C._current_autograd_node() is None:
             raise RuntimeError(_COMPILED)
         with self._lock:
-            if self._batch is None or self._end() is None:  # a pass that raised lets go of what it was to call
+            if self._batch is None or self._end() is None:  # a pass that raised has released its callback
                 self._compare_gradients()
                 self._batch, end = MicroBatch(task=task), functools.partial(self._on_backward_end)
                 self._end = weakref.ref(end)
@@ -257,8 +257,8 @@ class BackwardPasses:
             batch = self._batch
             self.model_seen |= call is not None
             if call is not None and call not in batch.calls:
-                # The hooks of a pass on a GPU run in a thread of torch's own; the calls know whose pass it is. A
-                # backward pass inside another one (checkpoints) has another number, but the thread is the same.
+                # On a GPU the hooks of a pass run in a thread of torch's own, so the calls tell whose pass it is. A
+                # backward pass inside another one (checkpoints) has another number, but the same thread.
                 threads = {known.thread for known in batch.calls if known.thread and known.thread.is_alive()}
                 if batch.task != task and threads - {call.thread} and call.thread:
                     raise RuntimeError(CONCURRENT)
@@ -271,20 +271,20 @@ class BackwardPasses:
             raise RuntimeError(CONCURRENT)
 
     def _compare_gradients(self) -> None:
-        """A backward pass begins: layers whose gradient was removed or zeroed start their statistics anew."""
+        """Restarts the statistics of layers whose gradient was removed or zeroed before this backward pass."""
         statistics, watch = self.statistics, self._watch
         removed = watch.removed(statistics.sums)
         if removed:
             self._on_thrown_away()
         statistics.restart(removed)
-        if removed and not statistics.sums:  # while another optimizer trains the model its passes must not pile up
+        if removed and not statistics.sums:  # else passes would pile up while another optimizer trains the model
             self.statistics = statistics = StepStatistics()
         changed = watch.changed(statistics.sums)
         if changed:
             statistics.check(changed, watch.largest(changed))
 
     def _on_backward_end(self) -> None:
-        """The backward pass has ended: adds its micro-batch to the step's."""
+        """Adds the micro-batch of the backward pass, which has ended, to the step's statistics."""
         with self._lock:
             batch, self._batch = self._batch, None
             if batch is None:
@@ -302,11 +302,11 @@ class BackwardPasses:
         self._watch.remember({**self.statistics.sums, **self.to_caller.sums})
 
     def abandon(self) -> None:
-        """Forgets the open micro-batch: its backward pass raised, or nobody wants its moments any more."""
+        """Forgets the open micro-batch: its backward pass raised, or its moments are no longer wanted."""
         self._batch = None
 
     def take(self) -> TakenStatistics:
-        """The statistics of the step, which is being taken; :meth:`forget` follows."""
+        """The statistics of the step that is being taken; :meth:`forget` has to follow."""
         seen, transformed = self.model_seen and not self.transformed, self.transformed
         return TakenStatistics(self.statistics, self.to_caller, self._watch, transformed=transformed, model_seen=seen)
 

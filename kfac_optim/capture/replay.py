@@ -1,10 +1,10 @@
-"""Makes the calls of a step again, at other weights: what the model would have put out.
+"""Repeats the calls of a step at other weights, to find what the model would have returned.
 
-Two hooks on the model note, of every call with gradients enabled, its arguments, the state of the random numbers, and
-the gradient of the loss with respect to the tensor that parametrizes the output distribution. A call counts once that
-gradient has arrived. It is made again without gradients, so that nothing is captured, with the same random numbers
-(dropout leaves out the same units) and with buffers put back afterwards (the running statistics of BatchNorm stay as
-they were). Autocast is off then: differences of outputs are taken, of which half precision would leave nothing.
+Two hooks on the model note, for every call with gradients enabled, its arguments, the state of the random number
+generators, and the gradient of the loss with respect to the tensor that parametrizes the output distribution. A call
+counts once that gradient has arrived. It is repeated without gradients, so that nothing is captured, with the same
+random numbers (dropout leaves out the same units), and buffers are put back afterwards (the running statistics of
+BatchNorm stay as they were). Autocast is off: half precision would leave nothing of the differences of outputs.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from .loss_terms import LossTerms
 
 __all__ = ["Part", "RandomState", "Replay", "frozen"]
 
-_LEAST = 256  # examples: of small batches all are looked at, whatever the fraction
+_LEAST = 256  # a part has at least this many examples, or all of a smaller batch, whatever the fraction
 _HALF = (torch.bfloat16, torch.float16)
 _AUTOCAST_INSIDE = (
     "the model computes in {} though it was called without autocast: it turns that on in its own forward, as "
     "Accelerate's mixed_precision and the Trainer's bf16 make it do. KFAC takes differences of outputs, of which half "
     "precision would leave nothing: prepare the model without mixed precision and call it under torch.autocast, which "
-    "KFAC turns off where it calls the model itself, or take KFACSGD, KFACAdam, KFACAdamW or KFACLAMB"
+    "KFAC turns off when it calls the model itself, or use KFACSGD, KFACAdam, KFACAdamW or KFACLAMB"
 )
 
 
 class RandomState:
-    """The state of torch's random numbers on the CPU and on a device."""
+    """The state of torch's random number generators on the CPU and on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.cpu = device, torch.get_rng_state()
         self.own = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
     def restore(self) -> None:
-        """Goes back to it."""
+        """Puts the generators back into this state."""
         torch.set_rng_state(self.cpu)
         if self.own is not None:
             torch.get_device_module(self.device).set_rng_state(self.own, self.device)
@@ -56,9 +56,9 @@ class RandomState:
 
 @contextmanager
 def frozen(module: nn.Module, random: RandomState) -> Iterator[None]:
-    """Runs a module with given random numbers, after which these and its buffers are as they were."""
+    """For running a module with given random numbers; afterwards generators and buffers are as they were."""
     before = RandomState(random.device)
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]  # their versions don't tell of BatchNorm
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]  # BatchNorm changes them without a new version
     random.restore()
     try:
         yield
@@ -83,12 +83,12 @@ class _Call:
 
 @dataclass(eq=False)
 class Part:
-    """Examples of a call, at which the model is evaluated again.
+    """Some or all examples of a call, at which the model is evaluated again.
 
     Attributes:
         output: The parameters of the output distribution as they were, at least in float32.
         gradient: The gradient of the loss with respect to them.
-        weight: The number of the call's examples per example in this part, >= 1.
+        weight: How many examples of the call each example of this part stands for, >= 1.
     """
 
     replay: Replay
@@ -109,7 +109,7 @@ class Part:
         if output.shape != self.gradient.shape:
             raise RuntimeError(
                 f"the model's output for every {self.weight:g}th example has the shape {tuple(output.shape)} instead "
-                f"of {tuple(self.gradient.shape)}: the model can't be evaluated at some of its examples; give "
+                f"of {tuple(self.gradient.shape)}: the model can't be evaluated at some of its examples only; pass "
                 "model_fraction=1.0"
             )
         return output
@@ -122,7 +122,7 @@ class Replay:
         module: The model, without a wrapper around it.
         fisher: The model's output distribution.
         loss_terms: Counts M.
-        layers: Returns its layers; a backward pass counts that brings a gradient to one of their weights.
+        layers: Returns the model's layers; a backward pass counts if it adds to the gradient of one of their weights.
 
     Attributes:
         enabled: Whether calls are remembered.
@@ -137,9 +137,9 @@ class Replay:
     ) -> None:
         self.module, self.fisher, self.loss_terms, self.layers = module, fisher, loss_terms, layers
         self.enabled = True
-        self._depth = 0  # how often the model is entered at present: it may call itself
-        self._open: tuple[tuple[Any, ...], dict[str, Any], RandomState, bool] | None = None  # what a call begins with
-        self._calls: dict[_Call, Tensor] = {}  # whose gradients have arrived
+        self._depth = 0  # how many calls of the model are in progress: it may call itself
+        self._open: tuple[tuple[Any, ...], dict[str, Any], RandomState, bool] | None = None  # the call in progress
+        self._calls: dict[_Call, Tensor] = {}  # the calls whose gradients have arrived, with these
         self._watch = GradientWatch(())
         self._task = -1  # the number of the last backward pass that has reached an output
         own_state = leave_hooks_behind(module, Hook)
@@ -156,7 +156,7 @@ class Replay:
         remove_all(self._handles)
 
     def discard(self) -> None:
-        """Forgets the calls of this step; one that still awaits its backward pass is kept."""
+        """Forgets the calls of this step, except one that still awaits its backward pass."""
         self._calls = {}
         if not in_backward():
             self._depth, self._open = 0, None
@@ -165,18 +165,18 @@ class Replay:
         """Ends the step.
 
         Args:
-            fraction: The share of the examples, in (0, 1].
+            fraction: The share of the examples to evaluate, in (0, 1].
             loss_scale: What the loss was multiplied by before the backward pass.
 
         Returns:
-            The calls whose gradients have arrived, each as a :class:`Part` of its examples (the model is run once for a
-            part that is smaller than its call, or under autocast), and M of all of them.
+            The calls whose gradients have arrived, each as a :class:`Part` of its examples, and M of all of them. For a
+            part that is smaller than its call, or of a call under autocast, this runs the model once.
         """
         calls = self._calls
         self.discard()
         # A loss that is a sum has M = 1, in however many calls.
         terms = 1 if self.loss_terms.average is None else sum(call.terms for call in calls)
-        seen = [(call, g) for call, g in calls.items() if call.output.numel()]  # of an empty batch nothing
+        seen = [(call, g) for call, g in calls.items() if call.output.numel()]  # an empty batch has no part
         return [self._part(call, g, fraction, loss_scale) for call, g in seen], terms
 
     @torch.no_grad()
@@ -187,7 +187,7 @@ class Replay:
 
     def _part(self, call: _Call, gradient: Tensor, fraction: float, loss_scale: float) -> Part:
         output = call.output
-        if gradient.dtype in _HALF and not call.autocast:  # the weights are not in it
+        if gradient.dtype in _HALF and not call.autocast:  # the weights themselves are not in half precision
             raise RuntimeError(_AUTOCAST_INSIDE.format(gradient.dtype))
         gradient = _precise(gradient) / loss_scale
         dim = self.loss_terms.dim_of_examples(output)
@@ -202,10 +202,10 @@ class Replay:
         if share < 1:
             args, kwargs = tree_map_only(Tensor, some, (args, kwargs))
             gradient = some(gradient)
-        if call.autocast:  # under which a model takes inputs in half precision, such as those of Lightning's Fabric
+        if call.autocast:  # inputs may be in half precision, as Lightning's Fabric makes them
             args, kwargs = tree_map_only(Tensor, lambda x: _precise(x) if x.dtype in _HALF else x, (args, kwargs))
         weight = examples / gradient.shape[dim]
-        if share < 1 or call.autocast:  # BatchNorm and dropout do something else with a part of the batch
+        if share < 1 or call.autocast:  # BatchNorm and dropout treat a part of the batch differently
             output = self.run(call, args, kwargs)
         return Part(self, call, args, kwargs, _precise(output), gradient, weight)
 
@@ -234,7 +234,7 @@ class Replay:
             PendingGradient(functools.partial(self._on_gradient, call)).wait_for_loss(parameters)
 
     def _on_gradient(self, call: _Call, gradient: Tensor) -> None:
-        """The gradient of the output has arrived, unless the pass is none of the loss (see ``gradients.py``)."""
+        """Notes the gradient of an output, if the pass is one of the loss (see ``gradients.py``)."""
         if torch.is_grad_enabled() or all(destination(layer) != "gradient" for layer in self.layers()):
             return
         task = torch._C._current_graph_task_id()
@@ -244,9 +244,9 @@ class Replay:
         self._calls[call] = gradient.detach() if known is None else known + gradient.detach()
 
     def _begin_pass(self, task: int) -> None:
-        """A backward pass begins, before it has changed a gradient."""
+        """Is called when a backward pass reaches an output, before it has changed a gradient."""
         self._task = task
-        if self._calls and self._watch.all_cleared():  # by whichever zero_grad(): a new step
+        if self._calls and self._watch.all_cleared():  # by zero_grad() of some kind: a new step has begun
             self._calls = {}
         torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
 
@@ -258,5 +258,5 @@ class Replay:
 
 
 def _precise(x: Tensor) -> Tensor:
-    """At least in float32."""
+    """Converts a tensor to at least float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

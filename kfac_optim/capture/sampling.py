@@ -1,4 +1,4 @@
-"""The sampled Fisher's own backward pass, and what waits for the user's.
+"""The sampled Fisher's own backward pass, and its moments, which wait for the user's.
 
 When a model call returns, targets are drawn from the model's predictive distribution, and a backward pass from the
 output gives the gradients of the layers' outputs for these targets. Their moments are *pending*: they are added to a
@@ -23,22 +23,22 @@ __all__ = ["SampledBackward"]
 
 
 class SampledBackward:
-    """Draws targets for model calls, and holds what they give until the user's backward pass.
+    """Draws targets for model calls, and holds their moments until the user's backward pass.
 
     Args:
         fisher: The distribution.
-        rank: This process's rank; each draws its own samples.
-        passes: Takes the moments of output gradients when their time has come.
+        rank: This process's rank; each rank draws its own samples.
+        passes: Receives the moments when the user's backward pass has reached the model's output.
     """
 
     def __init__(self, fisher: Fisher, rank: int, passes: BackwardPasses) -> None:
         self.fisher, self.rank, self.recorder, self.passes = fisher, rank, passes.recorder, passes
         self._step = 0
-        self._samples = 0  # drawn in this step
-        self._checked = False  # whether the loss's gradient was looked at
+        self._samples = 0  # how many were drawn in this step
+        self._checked = False  # whether the loss's gradient was checked
 
     def prepare(self, step: int) -> None:
-        """Sets the number of the step, from which the samples come."""
+        """Sets the number of the step, which seeds the samples."""
         self._step = step
 
     def change_rank(self, rank: int) -> None:
@@ -46,7 +46,7 @@ class SampledBackward:
         self.rank = rank
 
     def restart(self) -> None:
-        """The step starts anew, with its first sample."""
+        """Starts the step anew, with its first sample."""
         self._samples = 0
 
     def run(self, call: ModelCall, output: Any) -> None:
@@ -81,7 +81,7 @@ class SampledBackward:
     @torch.no_grad()
     def _sampled_gradient(self, logits: Tensor, generator: torch.Generator) -> Tensor:
         parameters = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
-        # Nothing can be drawn from NaNs; they go on to the moments, so that these are left out.
+        # Nothing can be drawn from NaNs. They are passed on to the moments, so that these do not count.
         finite = self.fisher.can_sample(parameters)
         target = self.fisher.sample_gradient(torch.where(finite, parameters, 0.0), generator)
         return torch.where(finite, target, torch.nan).to(logits.dtype)
@@ -100,15 +100,15 @@ class SampledBackward:
         """Warns, once, if the gradient of the user's loss cannot be that of the distribution's likelihood."""
         if self._checked or g.dim() == 0:
             return
-        self._checked = True  # reads from the device: not again
+        self._checked = True  # only once, because it reads from the device
         problem = self.fisher.misfit(g)
         if problem:
             name = type(self.fisher).__name__.lower()
             warnings.warn(
                 f"fisher={name!r} samples targets of that distribution, but the gradient of the loss with respect to "
                 f"the model's output {problem}: choose the fisher that fits the loss (categorical: cross-entropy, "
-                "bernoulli: binary cross-entropy, gaussian: squared error), or fisher='empirical'. If the output is "
-                "not what the loss is taken of, give the distribution an output_fn",
+                "bernoulli: binary cross-entropy, gaussian: squared error), or fisher='empirical'. If the loss is not "
+                "computed from this output, give the distribution an output_fn",
                 stacklevel=2,
             )
 

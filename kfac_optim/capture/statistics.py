@@ -19,13 +19,13 @@ __all__ = ["MicroBatch", "Moments", "StepMoments", "StepStatistics", "TakenStati
 
 @dataclass
 class Moments:
-    """One layer's share of a micro-batch or of a step: packed sums."""
+    """One layer's moments of a micro-batch or of a step: packed sums."""
 
     a: Tensor
     g: Tensor
 
     def add_call(self, a: Tensor, g: Tensor) -> None:
-        """Adds another call in the same micro-batch; the tensors may be somebody else's."""
+        """Adds another call in the same micro-batch; not in place, because the tensors may be used elsewhere."""
         self.a, self.g = self.a + a, self.g + g
 
     def add_batch_(self, batch: Moments) -> None:
@@ -34,7 +34,7 @@ class Moments:
         self.g.add_(batch.g)
 
     def drop_unless_(self, kept: Tensor) -> None:
-        """Makes the sums zero if ``kept`` is false, in place: all of them together are as large as the factors."""
+        """Sets the sums to zero if ``kept`` is false; in place, because all sums are as large as all factors."""
         for sums in (self.a, self.g):
             sums.masked_fill_(~kept.to(sums.device), 0.0)
 
@@ -45,9 +45,9 @@ class MicroBatch:
 
     Attributes:
         sums: Packed raw sums by layer index.
-        counts: The rows behind A, by layer index.
-        by_example: Of layers that pool their calls by example the sums over these, by layer index and number of
-            examples: of what they have seen (``a`` and ``count``), and of output gradients.
+        counts: The number of rows in A, by layer index.
+        by_example: For layers that pool their calls by example, the sums over calls of ``a``, ``count`` and output
+            gradients, by layer index and number of examples.
         calls: The model calls that the backward pass has reached.
         task: The number of the backward pass.
         to_caller: Whether it returns the gradients (``torch.autograd.grad``) instead of adding them to ``.grad``.
@@ -62,15 +62,15 @@ class MicroBatch:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether it is of another thread, which is still running."""
+        """Whether it belongs to another thread that is still running."""
         return any(call.is_elsewhere for call in self.calls)
 
     def note_caller(self) -> None:
-        """The pass returns the gradients to its caller."""
+        """Notes that the pass returns the gradients to its caller."""
         self.to_caller = True
 
     def add(self, layer: int, a: Tensor, count: float, g: Tensor) -> None:
-        """Adds one layer call; several calls within a backward pass add rows."""
+        """Adds one layer call; the calls in a backward pass add their rows."""
         if layer in self.sums:
             self.sums[layer].add_call(a, g)
         else:
@@ -78,7 +78,7 @@ class MicroBatch:
         self.counts[layer] = self.counts.get(layer, 0.0) + count
 
     def add_examples(self, layer: int, a: Tensor, count: Any, g: Tensor) -> None:
-        """Adds one call of a layer that pools them; calls on as many examples are taken for calls on the same ones."""
+        """Adds one call of a layer that pools its calls; those with equally many examples are taken to share them."""
         known = self.by_example.get((layer, len(g)))
         if known is not None:
             a, count, g = known[0] + a, known[1] + count, known[2] + g
@@ -92,10 +92,10 @@ class StepMoments:
     Attributes:
         sums: Packed raw sums by layer index.
         terms: M of each micro-batch.
-        counts: Per micro-batch the rows behind A, by layer index.
-        taken: Per micro-batch whether it belongs to the step.
-        finite: Per micro-batch whether it belongs to the step and its moments are finite, so that they are in the sums.
-        starts: By layer index, the number of the first micro-batch that counts, where that is not 0.
+        counts: For each micro-batch, the number of rows in A, by layer index.
+        taken: For each micro-batch, whether it belongs to the step.
+        finite: For each micro-batch, whether it belongs to the step and, its moments being finite, is in the sums.
+        starts: By layer index, the number of the first micro-batch that counts, if that is not 0.
     """
 
     sums: dict[int, Moments] = field(default_factory=dict)
@@ -122,14 +122,14 @@ class StepStatistics:
     """The micro-batches of a step so far.
 
     Attributes:
-        sums: Packed raw sums by layer index, over the finite micro-batches; of a single one as they are.
+        sums: Packed raw sums by layer index, over the finite micro-batches; a single one is kept even if not finite.
         terms: M of each micro-batch.
-        counts: Per micro-batch the rows behind A, by the index of the layers that it has reached.
-        kept: Per micro-batch whether all of its moments were finite, a 0-dim bool.
-        scales: Per micro-batch the loss scale, a 0-dim tensor.
-        starts: By layer index, the number of the first micro-batch that counts, where that is not 0.
-        checks: Between which micro-batches gradients were found changed: the number of micro-batches so far, the
-            layers, and the largest entry of each gradient, 0 where it had been zeroed.
+        counts: For each micro-batch, the number of rows in A, by the index of the layers that it has reached.
+        kept: For each micro-batch, whether all of its moments were finite, a 0-dim bool.
+        scales: For each micro-batch, the loss scale, a 0-dim tensor.
+        starts: By layer index, the number of the first micro-batch that counts, if that is not 0.
+        checks: Each time that gradients were found changed between micro-batches: the number of micro-batches so far,
+            the layers, and the largest entry of each gradient, 0 if it had been zeroed.
     """
 
     sums: dict[int, Moments] = field(default_factory=dict)
@@ -146,11 +146,11 @@ class StepStatistics:
         Args:
             batch: Its moments, which are overwritten.
             scale: The loss scale of the pass.
-            drop_overflowed: Whether a smaller loss scale than before takes the earlier micro-batches out of the sums:
-                they belong to a step that was not taken.
+            drop_overflowed: Whether a smaller loss scale than before removes the earlier micro-batches from the sums,
+                because they belong to a step that was not taken.
         """
         kept = _all_finite([tensor for entry in batch.sums.values() for tensor in (entry.a, entry.g)])
-        if len(self.kept) == 1:  # the first one counts as a whole or not at all unless there is a second
+        if len(self.kept) == 1:  # the first is zeroed only now: had it stayed alone, its flag would have been enough
             for entry in self.sums.values():
                 entry.drop_unless_(self.kept[0])
         if self.scales and drop_overflowed:
@@ -170,27 +170,27 @@ class StepStatistics:
         self.counts.append(batch.counts)
 
     def restart(self, layers: Sequence[int]) -> None:
-        """The gradients of these layers were removed: their statistics start anew."""
+        """Restarts the statistics of these layers, because their gradients were removed."""
         for i in layers:
             self.sums.pop(i, None)
             self.starts[i] = len(self.terms)
 
     def check(self, layers: Sequence[int], largest: Tensor) -> None:
-        """The gradients of these layers were changed; where their largest entry is 0, the statistics start anew."""
+        """Restarts the statistics of those layers whose changed gradient is zero, by its largest entry."""
         for i, entry in zip(layers, largest, strict=True):
             self.sums[i].drop_unless_(entry != 0)
         self.checks.append((len(self.terms), list(layers), largest))
 
     @property
     def flags(self) -> list[Tensor]:
-        """What has to be read from the device to know which micro-batches count."""
+        """The tensors that have to be read from the device to know which micro-batches count."""
         return [*self.kept, *self.scales, *(largest for _, _, largest in self.checks)]
 
     def resolve(self, values: Iterator[float]) -> StepMoments:
-        """What the step's statistics are.
+        """The step's statistics.
 
         Args:
-            values: The entries of :attr:`flags`, read from the device; as many as there are of them are taken.
+            values: The entries of :attr:`flags`, read from the device; it is advanced past these.
         """
         kept, scales = list(islice(values, len(self.kept))), list(islice(values, len(self.scales)))
         starts = dict(self.starts)
@@ -198,7 +198,7 @@ class StepStatistics:
             for i, entry in zip(layers, islice(values, len(layers)), strict=True):
                 if entry == 0:
                     starts[i] = max(position, starts.get(i, 0))
-        least = list(accumulate(reversed(scales), min, initial=math.inf))[-2::-1]  # of the later scales
+        least = list(accumulate(reversed(scales), min, initial=math.inf))[-2::-1]  # of later scales
         taken = [
             later >= scale and any(starts.get(i, 0) <= k for i in self.counts[k])
             for k, (scale, later) in enumerate(zip(scales, least, strict=True))
@@ -212,16 +212,14 @@ class TakenStatistics:
 
     Args:
         passes: The statistics of the passes that have added to ``.grad``.
-        to_caller: The statistics of those that have returned gradients to the caller; they count only if none of the
-            others does.
+        to_caller: The statistics of the passes that have returned gradients to the caller; they count only if no other
+            pass does.
         watch: The gradients.
         transformed: Whether a layer was called inside ``torch.func``.
         model_seen: Whether a backward pass has come through an ordinary call of the model.
 
     Attributes:
-        transformed: See above.
-        model_seen: Likewise.
-        captured: Whether there are any.
+        captured: Whether there are any statistics.
     """
 
     def __init__(
@@ -235,13 +233,13 @@ class TakenStatistics:
     ) -> None:
         self.transformed, self.model_seen, self._watch = transformed, model_seen, watch
         self.captured = bool(passes.terms or to_caller.terms)
-        # Which may count, in this order; each with the largest entries of its gradients, if these may all be zero.
+        # What may count, in this order, each with the largest entries of its gradients if these may all be zero.
         self._kinds: list[tuple[StepStatistics, Tensor | None]] = []
         gone = set(watch.removed(passes.sums))
         rest = [i for i in passes.sums if i not in gone]
         if rest:
             self._kinds.append((passes, watch.largest(rest) if watch.changed(rest) == rest else None))
-        # Where no pass has added to any gradient, whatever there is was set; through .data, too, which shows nowhere.
+        # If no pass has added to any gradient, the loop has set what there is, perhaps by .data, which leaves no trace.
         set_by_hand = watch.comparable(watch.written(to_caller.sums) if passes.terms else to_caller.sums)
         if set_by_hand:
             self._kinds.append((to_caller, watch.largest(set_by_hand)))
@@ -253,14 +251,14 @@ class TakenStatistics:
 
     @property
     def flags(self) -> list[Tensor]:
-        """What has to be read from the device to know which micro-batches count; of any shape."""
+        """The tensors, of any shape, that have to be read from the device to know which micro-batches count."""
         found: list[Tensor] = []
         for statistics, largest in self._kinds:
             found += [*statistics.flags, *([] if largest is None else [largest])]
         return found
 
     def resolve(self, flags: Iterable[float]) -> StepMoments:
-        """What the step's statistics are.
+        """The step's statistics.
 
         Args:
             flags: All entries of :attr:`flags`, read from the device.
@@ -276,7 +274,7 @@ class TakenStatistics:
 
 def _all_finite(tensors: list[Tensor]) -> Tensor:
     """Whether all entries of some tensors are finite, a 0-dim bool on the first one's device."""
-    if all(tensor.device.type == "cpu" for tensor in tensors):  # where a sum takes a tenth of a norm's time
+    if all(tensor.device.type == "cpu" for tensor in tensors):  # a sum takes a tenth of a norm's time there
         totals = [tensor.sum() for tensor in tensors]
     else:
         totals = list(torch._foreach_norm(tensors, math.inf))

@@ -1,8 +1,8 @@
-"""Weights that are used beside their module's calls, which no hook on a module shows.
+"""Finds weights that are used beside the calls of their module, which no hook on the module shows.
 
-In ``h @ embedding.weight.T``, say, within a model's ``forward``: what such a use adds to the gradient of the weight is
-missing from the layer's factors. The graph shows it, as an edge to the weight that comes from none of the layer's own
-operations. Each layer is looked at once, in the first call of the model that it takes part in.
+An example is ``h @ embedding.weight.T`` in a model's ``forward``. What such a use adds to the gradient of the weight is
+missing from the layer's factors. Autograd's graph shows it as an edge to the weight that comes from none of the layer's
+own operations. Each layer is examined once, in the first call of the model that it takes part in.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .loss_terms import tensors_in
 __all__ = ["WeightUses"]
 
 USED_BESIDE = "its weight is used beside its calls, too, which its factors do not show"
-MOST_RESHAPES = 8  # between a layer's operation and its weight or its result: casts, transposes and views
+MOST_RESHAPES = 8  # the most casts, transposes and views between a layer's operation and its weight or its result
 
 
 class WeightUses:
@@ -39,23 +39,23 @@ class WeightUses:
         self._results: dict[int, list[Any]] = {}
 
     def forget_calls(self) -> None:
-        """A call of the model begins, or was interrupted: lets go of the graph of the last one."""
+        """Releases the graph of the last call of the model, as the next one begins or it was interrupted."""
         self._results = {}
 
     def note_call(self, index: int, result: Tensor) -> None:
-        """A layer was called, with this result."""
+        """Notes that a layer was called and returned ``result``."""
         if index not in self._looked_at and is_used_itself(self._layers[index]):
             node = torch.autograd.graph.get_gradient_edge(result).node
             node.register_prehook(functools.partial(self._on_derivative, index))
             self._results.setdefault(index, []).append(node)
 
     def _on_derivative(self, index: int, gradients: Any) -> None:
-        """A backward pass within the model, as from an energy to forces: its graph, too, uses the weight."""
+        """Skips the layer after a backward pass inside the model (from an energy to forces), which uses the weight."""
         self._looked_at.add(index)
         self._results.pop(index, None)
 
     def look(self, output: Any) -> None:
-        """The model has returned: names the layers whose weights it has used beside their calls, in one warning."""
+        """Warns, once the model has returned, of all layers whose weights it has used beside their calls."""
         if not self._results:
             return
         results, self._results = self._results, {}
@@ -63,10 +63,10 @@ class WeightUses:
         known: dict[Edge, int] = {}
         for index, nodes in results.items():
             edges = [_edge_to(self._layers[index].weight, node) for node in nodes]
-            if None not in edges:  # else the graph does not show the layer's own use: a checkpoint, FSDP2
+            if None not in edges:  # else the graph hides the layer's own use (a checkpoint, FSDP2)
                 known.update((edge, index) for edge in edges if edge is not None)
         reached = set(nodes_reached((tensor.grad_fn for tensor in tensors_in(output)), known))
-        # A function of the user's may call a layer inside: it takes the weight, and the graph has no call of the layer.
+        # A user's autograd function that takes the weight may call the layer inside: the graph then has no such call.
         called = {index for (node, _), index in known.items() if node in reached}
         leaves = set(leaves_of(reached))
         self._warn(sorted(index for index in called if self._layers[index].weight in leaves))
@@ -88,19 +88,19 @@ class WeightUses:
 def _edge_to(weight: nn.Parameter, node: Any) -> Edge | None:
     """The edge by which a layer uses its weight, found from the node of its result; None if there is none."""
     for _ in range(MOST_RESHAPES):
-        leaves = {number: _leaf(after) for number, after in nodes_behind(node)}
+        leaves = {number: _leaf_behind(after) for number, after in nodes_behind(node)}
         own = [(reshapes, number) for number, (leaf, reshapes) in leaves.items() if leaf is weight]
-        if own:  # the nearest one: the input may come from the weight alone, by an earlier call
+        if own:  # the nearest one, because an earlier call may have made the input from the weight alone
             return node, min(own)[1]
-        further = [after for number, after in nodes_behind(node) if leaves[number][0] is None]  # not the bias
+        further = [after for number, after in nodes_behind(node) if leaves[number][0] is None]  # without the bias
         if len(further) != 1:
             return None
         node = further[0]
     return None
 
 
-def _leaf(node: Any) -> tuple[Tensor | None, int]:
-    """The parameter that a node stands for, perhaps by casts and reshapes of it, and how many of these there are."""
+def _leaf_behind(node: Any) -> tuple[Tensor | None, int]:
+    """The parameter behind a node, or None, and the number of casts and reshapes in between."""
     for reshapes in range(MOST_RESHAPES):
         behind = nodes_behind(node)
         if len(behind) != 1:

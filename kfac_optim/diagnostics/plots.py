@@ -191,7 +191,7 @@ def _conditions(axes: Axes, history: Sequence[Mapping[str, Any]], condition_of: 
     curves: dict[str, dict[int, float]] = {}
     for entry in history:
         for name, layer in entry.get("layers", {}).items():
-            value = condition_of(layer)  # what is infinite becomes None in JSON
+            value = condition_of(layer)  # infinite numbers become None in JSON
             curves.setdefault(name or "(model)", {})[entry["step"]] = math.inf if value is None else value
     finite = [value for curve in curves.values() for value in curve.values() if value < math.inf]
     top = 10 * max(finite, default=1.0)

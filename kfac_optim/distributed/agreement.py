@@ -70,7 +70,7 @@ def check(comm: Communicator, built: Mapping[str, object], learned: Collection[s
             "that each rank has for itself (experts) belong in skip_layers"
         )
     raise RuntimeError(
-        f"the ranks have built different optimizers, or have been changed differently since: {found}. Layers, solver, "
+        f"the ranks have built different optimizers, or have changed them differently since: {found}. Layers, solver, "
         "dtypes and assignment must be the same on every rank of the process group, and so must hyperparameters, "
         f"whenever they are set, and loaded state{remedy}"
     )

@@ -124,7 +124,7 @@ class Assignment:
     def check(self, layers: int, world_size: int) -> None:
         """Raises ValueError unless there are exactly ``layers`` layers and every worker is a valid rank."""
         if len(self.layers) != layers:
-            raise ValueError(f"assignment: has {len(self.layers)} layers instead of {layers}")
+            raise ValueError(f"assignment: it has {len(self.layers)} layers instead of {layers}")
         for i, layer in enumerate(self.layers):
             if not (isinstance(layer.inverse_workers, tuple) and isinstance(layer.gradient_workers, tuple)):
                 raise ValueError(

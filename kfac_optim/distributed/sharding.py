@@ -27,7 +27,7 @@ __all__ = [
     "whole_shape",
 ]
 
-_BUCKET_NUMEL = 2**25  # numbers that are gathered by one collective: 128 MiB in float32
+_BUCKET_NUMEL = 2**25  # the most numbers that one collective gathers: 128 MiB in float32
 
 
 def gradient_moves_away(parameter: Tensor) -> bool:

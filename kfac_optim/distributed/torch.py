@@ -121,9 +121,9 @@ class TorchCommunicator(Communicator):
         subgroups = [members for members in groups if 1 < len(members) < self.world_size]
         if subgroups and self.world_size < dist.get_world_size():
             raise ValueError(
-                f"assignment: needs groups of some of the ranks, such as {subgroups[0]}, but process_group is only a "
-                "part of the default group, which would have to make them as a whole. Use assignment='factor-wise' or "
-                "'layer-wise' with process_group="
+                f"assignment: it needs groups of some of the ranks, such as {subgroups[0]}, but process_group is only "
+                "a part of the default group, all processes of which would have to make them. Use assignment="
+                "'factor-wise' or 'layer-wise' with process_group="
             )
 
     def _timeout(self) -> Any:

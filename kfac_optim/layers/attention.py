@@ -23,7 +23,7 @@ class ProjectionCall(NamedTuple):
     # The others are for packed q, k, v projections, three Kronecker pairs:
     first_pair: int = 0  # the first pair that the call applies
     end_pair: int = 0  # the pair after the last one
-    queries: int = 0  # the number of each example
+    queries: int = 0  # how many queries each example has
 
     @property
     def is_packed(self) -> bool:
@@ -104,7 +104,7 @@ class AttentionInputLayer(AttentionLayer):
         moment, count = seen.a, seen.count
         if self.by_example:
             count = self._among_zeros(pairs, count, 0)
-        elif call.first_pair > 0:  # keys and values, weighted as if they were as many as the queries, counted before
+        elif call.first_pair > 0:  # keys and values, weighted as if there were as many as queries, whose rows count
             moment, count = moment * (call.queries / a.shape[0]), 0.0
         return Observation(self._among_zeros(pairs, moment, *self._place_of_pairs(0)), count, context=pairs)
 

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 Sharing = Literal["expand", "reduce"]
-COMPUTED = "is computed from other parameters"  # by this part of a reason coverage.py knows what may become a layer
+COMPUTED = "is computed from other parameters"  # coverage.py looks for this in reasons: the layer may come back
 
 
 class Declined(Exception):
@@ -184,7 +184,7 @@ class KroneckerLayer(ABC):
         self.modules = [*self.modules, *modules]
 
     def replace_parameters(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Switches to the parameters with which a framework has replaced weight and bias, by the old ones."""
+        """Switches to the parameters with which a framework has replaced old ones; ``new`` has them by the old."""
         self.weight = new[self.weight]
         self.bias = None if self.bias is None else new[self.bias]
 

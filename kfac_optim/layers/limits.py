@@ -11,11 +11,11 @@ __all__ = ["LARGEST", "kept_of"]
 # The most rows of a block, unless the user gives another number. A CPU core decomposes 2,100 rows (2,048 and a bias) in
 # less than a second; 8,192 rows would take it 64 times as long.
 LARGEST = {"cpu": 2100, "cuda": 8192}
-# A factor that is so large, and so many times as large as the other one of its layer, costs more than all others of a
-# model together. If it is a G, the outputs are a vocabulary: each entry of the diagonal belongs to one row of the
-# weight, and next to nothing is lost by keeping the diagonal alone. If it is an A, the inputs are pixels or features,
-# which are correlated: it is kept as blocks as large as the other factor, so that the layer costs what a square one
-# does. The ratio is above the 9 of a 3 x 3 kernel, whose taps make inputs 9 times as large.
+# A lopsided factor has more rows than the first of these numbers, and at least so many times as many as the other one
+# of its layer. It costs more than all others of a model together. A lopsided G belongs to a vocabulary: an entry of its
+# diagonal is that of one row of the weight, and next to nothing is lost by the diagonal alone. A lopsided A belongs to
+# pixels or features, which are correlated: blocks as large as the other factor let the layer cost what a square one
+# does. The ratio exceeds 9, because the taps of a 3 x 3 kernel make inputs 9 times as large.
 _LOPSIDED_DIM, _LOPSIDED_RATIO, _LEAST_BLOCK = 1024, 10, 256
 
 

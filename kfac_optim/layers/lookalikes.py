@@ -75,17 +75,17 @@ def lookalike(module: nn.Module) -> tuple[LayerFactory, str] | None:
     shape = tuple(whole_shape(weight))
     if bias is not None and tuple(whole_shape(bias)) not in {(size,) for size in shape}:
         return None
-    attributes = {k: v for k, v in vars(module).items() if k not in _ordinary()}
+    attributes = {k: v for k, v in vars(module).items() if k not in _module_attributes()}
     key = (type(module).forward, shape, bias is None, repr(sorted(attributes.items())))
     known = _known.setdefault(type(module), {})
     if key not in known:
-        known[key] = _find(module, shape, bias is not None, attributes)
+        known[key] = _matching_reference(module, shape, bias is not None, attributes)
     found = known[key]
     return None if found is None else (found.factory, f"as {found.name}")
 
 
 @functools.cache
-def _ordinary() -> frozenset[str]:
+def _module_attributes() -> frozenset[str]:
     """The attributes that every module has."""
     return frozenset(vars(nn.Module()))
 
@@ -101,13 +101,15 @@ def _is_simple(module: nn.Module) -> bool:
         arguments = list(inspect.signature(cls.forward).parameters.values())
     except (TypeError, ValueError):
         return False
-    own = (value for name, value in vars(module).items() if name not in _ordinary())
+    own = (value for name, value in vars(module).items() if name not in _module_attributes())
     flat = itertools.chain.from_iterable(v if isinstance(v, (tuple, list)) else (v,) for v in own)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return len(arguments) == 2 and arguments[1].kind in kinds and all(isinstance(v, _PLAIN) for v in flat)
 
 
-def _find(module: nn.Module, shape: tuple[int, ...], bias: bool, attributes: dict[str, Any]) -> Reference | None:
+def _matching_reference(
+    module: nn.Module, shape: tuple[int, ...], bias: bool, attributes: dict[str, Any]
+) -> Reference | None:
     """The reference that a module equals, if there is one."""
     if 0 in shape or len(shape) not in (1, 2):
         return None
@@ -120,7 +122,7 @@ def _find(module: nn.Module, shape: tuple[int, ...], bias: bool, attributes: dic
     elif math.prod(shape) > _MAX_NUMEL:
         return None
     for reference in _references(module, shape, attributes):
-        if all(_equal(module, reference, s, bias, own) for s, own in sizes):
+        if all(_computes_the_same(module, reference, s, bias, own) for s, own in sizes):
             return reference
     return None
 
@@ -168,7 +170,7 @@ def _channels_first(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ep
 # The comparison ------------------------------------------------------------------------------------------------------
 
 
-def _equal(
+def _computes_the_same(
     module: nn.Module, reference: Reference, shape: tuple[int, ...], bias: bool, attributes: dict[str, Any]
 ) -> bool:
     """Whether a stand-in for the module equals the reference in all cases, in float32 at least."""
@@ -196,7 +198,7 @@ def _equal(
                         return True  # it casts to float32 inside, which a weight in float64 does not fit
                     return False
                 wanted = _outcome(functools.partial(reference.apply, **parameters), x, list(parameters.values()))
-                if not _near(found, wanted):
+                if not _agree(found, wanted):
                     return False
     return True
 
@@ -223,7 +225,7 @@ def _outcome(forward: Callable[[Tensor], Any], x: Tensor, parameters: Sequence[T
     return [output, *torch.autograd.grad((output * product).sum(), [x, *parameters], allow_unused=True)]
 
 
-def _near(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
+def _agree(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
     """Whether two outcomes are the same, up to rounding in float32."""
     for a, b in zip(found, wanted, strict=False):
         if not (isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype and a.device == b.device):

@@ -24,9 +24,9 @@ __all__ = [
     "SyncBatchNormLayer",
 ]
 
-_NOTHING = torch.finfo(torch.float64).tiny  # an epsilon that changes no variance; torch 2.11 refuses 0
+_TINY_EPS = torch.finfo(torch.float64).tiny  # an epsilon that changes no variance; torch 2.11 refuses 0
 
-Statistics = tuple[Tensor, Tensor]  # of an input: its mean, and its variance with epsilon added
+Statistics = tuple[Tensor, Tensor]  # the mean of an input, and its variance with epsilon added
 
 
 class _NormLayer(KroneckerLayer):
@@ -157,7 +157,7 @@ class _ChannelsFirstNorm(_NormLayer):
             if known is None:
                 normalized = self.normalized(module, x)
             else:
-                normalized = F.batch_norm(x, known[0].to(x), known[1].to(x), eps=_NOTHING)
+                normalized = F.batch_norm(x, known[0].to(x), known[1].to(x), eps=_TINY_EPS)
             return torch.linalg.vecdot(g, normalized), total
         mean, variance = known or self.statistics(module, x)
         return torch.addcmul(torch.linalg.vecdot(g, x), mean, total, value=-1) * variance.rsqrt(), total
@@ -202,7 +202,7 @@ class RMSNormLayer(_ChannelsLastNorm):
     """``nn.RMSNorm``: it has a scale and no shift, so that its blocks are 1x1."""
 
     def is_saved(self, a: Tensor) -> bool:
-        return super().is_saved(a) and a.dtype.itemsize >= 4  # of half precision a copy in float32 is saved
+        return super().is_saved(a) and a.dtype.itemsize >= 4  # in half precision a float32 copy is saved instead
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight_shape, eps=self.eps_of(module))

@@ -176,7 +176,7 @@ def _add(layer: KroneckerLayer, layers: dict[nn.Parameter, KroneckerLayer], reas
     if first is layer:
         return
     same = type(first) is type(layer) and first.bias is layer.bias and first.sharing == layer.sharing
-    same = same and getattr(first, "eps", None) == getattr(layer, "eps", None)  # which some norm layers have
+    same = same and getattr(first, "eps", None) == getattr(layer, "eps", None)  # some norm layers have one
     # For attention: only one module's calls are watched for a layer, and each projection has its part of the bias.
     if same and first.host is layer.host and first.bias_part == layer.bias_part:
         first.add_modules(layer.modules)

@@ -14,9 +14,8 @@ from .moments import machine, second_moment
 
 __all__ = ["CHUNK_NUMEL", "Windows", "unfolded_moment"]
 
-# Patches are unfolded for a few examples at a time, up to this many numbers (16 MiB in float32; 128 MiB on
-# accelerators, where launches count). Patches of the whole batch would take the memory of the activations as many times
-# as the kernel has taps.
+# How many numbers of patches are unfolded at once (16 MiB in float32; 128 MiB where launches count). Patches of the
+# whole batch would take as many times the memory of the activations as the kernel has taps.
 CHUNK_NUMEL = {"cpu": 2**22, "accelerator": 2**25}
 
 

@@ -28,8 +28,6 @@ _JACOBI_ROWS = range(32, 513)
 class EigenSolver:
     """Eigendecomposition: Tikhonov damping of ``A (x) G`` itself, which may change at every step. The default.
 
-    Damping plays no part in the decompositions.
-
     Args:
         negligible: Truncation threshold, in [0, 1). An eigenvalue of A or G whose products with all eigenvalues of the
             other factor are at most ``negligible * gamma`` counts as zero, and its eigenvector is left out of the
@@ -63,10 +61,7 @@ class EigenSolver:
         return values.clamp_(min=0), vectors
 
     def decompose_padded(self, factors: Sequence[Tensor]) -> list[Decomposition]:
-        """Decomposes factors ``[p, n, n]`` with different n together, after padding the smaller ones.
-
-        This takes a single library call, so that the host waits for the device only once.
-        """
+        """Pads factors ``[p, n, n]`` of different n and decomposes them in one call, for which the host waits once."""
         sizes = [factor.shape[-1] for factor in factors]
         whole = torch.cat([_padded(factor, max(sizes)) for factor in factors])
         parts = (part.split([len(factor) for factor in factors]) for part in self.decompose(whole, whole.new_zeros(())))
@@ -89,7 +84,7 @@ class EigenSolver:
 
     def count_relevant(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> Tensor:
         """How many eigenvalues of A and of G are not negligible in some pair, ``[2]``; does not wait for the device."""
-        return torch.stack([_count_above(*side) for side in self._with_limits(a, g, gamma)])
+        return torch.stack([_count_above(*side) for side in self._limits(a, g, gamma)])
 
     def relevant(
         self, a: Decomposition, g: Decomposition, gamma: Tensor, counts: Sequence[int]
@@ -98,12 +93,10 @@ class EigenSolver:
 
         ``counts`` are those of :meth:`count_relevant`. A pair's result does not depend on other pairs in the stack.
         """
-        of_a, of_g = zip(self._with_limits(a, g, gamma), counts, strict=True)
+        of_a, of_g = zip(self._limits(a, g, gamma), counts, strict=True)
         return _largest(*of_a[0], of_a[1]), _largest(*of_g[0], of_g[1])
 
-    def _with_limits(
-        self, a: Decomposition, g: Decomposition, gamma: Tensor
-    ) -> tuple[tuple[Decomposition, Tensor], ...]:
+    def _limits(self, a: Decomposition, g: Decomposition, gamma: Tensor) -> tuple[tuple[Decomposition, Tensor], ...]:
         """Both decompositions, each with the limit above which its eigenvalues matter, ``[p]``."""
         limit = self.negligible * gamma
         return (a, limit / g[0].amax(-1)), (g, limit / a[0].amax(-1))

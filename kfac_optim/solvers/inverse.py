@@ -15,9 +15,7 @@ __all__ = ["InverseSolver"]
 
 @dataclass(frozen=True)
 class InverseSolver:
-    """Explicit inverses by Cholesky decomposition, cheaper to compute and to apply than an eigendecomposition.
-
-    Damping is factored, and stays as it is from one refresh to the next.
+    """Explicit inverses by Cholesky, cheaper to compute and to apply; damping is factored, and fixed at each refresh.
 
     Args:
         pi: True (default) splits the damping by the ratio of the factors' mean eigenvalues. False adds gamma to both
@@ -46,8 +44,7 @@ class InverseSolver:
     def decompose(self, factor: Tensor, shift: Tensor) -> Decomposition:
         """``(inverse [p, n],)`` for a diagonal factor, else ``(inverse / scale [p, n, n], scale [p])``.
 
-        The scale is the largest entry of the inverse. Dividing by it keeps the inverses of small factors within the
-        range of half precision.
+        The scale, the largest entry of the inverse, keeps inverses of small factors in the range of half precision.
         """
         if factor.dim() == 2:
             return ((factor + shift[:, None]).reciprocal(),)
