@@ -98,7 +98,7 @@ class TrainedModel:
         for layer in coverage.layers:
             problem = sharding_problem(layer.weight, self.roots, comm)
             if layer.is_shard:
-                problem = problem if type(layer) is LinearLayer else "split by tensor parallelism, and no nn.Linear"
+                problem = problem if type(layer) is LinearLayer else "split by tensor parallelism, not an nn.Linear"
                 names = {p: uncovered[p][0] for module in layer.modules for p in module.parameters() if p in uncovered}
                 uncovered.update((p, (name, "one bias for all shards of a weight")) for p, name in names.items())
             if problem:
@@ -190,7 +190,7 @@ class TrainedModel:
             for block in self.blocks:
                 block.layer.replace_parameters(new)
             self._note_whereabouts()
-        elif not known and not self._lost_to_strangers(stepped):
+        elif not known and not self._has_lost_weights(stepped):
             self.parameters = dict.fromkeys(stepped)
             now = self._whereabouts.successors().items()
             taken = {p: q for p, q in now if q in self.parameters and q.shape == p.shape}
@@ -220,7 +220,7 @@ class TrainedModel:
         computed = {p for p, (_, reason) in self.uncovered.items() if COMPUTED in reason}
         self._whereabouts = Whereabouts(self.roots, [block.layer for block in self.blocks], computed)
 
-    def _lost_to_strangers(self, stepped: Sequence[nn.Parameter]) -> bool:
+    def _has_lost_weights(self, stepped: Sequence[nn.Parameter]) -> bool:
         """Whether weights of layers may have moved into new tensors that no module owns (flat partitions).
 
         Tensors that are not weights of layers may come and go: the points of a scene that are split and pruned.

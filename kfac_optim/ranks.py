@@ -79,7 +79,7 @@ class Ranks:
             Whether the number of this rank, or the number of ranks, has changed.
 
         Raises:
-            RuntimeError: If it has, and some factors are only on one of the old ranks.
+            RuntimeError: If one of them has, and some factors are only on one of the old ranks.
         """
         before, self.comm = self.comm, comm
         changed = (comm.rank, comm.world_size) != (before.rank, before.world_size)

@@ -38,8 +38,8 @@ class Sightings:
 
     def __init__(self) -> None:
         self.blind = False
-        self._model_seen = False  # in the last step with statistics
-        self._lost = False
+        self._model_seen = False  # whether a call of the model was seen in the last step with statistics
+        self._lost = False  # whether what was seen of the step in progress is lost
         self._unseen_steps = 0  # statistics steps in a row with gradients but no backward pass that was seen
         self._told: set[Block] = set()  # those that the user was warned of
 
@@ -97,9 +97,9 @@ class Sightings:
                 f"{', '.join(names)}: the weight has gradients, but the layer {seen} in a forward and backward "
                 f"pass, so that it {ends}. Call the module itself: a weight that is used on its own, "
                 "as in F.linear(x, layer.weight), is not seen, nor is one inside a function that was compiled before "
-                "the optimizer was built, or in a pipeline whose schedule splits backward passes (zero bubble). Nor do "
-                "passes count whose gradients were cleared since (PCGrad), torch.autograd.grad beside a backward(), "
-                "and passes with create_graph=True; a sampled Fisher sees no layer that the output does not depend on. "
-                "If that is intended, name the layer in skip_layers",
+                "the optimizer was built, or in a pipeline whose schedule splits backward passes (zero bubble). A pass "
+                "does not count if its gradients were cleared since (PCGrad), if it is torch.autograd.grad beside a "
+                "backward(), or if it has create_graph=True. A sampled Fisher sees no layer that the output does not "
+                "depend on. If all this is intended, name the layer in skip_layers",
                 stacklevel=2,
             )

@@ -77,8 +77,8 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
 
     A weight that several modules use under the same rule and with the same bias is one layer. If the rules differ, or
     one of the modules has none, the weight is declined, because its Fisher block is not a Kronecker product. Layers
-    with different weights and the same bias are declined for the same reason. Names are those of
-    ``root.named_modules()``, with the root's class in front if several roots have the same names.
+    with different weights and the same bias are declined as well. Names are those of ``root.named_modules()``, with the
+    root's class in front if several roots have the same names.
 
     Args:
         roots: The user's modules.
