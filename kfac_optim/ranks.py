@@ -93,9 +93,7 @@ class Ranks:
         return None if late.world_size == self.comm.world_size else late
 
     def prepare(self, blocks: Sequence[Block], factor_dtype: torch.dtype, compare: Callable[[], None]) -> None:
-        """Makes the groups of ranks that :attr:`work` needs, and moves factors to their ranks (a collective).
-
-        Does nothing if that was done already.
+        """Makes the groups of ranks that :attr:`work` needs and moves factors, unless that is done (a collective).
 
         Args:
             blocks: All blocks.

@@ -268,7 +268,7 @@ class KroneckerLayer(ABC):
 
     @property
     def combined_with(self) -> Hashable:
-        """A key: one call of :meth:`combine_layers` handles all layers that share it; by default no two do."""
+        """A key that layers share if one call of :meth:`combine_layers` handles them all; by default no two do."""
         return self
 
     @classmethod
