@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -198,11 +198,10 @@ class StepStatistics:
             for i, entry in zip(layers, islice(values, len(layers)), strict=True):
                 if entry == 0:
                     starts[i] = max(position, starts.get(i, 0))
-        least = list(accumulate(reversed(scales), min, initial=math.inf))[-2::-1]  # of later scales
-        taken = [
-            later >= scale and any(starts.get(i, 0) <= k for i in self.counts[k])
-            for k, (scale, later) in enumerate(zip(scales, least, strict=True))
-        ]
+        taken, least = [False] * len(scales), math.inf  # the least of the later scales
+        for k, scale in reversed(list(enumerate(scales))):
+            taken[k] = scale <= least and any(starts.get(i, 0) <= k for i in self.counts[k])
+            least = min(least, scale)
         finite = [belongs and bool(finite) for belongs, finite in zip(taken, kept, strict=True)]
         return StepMoments(self.sums, self.terms, self.counts, taken, finite, starts)
 

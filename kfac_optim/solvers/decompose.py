@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -84,11 +85,8 @@ def decompose_all(
     attempts: dict[Batch, _Attempt] = {}
     for group in _padded_together(batches) if isinstance(solver, EigenSolver) else [[batch] for batch in batches]:
         attempts.update(zip(group, _attempt(solver, [batch.make() for batch in group], stored), strict=True))
-    passed = iter(_read_checks([attempts[batch] for batch in batches]))
     found: list[list[MaybeDecomposition]] = []
-    for batch in batches:
-        attempt = attempts[batch]
-        result = attempt.judged([next(passed) for _ in attempt.checks])
+    for batch, result in zip(batches, _judged([attempts[batch] for batch in batches]), strict=True):
         if isinstance(result, Failure):
             factors, shifts = (tensor.split(list(batch.sizes)) for tensor in batch.make())
             pairs = zip(factors, shifts, strict=True)
@@ -117,7 +115,7 @@ def decompose_safely(
     for prepare in _ATTEMPTS:
         prepared = prepare(factor)
         (attempt,) = _attempt(solver, [(prepared, shift.to(prepared))], lambda part: stored(part.to(factor)))
-        result = attempt.judged(_read_checks([attempt]))
+        (result,) = _judged([attempt])
         if not isinstance(result, Failure):
             break
     return result
@@ -166,13 +164,13 @@ def _checked(solver: Solver, result: Decomposition, stored: Callable[[Tensor], T
     return _Attempt(kept, checks)
 
 
-def _read_checks(attempts: Sequence[_Attempt]) -> list[bool]:
-    """The values of the checks of some attempts, read by one transfer."""
+def _judged(attempts: Sequence[_Attempt]) -> list[MaybeDecomposition]:
+    """The decomposition that each attempt found, or why it is not valid; all checks are read by one transfer."""
     checks = [check for attempt in attempts for check, _ in attempt.checks]
     if not checks:
-        return []
-    values: list[bool] = torch.stack([check.to(checks[0].device) for check in checks]).tolist()
-    return values
+        return [attempt.result for attempt in attempts]
+    passed = iter(torch.stack([check.to(checks[0].device) for check in checks]).tolist())
+    return [attempt.judged(list(islice(passed, len(attempt.checks)))) for attempt in attempts]
 
 
 def _precision_of(solver: Solver, device_type: str) -> AbstractContextManager[None]:
