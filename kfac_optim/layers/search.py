@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,47 +84,88 @@ def find_layers(roots: Iterable[nn.Module], options: LayerOptions) -> Coverage:
         roots: The user's modules.
         options: The engine's options for layers.
     """
-    layers: dict[nn.Parameter, KroneckerLayer] = {}
-    names: dict[nn.Parameter, str] = {}
-    reasons: dict[nn.Parameter, str] = {}  # why parameters are declined
-    beside_untrained: set[nn.Parameter] = set()  # biases of layers whose weight the optimizer does not train
-    visited: set[nn.Module] = set()
-    roots = list(roots)
+    roots, found, visited = list(roots), _Collector(options), set[nn.Module]()
     for prefix, root in zip(_prefixes(roots), roots, strict=True):
-        new = {name: module for name, module in root.named_modules() if module not in visited}
-        for name, module in new.items():
-            if module in visited:  # part of an attention module that has been seen
-                continue
-            name = (prefix + name).rstrip(".")
-            parts = list(module.modules()) if isinstance(module, nn.MultiheadAttention) else [module]
-            visited.update(parts)
-            found, reason = _layers_of(name, module, options)
-            for parameter_name, parameter in module.named_parameters(name, recurse=len(parts) > 1):
-                if reason and parameter not in names:
-                    reasons[parameter] = reason
-                elif reason and parameter in {p for layer in layers.values() for p in layer.parameters}:
-                    reasons.setdefault(parameter, f"shared with {parameter_name}: {reason}")
-                names.setdefault(parameter, parameter_name)
-            for layer in found:
-                _add(layer, layers, reasons)
-                if not options.trains(layer.weight):
-                    beside_untrained.update(module.parameters())
-            for layer in found:
-                for pattern in [p for p in options.skip_layers if re.search(p, layer.name)][:1]:
-                    reasons.update(dict.fromkeys(layer.parameters, skip_reason(pattern)))
-    _decline_whole_layers(layers.values(), reasons)
-    kept = [layer for layer in layers.values() if layer.weight not in reasons and options.trains(layer.weight)]
-    covered = {parameter for layer in kept for parameter in layer.parameters}
-    uncovered = {}
-    for parameter, name in names.items():
-        if parameter not in covered and options.trains(parameter):
-            if parameter in beside_untrained:
-                other = "the weight of its layer is not among the optimizer's parameters"
-            else:
-                frozen = "frozen when the optimizer was built"
-                other = "neither weight nor bias of a layer" if parameter.requires_grad else frozen
-            uncovered[parameter] = (name, reasons.get(parameter, other))
-    return Coverage(kept, uncovered)
+        for name, module in root.named_modules(visited):  # adds each module to those visited
+            found.add_module((prefix + name).rstrip("."), module)
+            if isinstance(module, nn.MultiheadAttention):
+                visited.update(module.modules())
+    return found.coverage()
+
+
+class _Collector:
+    """Collects the layers of modules, and the reasons why other parameters have none."""
+
+    def __init__(self, options: LayerOptions) -> None:
+        self._options = options
+        self._layers: dict[nn.Parameter, KroneckerLayer] = {}  # by weight
+        self._names: dict[nn.Parameter, str] = {}  # of all parameters
+        self._reasons: dict[nn.Parameter, str] = {}  # why parameters are declined
+        self._beside_untrained: set[nn.Parameter] = set()  # biases of layers whose weight the optimizer does not train
+
+    def add_module(self, name: str, module: nn.Module) -> None:
+        """Adds a module's layers, or the reason why it has none; an attention module stands for its parts as well."""
+        layers, reason = _layers_of(name, module, self._options)
+        recurse = isinstance(module, nn.MultiheadAttention)
+        for parameter_name, parameter in module.named_parameters(name, recurse=recurse):
+            if reason and parameter not in self._names:
+                self._reasons[parameter] = reason
+            elif reason and parameter in {p for layer in self._layers.values() for p in layer.parameters}:
+                self._reasons.setdefault(parameter, f"shared with {parameter_name}: {reason}")
+            self._names.setdefault(parameter, parameter_name)
+        for layer in layers:
+            self._add(layer)
+            if not self._options.trains(layer.weight):
+                self._beside_untrained.update(module.parameters())
+        for layer in layers:
+            if reason := _skipped(layer.name, self._options):
+                self._reasons.update(dict.fromkeys(layer.parameters, reason))
+
+    def coverage(self) -> Coverage:
+        """The layers that are not declined, and why the other parameters have none."""
+        self._decline_whole_layers()
+        trains, layers = self._options.trains, self._layers.values()
+        kept = [layer for layer in layers if layer.weight not in self._reasons and trains(layer.weight)]
+        covered = {parameter for layer in kept for parameter in layer.parameters}
+        others = {p: name for p, name in self._names.items() if p not in covered and trains(p)}
+        return Coverage(kept, {p: (name, self._reason(p)) for p, name in others.items()})
+
+    def _reason(self, parameter: nn.Parameter) -> str:
+        """Why a parameter has no layer."""
+        if parameter in self._reasons:
+            return self._reasons[parameter]
+        if parameter in self._beside_untrained:
+            return "the weight of its layer is not among the optimizer's parameters"
+        return (
+            "neither weight nor bias of a layer" if parameter.requires_grad else "frozen when the optimizer was built"
+        )
+
+    def _add(self, layer: KroneckerLayer) -> None:
+        """Adds a layer. If another one has its weight already, that gets its modules, or both are declined."""
+        first = self._layers.setdefault(layer.weight, layer)
+        if first is layer:
+            return
+        same = type(first) is type(layer) and first.bias is layer.bias and first.sharing == layer.sharing
+        same = same and getattr(first, "eps", None) == getattr(layer, "eps", None)  # some norm layers have one
+        # For attention: only one module's calls are watched for a layer, and each projection has its part of the bias.
+        if same and first.host is layer.host and first.bias_part == layer.bias_part:
+            first.add_modules(layer.modules)
+            return
+        reason = f"weight shared by {first.name} ({first.rule_name}) and {layer.name} ({layer.rule_name})"
+        self._reasons.update(dict.fromkeys((*first.parameters, *layer.parameters), reason))
+
+    def _decline_whole_layers(self) -> None:
+        """Declines layers that have a declined parameter, or share a bias or (attention) the same part of it."""
+        users: dict[tuple[nn.Parameter, int | None], KroneckerLayer] = {}
+        for layer in self._layers.values():
+            if layer.bias is not None:
+                first = users.setdefault((layer.bias, layer.bias_part.start), layer)
+                if first is not layer:
+                    self._reasons.setdefault(layer.bias, f"bias shared by {first.name} and {layer.name}")
+        for layer in self._layers.values():
+            found = [self._reasons[parameter] for parameter in layer.parameters if parameter in self._reasons]
+            for parameter in layer.parameters if found else ():
+                self._reasons.setdefault(parameter, found[0])
 
 
 def _prefixes(roots: Sequence[nn.Module]) -> list[str]:
@@ -132,12 +173,10 @@ def _prefixes(roots: Sequence[nn.Module]) -> list[str]:
     names: set[str] = set()
     visited: set[nn.Module] = set()
     for root in roots:
-        new = {name: module for name, module in root.named_modules() if module not in visited}
-        own = {name for name, module in new.items() if module._parameters}
+        own = {name for name, module in root.named_modules(visited) if module._parameters}
         if own & names:
             break
         names |= own
-        visited.update(new.values())
     else:
         return [""] * len(roots)
     classes = [type(root).__name__ for root in roots]
@@ -150,11 +189,15 @@ def skip_reason(pattern: str) -> str:
     return f"skip_layers matches {pattern!r}"
 
 
+def _skipped(name: str, options: LayerOptions) -> str:
+    """The reason given for a layer of this name if ``skip_layers`` matches it, else an empty text."""
+    return next((skip_reason(pattern) for pattern in options.skip_layers if re.search(pattern, name)), "")
+
+
 def _layers_of(name: str, module: nn.Module, options: LayerOptions) -> tuple[Sequence[KroneckerLayer], str]:
     """The layers of one module and an empty text, or no layers and the reason."""
-    for pattern in options.skip_layers:
-        if re.search(pattern, name):
-            return (), skip_reason(pattern)
+    if skipped := _skipped(name, options):
+        return (), skipped
     if isinstance(module, torch.jit.ScriptModule):
         return (), "compiled by torch.jit, whose modules call no hooks"
     factory, note = _factory_for(module)
@@ -168,32 +211,3 @@ def _layers_of(name: str, module: nn.Module, options: LayerOptions) -> tuple[Seq
     for layer in layers if note else ():
         layer.notes.append(note)
     return layers, ""
-
-
-def _add(layer: KroneckerLayer, layers: dict[nn.Parameter, KroneckerLayer], reasons: dict[nn.Parameter, str]) -> None:
-    """Adds a layer. If another one has its weight already, that layer gets its modules, or both are declined."""
-    first = layers.setdefault(layer.weight, layer)
-    if first is layer:
-        return
-    same = type(first) is type(layer) and first.bias is layer.bias and first.sharing == layer.sharing
-    same = same and getattr(first, "eps", None) == getattr(layer, "eps", None)  # some norm layers have one
-    # For attention: only one module's calls are watched for a layer, and each projection has its part of the bias.
-    if same and first.host is layer.host and first.bias_part == layer.bias_part:
-        first.add_modules(layer.modules)
-        return
-    reason = f"weight shared by {first.name} ({first.rule_name}) and {layer.name} ({layer.rule_name})"
-    reasons.update(dict.fromkeys((*first.parameters, *layer.parameters), reason))
-
-
-def _decline_whole_layers(layers: Collection[KroneckerLayer], reasons: dict[nn.Parameter, str]) -> None:
-    """Declines each layer that has a declined parameter, and layers that share a bias, or (attention) a part of it."""
-    users: dict[tuple[nn.Parameter, int | None], KroneckerLayer] = {}
-    for layer in layers:
-        if layer.bias is not None:
-            first = users.setdefault((layer.bias, layer.bias_part.start), layer)
-            if first is not layer:
-                reasons.setdefault(layer.bias, f"bias shared by {first.name} and {layer.name}")
-    for layer in layers:
-        found = [reasons[parameter] for parameter in layer.parameters if parameter in reasons]
-        for parameter in layer.parameters if found else ():
-            reasons.setdefault(parameter, found[0])
