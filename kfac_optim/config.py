@@ -304,28 +304,25 @@ def describe() -> str:
 
 # The saved state -----------------------------------------------------------------------------------------------------
 
-# A damping that is relative to an eigenvalue is saved under a name of its own, so that loading it restores its kind.
-_SAVED_DAMPINGS: dict[str, Callable[[float], Any]] = {
-    "damping": float,
-    "damping_of_mean": OfMean,
-    "damping_of_largest": OfLargest,
+# Options that are objects around one number: the number's key in a saved state, which restores the object's class; the
+# option, the class, and the name of the number in it.
+_INSIDE: dict[str, tuple[str, type, str]] = {
+    "damping_of_mean": ("damping", OfMean, "value"),
+    "damping_of_largest": ("damping", OfLargest, "value"),
+    "kl_clip": ("scaling", KLClip, "kappa"),
 }
 
 
 def saved_options(config: Config) -> dict[str, int | float]:
     """The hyperparameters that are plain numbers, for the saved state; functions of the step are never saved."""
-    found: dict[str, int | float] = {}
-    for name in _CHANGEABLE:
-        value = getattr(config, name)
-        if isinstance(value, OfMean):
-            name, value = "damping_of_mean", value.value
-        elif isinstance(value, OfLargest):
-            name, value = "damping_of_largest", value.value
-        elif isinstance(value, KLClip):
-            name, value = "kl_clip", value.kappa
-        if checks.is_number(value):  # converted, because torch.load(weights_only=True) refuses NumPy's numbers
-            found[name] = int(value) if checks.is_int(value) else float(value)
-    return found
+    given = {name: getattr(config, name) for name in _CHANGEABLE}
+    inside = {
+        key: getattr(given[name], number)
+        for key, (name, kind, number) in _INSIDE.items()
+        if isinstance(given[name], kind)
+    }
+    # Converted, because torch.load(weights_only=True) refuses NumPy's numbers.
+    return {key: int(x) if checks.is_int(x) else float(x) for key, x in (given | inside).items() if checks.is_number(x)}
 
 
 def compared_options(config: Config, step: int) -> dict[str, Any]:
@@ -346,23 +343,22 @@ def compared(value: Any, step: int) -> Any:
 
 
 def loaded_options(config: Config, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The options to set from a saved state, checked; a saved number does not replace a function of the step.
+    """The options to set from a saved state, checked; a number does not replace a function or another scaling.
 
     Raises:
         TypeError: If a saved value is of the wrong kind.
         ValueError: If it is out of range.
     """
     found: dict[str, Any] = {}
-    for name, value in saved.items():
-        if name in _SAVED_DAMPINGS:
-            name, value = "damping", _SAVED_DAMPINGS[name](_FIELDS["damping"].metadata["check"](value))
-        elif name == "kl_clip" and isinstance(config.scaling, KLClip) and not callable(config.scaling.kappa):
-            name, value = "scaling", KLClip(value)
-        if name not in _FIELDS or _FIELDS[name].metadata["fixed"]:
+    for key, value in saved.items():
+        name, kind, number = _INSIDE.get(key, (key, None, "value"))
+        if name not in _CHANGEABLE:
             continue
-        now = getattr(config, name)
-        if not callable(getattr(now, "value", now)):
-            found[name] = _FIELDS[name].metadata["check"](value)
+        now, check = getattr(config, name), _FIELDS[name].metadata["check"]
+        if callable(getattr(now, number, now)) or (kind is KLClip and not isinstance(now, KLClip)):
+            continue
+        checked = value if kind is KLClip else check(value)
+        found[name] = checked if kind is None else kind(checked)
     return found
 
 
