@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .blocks import Block
 from .damping import value_of
-from .diagnostics import Row, count, human_bytes, memory_of, report_of, row_of, table, total, workers_of
+from .diagnostics import memory_of, report_of, table, total, workers_of
 from .layers import KroneckerLayer
 from .state import StatefulEngine
 from .steering import LEAST
@@ -170,33 +170,21 @@ class ViewedEngine(StatefulEngine):
         }
 
     def __repr__(self) -> str:
-        rows = [
-            row_of(block, sum(self._memory_of(block, self.comm.rank).values()), self.comm)
-            for block in self.trained.blocks
-        ]
-        rows += [Row(name, "base", note=reason) for name, reason in self.trained.uncovered.values()]
-        memory = human_bytes(self.memory_estimate()["total"])
-        idle = [b.layer for b in self.trained.blocks if b.never_seen or not b.layer.weight.requires_grad]
-        unused = [*self.trained.uncovered, *(p for layer in idle for p in layer.parameters)]
-        base = sum(p.requires_grad for p in unused)
-        layers = len(rows) - len(self.trained.uncovered) - len(idle)
-        footer = f"{count(layers, 'layer')} preconditioned, {count(base, 'parameter')} by the base rule, {memory}"
-        if not self.ranks.alone:
-            footer += (
-                f"\nrank {self.comm.rank} of {self.comm.world_size}, load of the decompositions: "
-                f"largest / mean = {self.ranks.work.imbalance:.2f}"
-            )
-        interval = self.refresh_interval(self.step_count)
-        if interval > self.at("inv_update_steps", self.step_count):
-            first = f", from step {interval} on" if self.frozen_at is None else ""
-            footer += (
-                f"\na refresh is as much work as {self._refresher.pace.work} steps: one in {interval} steps{first}"
-            )
-        title = f"Curvature after {self.step_count} steps"
-        plan = self.plan()
+        at, plan = self.step_count, self.plan()
+        title = f"Curvature after {at} steps"
         title += f", trust {plan.trust:.1f}" if plan.learns else ""
         if plan.stretches:
             title += f", reach up to {self.reach:.2g}" if self.reach > LEAST else ", not stretched"
         if plan.opposed:
             title += ", not stretched: two networks seem to train against each other"
-        return table(rows, title, footer)
+        remarks = []
+        if not self.ranks.alone:
+            balance = f"largest / mean = {self.ranks.work.imbalance:.2f}"
+            remarks.append(f"rank {self.comm.rank} of {self.comm.world_size}, load of the decompositions: {balance}")
+        interval = self.refresh_interval(at)
+        if interval > self.at("inv_update_steps", at):
+            first = f", from step {interval} on" if self.frozen_at is None else ""
+            work = self._refresher.pace.work
+            remarks.append(f"a refresh is as much work as {work} steps: one in {interval} steps{first}")
+        memory = {block: sum(self._memory_of(block, self.comm.rank).values()) for block in self.trained.blocks}
+        return table(title, memory, self.trained.uncovered, self.comm, remarks)

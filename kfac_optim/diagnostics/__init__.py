@@ -12,24 +12,12 @@ Where to look::
 from .memory import memory_of, total
 from .plots import plot_assignment, plot_history, plot_profile, plot_spectrum
 from .profile import StageTimes, communicating
-from .report import (
-    Row,
-    count,
-    flatten,
-    human_bytes,
-    report_of,
-    row_of,
-    spectrum,
-    table,
-    workers_of,
-)
+from .report import flatten, human_bytes, report_of, spectrum, table, workers_of
 
 __all__ = [
-    "Row",
     "StageTimes",
     "communicating",
     "flatten",
-    "count",
     "human_bytes",
     "memory_of",
     "plot_assignment",
@@ -37,7 +25,6 @@ __all__ = [
     "plot_profile",
     "plot_spectrum",
     "report_of",
-    "row_of",
     "spectrum",
     "table",
     "total",

@@ -5,7 +5,7 @@ Where to look::
     report_of     a layer's spectra, damping, condition and cosine, for ``engine.report()``
     workers_of    the ranks that work on a layer, for ``engine.workers()``
     flatten       any of these views as one level of numbers, for loggers
-    table         the coverage table that ``print(engine)`` shows, from the rows that row_of makes
+    table         the coverage table that ``print(engine)`` shows
 """
 
 from __future__ import annotations
@@ -13,23 +13,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..blocks import SIDES, Block
 from ..distributed import Communicator
 
 __all__ = [
-    "Row",
-    "count",
     "damped_condition",
     "flatten",
     "human_bytes",
     "rank_list",
     "report_of",
-    "row_of",
     "spectrum",
     "table",
     "workers_of",
@@ -117,39 +113,40 @@ def flatten(report: Mapping[str, Any], prefix: str = "kfac") -> dict[str, float]
 # The coverage table ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the coverage table: a layer, or a parameter without a Kronecker block.
-
-    Attributes:
-        name: The name of the layer or parameter.
-        rule: How it is treated, such as "Linear, expand"; "base" for a parameter that only the base class updates.
-        a: The dimension of A as text, "3 x 10" for three pairs.
-        g: The dimension of G, likewise.
-        memory: Bytes of factors and decompositions on this rank; 0 is not shown.
-        inverse_workers: The ranks that decompose A and G, as text; empty for one process.
-        gradient_workers: The ranks that precondition, as text.
-        note: The state of the layer, or the reason why the parameter has no block.
-    """
-
-    name: str
-    rule: str
-    a: str = ""
-    g: str = ""
-    memory: int = 0
-    inverse_workers: str = ""
-    gradient_workers: str = ""
-    note: str = ""
+_HEADER = ("layer", "rule", "A", "G", "memory", "inverse workers", "gradient workers", "note")
 
 
-def row_of(block: Block, memory: int, comm: Communicator) -> Row:
-    """A layer's row of the table.
+def table(
+    title: str,
+    memory: Mapping[Block, int],
+    uncovered: Mapping[nn.Parameter, tuple[str, str]],
+    comm: Communicator,
+    remarks: Sequence[str],
+) -> str:
+    """The coverage table as aligned text; columns that are empty in all rows are left out.
 
     Args:
-        block: The layer's block.
-        memory: The bytes that it takes on this rank.
+        title: The line above it.
+        memory: By block, the bytes that it takes on this rank; 0 is not shown.
+        uncovered: For every parameter without a block, its name and the reason.
         comm: The ranks; for one process no workers are shown.
+        remarks: More lines below it.
     """
+    lines = [_HEADER, *(_row_of(block, nbytes, comm) for block, nbytes in memory.items())]
+    lines += [(name, "base", *[""] * 5, reason) for name, reason in uncovered.values()]
+    used = [i for i in range(len(_HEADER)) if i == 0 or any(line[i] for line in lines[1:])]
+    widths = {i: max(len(line[i]) for line in lines) for i in used}
+    head, *rows = ("  ".join(line[i].ljust(widths[i]) for i in used).rstrip() for line in lines)
+    rule = "-" * max(map(len, (head, *rows)))
+    idle = [block.layer for block in memory if block.never_seen or not block.layer.weight.requires_grad]
+    base = sum(p.requires_grad for p in (*uncovered, *(p for layer in idle for p in layer.parameters)))
+    counts = f"{_count(len(memory) - len(idle), 'layer')} preconditioned, {_count(base, 'parameter')} by the base rule"
+    footer = f"{counts}, {human_bytes(sum(memory.values()))}"
+    return "\n".join((title, rule, head, rule, *rows, rule, footer, *remarks))
+
+
+def _row_of(block: Block, memory: int, comm: Communicator) -> tuple[str, ...]:
+    """A layer's row of the table: a text for each column."""
     layer, workers = block.layer, block.workers
     notes = list(layer.notes)
     if len(layer.modules) > 1:
@@ -170,25 +167,11 @@ def row_of(block: Block, memory: int, comm: Communicator) -> Row:
     if comm.world_size > 1:
         inverse = "A {}, G {}".format(*workers.inverse_workers)
         gradient = rank_list(workers.gradient_workers)
-    return Row(layer.name or "(model)", layer.rule_name, a, g, memory, inverse, gradient, "; ".join(notes))
+    size = human_bytes(memory) if memory else ""
+    return layer.name or "(model)", layer.rule_name, a, g, size, inverse, gradient, "; ".join(notes)
 
 
-def table(rows: Sequence[Row], title: str, footer: str) -> str:
-    """The rows as aligned text under a title; columns that are empty in all rows are left out."""
-    header = ("layer", "rule", "A", "G", "memory", "inverse workers", "gradient workers", "note")
-    lines = [
-        (r.name, r.rule, r.a, r.g, human_bytes(r.memory) if r.memory else "")
-        + (r.inverse_workers, r.gradient_workers, r.note)
-        for r in rows
-    ]
-    used = [i for i in range(len(header)) if i == 0 or any(line[i] for line in lines)]
-    widths = {i: max(len(line[i]) for line in (header, *lines)) for i in used}
-    text = ["  ".join(line[i].ljust(widths[i]) for i in used).rstrip() for line in (header, *lines)]
-    line = "-" * max(len(row) for row in text)
-    return "\n".join((title, line, text[0], line, *text[1:], line, footer))
-
-
-def count(number: int, noun: str) -> str:
+def _count(number: int, noun: str) -> str:
     """``"1 layer"``, ``"2 layers"``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
