@@ -177,27 +177,23 @@ class TrainedModel:
             RuntimeError: If the parameters are not weights of the model, or are no longer matrices, or those of a layer
                 have been replaced in the model but not in the optimizer.
         """
-        known, whole = all(p in self.parameters for p in stepped), self.is_intact or self._whereabouts.accept_moves()
+        whole = self.is_intact or self._whereabouts.accept_moves()
         # With fewer parameters, groups were taken out of the optimizer: for good, unless they return within some steps.
         self._steps_on_fewer = self._steps_on_fewer + 1 if len(stepped) < len(self.parameters) else 0
-        known = known and self._steps_on_fewer < UNSEEN_STEPS
-        if known and whole and not first:
-            return False
-        new = self._replacements(stepped) if first else {}
-        if new:
+        known = all(p in self.parameters for p in stepped) and self._steps_on_fewer < UNSEEN_STEPS
+        replaced = self._replacements(stepped) if first and not known else {}
+        if not known:
+            new = replaced or self._moves(stepped)
             self.parameters = dict.fromkeys(stepped)
-            self.uncovered = {new[p]: reason for p, reason in self.uncovered.items()}
             for block in self.blocks:
-                block.layer.replace_parameters(new)
+                block.layer.replace_parameters({p: new.get(p, p) for p in block.layer.parameters})
+        if replaced:
+            self.uncovered = {replaced[p]: reason for p, reason in self.uncovered.items()}
             self._note_whereabouts()
-        elif not known and not self._has_lost_weights(stepped):
-            self.parameters = dict.fromkeys(stepped)
-            now = self._whereabouts.successors().items()
-            taken = {p: q for p, q in now if q in self.parameters and q.shape == p.shape}
-            for block in self.blocks:
-                block.layer.replace_parameters({p: taken.get(p, p) for p in block.layer.parameters})
-        self._check(stepped)
-        return not (whole and known) and not new
+        unchanged = bool(replaced) or (known and whole)
+        if first or not unchanged:
+            self._check(stepped)
+        return not unchanged
 
     def warn_of_declined(self, before: Iterable[Block]) -> None:
         """Warns of layers that had a block before and are declined now, because their parameters were changed."""
@@ -220,14 +216,23 @@ class TrainedModel:
         computed = {p for p, (_, reason) in self.uncovered.items() if COMPUTED in reason}
         self._whereabouts = Whereabouts(self.roots, [block.layer for block in self.blocks], computed)
 
-    def _has_lost_weights(self, stepped: Sequence[nn.Parameter]) -> bool:
-        """Whether weights of layers may have moved into new tensors that no module owns (flat partitions).
+    def _moves(self, stepped: Sequence[nn.Parameter]) -> Mapping[nn.Parameter, nn.Parameter]:
+        """By parameter, the one of the same shape that has taken its place and that the optimizer steps on.
 
-        Tensors that are not weights of layers may come and go: the points of a scene that are split and pruned.
+        Raises:
+            RuntimeError: If weights of layers may have moved into new tensors that no module owns (flat partitions).
+                Tensors that are not weights of layers may come and go: the points of a scene that are split and pruned.
         """
         now, stepping, own = self._whereabouts.successors(), set(stepped), self._owned()
         strangers = any(p not in self.parameters and p not in own for p in stepping)
-        return strangers and any(p not in stepping and now.get(p, p) not in stepping for p in self.covered())
+        if strangers and any(p not in stepping and now.get(p, p) not in stepping for p in self.covered()):
+            raise RuntimeError(
+                "the optimizer's parameters have been replaced by others that are not weights of the model, as "
+                "DeepSpeed does with ZeRO stages 1-3 (flat partitions) and half precision. Give the framework its own "
+                "optimizer instead, build engine = CurvatureEngine(model, ...) before wrapping the model, and call "
+                "engine.precondition_(lr) between its backward and its step"
+            )
+        return {p: q for p, q in now.items() if q in stepping and q.shape == p.shape}
 
     def _replacements(self, stepped: Sequence[nn.Parameter]) -> Mapping[nn.Parameter, nn.Parameter]:
         """The parameters with which a framework has replaced the trained ones, which have the same order.
@@ -246,15 +251,8 @@ class TrainedModel:
         return pairs if all(old.shape == new.shape for old, new in pairs.items()) else {}
 
     def _check(self, stepped: Sequence[nn.Parameter]) -> None:
-        """Raises RuntimeError unless the optimizer steps on the model's own parameters, and weights are matrices."""
+        """Raises RuntimeError unless the layers have the model's own parameters, and weights are matrices."""
         own, stepping = self._owned(), set(stepped)
-        if any(p not in self.parameters for p in stepped):
-            raise RuntimeError(
-                "the optimizer's parameters have been replaced by others that are not weights of the model, as "
-                "DeepSpeed does with ZeRO stages 1-3 (flat partitions) and half precision. Give the framework its own "
-                "optimizer instead, build engine = CurvatureEngine(model, ...) before wrapping the model, and call "
-                "engine.precondition_(lr) between its backward and its step"
-            )
         blocks = [block for block in self.blocks if not stepping.isdisjoint(block.layer.parameters)]
         if own and (blocks or not self.blocks) and not any(p in self.parameters for p in own):
             raise RuntimeError(
