@@ -11,13 +11,53 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 __all__ = ["full_precision", "without_autocast"]
+
+_ATTRIBUTE = "fp32_precision"
+
+
+class _ByFunction:
+    """The highest precision, set by torch's function for all devices, which from torch 2.9 on may refuse to work."""
+
+    def __init__(self) -> None:
+        self._before = torch.get_float32_matmul_precision()
+        if self._before != "highest":
+            # From torch 2.9 on, CPUs have an attribute of their own.
+            self._of_cpu = getattr(getattr(torch.backends.mkldnn, "matmul", None), _ATTRIBUTE, None)
+            torch.set_float32_matmul_precision("highest")
+
+    def restore(self) -> None:
+        """Puts the user's precision back, unless they have chosen again since."""
+        if self._before != "highest" and torch.get_float32_matmul_precision() == "highest":
+            torch.set_float32_matmul_precision(self._before)
+            # This sets the CPUs' attribute as well, which the user's way (cuda.matmul.allow_tf32) may have left alone.
+            if self._of_cpu is not None:
+                _choose(torch.backends.mkldnn, self._of_cpu)
+
+
+class _ByAttribute:
+    """As :class:`_ByFunction`, by torch 2.9's attributes: one for GPUs, one for CPUs."""
+
+    def __init__(self) -> None:
+        devices: tuple[Any, ...] = (torch.backends.cuda, torch.backends.mkldnn)
+        self._before = [(device, getattr(device.matmul, _ATTRIBUTE)) for device in devices]
+        for device in devices:
+            _choose(device, "ieee")
+
+    def restore(self) -> None:
+        """Puts the user's precision back, unless they have chosen again since."""
+        for device, before in self._before:
+            if getattr(device.matmul, _ATTRIBUTE) == "ieee":
+                _choose(device, before)
+
+
+def _choose(device: Any, precision: str) -> None:
+    functools.partial(setattr, device.matmul, _ATTRIBUTE)(precision)
 
 
 class _Switch:
@@ -26,13 +66,15 @@ class _Switch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holders = 0
-        self._restore: Callable[[], None] = _nothing
 
     def hold(self) -> None:
         """Keeps the switch at the highest precision; the first thread to hold it sets it."""
         with self._lock:
             if not self._holders:
-                self._restore = self._set()
+                try:
+                    self._highest: _ByFunction | _ByAttribute = _ByFunction()
+                except RuntimeError:  # the user has set torch 2.9's attributes
+                    self._highest = _ByAttribute()
             self._holders += 1
 
     def release(self) -> None:
@@ -40,55 +82,7 @@ class _Switch:
         with self._lock:
             self._holders -= 1
             if not self._holders:
-                self._restore()
-
-    @staticmethod
-    def _set() -> Callable[[], None]:
-        """Sets the highest precision; returns a function that undoes this, unless the user has chosen again since."""
-        try:
-            before = torch.get_float32_matmul_precision()
-            if before == "highest":
-                return _nothing
-            # From torch 2.9 on, CPUs have an attribute of their own.
-            of_cpu = getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None)
-            torch.set_float32_matmul_precision("highest")
-        except RuntimeError:  # once the user has set torch 2.9's attributes, these functions refuse to work
-            return _set_attributes()
-        return lambda: _restore_precision(before, of_cpu)
-
-
-def _nothing() -> None:
-    """Undoes nothing, because the user's own precision is the highest."""
-
-
-def _restore_precision(before: str, of_cpu: str | None) -> None:
-    if torch.get_float32_matmul_precision() == "highest":
-        torch.set_float32_matmul_precision(before)
-        # This sets the CPUs' attribute as well, which the user's own way (cuda.matmul.allow_tf32) may have left alone.
-        if of_cpu is not None:
-            _access_to(torch.backends.mkldnn)[1](of_cpu)
-
-
-def _set_attributes() -> Callable[[], None]:
-    """As :meth:`_Switch._set`, by torch 2.9's attributes: one for GPUs, one for CPUs."""
-    devices: tuple[Any, ...] = (torch.backends.cuda, torch.backends.mkldnn)
-    attributes = [_access_to(device) for device in devices]
-    before = [read() for read, _ in attributes]
-    for _, choose in attributes:
-        choose("ieee")
-
-    def undo() -> None:
-        for (read, choose), precision in zip(attributes, before, strict=True):
-            if read() == "ieee":
-                choose(precision)
-
-    return undo
-
-
-def _access_to(device: Any) -> tuple[Callable[[], str], Callable[[str], None]]:
-    """Functions that read and set the attribute of one kind of device."""
-    name = "fp32_precision"
-    return functools.partial(getattr, device.matmul, name), functools.partial(setattr, device.matmul, name)
+                self._highest.restore()
 
 
 _SWITCH = _Switch()
