@@ -153,11 +153,8 @@ class KroneckerLayer(ABC):
         self.is_shard = self.weight_shape != whole_shape(self.weight)
         if not self.weight_shape.numel():
             raise Declined("the weight is empty")
-        trained = self.bias is not None and options.trains(self.bias)
-        if self.bias is not None and not (trained and self.bias.requires_grad >= self.weight.requires_grad):
+        if self.bias is not None and not self._trains_bias(self.bias, options):
             self.bias = None
-        if self.is_shard and self.bias is not None and options.own_shape(self.bias) == self.bias.shape:
-            self.bias = None  # the weight is split by columns, and its shards have one bias together
         self.sharing: Sharing = "expand" if self.always_expands else options.sharing(name, module)
         self.batch_dim = options.batch_dim
         self.notes = ["this rank's shard"] if self.is_shard else []
@@ -167,6 +164,12 @@ class KroneckerLayer(ABC):
         g, why_g = kept_of("G", FactorSpec(self.pairs, self.d_out), self.d_in, limit)
         self.specs = a, g
         self.notes += [f"{side} {why}" for side, why in (("A", why_a), ("G", why_g)) if why]
+
+    def _trains_bias(self, bias: nn.Parameter, options: LayerOptions) -> bool:
+        """Whether the bias belongs to the block: it is trained if the weight is, and not that of several shards."""
+        # If the weight is split by columns, its shards have one bias together.
+        shared = self.is_shard and options.own_shape(bias) == bias.shape
+        return not shared and options.trains(bias) and bias.requires_grad >= self.weight.requires_grad
 
     @property
     def rule_name(self) -> str:
