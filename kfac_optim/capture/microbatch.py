@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from ..layers import KroneckerLayer, Observation, ProjectionCall
+from ..layers import AttentionInputLayer, KroneckerLayer, Observation, ProjectionCall
 from ..precision import full_precision
 from .calls import CONCURRENT, ModelCall, in_backward
 from .gradients import GradientWatch, destination
@@ -121,13 +121,14 @@ class Recorder:
         layer = self.layers[index]
         module = layer.modules[use]
         shape: Sequence[int] | None = None if output.is_nested else output.shape
-        more = {"call": projection} if projection is not None and projection.is_packed else {}
         with self.stage("factor computation"), full_precision(a.device.type):
             if projection is not None:  # the output projection is applied to a matrix
                 a = a.reshape(-1, projection.examples, a.shape[-1])
                 shape = (-1, projection.examples, output.shape[-1])
             seen = layer.subsample(module, a, self._fraction)
-            observation = layer.observe(module, seen, output, self.dtype, **more)
+            observation = layer.observe(module, seen, output, self.dtype)
+            if isinstance(layer, AttentionInputLayer) and projection is not None:
+                observation = layer.among_pairs(observation, projection, len(seen))
             moment = observation.a if layer.by_example else layer.specs[0].pack(observation.a)
         return LayerCall(index, module, dataclasses.replace(observation, a=moment), self._fraction, shape)
 

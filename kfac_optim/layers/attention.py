@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from .base import KroneckerLayer, LayerOptions, Observation, own_parameter
@@ -24,14 +23,6 @@ class ProjectionCall(NamedTuple):
     first_pair: int = 0  # the first pair that the call applies
     end_pair: int = 0  # the pair after the last one
     queries: int = 0  # how many queries each example has
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether the projections are packed."""
-        return self.end_pair > 0
-
-
-_ALL_AT_ONCE = ProjectionCall(examples=1, end_pair=3)
 
 
 class AttentionLayer(LinearLayer):
@@ -90,22 +81,20 @@ class AttentionInputLayer(AttentionLayer):
         rows, d_in = self.weight_shape
         return 3, rows // 3, d_in + (self.bias is not None)
 
-    def observe(
-        self,
-        module: nn.Module,
-        a: Tensor,
-        output: Tensor,
-        dtype: torch.dtype,
-        *,
-        call: ProjectionCall = _ALL_AT_ONCE,
-    ) -> Observation:
-        """See :meth:`RowsLayer.observe`; ``call`` says which pairs are used."""
-        seen, pairs = super().observe(module, a, output, dtype), slice(call.first_pair, call.end_pair)
+    def among_pairs(self, seen: Observation, call: ProjectionCall, positions: int) -> Observation:
+        """A call's contribution to all three pairs, from that to the pairs that it uses.
+
+        Args:
+            seen: The observation of the call.
+            call: Which pairs are used.
+            positions: How many positions each example has.
+        """
+        pairs = slice(call.first_pair, call.end_pair)
         moment, count = seen.a, seen.count
         if self.by_example:
             count = self._among_zeros(pairs, count, 0)
         elif call.first_pair > 0:  # keys and values, weighted as if there were as many as queries, whose rows count
-            moment, count = moment * (call.queries / a.shape[0]), 0.0
+            moment, count = moment * (call.queries / positions), 0.0
         return Observation(self._among_zeros(pairs, moment, *self._place_of_pairs(0)), count, context=pairs)
 
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
