@@ -122,16 +122,9 @@ class _Plan:
         for distances in (d for d in itertools.product(*(range(1 - n, n) for n in counts)) if d >= zero):
             found = [axis.strips(distance) for axis, distance in zip(axes, distances, strict=True)]
             shifts, strips, meets = zip(*found, strict=True)
-            numbers: dict[tuple[int, ...], int] = {}
-            if all(strips):
-                spans = [(of_axis[0][0], of_axis[-1][1]) for of_axis in strips[:-1]]
-                lines = functools.reduce(torch.kron, map(_membership, strips[:-1], spans), torch.ones(1, 1))
-                for i, part in enumerate(strips[-1]):
-                    parts = tuple((*span, shift) for span, shift in zip((*spans, part), shifts, strict=True))
-                    products.append(_Product(parts, lines, count))
-                    choices = itertools.product(*(range(len(of_axis)) for of_axis in strips[:-1]), [i])
-                    numbers |= dict(zip(choices, itertools.count(count)))
-                    count += len(lines)
+            of_distance, numbers = _products(shifts, strips, count)
+            products += of_distance
+            count += len(numbers)
             for first in itertools.product(*meets):
                 second = tuple(i + d for i, d in zip(first, distances, strict=True))
                 met = itertools.product(*(meet[tap] for meet, tap in zip(meets, first, strict=True)))
@@ -144,6 +137,30 @@ class _Plan:
     def positions(self) -> int:
         """The number of positions in all products together."""
         return sum(math.prod(stop - start for start, stop, _ in product.parts) for product in self.products)
+
+
+def _products(
+    shifts: Sequence[int], strips: Sequence[Sequence[tuple[int, int]]], count: int
+) -> tuple[list[_Product], dict[tuple[int, ...], int]]:
+    """The products for one distance, and the numbers of their sums, by the index of the strip along each dimension.
+
+    Args:
+        shifts: The distance in positions, by dimension.
+        strips: The strips, by dimension.
+        count: The number of the first sum.
+    """
+    if not all(strips):
+        return [], {}
+    *others, last = strips
+    spans = [(of_axis[0][0], of_axis[-1][1]) for of_axis in others]
+    lines = functools.reduce(torch.kron, map(_membership, others, spans), torch.ones(1, 1))
+    indices = itertools.product(range(len(last)), *map(range, map(len, others)))
+    numbers = {(*line, i): number for number, (i, *line) in enumerate(indices, count)}
+    products = []
+    for i, part in enumerate(last):
+        parts = tuple((*span, shift) for span, shift in zip((*spans, part), shifts, strict=True))
+        products.append(_Product(parts, lines, count + i * len(lines)))
+    return products, numbers
 
 
 def _membership(strips: Sequence[tuple[int, int]], span: tuple[int, int]) -> Tensor:
