@@ -87,14 +87,10 @@ class Objective:
             RuntimeError: On all ranks, if there is a gradient, but no part on any rank.
         """
         self._directions = vs = [*directions, *([] if last_update is None else [last_update])]
-        k, pairs = len(vs), list(itertools.combinations_with_replacement(range(len(vs)), 2))
+        pairs = list(itertools.combinations_with_replacement(range(len(vs)), 2))
         products = [_dot(vs[i], vs[j]) for i, j in pairs]
-        size = _dot(self._weights, self._weights).sqrt()
-        size = torch.where(size > 0, size, 1.0)
-        length = size * _FIRST_STEP
-        if last_update is not None:
-            length = torch.where(products[-1] > 0, products[-1].sqrt() * _STEP, length).clamp(min=_SMALLEST_STEP * size)
-        norms = [products[pairs.index((i, i))].sqrt() for i in range(k)]
+        norms = [product.sqrt() for product, (i, j) in zip(products, pairs, strict=True) if i == j]
+        length = self._step_length(None if last_update is None else norms[-1])
         steps = [torch.where(norm > 0, length / norm, 1.0) for norm in norms]
         try:
             self._changes = [self._output_changes(v, step) for v, step in zip(vs, steps, strict=True)]
@@ -105,7 +101,7 @@ class Objective:
         same_everywhere = [*(_dot(self.gradients, v) for v in vs), *products]
         own = [*(self._curvature(i, j) for i, j in pairs), torch.tensor(float(len(self.parts)))]
         numbers = self._sum([x / self.comm.world_size for x in same_everywhere] + own)
-        slopes, products_, curvatures, seen = numbers.split([k, len(pairs), len(pairs), 1])
+        slopes, products_, curvatures, seen = numbers.split([len(vs), len(pairs), len(pairs), 1])
         if not seen and slopes.any():
             raise RuntimeError(_UNSEEN)
         self._model = QuadraticModel(slopes, _symmetric(curvatures, pairs), _symmetric(products_, pairs))
@@ -164,6 +160,13 @@ class Objective:
     def _move(self, offset: Sequence[Tensor]) -> None:
         self.put_back()
         torch._foreach_add_(self.parameters, tuple(offset))
+
+    def _step_length(self, last: Tensor | None) -> Tensor:
+        """How far to move the weights for a difference of outputs; ``last``: the last update's length."""
+        size = _dot(self._weights, self._weights).sqrt()
+        size = torch.where(size > 0, size, 1.0)
+        first = size * _FIRST_STEP
+        return first if last is None else torch.where(last > 0, last * _STEP, first).clamp(min=_SMALLEST_STEP * size)
 
     def _output_changes(self, v: Sequence[Tensor], step: Tensor) -> list[Tensor]:
         """``J v`` of every part, from a step of ``step`` times v; leaves the weights there."""
