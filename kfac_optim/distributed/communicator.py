@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ __all__ = ["BUCKET_BYTES", "Broadcast", "Communicator", "LocalCommunicator", "Wo
 BUCKET_BYTES = 100 * 2**20
 _COMM_DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _IN_FLIGHT = 2  # buckets on the wire at a time: enough to overlap packing with sending, without a copy of everything
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,15 @@ class Work(Protocol):
     def wait(self) -> Any:
         """Returns when the operation has finished."""
         ...
+
+
+class _Transfer(NamedTuple):
+    """A bucket on the wire."""
+
+    flat: Tensor
+    tensors: Sequence[Tensor]  # those that a sum has been packed from, or that a broadcast fills
+    work: Work
+    what: str  # its name, for errors
 
 
 class Communicator(ABC):
@@ -198,7 +206,7 @@ class Communicator(ABC):
         scales = self._row_scales(tensors, kind) if dtype is torch.float16 else None
         kinds = [(tensor.device, tensor.dtype, owner) for tensor, owner in zip(tensors, owners, strict=True)]
 
-        def started() -> Iterator[tuple[slice, Tensor, Work, str]]:
+        def started() -> Iterator[_Transfer]:
             for part in self._buckets(tensors, kinds, dtype):
                 bucket, owner = tensors[part], owners[part.start]
                 if scales is not None:
@@ -211,16 +219,14 @@ class Communicator(ABC):
                     work = self._start_all_reduce(self._start_sum, flat, kind)
                 else:
                     self._count(kind, *((0, flat.nbytes) if owner == self.rank else (flat.nbytes, 0)))
-                yield part, flat, work, what
+                yield _Transfer(flat, tensors[part], work, what)
 
-        for part, flat, work, what in _ahead(started()):
-            with self._explaining_errors(what):
-                work.wait()
-            pieces = flat.split([tensor.numel() for tensor in tensors[part]])
-            sums = [piece.to(tensor).view_as(tensor) for piece, tensor in zip(pieces, tensors[part], strict=True)]
-            if scales is not None:
-                sums = [total * scale for total, scale in zip(sums, scales[part], strict=True)]
-            yield from sums
+        sums = (
+            piece.to(tensor).view_as(tensor)
+            for flat, bucket in self._arrived(started())
+            for piece, tensor in zip(flat.split([tensor.numel() for tensor in bucket]), bucket, strict=True)
+        )
+        yield from sums if scales is None else map(torch.mul, sums, scales)
 
     def send(self, broadcasts: Iterable[Broadcast], kind: str) -> None:
         """Copies the tensors of every broadcast from its source to its members, bit for bit (a collective).
@@ -237,11 +243,7 @@ class Communicator(ABC):
             for tensor in broadcast.tensors:
                 routes.setdefault((broadcast.source, broadcast.members, tensor.device), []).append(tensor)
 
-        def started() -> Iterator[tuple[list[Tensor], Tensor, Work, str]]:
-            """Starts a broadcast per bucket when drawn.
-
-            Yields the tensors to fill (none on the source), the buffer, its work, and its name for errors.
-            """
+        def started() -> Iterator[_Transfer]:
             for (source, members, _), tensors in routes.items():
                 what, sends = f"the broadcast of {kind} from rank {source}", source == self.rank
                 for part in self._buckets(tensors, [None] * len(tensors)):
@@ -251,11 +253,9 @@ class Communicator(ABC):
                     self._count(kind, *((flat.nbytes, 0) if sends else (0, flat.nbytes)))
                     with self._explaining_errors(what):
                         work = self._start_broadcast(flat, source, members)
-                    yield ([] if sends else bucket), flat, work, what
+                    yield _Transfer(flat, [] if sends else bucket, work, what)
 
-        for received, flat, work, what in _ahead(started()):
-            with self._explaining_errors(what):
-                work.wait()
+        for flat, received in self._arrived(started()):
             if received:
                 unpack(flat, received)
 
@@ -334,6 +334,13 @@ class Communicator(ABC):
         with self._explaining_errors(f"the all-reduce of {kind}"):
             return start(flat)
 
+    def _arrived(self, started: Iterator[_Transfer]) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
+        """The bucket and the tensors of each transfer, in order and as soon as it has ended."""
+        for transfer in _ahead(started):
+            with self._explaining_errors(transfer.what):
+                transfer.work.wait()
+            yield transfer.flat, transfer.tensors
+
     def _to_wire(self, flat: Tensor) -> Tensor:
         return flat.to(self.wire_device(flat.device))
 
@@ -356,9 +363,9 @@ class Communicator(ABC):
             ) from error
 
 
-def _ahead(started: Iterator[_T]) -> Iterator[_T]:
-    """Yields the items of an iterator, but draws a few ahead, so that the operations that these start run meanwhile."""
-    drawn: deque[_T] = deque()
+def _ahead(started: Iterator[_Transfer]) -> Iterator[_Transfer]:
+    """Yields transfers, which start when they are drawn, but draws a few ahead, so that these run meanwhile."""
+    drawn: deque[_Transfer] = deque()
     for item in started:
         drawn.append(item)
         if len(drawn) > _IN_FLIGHT:
