@@ -245,7 +245,7 @@ class Block:
     @property
     def is_constrained(self) -> bool:
         """Whether the training loop keeps changing its weights between steps."""
-        return self.changes == CONSTRAINED
+        return bool(self.state) and self.state["current"]["changes"] == CONSTRAINED  # asked for in every step
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Replaces the state."""

@@ -145,7 +145,8 @@ class TrainedModel:
 
     def reaches(self) -> dict[nn.Parameter, float]:
         """The share of the stretch that each parameter gets: that of its layer, or of the first layer that has it."""
-        return {p: block.reach for block in reversed(self.blocks) for p in block.layer.parameters}
+        known = ((block.layer.parameters, block.reach) for block in reversed(self.blocks))
+        return {p: reach for parameters, reach in known for p in parameters}
 
     def weights_with_directions(self) -> set[nn.Parameter]:
         """The weights of the layers that some rank has decomposed."""

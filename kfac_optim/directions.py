@@ -77,7 +77,7 @@ class Directions:
 
         None where other parameters have one, too, or ranks have different ones: all of them have to add up then.
         """
-        covered = {p for layout in self.layouts for p in layout.parameters}
+        covered = set[nn.Parameter]().union(*(layout.parameters for layout in self.layouts))
         if not self.scaled or self._has_shards or not covered.issuperset(updates):
             return None
         whole = flat_view([d.update for d in self.scaled])

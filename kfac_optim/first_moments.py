@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ class Member:
             before :meth:`take_state` is lost.
         is_sgd: Whether the base class is SGD.
         decay_in_moment: Whether weight decay is a part of the first moment that the base class keeps.
+        has_first_moment: Whether there is one in the state that the base class keeps.
     """
 
     p: nn.Parameter
@@ -64,16 +65,19 @@ class Member:
     state: dict[str, Any]
     is_sgd: bool
     decay_in_moment: bool
+    has_first_moment: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._look_at_state()
+
+    def _look_at_state(self) -> None:
+        kept = _keeps_first_moment(self.p, self.group, self.state, is_sgd=self.is_sgd)
+        self.has_first_moment = kept and (not self.is_sgd or self.state.get("momentum_buffer") is not None)
 
     def take_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Looks its state up again, which the base class may have made; makes one where there is none."""
         self.state = optimizer.state[self.p]
-
-    @property
-    def has_first_moment(self) -> bool:
-        """Whether there is one that the base class keeps."""
-        kept = _keeps_first_moment(self.p, self.group, self.state, is_sgd=self.is_sgd)
-        return kept and (not self.is_sgd or self.state.get("momentum_buffer") is not None)
+        self._look_at_state()
 
     @property
     def moment_weight(self) -> float:
@@ -150,8 +154,10 @@ def keep_averages(members: Sequence[Bucket], decay: float | None) -> None:
                 by_share.setdefault(share, []).append(m)
         for share, some in by_share.items():
             averages = [m.state[MOMENT].to(m.p) if MOMENT in m.state else _first_average(m, share) for m in some]
-            # In place: before torch 2.12 shards know no other. A gradient may have another type (``grad_dtype``).
-            torch._foreach_lerp_(averages, [m.gradient.to(m.p.dtype) for m in some], share)
+            gradients, dtype = [m.gradient for m in some], some[0].p.dtype
+            if gradients[0].dtype != dtype:  # ``grad_dtype``
+                gradients = [gradient.to(dtype) for gradient in gradients]
+            torch._foreach_lerp_(averages, gradients, share)  # in place: before torch 2.12 shards know no other
             for m, average in zip(some, averages, strict=True):
                 m.state[MOMENT] = average
 
@@ -189,18 +195,18 @@ def gradient_weight_tracked(optimizer: torch.optim.Optimizer, members: Sequence[
     It is the sum of the weights with which gradients stand in the momentum buffer: 1 after the first, then
     ``momentum * c + 1 - dampening``; in a buffer that plain SGD has filled, its limit.
     """
-    weights: dict[nn.Parameter, float] = {}
+    weights: list[tuple[Member, float]] = []
     for bucket in members if isinstance(optimizer, torch.optim.SGD) else ():
         momentum, kept = bucket[0].group["momentum"], 1 - bucket[0].group["dampening"]
         for m in bucket if momentum else ():
-            known, filled = m.state.get(GRADIENT_WEIGHT), m.state.get("momentum_buffer") is not None
+            known = m.state.get(GRADIENT_WEIGHT)
             if known is not None:
-                weights[m.p] = momentum * known + kept
+                weights.append((m, momentum * known + kept))
             else:
-                weights[m.p] = kept / (1 - momentum) if filled and momentum < 1 else 1.0
+                weights.append((m, kept / (1 - momentum) if m.has_first_moment and momentum < 1 else 1.0))
     yield
-    for p, weight in weights.items():  # not before: base classes take a state that is not empty for their own
-        optimizer.state[p][GRADIENT_WEIGHT] = weight
+    for m, weight in weights:  # not before: base classes take a state that is not empty for their own
+        optimizer.state[m.p][GRADIENT_WEIGHT] = weight
 
 
 # What base classes do ------------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ class FlatStorage:
     def by_pair(self, of_groups: Tensor) -> list[Tensor]:
         """Values of groups as values of their pairs, by stack, ``[p]`` each; all side by side."""
         of_pairs = of_groups.index_select(0, self._index[2]) if self.summed > self.scaled else of_groups
-        return list(of_pairs.split([p for p, _, _ in self.shapes[: self.summed]]))
+        return list(of_pairs.split_with_sizes([p for p, _, _ in self.shapes[: self.summed]]))
 
     @property
     def _index(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,13 +192,15 @@ def elementwise(
     """
     if not first:
         return []
-    together = [flat_view(given) if isinstance(given, (list, tuple)) else given for given in (first, *others)]
-    if all(given is not None for given in together):
-        if out is not None:
-            getattr(torch, operation)(*together, out=flat_view(out))
-            return list(out)
-        found = getattr(torch.Tensor, operation)(*together)
-        return list(first) if operation.endswith("_") else views_like(found, first)
+    whole = flat_view(first)
+    if whole is not None:
+        together = [flat_view(given) if isinstance(given, (list, tuple)) else given for given in others]
+        if all(given is not None for given in together):
+            if out is not None:
+                getattr(torch, operation)(whole, *together, out=flat_view(out))
+                return list(out)
+            found = getattr(torch.Tensor, operation)(whole, *together)
+            return list(first) if operation.endswith("_") else views_like(found, first)
     found = getattr(torch, f"_foreach_{operation}")(list(first), *others)
     return list(first) if operation.endswith("_") else list(found)
 

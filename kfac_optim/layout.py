@@ -79,7 +79,7 @@ class _Run:
 
     def fill_in_part(self, whole: Tensor, vectors: Mapping[nn.Parameter, Tensor]) -> None:
         """As :meth:`fill`; where there is no vector nothing is changed."""
-        parts = zip(self.parameters, self.indices, self.of(whole).split(self.lengths), strict=True)
+        parts = zip(self.parameters, self.indices, self.of(whole).split_with_sizes(self.lengths), strict=True)
         for p, index, part in parts:
             if p in vectors:
                 part.copy_(vectors[p][index])
@@ -87,7 +87,7 @@ class _Run:
     def read(self, whole: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
         """What these parameters have in contiguous matrices: contiguous tensors, views where the part is contiguous."""
         together = self.of(whole).contiguous()
-        parts = (together,) if len(self.lengths) == 1 else together.split(self.lengths)
+        parts = (together,) if len(self.lengths) == 1 else together.split_with_sizes(self.lengths)
         found = zip(self.parameters, self.indices, parts, strict=True)
         return [part for part in found if part[0] in parameters]
 
@@ -105,7 +105,7 @@ class _Run:
             return [self.read(whole, parameters) for whole in wholes]
         distance = wholes[1].storage_offset() - wholes[0].storage_offset() if len(wholes) > 1 else 0
         strided = first.as_strided((len(wholes), *first.shape), (distance, *self.stride), first.storage_offset())
-        copied = [part.split(self.lengths) for part in strided.clone(memory_format=torch.contiguous_format)]
+        copied = [part.split_with_sizes(self.lengths) for part in strided.clone(memory_format=torch.contiguous_format)]
         found = [zip(self.parameters, self.indices, parts, strict=True) for parts in copied]
         return [[part for part in of_whole if part[0] in parameters] for of_whole in found]
 
@@ -175,7 +175,7 @@ class Layout:
             whole.zero_()
         copied: list[tuple[Tensor, Tensor]] = []
         for run in self._runs:
-            parts = zip(run.parameters, run.indices, run.of(whole).split(run.lengths), strict=True)
+            parts = zip(run.parameters, run.indices, run.of(whole).split_with_sizes(run.lengths), strict=True)
             given = [(part, _part(vectors[p], index)) for p, index, part in parts if p in vectors]
             if all(part.stride() == vector.stride() and part.is_contiguous() for part, vector in given):
                 copied += given

@@ -15,6 +15,7 @@ from .distributed import (
     LayerCost,
     LocalCommunicator,
     agreement,
+    default_communicator,
     make_communicator,
 )
 from .factor_owners import move_factors, refuse_to_move
@@ -89,8 +90,7 @@ class Ranks:
 
     def late_communicator(self) -> Communicator | None:
         """The communicator of torch.distributed, if it was initialised late and the user gave none; else None."""
-        late = make_communicator() if self.alone and not self._given else self.comm
-        return None if late.world_size == self.comm.world_size else late
+        return default_communicator() if self.alone and not self._given else None
 
     def prepare(self, blocks: Sequence[Block], factor_dtype: torch.dtype, compare: Callable[[], None]) -> None:
         """Makes the groups of ranks that :attr:`work` needs and moves factors, unless that is done (a collective).

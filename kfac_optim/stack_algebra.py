@@ -219,7 +219,7 @@ def ratios(numerators: Sequence[Tensor], denominators: Sequence[Tensor]) -> list
     if len({tensor.device for tensor in denominators}) != 1:
         return [_ratio(*of_stack) for of_stack in zip(numerators, denominators, strict=True)]
     found = _ratio(*(_together(list(tensors)) for tensors in (numerators, denominators)))
-    return list(found.split([len(tensor) for tensor in denominators]))
+    return list(found.split_with_sizes([tensor.shape[0] for tensor in denominators]))
 
 
 def _together(vectors: list[Tensor]) -> Tensor:

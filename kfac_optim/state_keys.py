@@ -78,9 +78,10 @@ def kept_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, dict[st
 
 
 def take_out(optimizer: torch.optim.Optimizer, key: str) -> dict[Any, Any]:
-    """Takes an entry out of the states of all parameters."""
-    found = {p: state[key] for p, state in kept_states(optimizer) if key in state}
-    forget(optimizer, (key,))
+    """Takes an entry out of the states of all parameters, as :func:`forget`."""
+    found = {p: state.pop(key) for p, state in kept_states(optimizer) if key in state}
+    for p in [p for p in found if not optimizer.state[p]]:
+        del optimizer.state[p]
     return found
 
 

@@ -62,8 +62,8 @@ def take_turned_step(
         take_base_step: Takes the base class's step.
         lr: The learning rate; by parameter where there are several.
     """
-    of_layers = engine.trained.covered()
-    covered = [some for bucket in members if (some := [m for m in bucket if m.p in of_layers])]
+    reaches = engine.trained.reaches()  # of all parameters of layers
+    covered = [some for bucket in members if (some := [m for m in bucket if m.p in reaches])]
     plan = engine.plan()
     for state in [optimizer.state[p] for p in plan.too_long if p in optimizer.state]:
         for key in (STRETCH, DESCENT):
@@ -84,17 +84,21 @@ def take_turned_step(
         base = base_step(optimizer, covered, before)
         del before
         directions = engine.directions(base.moments, lr, base.updates, keeps_zeros=plan.learns)
-        _turn_and_stretch(engine, plan, covered, base, directions)
+        _turn_and_stretch(plan, covered, base, directions, reaches)
     else:
         if repeats:
-            _subtract(_repeated_changes(engine, plan, covered))
+            _subtract(_repeated_changes(plan, covered, reaches))
         engine.skip_directions()
     is_watched = compares_weights(engine.step_count + 1)
     engine.watch.note(m.p for m in chain.from_iterable(covered) if is_watched and STRETCH in m.state)
 
 
 def _turn_and_stretch(
-    engine: CurvatureEngine, plan: Plan, covered: Sequence[Bucket], base: BaseStep, directions: Directions
+    plan: Plan,
+    covered: Sequence[Bucket],
+    base: BaseStep,
+    directions: Directions,
+    reaches: Mapping[nn.Parameter, float],
 ) -> None:
     """Turns and stretches the step of the base class, and notes what the next one can learn, where trust is learned."""
     if directions.are_none:
@@ -117,7 +121,7 @@ def _turn_and_stretch(
     _subtract(_changes_of(covered, found.get(CHANGE, {})))
     if STRETCH in found:
         stretched = _changes_of(covered, found[STRETCH])
-        reaches, shared = engine.trained.reaches(), 1.0 if braked is None else braked
+        shared = 1.0 if braked is None else braked
         _subtract([(bucket, multiplied(of, [reaches[m.p] for m in bucket], shared)) for bucket, of in stretched])
         found[DESCENT] = _descents(base.moments, stretched)
     _remember(covered, found)
@@ -259,10 +263,9 @@ def _can_repeat(engine: CurvatureEngine, plan: Plan, members: Sequence[Bucket]) 
     return plan.trust == 0 or any(CHANGE in m.state or (plan.stretches and STRETCH in m.state) for m in turned)
 
 
-def _repeated_changes(engine: CurvatureEngine, plan: Plan, members: Sequence[Bucket]) -> Changes:
+def _repeated_changes(plan: Plan, members: Sequence[Bucket], reaches: Mapping[nn.Parameter, float]) -> Changes:
     """The changes of the last step, with the stretch as far as reach goes now."""
     changes: Changes = []
-    reaches = engine.trained.reaches() if plan.stretches else {}
     for bucket in members:
         stretched = [m for m in bucket if STRETCH in m.state] if plan.stretches else []
         vectors = multiplied([m.state[STRETCH] for m in stretched], [reaches[m.p] for m in stretched], plan.last_brake)

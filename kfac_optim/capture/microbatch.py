@@ -313,7 +313,8 @@ class BackwardPasses:
 
     def forget(self) -> None:
         """Forgets the micro-batches of this step; a backward pass that is running goes on."""
-        self.statistics, self.to_caller = StepStatistics(), StepStatistics()
+        if self.statistics.terms or self.to_caller.terms:  # most steps collect none
+            self.statistics, self.to_caller = StepStatistics(), StepStatistics()
         self.hidden, self.transformed, self.model_seen = set(), False, False
         self._watch.remember(())
         if not in_backward():

@@ -55,7 +55,7 @@ from .sharding import (
     whole_shape,
 )
 from .strategies import KAISA, FactorWise, LayerWise
-from .torch import TorchCommunicator, communicator_of, make_communicator
+from .torch import TorchCommunicator, communicator_of, default_communicator, make_communicator
 
 __all__ = [
     "KAISA",
@@ -76,6 +76,7 @@ __all__ = [
     "all_gathered",
     "any_sharded",
     "communicator_of",
+    "default_communicator",
     "derived_from_by_horovod",
     "full_gradient",
     "gathered",

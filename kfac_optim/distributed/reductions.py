@@ -87,7 +87,7 @@ def _largest_on_cpu(tensors: Sequence[Tensor]) -> Tensor:
     """As :func:`_largest_of_plain`, on the CPU, where torch's maximum norm takes 15 times as long as ``aminmax``."""
     small = [t for t in tensors if t.numel() <= SMALL_NUMEL]
     parts = [t for t in tensors if t.numel() > SMALL_NUMEL]
-    if len({t.dtype for t in small}) == 1:
+    if len(small) > 1 and len({t.dtype for t in small}) == 1:
         parts.append(torch._utils._flatten_dense_tensors(small))
     else:
         parts += small

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .communicator import Communicator, LocalCommunicator, Work
 from .sharding import mesh_of
 
-__all__ = ["TorchCommunicator", "communicator_of", "make_communicator"]
+__all__ = ["TorchCommunicator", "communicator_of", "default_communicator", "make_communicator"]
 
 
 class TorchCommunicator(Communicator):
@@ -160,7 +160,10 @@ def communicator_of(model: Any) -> Communicator | None:
 
 def make_communicator() -> Communicator:
     """The default communicator: that of torch.distributed's default group, or that of a single process."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return LocalCommunicator()
-    comm = TorchCommunicator()
-    return comm if comm.world_size > 1 else LocalCommunicator()
+    return default_communicator() or LocalCommunicator()
+
+
+def default_communicator() -> Communicator | None:
+    """The communicator of torch.distributed's default group; None where that is not up, or of one process."""
+    comm = TorchCommunicator() if dist.is_available() and dist.is_initialized() else None
+    return None if comm is None or comm.world_size == 1 else comm

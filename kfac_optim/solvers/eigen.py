@@ -108,8 +108,8 @@ class EigenSolver:
         except for a correction in the span of the eigenvectors that were kept.
         """
         (values_a, *vectors_a), (values_g, *vectors_g) = a, g
-        gamma, values_g, values_a = gamma[:, None, None], values_g[:, :, None], values_a[:, None, :]
-        damped = torch.addcmul(gamma, values_g, values_a)
+        gamma = gamma.view(-1, 1, 1)
+        damped = torch.addcmul(gamma, values_g.unsqueeze(2), values_a.unsqueeze(1))
         whole = damped.shape[-2:] == gradient.shape[-2:]
         sides, v = in_order(vectors_g, vectors_a), gradient
         for q, left in sides:

@@ -102,7 +102,7 @@ class _Batches:
 
 
 def _batches_of(compared: Compared) -> _Batches:
-    return _batches(tuple(g.numel() for g in compared.gradients), compared.gradients[0].device)
+    return _batches(tuple(map(Tensor.numel, compared.gradients)), compared.gradients[0].device)
 
 
 @lru_cache(maxsize=64)

@@ -68,7 +68,7 @@ def learn_reaches(
         for p in block.layer.parameters:
             of_p = slopes.get(p, (0.0, 0.0))
             after, before = after + of_p[0], before + of_p[1]
-        if before > 0 and (block.is_constrained or undone.isdisjoint(block.layer.parameters)):
+        if before > 0 and (not undone or block.is_constrained or undone.isdisjoint(block.layer.parameters)):
             block.set_reach(_moved(block.reach, after / before))
             too_long.update(() if after > 0 else block.layer.parameters)  # also if that is not a number
     return too_long
