@@ -164,6 +164,6 @@ def make_communicator() -> Communicator:
 
 
 def default_communicator() -> Communicator | None:
-    """The communicator of torch.distributed's default group; None where that is not up, or of one process."""
+    """The communicator of torch.distributed's default group; None if that is not initialised, or has one process."""
     comm = TorchCommunicator() if dist.is_available() and dist.is_initialized() else None
     return None if comm is None or comm.world_size == 1 else comm
