@@ -175,7 +175,15 @@ def workload(
 
 
 def layer_work(layer: KroneckerLayer, cost: LayerCost, a: Tensor, output: Tensor) -> LayerWork:
-    """Counts the work of one layer, whose module has mapped ``a`` to ``output`` on the meta device."""
+    """Counts the work of one layer, whose module has mapped ``a`` to ``output`` on the meta device.
+
+    The second time: masks and indices that the package keeps for each shape take work in the first step alone.
+    """
+    _layer_work(layer, cost, a, output)
+    return _layer_work(layer, cost, a, output)
+
+
+def _layer_work(layer: KroneckerLayer, cost: LayerCost, a: Tensor, output: Tensor) -> LayerWork:
     module = layer.modules[0]
     specs = layer.specs
     if layer.diagonal_input:  # counting tokens is not defined on the meta device

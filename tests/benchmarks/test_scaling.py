@@ -79,6 +79,11 @@ def test_statistics_of_convolutions_are_cheaper_than_im2col() -> None:
     assert layer.statistics.flops < 0.5 * layer.unfolded.flops
 
 
+def test_work_does_not_depend_on_the_shapes_that_were_seen_before() -> None:
+    first, later = (workload("conv", lambda: nn.Conv2d(3, 37, (3, 5), padding=1), (3, 19, 23), 2) for _ in range(2))
+    assert first == later
+
+
 def test_counter_by_hand() -> None:
     x, y = torch.ones(4, 6), torch.ones(4, 6)
     with Counter() as counter:
