@@ -261,6 +261,7 @@ def fold_(updates: Sequence[tuple[dict[str, Tensor], Increment]], moments: Seque
             keeps the factor.
     """
     kept: list[tuple[dict[str, Tensor], Tensor]] = []
+    numbers: list[tuple[dict[str, Tensor], float, float]] = []
     pasts, shares = [], []
     for (average, increment), moment in zip(updates, moments, strict=True):
         if not increment.count:
@@ -270,17 +271,18 @@ def fold_(updates: Sequence[tuple[dict[str, Tensor], Increment]], moments: Seque
             kept.append((average, moment))
             pasts.append(increment.past * float(average["weight"]) / weight)
             shares.append(1 / weight)
-        average["weight"] = torch.tensor(weight, dtype=torch.float64)
-        average["trace"] = torch.tensor(trace, dtype=torch.float64)
-    if not kept:
-        return
+        numbers.append((average, weight, trace))
     values, new = [read(average) for average, _ in kept], [moment for _, moment in kept]
-    torch._foreach_mul_(values, pasts)
-    torch._foreach_mul_(new, shares)
-    torch._foreach_add_(values, new)
+    if kept:
+        torch._foreach_mul_(new, shares)
+        torch._foreach_mul_(values, pasts)
+        torch._foreach_add_(values, new)
     for (average, _), value in zip(kept, values, strict=True):
         if value is not average["value"]:  # a copy in float32
             write_(average, value)
+    # Last: what an interrupt leaves is then no average of nothing that claims to have seen something.
+    for average, weight, trace in numbers:
+        average.update(weight=torch.tensor(weight, dtype=torch.float64), trace=torch.tensor(trace, dtype=torch.float64))
 
 
 def _require_fit(block: Block, moments: Iterable[Tensor]) -> None:

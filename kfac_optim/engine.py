@@ -183,6 +183,27 @@ class CurvatureEngine(ViewedEngine):
             self._steps_taken += 1
         self._prepare_statistics()
 
+    def recover(self) -> None:
+        """A step was left by an exception, which may have been anywhere in it: goes on from what a state would hold.
+
+        What decompositions are made of is in the state, so that they are made again in the next step. Several ranks
+        cannot go on after an exception on one of them; there only what this rank keeps to itself is put in order.
+        """
+        self.watch.note(())
+        self._steering.opposition.recover()
+        self._sightings.lose()
+        if any(block.state for block in self.trained.blocks):  # of all of them, or the state would not be whole
+            self.make_room(self.trained.blocks)
+        if self.ranks.alone and not self._closed:
+            self._averaging.clear()
+            for block in self.trained.blocks:
+                block.drop()
+                block.note_rows(0.0)
+            self._refresher.invalidate()
+        if self._capture.layers != self.layers:
+            self._rebuild_stages()
+        self._prepare_statistics()
+
     @property
     def watch(self) -> WeightWatch:
         """Compares weights with what the last step has left."""
@@ -212,12 +233,16 @@ class CurvatureEngine(ViewedEngine):
             self.require(self.trained.present_parameters())
         gradients = {p: g for p in self.trained.parameters if (g := full_gradient(p)) is not None}
         lr = 1.0 if lr is None else lr
-        taken = self.update(list(gradients.values()), (lr,))
-        if taken:
-            directions = self.directions(gradients, lr)
-            for parameter, direction in by_parameter(directions, gradients).items():
-                set_full_gradient_(parameter, direction)
-            self.advance()
+        try:
+            taken = self.update(list(gradients.values()), (lr,))
+            if taken:
+                directions = self.directions(gradients, lr)
+                for parameter, direction in by_parameter(directions, gradients).items():
+                    set_full_gradient_(parameter, direction)
+                self.advance()
+        except BaseException:
+            self.recover()
+            raise
         return taken
 
     def discard(self) -> None:
@@ -255,7 +280,6 @@ class CurvatureEngine(ViewedEngine):
         """
         settled, blocks = statistics.resolve(flags), self.trained.blocks
         unseen = self._sightings.count_step(statistics, settled, trains=trains)
-        self.last_statistics = self.step_count
         with self._stopwatch.stage("factor update"):
             decay = self.at("factor_decay", self.step_count)
             reports = [unseen, *astuple(self._steering.opposition.signs(captured_lost))]
@@ -267,6 +291,7 @@ class CurvatureEngine(ViewedEngine):
                 self._steering.opposition.learn_of_ranks(by_all, looked=self.step_count > 0)
             if self.ranks.alone or self.ranks.work.shares_factors:
                 self._averaging.pool(blocks, self.comm)
+        self.last_statistics = self.step_count
         self._sightings.require()
 
     def _refresh(self, trains: bool) -> None:

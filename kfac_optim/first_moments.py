@@ -204,9 +204,12 @@ def gradient_weight_tracked(optimizer: torch.optim.Optimizer, members: Sequence[
                 weights.append((m, momentum * known + kept))
             else:
                 weights.append((m, kept / (1 - momentum) if m.has_first_moment and momentum < 1 else 1.0))
-    yield
-    for m, weight in weights:  # not before: base classes take a state that is not empty for their own
-        optimizer.state[m.p][GRADIENT_WEIGHT] = weight
+    try:
+        yield
+    finally:  # not before: base classes take a state that is not empty for their own
+        for m, weight in weights:
+            if optimizer.state.get(m.p):  # else the step was interrupted before it had made a buffer
+                optimizer.state[m.p][GRADIENT_WEIGHT] = weight
 
 
 # What base classes do ------------------------------------------------------------------------------------------------

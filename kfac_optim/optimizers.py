@@ -29,7 +29,7 @@ from .rates import Scalar, common_rate, rate_of
 from .saved_state import saved_form, saved_parts, take_saved_form, with_checksums
 from .schedules import forgetting, growing, inverse_time_decay
 from .solvers import EigenSolver
-from .state_keys import AVERAGES, PREFIX, RECORDED, forget, set_aside, take_out
+from .state_keys import AVERAGES, OF_STEP, PREFIX, RECORDED, forget, set_aside, take_out
 from .turning import lessons_of, take_turned_step
 
 __all__ = ["KFACLAMB", "KFACAdam", "KFACAdamW", "KFACMixin", "KFACSGD"]
@@ -158,14 +158,19 @@ class KFACMixin(_Optimizer):
     @_disable_dynamo  # a graph break where a whole training step is compiled
     def _take_step(self, closure: Callable[[], Any] | None = None) -> None:
         engine = self.curvature
-        engine.require(self._parameters())
-        with self._averages_handed_over():
-            members = members_of(self)
-            gradients, lrs = gradients_of(members), [rate_of(group) for group in self.param_groups]
-            lessons = None if engine.closed else lessons_of(self, members, engine.watch)
-            if engine.update(list(gradients.values()), lrs, lessons):
-                self._update_weights(members, closure)
-                engine.advance(gradients)
+        try:
+            engine.require(self._parameters())
+            with self._averages_handed_over():
+                members = members_of(self)
+                gradients, lrs = gradients_of(members), [rate_of(group) for group in self.param_groups]
+                lessons = None if engine.closed else lessons_of(self, members, engine.watch)
+                if engine.update(list(gradients.values()), lrs, lessons):
+                    self._update_weights(members, closure)
+                    engine.advance(gradients)
+        except BaseException:  # Ctrl-C, or no memory left: what was noted may be of half a step
+            forget(self, OF_STEP)
+            engine.recover()
+            raise
 
     def _update_weights(self, members: Sequence[Bucket], closure: Callable[[], Any] | None) -> None:
         """The step itself; ``closure``: what evaluates the loss, if the loop has one."""
@@ -179,9 +184,9 @@ class KFACMixin(_Optimizer):
     def _precondition_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """The base class's step on directions; afterwards logging and clipping see the true gradients."""
         directions = by_parameter(self.curvature.directions(gradients, self._rates()), gradients)
-        for parameter, direction in directions.items():
-            parameter.grad = direction
         try:
+            for parameter, direction in directions.items():
+                parameter.grad = direction
             self._base_step()
         finally:
             for parameter in directions:
@@ -314,6 +319,8 @@ class KFACMixin(_Optimizer):
         turned = engine.trained.covered() if engine.plan().learns and not engine.closed else ()
         return with_checksums(saved_form(state_dict, self, turned, engine.watch.norms()))
 
+    @torch.inference_mode(False)  # whose tensors could not be changed in place later
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this optimizer, or of its plain base class (the curvature then starts anew).
 
@@ -338,10 +345,10 @@ class KFACMixin(_Optimizer):
                 missing = [name for name in self.defaults if name in own and name not in new]
                 if missing:
                     raise KeyError(missing[0])
-        except Exception as error:
+        except BaseException as error:
             self.__dict__.clear()
             self.__dict__.update(before)
-            if not checked:
+            if not checked or not isinstance(error, Exception):
                 raise
             raise ValueError(
                 f"the base class of {type(self).__name__} cannot load the state: is it of another class of optimizers? "

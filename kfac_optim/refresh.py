@@ -98,8 +98,9 @@ class Refresher:
         else:
             for block in blocks:
                 block.factors("pending").freeze(block.factors("current"), gammas.get(block))
-            self.in_progress = RefreshInProgress(step, spread, "pending", spectra=known)
-            self.in_progress.schedule(blocks, comm.rank)
+            refresh = RefreshInProgress(step, spread, "pending", spectra=known)
+            refresh.schedule(blocks, comm.rank)
+            self.in_progress = refresh
         self.last_refresh = step  # not before: an interrupted one is due again
         self.refreshes += 1
 
@@ -115,13 +116,13 @@ class Refresher:
     def rebuild(self, step: int, blocks: Sequence[Block], comm: Communicator) -> None:
         """Makes stale decompositions again (then a collective)."""
         if self._stale:
-            self._stale = False
             refresh = RefreshInProgress(step, 0, "in_use")
             refresh.schedule([block for block in blocks if block.has_data("in_use")], comm.rank)
             for stale in (refresh, self.in_progress):
                 if stale is not None and not isinstance(self.solver, EigenSolver):
                     stale.spectra.update(shared_spectra(stale.blocks, stale.source, comm))
             self._work_off(refresh, step, comm)
+            self._stale = False
 
     def reschedule(self, rank: int) -> None:
         """Reschedules a refresh in progress after the blocks' workers have changed."""
@@ -167,8 +168,6 @@ class Refresher:
 
     def _finish(self, refresh: RefreshInProgress, comm: Communicator) -> None:
         """Sends the decompositions to those who precondition, and takes them into use (a collective)."""
-        if refresh is self.in_progress:
-            self.in_progress = None
         if refresh.source != "in_use":
             self.frozen_at = refresh.start
         failed, found = self._exchange(refresh, comm)
@@ -181,6 +180,8 @@ class Refresher:
             block.install(own, known.get(block))
         for block in failed:
             self._keep_last(block, refresh)
+        if refresh is self.in_progress:  # not before: one that is interrupted ends in the next step
+            self.in_progress = None
 
     def _exchange(
         self, refresh: RefreshInProgress, comm: Communicator

@@ -44,8 +44,8 @@ class Sightings:
         self._told: set[Block] = set()  # those that the user was warned of
 
     def lose(self) -> None:
-        """Notes that layers were added, or a state was loaded, amid a step: what was seen of it is lost."""
-        self._lost = True
+        """Notes that what was seen of this step is lost: layers were added, a state was loaded, or it was interrupted."""
+        self._lost = not self.blind
 
     def count_step(self, statistics: TakenStatistics, settled: StepMoments, *, trains: bool) -> bool:
         """Counts a step with statistics.
@@ -80,7 +80,8 @@ class Sightings:
         Args:
             missing: Whether a refresh has just found nothing to decompose.
         """
-        if self.blind or (missing and not self._model_seen):
+        self.blind |= missing and not self._model_seen
+        if self.blind:
             raise RuntimeError(_NONE_SEEN)
 
     def warn(self, blocks: Sequence[Block]) -> None:

@@ -159,6 +159,8 @@ class StatefulEngine(BuiltEngine):
                 found[block.layer.weight] = on_cpu(whole) if block.workers.shares_factors else whole
         return found
 
+    @torch.inference_mode(False)  # whose tensors could not be changed in place later
+    @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads :meth:`state_dict`.
 

@@ -140,8 +140,9 @@ class Capture:
         self._passes.forget()
         if self._sampling is not None:
             self._sampling.restart()
-        if not in_backward():
+        if not in_backward():  # what an interrupted call has left
             self._calls.drop_current()
+            remove_taps()
 
     def take(self) -> TakenStatistics:
         """The statistics of this step, which start anew.

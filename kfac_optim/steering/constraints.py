@@ -47,8 +47,8 @@ class WeightWatch:
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """A step leaves these parameters as they are now; only these are compared before the next one."""
-        self.watched = [p for p in parameters if not is_sharded(p)]
-        self._norms, self._rounding = _norms(self.watched), 0.0
+        watched = [p for p in parameters if not is_sharded(p)]
+        self._norms, self._rounding, self.watched = _norms(watched), 0.0, watched
 
     def norms(self) -> dict[nn.Parameter, float]:
         """The norms that the last step has left, to be saved; waits for the device."""
@@ -58,8 +58,8 @@ class WeightWatch:
     def restore(self, norms: Mapping[nn.Parameter, float]) -> None:
         """Goes on from saved norms, which another processor may have added up in another order."""
         norms = {p: norm for p, norm in norms.items() if not is_sharded(p)}  # they may have been whole when saved
-        self.watched, self._rounding = list(norms), _ROUNDING
-        self._norms = [torch.tensor(norm, dtype=torch.float64, device=p.device) for p, norm in norms.items()]
+        known = [torch.tensor(norm, dtype=torch.float64, device=p.device) for p, norm in norms.items()]
+        self._norms, self._rounding, self.watched = known, _ROUNDING, list(norms)
 
     def changes(self) -> Tensor | None:
         """1 for each of :attr:`watched` that has changed since, else 0, ``[n]``; None if there are none."""

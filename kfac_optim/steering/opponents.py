@@ -208,6 +208,10 @@ class Opposition:
         """What :meth:`note_clearing` would find."""
         return self._added_lost or (self._leftover is not None and self._leftover.has_grown)
 
+    def recover(self) -> None:
+        """A step was left by an exception, so that it is not counted: neither are those of others so far."""
+        self._others = OPPONENTS.taken
+
     def note_captured_lost(self) -> None:
         """Captured gradients are thrown away."""
         self._captured_lost = True

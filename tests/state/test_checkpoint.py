@@ -182,6 +182,22 @@ def test_hooks_on_loading_are_heard_before_the_state_is_judged() -> None:
     assert_identical(model, other)
 
 
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("kfac", CLASSES)
+def test_a_state_that_was_loaded_in_inference_mode_can_be_trained_on(kfac: Any, alone: bool) -> None:
+    (model, optimizer), (resumed, other) = (build(kfac, {"scaling": "graft"}, seed) for seed in range(2))
+    train(model, optimizer, range(K))
+    source, target = (x.curvature if alone else x for x in (optimizer, other))
+    state = through_a_file((model.state_dict(), source.state_dict()))
+    resumed.load_state_dict(state[0])
+    with torch.inference_mode():
+        target.load_state_dict(state[1])
+    train(resumed, other, range(K, 14))
+    train(model, optimizer, range(K, 14))
+    if not alone:
+        assert_identical(model, resumed)
+
+
 @pytest.mark.parametrize("wait", [0, 2])
 @pytest.mark.parametrize("again", [again_by_state, again_by_copy])
 @pytest.mark.parametrize("kfac", ALL_CLASSES)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,12 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
+import kfac_optim
 from kfac_optim import KFACSGD, CurvatureEngine
+from kfac_optim.preconditioning import Preconditioner
 from kfac_optim.refresh import Refresher
 from tests.helpers.compare import assert_identical, factors_of
 from tests.helpers.files import through_a_file
 from tests.helpers.settings import CLASSES, SETTINGS
-from tests.helpers.training import loss_of, make_model, train
+from tests.helpers.training import backward, loss_of, make_model, train
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -128,3 +134,119 @@ def test_the_state_is_whole_after_a_step_that_was_interrupted(
     other.load_state_dict(through_a_file(optimizer.state_dict()))
     expected = factors_of(optimizer)
     assert expected and all(torch.equal(factors_of(other)[name], factor) for name, factor in expected.items())
+
+
+def test_an_interrupted_attention_does_not_reach_into_the_next_step() -> None:
+    """Which collects no statistics, so that nothing looks for what was left."""
+    model = attention()
+    optimizer = KFACSGD(model, lr=0.1, factor_update_steps=5, inv_update_steps=5)
+    for step in range(3):
+        x = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(step))
+        if step == 0:
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(F, "scaled_dot_product_attention", interrupt)
+                model(x)
+        else:
+            model(x).square().mean().backward()
+        optimizer.step()
+        assert not _get_current_function_mode_stack()
+
+
+PACKAGE = str(Path(kfac_optim.__file__).parent)
+
+
+def lines_until(work: Callable[[], Any], last: int | None = None) -> int:
+    """Runs ``work``, which is interrupted before the last of so many lines of the package; returns how many it took."""
+    count = 0
+
+    def on_line(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        if event == "line":
+            count += 1
+            if count == last:
+                raise KeyboardInterrupt
+        return on_line
+
+    def on_call(frame: FrameType, event: str, _: Any) -> Any:
+        # A lock is let go of by one instruction, after which Python looks for signals; only a trace comes before it.
+        watched = frame.f_code.co_filename.startswith(PACKAGE) and frame.f_code.co_name not in ("hold", "release")
+        return on_line if watched else None
+
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "learned": {"inv_update_steps": 4, "factor_update_steps": 2, "spread": 2},
+    "at once": {"inv_update_steps": 1, "factor_update_steps": 1, "spread": 0, "solver": "inverse"},
+    "gradient": {**SETTINGS, "precondition": "gradient", "scaling": "kl_clip", "spread": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "steps", [0, 1, 8, 10]
+)  # a first one, an early one, one that begins a refresh, one that ends it
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kfac", CLASSES)
+@pytest.mark.fast("^KFACSGD-(learned|at once)-(1|10)$")
+def test_a_step_that_is_interrupted_anywhere_can_be_followed_by_others_and_resumed(
+    kfac: Any, mode: str, steps: int
+) -> None:
+    """Going on, and going on from a file, are the same, bit for bit; a step that is tried again is no error."""
+
+    def build() -> tuple[nn.Module, Any]:
+        model = make_model(0)
+        return model, kfac(model, **CLASSES[kfac], **MODES[mode])
+
+    model, optimizer = build()
+    train(model, optimizer, range(steps))
+    before = pickle.dumps((model, optimizer))
+    backward(model, steps)
+    total = lines_until(optimizer.step)
+
+    def interrupted_after(lines: int) -> tuple[nn.Module, Any]:
+        model, optimizer = pickle.loads(before)
+        backward(model, steps)
+        gradients = values_of_gradients(model)
+        with pytest.raises(KeyboardInterrupt):
+            lines_until(optimizer.step, lines)
+        assert all(map(torch.equal, values_of_gradients(model), gradients))
+        return model, optimizer
+
+    for lines in range(1 + steps, total, total // 8):
+        model, optimizer = interrupted_after(lines)
+        resumed, other = build()
+        state = through_a_file((model.state_dict(), optimizer.state_dict()))
+        resumed.load_state_dict(state[0])
+        other.load_state_dict(state[1])
+        for net, by in ((model, optimizer), (resumed, other)):
+            train(net, by, range(steps + 1, steps + 6))
+        assert_identical(model, resumed)
+        model, optimizer = interrupted_after(lines)
+        optimizer.step()
+        train(model, optimizer, range(steps + 1, steps + 3))
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def values_of_gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_layers_that_were_found_anew_when_interrupted_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics go by the index of a layer, which is another one once a layer has gone."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3))
+    optimizer = KFACSGD(model, lr=0.1, **SETTINGS)
+    train(model, optimizer, range(3))
+    nn.utils.parametrizations.weight_norm(model[0])
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Preconditioner, "clear", interrupt)
+        optimizer.step()
+    train(model, optimizer, range(3, 8))
+    assert [layer.name for layer in optimizer.curvature.layers] == ["1", "2"]
+    assert factors_of(optimizer).keys() == {"1.A", "1.G", "2.A", "2.G"}
