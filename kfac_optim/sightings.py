@@ -33,7 +33,7 @@ class Sightings:
 
     Attributes:
         blind: Whether no rank has seen a layer in the last step with statistics, and some rank has seen none for too
-            long; the same on all ranks.
+            long, the same on all ranks; or whether a refresh has found nothing.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Sightings:
 
     def lose(self) -> None:
         """Notes that what was seen of this step is lost: layers were added, a state was loaded, or it was interrupted."""
-        self._lost = not self.blind
+        self._lost = not self.blind  # else there was nothing to lose, and the exception may be that of require()
 
     def count_step(self, statistics: TakenStatistics, settled: StepMoments, *, trains: bool) -> bool:
         """Counts a step with statistics.

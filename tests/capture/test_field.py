@@ -89,16 +89,18 @@ def batched_forward(model: nn.Module, x: Tensor, y: Tensor) -> None:
 
 
 @pytest.mark.parametrize("transform", [whole_batch, per_example, batched_forward])
-def test_transforms_hide_the_layers_and_the_first_step_says_so(
+def test_transforms_hide_the_layers_and_the_first_step_says_so_each_time(
     transform: Callable[[nn.Module, Tensor, Tensor], None],
 ) -> None:
     model = small()
     before = copy.deepcopy(model.state_dict())
     optimizer = KFACSGD(model, **OPTIONS)
-    transform(model, torch.randn(8, 4), torch.randint(3, (8,)))
-    assert all(p.grad is not None and p.grad.norm() > 0 for p in model.parameters())
-    with pytest.raises(RuntimeError, match="none of its layers was seen"):
-        optimizer.step()
+    for _ in range(3):
+        optimizer.zero_grad()
+        transform(model, torch.randn(8, 4), torch.randint(3, (8,)))
+        assert all(p.grad is not None and p.grad.norm() > 0 for p in model.parameters())
+        with pytest.raises(RuntimeError, match="none of its layers was seen"):
+            optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
