@@ -295,7 +295,11 @@ class BackwardPasses:
             if batch.sums:
                 scale = self.recorder.loss_scale(next(iter(batch.sums.values())).a.device)
                 statistics = self.to_caller if batch.to_caller else self.statistics
-                statistics.add(batch, scale, drop_overflowed=self.recorder.scaled)
+                try:
+                    statistics.add(batch, scale, drop_overflowed=self.recorder.scaled)
+                except BaseException:  # which may have come when half of it was added
+                    self.statistics, self.to_caller = StepStatistics(), StepStatistics()
+                    raise
         # A second callback, queued only now, so that it runs after those in which DDP and FSDP2 finish the gradients.
         torch.autograd.Variable._execution_engine.queue_callback(self._remember_gradients)
 

@@ -181,6 +181,25 @@ def lines_until(work: Callable[[], Any], last: int | None = None) -> int:
     return count
 
 
+def test_a_step_can_be_taken_after_an_interrupt_at_the_end_of_its_backward_pass() -> None:
+    """Where gradients are complete, but half of the statistics has been added."""
+    model = make_model(0)
+    optimizer = KFACSGD(model, lr=0.1, **SETTINGS)
+    train(model, optimizer, range(2))
+    before = pickle.dumps((model, optimizer))
+    lines_until(loss_of(model, 2).backward)  # which fills caches
+    optimizer.zero_grad()
+    total = lines_until(loss_of(model, 2).backward)
+    for lines in range(total - 80, total):
+        model, optimizer = pickle.loads(before)
+        loss = loss_of(model, 2)
+        with pytest.raises(KeyboardInterrupt):
+            lines_until(loss.backward, lines)
+        optimizer.step()
+        train(model, optimizer, range(3, 6))
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
 MODES: dict[str, dict[str, Any]] = {
     "learned": {"inv_update_steps": 4, "factor_update_steps": 2, "spread": 2},
     "at once": {"inv_update_steps": 1, "factor_update_steps": 1, "spread": 0, "solver": "inverse"},
@@ -206,8 +225,10 @@ def test_a_step_that_is_interrupted_anywhere_can_be_followed_by_others_and_resum
     model, optimizer = build()
     train(model, optimizer, range(steps))
     before = pickle.dumps((model, optimizer))
-    backward(model, steps)
-    total = lines_until(optimizer.step)
+    for _ in range(2):  # the first time it takes more lines, to fill caches
+        model, optimizer = pickle.loads(before)
+        backward(model, steps)
+        total = lines_until(optimizer.step)
 
     def interrupted_after(lines: int) -> tuple[nn.Module, Any]:
         model, optimizer = pickle.loads(before)
@@ -218,7 +239,7 @@ def test_a_step_that_is_interrupted_anywhere_can_be_followed_by_others_and_resum
         assert all(map(torch.equal, values_of_gradients(model), gradients))
         return model, optimizer
 
-    for lines in range(1 + steps, total, total // 8):
+    for lines in range(1 + steps, total - 50, total // 8):
         model, optimizer = interrupted_after(lines)
         resumed, other = build()
         state = through_a_file((model.state_dict(), optimizer.state_dict()))
