@@ -44,7 +44,7 @@ class Sightings:
         self._told: set[Block] = set()  # those that the user was warned of
 
     def lose(self) -> None:
-        """Notes that what was seen of this step is lost: layers were added, a state was loaded, or it was interrupted."""
+        """What was seen of this step is lost: layers were added, a state was loaded, or an exception left it."""
         self._lost = not self.blind  # else there was nothing to lose, and the exception may be that of require()
 
     def count_step(self, statistics: TakenStatistics, settled: StepMoments, *, trains: bool) -> bool:
