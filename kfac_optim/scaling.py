@@ -142,7 +142,8 @@ class Graft:
             (default): it starts at 0 and is learned while training (:mod:`~.trust`).
         stretch: Whether steps are also stretched along flat directions, where trust is learned and damping is relative
             to the largest eigenvalue; they are then longer than the base optimizer's own. None (default): unless two
-            networks seem to train against each other (:mod:`~.opponents`). True: even then, for actor and critic.
+            networks seem to train against each other (:mod:`~.opponents`), whose steps do not turn either. True: even
+            then, for actor and critic.
 
     Raises:
         ValueError: If trust is out of range.

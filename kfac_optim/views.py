@@ -176,7 +176,7 @@ class ViewedEngine(StatefulEngine):
         if plan.stretches:
             title += f", reach up to {self.reach:.2g}" if self.reach > LEAST else ", not stretched"
         if plan.opposed:
-            title += ", not stretched: two networks seem to train against each other"
+            title += ", steps left to the base optimizer: two networks seem to train against each other"
         remarks = []
         if not self.ranks.alone:
             balance = f"largest / mean = {self.ranks.work.imbalance:.2f}"

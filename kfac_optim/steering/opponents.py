@@ -1,4 +1,6 @@
-"""Networks that train against each other, as those of a GAN: none of them is stretched (:mod:`~.reach`).
+"""Networks that train against each other, as those of a GAN: their steps are left to the base optimizers.
+
+They are neither stretched (:mod:`~.reach`) nor turned (:mod:`~.trust`).
 
 A discriminator that trains faster wins at once, and the generator has nothing to learn from; a generator that trains
 faster finds the discriminator's blind spots instead of the data. The discriminator is known by gradients that are

@@ -37,7 +37,8 @@ class Plan:
         computes: Whether K-FAC's directions are computed, unless the step repeats the last change.
         repeats: Whether the step may be changed as the last one was.
         stretches: Whether it is stretched along flat directions as well (:mod:`~.reach`).
-        opposed: Whether it would be, but for networks that seem to train against each other (:mod:`~.opponents`).
+        opposed: Whether it would be, but for networks that seem to train against each other (:mod:`~.opponents`). Then
+            it is the base optimizer's own, and trust stays as it is.
         too_long: The parameters of layers whose last stretch was too long, or undone, which no other step is to repeat.
         moment_decay: The decay, in [0, 0.9], of the averaged gradients that give the direction where the base optimizer
             keeps no first moment.
@@ -68,7 +69,7 @@ class Steering:
         graft: How much of the base optimizer's length K-FAC's directions have.
         brake: How long the base optimizer's updates are.
         rates: What the learning rate has done, which reaches are tied to.
-        opposition: Whether the network trains against another one; then steps are not stretched.
+        opposition: Whether the network trains against another one; then its steps are the base optimizer's own.
         watch: Compares weights with what the last step has left; where they were changed stretches teach nothing.
     """
 
@@ -117,17 +118,19 @@ class Steering:
         """
         traits = traits_of(scaling)
         given = traits.trust if turns else 1.0
-        learns, fixed = given is None, 1.0 if given is None else float(given)
+        learns, fixed = given is None, 0.0 if given is None else float(given)
         wanted = learns and traits.stretch is not False and isinstance(damping, OfLargest)
         stretches = wanted and (bool(traits.stretch) or self.opposition.may_stretch(alone=alone))
+        opposed = wanted and not stretches and self.opposition.opposes is not None
+        steers = learns and not opposed
         changed = stretches and any(block.has_direction and block.reach > LEAST for block in blocks)
         return Plan(
-            trust=self.trust.value if learns else fixed,
+            trust=self.trust.value if steers else fixed,
             learns=learns,
-            computes=self.trust.is_measured(step, stretches=changed) if learns else fixed > 0,
-            repeats=learns and self.trust.repeats(step, stretches=changed),
+            computes=self.trust.is_measured(step, stretches=changed) if steers else fixed > 0,
+            repeats=steers and self.trust.repeats(step, stretches=changed),
             stretches=stretches,
-            opposed=wanted and not stretches and self.opposition.opposes is not None,
+            opposed=opposed,
             too_long=self._too_long,
             moment_decay=self.trust.decay,
             usual_length=self.brake.usual,

@@ -23,7 +23,7 @@ A reach is tied to the learning rate at which it was learned. Where the rate ris
 restarts, cycles), or jumps, steps along flat directions are to be as long as they were, so that reaches fall by as
 much. In a warm-up they grow with the rate.
 
-Networks that train against each other are not stretched (:mod:`~.opponents`).
+Networks that train against each other are neither turned nor stretched (:mod:`~.opponents`).
 """
 
 from __future__ import annotations

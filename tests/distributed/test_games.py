@@ -1,4 +1,4 @@
-"""Networks that train against each other on several ranks: as in one process, none of them is stretched."""
+"""Networks that train against each other on several ranks: as in one process, their steps are the base's."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ class Game:
 def assert_neither_is_stretched(game: Game) -> None:
     for optimizer in game.optimizers:
         assert optimizer.curvature.reach == 0
-        assert "not stretched: two networks seem to train against each other" in repr(optimizer.curvature)
+        assert "steps left to the base optimizer: two networks seem to train against each other" in repr(
+            optimizer.curvature
+        )
 
 
 def played(rank: int, world_size: int, generator_first: bool) -> list[Tensor]:

@@ -507,7 +507,9 @@ def test_a_discriminator_is_not_stretched(zero: Any, generator_first: bool, froz
     assert all(opponents.OPPONENTS.exist_for(player.curvature._steering.opposition) for player in copied[1].values())
     for player in players.values():
         assert player.curvature.reach == 0
-        assert "not stretched: two networks seem to train against each other" in repr(player.curvature)
+        assert "steps left to the base optimizer: two networks seem to train against each other" in repr(
+            player.curvature
+        )
         assert not any("kfac_stretch" in state for state in player.state.values())
     resumed = KFACAdam(discriminator.parameters(), **options(0.01))
     resumed.load_state_dict(players[discriminator].state_dict())
@@ -523,6 +525,41 @@ def test_a_discriminator_is_not_stretched(zero: Any, generator_first: bool, froz
         score(torch.randn(6, 2), 1).backward()
         resumed.step()
     assert resumed.curvature.reach > 0
+
+
+@pytest.mark.parametrize(("kfac", "base", "how"), CASES)
+def test_players_take_the_steps_of_the_base_class(kfac: Any, base: Any, how: dict[str, Any]) -> None:
+    """However far steps turned before it was known; afterwards they go on from there."""
+    player, rival = net(), net()
+    optimizer, others = kfac(player, **options(0.01, **how)), torch.optim.SGD(rival.parameters(), lr=0.01)
+
+    def step(*, plays: bool) -> None:
+        if plays:
+            backward(player, data(), loss)
+        optimizer.zero_grad()
+        backward(player, data(), loss)
+        optimizer.step()
+        others.step()
+
+    for _ in range(4):
+        step(plays=True)
+    assert optimizer.curvature.plan().opposed
+    steering = optimizer.curvature._steering
+    steering.trust.notches = 5
+    twin = copy.deepcopy(player)
+    reference = base(twin.parameters(), lr=0.01, **how)
+    own = [{k: v for k, v in optimizer.state[p].items() if not k.startswith("kfac_")} for p in player.parameters()]
+    reference.load_state_dict(reference.state_dict() | {"state": copy.deepcopy(dict(enumerate(own)))})
+    for _ in range(5):
+        step(plays=True)
+        for p, q in zip(player.parameters(), twin.parameters(), strict=True):
+            q.grad = None if p.grad is None else p.grad.clone()
+        reference.step()
+        assert_same_weights(player, twin)
+        assert steering.trust.notches == 5 and optimizer.curvature.report()["trust"] == 0
+    for _ in range(opponents._LATELY + 2):
+        step(plays=False)
+    assert not optimizer.curvature.plan().opposed and optimizer.curvature.plan().trust == steering.trust.value
 
 
 class Chain(nn.Module):
