@@ -1,8 +1,8 @@
-"""A step of the base optimizer, turned towards K-FAC's directions as far as trust goes (``precondition="momentum"``).
+"""A step of the base optimizer, turned towards K-FAC's directions as far as trust allows (``precondition="momentum"``).
 
-The base class takes its own step on the raw gradients. Its part in the layers is then changed by the difference between
-the turned update and its own (:mod:`~kfac_optim.bases`, :mod:`~.trust`). What a step leaves for the next one
-stands in the state of the parameters, so that a resumed run goes on as if it had not ended.
+The base class takes its own step on the raw gradients. The weights of layers are then changed by the difference between
+the turned update and the base class's own (:mod:`~kfac_optim.bases`, :mod:`~.trust`). What a step records for the next
+one is kept in the state of the parameters, so that a resumed run goes on as if it had not been interrupted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .steering import (
 
 __all__ = ["lessons_of", "take_turned_step"]
 
-# For each bucket: its members, and what is subtracted from each, per unit of the learning rate.
+# For each bucket: its members, and the vector to subtract from each of them, per unit of the learning rate.
 Changes = list[tuple[Bucket, list[Tensor]]]
 
 
@@ -53,16 +53,16 @@ def take_turned_step(
     take_base_step: Callable[[], None],
     lr: Scalar | Mapping[nn.Parameter, Scalar],
 ) -> None:
-    """The base class's step, and what changes it (a collective).
+    """Takes the base class's step, then turns and stretches it (a collective).
 
     Args:
         optimizer: The optimizer.
         engine: Its engine, after :meth:`~kfac_optim.CurvatureEngine.update`.
         members: The parameters that have a gradient, which the base class finds in ``.grad``.
         take_base_step: Takes the base class's step.
-        lr: The learning rate; by parameter where there are several.
+        lr: The learning rate; a mapping by parameter if there are several.
     """
-    reaches = engine.trained.reaches()  # of all parameters of layers
+    reaches = engine.trained.reaches()  # by parameter, of all layers
     covered = [some for bucket in members if (some := [m for m in bucket if m.p in reaches])]
     plan = engine.plan()
     for state in [optimizer.state[p] for p in plan.too_long if p in optimizer.state]:
@@ -79,7 +79,7 @@ def take_turned_step(
         keep_averages(covered, plan.moment_decay if plan.learns else None)
     else:
         forget(optimizer, (MOMENT,))
-    forget(optimizer, (LENGTH,) if repeats else OF_STEP)  # all that has been learned from
+    forget(optimizer, (LENGTH,) if repeats else OF_STEP)  # this step has learned from these; some are still repeated
     if computes:
         base = base_step(optimizer, covered, before)
         del before
@@ -100,7 +100,7 @@ def _turn_and_stretch(
     directions: Directions,
     reaches: Mapping[nn.Parameter, float],
 ) -> None:
-    """Turns and stretches the step of the base class, and notes what the next one can learn, where trust is learned."""
+    """Turns and stretches the base class's step; records what the next step learns from, if trust is learned."""
     if directions.are_none:
         return
     if not plan.learns:
@@ -110,7 +110,7 @@ def _turn_and_stretch(
     length = update_length(covered, list(base.updates.values()), lambda: directions.update_length(base.updates))
     braked = brake_of(length, plan.usual_length)
     makers: dict[str, Maker] = {TURN: lambda out: turns(of_stacks, out)}
-    whole = trust == 1 and braked is None  # then the change is all of the turn
+    whole = trust == 1 and braked is None  # then the change is the whole turn
     if trust > 0 and not whole:
         makers[CHANGE] = lambda out: changes_at(of_stacks, trust, braked, plan.graft, out)
     if plan.stretches:
@@ -126,7 +126,7 @@ def _turn_and_stretch(
         found[DESCENT] = _descents(base.moments, stretched)
     _remember(covered, found)
     first = covered[0][0]
-    first.state[LENGTH] = length.to(first.p.dtype)  # as torch's load_state_dict() would round it
+    first.state[LENGTH] = length.to(first.p.dtype)  # torch's load_state_dict() would round it to this type as well
 
 
 def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watch: WeightWatch) -> Lessons:
@@ -144,8 +144,8 @@ def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watc
     stretched: list[nn.Parameter] = []
     rates: list[float] = []
     common = common_rate([rate_of(group) for group in optimizer.param_groups])
-    unit = 1.0 if common is None or isinstance(common, Tensor) else abs(common) or 1.0  # which changes no sign
-    # The parameter that keeps the length of the last update may have no gradient now.
+    unit = 1.0 if common is None or isinstance(common, Tensor) else abs(common) or 1.0  # dividing by it keeps signs
+    # All states are searched: the parameter that keeps the length of the last update may have no gradient now.
     length = next((state[LENGTH] for _, state in kept_states(optimizer) if LENGTH in state), None)
     for bucket in members:
         lr = rate_of(bucket[0].group)
@@ -168,7 +168,7 @@ def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watc
     stretch = alignments(stretches, copies) if stretches else None
     gradients = [m.gradient for bucket in members for m in bucket]
     largest = None
-    if not any_sharded(gradients):  # else a collective, which is left until the ranks have been compared
+    if not any_sharded(gradients):  # with shards it is a collective, which must wait until ranks have been compared
         copied = {one for together in copies for one in together}
         largest = largest_entry([*copies.values(), *(g for g in gradients if id(g) not in copied)])
     return Lessons(
@@ -187,15 +187,15 @@ def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watc
 
 
 def _together(numbers: Sequence[Tensor]) -> Tensor:
-    """Joins 0-dim tensors into one: a view while they share one storage, which loading a state ends."""
+    """Joins 0-dim tensors into one, as a view while they share one storage; after a state is loaded they do not."""
     known = flat_view(numbers)
     return torch.stack([number.to(numbers[0]) for number in numbers]) if known is None else known
 
 
 def _descents(moments: Mapping[nn.Parameter, Tensor], stretched: Changes) -> dict[nn.Parameter, Tensor]:
-    """``<g, stretch>`` of each parameter, 0-dim, of the gradients that its moment is an average of.
+    """``<g, stretch>`` of each parameter, 0-dim; g is the average of gradients that its first moment stands for.
 
-    A collective where they are sharded.
+    A collective if parameters are sharded.
     """
     params = [m.p for bucket, _ in stretched for m in bucket]
     compared: list[Compared] = []
@@ -204,12 +204,12 @@ def _descents(moments: Mapping[nn.Parameter, Tensor], stretched: Changes) -> dic
         for weight, of_weight in groupby(weighted, key=itemgetter(0)):
             _, some, along = zip(*of_weight, strict=True)
             compared.append(Compared([moments[m.p] for m in some], along, 1 / weight))
-    # Side by side in the order in which they will be read.
+    # The numbers share one storage, in the order in which the next step reads them.
     return dict(zip(params, alignments(compared).unbind(), strict=True)) if params else {}
 
 
 def _changes_of(members: Sequence[Bucket], changes: Mapping[nn.Parameter, Tensor]) -> Changes:
-    """The changes by bucket of parameters; parameters without a change are left out."""
+    """The changes, grouped by bucket; parameters without a change are left out."""
     found: Changes = []
     for bucket in members if changes else ():
         some = [m for m in bucket if m.p in changes]
@@ -219,26 +219,26 @@ def _changes_of(members: Sequence[Bucket], changes: Mapping[nn.Parameter, Tensor
 
 
 def _subtract(changes: Changes) -> None:
-    """Takes the changes, per unit of the learning rate, off the weights."""
+    """Subtracts the changes, which are per unit of the learning rate, from the weights."""
     for bucket, vectors in changes:
         subtract_([m.p for m in bucket], vectors, rate_of(bucket[0].group))
 
 
 def _remember(members: Sequence[Bucket], found: Mapping[str, Mapping[nn.Parameter, Tensor]]) -> None:
-    """Notes what the next step judges and repeats, by key; changes only where updates differ little between steps.
+    """Records what the next step judges and repeats; changes only where a first moment keeps updates similar.
 
-    At a rate of 0 nothing has moved, and what was found may be of no update.
+    Groups with a rate of 0 are left out: their weights did not move, and the vectors may belong to no update.
     """
     for bucket in [bucket for bucket in members if _moves(bucket[0].group)]:
         for key, of_key in found.items():
             for m in bucket:
                 if (vector := of_key.get(m.p)) is not None and (key != CHANGE or m.has_first_moment):
-                    # Asking first is ten times as fast as ``to`` where it has that type already.
+                    # If the type is right already, comparing it is ten times as fast as calling ``to``.
                     m.state[key] = vector if vector.dtype == m.p.dtype else vector.to(m.p.dtype)
 
 
 def _moves(group: Mapping[str, Any]) -> bool:
-    """Whether parameters of a group move, as far as the host knows."""
+    """Whether the parameters of a group move: the host cannot know if the rate is a tensor, and then says yes."""
     rate = rate_of(group)
     return isinstance(rate, Tensor) or rate != 0
 
@@ -246,25 +246,25 @@ def _moves(group: Mapping[str, Any]) -> bool:
 def _can_repeat(engine: CurvatureEngine, plan: Plan, members: Sequence[Bucket]) -> bool:
     """Whether this step may be changed as the last one was.
 
-    Not if a layer that has a gradient now had none when directions were last computed, as happens to heads that are
-    used in turn. The updates of a base class without a first moment differ too much from step to step to be repeated.
-    There only the stretch is repeated, and only if it was made from an average of gradients. Nothing is that was made
-    from a single one, as by Adam with a first beta of 0. With nothing to repeat, a step at trust 0 is the base class's
-    own.
+    It may not if a layer that has a gradient now had none when directions were last computed, as happens to heads that
+    are used in turn. The updates of a base class without a first moment differ too much between steps to be repeated,
+    so only the stretch is repeated there, if it was made from an average of gradients. What was made from a single
+    gradient, as with Adam at a first beta of 0, is never repeated. If nothing is recorded, only a step at trust 0 may
+    repeat: it is then the base class's own.
     """
     turned = [m for bucket in members for m in bucket if TURN in m.state]
     others = {m.p for bucket in members for m in bucket if TURN not in m.state and _moves(m.group)}
     if not turned or (others and not others.isdisjoint(engine.trained.weights_with_directions())):
         return False
     for bucket in members:
-        base, own = averages_gradients(bucket[0].group), plan.moment_decay > 0  # whether their averages are any
+        base, own = averages_gradients(bucket[0].group), plan.moment_decay > 0  # whether moments average many gradients
         if [m for m in bucket if TURN in m.state and not (base if m.has_first_moment else own)]:
             return False
     return plan.trust == 0 or any(CHANGE in m.state or (plan.stretches and STRETCH in m.state) for m in turned)
 
 
 def _repeated_changes(plan: Plan, members: Sequence[Bucket], reaches: Mapping[nn.Parameter, float]) -> Changes:
-    """The changes of the last step, with the stretch as far as reach goes now."""
+    """The changes of the last step, with each stretch multiplied by its layer's present reach."""
     changes: Changes = []
     for bucket in members:
         stretched = [m for m in bucket if STRETCH in m.state] if plan.stretches else []

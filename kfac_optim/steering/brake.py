@@ -1,15 +1,15 @@
 """The brake: K-FAC's share of a step is shortened where the base optimizer's update is much longer than usual.
 
-What the factors call flat is not always flat. A step that was too long there raises the gradient; a base class whose
-updates grow with the gradient then takes a longer step, and K-FAC's direction, scaled to that length, leads further
-astray. Adam's updates do not grow with a gradient that stays large. Where gradients have become small, though, a single
-large one, of an example that is still hard, makes them a hundred times as long at once, along what the factors have
-seen no gradients of and call flat. So with trust as in :mod:`~.trust`::
+Directions that are flat according to the factors are not always flat. A step that was too long there raises the
+gradient; a base class whose updates grow with the gradient then takes a longer step, and K-FAC's direction, scaled to
+that length, leads further astray. Adam's updates do not grow with a gradient that stays large. But once gradients have
+become small, a single large one, from an example that is still hard, makes Adam's update a hundred times as long, along
+directions that look flat because the factors have seen no gradients there. So with trust as in :mod:`~.trust`::
 
     length of the step = |u| (1 - trust + trust brake),    brake = min(1, 1.3 usual / |u|)^2
 
 ``usual`` is the running average of ``|u|`` over the steps in which k was computed. The base optimizer's share keeps its
-full length, because the base optimizer copes with its own steps. Stretches (:mod:`~.reach`) are braked alike.
+full length, because the base optimizer copes with its own steps. Stretches (:mod:`~.reach`) are braked as well.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ..counters import Counted, Counter
 
 __all__ = ["Brake", "brake_of"]
 
-_REMEMBERED = 10  # lengths of updates that their running average remembers
-_SLACK, _POWER = 1.3, 2  # steps are braked where the update is longer than 1.3 times the usual, by that squared
+_REMEMBERED = 10  # the number of lengths that the running average covers
+_SLACK, _POWER = 1.3, 2  # an update longer than 1.3 times the usual is braked, by the square of the excess
 
 
 class Brake(Counted):
-    """What is known of the lengths of the base optimizer's updates.
+    """The usual length of the base optimizer's updates, and the last brake.
 
     Attributes:
-        usual: The usual length, per unit of the learning rate and of the gradients in its momentum; 0 before the first.
-        seen: The number of updates that this is an average of, at most 10.
-        last: The brake of the last step in which k was computed, in (0, 1]; 1: none.
+        usual: The usual length, per unit of the learning rate and of the weight of gradients in momentum; 0 at first.
+        seen: The number of updates in this average, at most 10.
+        last: The brake of the last step in which k was computed, in (0, 1]; 1: it was not braked.
     """
 
     COUNTERS: ClassVar[Mapping[str, Counter]] = {
@@ -47,7 +47,7 @@ class Brake(Counted):
     last: float
 
     def learn(self, length: float) -> None:
-        """Notes the length of the base's update in the step before; 0: it was not turned, or is not to be braked."""
+        """Takes in the length of the base's last update; 0: none was recorded, as by a step without directions."""
         if 0 < length < math.inf:
             braked = brake_of(length, self.usual)
             self.last = 1.0 if braked is None else float(braked)
@@ -56,9 +56,9 @@ class Brake(Counted):
 
 
 def brake_of(length: Tensor | float, usual: float) -> Tensor | float | None:
-    """The brake where the base's update is so long; None: there is none.
+    """The brake for a base's update of this length, given the usual one; None: the step is not braked.
 
-    A device is not waited for: there it is a 0-dim tensor, which may turn out to be 1.
+    For a length on a device, a 0-dim tensor, which may be 1: comparing the length here would wait for the device.
     """
     if not usual:
         return None

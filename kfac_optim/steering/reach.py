@@ -1,27 +1,27 @@
-"""How much further the step of a layer goes where it is flat, learned while training.
+"""Reach: how much further the step of a layer goes along flat directions, learned during training.
 
-The steepest direction limits the learning rate. Along a flatter one, a step may be longer in proportion. So besides
-being turned (:mod:`~.trust`) a step is stretched, where damping is relative to the largest eigenvalue L of a
+The steepest direction limits the learning rate. Along a flatter one, a step may be longer in proportion. So a step is
+not only turned (:mod:`~.trust`), but also stretched, if damping is relative to the largest eigenvalue L of a
 layer's ``A (x) G``. With the first moment m and the rate c at which the base follows it::
 
     stretch = c ((L + gamma) (A (x) G + gamma I)^-1 - I) m,    c = <u, m> / <m, m>
     step   += reach stretch
 
-The stretch has nothing in the steepest direction, and ``L / gamma`` times the base's own step in the flattest. What is
-steep is left to the base, whose rate was chosen for it: a stretch only ever adds to its step. At reach 1 the step is
-the natural gradient's, as long as the base's along the steepest direction of the layer. The whole model may have
-steeper ones, which are what the rate was chosen for; so a reach may go up to 3.
+The stretch is zero in the steepest direction, and ``L / gamma`` times the base's own step in the flattest. Steep
+directions are left to the base, whose rate was chosen for them: a stretch only ever adds to its step. At reach 1 the
+step is along the natural gradient, and as long as the base's in the layer's steepest direction. The rate was chosen for
+the steepest direction of the whole model, which may be steeper than the layer's; so a reach may go up to 3.
 
-Each layer has a reach of its own, which starts low. Whether the next gradient still points down along its stretch::
+Each layer has a reach of its own, which starts low. If the loss still falls along the layer's last stretch::
 
     slope = <g', stretch> / <g, stretch> > 0,    g = m / (the weight of all gradients in m)
 
-tells whether more of it would have been better; reach then rises by a tenth of itself, else it falls, and by much more
-where that gradient has turned round: a stretch that was far too long has met a wall.
+a longer stretch would have been better, and reach rises by a tenth of itself; else it falls. It falls by much more
+where the next gradient g' has turned round: a stretch that was far too long has met a wall.
 
 A reach is tied to the learning rate at which it was learned. Where the rate rises again after it has fallen (warm
-restarts, cycles), or jumps, steps along flat directions are to be as long as they were, so that reaches fall by as
-much. In a warm-up they grow with the rate.
+restarts, cycles), or jumps, reaches fall by the same factor, so that steps along flat directions stay as long as they
+were. In a warm-up these steps grow with the rate.
 
 Networks that train against each other are neither turned nor stretched (:mod:`~.opponents`).
 """
@@ -41,10 +41,10 @@ from ..stack_algebra import Direction, at_largest, rates_followed
 
 __all__ = ["LEAST", "Rates", "learn_reaches", "lower_reaches", "stretches"]
 
-LEAST, _MOST = 3e-4, 3.0  # at the least a stretch is too small to notice
-_GROWTH = 1.1  # of reach per step, or its inverse
-_TURNED, _FALL = 0.3, 30.0  # where the gradient has turned round by more than this share, reach falls by up to that
-_JUMP = 2.0  # a rate that rises by more from one step to the next is not warmed up
+LEAST, _MOST = 3e-4, 3.0  # at the least reach a stretch is too small to notice
+_GROWTH = 1.1  # the factor by which reach rises in a step, or is divided
+_TURNED, _FALL = 0.3, 30.0  # at a slope below minus the first, reach is divided by more than _GROWTH, up to the second
+_JUMP = 2.0  # a rate that rises by more than this factor from one step to the next has jumped: this is no warm-up
 
 
 def learn_reaches(
@@ -54,10 +54,10 @@ def learn_reaches(
 
     Args:
         blocks: The layers' blocks.
-        slopes: Of each parameter that was stretched: the alignment with that stretch of the gradient after the step,
-            and that of the gradients before it.
-        undone: The parameters of layers whose last stretch the training loop may have undone. Their reach learns
-            nothing, but that of a constrained layer moves below where it began.
+        slopes: For each parameter that was stretched, two alignments with its stretch: that of the gradient after the
+            step, and that of the gradients before it.
+        undone: The parameters of layers whose last stretch the training loop may have undone. Their reaches do not
+            move, except that the reach of a constrained layer moves at or below its start value.
 
     Returns:
         The parameters of layers whose stretch was too long, so that the loss no longer falls along it.
@@ -70,12 +70,12 @@ def learn_reaches(
             after, before = after + of_p[0], before + of_p[1]
         if before > 0 and (not undone or block.is_constrained or undone.isdisjoint(block.layer.parameters)):
             block.set_reach(_moved(block.reach, after / before))
-            too_long.update(() if after > 0 else block.layer.parameters)  # also if that is not a number
+            too_long.update(() if after > 0 else block.layer.parameters)  # also if ``after`` is NaN
     return too_long
 
 
 def lower_reaches(blocks: Sequence[Block], rise: float) -> None:
-    """Reaches fall where the learning rate rises; ``rise``: by how much (:meth:`Rates.rise`)."""
+    """Lowers all reaches by the factor by which the learning rate has risen, ``rise`` (:meth:`Rates.rise`)."""
     for block in (block for block in blocks if block.state) if rise > 1 else ():
         block.set_reach(max(LEAST, block.reach / rise))
 
@@ -84,8 +84,8 @@ class Rates(Counted):
     """The learning rates of a training.
 
     Attributes:
-        last: The highest one of the last step that had one; 0 before.
-        fell: Whether it has ever fallen.
+        last: The highest rate of the last step in which it was not 0; 0 before the first such step.
+        fell: Whether this rate has ever fallen.
     """
 
     COUNTERS: ClassVar[Mapping[str, Counter]] = {"rate": Counter("last", 0.0), "rate_fell": Counter("fell", False, 1)}
@@ -93,10 +93,10 @@ class Rates(Counted):
     fell: bool
 
     def rise(self, rate: float) -> float:
-        """Notes the highest learning rate of a step, if it is not 0.
+        """Records the highest learning rate of a step, if it is not 0.
 
         Returns:
-            By how much it has risen, where it has fallen before or jumps; else, as in a warm-up, 1.
+            The factor by which the rate has risen, if it has ever fallen or now jumps; else, as in a warm-up, 1.
         """
         last = self.last
         if not rate or not last:
@@ -107,7 +107,7 @@ class Rates(Counted):
 
 
 def _moved(reach: float, slope: float) -> float:
-    """The next reach; ``slope``: that of the loss along the last stretch, beside the one before the step."""
+    """The next reach; ``slope``: the loss's slope along the last stretch, divided by that before the step."""
     if slope > 0:
         return min(_MOST, reach * _GROWTH)
     fall = max(1.0, min((slope / _TURNED) ** 2, _FALL / _GROWTH)) if math.isfinite(slope) else _FALL / _GROWTH
@@ -115,7 +115,7 @@ def _moved(reach: float, slope: float) -> float:
 
 
 def stretches(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
-    """The stretch of each stack of layers, ``[p, d_out, d_in]``; none where damping is relative to something else."""
+    """The stretch of each stack of layers, ``[p, d_out, d_in]``; none unless damping is relative to the largest L."""
     if not directions or directions[0].steepest is None:
         return []
     found = at_largest(directions, out)

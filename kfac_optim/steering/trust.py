@@ -1,6 +1,6 @@
 """Trust: how far a step turns from the base optimizer's update to K-FAC's direction, learned during training.
 
-With the base optimizer's update u and K-FAC's direction k, scaled to the same length::
+Let u be the base optimizer's update and k K-FAC's direction, scaled to the same length::
 
     step = (1 - trust) u + trust k,    rescaled to the length of u
     d loss(w - lr step) / d trust  ~  -lr <g', k - u>,    g': the gradient at the next step
@@ -8,22 +8,22 @@ With the base optimizer's update u and K-FAC's direction k, scaled to the same l
 This is hypergradient descent (Baydin et al. 2018) on a single number for the whole model, and only the sign of the
 derivative is used. The next gradient comes from a batch that had no part in the step, so it tells whether more of k
 would have lowered the loss. Where learning rates are too small for curvature to matter, u wins and trust stays at 0;
-where they are large, the step exhausts the steep directions, and trust rises. A sign depends on no scale and costs one
-inner product.
+where they are large, the step exhausts the steep directions, and trust rises. The sign does not depend on any scale,
+and it costs one inner product.
 
-Where k is neither better nor worse than u, the sign is random, and trust would wander around one half. Adam and its
-relatives already scale their updates by a kind of curvature; there k may be worse in the long run even where single
+Where k is neither better nor worse than u, the sign is random, and trust would wander around one half. Adam and related
+optimizers already scale their updates by a kind of curvature; there k may be worse in the long run even where single
 gradients do not show it. With these base classes trust rises by one tenth and falls by two, so that it rises only where
 more than two gradients in three agree with k - u.
 
-Decay of averaged gradients. A base class without a first moment steps on single gradients. K-FAC then preconditions an
-average ``m = decay m + (1 - decay) g``, whose decay is learned in the same way: while ``<g', m> > 0``, gradients differ
-by noise, and a longer average is better; once they oscillate between steep walls, a step along old gradients would
-leave the valley.
+A base class without a first moment steps on single gradients. K-FAC then preconditions an average of them,
+``m = decay m + (1 - decay) g``, and learns its decay in the same way: while ``<g', m> > 0``, gradients differ only by
+noise, and a longer average is better; once gradients oscillate between steep walls, a step along old ones would leave
+the valley.
 
 K-FAC's share of a step is braked where the base's update is unusually long (:mod:`~.brake`). Where updates grow with
-the gradient, some of the base optimizer's own always remains, so that trust goes up to 0.6, and how long K-FAC's
-direction is is learned as well (:mod:`~.graft`).
+the gradient, a part of the base optimizer's update always remains: trust goes up to 0.6 only. There the length of
+K-FAC's direction is learned as well (:mod:`~.graft`).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from ..stack_algebra import Direction, norms, ratios, update_norms
 __all__ = ["Trust", "changes_at", "turns"]
 
 _NOTCHES = 10  # trust moves by a tenth per step, which averages over the noise of about ten batches
-_MOST_WHERE_UPDATES_GROW = 6  # tenths, where the base's update grows with the gradient
-_FALL = 2  # tenths, where it does not
-_LONGEST = 9  # tenths: the average remembers some ten gradients, as the usual momentum of 0.9
-_YOUNG = 20  # steps until k is repeated once, and so many more until it is repeated twice
-_PATIENCE = 4  # while steps do not turn, k is computed in one of so many or more
+_MOST_WHERE_UPDATES_GROW = 6  # tenths: the highest trust where the base's update grows with the gradient
+_FALL = 2  # tenths by which trust falls where it does not
+_LONGEST = 9  # tenths: the average remembers about ten gradients, as the usual momentum of 0.9 does
+_YOUNG = 20  # steps until k is repeated once, and as many more until it is repeated twice
+_PATIENCE = 4  # while steps are not turned, k is computed in one of this many steps, or less often
 
 
 class Trust(Counted):
@@ -75,30 +75,30 @@ class Trust(Counted):
     def is_measured(self, step: int, *, stretches: bool) -> bool:
         """Whether k is computed at this step.
 
-        Always while steps are turned or stretched, otherwise now and then, to find out whether they should be. At first
-        that is every fourth step. Later the interval doubles to 8, 16 and so on, so that it stays between 1/32 and 1/16
-        of the steps taken. A step in between is the base optimizer's own, and costs no more. ``stretches``: whether
-        steps are stretched.
+        It is computed always while steps are turned or stretched, otherwise now and then, to find out whether they
+        should be. At first that is every fourth step. Later the interval doubles to 8, 16 and so on, so that it stays
+        between 1/32 and 1/16 of the steps taken. A step in between is the base optimizer's own, and costs no more.
+        ``stretches``: whether steps are stretched.
         """
         return self.notches > 0 or stretches or step % max(_PATIENCE, 2 ** max(0, step.bit_length() - 5)) == 0
 
     def repeats(self, step: int, *, stretches: bool) -> bool:
-        """Whether this step changes the base's update as the step before did, if that is known.
+        """Whether this step changes the base's update as the step before did, if that change was recorded.
 
-        First moments hardly differ between two steps once they are averages of many gradients, and neither does what
-        K-FAC makes of them. So k is computed in every step at first, then in every second, and later in every third;
-        while trust is 1, in every fourth at last, as there is nothing to learn that could move it further. A stretch
-        that was too long is forgotten: its layer goes without one until k is computed anew.
+        Once first moments are averages of many gradients, they hardly differ between two steps, and neither do their
+        preconditioned forms. So k is computed in every step at first, then in every second, and later in every third;
+        while trust is 1, finally in every fourth, because no gradient could raise it further. A stretch that was too
+        long is forgotten: its layer is not stretched until k is computed again. ``stretches``: as above.
         """
         most = 4 if self.notches == _NOTCHES else 3
         return (self.notches > 0 or stretches) and step % min(most, 1 + step // _YOUNG) != 0
 
     def learn(self, turn: float, average: float, *, grows: bool) -> None:
-        """Moves a tenth towards K-FAC's directions if the gradients say so, else one or two towards the base's updates.
+        """Moves trust a tenth up if the gradients agree with ``k - u``, else one or two tenths down.
 
         Args:
-            turn: The alignment of the gradients with the last k - u. 0 (the rate was 0, say) tells nothing.
-            average: ``<g', m>``, m the average of the gradients before, whose sign moves the decay by a tenth.
+            turn: The alignment of the gradients with the last ``k - u``. 0, as after a rate of 0, tells nothing.
+            average: ``<g', m>``, with the average m of the earlier gradients; its sign moves the decay by a tenth.
             grows: Whether the base's updates grow with the gradient.
         """
         most, fall = (_MOST_WHERE_UPDATES_GROW, 1) if grows else (_NOTCHES, _FALL)
@@ -118,17 +118,17 @@ def changes_at(
     graft: float = 1.0,
     out: Sequence[Tensor] | None = None,
 ) -> Tensors:
-    """The step of each stack less u, ``[p, d_out, d_in]``: u is turned towards k by the share ``trust``.
+    """The step of each stack minus u, ``[p, d_out, d_in]``; the step is u, turned towards k by the share ``trust``.
 
-    It is brought back to the length of u, where k has that: mixtures of two directions are shorter than either, and
-    without this 3 of the 64 points of ``benchmarks.swap`` ended behind their base optimizer instead of none. At 1 it is
-    :func:`turns`.
+    A mixture of two directions is shorter than either, so the step is brought back to the length of u, as far as
+    ``graft`` says. Without this 3 of the 64 points of ``benchmarks.swap`` ended behind their base optimizer instead of
+    none. At a trust of 1, unbraked, the result is that of :func:`turns`.
 
     Args:
         directions: The stacks.
         trust: In [0, 1].
-        braked: What :func:`~kfac_optim.steering.brake.brake_of` has found.
-        graft: How much of the length of u their k has, in [0, 1].
+        braked: The result of :func:`~kfac_optim.steering.brake.brake_of`.
+        graft: The graft that k was shortened with, in [0, 1]; 1: k is as long as u (:mod:`~.graft`).
         out: See :func:`~kfac_optim.flat_storage.elementwise`.
     """
     if not directions:
@@ -143,7 +143,7 @@ def changes_at(
         scale_pairs(steps, lengths, directions[0].storage, out=steps)
     if braked is not None:
         braked = braked.to(steps[0].dtype) if isinstance(braked, Tensor) else braked
-        share = trust * braked + (1 - trust)  # of the length of u: see the brake
+        share = trust * braked + (1 - trust)  # of the length of u: see the equation of the brake
         for device in {step.device for step in steps}:
             by = share.to(device) if isinstance(share, Tensor) else share
             elementwise("mul_", [step for step in steps if step.device == device], by)
