@@ -1,15 +1,15 @@
 """Whether a training loop changes weights between two steps, as a projection (``clamp_``) does.
 
-A projection may undo what a step has done along flat directions. The next gradient then still points that way, the
-stretch seems to have been too short (:mod:`~.reach`), and stretches would grow without end. So what gradients
-say of a stretch does not count where the weights are not those that the step has left. A layer of which that is found
-twice in a row counts as constrained from then on: its reach stays where it began or below, and no step repeats its
-stretch. Below, because what a mask leaves of a stretch need not be flat, and a gradient that has turned round along it
-tells of a wall, whatever has been undone.
+A projection may undo what a step has done along flat directions. The next gradient then still points that way, so that
+the stretch seems to have been too short (:mod:`~.reach`), and stretches would grow without end. So nothing is learned
+from a stretch if the weights have been changed since the step. A layer whose weights are found changed twice in a row
+counts as constrained from then on: its reach stays at its start value or below, and no step repeats its stretch. The
+reach may fall, because what a mask leaves of a stretch need not be flat, and a gradient that has turned round along it
+shows a wall, whatever was undone.
 
-Norms of the weights tell, in float64, after a step and before the next one: at first in every step, then in every
-eighth. Ranks whose loops do the same find the same; one that has put other weights in for the time of an evaluation
-finds nothing. Parts of sharded weights are not compared.
+Changes are found by comparing the norms of the weights, in float64, after a step and before the next one: at first in
+every step, then in every eighth. Ranks whose loops do the same find the same. A rank that puts other weights in for an
+evaluation, and then the old ones back, finds no change. Sharded weights are not compared.
 """
 
 from __future__ import annotations
@@ -24,67 +24,67 @@ from ..distributed import is_sharded
 
 __all__ = ["WeightWatch", "compares_weights", "note_comparison"]
 
-_ROUNDING = 1e-12  # of sums of millions of squares in float64
-_AT_FIRST, _INTERVAL = 16, 8  # steps in which all stretched weights are compared: so many, then one in so many
+_ROUNDING = 1e-12  # the relative error of sums of millions of squares in float64
+_AT_FIRST, _INTERVAL = 16, 8  # all stretched weights are compared before step 16, and then in one step of every 8
 
 
 def compares_weights(step: int) -> bool:
-    """Whether this step compares the stretched weights with what the last one has left."""
+    """Whether this step checks that the stretched weights are as the last step left them."""
     return step < _AT_FIRST or step % _INTERVAL == 0
 
 
 class WeightWatch:
-    """Compares weights with what the last step has left.
+    """Finds weights that were changed since the last step.
 
     Attributes:
-        watched: The parameters that it compares.
+        watched: The parameters whose weights are compared.
     """
 
     def __init__(self) -> None:
         self.watched: list[nn.Parameter] = []
         self._norms: Sequence[Tensor] = ()
-        self._rounding = 0.0  # by how much of themselves norms may differ
+        self._rounding = 0.0  # the relative difference between norms that counts as rounding
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
-        """A step leaves these parameters as they are now; only these are compared before the next one."""
+        """Records these parameters as the step leaves them; only these are compared before the next step."""
         watched = [p for p in parameters if not is_sharded(p)]
         self._norms, self._rounding, self.watched = _norms(watched), 0.0, watched
 
     def norms(self) -> dict[nn.Parameter, float]:
-        """The norms that the last step has left, to be saved; waits for the device."""
+        """The norms recorded after the last step, to be saved; waits for the device."""
         together = torch.stack([norm.cpu() for norm in self._norms]).tolist() if self.watched else ()
         return dict(zip(self.watched, together, strict=True))
 
     def restore(self, norms: Mapping[nn.Parameter, float]) -> None:
-        """Goes on from saved norms, which another processor may have added up in another order."""
-        norms = {p: norm for p, norm in norms.items() if not is_sharded(p)}  # they may have been whole when saved
+        """Restores saved norms, which may have been computed on another processor, in another order of summation."""
+        norms = {p: norm for p, norm in norms.items() if not is_sharded(p)}  # parameters may have been whole when saved
         known = [torch.tensor(norm, dtype=torch.float64, device=p.device) for p, norm in norms.items()]
         self._norms, self._rounding, self.watched = known, _ROUNDING, list(norms)
 
     def changes(self) -> Tensor | None:
-        """1 for each of :attr:`watched` that has changed since, else 0, ``[n]``; None if there are none."""
+        """1 for each of :attr:`watched` that has changed since the last step, else 0, ``[n]``; None without any."""
         if not self.watched:
             return None
         device = self.watched[0].device
         left, now = (torch.stack([norm.to(device) for norm in norms]) for norms in (self._norms, _norms(self.watched)))
         if self._rounding:
             return ((left - now).abs() > self._rounding * left).float()
-        # Numbers at once, as they are read with others: on a GPU a launch less.
+        # ``ne`` writes numbers, not bools, because they are read with others: on a GPU this saves a launch.
         return torch.ne(left, now, out=now.new_empty(now.shape, dtype=torch.float32))
 
 
 def note_comparison(
     blocks: Iterable[Block], watched: Iterable[nn.Parameter], changed: Iterable[nn.Parameter]
 ) -> set[nn.Parameter]:
-    """Notes in which layers weights were changed between two steps.
+    """Records in which layers weights were changed between two steps.
 
     Args:
         blocks: The layers' blocks.
-        watched: The parameters that were compared with what the last step has left.
+        watched: The parameters whose weights were compared.
         changed: Those of them that were changed.
 
     Returns:
-        The parameters of layers whose last stretch somebody may have undone.
+        The parameters of layers whose last stretch the training loop may have undone.
     """
     compared, moved, undone = set(watched), set(changed), set[nn.Parameter]()
     for block in blocks:

@@ -1,4 +1,4 @@
-"""Inner products of gradients with vectors of the same shapes, few operations for many parameters."""
+"""Inner products of gradients with vectors of the same shapes, in few operations for many parameters."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..grouping import SMALL_NUMEL, grouped_by_key
 
 __all__ = ["Compared", "Copies", "alignment", "alignments"]
 
-Copies = dict[tuple[int, ...], Tensor]  # gradients side by side, by the identities of the single ones
+Copies = dict[tuple[int, ...], Tensor]  # from the ids of some gradients to these gradients as one vector
 
-_BATCH_NUMEL = 2**25  # on a GPU gradients are copied side by side up to so many numbers
-_FEW = 3  # on the CPU small ones, if there are more than so many
+_BATCH_NUMEL = 2**25  # the most numbers in such a vector on a GPU
+_FEW = 3  # on the CPU only small gradients are copied into such a vector, if there are more than this many
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Gradients of one device and one type, what each is compared with, and the rate with which that counts."""
+    """Gradients of one device and one type, the vector for each, and a factor, ``rate``, for their inner products."""
 
     gradients: Sequence[Tensor]
     vectors: Sequence[Tensor]
@@ -31,14 +31,14 @@ class Compared:
 
     @property
     def are_shards(self) -> bool:
-        """Whether other ranks have the rest of them."""
+        """Whether the gradients are shards, the rest of which other ranks hold."""
         return is_sharded(self.gradients[0])
 
 
 def alignment(compared: Sequence[Compared], copies: Copies | None = None) -> Tensor:
-    """``lr <g, v>``, summed over all parameters, 0-dim (a collective where they are sharded).
+    """``rate <g, v>``, summed over all parameters, 0-dim (a collective if they are sharded).
 
-    ``copies``: gradients that are side by side already; new ones are noted in it.
+    ``copies``: gradients that were copied into one vector before; new copies are added to it.
     """
     copies = {} if copies is None else copies
     products = _of_shards(compared)
@@ -51,7 +51,7 @@ def alignment(compared: Sequence[Compared], copies: Copies | None = None) -> Ten
 
 
 def alignments(compared: Sequence[Compared], copies: Copies | None = None) -> Tensor:
-    """``lr <g, v>`` of each parameter, ``[n]``; ``copies``: see :func:`alignment`."""
+    """``rate <g, v>`` of each parameter, ``[n]``; ``copies``: see :func:`alignment`."""
     copies = {} if copies is None else copies
     of_shards = iter(_of_shards(compared))
     found: list[Tensor] = []
@@ -70,7 +70,7 @@ def _of_shards(compared: Sequence[Compared]) -> list[Tensor]:
         return []
     pairs = [(g, v, some.rate) for some in sharded for g, v in zip(some.gradients, some.vectors, strict=True)]
     summed = summed_over_shards([torch.mul(*_widened(g, v)).sum() for g, v, _ in pairs])
-    # Not before: torch 2.6 multiplies the parts of a sum by the number that such parts were multiplied by first.
+    # The rates come after the sum: torch 2.6 would multiply every part by the number it multiplied such parts by first.
     return [_times(product, rate) for product, (_, _, rate) in zip(summed, pairs, strict=True)]
 
 
@@ -90,11 +90,11 @@ def _each_dot(compared: Compared, copies: Copies) -> Tensor:
 
 @dataclass(frozen=True)
 class _Batches:
-    """Which tensors are copied side by side.
+    """Which tensors are copied into one vector.
 
     Attributes:
-        batches: The places of those of each batch, and on their device their lengths.
-        back: Where their results are in the order of the batches; None: that is the order of the tensors.
+        batches: For each vector, the list indices of its tensors, and their lengths as a tensor on their device.
+        back: For each tensor, the index of its result in the order of the batches; None: the order is the same.
     """
 
     batches: Sequence[tuple[Sequence[int], Tensor]]
@@ -107,7 +107,7 @@ def _batches_of(compared: Compared) -> _Batches:
 
 @lru_cache(maxsize=64)
 def _batches(numels: tuple[int, ...], device: torch.device) -> _Batches:
-    """Batches of tensors of these sizes; cached, so that the index tensors are sent to the device only once."""
+    """Batches of tensors of these sizes; cached, so that index tensors are sent to the device only once."""
     places = range(len(numels))
     if is_launch_bound(device):
         batches = grouped_by_key(places, lambda i: None, numels.__getitem__, _BATCH_NUMEL)
@@ -125,7 +125,7 @@ def _sent(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _side_by_side(compared: Compared, places: Sequence[int], copies: Copies) -> tuple[Tensor, Tensor]:
-    """The gradients of a batch and what they are compared with, as two vectors."""
+    """The gradients of a batch, and the vectors they are compared with, as two long vectors."""
     gradients = [compared.gradients[i] for i in places]
     key = tuple(map(id, gradients))
     if key not in copies:
@@ -138,7 +138,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _widened(g: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in float32, in float64 where one of them is."""
+    """Both tensors in float32, or in float64 if one of them is."""
     if g.dtype == v.dtype == torch.float32:
         return g, v
     dtype = torch.promote_types(torch.promote_types(g.dtype, v.dtype), torch.float32)

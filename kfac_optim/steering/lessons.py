@@ -1,4 +1,4 @@
-"""Feedback on the last step: what the new gradients say of the vectors that the step recorded."""
+"""Feedback on the last step: how far the new gradients agree with the vectors that the step recorded."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Lessons:
 
     Attributes:
         largest: The largest absolute entry of the gradients, 0-dim; None: not yet known.
-        turn: How far the gradients agree with the last ``k - u``, 0-dim (:mod:`~.trust`).
-        average: Likewise with the average of the gradients before them, where one is kept.
-        length: The length of the base optimizer's last update, if it was turned.
-        grows: Whether the base optimizer's updates grow with the gradient, as all but those of Adam and its kin do.
-        stretch: ``<g', s>`` of each parameter that was stretched, ``[n]``: g' the gradient, s the last stretch.
-        descent: ``<g, s>`` of each, ``[n]``: g the averaged gradient that s was made of. Their ratio is the slope of
-            :mod:`~.reach`.
-        stretched: These parameters.
-        rates: Their learning rates, where these are numbers, which the device need not know; else 1.
-        changes: For each watched parameter 1 if it is not as the last step has left it, else 0, ``[n]``.
-        watched: These parameters.
+        turn: The alignment of the gradients with the last ``k - u``, 0-dim (:mod:`~.trust`).
+        average: The alignment of the gradients with the average of earlier ones, 0-dim, where one is kept.
+        length: The length of the base optimizer's last update, if directions were computed for it.
+        grows: Whether updates grow with the gradient; those of Adam and other optimizers with ``exp_avg`` do not.
+        stretch: ``<g', s>`` of each stretched parameter, ``[n]``, with the gradient g' and the last stretch s.
+        descent: ``<g, s>`` of each stretched parameter, ``[n]``, with the averaged gradient g that s was made from.
+            ``stretch / descent`` is the slope of :mod:`~.reach`.
+        stretched: The stretched parameters.
+        rates: Their learning rates, if these are numbers, which are not sent to the device; else 1.
+        changes: For each watched parameter 1 if it was changed since the last step, else 0, ``[n]``.
+        watched: The watched parameters (:mod:`~.constraints`).
     """
 
     largest: Tensor | None = None
@@ -48,17 +48,17 @@ class Lessons:
 
 @dataclass(frozen=True)
 class Read:
-    """What a step reads from the device, all of it at once.
+    """Everything that a step reads from the device, in one transfer.
 
     Attributes:
         largest: The largest absolute entry of the gradients; NaN or infinite if one of them is.
         rate: The highest learning rate.
-        lessons: What has been read.
-        turn: Its ``turn``; 0 where there is none.
-        average: Its ``average``; None where there is none.
-        length: Its ``length``; 0 where there is none.
-        slopes: Its ``stretch`` and ``descent``, by parameter, times their learning rates.
-        changed: Those of its ``watched`` that were changed.
+        lessons: The feedback that has been read.
+        turn: Its ``turn``; 0 if there is none.
+        average: Its ``average``; None if there is none.
+        length: Its ``length``; 0 if there is none.
+        slopes: Its ``stretch`` and ``descent``, by parameter, times the parameter's learning rate.
+        changed: Those of its ``watched`` parameters that were changed.
         flags: The flags of the statistics.
     """
 
@@ -83,7 +83,7 @@ def read_all(
     tensors = [largest, *(rate for rate in rates if isinstance(rate, Tensor)), *known.values(), *flags]
     dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     values = iter(torch.cat([tensor.to(largest.device, dtype).view(-1) for tensor in tensors]).tolist())
-    # In the order in which they were put together.
+    # The values are read in the order in which they were concatenated.
     found = next(values)
     rate = max((abs(next(values) if isinstance(rate, Tensor) else rate) for rate in rates), default=0.0)
     numbers = {name: list(islice(values, tensor.numel())) for name, tensor in known.items()}

@@ -1,7 +1,7 @@
 """Decides how far a base optimizer's step is turned and stretched, and in which steps directions are computed.
 
-Everything learned for that lives here, except each layer's reach, which its block holds. :mod:`~kfac_optim.turning`
-carries out the plan.
+Everything learned for these decisions is kept here, except each layer's reach, which its block holds.
+:mod:`~kfac_optim.turning` carries out the plan.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ __all__ = ["Plan", "Steering"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of one step of the base optimizer.
+    """How one step of the base optimizer is changed.
 
     Attributes:
-        trust: How far it turns from the base optimizer's own update to K-FAC's direction, in [0, 1].
+        trust: How far the step turns from the base optimizer's own update to K-FAC's direction, in [0, 1].
         learns: Whether trust is learned.
         computes: Whether K-FAC's directions are computed, unless the step repeats the last change.
         repeats: Whether the step may be changed as the last one was.
-        stretches: Whether it is stretched along flat directions as well (:mod:`~.reach`).
-        opposed: Whether it would be, but for networks that seem to train against each other (:mod:`~.opponents`). Then
-            it is the base optimizer's own, and trust stays as it is.
-        too_long: The parameters of layers whose last stretch was too long, or undone, which no other step is to repeat.
+        stretches: Whether the step is also stretched along flat directions (:mod:`~.reach`).
+        opposed: Whether the step is not stretched only because networks seem to train against each other
+            (:mod:`~.opponents`). It is then the base optimizer's own, and trust does not move.
+        too_long: The parameters of layers whose last stretch was too long or undone. No other step may repeat it.
         moment_decay: The decay, in [0, 0.9], of the averaged gradients that give the direction where the base optimizer
             keeps no first moment.
-        usual_length: The usual length of the base optimizer's update, by which the step is braked
+        usual_length: The usual length of the base optimizer's update; much longer ones are braked
             (:func:`~kfac_optim.steering.brake.brake_of`).
-        graft: How much of the base optimizer's length directions have, in [0, 1].
-        last_brake: What the step that computed directions last was shortened by; 1: nothing.
+        graft: How far directions are scaled to the length of the base optimizer's update, in [0, 1] (:mod:`~.graft`).
+        last_brake: The brake of the last step that computed directions, in (0, 1]; 1: it was not braked.
     """
 
     trust: float
@@ -65,12 +65,12 @@ class Steering:
     """Everything learned so far about how closely steps should follow K-FAC.
 
     Attributes:
-        trust: How far they turn.
-        graft: How much of the base optimizer's length K-FAC's directions have.
-        brake: How long the base optimizer's updates are.
-        rates: What the learning rate has done, which reaches are tied to.
+        trust: How far steps turn.
+        graft: How far K-FAC's directions are scaled to the length of the base optimizer's updates.
+        brake: How long the base optimizer's updates usually are.
+        rates: How the learning rate has changed; reaches are tied to it.
         opposition: Whether the network trains against another one; then its steps are the base optimizer's own.
-        watch: Compares weights with what the last step has left; where they were changed stretches teach nothing.
+        watch: Finds weights that were changed since the last step; nothing is learned from their stretches.
     """
 
     COUNTERS: ClassVar[Mapping[str, Counter]] = {
@@ -85,18 +85,18 @@ class Steering:
         self._too_long: set[nn.Parameter] = set()
 
     def learn(self, blocks: Sequence[Block], read: Read, captured_lost: bool | None, *, alone: bool) -> None:
-        """Takes in what the gradients of a step say of the last one.
+        """Learns from what the gradients of a step say about the last step.
 
         Args:
             blocks: The layers' blocks, whose reaches move.
-            read: What they say, and the learning rate.
-            captured_lost: Whether captured gradients have been thrown away since; None: nobody has looked.
-            alone: Whether there is one rank.
+            read: What the gradients say, and the learning rate.
+            captured_lost: Whether captured gradients were thrown away since the last step; None: that is not known.
+            alone: Whether there is only one rank.
         """
         self.opposition.learn(captured_lost, alone=alone)
         self.brake.learn(read.length)
         self.trust.learn(read.turn, read.average or 0.0, grows=read.lessons.grows)
-        has_momentum = read.lessons.grows and read.average is None  # else averages are kept for it
+        has_momentum = read.lessons.grows and read.average is None  # an average is kept only if there is no momentum
         undone = note_comparison(blocks, read.lessons.watched, read.changed)
         along = sum(after for p, (after, _) in read.slopes.items() if p not in undone)
         self.graft.learn(along if has_momentum else None)
@@ -110,11 +110,11 @@ class Steering:
 
         Args:
             blocks: The layers' blocks.
-            step: The number of steps taken before it.
-            scaling: How long directions are; it says whether trust is learned and steps are stretched.
-            damping: Steps are stretched if it is relative to the largest eigenvalue.
-            turns: Whether the steps of a base optimizer are turned; else gradients are preconditioned, all the way.
-            alone: Whether there is one rank.
+            step: The number of earlier steps.
+            scaling: Determines the length of directions, whether trust is learned, and whether steps are stretched.
+            damping: The damping; steps are stretched only if it is relative to the largest eigenvalue.
+            turns: Whether the steps of a base optimizer are turned; else gradients are preconditioned, at a trust of 1.
+            alone: Whether there is only one rank.
         """
         traits = traits_of(scaling)
         given = traits.trust if turns else 1.0
@@ -139,13 +139,13 @@ class Steering:
         )
 
     def counters(self, *, captured: bool, served: bool, alone: bool) -> dict[str, float]:
-        """Its part of the saved counters; see :meth:`~kfac_optim.steering.opponents.Opposition.counters`."""
+        """The counters to save; for the arguments see :meth:`~kfac_optim.steering.opponents.Opposition.counters`."""
         opposition = self.opposition.counters(captured=captured, served=served, alone=alone)
         known = {name: value for part in self._counted for name, value in part.counters().items()}
         return {**known, **opposition}
 
     def take_over(self, counters: Mapping[str, Any]) -> None:
-        """Takes some counters as another rank has them."""
+        """Takes over some counters from another rank."""
         for part in self._counted:
             part.take_over(counters)
 
