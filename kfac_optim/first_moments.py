@@ -1,12 +1,11 @@
 """The parameters of a step, and the first moments of their gradients, which K-FAC preconditions.
 
-SGD, Adam and its kin add weight decay to the gradient ("coupled"), so that it is a part of their first moment too.
-There the gradients alone are averaged here as well, as the base class averages them. What its moment has of decay could
-not be told from the weights as they are now: these move, and K-FAC would take what is left over for a gradient, and go
-far along it where true ones are small. (With a decay of 0.1 under SGD rows of an embedding grew a thousandfold so.)
-
-Base classes whose first moment is not known (SGD without momentum, Adagrad, RMSprop, Adadelta, Muon) get an average of
-the gradients, kept here while trust is learned.
+SGD, Adam, NAdam, RAdam and Adamax add weight decay to the gradient ("coupled"), so that decay is a part of their first
+moment too. For them the gradients alone are averaged here as well, in the same way as the base class averages the sum.
+The decay in its moment cannot be computed from the present weights, because weights move: K-FAC would take the rest for
+a gradient, and go far along it where true gradients are small. (With a decay of 0.1 under SGD, rows of an embedding
+grew a thousandfold.) For base classes without a first moment that is known here (SGD without momentum, Adagrad,
+RMSprop, Adadelta, Muon) the gradients are averaged here while trust is learned.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ __all__ = [
     "needs_average",
 ]
 
-# Classes of torch that shrink the weights by lr * weight_decay beside their update; Muon is not in every version.
+# Torch's classes that shrink weights by lr * weight_decay, apart from the update; not every version has Muon.
 _DECOUPLED = tuple(getattr(torch.optim, name) for name in ("AdamW", "Adafactor", "Muon") if hasattr(torch.optim, name))
-# Those that add it to the gradient, unless their groups say otherwise, and keep an average of the sum.
+# Those that add weight decay to the gradient, unless their groups say otherwise, and keep an average of the sum.
 _COUPLED = (torch.optim.SGD, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
 
 
@@ -52,11 +51,11 @@ class Member:
         p: The parameter.
         gradient: Its gradient.
         group: Its group.
-        state: What the optimizer's state has of it; where that is nothing an empty dict, and what is written to it
-            before :meth:`take_state` is lost.
+        state: Its state in the optimizer. If there is none yet, an empty dict; entries written to that before
+            :meth:`take_state` are lost.
         is_sgd: Whether the base class is SGD.
         decay_in_moment: Whether weight decay is a part of the first moment that the base class keeps.
-        has_first_moment: Whether there is one in the state that the base class keeps.
+        has_first_moment: Whether the state holds a first moment of the base class.
     """
 
     p: nn.Parameter
@@ -75,24 +74,24 @@ class Member:
         self.has_first_moment = kept and (not self.is_sgd or self.state.get("momentum_buffer") is not None)
 
     def take_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Looks its state up again, which the base class may have made; makes one where there is none."""
+        """Looks up the state again, which the base class may have created; creates it if there is none."""
         self.state = optimizer.state[self.p]
         self._look_at_state()
 
     @property
     def moment_weight(self) -> float:
-        """The sum of the weights of gradients in the first moment of SGD; of averages of gradients, and of none, 1."""
+        """The sum of the weights of all gradients in the first moment: 1 except for the momentum of SGD."""
         if not self.is_sgd or not self.group["momentum"]:
             return 1.0
         weight: float = self.state.get(GRADIENT_WEIGHT, 1.0) or 1.0
         return 1 + self.group["momentum"] * weight if self.group["nesterov"] else weight
 
 
-Bucket = list[Member]  # of one group, device and type: what multi-tensor operations take together
+Bucket = list[Member]  # of one group, device and type, so that one multi-tensor operation can take all of them
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> list[Bucket]:
-    """The parameters that have a gradient."""
+    """The parameters that have a gradient, in buckets."""
     found: list[Bucket] = []
     is_sgd = isinstance(optimizer, torch.optim.SGD)
     for group in optimizer.param_groups:
@@ -108,14 +107,14 @@ def members_of(optimizer: torch.optim.Optimizer) -> list[Bucket]:
 
 
 def gradients_of(members: Sequence[Bucket]) -> dict[nn.Parameter, Tensor]:
-    """Their gradients, by parameter."""
+    """The members' gradients, by parameter."""
     return {m.p: m.gradient for bucket in members for m in bucket}
 
 
 def first_moments(bucket: Bucket, descent: Tensors) -> Tensors:
-    """The first moments of the raw gradients, in the direction of descent, after :func:`keep_averages`.
+    """The first moments of the raw gradients, to be subtracted from the weights, after :func:`keep_averages`.
 
-    ``descent``: the gradients, in that direction; what is found where some parameters have no first moment.
+    ``descent``: the gradients, negated under ``maximize``; returned if some parameters have no first moment.
     """
     group = bucket[0].group
     found: list[Tensor] = []
@@ -131,25 +130,25 @@ def first_moments(bucket: Bucket, descent: Tensors) -> Tensors:
         else:
             return descent
     moments: Tensors = torch._foreach_mul(found, factors) if any(factor != 1 for factor in factors) else found
-    if bucket[0].is_sgd and group["nesterov"] and all(m.has_first_moment for m in bucket):  # in others it is theirs
+    if bucket[0].is_sgd and group["nesterov"] and all(m.has_first_moment for m in bucket):  # not Muon's ``nesterov``
         return torch._foreach_add(descent, moments, alpha=group["momentum"])
     return moments
 
 
 def keep_averages(members: Sequence[Bucket], decay: float | None) -> None:
-    """Takes gradients into averages in the optimizer's state, after a step of the base class.
+    """Updates the averages of gradients in the optimizer's state, after a step of the base class.
 
     Args:
-        members: The parameters of interest, with their states after it.
-        decay: How much of the last average is left where the base class keeps none, in [0, 1); None: there none is kept
-            here either. Where weight decay is a part of the base class's, gradients are averaged as it averages them.
+        members: The parameters of interest, with their states after the step.
+        decay: The decay of the average if the base class keeps no first moment, in [0, 1); None: no average is kept
+            then. If the base class's moment has weight decay in it, gradients are averaged as they are in that moment.
     """
     for bucket in members:
         by_share: dict[float, Bucket] = {}
         for m in bucket:
             share = _share_of_gradient(m, decay)
             if share is None:
-                m.state.pop(MOMENT, None)  # a scheduler has given the base class one
+                m.state.pop(MOMENT, None)  # it was kept before a scheduler switched the base class's momentum on
             else:
                 by_share.setdefault(share, []).append(m)
         for share, some in by_share.items():
@@ -157,30 +156,31 @@ def keep_averages(members: Sequence[Bucket], decay: float | None) -> None:
             gradients, dtype = [m.gradient for m in some], some[0].p.dtype
             if gradients[0].dtype != dtype:  # ``grad_dtype``
                 gradients = [gradient.to(dtype) for gradient in gradients]
-            torch._foreach_lerp_(averages, gradients, share)  # in place: before torch 2.12 shards know no other
+            torch._foreach_lerp_(averages, gradients, share)  # before torch 2.12 shards have only the in-place version
             for m, average in zip(some, averages, strict=True):
                 m.state[MOMENT] = average
 
 
 def _share_of_gradient(m: Member, decay: float | None) -> float | None:
-    """The share of a gradient in the average that is kept here; None: none is. ``decay``: see :func:`keep_averages`."""
+    """The new gradient's share in the average kept here; None: none is kept. ``decay``: see :func:`keep_averages`."""
     if not m.has_first_moment:
         return None if decay is None else 1 - decay
     if not m.decay_in_moment:
         return None
-    if m.is_sgd:  # per unit of the weight of all gradients; of the first one all
+    if m.is_sgd:  # the average is per unit of the weight of all gradients, and so starts as the first gradient
         weight = m.state[GRADIENT_WEIGHT] or 1.0
         if MOMENT in m.state:
             return (1 - m.group["dampening"]) / weight
         return 1.0 if weight == 1 else 0.0
-    return 1 - float(m.group["betas"][0])  # from zero, as Adam's own
+    return 1 - float(m.group["betas"][0])  # this average starts at zero, as Adam's own moment does
 
 
 def _first_average(m: Member, share: float) -> Tensor:
-    """What the first average goes on from; ``share``: that of the gradient.
+    """The average before its first update; ``share``: that of the new gradient.
 
-    Where SGD's buffer has been filled before, by plain SGD or without decay, it is what that holds, less the decay that
-    it would have if the weights had not moved. From a single gradient, which stands for ten, steps would go far astray.
+    If plain SGD, or SGD without decay, has filled the momentum buffer before, it is the average in the buffer, less the
+    decay that would be in it if the weights had not moved. A single gradient, used as if it were the average of ten,
+    would lead steps far astray.
     """
     if share or not (m.is_sgd and m.has_first_moment):
         return torch.zeros_like(m.p)
@@ -190,10 +190,10 @@ def _first_average(m: Member, share: float) -> Tensor:
 
 @contextmanager
 def gradient_weight_tracked(optimizer: torch.optim.Optimizer, members: Sequence[Bucket]) -> Iterator[None]:
-    """Keeps ``state[GRADIENT_WEIGHT]`` through a step of SGD.
+    """Updates ``state[GRADIENT_WEIGHT]`` after a step of SGD.
 
-    It is the sum of the weights with which gradients stand in the momentum buffer: 1 after the first, then
-    ``momentum * c + 1 - dampening``; in a buffer that plain SGD has filled, its limit.
+    It is the sum c of the weights of all gradients in the momentum buffer: 1 after the first gradient, then
+    ``momentum * c + 1 - dampening``. In a buffer that plain SGD has filled, c is taken as the limit of that.
     """
     weights: list[tuple[Member, float]] = []
     for bucket in members if isinstance(optimizer, torch.optim.SGD) else ():
@@ -206,9 +206,9 @@ def gradient_weight_tracked(optimizer: torch.optim.Optimizer, members: Sequence[
                 weights.append((m, kept / (1 - momentum) if m.has_first_moment and momentum < 1 else 1.0))
     try:
         yield
-    finally:  # not before: base classes take a state that is not empty for their own
+    finally:  # not before the step: base classes expect their own entries in a state that is not empty
         for m, weight in weights:
-            if optimizer.state.get(m.p):  # else the step was interrupted before it had made a buffer
+            if optimizer.state.get(m.p):  # else the step was interrupted before it had created a buffer
                 optimizer.state[m.p][GRADIENT_WEIGHT] = weight
 
 
@@ -218,40 +218,40 @@ def gradient_weight_tracked(optimizer: torch.optim.Optimizer, members: Sequence[
 def needs_average(
     optimizer: torch.optim.Optimizer, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
 ) -> bool:
-    """Whether the gradients of a parameter may be averaged here: the base class does not, or averages decay too."""
+    """Whether gradients may be averaged here: the base class keeps no first moment, or one with weight decay in it."""
     kept = _keeps_first_moment(p, group, state, is_sgd=isinstance(optimizer, torch.optim.SGD))
     return not kept or _has_decay_in_moment(optimizer, group)
 
 
 def _keeps_first_moment(p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], *, is_sgd: bool) -> bool:
-    """Whether the base class keeps a first moment of a parameter that is known here; SGD from its next step on.
+    """Whether the base class keeps a first moment that is known here; SGD may create it only in its next step.
 
-    Other classes than SGD have something else in their momentum: RMSprop gradients that it has divided already.
+    In other classes ``momentum`` means something else: RMSprop averages gradients that it has already divided.
     """
     if is_sgd:
         return bool(group["momentum"])
-    moment = state.get("exp_avg")  # that of projected or masked gradients has another shape
+    moment = state.get("exp_avg")  # a moment of projected or masked gradients has another shape and does not count
     return isinstance(moment, Tensor) and moment.shape == p.shape
 
 
 def _has_decay_in_moment(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether weight decay becomes a part of the first moment; in classes that are not known here it stays one."""
+    """Whether weight decay gets into the first moment and is kept out here; for unknown classes it is not kept out."""
     return bool(group.get("weight_decay")) and isinstance(optimizer, _COUPLED) and not is_decoupled(optimizer, group)
 
 
 def is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether weights shrink by ``lr * weight_decay`` of themselves, and moments have nothing of it."""
+    """Whether weights shrink by the factor ``1 - lr * weight_decay``, and moments have no decay in them."""
     return bool(group.get("decoupled_weight_decay")) or isinstance(optimizer, _DECOUPLED)
 
 
 def averages_gradients(group: Mapping[str, Any]) -> bool:
-    """Whether first moments that a base class keeps are averages: at a first beta of 0 each is a single gradient."""
+    """Whether the base class's first moments are averages; at a first beta of 0 each is a single gradient."""
     beta = (group.get("betas") or (1.0,))[0]
-    return isinstance(beta, Tensor) or beta != 0  # a tensor may be on a device, which would be waited for
+    return isinstance(beta, Tensor) or beta != 0  # reading a tensor could mean waiting for a device
 
 
 def bias_correction(beta: float, steps: float | Tensor) -> Scalar:
-    """``1 - beta^steps``, the weight of all gradients so far in a moment; computed where a tensor of steps is."""
+    """``1 - beta^steps``, the weight of all gradients so far in a moment; on the device of ``steps``, if a tensor."""
     if not isinstance(steps, Tensor):
         return 1 - beta**steps
     return -torch.expm1(steps * math.log(beta)) if beta else 1.0  # float32 would round 1 - beta^steps
