@@ -4,9 +4,9 @@
 
 By default the base class takes this step on the raw gradients, with its own state; K-FAC then preconditions m, and
 changes u (:mod:`~kfac_optim.steering`). Weight decay is not preconditioned, and does not count towards the length of
-the update, whether SGD, Adam and its kin add it to the gradient (:mod:`~kfac_optim.first_moments`) or not.
+the update, even if the base class adds it to the gradient, as SGD and Adam do (:mod:`~kfac_optim.first_moments`).
 
-Where m is an average that is kept here K-FAC's direction comes from it, its length from the base class's own update.
+If m is an average kept by this package, K-FAC's direction comes from m, its length from the base class's own update.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def refuse_base(cls: type, step: Callable[..., Any]) -> None:
 
 @dataclass(frozen=True)
 class BaseStep:
-    """The base class's step, taken apart; by parameter.
+    """The parts of the base class's step, by parameter.
 
     Attributes:
-        moments: The first moments of the raw gradients, in the direction of descent; the gradients themselves where
-            none is kept.
-        updates: What the base class took off the weights because of the gradients, per unit of the learning rate. Where
-            that is the moment itself it is the same tensor, and the same dict if it is so for all parameters.
+        moments: The first moments of the raw gradients, negated under ``maximize``; the gradients themselves where no
+            moment is kept.
+        updates: What the base class subtracted from the weights because of the gradients, per unit of the learning
+            rate. If it is the moment itself, it is the same tensor; if all are, it is the same dict.
     """
 
     moments: dict[nn.Parameter, Tensor]
@@ -78,8 +78,8 @@ def base_step(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], befor
 
     Args:
         optimizer: The optimizer, after its step.
-        members: The parameters of interest, with their states after it.
-        before: What :func:`weights_before` has found before it.
+        members: The parameters of interest, with their states after the step.
+        before: What :func:`weights_before` returned before the step.
     """
     moments_of: dict[nn.Parameter, Tensor] = {}
     updates_of: dict[nn.Parameter, Tensor] = {}
@@ -99,11 +99,11 @@ def _take_apart(optimizer: torch.optim.Optimizer, bucket: Bucket, before: Tensor
     descent: Tensors = torch._foreach_neg(gradients) if group.get("maximize") else gradients
     moments = first_moments(bucket, descent)
     if is_sgd:
-        return moments, moments if group["momentum"] else descent  # exactly; a difference of weights would be rounded
+        return moments, moments if group["momentum"] else descent  # exact, unlike a difference of rounded weights
     lr = rate_of(group)
-    updates = list(_less_decay(optimizer, bucket, before, moments))  # our own copies, which are overwritten here
+    updates = list(_less_decay(optimizer, bucket, before, moments))  # copies, which may be overwritten
     torch._foreach_sub_(updates, [m.p for m in bucket])
-    # At a rate of 0 nothing has moved, whatever it is divided by.
+    # At a rate of 0 the differences are 0, and dividing them by 1 leaves them so.
     torch._foreach_div_(updates, torch.where(lr == 0, 1.0, lr) if isinstance(lr, Tensor) else lr or 1.0)
     return moments, updates
 
@@ -113,12 +113,12 @@ def update_length(
 ) -> Tensor:
     """The norm of all updates together, 0-dim, per unit of the weight that gradients have in the momentum of SGD.
 
-    That weight grows from 1 to ``1 / (1 - momentum)``. A collective where updates are sharded.
+    That weight grows from 1 to ``1 / (1 - momentum)``. A collective if updates are sharded.
 
     Args:
         members: The parameters, with their states after the step.
-        updates: Their updates, in this order.
-        known_length: Gives the norm of all updates, where that takes less than to compute it here.
+        updates: Their updates, in the same order.
+        known_length: Returns the norm of all updates if it is known at little cost, else None.
     """
     weights = [m.moment_weight for bucket in members for m in bucket]
     if len(set(weights)) == 1 and (length := known_length()) is not None:
@@ -135,10 +135,10 @@ def update_length(
 
 
 def _less_decay(optimizer: torch.optim.Optimizer, bucket: Bucket, before: Tensors, moments: Tensors) -> Tensors:
-    """Weights before a step, less what decay has taken off them that the base class adds to the gradient or the update.
+    """Weights before a step, less the weight decay that the base class added to the gradient or to the update.
 
-    In bases whose first moment is not known to have it, and that do not say ``decoupled_weight_decay`` in their groups,
-    it stays a part of the update.
+    Decay stays a part of the update for base classes whose first moment is not known to contain it, unless their groups
+    set ``decoupled_weight_decay``.
     """
     group, lr = bucket[0].group, rate_of(bucket[0].group)
     if not group.get("weight_decay"):
@@ -158,17 +158,17 @@ def _less_decay(optimizer: torch.optim.Optimizer, bucket: Bucket, before: Tensor
 
 
 def _decay_in_update(optimizer: torch.optim.Optimizer, m: Member, in_moment: Tensor, weight: Tensor) -> Tensor:
-    """What Adam or its kin makes of the decay in its moment and in the last gradient, per unit of the learning rate.
+    """The part of an update of Adam, NAdam, RAdam or Adamax that is due to decay, per unit of the learning rate.
 
     Args:
         optimizer: The optimizer.
         m: The parameter, with its state after the step.
-        in_moment: The decay in its moment; overwritten.
-        weight: Its value before the step.
+        in_moment: The decay in its first moment; overwritten.
+        weight: The parameter's value before the step; NAdam also uses the decay in the last gradient.
     """
     steps, (beta1, beta2) = m.state["step"], m.group["betas"]
     if not (isinstance(steps, Tensor) and steps.device.type != "cpu"):
-        steps = float(steps)  # a device, where fused kernels count them, would be waited for
+        steps = float(steps)  # not from a device, where fused kernels count steps: that would wait for it
     weight1, weight2 = bias_correction(beta1, steps), bias_correction(beta2, steps)
     if isinstance(optimizer, torch.optim.Adamax):
         return in_moment.div_(m.state["exp_inf"]).div_(weight1)
@@ -190,9 +190,9 @@ def _decay_in_update(optimizer: torch.optim.Optimizer, m: Member, in_moment: Ten
 
 
 def weights_before(optimizer: torch.optim.Optimizer, members: Sequence[Bucket]) -> list[Tensors]:
-    """Copies of the weights before the step, less the decay that the step takes off them apart from its update.
+    """Copies of the weights before the step, less the decay that the step subtracts apart from its update.
 
-    Under SGD, which needs none, the weights themselves.
+    Under SGD, which needs no copies, the weights themselves.
     """
     before: list[Tensors] = []
     for bucket in members:
@@ -212,7 +212,7 @@ def weights_before(optimizer: torch.optim.Optimizer, members: Sequence[Bucket]) 
 
 
 def subtract_(params: list[Tensor], changes: list[Tensor], lr: Scalar) -> None:
-    """Takes ``lr`` times the changes, laid out as the parameters are, off parameters of one type and device."""
+    """Subtracts ``lr`` times the changes, laid out as the parameters are, from parameters of one type and device."""
     if is_sharded(params[0]):
         for p, change in zip(params, changes, strict=True):
             p.sub_(change * lr)
@@ -223,7 +223,7 @@ def subtract_(params: list[Tensor], changes: list[Tensor], lr: Scalar) -> None:
 
 
 def multiplied(vectors: list[Tensor], factors: list[float], shared: Scalar) -> list[Tensor]:
-    """Vectors on one device times numbers, and all times a number or a 0-dim tensor."""
+    """Each vector times its factor and the ``shared`` factor, a number or a 0-dim tensor; all vectors on one device."""
     if not vectors:
         return []
     if is_sharded(vectors[0]):

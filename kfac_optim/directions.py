@@ -1,4 +1,4 @@
-"""What is preconditioned in a step, and its directions: matrices of layers of one shape, and each parameter's part."""
+"""The vectors that a step preconditions, and the directions: matrices by shape of layer, and each parameter's part."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .stack_algebra import Direction, length_of_updates
 
 __all__ = ["Directions", "Maker", "StepVectors", "by_parameter"]
 
-# Makes one matrix per stack, written into the given ones, if any.
+# Makes the matrices of all stacks, one tensor for each, if possible in the given ones.
 Maker = Callable[[Sequence[Tensor] | None], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
 class StepVectors:
-    """What is preconditioned in a step; by parameter.
+    """The vectors that a step preconditions, by parameter.
 
     Attributes:
         given: Gradients or first moments.
-        updates: What the base optimizer itself would do with them, per unit of the learning rate. Where that is what is
-            given it is the same tensor, and the same mapping if it is so for all parameters.
-        lr: The learning rate, for the scaling; by parameter where there are several.
+        updates: The base optimizer's own updates from them, per unit of the learning rate. An update that equals what
+            is given is the same tensor; if all do, ``updates`` is the same mapping.
+        lr: The learning rate, for the scaling; a mapping by parameter if there are several.
     """
 
     given: Mapping[nn.Parameter, Tensor]
@@ -38,22 +38,22 @@ class StepVectors:
     lr: Scalar | Mapping[nn.Parameter, Scalar]
 
     def are_alike(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether the updates of these parameters are what is given."""
+        """Whether the updates of these parameters are the given vectors themselves."""
         return self.given is self.updates or all(self.updates.get(p) is self.given.get(p) for p in parameters)
 
 
 @dataclass(frozen=True)
 class Directions:
-    """The preconditioned and scaled vectors of a step, of the layers that have a decomposition and a vector.
+    """The preconditioned and scaled vectors of a step, for the layers that have a decomposition and a vector.
 
-    Those whose shards have gone to other ranks are left out.
+    Layers whose shards have been sent to other ranks are left out.
 
     Attributes:
-        layouts: For each stack of layers of one shape where the parameters lie in its matrices.
-        scaled: The scaled direction of each stack, with all that a scaling knows of the layers.
+        layouts: For each stack of layers of one shape, where the parameters lie in its matrices.
+        scaled: The scaled direction of each stack, with all that a scaling knows about the layers.
         vectors: What was preconditioned, by parameter; the layers' other parameters take no part in the step.
         dtype: The dtype of all matrices.
-        exchange: The layers whose shards have gone to some ranks alone; None where there are none.
+        exchange: Sends back the directions of layers whose shards went to only some ranks; None: there are none.
     """
 
     layouts: Sequence[Layout]
@@ -64,7 +64,7 @@ class Directions:
 
     @property
     def are_none(self) -> bool:
-        """Whether there are none, on any rank."""
+        """Whether there are no directions, on any rank."""
         return not self.scaled and self.exchange is None
 
     @cached_property
@@ -73,9 +73,9 @@ class Directions:
         return self.exchange is not None or any_sharded(p for layout in self.layouts for p in layout.parameters)
 
     def update_length(self, updates: Collection[nn.Parameter]) -> Tensor | None:
-        """The norm of the base optimizer's updates together, 0-dim.
+        """The norm of all the base optimizer's updates together, 0-dim, if these layers have all of them.
 
-        None where other parameters have one, too, or ranks have different ones: all of them have to add up then.
+        None if other parameters have updates as well, or ranks hold different ones: then the caller has to add up.
         """
         covered = set[nn.Parameter]().union(*(layout.parameters for layout in self.layouts))
         if not self.scaled or self._has_shards or not covered.issuperset(updates):
@@ -86,13 +86,13 @@ class Directions:
     def laid_out(
         self, matrices: Sequence[Tensor], elsewhere: Mapping[nn.Parameter, Tensor] | None = None
     ) -> dict[nn.Parameter, Tensor]:
-        """What each parameter has in matrices of the stacks' shapes, laid out as the parameter is.
+        """Each parameter's part of matrices of the stacks' shapes, laid out as the parameter is.
 
-        A collective, where there are shards that have gone to other ranks: those ranks send them back.
+        A collective if shards have been sent to other ranks: those ranks send the results back.
 
         Args:
             matrices: The matrices.
-            elsewhere: What parameters have in parts that no layer covers; None: 0.
+            elsewhere: The values of parameters in slices that no layer covers; None: 0.
         """
         whole: dict[nn.Parameter, Tensor] = {}
         for layout, of_stack in zip(self.layouts, matrices, strict=True):
@@ -103,11 +103,11 @@ class Directions:
         return {**{p: sharded_like(part, p) for p, part in whole.items() if p not in back}, **back}
 
     def several_laid_out(self, makers: Mapping[str, Maker]) -> dict[str, dict[nn.Parameter, Tensor]]:
-        """As :meth:`laid_out`, for several sets of matrices at once.
+        """The results of :meth:`laid_out` for several sets of matrices, by name.
 
         Args:
-            makers: By name, a function that makes the matrices of all stacks. Where the stacks share one storage it is
-                given matrices to fill, so that all sets are read by few operations.
+            makers: By name, a function that makes the matrices of all stacks. If the stacks share one storage, it is
+                given matrices to fill, so that few operations read all sets.
         """
         storage = self.scaled[0].storage if self.scaled else None
         if storage is None or self._has_shards:
@@ -116,11 +116,11 @@ class Directions:
         made = []
         for make, room in zip(makers.values(), rooms, strict=True):
             given = make(room)
-            if given[0] is not room[0]:  # made elsewhere after all
+            if given[0] is not room[0]:  # the maker did not use the room
                 torch._foreach_copy_(room, list(given))
             made.append(room)
         found: list[dict[nn.Parameter, Tensor]] = [{} for _ in makers]
-        # A view in the state of a parameter keeps the matrices of all.
+        # A view in the state of one parameter keeps all matrices in memory, so it is used only if most can be views.
         viewable = sum(layout.viewable_numel for layout in self.layouts)
         copies = 2 * viewable < sum(math.prod(shape) for shape in storage.shapes)
         for layout, *wholes in zip(self.layouts, *made, strict=True):
@@ -133,7 +133,7 @@ class Directions:
 def _assemble(
     result: dict[nn.Parameter, Tensor], parts: Sequence[Part], elsewhere: Mapping[nn.Parameter, Tensor] | None = None
 ) -> None:
-    """Puts parts of parameters in their places; ``elsewhere``: see :meth:`Directions.laid_out`."""
+    """Writes parts of parameters to their places in ``result``; ``elsewhere``: see :meth:`Directions.laid_out`."""
     for p, index, part in parts:
         if index == slice(None):
             result[p] = part
@@ -144,16 +144,16 @@ def _assemble(
 
 
 def by_parameter(directions: Directions, vectors: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-    """The directions of single parameters, laid out as their vectors; parts that no layer covers keep their vector.
+    """The direction of each parameter, laid out as its vector; slices that no layer covers keep their vector.
 
-    A collective, as :meth:`Directions.laid_out`.
+    A collective, like :meth:`Directions.laid_out`.
     """
     found = directions.laid_out([d.direction for d in directions.scaled], vectors)
     return {p: _laid_out_as(vectors[p], direction) for p, direction in found.items()}
 
 
 def _laid_out_as(vector: Tensor, direction: Tensor) -> Tensor:
-    """A direction in the type and the layout of its vector, which fused kernels expect."""
+    """A direction in the dtype and memory layout of its vector, as fused kernels expect."""
     if (direction.dtype, direction.stride()) == (vector.dtype, vector.stride()):
         return direction
     return torch.empty_like(vector).copy_(direction)
