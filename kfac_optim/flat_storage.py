@@ -1,8 +1,8 @@
 """Flat storage for the matrices of several stacks, so that one kernel launch processes all of them.
 
-On an accelerator a step on a small batch is bound by kernel launches. There the matrices of a step share one storage,
-and an elementwise operation treats them as a single vector, whatever their shapes. On the CPU a launch costs little and
-long vectors leave the cache, so each matrix has storage of its own and operations loop over the list.
+On an accelerator the time of a step on a small batch is bound by kernel launches. There the matrices of a step share
+one storage, and an elementwise operation treats them as a single vector, whatever their shapes. On the CPU a launch
+costs little, and long vectors do not fit the cache. So each matrix has its own storage, and operations loop over them.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ __all__ = [
 Tensors = list[Tensor] | tuple[Tensor, ...]  # what multi-tensor operations take
 
 _CHEAP_LAUNCHES = {"cpu"}  # types of devices on which launches cost little
-_FEW_PAIRS = 64  # stacks of more pairs (grouped convolutions) get their factors by a kernel of their own
-_LEAST_ROW = 8  # numbers that share a factor; with fewer, all factors together would take too much memory
+_FEW_PAIRS = 64  # stacks of more pairs (grouped convolutions) are multiplied by their factors in a kernel of their own
+_LEAST_ROW = 8  # numbers that share a factor; with shorter rows, the factors of all rows would take too much memory
 
 
 def is_launch_bound(device: torch.device) -> bool:
-    """Whether steps are short of launches on a device, rather than of arithmetic."""
+    """Whether launches, rather than arithmetic, bound the time of a step on a device."""
     return device.type not in _CHEAP_LAUNCHES
 
 
 def sharing(shape: tuple[int, int, int], groups: Sequence[int]) -> int:
-    """How far the matrices of a stack share kernels with those of others, which decides their order in one storage.
+    """How far a stack shares kernels with other stacks, which decides its place in one storage.
 
     Args:
-        shape: That of the stack's matrices, ``[p, d_out, d_in]``.
-        groups: How many pairs each group has that is scaled together: 1, or all of a norm layer.
+        shape: The shape of the stack's matrices, ``[p, d_out, d_in]``.
+        groups: The number of pairs in each group that is scaled together: 1, or all pairs of a norm layer.
 
     Returns:
-        Nought if they get their factors and norms by the same kernels; 1 if only their norms, by group; and 2 if
-        neither, because their numbers do not divide into rows.
+        0 if the stack shares the kernels that multiply by factors and those that compute norms; 1 if it shares only
+        those for norms, by group; 2 if it shares neither, because its numbers do not divide into rows.
     """
     p, d_out, d_in = shape
     if any(pairs * d_out * d_in % _LEAST_ROW for pairs in groups):
@@ -59,15 +59,15 @@ class FlatStorage:
     """Where the matrices ``[p, d_out, d_in]`` of some stacks lie in one storage.
 
     Args:
-        shapes: The shape of each stack's matrices; those that share most come first (:func:`sharing`), as far as they
-            can: what comes after one that shares less shares no more.
-        groups: How many pairs each group has that is scaled together, for each stack.
-        device: Where they are.
+        shapes: The shape of each stack's matrices. Stacks that share most (:func:`sharing`) should come first, because
+            a stack after one that shares less shares no more than that.
+        groups: For each stack, the number of pairs in each group that is scaled together.
+        device: The device of the matrices.
 
     Attributes:
-        scaled: How many stacks are multiplied by their factors in one kernel.
-        summed: How many stacks have their norms in one kernel.
-        row: For either number of stacks, how many numbers there are in a row, which all belong to one group.
+        scaled: How many stacks, the first ones, are multiplied by their factors in one kernel.
+        summed: How many stacks, the first ones, have their norms computed in one kernel.
+        row: By either number of stacks, the length of a row: of consecutive numbers that all belong to one group.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class FlatStorage:
         self._known_index: tuple[Tensor, Tensor, Tensor] | None = None
 
     def empty(self, dtype: torch.dtype) -> list[Tensor]:
-        """Matrices without values."""
+        """Uninitialised matrices."""
         return self.several(1, dtype)[0]
 
     def several(self, n: int, dtype: torch.dtype) -> list[list[Tensor]]:
@@ -91,40 +91,40 @@ class FlatStorage:
         return [split_flat(part, self.shapes) for part in whole]
 
     def fits(self, matrices: Sequence[Tensor]) -> bool:
-        """Whether these are matrices of all stacks, side by side."""
+        """Whether these are matrices of all stacks, one after the other in one storage."""
         return [tuple(m.shape) for m in matrices] == self.shapes and are_adjacent(matrices)
 
     def in_rows(self, matrices: Sequence[Tensor], stacks: int) -> Tensor:
-        """The matrices of the first stacks, ``scaled`` or ``summed``, in rows, ``[rows, row]``; a view.
+        """The matrices of the first stacks as a view in rows, ``[rows, row]``; ``stacks``: ``scaled`` or ``summed``.
 
-        They have to fit.
+        The matrices have to fit (:meth:`fits`).
         """
         rows = sum(map(math.prod, self.shapes[:stacks])) // self.row[stacks]
         return matrices[0].as_strided((rows, self.row[stacks]), (self.row[stacks], 1), matrices[0].storage_offset())
 
     def _numels(self, stacks: int) -> list[int]:
-        """The numbers of each group of the first stacks."""
+        """How many numbers each group of the first stacks has."""
         known = zip(self.groups[:stacks], self.shapes, strict=False)
         return [pairs * d_out * d_in for of_stack, (_, d_out, d_in) in known for pairs in of_stack]
 
     def by_row(self, of_pairs: Sequence[Tensor]) -> Tensor:
-        """Values of the pairs of the stacks that are scaled together, ``[p]`` each, for each row, ``[rows, 1]``."""
+        """Copies values of the pairs of the first ``scaled`` stacks, ``[p]`` each, to their rows, ``[rows, 1]``."""
         return torch.cat(list(of_pairs)).index_select(0, self._index[0])[:, None]
 
     def sums(self, of_rows: Tensor) -> Tensor:
-        """The sums over the rows of each group, of values ``[rows]`` of the stacks whose norms are taken together."""
+        """Sums values ``[rows]`` of the first ``summed`` stacks over the rows of each group, to ``[groups]``."""
         return torch.segment_reduce(of_rows, "sum", lengths=self._index[1], unsafe=True)
 
     def by_pair(self, of_groups: Tensor) -> list[Tensor]:
-        """Values of groups as values of their pairs, by stack, ``[p]`` each; all side by side."""
+        """Copies values of groups to their pairs, by stack, ``[p]`` each; the results share one storage."""
         of_pairs = of_groups.index_select(0, self._index[2]) if self.summed > self.scaled else of_groups
         return list(of_pairs.split_with_sizes([p for p, _, _ in self.shapes[: self.summed]]))
 
     @property
     def _index(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The pair of each row that is scaled, the number of rows of each group, and the group of each pair.
+        """The pair of each scaled row, the number of rows in each group, and the group of each pair.
 
-        Computed once, on the host: to know their lengths torch would wait for a device.
+        They are computed once, on the host: on a device, torch would have to wait for it to learn their lengths.
         """
         if self._known_index is None:
             of_scaled, of_summed = (
@@ -139,34 +139,34 @@ class FlatStorage:
 
 
 def _places(lengths: Tensor) -> Tensor:
-    """For each number of a vector that has parts of these lengths, in which part it is."""
+    """For each entry of a vector that consists of parts of these lengths, the number of its part."""
     return torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)
 
 
 def split_flat(whole: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """The parts of a vector that have these shapes, views."""
+    """Splits a vector into consecutive views of these shapes."""
     return views_like(whole, _templates(tuple(shapes)))
 
 
 @functools.lru_cache(maxsize=64)
 def _templates(shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
-    return [torch.empty(shape, device="meta") for shape in shapes]  # to make them takes longer than the views
+    return [torch.empty(shape, device="meta") for shape in shapes]  # cached: making these takes longer than the views
 
 
 def views_like(whole: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The parts of a vector that have the shapes of some tensors, views; on the host a tenth of what Python takes."""
+    """Splits a vector into consecutive views shaped like some tensors, in a tenth of the host time of a Python loop."""
     return list(torch._utils._unflatten_dense_tensors(whole, tensors))
 
 
 def flat_view(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Tensors as one vector, a view; None where they do not lie side by side in one storage."""
+    """Several tensors as a view of one vector; None if they do not lie one after the other in one storage."""
     if len(tensors) < 2 or not are_adjacent(tensors):
         return None
     return tensors[0].as_strided((sum(t.numel() for t in tensors),), (1,), tensors[0].storage_offset())
 
 
 def are_adjacent(tensors: Sequence[Tensor]) -> bool:
-    """Whether contiguous tensors, at least one, lie side by side in one storage."""
+    """Whether tensors, at least one, are contiguous and lie one after the other in one storage."""
     storage, dtype, start = tensors[0].untyped_storage()._cdata, tensors[0].dtype, tensors[0].storage_offset()
     for tensor in tensors:
         same = tensor.dtype == dtype and tensor.storage_offset() == start and tensor.is_contiguous()
@@ -182,13 +182,13 @@ def elementwise(
     *others: Sequence[Tensor] | Tensor | float,
     out: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Applies an elementwise torch operation to each tensor of a list: in one launch where they share one storage.
+    """Applies an elementwise torch operation to each tensor of a list, in one launch if they share one storage.
 
     Args:
-        operation: The name of the method: ``lerp``, or ``sub_`` in place.
-        first: The tensors; the results lie side by side where these, and those of the other lists, do.
-        others: What else the operation takes: lists of tensors of the same shapes, or numbers.
-        out: Where the results go, if all lie side by side; None: new tensors.
+        operation: The name of the method, such as ``lerp``, or ``sub_`` in place.
+        first: The tensors; the results share one storage if these do, and those of every other list.
+        others: The other arguments of the operation: lists of tensors of the same shapes, or numbers.
+        out: Takes the results if the tensors of each list share one storage; None: the results are new tensors.
     """
     if not first:
         return []
@@ -211,13 +211,13 @@ def scale_pairs(
     storage: FlatStorage | None = None,
     out: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Each stack of matrices ``[p, d_out, d_in]`` times factors of its pairs, ``[p]`` or 0-dim.
+    """Each stack of matrices ``[p, d_out, d_in]`` times the factors of its pairs, ``[p]`` or 0-dim.
 
     Args:
         matrices: The matrices of each stack.
         factors: The factors of each stack.
-        storage: Where the matrices lie.
-        out: Where the results go: the matrices themselves, or others that lie as they do; None: new ones.
+        storage: Where the matrices lie in one storage; None: each stack has its own.
+        out: Takes the results: the matrices themselves, or others that lie as they do; None: the results are new.
     """
     if storage is None or not storage.fits(matrices):
         by_pair = [factor.reshape(-1, 1, 1) for factor in factors]

@@ -1,9 +1,9 @@
 """Where the parameters of layers of one shape lie in the matrices of these layers.
 
-Everything that a step does to the vectors of a layer (gradient, first moment, update) it does to all layers of one
-shape at once, in one tensor ``[p, d_out, d_in]``. All weights together are a strided part of that tensor, and so are
-all biases: to fill it takes one operation for either of them, and to read it none where the part is contiguous, else
-one that copies it. What is read is laid out as the parameters are, so that multi-tensor operations take both at once.
+A step processes the vectors of all layers of one shape (gradients, first moments, updates) at once, in one tensor
+``[p, d_out, d_in]``. All weights together are a strided part of that tensor, and so are all biases. To fill such a part
+takes one operation. To read it takes none if it is contiguous, otherwise one that copies it. The vectors that are read
+are laid out as the parameters are, so that a multi-tensor operation can take all of them at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .layers import KroneckerLayer
 
 __all__ = ["Layout", "Part", "fill_all"]
 
-# A parameter, the slice of it that a layer covers, and a tensor of that shape.
+# A parameter, the slice of it that a layer covers, and a tensor of the shape of that slice.
 Part = tuple[nn.Parameter, slice, Tensor]
 _WHOLE = slice(None)
 
@@ -29,16 +29,16 @@ _WHOLE = slice(None)
 class _Run:
     """Parameters, or slices of them that layers cover, which lie in the matrices one after the other.
 
-    Put together along their first dimension they are a strided part of the matrices.
+    Concatenated along their first dimension, they are a strided part of the matrices.
 
     Attributes:
         parameters: The parameters.
-        indices: The slice of each one.
-        lengths: Their lengths in the first dimension.
-        shape: Their shape in the other dimensions.
+        indices: The slice of each parameter.
+        lengths: The lengths of the slices in the first dimension.
+        shape: The shape of the slices in the other dimensions.
         stride: The stride of the run's part of the matrices.
-        offset: How many numbers the matrices have before it.
-        length: All lengths together.
+        offset: The index of the run's first number in the matrices.
+        length: The sum of ``lengths``.
     """
 
     parameters: list[nn.Parameter]
@@ -58,14 +58,14 @@ class _Run:
         return alike and part.storage_offset() == self.offset + self.length * self.stride[0]
 
     def append(self, parameter: nn.Parameter, index: slice, length: int) -> None:
-        """Adds the next one."""
+        """Adds the next parameter."""
         self.parameters.append(parameter)
         self.indices.append(index)
         self.lengths.append(length)
         self.length += length
 
     def of(self, whole: Tensor) -> Tensor:
-        """This run's part of contiguous matrices, a view."""
+        """The run's part of contiguous matrices, as a view."""
         offset = whole.storage_offset() + self.offset
         return whole.as_strided((self.length, *self.shape), self.stride, offset)
 
@@ -78,14 +78,14 @@ class _Run:
             torch.cat(given, out=self.of(whole))
 
     def fill_in_part(self, whole: Tensor, vectors: Mapping[nn.Parameter, Tensor]) -> None:
-        """As :meth:`fill`; where there is no vector nothing is changed."""
+        """Like :meth:`fill`, but leaves the places of parameters without a vector unchanged."""
         parts = zip(self.parameters, self.indices, self.of(whole).split_with_sizes(self.lengths), strict=True)
         for p, index, part in parts:
             if p in vectors:
                 part.copy_(vectors[p][index])
 
     def read(self, whole: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
-        """What these parameters have in contiguous matrices: contiguous tensors, views where the part is contiguous."""
+        """These parameters' parts of contiguous matrices, as contiguous tensors: views if the run is contiguous."""
         together = self.of(whole).contiguous()
         parts = (together,) if len(self.lengths) == 1 else together.split_with_sizes(self.lengths)
         found = zip(self.parameters, self.indices, parts, strict=True)
@@ -93,13 +93,13 @@ class _Run:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether all of it lies in the matrices side by side."""
+        """Whether the run's part of the matrices is contiguous."""
         return self.stride == tuple(torch.empty((self.length, *self.shape), device="meta").stride())
 
     def read_several(
         self, wholes: Sequence[Tensor], parameters: Collection[nn.Parameter], copies: bool
     ) -> list[list[Part]]:
-        """As :meth:`read`, from several matrices that lie in one storage at the same distance."""
+        """Like :meth:`read`, for matrices at equal distances in one storage; ``copies``: not by views."""
         first = self.of(wholes[0])
         if first.is_contiguous() and not copies:
             return [self.read(whole, parameters) for whole in wholes]
@@ -111,9 +111,9 @@ class _Run:
 
 
 def _copy(source: Tensor, to: Tensor) -> None:
-    """Copies a tensor; an embedding's, whose matrix is the transposed weight, in a sixth of the time of ``to.copy_()``.
+    """Copies a tensor; the weight of an embedding, which its matrix transposes, six times as fast as ``to.copy_()``.
 
-    Torch transposes block by block only where it writes to a contiguous matrix.
+    Torch transposes block by block only if the matrix that it writes to is contiguous.
     """
     if to.dim() == 2 and to.stride(0) == 1:
         source, to = source.T, to.T
@@ -121,12 +121,12 @@ def _copy(source: Tensor, to: Tensor) -> None:
 
 
 def _part(vector: Tensor, index: slice) -> Tensor:
-    """A slice of a vector; asking first takes less than to slice all of it."""
+    """A slice of a vector; if it is the whole vector, the comparison is faster than slicing."""
     return vector if index == _WHOLE else vector[index]
 
 
 class Layout:
-    """The matrices of some layers side by side.
+    """Where the parameters of some layers lie in a tensor that holds the matrices of these layers one after the other.
 
     Args:
         layers: Layers of one shape on one device.
@@ -136,7 +136,7 @@ class Layout:
         self.shape = (sum(layer.pairs for layer in layers), layers[0].d_out, layers[0].d_in)
         self.device = layers[0].weight.device
         self._runs: list[_Run] = []
-        self._computed: list[tuple[KroneckerLayer, slice]] = []  # and their pairs
+        self._computed: list[tuple[KroneckerLayer, slice]] = []  # layers without views, and the indices of their pairs
         whole, start = torch.empty(self.shape, device="meta"), 0
         self.parameters = {p for layer in layers for p in layer.parameters}
         self._unused = whole.numel()  # entries that belong to no parameter
@@ -147,7 +147,7 @@ class Layout:
             storages = {part.untyped_storage()._cdata for part in parts}
             if storages != {whole.untyped_storage()._cdata} or not all(part.dim() for part in parts):
                 self._unused -= whole[pairs].numel()
-                self._computed.append((layer, pairs))  # in another order, as the weight of a transposed convolution
+                self._computed.append((layer, pairs))  # its matrix has another order, as for transposed convolutions
                 continue
             self._unused -= sum(part.numel() for part in parts)
             places = zip(layer.parameters, (_WHOLE, layer.bias_part), parts, strict=False)
@@ -160,7 +160,7 @@ class Layout:
                     self._runs.append(growing[kind])
 
     def fill(self, vectors: Mapping[nn.Parameter, Tensor], dtype: torch.dtype) -> Tensor:
-        """The matrices of the parameters' vectors, ``[p, d_out, d_in]``; parameters without one have zeros."""
+        """The matrices of the parameters' vectors, ``[p, d_out, d_in]``, with zeros for parameters without a vector."""
         complete = all(p in vectors for run in self._runs for p in run.parameters)
         make = torch.empty if complete and not self._unused else torch.zeros
         whole = make(self.shape, dtype=dtype, device=self.device)
@@ -170,7 +170,7 @@ class Layout:
         return whole
 
     def places(self, whole: Tensor, vectors: Mapping[nn.Parameter, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Parts of contiguous matrices, and what belongs there; the rest is filled here."""
+        """Parts of contiguous matrices, each with the vector to be copied there; fills in all other parts itself."""
         if self._unused or not all(p in vectors for run in self._runs for p in run.parameters):
             whole.zero_()
         copied: list[tuple[Tensor, Tensor]] = []
@@ -187,7 +187,7 @@ class Layout:
         return copied
 
     def _compute(self, whole: Tensor, vectors: Mapping[nn.Parameter, Tensor]) -> None:
-        """Fills in the layers whose weight is no view of their matrix (transposed convolutions)."""
+        """Fills in the matrices of layers whose weight is no view of its matrix (transposed convolutions)."""
         dtype = whole.dtype
         for layer, pairs in self._computed:
             bias = None if layer.bias is None else whole.new_zeros(layer.bias.shape)[layer.bias_part]
@@ -208,9 +208,9 @@ class Layout:
     def read_several(
         self, matrices: Sequence[Tensor], parameters: Collection[nn.Parameter], *, copies: bool
     ) -> list[list[Part]]:
-        """The same of several contiguous matrices that lie in one storage at the same distance, by fewer operations.
+        """Like :meth:`read`, for several contiguous matrices at equal distances in one storage, in fewer operations.
 
-        ``copies``: no views, which would keep the storage.
+        ``copies``: whether to avoid views, which would keep the storage in memory.
         """
         found = [self._read(whole, parameters) for whole in matrices]
         for run in self._runs:
@@ -219,7 +219,7 @@ class Layout:
         return found
 
     def _read(self, whole: Tensor, parameters: Collection[nn.Parameter]) -> list[Part]:
-        """As :meth:`read`, for layers whose weight is no view of their matrix (transposed convolutions)."""
+        """Like :meth:`read`, for layers whose weight is no view of its matrix (transposed convolutions)."""
         found: list[Part] = []
         for layer, pairs in self._computed:
             parts = zip(layer.parameters, (_WHOLE, layer.bias_part), layer.from_matrix(whole[pairs]), strict=False)
@@ -228,7 +228,7 @@ class Layout:
 
 
 def fill_all(layouts: Sequence[Layout], vectors: Mapping[nn.Parameter, Tensor], matrices: Sequence[Tensor]) -> None:
-    """Fills contiguous matrices of several layouts, all that is contiguous in both by one multi-tensor operation."""
+    """Fills contiguous matrices of several layouts; one multi-tensor operation copies all contiguous parts."""
     copied = [place for layout, whole in zip(layouts, matrices, strict=True) for place in layout.places(whole, vectors)]
     if copied:
         torch._foreach_copy_([part for part, _ in copied], [vector for _, vector in copied])
