@@ -1,8 +1,8 @@
-"""What is known of a stack's direction in a step, and the algebra of stacks: norms, inner products, multiples.
+"""A stack's direction, what a scaling knows about it, and the algebra of stacks: norms, inner products, multiples.
 
-A stack holds the matrices of all layers of one shape. Norms and inner products are those of its pairs, or of all pairs
-that are scaled together (the channels of a norm layer). Where launches count, stacks lie side by side and few
-operations serve all of them (:mod:`~kfac_optim.flat_storage`).
+A stack holds the matrices of all layers of one shape. Norms and inner products are taken over single pairs, or over all
+pairs that are scaled together (the channels of a norm layer). On devices where launches cost much, all stacks share one
+storage, and few operations process all of them (:mod:`~kfac_optim.flat_storage`).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Steepest:
-    """By what a direction has to be multiplied, at its present length, to be ``(L + gamma) P m``.
+    """The factors that turn a scaled direction into ``(L + gamma) P m``.
 
     Attributes:
-        factor: ``(L + gamma) / s``, ``[p]``, with the largest eigenvalue L of ``A (x) G`` and s, what the direction has
-            been multiplied by since eqs. 11-13.
-        contrast: ``(L + gamma) / gamma``: how much more the steepest components are damped than the flattest.
+        factor: ``(L + gamma) / s``, ``[p]``, where L is the largest eigenvalue of ``A (x) G`` and s the product of all
+            scales that the direction has been multiplied by since eqs. 11-13.
+        contrast: ``(L + gamma) / gamma``: how many times more the steepest components are damped than the flattest.
     """
 
     factor: Tensor
@@ -49,22 +49,21 @@ class Steepest:
 
 @dataclass(frozen=True)
 class Direction:
-    """What a scaling knows of a stack of layers of one shape.
+    """What a scaling knows about a stack of layers of one shape.
 
     Attributes:
         direction: The preconditioned matrices, ``[p, d_out, d_in]`` (bias as the last column).
         gradient: The matrices that were preconditioned (gradients or first moments), of the same shape.
-        update: What the base optimizer itself would do with them, per unit of the learning rate, of the same shape.
-        lr: The learning rate: a number, or a tensor that broadcasts to that shape where weights and biases have
-            different ones.
+        update: The base optimizer's own update from them, per unit of the learning rate, of the same shape.
+        lr: The learning rate: a number, or a tensor that broadcasts to that shape if weights and biases have different
+            rates.
         layer_of_pair: For norm layers, whose pairs (channels) are scaled together: the number of the layer that each
-            pair belongs to, ``[p]``. None where every pair is scaled on its own.
-        pairs_per_layer: Likewise how many pairs each layer has, one after the other, ``[layers]``.
-        steepest: What tells how long it was before it was scaled; None where damping is not relative to the largest
-            eigenvalue.
-        storage: Where the matrices of all stacks lie in one storage; None: each in its own.
-        cache: What ``update_norms`` and ``rates_followed`` have found, for later calls in the step. The copies that
-            ``scaled`` makes share it: it holds only what depends on ``gradient`` and ``update``.
+            pair belongs to, ``[p]``. None: every pair is scaled on its own.
+        pairs_per_layer: For norm layers, the number of pairs of each layer, whose pairs are consecutive, ``[layers]``.
+        steepest: Relates the direction to its unscaled form; None if damping is not relative to the largest eigenvalue.
+        storage: Where the matrices of all stacks lie in one storage; None: each stack has its own storage.
+        cache: The results of ``update_norms`` and ``rates_followed``, for later calls in the step. The copies that
+            ``scaled`` makes share the cache, because it depends on ``gradient`` and ``update`` only.
     """
 
     direction: Tensor
@@ -78,12 +77,12 @@ class Direction:
     cache: dict[Callable[..., Any], Tensor] = field(default_factory=dict, repr=False)
 
     def inner(self, one: Tensor, other: Tensor) -> Tensor:
-        """For each pair the inner product of two matrices over all pairs scaled with it, ``[p]``."""
+        """For each pair, the inner product of two matrices over all pairs scaled with it, ``[p]``."""
         products = (one * other).sum((1, 2))
         return products if self.layer_of_pair is None else self.over_layers(products)
 
     def norm(self, matrix: Tensor) -> Tensor:
-        """For each pair the Frobenius norm of ``matrix [p, d_out, d_in]`` over all pairs scaled with it, ``[p]``."""
+        """For each pair, the Frobenius norm of ``matrix [p, d_out, d_in]`` over all pairs scaled with it, ``[p]``."""
         norms = torch.linalg.matrix_norm(matrix)
         return norms if self.layer_of_pair is None else self.over_layers(norms.square()).sqrt()
 
@@ -94,7 +93,7 @@ class Direction:
 
 
 def norms(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[Tensor]:
-    """For each direction the ``norm`` of a matrix, ``[p]``; of those that lie side by side by few operations."""
+    """For each direction, the ``norm`` of its matrix, ``[p]``; in few operations if the matrices share one storage."""
     storage = directions[0].storage if directions else None
     if storage is None or not storage.summed or not storage.fits(matrices):
         return [d.norm(matrix) for d, matrix in zip(directions, matrices, strict=True)]
@@ -105,7 +104,7 @@ def norms(directions: Sequence[Direction], matrices: Sequence[Tensor]) -> list[T
 
 
 def inners(directions: Sequence[Direction], matrices: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """For each direction the ``inner`` product of two matrices, ``[p]``; likewise."""
+    """For each direction, the ``inner`` product of two matrices, ``[p]``, in few operations as for :func:`norms`."""
     storage = directions[0].storage if directions else None
     if storage is None or not storage.summed or not (storage.fits(matrices) and storage.fits(others)):
         return [d.inner(*both) for d, *both in zip(directions, matrices, others, strict=True)]
@@ -119,16 +118,16 @@ def cosines(x: Tensor, y: Tensor, layer_of_pair: Tensor, layers: int) -> Tensor:
     """The cosine of the angle between two vectors of each layer, ``[layers]``, on their device; 0 if one is zero.
 
     Args:
-        x: The one vector of all layers, as matrices ``[p, d_out, d_in]``.
-        y: The other.
+        x: The first vectors of all layers, as matrices ``[p, d_out, d_in]``.
+        y: The second vectors, likewise.
         layer_of_pair: The number of the layer that each pair belongs to, ``[p]``.
-        layers: How many there are.
+        layers: The number of layers.
     """
 
     def over_layers(values: Tensor) -> Tensor:
         return values.new_zeros(layers).index_add_(0, layer_of_pair, values)
 
-    def normalized(vector: Tensor) -> Tensor:  # first, because a product of small norms vanishes in float32
+    def normalized(vector: Tensor) -> Tensor:  # before the product: one of small vectors underflows in float32
         norms = over_layers(torch.linalg.matrix_norm(vector).square()).sqrt()
         return vector / norms[layer_of_pair].reshape(-1, 1, 1)
 
@@ -136,7 +135,7 @@ def cosines(x: Tensor, y: Tensor, layer_of_pair: Tensor, layers: int) -> Tensor:
 
 
 def scaled(directions: Sequence[Direction], multipliers: Sequence[Tensor]) -> list[Direction]:
-    """Directions times multipliers, ``[p]`` or 0-dim."""
+    """Directions multiplied by multipliers, ``[p]`` or 0-dim."""
     if not directions:
         return []
     matrices = scale_pairs([d.direction for d in directions], multipliers, directions[0].storage)
@@ -150,7 +149,7 @@ def scaled(directions: Sequence[Direction], multipliers: Sequence[Tensor]) -> li
 
 
 def keep_zeros_(directions: Sequence[Direction]) -> None:
-    """Makes directions zero, in place, wherever what was preconditioned is zero."""
+    """Sets entries of directions to zero, in place, where the preconditioned gradient or moment has zeros."""
     matrices, vectors = [d.direction for d in directions], [d.gradient for d in directions]
     whole, given = flat_view(matrices), flat_view(vectors)
     if whole is not None and given is not None:
@@ -159,12 +158,12 @@ def keep_zeros_(directions: Sequence[Direction]) -> None:
         if is_launch_bound(matrix.device):
             matrix.masked_fill_(vector == 0, 0.0)
         elif float(vector.abs().amin()) == 0:  # most vectors have no zeros
-            # Comparisons give numbers, because torch's loops over bools take several times as long.
+            # ``ne`` writes numbers, not bools, because torch's loops over bools take several times as long.
             matrix.mul_(torch.ne(vector, 0, out=torch.empty_like(vector)))
 
 
 def update_norms(directions: Sequence[Direction]) -> list[Tensor]:
-    """For each direction the ``norm`` of the base optimizer's update, ``[p]``; computed once in a step."""
+    """For each direction, the ``norm`` of the base optimizer's update, ``[p]``; computed only once in a step."""
     new = [d for d in directions if update_norms not in d.cache]
     for d, norm in zip(new, norms(new, [d.update for d in new]), strict=True):
         d.cache[update_norms] = norm
@@ -172,7 +171,7 @@ def update_norms(directions: Sequence[Direction]) -> list[Tensor]:
 
 
 def length_of_updates(directions: Sequence[Direction]) -> Tensor:
-    """The norm of the base optimizer's updates of all layers, 0-dim."""
+    """The norm of the base optimizer's updates of all layers together, 0-dim."""
     device = directions[0].update.device
     alone = [d.layer_of_pair is None for d in directions]
     of_pairs = [norm for norm, known in zip(update_norms(directions), alone, strict=True) if known]
@@ -181,9 +180,9 @@ def length_of_updates(directions: Sequence[Direction]) -> Tensor:
 
 
 def rates_followed(directions: Sequence[Direction]) -> list[Tensor]:
-    """The rate at which the base optimizer follows what was preconditioned, ``<u, m> / <m, m>``, or 0, ``[p]``.
+    """The rate ``<u, m> / <m, m>``, at least 0, at which the base's update u follows the preconditioned m, ``[p]``.
 
-    Computed once in a step.
+    It is computed only once in a step.
     """
     new = [d for d in directions if rates_followed not in d.cache]
     if new:
@@ -196,7 +195,7 @@ def rates_followed(directions: Sequence[Direction]) -> list[Tensor]:
 
 
 def at_largest(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
-    """``(L + gamma) P m`` of each stack, where damping is relative to the largest eigenvalue L.
+    """``(L + gamma) P m`` of each stack; damping has to be relative to the largest eigenvalue L.
 
     ``out``: see :func:`~kfac_optim.flat_storage.elementwise`.
     """
@@ -205,7 +204,7 @@ def at_largest(directions: Sequence[Direction], out: Sequence[Tensor] | None = N
 
 
 def bare_shares(directions: Sequence[Direction]) -> list[Tensor]:
-    """``|gamma P m| / |u|`` of directions that are as long as the update u, ``[p]``; for damping as above."""
+    """``|gamma P m| / |u|``, ``[p]``, of directions as long as the update u; for damping as in :func:`at_largest`."""
     steepest = _steepest_of(directions)
     return elementwise("div", [of.factor for of in steepest], steepest[0].contrast)
 
@@ -215,7 +214,7 @@ def _steepest_of(directions: Sequence[Direction]) -> list[Steepest]:
 
 
 def ratios(numerators: Sequence[Tensor], denominators: Sequence[Tensor]) -> list[Tensor]:
-    """Each numerator by its denominator, ``[p]``, and 0 where that is 0: a zero direction stays zero."""
+    """Numerators divided by denominators, ``[p]``; 0 where the denominator is 0, so that zero directions stay zero."""
     if len({tensor.device for tensor in denominators}) != 1:
         return [_ratio(*of_stack) for of_stack in zip(numerators, denominators, strict=True)]
     found = _ratio(*(_together(list(tensors)) for tensors in (numerators, denominators)))
@@ -223,7 +222,7 @@ def ratios(numerators: Sequence[Tensor], denominators: Sequence[Tensor]) -> list
 
 
 def _together(vectors: list[Tensor]) -> Tensor:
-    """Vectors as one, a view if they lie side by side."""
+    """Vectors as one vector: a view if they share one storage, else a copy."""
     known = flat_view(vectors)
     return torch.cat(vectors) if known is None else known
 
