@@ -2,8 +2,8 @@
 
 SGD, Adam, NAdam, RAdam and Adamax add weight decay to the gradient ("coupled"), so that decay is a part of their first
 moment too. For them the gradients alone are averaged here as well, in the same way as the base class averages the sum.
-The decay in its moment cannot be computed from the present weights, because weights move: K-FAC would take the rest for
-a gradient, and go far along it where true gradients are small. (With a decay of 0.1 under SGD, rows of an embedding
+The decay in its moment cannot be computed from the present weights, because weights move: K-FAC would take the error
+for a gradient, and go far along it where true gradients are small. (With a decay of 0.1 under SGD, rows of an embedding
 grew a thousandfold.) For base classes without a first moment that is known here (SGD without momentum, Adagrad,
 RMSprop, Adadelta, Muon) the gradients are averaged here while trust is learned.
 """

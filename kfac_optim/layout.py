@@ -99,7 +99,7 @@ class _Run:
     def read_several(
         self, wholes: Sequence[Tensor], parameters: Collection[nn.Parameter], copies: bool
     ) -> list[list[Part]]:
-        """Like :meth:`read`, for matrices at equal distances in one storage; ``copies``: not by views."""
+        """Like :meth:`read`, for matrices at equal distances in one storage; ``copies``: whether to avoid views."""
         first = self.of(wholes[0])
         if first.is_contiguous() and not copies:
             return [self.read(whole, parameters) for whole in wholes]
@@ -111,7 +111,7 @@ class _Run:
 
 
 def _copy(source: Tensor, to: Tensor) -> None:
-    """Copies a tensor; the weight of an embedding, which its matrix transposes, six times as fast as ``to.copy_()``.
+    """Copies a tensor; an embedding's weight, whose transpose is its matrix, six times as fast as ``to.copy_()``.
 
     Torch transposes block by block only if the matrix that it writes to is contiguous.
     """
@@ -140,7 +140,7 @@ class Layout:
         whole, start = torch.empty(self.shape, device="meta"), 0
         self.parameters = {p for layer in layers for p in layer.parameters}
         self._unused = whole.numel()  # entries that belong to no parameter
-        growing: dict[int, _Run] = {}  # the last run of weights, and that of biases
+        growing: dict[int, _Run] = {}  # the last run of weights (0), and of biases (1)
         for layer in layers:
             pairs = slice(start, start := start + layer.pairs)
             parts = layer.from_matrix(whole[pairs])

@@ -193,7 +193,7 @@ def _together(numbers: Sequence[Tensor]) -> Tensor:
 
 
 def _descents(moments: Mapping[nn.Parameter, Tensor], stretched: Changes) -> dict[nn.Parameter, Tensor]:
-    """``<g, stretch>`` of each parameter, 0-dim; g is the average of gradients that its first moment stands for.
+    """``<g, stretch>`` of each parameter, 0-dim; g is its first moment, divided by the weight of all gradients in it.
 
     A collective if parameters are sharded.
     """
@@ -238,7 +238,7 @@ def _remember(members: Sequence[Bucket], found: Mapping[str, Mapping[nn.Paramete
 
 
 def _moves(group: Mapping[str, Any]) -> bool:
-    """Whether the parameters of a group move: the host cannot know if the rate is a tensor, and then says yes."""
+    """Whether the parameters of a group move; yes if the rate is a tensor, whose value the host does not know."""
     rate = rate_of(group)
     return isinstance(rate, Tensor) or rate != 0
 

@@ -58,7 +58,7 @@ class Brake(Counted):
 def brake_of(length: Tensor | float, usual: float) -> Tensor | float | None:
     """The brake for a base's update of this length, given the usual one; None: the step is not braked.
 
-    For a length on a device, a 0-dim tensor, which may be 1: comparing the length here would wait for the device.
+    For a length on an accelerator it is a 0-dim tensor, which may be 1: a comparison here would wait for the device.
     """
     if not usual:
         return None

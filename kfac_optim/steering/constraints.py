@@ -62,7 +62,7 @@ class WeightWatch:
         self._norms, self._rounding, self.watched = known, _ROUNDING, list(norms)
 
     def changes(self) -> Tensor | None:
-        """1 for each of :attr:`watched` that has changed since the last step, else 0, ``[n]``; None without any."""
+        """1 for each of :attr:`watched` changed since the last step, else 0, ``[n]``; None if there are none."""
         if not self.watched:
             return None
         device = self.watched[0].device

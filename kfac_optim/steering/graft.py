@@ -27,7 +27,7 @@ from ..stack_algebra import Direction, bare_shares, rates_followed, scaled
 
 __all__ = ["GraftShare", "shortened"]
 
-_ALL, _STEP = 100, 3  # hundredths
+_ALL, _STEP = 100, 3  # in hundredths: the start value, which is the largest, and the change per step
 
 
 class GraftShare(Counted):

@@ -21,7 +21,7 @@ class Lessons:
     Attributes:
         largest: The largest absolute entry of the gradients, 0-dim; None: not yet known.
         turn: The alignment of the gradients with the last ``k - u``, 0-dim (:mod:`~.trust`).
-        average: The alignment of the gradients with the average of earlier ones, 0-dim, where one is kept.
+        average: The alignment of the gradients with the average kept where the base has no first moment, 0-dim.
         length: The length of the base optimizer's last update, if directions were computed for it.
         grows: Whether updates grow with the gradient; those of Adam and other optimizers with ``exp_avg`` do not.
         stretch: ``<g', s>`` of each stretched parameter, ``[n]``, with the gradient g' and the last stretch s.

@@ -159,8 +159,8 @@ class Opposition:
         suspected: Whether gradients were thrown away before the last of these steps. A step that was skipped, because
             its gradients had overflowed for instance, does not make the network an opponent.
         throws: One bit for each of the last 16 steps, the latest lowest: whether gradients were cleared before the step
-            that had been added to those of the step before. Two bits make an opponent, wherever they are, because it
-            may take several steps per step of the other network. Several ranks use only steps in which they report.
+            that had been added to those of the step before. Any two set bits make an opponent, because the network may
+            take several steps per step of the other. With several ranks, only steps in which they report have a bit.
         all_see_opponents: With several ranks, whether all of them knew, at their last reports, of other networks that
             train against each other.
         since_lost: The number of steps since gradients were last thrown away, at most 16. The first step after that
@@ -221,7 +221,7 @@ class Opposition:
     def note_served(self) -> None:
         """Records that the network was frozen since the last step while others trained through it.
 
-        It counts as both kinds of thrown-away gradients: the network may take several steps per step of the other.
+        Both kinds of gradients count as thrown away: the network may take several steps per step of the other.
         """
         self._captured_lost = self._added_lost = True
 

@@ -96,7 +96,7 @@ class Steering:
         self.opposition.learn(captured_lost, alone=alone)
         self.brake.learn(read.length)
         self.trust.learn(read.turn, read.average or 0.0, grows=read.lessons.grows)
-        has_momentum = read.lessons.grows and read.average is None  # an average is kept only if there is no momentum
+        has_momentum = read.lessons.grows and read.average is None  # without momentum there is an ``average``
         undone = note_comparison(blocks, read.lessons.watched, read.changed)
         along = sum(after for p, (after, _) in read.slopes.items() if p not in undone)
         self.graft.learn(along if has_momentum else None)

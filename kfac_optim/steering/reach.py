@@ -42,7 +42,7 @@ from ..stack_algebra import Direction, at_largest, rates_followed
 __all__ = ["LEAST", "Rates", "learn_reaches", "lower_reaches", "stretches"]
 
 LEAST, _MOST = 3e-4, 3.0  # at the least reach a stretch is too small to notice
-_GROWTH = 1.1  # the factor by which reach rises in a step, or is divided
+_GROWTH = 1.1  # in a step, reach is multiplied by this factor or divided by it
 _TURNED, _FALL = 0.3, 30.0  # at a slope below minus the first, reach is divided by more than _GROWTH, up to the second
 _JUMP = 2.0  # a rate that rises by more than this factor from one step to the next has jumped: this is no warm-up
 
@@ -81,7 +81,7 @@ def lower_reaches(blocks: Sequence[Block], rise: float) -> None:
 
 
 class Rates(Counted):
-    """The learning rates of a training.
+    """How the learning rate has changed during training.
 
     Attributes:
         last: The highest rate of the last step in which it was not 0; 0 before the first such step.
@@ -115,7 +115,7 @@ def _moved(reach: float, slope: float) -> float:
 
 
 def stretches(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
-    """The stretch of each stack of layers, ``[p, d_out, d_in]``; none unless damping is relative to the largest L."""
+    """The stretch of each stack, ``[p, d_out, d_in]``; none unless damping is relative to the largest eigenvalue."""
     if not directions or directions[0].steepest is None:
         return []
     found = at_largest(directions, out)

@@ -97,7 +97,7 @@ class Trust(Counted):
         """Moves trust a tenth up if the gradients agree with ``k - u``, else one or two tenths down.
 
         Args:
-            turn: The alignment of the gradients with the last ``k - u``. 0, as after a rate of 0, tells nothing.
+            turn: The alignment of the gradients with the last ``k - u``. 0, as after a rate of 0, moves nothing.
             average: ``<g', m>``, with the average m of the earlier gradients; its sign moves the decay by a tenth.
             grows: Whether the base's updates grow with the gradient.
         """
