@@ -1,8 +1,8 @@
 """``KFACSGD``, ``KFACAdam``, ``KFACAdamW``, ``KFACLAMB``: torch's optimizers with K-FAC, over one mixin.
 
-A step of any of them is the base class's own on ``.grad``; what it did to the layers is then turned and stretched
-(:mod:`~kfac_optim.turning`). Or, as in the paper, ``.grad`` is replaced by directions, the base class's update runs on
-them, and ``.grad`` is put back. Momentum, weight decay, trust ratio, foreach and fused kernels stay the base class's.
+By default a step is the base class's own on ``.grad``, and the updates of the layers are then turned and stretched
+(:mod:`~kfac_optim.turning`). With ``precondition="gradient"``, as in the paper, ``.grad`` holds directions while the
+base class steps. Momentum, weight decay, trust ratio, foreach and fused kernels are the base class's in both cases.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from .turning import lessons_of, take_turned_step
 __all__ = ["KFACLAMB", "KFACAdam", "KFACAdamW", "KFACMixin", "KFACSGD"]
 
 # Defaults of the optimizers, chosen on one half of benchmarks.swap and judged on the other (benchmarks/results/swap).
-# None of them depends on the scale of the loss. An engine without an optimizer has the paper's.
+# None of them depends on the scale of the loss. An engine without an optimizer has the paper's defaults.
 _DEFAULTS: dict[str, Any] = {
     "damping": OfLargest(inverse_time_decay(0.03, steps=10, final=1e-4)),
     "scaling": "graft",
-    # Statistics get rarer; old ones are forgotten, and at once what is too large for today's gradients.
+    # As statistics get rarer, each update forgets more of the past; a past too large for the new moments counts less.
     "factor_decay": forgetting(inverse_time_decay(0.95, steps=250, final=0.8), slack=3.0),
     "inv_update_steps": growing(fraction=0.5, minimum=10, most_work=1.0),
     "solver": EigenSolver(negligible=0.3),
 }
 _PRECONDITIONS = ("momentum", "gradient")
 
-if TYPE_CHECKING:  # what the mixin relies on of the class beside it
+if TYPE_CHECKING:  # the mixin relies on another base class that is an optimizer
     _Optimizer = torch.optim.Optimizer
 else:
     _Optimizer = object
@@ -60,37 +60,36 @@ class KFACMixin(_Optimizer):
 
     Args:
         params: An ``nn.Module`` (raw, or wrapped by DDP or torch.compile), or what the base class takes: parameters,
-            named parameters, group dicts. Without a module, those that own the parameters are found.
+            named parameters, group dicts. Without a module, the modules that own the parameters are found.
         *args: The base class's positional arguments, in its order.
-        model: The module, where ``params`` is not one.
+        model: The module, if ``params`` is not one.
         precondition: "momentum" (default): the base class steps on the raw gradients. Each layer's update is then
-            turned towards its preconditioned first moment: the momentum buffer or ``exp_avg``, or, where the class
-            keeps neither, an average of the gradients while trust is learned and the gradient itself otherwise. With
-            ``scaling="graft"`` (default) the update turns as far as trust goes and keeps its length, so that ``lr``
-            means what it means to the base class, and is then lengthened along directions flatter than the steepest
-            one, as far as reach goes; both are learned (:mod:`~.trust`, :mod:`~.reach`). Weight decay
-            acts as in the base class and is not preconditioned, unless another class than SGD, Adam and its kin adds it
-            to the gradient. "gradient": gradients are preconditioned, and the base class steps on the result,
-            as in the paper.
-        **options: The base class's keywords, and those of :class:`~kfac_optim.CurvatureEngine`, documented there;
-            those of ``damping``, ``scaling``, ``factor_decay``, ``inv_update_steps`` and ``solver`` have other defaults
-            here, which the signatures show.
+            turned towards its preconditioned first moment: the momentum buffer or ``exp_avg``. If the base class keeps
+            neither, the first moment is an average of the gradients while trust is learned, and otherwise the gradient.
+            With ``scaling="graft"`` (default) trust says how far the update turns. Its length is kept, so that ``lr``
+            means what it means to the base class. The update is then lengthened along directions flatter than the
+            steepest one, as far as reach says. Both are learned (:mod:`~.trust`, :mod:`~.reach`). Weight decay acts as
+            in the base class and is not preconditioned, unless a base class other than SGD and Adam's family adds it to
+            the gradient. "gradient": as in the paper, the base class steps on preconditioned gradients.
+        **options: The keywords of the base class and of :class:`~kfac_optim.CurvatureEngine`, which documents its own.
+            ``damping``, ``scaling``, ``factor_decay``, ``inv_update_steps`` and ``solver`` have other defaults here,
+            which the signatures show.
 
     Raises:
         TypeError: For an unknown keyword, a value of the wrong kind, or a base class whose ``step()`` needs a closure
-            (``torch.optim.LBFGS``): it takes several gradients per step, of which K-FAC could precondition only the
-            first.
-        ValueError: For a value out of range, a ``model`` that owns none of the parameters, or base options that can't
-            be honoured (``capturable``, ``differentiable``).
+            (``torch.optim.LBFGS``): such a class takes several gradients per step, and K-FAC could precondition only
+            the first of them.
+        ValueError: For a value out of range, a ``model`` that owns none of the parameters, or options of the base class
+            that can't be honoured (``capturable``, ``differentiable``).
     """
 
     curvature: CurvatureEngine
-    # The scaler is to unscale the gradients and to leave out overflowed steps itself, also where a fused base would.
+    # The gradient scaler unscales gradients and skips overflowed steps itself, even where a fused base class could.
     _step_supports_amp_scaling = False
-    _private: frozenset[str] = frozenset()  # options that the base class keeps under private names; not its hooks
+    _private: frozenset[str] = frozenset()  # names of attributes that hold options of the base class; not its hooks
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Shows the base class's arguments and the engine's in the signature."""
+        """Gives the class a signature that shows the arguments of the base class and of the engine."""
         super().__init_subclass__(**kwargs)
         if "__init__" in cls.__dict__:
             return
@@ -129,7 +128,7 @@ class KFACMixin(_Optimizer):
             engine = CurvatureEngine(trained if model is None else model, trained, **_DEFAULTS | curvature)
         engine.belong_to(self)
         self.curvature = engine
-        if self.state:  # Adagrad's: torch.distributed.checkpoint takes it for whole
+        if self.state:  # filled by Adagrad; torch.distributed.checkpoint then takes it to be complete
             engine.make_room(engine.trained.blocks)
             self._show_averages()
         self._show_counters()
@@ -167,13 +166,13 @@ class KFACMixin(_Optimizer):
                 if engine.update(list(gradients.values()), lrs, lessons):
                     self._update_weights(members, closure)
                     engine.advance(gradients)
-        except BaseException:  # Ctrl-C, or no memory left: what was noted may be of half a step
+        except BaseException:  # after Ctrl-C or out of memory, the entries may be those of half a step
             forget(self, OF_STEP)
             engine.recover()
             raise
 
     def _update_weights(self, members: Sequence[Bucket], closure: Callable[[], Any] | None) -> None:
-        """The step itself; ``closure``: what evaluates the loss, if the loop has one."""
+        """Updates the weights; ``closure``: what evaluates the loss, if the loop has one."""
         if self.precondition == "gradient" or self.curvature.closed:
             forget(self, RECORDED)
             self.curvature.watch.note(())
@@ -182,7 +181,7 @@ class KFACMixin(_Optimizer):
             take_turned_step(self, self.curvature, members, self._base_step, self._rates())
 
     def _precondition_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        """The base class's step on directions; afterwards logging and clipping see the true gradients."""
+        """Takes the base class's step on directions, then puts the gradients back, for logging and clipping."""
         directions = by_parameter(self.curvature.directions(gradients, self._rates()), gradients)
         try:
             for parameter, direction in directions.items():
@@ -193,7 +192,7 @@ class KFACMixin(_Optimizer):
                 parameter.grad = gradients[parameter]
 
     def _rates(self) -> Scalar | dict[nn.Parameter, Scalar]:
-        """The learning rate, by parameter if the groups differ in it."""
+        """The learning rate, or one for each parameter if those of the groups differ."""
         common = common_rate([rate_of(group) for group in self.param_groups])
         if common is not None:
             return common
@@ -203,7 +202,7 @@ class KFACMixin(_Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def _base_step(self) -> None:
-        """The base class's update, without its step hooks: they fire once, for our own step."""
+        """Takes the base class's step without its step hooks, which fire once, for our own step."""
         self._base_function()(self)
 
     @classmethod
@@ -217,7 +216,7 @@ class KFACMixin(_Optimizer):
     # Uneven inputs: a torch.distributed.algorithms.join.Joinable ------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """For ``with Join([ddp_model, optimizer])``, one ``step()`` for every forward pass of the model.
+        """The hook for ``with Join([ddp_model, optimizer])``, which needs one ``step()`` for every forward pass.
 
         A rank that has run out of inputs goes on stepping with the gradients of the others.
         """
@@ -230,23 +229,23 @@ class KFACMixin(_Optimizer):
 
     @property
     def join_device(self) -> torch.device:
-        """Where ``Join`` communicates."""
+        """The device that ``Join`` communicates on."""
         return self._parameters()[0].device
 
     @property
     def join_process_group(self) -> Any:
-        """In which group ``Join`` communicates."""
+        """The process group that ``Join`` communicates in."""
         return self.curvature.comm.group
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, and with them the statistics of backward passes whose step was not taken."""
-        if hasattr(self, "curvature"):  # perhaps not in vars(self): Lightning calls this on a stand-in of our class
+        """Clears the gradients, and the statistics of backward passes that no step has used."""
+        if hasattr(self, "curvature"):  # not vars(self): Lightning calls this on a stand-in for the optimizer
             self.curvature.discard()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group; layers of the new parameters are preconditioned from then on."""
+        """Adds a parameter group, whose layers are preconditioned from then on."""
         for flag in ("capturable", "differentiable"):
             if param_group.get(flag, self.defaults.get(flag)):
                 raise ValueError(
@@ -262,12 +261,12 @@ class KFACMixin(_Optimizer):
         return "\n".join(s for s in super().__repr__().splitlines() if not s.lstrip().startswith(PREFIX))
 
     # State ----------------------------------------------------------------------------------------------------------
-    # The averages of a layer stand in state[weight]["kfac"], counters in every group: the two places that survive
-    # torch.distributed.checkpoint.
+    # The averages of a layer are in state[weight]["kfac"], and the counters in every parameter group, because these are
+    # the two places that survive torch.distributed.checkpoint.
 
     @contextmanager
     def _averages_handed_over(self) -> Iterator[None]:
-        """Leaves the averages to the engine meanwhile; afterwards, even if it was interrupted, they can be saved."""
+        """Hands the averages to the engine for a ``with`` block, and then shows them in the state, even on errors."""
         try:
             self.curvature.adopt_states(take_out(self, AVERAGES))
             yield
@@ -277,7 +276,7 @@ class KFACMixin(_Optimizer):
     def _show_averages(self) -> None:
         stepped = set(map(id, self._parameters()))  # a parameter's hash takes time
         for block in self.curvature.trained.blocks:
-            if block.state and id(block.layer.weight) in stepped:  # torch saves no state of others
+            if block.state and id(block.layer.weight) in stepped:  # torch saves the state of no other parameters
                 self.state[block.layer.weight].setdefault(AVERAGES, block.state)
 
     def _show_counters(self) -> None:
@@ -288,21 +287,21 @@ class KFACMixin(_Optimizer):
             group.update(counters)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; with the averages of the layers and, in every group, counters and checksums of the averages.
+        """As torch's, with the averages of the layers, and with counters and checksums of the averages in every group.
 
-        Where the strategy shares factors out (``factors="sharded"``), those of this rank alone, as
-        ``torch.distributed.checkpoint`` takes them; :meth:`full_state_dict` has all of them.
+        Where the strategy shares factors out (``factors="sharded"``), it holds those of this rank alone, which is what
+        ``torch.distributed.checkpoint`` needs; :meth:`full_state_dict` holds all of them.
         """
-        self._show_averages()  # a loop that starts the base class anew has emptied the state
+        self._show_averages()  # a training loop may have emptied the state to start the base class anew
         self._show_counters()
         return self._in_saved_form(super().state_dict())
 
     def full_state_dict(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, whole and the same on every rank (a collective: call it on all of them).
+        """As :meth:`state_dict`, but whole and the same on every rank (a collective: call it on all of them).
 
         It holds all that the ranks have seen so far, and can be loaded on any number of ranks with any strategy.
-        Factors that the strategy shares out are on the CPU in it. Parts of the base class's state that FSDP2 has
-        sharded stay sharded: there, use ``torch.distributed.checkpoint``.
+        Factors that the strategy shares out are on the CPU in it. What FSDP2 has sharded of the base class's state
+        stays sharded: for FSDP2, use ``torch.distributed.checkpoint``.
         """
         with self._averages_handed_over():
             whole = self.curvature.whole_states()
@@ -319,13 +318,13 @@ class KFACMixin(_Optimizer):
         turned = engine.trained.covered() if engine.plan().learns and not engine.closed else ()
         return with_checksums(saved_form(state_dict, self, turned, engine.watch.norms()))
 
-    @torch.inference_mode(False)  # whose tensors could not be changed in place later
+    @torch.inference_mode(False)  # tensors made in inference mode could not be changed in place later
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state of this optimizer, or of its plain base class (the curvature then starts anew).
+        """Loads a state of this optimizer, or of its plain base class, in which case the curvature starts anew.
 
         Raises:
-            ValueError: If the state is damaged, of another model or of another base class; nothing is changed then.
+            ValueError: If the state is damaged, of another model or of another base class; then nothing is changed.
             RuntimeError: If the parameters are no longer the model's, as in :meth:`step`.
         """
         checked: list[tuple[Any, Any]] = []
@@ -336,9 +335,9 @@ class KFACMixin(_Optimizer):
                 self.curvature.check(saved, counters, without)
             checked.append((saved, counters))
 
-        self.curvature.require(self._parameters())  # a framework may have set the groups of the run that is resumed
+        self.curvature.require(self._parameters())  # a framework may have set the groups of the resumed run
         before = dict(self.__dict__)
-        last_hook = self.register_load_state_dict_pre_hook(check)  # users' hooks may put the state in order before
+        last_hook = self.register_load_state_dict_pre_hook(check)  # last, as users' hooks may put the state in order
         try:
             super().load_state_dict(state_dict)
             for own, new in zip(before["param_groups"], self.param_groups, strict=True):
@@ -356,7 +355,7 @@ class KFACMixin(_Optimizer):
             ) from error
         finally:
             last_hook.remove()
-        take_out(self, AVERAGES)  # torch has given them the type of the weights; the engine loads those of the file
+        take_out(self, AVERAGES)  # torch has cast these to the type of the weights; the engine loads the saved ones
         norms = take_saved_form(self)
         self.curvature.load(*checked[0])
         self.curvature.watch.restore(norms)
@@ -364,7 +363,7 @@ class KFACMixin(_Optimizer):
         self._show_counters()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles carry the model and its curvature along, and the options a base class keeps on itself."""
+        """The state to copy or pickle: also the curvature with its model, and options in attributes of the object."""
         return {**super().__getstate__(), **self._settings(), "curvature": self.curvature}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -374,7 +373,7 @@ class KFACMixin(_Optimizer):
             self.curvature.belong_to(self)
 
     def _settings(self) -> dict[str, Any]:
-        """The options that a class keeps on itself rather than in its groups."""
+        """The options that are attributes of the object rather than entries of its groups."""
         shared = ("defaults", "state", "param_groups", "curvature", "step")
         own = [key for key in vars(self) if key in self._private or not key.startswith("_")]
         return {key: vars(self)[key] for key in own if key not in shared}
