@@ -1,4 +1,4 @@
-"""How an engine is built: the layers of a model, the ranks, and the stages of the pipeline."""
+"""How an engine is built from the layers of a model, the ranks and the stages of the pipeline."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from .steering import Plan, Steering
 
 __all__ = ["BuiltEngine"]
 
-_FEW = 16  # weights of a layer that are compared before the first step
+_FEW = 16  # how many weights of a layer are compared before the first step
 
 
 class BuiltEngine(Config):
-    """The part of the engine that builds the stages, and builds them anew when the model or the ranks change."""
+    """The part of the engine that builds the stages, and rebuilds them when the model or the ranks change."""
 
     def __init__(
         self, model: nn.Module | Iterable[Any], params: Iterable[nn.Parameter] | None = None, **given: Any
@@ -44,7 +44,7 @@ class BuiltEngine(Config):
         self.step_count = 0
         self.skipped_steps = 0
         self.last_statistics: int | None = None
-        self._steps_taken = 0  # by this object, not by the run that it resumes
+        self._steps_taken = 0  # without those of the run that this one resumes
         self._is_noop = False  # the step in progress changes nothing; see update()
         self._closed = False
         self._owner: weakref.ref[Any] | None = None
@@ -74,7 +74,7 @@ class BuiltEngine(Config):
         return self.ranks.comm
 
     def plan(self) -> Plan:
-        """What becomes of the base optimizer's step, the one in progress or else the coming one."""
+        """How the base optimizer's step is changed: the step in progress or, between steps, the coming one."""
         return self._steering.plan(
             self.trained.blocks,
             self.step_count,
@@ -85,7 +85,7 @@ class BuiltEngine(Config):
         )
 
     def refresh_interval(self, step: int) -> int:
-        """Steps between refreshes at ``step``; as many as their work asks for, where the schedule says so."""
+        """Steps between refreshes at ``step``; more than scheduled if the schedule limits their share of the work."""
         return self._refresher.pace.interval(self, step)
 
     def statistics_interval(self, step: int) -> int:
@@ -101,13 +101,13 @@ class BuiltEngine(Config):
         return int(self.refresh_interval(step) // 10 if spread is None else spread)
 
     def _find_layers(self) -> None:
-        """Finds the layers of the trained parameters, and who works on them; known ones keep their identity."""
+        """Finds the layers of the trained parameters, and assigns them to ranks; known layers keep their blocks."""
         self.trained.find_blocks(self, self.comm)
         self._check_scaling()
         self._assign()
 
     def _check_scaling(self) -> None:
-        """Raises ValueError if the scaling and layers that are split do not go together."""
+        """Raises ValueError if layers are split over ranks and the scaling needs whole ones."""
         if not traits_of(self.scaling).by_layer and any(layer.is_shard for layer in self.layers):
             raise ValueError(
                 f"scaling={self.scaling!r} looks at all layers at once, of which a rank has only shards: ranks would "
@@ -116,12 +116,12 @@ class BuiltEngine(Config):
             )
 
     def _assign(self) -> None:
-        """Decides who decomposes and who preconditions what."""
+        """Decides which ranks decompose and precondition each layer."""
         self.ranks.share_out(self.assignment, self.trained.blocks, self.solver, self.inv_dtype)
         self._refresher.reschedule(self.comm.rank)
 
     def _restore(self) -> None:
-        """Builds what a copy or a pickle leaves behind, and puts the hooks on."""
+        """Builds the stages that copies and pickles leave out, and registers the hooks."""
         self._preconditioner = Preconditioner(self.solver, self.inv_dtype, self._stopwatch)
         self._capture = Capture(
             self.layers,
@@ -145,12 +145,12 @@ class BuiltEngine(Config):
 
     @property
     def loss_terms(self) -> LossTerms:
-        """What counts the terms that the loss takes its mean over."""
+        """The object that counts the terms over which the loss takes its mean."""
         fisher = self._sampled_fisher
         return LossTerms(self.loss_average, self.batch_dim, -1 if fisher is None else fisher.class_dim)
 
     def _join_ranks(self, comm: Communicator) -> None:
-        """Goes on among other ranks than before."""
+        """Goes on with the ranks of another communicator."""
         if self.ranks.change(comm, self.trained.blocks):
             self._assign()
             self._capture.change_rank(comm.rank, self.ranks.left_out(self.trained.blocks))
@@ -159,26 +159,26 @@ class BuiltEngine(Config):
             self._refresher.invalidate()
 
     def extend(self, params: Iterable[Any]) -> None:
-        """Takes more trained parameters (``add_param_group``); their layers start without statistics."""
+        """Adds trained parameters (``add_param_group``), whose layers start without statistics."""
         have_room = any(block.state for block in self.trained.blocks)
         self.trained.extend(params)
         self._find_layers()
-        if have_room:  # a state may be saved before the next step makes room
+        if have_room:  # now, because a state may be saved before the next step makes room
             self.make_room([block for block in self.trained.blocks if not block.state])
         if self._capture.has_begun:
             self._sightings.lose()
         self._rebuild_stages()
 
     def make_room(self, blocks: Iterable[Block]) -> None:
-        """Makes room for the factors of layers that train, where there is none."""
+        """Makes room for the factors of layers that train and have no room yet."""
         spreads = self.may_spread
         for block in blocks:
             if block.needs_room:
                 block.make_room(self.factor_dtype, self.comm.rank, spreads=spreads)
 
     def _rebuild_stages(self) -> None:
-        """The layers are others than before: rebuilds what depends on them."""
-        if not self.ranks.alone:  # others work for the known layers now
+        """Rebuilds what depends on the layers, after these have changed."""
+        if not self.ranks.alone:  # the known layers may have other workers now
             self._refresher.invalidate()
         self._capture.close()
         self._restore()
@@ -186,19 +186,19 @@ class BuiltEngine(Config):
     def require(self, parameters: Sequence[nn.Parameter]) -> None:
         """Makes sure that the parameters an optimizer steps on are the model's own; see :mod:`~kfac_optim.coverage`.
 
-        A closed engine does not ask. Layers go on with parameters that have taken the place of theirs in the model and
-        in the optimizer. A layer whose weight is computed from other parameters by now (parametrizations, pruning) is
-        declined, with a warning.
+        A closed engine checks nothing. If a layer's parameters were replaced in both the model and the optimizer, the
+        layer goes on with the new ones. A layer whose weight is now computed from other parameters (parametrizations,
+        pruning) is declined, with a warning.
 
         Raises:
-            RuntimeError: If the parameters are no weights of the model, or no matrices any more, or those of a layer
-                have been replaced in the model alone.
+            RuntimeError: If the parameters are not, or no longer, weights of the model, if they are no longer matrices,
+                or if a layer's parameters were replaced in the model alone.
         """
         if not self._closed and self.trained.follow(parameters, first=not self._steps_taken):
             self._renew_layers()
 
     def _renew_layers(self) -> None:
-        """Parameters were replaced, or moved inside the model: goes on with the layers that there are now."""
+        """Finds the layers anew, after parameters were replaced or moved inside the model."""
         before, layers = self.trained.blocks, self.layers
         self._find_layers()
         self._preconditioner.clear()
@@ -214,11 +214,11 @@ class BuiltEngine(Config):
 
     @property
     def owner(self) -> Any:
-        """The optimizer of this package that conducts the engine; None for an engine that stands alone."""
+        """The optimizer of this package that calls the engine; None for an engine used by itself."""
         return None if self._owner is None else self._owner()
 
     def belong_to(self, optimizer: Any) -> None:
-        """Takes an optimizer for its owner; it is held weakly."""
+        """Makes an optimizer the owner of the engine, which refers to it weakly."""
         self._owner = weakref.ref(optimizer)
 
     @property
@@ -227,7 +227,7 @@ class BuiltEngine(Config):
         return self._closed
 
     def close(self) -> None:
-        """Removes every hook; from then on the optimizer is its base class. With several ranks, on all of them."""
+        """Removes all hooks, which leaves the plain base optimizer. With several ranks, call it on all of them."""
         self._capture.close()
         self._steering.opposition.note_left(None)
         self._closed = True
@@ -237,7 +237,7 @@ class BuiltEngine(Config):
         self._refresher.close()
 
     def _prepare_ranks(self) -> None:
-        """Before anything is read or sent: torch.distributed may be up by now, and sub-groups have to exist."""
+        """Joins ranks of a torch.distributed that is initialised by now, and makes the groups that a step needs."""
         refuse_cuda_graphs()
         late_communicator = self.ranks.late_communicator()
         if late_communicator is not None:
@@ -256,7 +256,7 @@ class BuiltEngine(Config):
         )
 
     def stage_counters(self) -> dict[str, float]:
-        """The counters of the engine and of its stages; -1: never."""
+        """The counters of the engine and of its stages; -1 means never."""
         return {
             "step": self.step_count,
             "last_statistics": -1 if self.last_statistics is None else self.last_statistics,
@@ -268,13 +268,13 @@ class BuiltEngine(Config):
 
     @property
     def _begun(self) -> dict[str, bool]:
-        """What a copy or a state can't take along of the step that has begun, but is to know of."""
+        """What has happened since the last step and is lost in a copy or a saved state, which has to know of it."""
         return {"captured": bool(self._capture.statistics.sums), "served": bool(self._capture.frozen_passes)}
 
     def _compare(self, **more: Any) -> None:
-        """Compares the ranks; what they have learned and rounded differently, all have as rank 0 (a collective).
+        """Compares the ranks; learned numbers that rounding made different are taken from rank 0 (a collective).
 
-        ``more``: further numbers that may differ by rounding alone.
+        ``more``: further numbers that may differ, but only by rounding.
         """
         found = self.ranks.check({**self._built(), **more}, {*Steering.COUNTERS, "reach", *more})
         self._steering.take_over(found)
@@ -283,7 +283,7 @@ class BuiltEngine(Config):
                 block.set_reach(reach)
 
     def _built(self) -> dict[str, Any]:
-        """What has to be the same on all ranks, by name."""
+        """The values that have to be the same on all ranks, by name."""
         return {
             **self.stage_counters(),
             "reach": [block.reach for block in self.trained.blocks],
@@ -298,7 +298,7 @@ class BuiltEngine(Config):
         }
 
     def _prepare_statistics(self) -> None:
-        """Decides whether the coming step collects statistics; its forward has not run yet."""
+        """Decides, before the forward pass of the coming step, whether that step collects statistics."""
         step = self.step_count
         self._capture.prepare(
             step=step,
@@ -313,7 +313,7 @@ class BuiltEngine(Config):
 
 
 def _first_weights(layers: Iterable[KroneckerLayer]) -> list[float]:
-    """The size of some weights of each layer that is whole, of which models that train apart have others."""
+    """The norm of a few weights of each layer that is not sharded; it differs between ranks that train apart."""
     weights = [layer.weight.detach() for layer in layers if not is_sharded(layer.weight)]
     sizes = [torch.linalg.vector_norm(weight.flatten()[:_FEW].float()) for weight in weights]
     return torch.stack([size.to(sizes[0].device) for size in sizes]).tolist() if sizes else []

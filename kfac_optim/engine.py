@@ -2,7 +2,7 @@
 
 What a step does, in order::
 
-    learn trust and reach from what the new gradients say of the last step
+    learn trust and reach from what the new gradients say about the last step
     fold the captured moments into the running averages          (statistics steps; drop non-finite micro-batches)
     if due: pool the factors of all ranks, decompose them on their inverse workers (eqs. 11-13 or 8-10), exchange
     precondition on the gradient workers; exchange
@@ -11,24 +11,23 @@ What a step does, in order::
 ``update`` does the first three lines, ``directions`` the last two, ``advance`` ends the step. Each stage owns its
 state::
 
-    steering/           how far steps turn; with the blocks, layer by layer, how far they stretch
-    capture/            what backward passes have shown since the last step
-    averages.py         what this rank has seen since the ranks last pooled it           (eqs. 14-15)
+    steering/           how far steps turn; how far each layer's steps stretch is kept in its block
+    capture/            what was captured in backward passes since the last step
+    averages.py         what this rank has seen since the ranks last pooled their sums   (eqs. 14-15)
     refresh.py          the refresh in progress, and when the next one is due            (eqs. 8-13, by the solver)
-    preconditioning.py  layers of one shape side by side, see stacks.py                  (eqs. 8-13, by the solver)
+    preconditioning.py  stacks of layers that have one shape, see stacks.py              (eqs. 8-13, by the solver)
     scaling.py          nothing                                                          (eq. 16)
     sightings.py        whether training is seen at all
 
-The class is built up in five files, each on the one before: its options (:mod:`~kfac_optim.config`), how it is put
-together (:mod:`~kfac_optim.build`), what is saved of it (:mod:`~kfac_optim.state`), what it tells of itself
-(:mod:`~kfac_optim.views`), and the conduct of a step, here. It returns directions and leaves ``.grad`` alone; whoever
-owns the gradients (an optimizer of this package, or the caller of :meth:`~kfac_optim.CurvatureEngine.precondition_`)
-applies them.
+The class is built in five files, each of which extends the class of the one before: options
+(:mod:`~kfac_optim.config`), construction (:mod:`~kfac_optim.build`), saved state (:mod:`~kfac_optim.state`), reports
+(:mod:`~kfac_optim.views`) and, here, the step. ``update`` and ``directions`` leave ``.grad`` alone: an optimizer of
+this package or :meth:`~kfac_optim.CurvatureEngine.precondition_` applies the directions.
 
-``inv_`` in names of options follows the paper; it refers to decompositions by any solver.
+``inv_`` in names of options is the paper's prefix; it refers to decompositions by any solver.
 
-With several ranks everything that communicates happens in a step, in an order that all ranks share whatever layers they
-used: what is due depends on the step alone, what is sent on the assignment alone.
+With several ranks, all communication takes place within a step, in the same order on all ranks, whichever layers they
+have used: what is due depends on the step alone, and what is sent depends on the assignment alone.
 """
 
 from __future__ import annotations
@@ -85,9 +84,10 @@ class CurvatureEngine(ViewedEngine):
 
         Args:
             gradients: The gradients of all trained parameters.
-            lrs: The learning rates of the step. A step on zero gradients with all of them 0 (in one process also: with
-                nothing captured), as torch.distributed.checkpoint takes it, does no more than make room for factors.
-            lessons: What the gradients say of the last step.
+            lrs: The learning rates of the step. If all of them and all gradients are 0 (and, in a single process,
+                nothing was captured), the step only makes room for factors; torch.distributed.checkpoint takes such a
+                step.
+            lessons: What the gradients say about the last step.
 
         Returns:
             Whether the step is to be taken; False if a gradient is not finite.
@@ -100,9 +100,9 @@ class CurvatureEngine(ViewedEngine):
         if self._closed:
             return True
         self._prepare_ranks()
-        # Before the return of a no-op: torch.distributed.checkpoint takes one to make the state exist.
+        # Also in a step that is a no-op: torch.distributed.checkpoint takes one to make the state exist.
         self.make_room(self.trained.blocks)
-        for block in () if self._refresher.pace.work else self.trained.blocks:  # until then nobody comes late
+        for block in () if self._refresher.pace.work else self.trained.blocks:  # so far, none is late
             block.note_trains()
         statistics, lessons = self._capture.take(), lessons or Lessons()
         if self._capture.frozen_passes.take():
@@ -110,7 +110,7 @@ class CurvatureEngine(ViewedEngine):
         captured_lost = self._steering.opposition.take_captured_lost()
         read = read_all(gradients, list(lrs), lessons, statistics.flags)
         moves = read.rate != 0
-        # What only this rank has seen must not decide anything here: the ranks have to go the same way.
+        # What only this rank has seen must not decide anything here, because all ranks have to take the same branches.
         alone = self.ranks.alone
         trains = read.largest > 0 and moves
         self._is_noop = read.largest == 0 and not (alone and statistics.captured) and not moves
@@ -122,14 +122,14 @@ class CurvatureEngine(ViewedEngine):
         if not finite:
             self._skip()
             return False
-        # Before the first step losses are often tried out, and their gradients thrown away.
+        # Before the first step, a loss is often tried out and its gradients are thrown away.
         looked = self._capture.enabled and self.step_count > 0
         self._steering.learn(self.trained.blocks, read, captured_lost if looked else None, alone=alone)
         if not self.trained.blocks:  # everything trains by the base rule
             return True
         if self._capture.enabled:
             self._take_up(statistics, read.flags, trains=trains, captured_lost=captured_lost)
-        del statistics  # as large as the factors: not to lie beside a refresh
+        del statistics  # as large as the factors, so freed before a refresh needs memory
         self._refresher.rebuild(self.step_count, self.trained.blocks, self.comm)
         if self._refresher.is_due(self, self.step_count):
             self._refresh(trains)
@@ -150,9 +150,9 @@ class CurvatureEngine(ViewedEngine):
 
         Args:
             vectors: What to precondition (gradients or first moments), by parameter.
-            lr: The current learning rate, for the scaling; by parameter where there are several.
-            updates: What the base optimizer itself would do with the vectors, per unit of the learning rate; None: take
-                them as they are.
+            lr: The current learning rate, for the scaling; by parameter if there are several.
+            updates: What the base optimizer would make of the vectors, per unit of the learning rate; None: the vectors
+                themselves.
             keeps_zeros: Whether directions are zero wherever the vectors are.
 
         Returns:
@@ -171,7 +171,7 @@ class CurvatureEngine(ViewedEngine):
     def skip_directions(self) -> None:
         """Takes the place of :meth:`directions` in a step that is not turned (a collective).
 
-        Where directions travel they do in every step: what is sent must not depend on what one rank has learned.
+        Ranks that exchange directions do so in every step: what is sent must not depend on what one rank has learned.
         """
         self._preconditioner.send_zeros(self.trained.blocks, self.scaling, self.comm)
 
@@ -184,15 +184,15 @@ class CurvatureEngine(ViewedEngine):
         self._prepare_statistics()
 
     def recover(self) -> None:
-        """A step was left by an exception, which may have been anywhere in it: goes on from what a state would hold.
+        """Makes the engine usable after an exception anywhere in a step, with what a saved state would hold.
 
-        What decompositions are made of is in the state, so that they are made again in the next step. Several ranks
-        cannot go on after an exception on one of them; there only what this rank keeps to itself is put in order.
+        The state holds the factors behind the decompositions, so the next step makes those again. Several ranks cannot
+        go on after an exception on one of them; there, only what this rank keeps to itself is put in order.
         """
         self.watch.note(())
         self._steering.opposition.recover()
         self._sightings.lose()
-        if any(block.state for block in self.trained.blocks):  # of all of them, or the state would not be whole
+        if any(block.state for block in self.trained.blocks):  # a state with the factors of some layers is not whole
             self.make_room(self.trained.blocks)
         if self.ranks.alone and not self._closed:
             self._averaging.clear()
@@ -206,12 +206,12 @@ class CurvatureEngine(ViewedEngine):
 
     @property
     def watch(self) -> WeightWatch:
-        """Compares weights with what the last step has left."""
+        """Compares the weights with those that the last step has left."""
         return self._steering.watch
 
     @torch.no_grad()
     def precondition_(self, lr: Scalar | None = None) -> bool:
-        """Replaces ``.grad`` by the direction, between ``backward()`` and the ``step()`` of a foreign optimizer.
+        """Replaces ``.grad`` by the directions, between ``backward()`` and the ``step()`` of a foreign optimizer.
 
         Args:
             lr: The foreign optimizer's learning rate; needed for scaling="kl_clip".
@@ -220,7 +220,7 @@ class CurvatureEngine(ViewedEngine):
             False if the gradients are not finite; they are then left as they are.
 
         Raises:
-            RuntimeError: If an optimizer of this package owns the engine and calls it itself.
+            RuntimeError: If an optimizer of this package owns the engine, since its step preconditions already.
             ValueError: If the scaling needs a learning rate and none is given.
         """
         if self.owner is not None:
@@ -246,14 +246,14 @@ class CurvatureEngine(ViewedEngine):
         return taken
 
     def discard(self) -> None:
-        """Gradients are about to be cleared, by ``zero_grad()``: forgets what this step has captured so far."""
+        """Forgets what was captured since the last step, because ``zero_grad()`` is about to clear the gradients."""
         self._steering.opposition.note_clearing()
         self._capture.discard()
 
     # Parts of a step ------------------------------------------------------------------------------------------------
 
     def _compare_ranks(self, finite: bool) -> None:
-        """Compares the ranks in the steps in which they exchange something (then a collective)."""
+        """Compares the ranks if they exchange something in this step (then a collective)."""
         if self.ranks.alone:
             return
         step = self.ranks.common_step(self.step_count, skipped=not finite)
@@ -262,7 +262,7 @@ class CurvatureEngine(ViewedEngine):
             self._compare()
 
     def _skip(self) -> None:
-        """Ends a step that is not taken, and still sends what other ranks may be waiting for."""
+        """Ends a step that is not taken; still sends what other ranks may be waiting for."""
         self._restart_for_new_layers()
         self.skip_directions()
         self._prepare_statistics()
@@ -274,9 +274,9 @@ class CurvatureEngine(ViewedEngine):
 
         Args:
             statistics: What was captured.
-            flags: Its flags, read.
+            flags: The flags of the statistics, read from the device.
             trains: See :meth:`_refresh`.
-            captured_lost: Whether gradients captured before it were thrown away.
+            captured_lost: Whether gradients captured before this step were thrown away.
         """
         settled, blocks = statistics.resolve(flags), self.trained.blocks
         unseen = self._sightings.count_step(statistics, settled, trains=trains)
@@ -295,7 +295,7 @@ class CurvatureEngine(ViewedEngine):
         self._sightings.require()
 
     def _refresh(self, trains: bool) -> None:
-        """Starts a refresh of the layers that have been seen; ``trains``: whether this step changes weights."""
+        """Starts a refresh of the layers that were seen, if still due; ``trains``: whether this step moves weights."""
         self._averaging.pool(self.trained.blocks, self.comm)
         ready = [block for block in self.trained.blocks if block.has_data()]
         if ready:
@@ -307,7 +307,7 @@ class CurvatureEngine(ViewedEngine):
             self._refresher.start(step, ready, self.damping_rule, self.spread_at(step), self.comm)
             return
         seen_nothing = self.last_statistics == self.step_count and not self.skipped_batches
-        # Every step collects until there is something. What one of several ranks has not seen must not decide that.
+        # Every step collects statistics until there are some. With several ranks, this must not depend on one of them.
         if not (self.ranks.alone and all(block.never_seen for block in self.trained.blocks)):
             self.last_statistics = None
         has_gradients = any(layer.weight.grad is not None for layer in self.layers)
@@ -315,16 +315,16 @@ class CurvatureEngine(ViewedEngine):
         self._sightings.require(missing=trains and seen_nothing and has_gradients)
 
     def _restart_for_new_layers(self) -> None:
-        """Layers were unfrozen or added: the next step collects statistics and refreshes, as the first step did.
+        """If layers were unfrozen or added, has the next step collect statistics and refresh, as the first step did.
 
-        What trains is the same on all ranks, unlike what they have seen of it.
+        This depends on which layers train, which is the same on all ranks, and not on which of them a rank has seen.
         """
         if self._refresher.in_progress is not None or not self._refresher.pace.work:
             return
         changed = [block for block in self.trained.blocks if block.layer.weight.requires_grad != block.trains]
         for block in changed:
             block.note_trains()
-        # Those that had trained before go on with what they have.
+        # Layers that had trained before go on with their decompositions.
         if not all(block.has_direction for block in changed if block.layer.weight.requires_grad):
             self.last_statistics = None
             self._refresher.pace.forget()
@@ -337,7 +337,7 @@ class CurvatureEngine(ViewedEngine):
 def memory_estimate(
     model: nn.Module, *, world_size: int = 1, assignment: AssignmentStrategy | str = "factor-wise", **options: Any
 ) -> dict[str, int]:
-    """Bytes that curvature takes on the fullest rank, before anything is trained.
+    """Estimates, before training, the bytes that the curvature takes on the rank where it takes most.
 
     Args:
         model: The module.
@@ -348,10 +348,10 @@ def memory_estimate(
     Returns:
         Bytes by kind; the kinds are ``factors`` (running averages), ``snapshots`` (what the decompositions were made
         of), ``local sums`` (what a rank has seen since the ranks last pooled their factors), ``decompositions``,
-        ``refresh`` (while one is worked off: its snapshot and the new decompositions), and their ``total``. On
+        ``refresh`` (if it is spread over steps: its snapshot and the new decompositions), and their ``total``. On
         statistics steps one more copy of the factors is held for a while. Layers whose weight is frozen take nothing.
-        Not counted is what an optimizer that learns trust, as by default, keeps of its last steps: three numbers for
-        each weight of a layer, four where its base class keeps no first moment, or has weight decay in it.
+        The entries that an optimizer keeps to learn trust, as by default, are not counted: three numbers for each
+        weight of a layer, or four if its base class keeps no first moment, or one that contains weight decay.
     """
     require_number("world_size", world_size, "an int >= 1", lambda n: is_int(n) and n >= 1)
     with torch.no_grad():
