@@ -1,19 +1,19 @@
 """From captured moments to the running averages A and G of all ranks (eqs. 14-15).
 
-Each running average is a sum S of moments and a sum w of their counts, both of which forget at the rate xi
+A running average consists of a sum S of moments and a sum w of their counts. Each update multiplies both by xi
 (``factor_decay``, the weight of the past; the paper prints xi on the new term)::
 
     S <- xi S + sum of the new moments,    w <- xi w + their count,    factor = S / w
 
 For A the moments are ``sum a a^T`` and their count is the number of rows. For G they are ``M^2 sum g g^T`` and their
-count is M, the number of averaged terms of the loss, so that of one batch ``G = M sum g g^T``. There is no identity to
-start from, and so no bias to correct; batches of different sizes are weighted exactly.
+count is M, the number of averaged terms of the loss, so that after one batch ``G = M sum g g^T``. Averages do not start
+from the identity, so they have no bias to correct; batches of different sizes are weighted exactly.
 
-In a step with statistics the ranks add up counts and traces, so that each knows what becomes of w, and of xi where that
-depends on the moments (:class:`~kfac_optim.forgetting`). Matrices are as large as the factors, and wait for a refresh:
-sums are linear, so each rank adds up what it has seen since the last one (:class:`LocalSums`) with the same xi, and one
-sum over the ranks is enough. A single process folds its sums in at every step with statistics. So do ranks that share
-factors out: a rank that does not keep a factor sends what it has seen to the one that does, at once.
+In a statistics step the ranks add up counts and traces, so that each knows the new w, and also xi where it depends on
+the moments (:class:`~kfac_optim.forgetting`). The moments, which are as large as the factors, wait for a refresh. Since
+sums are linear, each rank adds up its moments since the last refresh (:class:`LocalSums`) with the same xi, and one sum
+over the ranks is enough. A single process adds its moments to the averages in every statistics step. So do ranks that
+share factors out: a rank that does not keep a factor sends its moments at once to the rank that does.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = ["Averaging", "Increment", "LocalSums", "fold_", "traces"]
 
 
 class Averaging:
-    """Collects what this rank sees, and pools it with the other ranks' into the running averages.
+    """Collects the moments that this rank captures, and adds those of all ranks to the running averages.
 
     Args:
         dtype: Storage of the factors; sums are kept in float32 at least.
-        stopwatch: Where the time is noted.
+        stopwatch: Measures the time that communication takes.
         summed: Whether the loss is a sum; see :meth:`terms_of_rank`.
         sampled: Whether the gradients are those of sampled targets; see :meth:`terms_of_rank`.
 
@@ -55,7 +55,7 @@ class Averaging:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets what has not been pooled."""
+        """Forgets the moments that have not been pooled."""
         self._local: dict[Block, LocalSums] = {}
 
     def load(self, counters: Mapping[str, Any]) -> None:
@@ -80,16 +80,17 @@ class Averaging:
             decay: xi at this step.
             slack: The ``slack`` of :class:`~kfac_optim.forgetting`; infinite where xi does not depend on the moments.
             comm: The ranks.
-            reports: Flags of this rank, of which the ranks count how many are set.
+            reports: Flags of this rank.
 
         Returns:
-            Two values, the same on all ranks. Whether any of them had something to add; how many have set each flag.
+            Two values that are the same on all ranks: whether any rank had something to add, and how many ranks have
+            set each of the flags.
         """
         own = {i: (sums.a, sums.g) for i, sums in statistics.sums.items() if statistics.rows(i)}
         for index, moments in own.items():
             _require_fit(blocks[index], moments)
         terms = self._scale_(own, statistics, comm)
-        # M belongs to the loss: G counts also the terms of ranks that did not use the layer, whose gradient is zero.
+        # M belongs to the loss, so G also counts the terms of ranks that did not use the layer: their gradient is zero.
         of_others = 0.0, self.terms_of_rank(statistics, None, comm)[1]
         counts = [(statistics.rows(i), terms[i]) if i in own else of_others for i in range(len(blocks))]
         seen = torch.zeros(len(blocks), 2, 2, dtype=torch.float64)  # of A and of G, count and trace
@@ -107,7 +108,7 @@ class Averaging:
         for index, (block, (of_a, of_g)) in enumerate(zip(blocks, seen.tolist(), strict=True)):
             rows, _ = of_a
             block.note_rows(rows)
-            # Of layers that no rank has used, or that were frozen before their first step, nothing is taken up.
+            # Layers that no rank has used, or that were frozen before their first step, get no update.
             if rows and block.state:
                 anything = True
                 averages = [block.state["current"][side] for side in SIDES]
@@ -116,21 +117,21 @@ class Averaging:
         return anything, reported
 
     def terms_of_rank(self, statistics: StepMoments, layer: int | None, comm: Communicator) -> tuple[float, float]:
-        """This rank's part in the moment ``M^2 sum g g^T`` and in its count M.
+        """This rank's share of the moment ``M^2 sum g g^T`` and of its count M.
 
-        If the loss is a mean, M is R ``terms`` on R ranks with equal batches. Where the ranks' gradients are averaged,
-        a local g counts as g / R, so that its part in the moment is ``terms^2 g g^T``; where they are added up, it is
-        ``(R terms)^2 g g^T``. A loss that is a sum has M = 1, in however many backward passes and on however many ranks
-        it was taken. The gradient of sampled targets is that of the sum of the terms, not of their mean.
+        If the loss is a mean, M is R ``terms`` on R ranks with equal batches. If the ranks' gradients are averaged, a
+        local g counts as g / R, so that it adds ``terms^2 g g^T`` to the moment; if they are added up, it adds
+        ``(R terms)^2 g g^T``. A loss that is a sum has M = 1, however many backward passes and ranks it is spread over.
+        The gradient for sampled targets is that of the sum of the terms, not of their mean.
 
         Args:
-            statistics: The step's; the gradients carry the ``1 / M`` of all its micro-batches, of which only those that
-                are finite count.
-            layer: The layer, by index; None: one that this rank has not used.
+            statistics: The statistics of the step. Its gradients are scaled by ``1 / M`` of all its micro-batches, but
+                only finite micro-batches count.
+            layer: The index of the layer; None: one that this rank has not used.
             comm: The ranks.
 
         Returns:
-            What to multiply the rank's own ``sum g g^T`` by, and the rank's part of M.
+            The factor for the rank's own ``sum g g^T``, and the rank's share of M.
         """
         terms, finite = statistics.loss_terms(layer)
         ranks = comm.world_size
@@ -142,7 +143,7 @@ class Averaging:
     def _scale_(
         self, own: Mapping[int, tuple[Tensor, Tensor]], statistics: StepMoments, comm: Communicator
     ) -> dict[int, float]:
-        """Gives the moments of G their ``M^2``, in place; returns this rank's part of M by layer index."""
+        """Multiplies the moments of G by ``M^2``, in place; returns this rank's share of M by layer index."""
         parts = {index: self.terms_of_rank(statistics, index, comm) for index in own}
         scaled: dict[float, list[Tensor]] = {}
         for index, (scale, _) in parts.items():
@@ -153,7 +154,7 @@ class Averaging:
         return {index: terms for index, (_, terms) in parts.items()}
 
     def pool(self, blocks: Sequence[Block], comm: Communicator) -> None:
-        """Adds what all ranks have seen since the last pooling to the running averages (a collective).
+        """Adds the moments of all ranks since the last pooling to the running averages (a collective).
 
         Args:
             blocks: All blocks; their averages are updated in place.
@@ -169,24 +170,24 @@ class Averaging:
                 for i, (side, spec) in enumerate(zip(SIDES, block.specs, strict=True)):
                     own = None if of_block.sums is None else of_block.sums[i]
                     if own is None and workers.counts(i, comm.rank):
-                        own = spec.zeros(self.dtype, device)  # one that has not used the layer adds zeros
+                        own = spec.zeros(self.dtype, device)  # a rank that has not used the layer adds zeros
                     average = block.state["current"][side]
                     updates.append(_Update(average, own, of_block.increments[i], workers.owner(i), workers.factors))
             local.clear()
             summed = _summed(updates, comm)
-            at_once = max(1, len(updates)) if comm.world_size == 1 else 1  # from other ranks as they arrive
+            at_once = max(1, len(updates)) if comm.world_size == 1 else 1  # sums over ranks are folded as they arrive
             while batch := list(islice(summed, at_once)):
                 fold_([(u.average, u.increment) for u, _ in batch], [total for _, total in batch])
 
 
 @dataclass(frozen=True, eq=False)
 class _Update:
-    """What a running average is to take up.
+    """An update of a running average.
 
     Attributes:
         average: The running average.
         own: This rank's part of the sum of moments; None if it contributes nothing.
-        increment: What all ranks have seen.
+        increment: The numbers of the update, over all ranks.
         owner: The rank that gets the sum; None: every rank.
         place: See :mod:`kfac_optim.distributed`. "local": nothing is sent, the owner's own part is the whole sum.
     """
@@ -199,7 +200,7 @@ class _Update:
 
 
 def _summed(updates: Sequence[_Update], comm: Communicator) -> Iterator[tuple[_Update, Tensor | None]]:
-    """Adds up what the ranks have (a collective); None where another rank gets it."""
+    """Sums the ranks' parts of each update (a collective); None if another rank gets the sum."""
     everywhere: list[tuple[_Update, Tensor]] = []
     shared: list[tuple[_Update, Tensor, int]] = []
     for update in updates:
@@ -212,26 +213,26 @@ def _summed(updates: Sequence[_Update], comm: Communicator) -> Iterator[tuple[_U
                 shared.append((update, update.own, update.owner))
     pooled = comm.sum([own for _, own in everywhere], "factors", compressed=True)
     yield from zip([update for update, _ in everywhere], pooled, strict=True)
-    shared.sort(key=lambda item: item[2])  # neighbours with one owner share a bucket
+    shared.sort(key=lambda item: item[2])  # neighbours that have the same owner share a bucket
     owners = [owner for *_, owner in shared]
     mine = comm.reduce([own for _, own, _ in shared], owners, "factors", compressed=True)
     yield from zip([update for update, *_ in shared], mine, strict=True)
 
 
 def _counted(blocks: Sequence[Block], rank: int) -> Tensor:
-    """Whether what this rank has seen goes into A and G of each block, ``[blocks, 2]``: 1 or 0."""
+    """Whether this rank's moments count for A and G of each block, ``[blocks, 2]``: 1 or 0."""
     counted = [[float(block.workers.counts(side, rank)) for side in range(2)] for block in blocks]
     return torch.tensor(counted, dtype=torch.float64).view(-1, 2)
 
 
 @dataclass
 class Increment:
-    """The numbers of a pending update of one running average: what all ranks have seen since it was last updated.
+    """The numbers of a running average's pending update, over all ranks and the statistics steps since the last update.
 
     Attributes:
-        past: The weight of the average as it stands, the product of xi over the updates since.
-        count: The rows or loss terms, those of earlier updates times the xi since.
-        trace: The sum of the moments' traces, likewise.
+        past: What the average itself is to be multiplied by: the product of xi over these steps.
+        count: The sum of the rows (A) or loss terms (G), each multiplied by the xi of the steps after it.
+        trace: The sum of the moments' traces, weighted in the same way.
     """
 
     past: float = 1.0
@@ -239,11 +240,11 @@ class Increment:
     trace: float = 0.0
 
     def add(self, count: float, trace: float, decay: float) -> None:
-        """Adds an update with the decay xi (eqs. 14-15)."""
+        """Adds the moments of a step, with the decay xi (eqs. 14-15)."""
         self.past, self.count, self.trace = decay * self.past, decay * self.count + count, decay * self.trace + trace
 
     def added_to(self, average: Mapping[str, Tensor]) -> tuple[float, float]:
-        """Weight and trace of the running average with these updates."""
+        """The weight and the trace that the running average has after this update."""
         past = self.past * float(average["weight"])
         weight = past + self.count
         return weight, (past * float(average["trace"]) + self.trace) / weight if weight else 0.0
@@ -252,13 +253,12 @@ class Increment:
 def fold_(updates: Sequence[tuple[dict[str, Tensor], Increment]], moments: Sequence[Tensor | None]) -> None:
     """Updates running averages in place (eqs. 14-15): ``S <- xi S + moments``, ``w <- xi w + count``.
 
-    What is stored is S / w and w (:meth:`~kfac_optim.factors.FactorSpec.empty`), which keeps half precision from
-    overflowing.
+    S / w and w are stored (:meth:`~kfac_optim.factors.FactorSpec.empty`), because S could overflow in half precision.
 
     Args:
-        updates: Each running average, and what has been seen since; where nothing, the average stays as it is.
-        moments: The packed sums of the new moments, ``[p, packed]``, which are overwritten; None where another rank
-            keeps the factor.
+        updates: Each running average with the numbers of its update; it stays as it is if the update's count is 0.
+        moments: The packed sums of the new moments, ``[p, packed]``, which are overwritten; None if another rank keeps
+            the factor.
     """
     kept: list[tuple[dict[str, Tensor], Tensor]] = []
     numbers: list[tuple[dict[str, Tensor], float, float]] = []
@@ -280,13 +280,13 @@ def fold_(updates: Sequence[tuple[dict[str, Tensor], Increment]], moments: Seque
     for (average, _), value in zip(kept, values, strict=True):
         if value is not average["value"]:  # a copy in float32
             write_(average, value)
-    # Last: what an interrupt leaves is then no average of nothing that claims to have seen something.
+    # Weights are set last, so that an interrupt cannot leave an average that has a weight but no moments.
     for average, weight, trace in numbers:
         average.update(weight=torch.tensor(weight, dtype=torch.float64), trace=torch.tensor(trace, dtype=torch.float64))
 
 
 def _require_fit(block: Block, moments: Iterable[Tensor]) -> None:
-    """Raises ValueError if a layer type of the user's own gives other rows than it has said; sums might broadcast."""
+    """Raises ValueError if the rows of a user's layer type do not fit its structure(), as sums might broadcast."""
     layer = block.layer
     methods = ("input_rows", layer.bias is not None), ("output_rows", False)
     for spec, moment, (method, ones) in zip(block.specs, moments, methods, strict=True):
@@ -298,14 +298,14 @@ def _require_fit(block: Block, moments: Iterable[Tensor]) -> None:
 
 
 class LocalSums:
-    """What this rank has seen of a layer since the ranks last pooled their sums, and in numbers what all have.
+    """This rank's moments of a layer since the ranks last pooled them, and their counts and traces over all ranks.
 
-    k updates ``S <- xi S + sum over ranks m_r`` are one update ``S <- xi^k S + sum over ranks s_r`` with the local sums
+    k updates ``S <- xi S + sum over ranks m_r`` equal one ``S <- xi^k S + sum over ranks s_r`` with the local sums
     ``s_r <- xi s_r + m_r``. xi may differ from update to update and between A and G, as long as all ranks use the same.
 
     Attributes:
-        sums: This rank's packed sums of A and G; None as long as it has not used the layer.
-        increments: What all ranks have seen, of A and of G.
+        sums: This rank's packed sums for A and G; None as long as it has not used the layer.
+        increments: The numbers of the pending updates of A and of G, over all ranks.
     """
 
     def __init__(self) -> None:
@@ -320,13 +320,13 @@ class LocalSums:
         decay: float,
         slack: float,
     ) -> None:
-        """Adds an update.
+        """Adds the moments of a step.
 
         Args:
-            own: This rank's packed sums of A and G, which are taken over and changed in place; None: it has not used
-                the layer.
-            averages: The running averages of A and G as they stand.
-            seen: Count and trace of the new moments of all ranks, of A and of G.
+            own: This rank's packed sums for A and G, which are kept and changed in place; None: it has not used the
+                layer.
+            averages: The running averages A and G, without the pending updates.
+            seen: The count and the trace of the new moments, over all ranks, for A and for G.
             decay: xi, the weight of the past.
             slack: See :meth:`Averaging.fold`.
         """
@@ -346,26 +346,26 @@ class LocalSums:
 
 
 def past_worth(slack: float, count: float, trace: float, weight: float, mean: float) -> float:
-    """What the past is still worth beside new moments, in [0, 1]; see :class:`~kfac_optim.forgetting`.
+    """The factor for the weight of the past beside new moments, in [0, 1]; see :class:`~kfac_optim.forgetting`.
 
     Args:
-        slack: How many times as large as the new moments the past may be and count in full.
+        slack: The past counts in full if its mean is at most this many times as large as that of the new moments.
         count: The count of the new moments.
-        trace: Their trace; 0: they say nothing.
+        trace: The trace of the new moments. If it or any of the other numbers is 0, the past counts in full.
         weight: The weight of the past.
-        mean: The trace of the running average, likewise.
+        mean: The trace of the running average.
     """
     if not (count and trace and weight and mean):
         return 1.0
     ratio = slack * trace / count / mean
-    return ratio if ratio < 1 else 1.0  # also where it is not a number
+    return ratio if ratio < 1 else 1.0  # 1 also if it is not a number
 
 
 def traces(specs: Sequence[FactorSpec], packed: Sequence[Tensor]) -> Tensor:
     """The traces of packed factors, ``[n]``, float64, on the CPU; waits for the devices once.
 
-    A second moment has no negative entries on its diagonal, so its trace is the diagonal's 1-norm, and one multi-tensor
-    call computes many of those.
+    The diagonal of a second moment has no negative entries, so the trace is the 1-norm of the diagonal, and one
+    multi-tensor call computes many such norms.
     """
     found = torch.empty(len(packed), dtype=torch.float64)
     by_device: dict[torch.device, list[int]] = {}
