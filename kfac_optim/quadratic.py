@@ -1,12 +1,12 @@
 """A quadratic model of the loss along a few directions, its minimum, and the damping that follows from its errors.
 
-With directions ``v_i`` and their coefficients ``c_i`` (Martens & Grosse 2015, sections 6.4, 6.5 and 7)::
+With directions ``v_i`` and coefficients ``c_i`` (Martens & Grosse 2015, sections 6.4, 6.5 and 7)::
 
     L(w + sum_i c_i v_i) - L(w)  ~  b'c + c' (C + lambda P) c / 2
     b_i = <gradient, v_i>,    C_ij = v_i' F v_j,    P_ij = <v_i, v_j>
 
-Along a preconditioned gradient and the last update, the coefficients are a learning rate and a momentum. F is the exact
-Fisher matrix of the batch here, no Kronecker product: the model is only as good as its curvature.
+For the preconditioned gradient and the last update, the coefficients are a learning rate and a momentum. Here F is the
+exact Fisher matrix of the batch, and not a Kronecker product, because the model is only as good as its curvature.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 
 __all__ = ["LevenbergMarquardt", "QuadraticModel", "SecantCheck"]
 
-# Of the eigenvalues of the scaled matrix: directions that agree to three digits are taken for one.
+# Smaller eigenvalues of the scaled matrix, relative to the largest, count as 0: directions alike to 3 digits are one.
 _SINGULAR = 1e-6
 
 
 @dataclass(frozen=True)
 class QuadraticModel:
-    """The model along k directions, all in float64 on the CPU.
+    """The model along k directions, with all tensors in float64 on the CPU.
 
     Attributes:
         slopes: b, ``[k]``.
@@ -38,7 +38,7 @@ class QuadraticModel:
     products: Tensor
 
     def minimum(self, damping: float) -> Tensor:
-        """The coefficients of the lowest point, ``[k]``; 0 of directions that are zero or add nothing to the others."""
+        """The coefficients of the minimum, ``[k]``; 0 for zero directions, shared by directions that coincide."""
         matrix = self.curvatures + damping * self.products
         lengths = matrix.diagonal().clamp(min=0).sqrt()
         scales = torch.where(lengths > 0, 1 / lengths, 0.0)
@@ -46,44 +46,44 @@ class QuadraticModel:
         return -scales * (inverse @ (scales * self.slopes))
 
     def change(self, coefficients: Tensor, damping: float) -> float:
-        """By how much the loss changes according to the model; the damping's term is part of it."""
+        """The change of the loss that the model predicts, including the damping term."""
         matrix = self.curvatures + damping * self.products
         return float(coefficients @ (self.slopes + matrix @ coefficients / 2))
 
 
 class LevenbergMarquardt:
-    """The damping lambda: falls where the model predicts well, rises where it does not (section 6.5).
+    """The damping lambda: falls if the model predicts well, and rises if it does not (section 6.5).
 
-    It is a function of the step, which the preconditioner can take for its own damping.
+    It is a function of the step, so that the preconditioner can use it as its own damping.
 
     Args:
-        floor: The smallest value, > 0.
+        floor: The value below which lambda does not fall, > 0.
 
     Attributes:
-        value: lambda; 0 before it was set.
+        value: lambda; 0 before it is set.
     """
 
-    decay = 0.95  # in every step; the paper changes it by the fifth power in every fifth step
-    rejection = 2.0  # where the loss rose, and the step was wasted
+    decay = 0.95  # in every step; the paper applies its fifth power in every fifth step
+    rejection = 2.0  # the factor if the loss rose, so that the step was wasted
 
     def __init__(self, floor: float) -> None:
         self.floor, self.value = float(floor), 0.0
 
     def __call__(self, step: int) -> float:
-        """lambda; 1 before it was set."""
+        """lambda; 1 before it is set."""
         return self.value or 1.0
 
     def set(self, value: float) -> None:
-        """Goes on from a value."""
+        """Sets lambda."""
         self.value = value
 
     def learn(self, actual: float, predicted: float, steps: int = 1) -> None:
-        """Takes in how a step went.
+        """Changes lambda by the outcome of a step.
 
         Args:
-            actual: By how much the loss changed.
-            predicted: By how much it was to change, <= 0; where that is 0, nothing was learned.
-            steps: How many steps it stands for.
+            actual: The change of the loss.
+            predicted: The change that the model predicted, <= 0; if it is 0, lambda stays as it is.
+            steps: How many steps this outcome stands for.
         """
         if predicted >= 0:
             return
@@ -97,28 +97,28 @@ class LevenbergMarquardt:
 
 
 class SecantCheck:
-    """Compares the curvature of the model with how the slopes along the updates change from one gradient to the next.
+    """Compares the model's curvature with the change of the slope along an update from one gradient to the next.
 
-    Where any gradient may be that of a likelihood, as with squared errors, a loss with another factor shows in nothing
-    else. The gradients are those of two batches, so that small batches differ, too.
+    This detects a loss with another factor. Nothing else does if any gradient could be that of a likelihood, as with
+    squared errors. The two gradients come from two batches, so the slopes also differ if batches are small.
     """
 
-    steps = 7  # that are looked at
-    usual = (0.6, 1.25)  # the range that the median of their ratios has in networks, which are not linear
+    steps = 7  # how many steps are examined
+    usual = (0.6, 1.25)  # the range of the median ratio of these steps in networks, which are not linear
 
     def __init__(self) -> None:
         self._expected: tuple[float, float] | None = None
         self._ratios: list[float] = []
 
     def expect(self, slope: float, curvature: float) -> None:
-        """An update was made: the slope along it at its start, and its curvature according to the model."""
+        """Notes an update: the slope along it at its start, and the model's curvature along it."""
         self._expected = slope, curvature
 
     def observe(self, slope: float) -> float | None:
-        """The slope along the last update at its end, in the next gradient.
+        """Takes the slope along the last update at its end, found from the next gradient.
 
         Returns:
-            Once, after so many steps, the curvature that was found over the one predicted, if that is unusual.
+            Once, after :attr:`steps` steps, the median ratio of observed to predicted curvature, if it is unusual.
         """
         if self._expected is None or len(self._ratios) == self.steps:
             return None

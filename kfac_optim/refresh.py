@@ -1,12 +1,12 @@
 """From running averages to the decompositions in use (eqs. 8-13): a refresh, at once or spread over some steps.
 
-The factors of a refresh are frozen at its start. Each is decomposed by its inverse worker, sent to the gradient
-workers, and used by all of them from the same step on. What is due in which step depends on shapes and on the
-assignment alone, so that all ranks communicate in the same order.
+The factors of a refresh are frozen at its start. Each is decomposed by its inverse worker, and its decomposition is
+sent to the gradient workers, which all use it from the same step on. What is due in a step depends on shapes and on
+the assignment alone, so that all ranks communicate in the same order.
 
-Two things may be the case, also at once: a refresh is in progress (``start`` begins it, ``work_off`` does the share of
-each step and ends it); the decompositions are stale (``invalidate``, after a state was loaded or other ranks took over
-layers), until ``rebuild`` makes them again of the factors they were made of.
+Two states are possible, also together. A refresh may be in progress: ``start`` begins it, and ``work_off`` does the
+share of each step and ends it. The decompositions may be stale, after a state was loaded or layers went to other ranks:
+``invalidate`` marks them, and ``rebuild`` recomputes them from the same factors.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ __all__ = ["Refresher"]
 
 
 class Refresher:
-    """Starts refreshes, works them off, and takes their results into use.
+    """Starts refreshes, does their work, and puts their results to use.
 
     Args:
-        solver: What decomposes.
+        solver: Decomposes the factors.
         inv_dtype: Storage of the decompositions.
-        stopwatch: Where the time is noted.
+        stopwatch: Measures how long the work takes.
 
     Attributes:
-        last_refresh: Step at which the latest refresh began; None: none has.
+        last_refresh: Step at which the latest refresh began; None: none has begun.
         frozen_at: Step at which the factors behind the current decompositions were copied; None: there are none.
-        refreshes: How many have begun.
+        refreshes: How many refreshes have begun.
         failed_decompositions: How many layers had to keep their last decompositions, over all refreshes.
-        in_progress: A refresh that is spread over steps and not finished yet.
-        pace: Says when one is due.
+        in_progress: The refresh that is spread over steps and not finished yet, if any.
+        pace: Says when a refresh is due.
     """
 
     def __init__(self, solver: Solver, inv_dtype: torch.dtype, stopwatch: StageTimes) -> None:
@@ -67,7 +67,7 @@ class Refresher:
         return self.in_progress is None and self.pace.is_due(config, step, self.last_refresh)
 
     def communicates(self, config: Config, step: int) -> bool:
-        """Whether the ranks exchange something in the step of that number."""
+        """Whether the ranks exchange something at ``step``."""
         ends = self.in_progress is not None and self.in_progress.ends(step)
         return self._stale or ends or self.is_due(config, step)
 
@@ -76,13 +76,13 @@ class Refresher:
         self.last_refresh = None
 
     def start(self, step: int, blocks: list[Block], damping: Damping, spread: int, comm: Communicator) -> None:
-        """Begins a refresh of these blocks; without a spread it also ends it (a collective).
+        """Begins a refresh of some blocks, and also ends it if it is not spread (a collective).
 
         Args:
             step: The step.
-            blocks: Those whose factors have data.
+            blocks: The blocks whose factors have data.
             damping: gamma.
-            spread: Over how many steps to work it off; the first refresh is at once all the same.
+            spread: The number of steps that share the work; the first refresh is always done at once.
             comm: The ranks.
         """
         known = shared_spectra([] if isinstance(self.solver, EigenSolver) else blocks, "current", comm)
@@ -101,11 +101,11 @@ class Refresher:
             refresh = RefreshInProgress(step, spread, "pending", spectra=known)
             refresh.schedule(blocks, comm.rank)
             self.in_progress = refresh
-        self.last_refresh = step  # not before: an interrupted one is due again
+        self.last_refresh = step  # set last, so that an interrupted refresh is due again
         self.refreshes += 1
 
     def work_off(self, step: int, comm: Communicator) -> None:
-        """Does the share of this step of a refresh in progress, and ends it when its time is up (then a collective)."""
+        """Does this step's share of a refresh in progress, and ends it when it is complete (then a collective)."""
         if self.in_progress is not None:
             self._work_off(self.in_progress, step, comm)
 
@@ -114,7 +114,7 @@ class Refresher:
         self._stale = True
 
     def rebuild(self, step: int, blocks: Sequence[Block], comm: Communicator) -> None:
-        """Makes stale decompositions again (then a collective)."""
+        """Recomputes the decompositions if they are stale (then a collective)."""
         if self._stale:
             refresh = RefreshInProgress(step, 0, "in_use")
             refresh.schedule([block for block in blocks if block.has_data("in_use")], comm.rank)
@@ -138,9 +138,9 @@ class Refresher:
             self._finish(refresh, comm)
 
     def _decompose_due(self, refresh: RefreshInProgress, step: int) -> None:
-        """Decomposes what is due by ``step``, same shapes together.
+        """Does the jobs that are due by ``step``, those of one shape together.
 
-        What runs in the background is started first, and collected when due.
+        Jobs that run in the background are started first, and collected when they are due.
         """
         batch = functools.partial(batch_of, refresh=refresh, solver=self.solver, inv_dtype=self.inv_dtype)
         if not refresh.ends(step):
@@ -155,8 +155,8 @@ class Refresher:
                 refresh.collect(job)
 
     def _decompose_in_background(self, factor: Tensor, shift: Tensor) -> Callable[[], MaybeDecomposition]:
-        """Starts a decomposition on the worker; returns what waits for its result."""
-        # Nothing here may hold the refresher: the worker's thread would keep it, and all that it refers to, alive.
+        """Starts a decomposition on the worker; returns a function that waits for the result."""
+        # work() must not refer to the refresher, or the worker's thread would keep it and all that it holds alive.
         stopwatch, solver, inv_dtype = self.stopwatch, self.solver, self.inv_dtype
 
         def work() -> MaybeDecomposition:
@@ -167,7 +167,7 @@ class Refresher:
         return self._worker.submit(factor.device, work)
 
     def _finish(self, refresh: RefreshInProgress, comm: Communicator) -> None:
-        """Sends the decompositions to those who precondition, and takes them into use (a collective)."""
+        """Sends the decompositions to the gradient workers, and puts them to use (a collective)."""
         if refresh.source != "in_use":
             self.frozen_at = refresh.start
         failed, found = self._exchange(refresh, comm)
@@ -180,7 +180,7 @@ class Refresher:
             block.install(own, known.get(block))
         for block in failed:
             self._keep_last(block, refresh)
-        if refresh is self.in_progress:  # not before: one that is interrupted ends in the next step
+        if refresh is self.in_progress:  # last, so that an interrupted refresh is ended in the next step
             self.in_progress = None
 
     def _exchange(
@@ -189,8 +189,8 @@ class Refresher:
         """Sends the decompositions from their inverse workers to the gradient workers.
 
         Returns:
-            The blocks of which a decomposition failed, and the others with their new decompositions (None on ranks that
-            do not precondition the layer).
+            The blocks for which a decomposition failed, and the others with their new decompositions (None on ranks
+            that do not precondition the layer).
         """
         with communicating("decomposition", self.stopwatch, comm.world_size):
             done = [[float(refresh.found(block, i) is not None) for i in range(2)] for block in refresh.blocks]
@@ -222,7 +222,7 @@ class Refresher:
         )
 
     def _keep_last(self, block: Block, refresh: RefreshInProgress) -> None:
-        """A decomposition failed for good: the layer goes on with its last good one, or with its raw gradient."""
+        """Counts a failed decomposition and warns: the layer goes on with its last good one, or its raw gradient."""
         self.failed_decompositions += 1
         name = block.layer.name
         if name not in self._warned:
@@ -238,7 +238,7 @@ class Refresher:
     # State ----------------------------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, float]:
-        """Its part of the saved counters; -1 stands for None."""
+        """The refresher's part of the saved counters; -1 stands for None."""
         pending = self.in_progress
         return {
             "last_refresh": -1 if self.last_refresh is None else self.last_refresh,
@@ -250,7 +250,7 @@ class Refresher:
         }
 
     def load(self, counters: Mapping[str, Any], blocks: Sequence[Block], rank: int) -> None:
-        """Restores saved counters, with the blocks' saved states already in place."""
+        """Restores saved counters, after the blocks' saved states have been restored."""
         last, frozen, spread = (int(counters.get(key, -1)) for key in ("last_refresh", "frozen_at", "pending_spread"))
         self.last_refresh = None if last < 0 else last
         self.frozen_at = None if frozen < 0 else frozen
@@ -263,16 +263,16 @@ class Refresher:
             self.in_progress.schedule([block for block in blocks if block.has_data("pending")], rank)
 
     def close(self) -> None:
-        """Gives up what is in progress and ends the worker's thread."""
+        """Gives up a refresh in progress and ends the worker's thread."""
         self.in_progress = None
         self._worker.close()
 
 
 def _decompose(solver: Solver, inv_dtype: torch.dtype, batches: Sequence[Batch]) -> list[list[MaybeDecomposition]]:
-    """Decomposes batches of factors; the results as they are stored."""
+    """Decomposes batches of factors, and returns the results in the form in which they are stored."""
 
     def stored(part: Tensor) -> Tensor:
-        # Contiguous, as they arrive on other ranks: products round differently with the layout, and ranks drift apart.
+        # Contiguous, as on the ranks that receive it: rounding depends on the layout, and ranks would drift apart.
         return part.to(part_dtype(part.dim() - 1, inv_dtype)).contiguous()
 
     return decompose_all(solver, batches, stored)

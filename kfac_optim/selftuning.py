@@ -1,7 +1,7 @@
-"""``KFAC``: no learning rate; step size, momentum and damping are found in every step, for large batches.
+"""``KFAC``, for large batches: it has no learning rate, and finds step size, momentum and damping in every step.
 
-A step of Martens & Grosse (2015), sections 6.4 to 6.6 and 7: the directions are the preconditioned gradient and the
-last update, their coefficients the minimum of the exact quadratic model of the batch's loss along both; the damping
+A step is that of Martens & Grosse (2015), sections 6.4 to 6.6 and 7. The directions are the preconditioned gradient and
+the last update. Their coefficients minimise the exact quadratic model of the batch's loss along both. The damping
 follows from how well that model predicted the loss. The mathematics is in :mod:`~kfac_optim.quadratic` and
 :mod:`~kfac_optim.objective`.
 """
@@ -35,38 +35,38 @@ __all__ = ["KFAC"]
 
 Change = Callable[[Tensor], float]
 
-# Engine options that are given here; the solver is the other classes', because the damping changes in every step.
+# Engine options that users cannot give; the solver is the default of KFACMixin, because the damping changes every step.
 _GIVEN = ("damping", "scaling", "solver")
-_TRIALS = 10  # of the search for the first damping
-_BUMP = 2  # trials in a row that may bring less, with better ones behind them
-_CLOSURE_STEPS = 5  # between steps in which a closure is evaluated once more
-_TELLING = 0.5  # along shorter shares of a step (warm-up) slopes differ by the batches they are of, not by curvature
+_TRIALS = 10  # how many dampings the search for the first one tries
+_BUMP = 2  # how many worse trials in a row the search looks beyond
+_CLOSURE_STEPS = 5  # from one additional evaluation of a closure to the next
+_TELLING = 0.5  # along smaller shares of a step (warm-up), slopes differ by their batches rather than by curvature
 
 
 class KFAC(KFACMixin, torch.optim.Optimizer):
-    """K-FAC without a learning rate (Martens & Grosse 2015): step size, momentum and damping set themselves.
+    """K-FAC without a learning rate (Martens & Grosse 2015), which sets step size, momentum and damping itself.
 
-    Used in the ordinary loop, ``zero_grad()``, ``backward()``, ``step()``, with large batches. In every step the model
-    is evaluated a few times more, without gradients, on a part of the batch. The loss has to be the mean negative log
-    likelihood of the distribution that ``fisher`` names; for any other give ``step`` a closure, which it evaluates once
-    more in every fifth step.
+    It is used in the ordinary loop, ``zero_grad()``, ``backward()``, ``step()``, with large batches. In every step it
+    evaluates the model a few more times, without gradients, on a part of the batch. The loss has to be the mean
+    negative log likelihood of the distribution that ``fisher`` names; for any other loss, give ``step`` a closure,
+    which it evaluates once more in every fifth step.
 
     Args:
-        model: The module whose call gives the output that the loss is taken of; raw, or wrapped by DDP.
+        model: The module whose output the loss is computed from; raw, or wrapped by DDP.
         fisher: The distribution of the output: "categorical" (cross-entropy), "bernoulli" (binary cross-entropy with
             logits), "gaussian" (half squared error; ``Gaussian(variance=0.5)`` for ``nn.MSELoss``), or a
             :class:`~kfac_optim.Fisher` of your own that has ``root`` and ``divergence``.
-        damping: lambda in the first step, > 0. None (default): found there.
-        least_damping: lambda falls no further than this, > 0. Default 1e-5.
+        damping: lambda in the first step, > 0. None (default): the first step finds it.
+        least_damping: The value below which lambda does not fall, > 0. Default 1e-5.
         model_fraction: The share of the examples on which the model is evaluated again, in (0, 1], default 0.25; at
-            least 256 examples, or all there are.
+            least 256 examples, or all if there are fewer.
         **options: Those of :class:`~kfac_optim.CurvatureEngine`, without ``damping``, ``scaling`` and ``solver``. Other
-            defaults: ``inv_update_steps=growing(0.1, minimum=5)``; statistics are collected in the same steps only
-            (``factor_update_steps``), each of a large batch, and forgotten faster (``factor_decay=0.75``).
+            defaults: ``inv_update_steps=growing(0.1, minimum=5)``. Statistics are collected in the same steps only
+            (``factor_update_steps``), each from a large batch, and are forgotten faster (``factor_decay=0.75``).
 
-    In ``param_groups[0]``, "damping" is the present lambda, which may be set; "learning_rate" and "momentum" are the
-    coefficients of the last step, and "reduction_ratio" is how much of the predicted fall of the loss it brought. Where
-    that is negative the step was undone. "lr" is 1.0, a share of the step that was found: what schedulers change.
+    In ``param_groups[0]``, "damping" is the present lambda, which may be set. "learning_rate" and "momentum" are the
+    coefficients of the last step. "reduction_ratio" is the actual divided by the predicted fall of the loss; if it is
+    negative, the step was undone. "lr", 1.0, is the share of the computed step to take, for schedulers to change.
 
     Raises:
         TypeError: If an argument is unknown or of the wrong kind, ``model`` is no module, ``fisher`` can only draw
@@ -106,7 +106,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         defaults = {"inv_update_steps": interval, "factor_update_steps": interval, "factor_decay": 0.75}
         options = {**defaults, **options, "fisher": fisher, "damping": self.rule}
         super().__init__(model, groups, precondition="gradient", scaling=None, **options)
-        if not self.curvature.layers:  # which tell whose gradients a backward pass brings
+        if not self.curvature.layers:  # the layers tell whether a backward pass adds to the gradients
             self.curvature.close()
             raise ValueError(
                 f"model={type(model).__name__}: KFAC preconditions none of its layers; take an optimizer of torch's"
@@ -114,7 +114,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         self._watch_calls()
 
     def _watch_calls(self) -> None:
-        """Builds what copies and pickles leave behind."""
+        """Builds the parts that copies and pickles leave out."""
         engine, fisher = self.curvature, self._fisher
         self._secant = SecantCheck()
         self._replay = Replay(cast(nn.Module, engine.trained.model), fisher, engine.loss_terms, lambda: engine.layers)
@@ -125,7 +125,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         return cast(Fisher, self.curvature.fisher)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; what was seen of backward passes whose step is not taken is forgotten."""
+        """As torch's; also forgets what was recorded of backward passes that no step has used."""
         super().zero_grad(set_to_none)
         if "_replay" in self.__dict__:
             self._replay.discard()
@@ -141,8 +141,8 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         """One step.
 
         Args:
-            closure: Clears the gradients, evaluates the loss, calls ``backward()`` and returns the loss: needed where
-                the loss is not the distribution's negative log likelihood.
+            closure: Clears the gradients, evaluates the loss, calls ``backward()`` and returns the loss. It is needed
+                if the loss is not the distribution's mean negative log likelihood.
 
         Returns:
             What the closure returned, or None.
@@ -164,10 +164,10 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         self.rule.set(self.param_groups[0]["damping"])
         first, scaler = not (engine.step_count and self.rule.value), engine.grad_scaler
         parts, terms = self._replay.take(1.0 if first else self.model_fraction, scaler.get_scale() if scaler else 1.0)
-        if closure is not None:  # which overwrites them
+        if closure is not None:  # copied, because the closure overwrites them
             gradients = {p: g.clone() for p, g in gradients.items()}
         objective = Objective(list(gradients), list(gradients.values()), parts, terms, self._fisher, engine.comm)
-        interval = 1  # of looking at the loss after the step
+        interval = 1  # how many steps apart the loss is evaluated after a step
         change: Change = objective.change
         if isinstance(closure, _Closure):
             change, interval = functools.partial(self._change_of, closure, objective), _CLOSURE_STEPS
@@ -188,13 +188,13 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
     ) -> None:
         """Checks the loss and, unless it was given, finds the first damping.
 
-        That begins at the curvature along the gradient, and is divided by ten until a trial step lowers the loss by no
-        more than a tenth more than the one before. The last trial counts, unless it brought less than half of that: a
-        damping that is too small rises fast, one that is too large falls slowly. In that case up to two more are tried,
-        because on some networks the loss is higher in between.
+        The search begins at the curvature along the gradient, and divides by ten while a trial step lowers the loss by
+        over a tenth more than the best one so far. Otherwise it ends: with the damping just tried, if that brought over
+        half of the best fall, because a damping that is too small rises fast and one that is too large falls slowly;
+        else with the best, but only after up to two more trials, as on some networks the loss is higher in between.
         """
         along = objective.model([[-g for g in gradients.values()]], None)
-        if not along.products > 0:  # nothing to be seen; torch.distributed.checkpoint takes such a step
+        if not along.products > 0:  # all gradients are 0, as in a step that torch.distributed.checkpoint takes
             return
         if canonical:
             objective.check()
@@ -222,7 +222,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
     def _take_best(
         self, objective: Objective, gradients: Mapping[nn.Parameter, Tensor], change: Change, interval: int
     ) -> None:
-        """Goes to the minimum of the model, and back again if the loss turns out to have risen."""
+        """Moves the weights to the minimum of the model, and back again if the loss turns out to have risen."""
         states = [self.state[p] for p in gradients]
         last = None
         if any(LAST_UPDATE in state for state in states):
@@ -251,9 +251,9 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             group.update(shown)
 
     def _compare_slopes(self, slope: float) -> None:
-        """Warns if the loss curves otherwise than the distribution, where its gradient can't tell."""
+        """Warns if the curvature of the loss is not the distribution's, for losses whose gradient can't show that."""
         ratio = self._secant.observe(slope)
-        # Where targets are bounded too much curvature shows in them.
+        # If targets are bounded, too much curvature shows in the targets, which Objective.check() looks at.
         if ratio is None or ratio > 1 and not self._fisher.lacks("target_problem"):
             return
         warnings.warn(
@@ -266,14 +266,14 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         )
 
     def _change_of(self, closure: _Closure, objective: Objective, c: Tensor) -> float:
-        """By how much the loss of a closure has changed, wherever the weights are."""
+        """The change of a closure's loss since the start of the step, at the present weights."""
         change = objective.total(closure.change(self._replay.module))
         self.curvature.discard()
         self._replay.discard()
         return change
 
     def _directions(self, gradients: Mapping[nn.Parameter, Tensor]) -> list[list[Tensor]]:
-        """Minus the preconditioned gradient, and minus the gradient of what has no preconditioner, if any."""
+        """Minus the preconditioned gradient, and minus the gradient of parameters without preconditioner, if any."""
         found = by_parameter(self.curvature.directions(gradients, 1.0), gradients)
         known = [-found[p] if p in found else torch.zeros_like(g) for p, g in gradients.items()]
         others = [torch.zeros_like(g) if p in found else -g for p, g in gradients.items()]
@@ -281,7 +281,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
 
 
 def _check_parameters(parameters: Iterable[nn.Parameter]) -> None:
-    """Raises TypeError for parameters that can't be moved a little, or not without the help of a framework."""
+    """Raises TypeError for parameters that are too coarse for small moves, sharded, or have sparse gradients."""
     for p in parameters:
         if p.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"a parameter is {p.dtype}: KFAC needs float32 or float64 weights; autocast is fine")
@@ -299,7 +299,7 @@ class _Closure:
 
     Args:
         closure: Returns the loss.
-        device: On which it draws random numbers.
+        device: The device on which the closure draws random numbers.
     """
 
     def __init__(self, closure: Callable[[], Any], device: torch.device) -> None:
@@ -314,7 +314,7 @@ class _Closure:
         return loss
 
     def change(self, model: nn.Module) -> float:
-        """The loss now less what it was; buffers of the model stay as they are."""
+        """The loss now, minus the loss at the first call; leaves the buffers of the model unchanged."""
         assert self.first is not None
         with frozen(model, self.random), torch.enable_grad():
             return float(torch.as_tensor(self.closure()).detach()) - self.first

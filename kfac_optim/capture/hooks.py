@@ -1,20 +1,20 @@
 """The hooks of a model: on its outermost call, on its layers and on their outputs.
 
-What moves the states of a model call (``calls.py``)::
+These methods change the state of a model call (``calls.py``)::
 
     _on_model_call_start   a watched module is entered: opens a call, unless one is open
     _on_model_call_end     the module that opened the call is left: the call has returned, or is dropped
-    discard, take          between two steps: an open call was interrupted; the last call is forgotten
+    discard, take          between two steps: drop an open call, which was interrupted; take forgets the last call
 
-and those of a micro-batch (``microbatch.py``)::
+and these change the state of a micro-batch (``microbatch.py``)::
 
-    _on_model_call_start   a new call starts outside a backward pass: an open micro-batch was left behind by a backward
-                           pass that raised, and is abandoned
+    _on_model_call_start   a new call starts outside a backward pass: abandons an open micro-batch, which was left
+                           behind by a backward pass that raised
     _on_output_gradient    the backward pass has reached the model's output: opens a micro-batch
-    record_output_gradient (of BackwardPasses) the gradient of a layer's output: opens one, and adds to it
-    _on_backward_end       (of BackwardPasses) the backward pass has ended: counts it
+    record_output_gradient (of BackwardPasses) the gradient of a layer's output has arrived: opens one, adds to it
+    _on_backward_end       (of BackwardPasses) the backward pass has ended: counts its micro-batch
 
-For the sampled Fisher ``sampling.py`` stands between the model's output and the micro-batch. While a graph is traced,
+For the sampled Fisher, ``sampling.py`` comes between the model's output and the micro-batch. While a graph is traced,
 each hook hands over to ``compiled.py``.
 """
 
@@ -49,18 +49,18 @@ __all__ = ["Capture", "Hook", "remove_all"]
 
 
 class Capture:
-    """Watches the layers of a model. One for an engine; nothing is captured before :meth:`prepare` enables it.
+    """Watches the layers of a model for an engine; nothing is captured before :meth:`prepare` enables it.
 
     Args:
         layers: The layers.
-        roots: The modules that contain them.
+        roots: The modules that contain the layers' modules.
         loss_terms: Counts M.
-        fisher: None for the empirical Fisher, else the distribution to sample from.
-        rank: This process's rank; every rank draws samples of its own.
-        left_out: Layers, by index, whose statistics only other ranks take.
+        fisher: The distribution to sample targets from; None for the empirical Fisher.
+        rank: This process's rank; every rank draws its own samples.
+        left_out: The indices of layers whose statistics are taken by other ranks only.
         dtype: Precision of the moments.
-        stage: Name of a stage -> context manager that times it.
-        on_thrown_away: Called when gradients whose passes were captured are removed before a step.
+        stage: Returns, for the name of a stage, a context manager that times it.
+        on_thrown_away: Called if gradients are removed before a step although their backward passes were captured.
     """
 
     def __init__(
@@ -101,24 +101,24 @@ class Capture:
 
     @property
     def has_begun(self) -> bool:
-        """Whether this step has called the model already."""
+        """Whether the model has been called in this step."""
         return self._calls.have_begun or self._compiled.has_begun or bool(self.statistics.terms)
 
     def prepare(self, *, step: int, enabled: bool, fraction: float, grad_scaler: torch.amp.GradScaler | None) -> None:
         """Sets what the coming step captures.
 
         Args:
-            step: Its number, from which the sampled targets come.
-            enabled: Whether it collects statistics.
-            fraction: The share of the examples that they are collected from.
-            grad_scaler: Whose loss scale the gradients carry; None for none.
+            step: The number of the step, which seeds the sampled targets.
+            enabled: Whether the step collects statistics.
+            fraction: The share of the examples that statistics are collected from.
+            grad_scaler: The scaler whose loss scale the gradients carry, if any.
         """
         self._recorder.prepare(enabled=enabled, fraction=fraction, grad_scaler=grad_scaler)
         if self._sampling is not None:
             self._sampling.prepare(step)
 
     def change_rank(self, rank: int, left_out: Collection[int]) -> None:
-        """Goes on as another rank, with samples of its own, and without the layers of others."""
+        """Goes on with another rank, which sets the sampled targets, and with other layers to leave out."""
         self._left_out = left_out
         if self._sampling is not None:
             self._sampling.change_rank(rank)
@@ -130,26 +130,26 @@ class Capture:
         remove_all(self._handles)
 
     def discard(self) -> None:
-        """Forgets the micro-batches of this step, whose gradients are thrown away."""
+        """Forgets the micro-batches of this step, because their gradients are thrown away."""
         if self.statistics.sums:
             self._on_thrown_away()
         self.forget()
 
     def forget(self) -> None:
-        """Forgets the micro-batches of this step; a forward that still awaits its backward is kept."""
+        """Forgets the micro-batches of this step, but not a forward pass that still awaits its backward pass."""
         self._passes.forget()
         if self._sampling is not None:
             self._sampling.restart()
-        if not in_backward():  # what an interrupted call has left
+        if not in_backward():  # an interrupted call may have left these
             self._calls.drop_current()
             remove_taps()
 
     def take(self) -> TakenStatistics:
-        """The statistics of this step, which start anew.
+        """Returns the statistics of this step and starts those of the next.
 
         Raises:
-            RuntimeError: If gradients have come through calls of layers inside ``torch.func``, or another thread is in
-                a forward or backward pass.
+            RuntimeError: If gradients have passed through calls of layers inside ``torch.func``, or if another thread
+                is in a forward or backward pass.
         """
         self._calls.require_alone()
         self._passes.require_alone()
@@ -167,7 +167,7 @@ class Capture:
         return statistics
 
     def _attach(self, roots: Iterable[nn.Module]) -> None:
-        """Hooks on every layer, and on every module that contains one (any of them may be the outermost call)."""
+        """Hooks every layer, and every module that contains one, as any of them may be the outermost call."""
         own = [(i, layer.modules) for i, layer in enumerate(self.layers) if layer.host is None]
         called = {module: (i, use) for i, modules in own for use, module in enumerate(modules)}
         hosts = {layer.host for layer in self.layers if layer.host is not None}
@@ -175,7 +175,7 @@ class Capture:
         containers: dict[nn.Module, None] = {}
         for root in roots:
             for module in root.modules():
-                # Not what torch.compile(part) has put in its place: dynamo takes both for one, and the part is there.
+                # torch.compile(part) wraps the part: only the part is hooked, as dynamo takes the two for one module.
                 if "_orig_mod" not in module._modules and any(child in watched for child in module.modules()):
                     containers[module] = None
         for module in containers:
@@ -183,11 +183,11 @@ class Capture:
             if state is not None:
                 self._handles.append(state)
             if module in called:
-                # First, or it would take the output of a hook that changes it for the layer's own. Those of tensor
-                # parallelism come before: they make local tensors of DTensors.
+                # Runs first, because other hooks may change the output. Only the hooks of tensor parallelism run
+                # before it, since they turn DTensors into local tensors.
                 index, _ = called[module]
                 first = not is_sharded(self.layers[index].weight)
-                if not list(module.children()):  # torch takes as long for a module's hooks as for a small layer
+                if not list(module.children()):  # one hook, not three, as hooks can take as long as a small layer
                     self._after(module, _FirstHook(self, "_on_layer_call", *called[module]), prepend=first)
                     continue
                 self._after(module, Hook(self, "_record_input", *called[module]), prepend=first)
@@ -215,17 +215,17 @@ class Capture:
                 self._passes.require_alone()
                 self._passes.abandon()
             self._uses.forget_calls()
-            # The backward pass may begin before the call returns, or the call be left by an exception of the user's.
+            # M is needed now: the backward pass may begin before the call returns, or an exception may end the call.
             call.finish(self._loss_terms.of_inputs(args, kwargs))
 
     def _on_model_call_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         call = self._calls.leave(module)
         if call is None:
-            # Perhaps what is left of an interrupted one. A callable of the user's is told of no calls inside another.
+            # The open call may be one that was interrupted. A user's callable never sees calls inside another call.
             if (outer := self._calls.outer_call_of(module)) is not None and not callable(self._loss_terms.average):
                 outer.finish(self._loss_terms.count(args, kwargs, output))
             return
-        if output is None and sys.exc_info()[0] is not None:  # hooks run while an exception goes by
+        if output is None and sys.exc_info()[0] is not None:  # this hook also runs when an exception ends the call
             self._uses.forget_calls()
             return
         call.finish(self._loss_terms.count(args, kwargs, output))
@@ -244,7 +244,7 @@ class Capture:
             tensor.register_hook(functools.partial(self._on_output_gradient, call))
 
     def _on_output_gradient(self, call: ModelCall, g: Tensor) -> None:
-        """The backward pass has reached the model's output, and M counts, whichever layers it reaches."""
+        """Opens a micro-batch when a backward pass reaches the model's output: M counts whichever layers follow."""
         if not torch.is_grad_enabled():
             self._passes.micro_batch_of(call)
 
@@ -253,7 +253,7 @@ class Capture:
     def _on_layer_call(
         self, index: int, use: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Tensor | None:
-        """A layer without modules in it was called, perhaps on its own: all three hooks in one."""
+        """Does the work of all three hooks for a layer without submodules, which may be the outermost call itself."""
         self._on_model_call_start(module, args, kwargs)
         replaced = self._record_input(index, use, module, args, kwargs, output)
         self._on_model_call_end(module, args, kwargs, output if replaced is None else replaced)
@@ -269,13 +269,13 @@ class Capture:
         output: Any,
         projection: ProjectionCall | None = None,
     ) -> Tensor | None:
-        """A layer was called. Returns what takes the place of the output in a graph that is being traced."""
+        """Records a layer's call; in a graph that is being traced, returns what takes the place of the output."""
         a = args[0] if args else next(iter(kwargs.values()), None)
         if index in self._left_out or not (torch.is_grad_enabled() and self.layers[index].weight.requires_grad):
             return None
         if not (isinstance(output, Tensor) and output.requires_grad and isinstance(a, Tensor)):
             return None
-        a = own_part(a)  # tensor parallelism: of the columns that this rank has, all or its own
+        a = own_part(a)  # with tensor parallelism, this rank's part
         if projection is None and not _is_local(self.layers[index], a, output):
             return None
         if torch.compiler.is_compiling():
@@ -286,20 +286,20 @@ class Capture:
         call, result = self._calls.current, own_result(output)
         if call is not None and not in_backward():
             self._uses.note_call(index, result)
-        if a.is_nested:  # positions of examples of different lengths, one after the other
+        if a.is_nested:  # examples of different lengths: their positions are laid out one after the other
             layer = self.layers[index]
             if not (isinstance(layer, LinearLayer) and layer.sharing == "expand"):
                 return None
             a = positions_of(a)
         elif a.layout is not torch.strided:
             a = a.to_dense()
-        if output.numel() == 0:  # an expert to which no token was routed: nothing was seen
+        if output.numel() == 0:  # an expert to which no token was routed has seen nothing
             return None
         if self._sampling is not None and (call is None or in_backward()):
             return None
         layer_call = self._recorder.observe(index, use, a, output, projection)
         if self._sampling is not None and call is not None:
-            # The edge, not the tensor: after an in-place activation the tensor stands for the activation's output.
+            # The edge, because after an in-place activation the tensor itself stands for the activation's output.
             call.await_gradient(layer_call, torch.autograd.graph.get_gradient_edge(result))
         else:
             take = functools.partial(self._passes.record_output_gradient, layer_call, call or self._calls.last)
@@ -307,7 +307,7 @@ class Capture:
         return None
 
     def _await_hidden(self, index: int, output: Tensor) -> None:
-        """A layer was called inside a transform of ``torch.func``; finds out whether the loss's gradient comes by."""
+        """Watches whether the loss's gradient passes through a layer's call inside a transform of ``torch.func``."""
         self._passes.note_transform()
         while torch._C._functorch.is_functorch_wrapped_tensor(output):
             output = torch._C._functorch.get_unwrapped(output)
@@ -318,7 +318,7 @@ class Capture:
 
     def _on_attention_start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():
-            remove_taps()  # an interrupted call has left its own
+            remove_taps()  # an interrupted call may have left its tap
         attention = ((i, layer) for i, layer in enumerate(self.layers) if isinstance(layer, AttentionLayer))
         projections = [(i, layer) for i, layer in attention if layer.host is module]
         if torch.is_grad_enabled() and any(layer.weight.requires_grad for _, layer in projections):
@@ -330,7 +330,7 @@ class Capture:
 
 
 class Hook:
-    """A method of a capture or a replay, held weakly. Where a copy or a pickle carries it, it does nothing."""
+    """Calls a method of a capture or a replay, which it holds weakly; in copies and pickles it does nothing."""
 
     def __init__(self, capture: Any, method: str = "", *args: Any) -> None:
         self.capture = weakref.ref(capture) if capture is not None else None
@@ -338,7 +338,7 @@ class Hook:
         self.module: Callable[[], Any] | None = None
 
     def of(self, module: nn.Module) -> Hook:
-        """Serves this module alone: tools that swap modules put hooks on the new one, and may drop the flags."""
+        """Binds the hook to a module: tools that swap modules move its hooks to the new one, perhaps without flags."""
         self.module = weakref.ref(module)
         return self
 
@@ -357,10 +357,10 @@ class Hook:
 
     @property
     def __name__(self) -> str:
-        """Asked for by ``torch.jit.script``, which compiles hooks.
+        """Only read by ``torch.jit.script``, which would compile the hook.
 
         Raises:
-            AttributeError: Always, with what to do instead.
+            AttributeError: Always; the message says what to do instead.
         """
         raise AttributeError(
             "torch.jit.script can't compile the hooks that kfac_optim has put on this model: script a copy, "
@@ -369,7 +369,7 @@ class Hook:
 
 
 class _FirstHook(Hook):
-    """The first hook of a module, which also refuses CUDA graph capture and looks for frozen layers, in every step."""
+    """The first hook of a module, which in every step also refuses CUDA graph capture and looks for frozen layers."""
 
     def __call__(self, *args: Any) -> Any:
         if self.capture is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -380,20 +380,20 @@ class _FirstHook(Hook):
 
 
 def _is_local(layer: KroneckerLayer, a: Tensor, output: Tensor) -> bool:
-    """Whether the output is this rank's own, of all rows of its input; tensor parallelism may hand out others."""
-    # The shapes are those of an nn.Linear; FSDP2's layers have outputs of their own, of other shapes.
+    """Whether the output is this rank's own, for all rows of its input, as it may not be with tensor parallelism."""
+    # The shapes are those of an nn.Linear. With FSDP2 a layer's outputs are its own, and may have other shapes.
     if layer.is_shard and (output.shape[-1] != layer.d_out or a.shape[:-1] != output.shape[:-1]):
         return False
     return not is_sharded(output)
 
 
 def remove_all(handles: list[Any]) -> None:
-    """Removes hooks, by their handles; the list is empty then."""
+    """Removes hooks by their handles, and empties the list of these."""
     while handles:
         handles.pop().remove()
 
 
 def _exporting() -> bool:
-    """Whether the model is traced for use elsewhere, which is no training."""
-    # The flag, not is_exporting(): to several versions of dynamo that one is true in torch.compile, too.
+    """Whether the model is being traced for use elsewhere, and not for training."""
+    # The flag is read because is_exporting() is also true within torch.compile in several versions of torch.
     return torch.jit.is_tracing() or getattr(torch.compiler, "_is_exporting_flag", False)  # type: ignore[attr-defined]

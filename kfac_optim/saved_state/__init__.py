@@ -1,10 +1,10 @@
-"""The saved state of an optimizer: the form it has, whether it is whole, and whether it is this model's.
+"""The saved state of an optimizer: its form, and checks that it is whole and belongs to this model.
 
-Nothing here loads anything but what a turned step has left; :mod:`~kfac_optim.state` loads the engine's part.
+The only entries loaded here are those of a turned step; :mod:`~kfac_optim.state` loads the engine's part.
 
 Where to look::
 
-    optimizer.py    where the engine's part stands in an optimizer's state; checks of the base class's part
+    optimizer.py    where an optimizer's state holds the engine's part; checks of the base class's part
     checks.py       checks of the engine's part, and its checksums
     step.py         the form in which the entries of a turned step are saved
 """

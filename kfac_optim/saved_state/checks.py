@@ -1,4 +1,4 @@
-"""Whether a saved state of an engine is whole, and of this model: checks that change nothing."""
+"""Checks, which change nothing, that a saved state of an engine is whole and belongs to this model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..steering import Steering
 
 __all__ = ["check_counters", "check_states", "check_sums", "checksums"]
 
-_MAY_BE_NEVER = ("last_statistics", "last_refresh", "frozen_at", "pending_spread", "opposes")  # counters: -1
+_MAY_BE_NEVER = ("last_statistics", "last_refresh", "frozen_at", "pending_spread", "opposes")  # counters that may be -1
 _SOURCES: tuple[Source, ...] = ("current", "in_use", "pending")
-_LAYERS = "checksum_layers"  # how many the checksums are of
+_LAYERS = "checksum_layers"  # how many layers the checksums cover
 
 
 def check_states(
@@ -30,14 +30,14 @@ def check_states(
     *,
     pending: bool,
 ) -> None:
-    """Raises ValueError unless a rank could load its factors from a state of all or of its own.
+    """Raises ValueError unless a rank could load its factors from a state of all ranks or of its own.
 
     Args:
         blocks: The layers' blocks.
         states: The factors by weight.
         rank: The rank of this process.
-        frozen: Weights that may lack them; None: all.
-        pending: With those of a refresh in progress. Without one they may be missing, but not be damaged.
+        frozen: Weights that may lack factors; None: all.
+        pending: Whether factors of a refresh in progress must be there; else they may be missing, but not damaged.
     """
     weights = {block.layer.weight: block for block in blocks}
     if any(weight not in weights for weight in states):
@@ -55,7 +55,7 @@ def check_states(
 
 
 def _problem(block: Block, state: Any, rank: int, *, pending: bool) -> str:
-    """What keeps a layer's state from being loaded; empty if nothing."""
+    """Why a layer's state cannot be loaded; empty if it can."""
     if not isinstance(state, Mapping):
         return f"is {state!r}"
     for source in _SOURCES:
@@ -77,7 +77,7 @@ def _problem(block: Block, state: Any, rank: int, *, pending: bool) -> str:
 
 
 def _is_damping(gamma: Any, pairs: int) -> bool:
-    """Whether a loaded object is the damping of so many pairs."""
+    """Whether a loaded object is a damping for this number of pairs."""
     shaped = isinstance(gamma, Tensor) and gamma.shape == (pairs,)
     return shaped and bool(((gamma >= 0) & gamma.isfinite()).all())
 
@@ -86,7 +86,7 @@ def _is_damping(gamma: Any, pairs: int) -> bool:
 
 
 def check_counters(known: Iterable[str], counters: Mapping[str, Any]) -> None:
-    """Raises ValueError unless the saved counters are complete and in range; ``known``: the names of all."""
+    """Raises ValueError unless the saved counters are complete and in range; ``known``: the names of all counters."""
     problem = _counter_problem(list(known), counters)
     if problem:
         raise ValueError(f"the state is damaged: {problem}")
@@ -113,16 +113,16 @@ def _counter_problem(known: Iterable[str], counters: Mapping[str, Any]) -> str:
 
 
 def checksums(states: Iterable[object]) -> dict[str, int | None]:
-    """Checksums of the averages of all layers, one for each moment that a state knows; 0 of none, None of a part.
+    """Checksums of the averages of all layers, one each for the current ones, those in use and the pending ones.
 
-    The bits of the tensors are added up as integers, each tensor times its place, so that every flipped bit shows. Each
-    device is read once. Below 2^53, for tools that make floats of saved numbers.
+    The bits of each tensor are added up as integers and multiplied by its place, so that every flipped bit shows. Each
+    device is read once. Sums are below 2^53, because some tools turn saved numbers into floats.
 
     Args:
-        states: What the optimizer's state holds of every layer, in the order of their weights.
+        states: The averages in the optimizer's state, by layer, in the order of the weights.
 
     Returns:
-        The checksums, and of how many layers they are.
+        The checksums, and how many layers they cover. A checksum is 0 of no averages, None if other ranks keep some.
     """
     states = list(states)
     found: dict[str, int | None] = {_LAYERS: len(states)}
@@ -146,13 +146,13 @@ def _is_part(averages: Iterable[Any]) -> bool:
 
 
 def check_sums(blocks: Sequence[Block], states: Mapping[nn.Parameter, Any], counters: Mapping[str, Any]) -> None:
-    """Raises ValueError unless checked states have the checksums that were saved.
+    """Raises ValueError unless the checksums of checked states are those that were saved.
 
-    Those have none that the base class has loaded, in the type of its parameters, or that lack frozen layers.
+    States are not compared if the base class has cast them to its parameters' type, or if they lack frozen layers.
     """
     averages = [tensors[side] for state in states.values() for tensors in state.values() for side in SIDES]
     rounded = any(average["weight"].dtype != torch.float64 for average in averages)
-    # torch.distributed.checkpoint hands over no state of parameters that are frozen by now.
+    # torch.distributed.checkpoint leaves out the state of parameters that are now frozen.
     left_out = [block for block in blocks if block.layer.weight not in states]
     fewer = len(states) < (counters.get(_LAYERS) or 0) and not any(b.layer.weight.requires_grad for b in left_out)
     if rounded or fewer:
@@ -171,7 +171,7 @@ def check_sums(blocks: Sequence[Block], states: Mapping[nn.Parameter, Any], coun
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
-    """The tensors in nested lists and dicts, in an order that does not depend on that of the dicts."""
+    """The tensors in nested lists and dicts, in an order that does not depend on the order of the dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -186,5 +186,5 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     """The sum of a tensor's 32-bit (or narrower) words, 0-dim, int64."""
     words = {1: torch.uint8, 2: torch.int16}.get(tensor.element_size(), torch.int32)
     bits = tensor.detach().contiguous().view(-1).view(words)
-    # In parts, because on the CPU a sum in another dtype copies what it adds up.
+    # In parts, because on the CPU a sum in another dtype makes a converted copy of its input.
     return torch.stack([part.sum(dtype=torch.int64) for part in bits.split(2**22)]).sum()

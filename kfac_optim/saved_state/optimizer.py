@@ -1,4 +1,4 @@
-"""An optimizer's saved state: where the engine's part of it stands, and whether the base class's is whole."""
+"""An optimizer's saved state: where the engine's part is found in it, and whether the base class's part is whole."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .checks import checksums
 
 __all__ = ["saved_parts", "with_checksums"]
 
-_DECOUPLED = "decoupled_weight_decay"  # in the groups of Adam, False, and AdamW, True
+_DECOUPLED = "decoupled_weight_decay"  # False in Adam's groups, True in AdamW's
 
-# The shape of a small parameter: all sizes differ, and some bases treat matrices below 128 x 128 in another way.
+# The shape of a small parameter. All sizes differ; two are above 128, below which some bases treat matrices otherwise.
 _SMALL = (131, 137, 3, 5, 7, 11)
 
 
 def with_checksums(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state with the checksums of its averages in every group."""
+    """Returns an optimizer's state with the checksums of its averages added to every group."""
     states, groups = state_dict["state"], state_dict["param_groups"]
     averages = [states[i][AVERAGES] for group in groups for i in group["params"] if AVERAGES in states.get(i, ())]
     sums = {PREFIX + name: value for name, value in checksums(averages).items()}
@@ -32,18 +32,18 @@ def with_checksums(state_dict: dict[str, Any]) -> dict[str, Any]:
 def saved_parts(
     optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], base_step: Callable[[Any], Any]
 ) -> tuple[dict[nn.Parameter, dict[str, Any]], dict[str, float | int], set[nn.Parameter]]:
-    """What is the engine's in a saved state, after checks of all the rest of it.
+    """Returns the engine's part of a saved state, after checking the rest of the state.
 
     Args:
-        optimizer: The optimizer that is to load it; it is not changed.
+        optimizer: The optimizer that is to load the state; it is not changed.
         state_dict: The saved state.
         base_step: The base class's ``step``.
 
     Returns:
-        The averages by weight; the engine's numbers; and the parameters of which nothing was saved.
+        The averages by weight; the engine's numbers; and the parameters for which nothing was saved.
 
     Raises:
-        ValueError: If the state is no optimizer's, of another model, damaged, or of another kind of weight decay.
+        ValueError: If the state is not an optimizer's, is damaged, or is of another model or kind of weight decay.
     """
     for key in ("state", "param_groups"):
         if key not in state_dict:
@@ -80,11 +80,11 @@ def saved_parts(
 
 @torch.no_grad()
 def _kinds(optimizer: Any, group: dict[str, Any], base_step: Callable[[Any], Any]) -> dict[tuple[int, str], str]:
-    """What the base class keeps of the parameters of a group, found out by a step on small ones.
+    """What kinds of entries the base class keeps for a group's parameters, found by a step on small parameters.
 
     Returns:
-        By number of dimensions of a parameter and key of its state: "parameter" if the tensor has its shape, "dims" if
-        it shares dimensions with it (Adafactor, Shampoo), "none" where the class keeps None. Empty if the step fails.
+        By a parameter's number of dimensions and a key of its state: "parameter" for a tensor of its shape, "dims" for
+        one that shares sizes with it (Adafactor, Shampoo), "none" for None. Empty if the step fails.
     """
     dims = {p.dim(): p for p in group["params"] if p.dim()}
     small = [torch.ones(_SMALL[:n], dtype=p.dtype, device=p.device) for n, p in dims.items()]
@@ -94,7 +94,7 @@ def _kinds(optimizer: Any, group: dict[str, Any], base_step: Callable[[Any], Any
     probe.__dict__.update(optimizer.__dict__, state=defaultdict(dict), param_groups=[{**group, "params": small}])
     try:
         base_step(probe)
-    except Exception:  # other options than it knows, or a kernel that does not take such tensors
+    except Exception:  # the step does not know the saved options, or a kernel does not take such tensors
         return {}
     found: dict[tuple[int, str], str] = {}
     for tensor in small:
@@ -107,7 +107,7 @@ def _kinds(optimizer: Any, group: dict[str, Any], base_step: Callable[[Any], Any
 
 
 def _shares(shape: torch.Size, parameter: torch.Size) -> bool:
-    """Whether a tensor has a dimension, other than 1, of its parameter, or no other dimension than 1."""
+    """Whether a tensor has a size other than 1 in common with its parameter, or only sizes of 1."""
     sizes = {size for size in shape if size > 1}
     return not sizes or not sizes.isdisjoint(parameter)
 
@@ -115,7 +115,7 @@ def _shares(shape: torch.Size, parameter: torch.Size) -> bool:
 def _base_problem(
     parameter: Tensor, saved: Mapping[str, Any], own: Mapping[str, Any], kinds: Mapping[tuple[int, str], str]
 ) -> str:
-    """What keeps the base class's state of a parameter from being loaded, as the end of a sentence."""
+    """Why a parameter's state of the base class cannot be loaded, as the end of a sentence; empty if it can."""
     whole = [key for (n, key), kind in kinds.items() if n == parameter.dim() and kind == "parameter"]
     missing = [key for key in whole if not isinstance(saved.get(key), Tensor)]
     if missing and any(key in saved for key in whole):

@@ -1,7 +1,7 @@
-"""The form in which the entries of a turned step are saved: a parameter has the same ones at all times.
+"""The form in which the entries of a turned step are saved: a parameter always has the same ones.
 
-``torch.distributed.checkpoint`` reads from a checkpoint what a fresh optimizer has keys for, and it must have all of
-them. So in a saved state what was not recorded is there as zeros, and ``NOTED`` tells what was.
+``torch.distributed.checkpoint`` reads the keys that a fresh optimizer has, and fails if the checkpoint lacks one. So a
+saved state has zeros for entries that were not recorded, and ``NOTED`` tells which ones were.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def saved_form(
     turned: Collection[nn.Parameter],
     norms: Mapping[nn.Parameter, float],
 ) -> dict[str, Any]:
-    """A state in the form in which it is saved; before the first step as it is.
+    """Returns a state in the form in which it is saved; before the first step it is left as it is.
 
     Args:
-        state_dict: What the base class saves of the optimizer.
+        state_dict: The state as the base class saves it.
         optimizer: The optimizer.
-        turned: The parameters whose steps may be turned as far as trust goes, so that they have all keys.
+        turned: The parameters whose steps trust may turn, which are saved with all keys.
         norms: The norms of the weights that the next step is to compare.
     """
     states = dict(state_dict["state"])
@@ -39,24 +39,24 @@ def saved_form(
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for p, i in zip(group["params"], saved["params"], strict=True):
             state = states.get(i, {})
-            # Base classes take a state that is not empty for their own: where they have none yet nothing is added.
+            # Base classes expect their own entries in a state that is not empty, so none is added where they have none.
             if not states or not p.requires_grad or (base_keeps and not _has_base_state(state)):
                 continue
             found: dict[str, Any] = {NOTED: sum(1 << n for n, key in enumerate(RECORDED) if key in state)}
             if p in turned:
                 keys = RECORDED if needs_average(optimizer, p, group, state) else OF_STEP
                 found |= {key: _zeros(p, key) for key in keys if key not in state} | {NORM: norms.get(p, -1.0)}
-            if CHANGE in state and state[CHANGE] is state.get(TURN):  # a checkpoint that has two is read into both
+            if CHANGE in state and state[CHANGE] is state.get(TURN):  # a checkpoint with two tensors is read into both
                 found[CHANGE] = state[CHANGE].clone()
             states[i] = {**state, **found}
     return {**state_dict, "state": states}
 
 
 def take_saved_form(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, float]:
-    """Takes what was not recorded out of a state that has been loaded.
+    """Removes from a loaded state the entries that were not recorded.
 
     Returns:
-        The norms of the weights that are to be compared.
+        The norms of the weights that the next step is to compare.
     """
     norms: dict[nn.Parameter, float] = {}
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state]
@@ -64,7 +64,7 @@ def take_saved_form(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, floa
         noted, norm = state.pop(NOTED, None), float(state.pop(NORM, -1.0))
         for key in () if noted is None else [key for n, key in enumerate(RECORDED) if not int(noted) >> n & 1]:
             state.pop(key, None)
-        if MOMENT in state:  # changed in place, and torch makes two optimizers share a state that is not copied
+        if MOMENT in state:  # it is changed in place, and torch may have loaded the very tensor of another optimizer
             state[MOMENT] = state[MOMENT].clone()
         if norm >= 0:
             norms[p] = norm
@@ -74,7 +74,7 @@ def take_saved_form(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, floa
 
 
 def _has_base_state(state: Mapping[str, Any]) -> bool:
-    """Whether something in a parameter's state is the base class's."""
+    """Whether a parameter's state has an entry of the base class."""
     return any(map(is_of_base, state))
 
 

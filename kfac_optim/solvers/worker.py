@@ -1,4 +1,4 @@
-"""A thread that decomposes while training goes on."""
+"""Decompositions in a thread of their own, while training goes on."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["Worker"]
 
 
 class Worker:
-    """Decomposes while training goes on: one thread, with a stream of its own on a GPU.
+    """Decomposes in one thread, which has its own stream on a GPU, while training goes on.
 
-    A thread there too, because decompositions wait for the device to learn whether they failed. A process that was
-    forked has no threads of its parent's: it starts one of its own, and does again what it waits for.
+    A stream alone would not do, because a decomposition waits for the device to learn whether it has failed. A forked
+    process does not inherit its parent's thread: it starts its own, and repeats the work whose results it waits for.
     """
 
     def __init__(self) -> None:
@@ -32,14 +32,14 @@ class Worker:
         self._finalizer = weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
 
     def __reduce__(self) -> tuple[type[Worker], tuple[()]]:
-        return Worker, ()  # copies and pickles start a thread of their own
+        return Worker, ()  # copies and pickles start their own thread
 
     def close(self) -> None:
-        """Ends the thread after what it is doing; so does the collection of the worker, if its jobs do not hold it."""
+        """Ends the thread after its current job, as garbage collection of the worker does if no job refers to it."""
         self._finalizer()
 
     def submit(self, device: torch.device, work: Callable[[], MaybeDecomposition]) -> Callable[[], MaybeDecomposition]:
-        """Starts ``work``, which may use what is computed on ``device`` so far.
+        """Starts ``work``, which may use everything that ``device`` was told to compute before.
 
         Returns:
             A function that waits for the result and makes it usable in the caller's stream.
@@ -64,7 +64,7 @@ class Worker:
                 current = torch.cuda.current_stream(device)
                 current.wait_stream(stream)
                 for part in () if isinstance(found, Failure) else found:
-                    part.record_stream(current)  # or the side stream would take its memory for free too early
+                    part.record_stream(current)  # or the memory could be reused while the current stream needs it
             return found
 
         return result
