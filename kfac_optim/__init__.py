@@ -4,15 +4,15 @@ One line of a training script changes::
 
     optimizer = KFACSGD(model, lr=0.1, momentum=0.9)      # instead of torch.optim.SGD(model.parameters(), ...)
 
-How data flows, and which module does what::
+How data flows, and what each module does::
 
     model --capture--> a, g --layers--> moments --averages--> A, G --distributed--> solvers: (Q_A, d_A), (Q_G, d_G)
                                                                                                 |
-    weights <--turning: turned, as far as trust goes, and stretched, as far as reach goes-- preconditioning
+    weights <--turning: turned as far as trust says, and stretched as far as reach says---- preconditioning
        ^                                                                                        |
        +------ base class's step on .grad --> its first moment, and the length of its update ---+
 
-In the paper's order (``precondition="gradient"``) gradients are preconditioned first, and the base class steps on them.
+In the paper's order (``precondition="gradient"``), the base class steps on preconditioned gradients.
 """
 
 from .capture import Bernoulli, Categorical, Fisher, Gaussian

@@ -1,36 +1,36 @@
 """Takes activations ``a`` and output gradients ``g`` out of a model, and adds them up as the raw moments of a step.
 
-How a layer is watched. A forward hook reduces the input to its moment at once (so nothing large is kept, and activation
-checkpointing keeps its savings) and puts a hook on the *output tensor*. The input's moment counts only when that
-output's gradient arrives. This one rule makes evaluation, ``no_grad`` and both kinds of activation checkpointing right.
+How a layer is watched. A forward hook reduces the input to its moment at once, so that nothing large is kept and
+activation checkpointing still saves memory, and puts a hook on the *output tensor*. The input's moment counts only if
+that output's gradient arrives: a rule that suits evaluation, ``no_grad`` and both kinds of activation checkpointing.
 Full backward hooks are never used: they crash when an in-place activation follows the layer.
 
-How loss terms are counted. M, the number of terms that the loss averages, belongs to the loss: it is read off the
+How loss terms are counted. M, the number of terms that the loss averages, belongs to the loss. It is derived from the
 output of the outermost module call, once per backward pass, however many layers and calls took part.
 
 A *micro-batch* is one backward pass. Its moments are added to the sums of the step when the backward pass ends, unless
 one of them is not finite; then the whole micro-batch has weight 0. That decision stays on the device: the flags are
 read once, in ``step()``.
 
-Sampled Fisher. When the outermost call returns, targets are drawn from the model's own predictive distribution, and the
-gradients of the layer outputs are taken for them. These are added when the user's backward pass reaches the model's
-output.
+Sampled Fisher. When the outermost call returns, targets are drawn from the model's own predictive distribution, and
+gradients of the layer outputs are computed for these targets. Their moments are added when the user's backward pass
+reaches the model's output.
 
 Where to look::
 
     hooks.py        eager models: the hooks, from the call of a model to the end of its backward pass
-    compiled.py     compiled models: the operators that stand for the hooks, and the order in which graphs run them
+    compiled.py     compiled models: the operators that replace the hooks, and the order in which graphs run them
     calls.py        which call of the model is in progress, and which one a layer's call belongs to
     microbatch.py   layer calls -> moments -> micro-batches
     statistics.py   micro-batches -> the statistics of a step
     gradients.py    which backward passes count: those whose gradient is in ``.grad`` at the step
-    sampling.py     the sampled Fisher's backward pass, and what it keeps for the user's
+    sampling.py     the sampled Fisher's own backward pass, whose moments wait for the user's
     fisher.py       the distributions that the sampled Fisher draws from
     loss_terms.py   input and output of a model -> M
     attention.py    projections that are applied without calling a module
-    frozen_passes.py  layers through which others train while they are frozen themselves
+    frozen_passes.py  frozen layers through which other networks train
     weight_uses.py  weights that are used outside the calls of their modules
-    graphs.py       a look at autograd's graph, for the two above
+    graphs.py       reads autograd's graph, for the two above
     replay.py       repeats the calls of a model at other weights
     copies.py       copies and pickles of a watched model, without the hooks
 """

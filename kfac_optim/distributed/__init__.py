@@ -1,6 +1,6 @@
 """Communication between ranks: the only package that knows of process groups.
 
-All ranks make the same calls in the same order by construction, because what travels follows from shapes and from the
+All ranks make the same calls in the same order by construction, because what is sent depends on shapes and on the
 assignment alone.
 
 The strategy chooses which ranks keep the factors of a layer, and whose statistics they are made of:
@@ -20,17 +20,17 @@ member b bytes received, and a reduction the reverse. What a rank exchanges with
 Where to look::
 
     assignment.py       which ranks decompose a layer's factors, which precondition it, and which keep its factors
-    strategies.py       the strategies, which decide that: pure policy, no processes
+    strategies.py       the strategies, which make these assignments: pure policy, no processes
     communicator.py     what the engine calls: sum, reduce, send, exchange; traffic is counted here
     packing.py          tensors as flat bytes
     torch.py            the communicator of torch.distributed
     horovod.py          the communicator of Horovod
     agreement.py        whether all ranks have built the same engine
     join.py             uneven inputs: ranks that have run out of inputs
-    sharding.py         tensors and gradients of which every rank holds a part (FSDP2, DeepSpeed ZeRO)
+    sharding.py         tensors and gradients that are split over the ranks (FSDP2, DeepSpeed ZeRO)
     shard_matrices.py   which sharded weights can be preconditioned, and why others cannot
     reductions.py       sums and maxima over all parts
-    shard_exchange.py   how FSDP2's parts get to the ranks that precondition a layer, and back
+    shard_exchange.py   sends FSDP2's parts to the ranks that precondition a layer, and back
 """
 
 from . import agreement

@@ -21,19 +21,19 @@ Fisher of scale and shift per channel, which is the pair (1, F_c) with ``W = [sc
 
 Where to look::
 
-    base.py          what a layer is: weight, bias, pairs; from rows to moments, from tensors to matrices and back
+    base.py          the base classes: weight, bias, pairs; from rows to moments, from tensors to matrices and back
     moments.py       second moments of rows
     registry.py      which module types have layers; register_layer
     search.py        from the modules of a model to its layers
     linear.py        Linear, transformers' Conv1D, Embedding
     convolution.py   Conv, ConvTranspose
     windows.py       how a kernel slides over an image; the second moment of unfolded patches
-    shifts.py        the same moment from products of shifted images, where that is faster
+    shifts.py        the same moment from products of shifted images, if that is faster
     norm.py          LayerNorm, RMSNorm, GroupNorm, BatchNorm, SyncBatchNorm
     attention.py     the projections of MultiheadAttention
-    lookalikes.py    modules with a forward of their own that compute what one of these does
-    limits.py        how much of a factor is kept
-    ownership.py     from parameters to the user's modules
+    lookalikes.py    modules that have their own forward but compute the same as one of the above
+    limits.py        how much of a factor is kept: all of it, blocks or the diagonal
+    ownership.py     the modules that own some parameters; the user's modules inside wrappers
 """
 
 from . import attention, convolution, linear, norm  # noqa: F401  (each registers its layers)

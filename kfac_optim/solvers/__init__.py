@@ -6,18 +6,18 @@ There are two solvers, both for stacks of ``p`` Kronecker pairs, with gradients 
     inverse  (paper, eqs. 8-10)   (G + sqrt(gamma)/pi I)^-1 V (A + pi sqrt(gamma) I)^-1
 
 with pi as in :mod:`~kfac_optim.damping`. The inverse solver's damping is a factored form of the same Tikhonov damping.
-Of a diagonal factor only the diagonal is decomposed.
+For a diagonal factor, only the diagonal is decomposed.
 
-The eigen solver decomposes factors without damping, and so it knows their own eigenvalues afterwards. It can therefore
-tell which part of a decomposition matters at the present damping, check a decomposition, and decompose factors of
-nearly the same size in one call.
+The eigen solver decomposes factors without damping, and so finds their own eigenvalues. It can therefore tell which
+part of a decomposition matters at the present damping, check a decomposition, and decompose factors of nearly the same
+size in one call.
 
 A decomposition is a tuple of tensors, so that any solver's results can be sent between ranks. Its matrices are stored
 in ``inv_dtype``, its vectors and scalars, which carry the magnitude, in float32 or more.
 
 Where to look::
 
-    protocol.py     what a solver is, and what the package may ask of it
+    protocol.py     the interface of solvers, with its optional parts
     eigen.py        eqs. 11-13
     joint.py        eqs. 11-13 for several stacks at once, which saves kernel launches
     inverse.py      eqs. 8-10

@@ -1,22 +1,22 @@
-"""How far a base optimizer's step is turned and stretched: what the next gradients teach, and the plan of a step.
+"""How far a base optimizer's step is turned and stretched: learned from the next gradients, applied by a plan.
 
 With the base optimizer's update u, K-FAC's direction k and the stretch s of a layer::
 
     step = u + trust (k - u) + reach s
 
-Everything learned moves by the sign of an inner product of the next gradient with what the step was changed by.
-:mod:`~kfac_optim.turning` carries the plan out.
+Every learned number moves by the sign of an inner product: that of the next gradient with the change that the number
+made to the step. :mod:`~kfac_optim.turning` carries out the plan.
 
 Where to look::
 
-    plan.py             everything learned, and what becomes of a step
-    trust.py            how far it turns; the average of gradients where the base keeps none
-    reach.py            how far the step of each layer is stretched where it is flat
-    graft.py            how much of the base's length a direction has
-    brake.py            how much shorter a step is where the base's is much longer than usual
-    lessons.py          what the new gradients say of the last step, read at once
-    inner_products.py   of many gradients with as many vectors
-    constraints.py      whether the loop changes weights between steps
+    plan.py             all that was learned, and how it changes a step
+    trust.py            how far a step turns; the average of gradients if the base keeps none
+    reach.py            how far the step of each layer is stretched along flat directions
+    graft.py            how much of the length of the base's update K-FAC's direction has
+    brake.py            how much K-FAC's share of a step is shortened if the base's update is unusually long
+    lessons.py          what the new gradients say about the last step, read from the device at once
+    inner_products.py   inner products of many gradients with as many vectors
+    constraints.py      whether the training loop changes weights between steps
     opponents.py        whether networks train against each other
 """
 
