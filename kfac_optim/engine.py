@@ -11,7 +11,7 @@ What a step does, in order::
 ``update`` does the first three lines, ``directions`` the last two, ``advance`` ends the step. Each stage owns its
 state::
 
-    steering/           how far steps turn; how far each layer's steps stretch is kept in its block
+    steering/           how far steps turn (how far a layer's steps stretch is kept in its block)
     capture/            what was captured in backward passes since the last step
     averages.py         what this rank has seen since the ranks last pooled their sums   (eqs. 14-15)
     refresh.py          the refresh in progress, and when the next one is due            (eqs. 8-13, by the solver)
@@ -102,7 +102,7 @@ class CurvatureEngine(ViewedEngine):
         self._prepare_ranks()
         # Also in a step that is a no-op: torch.distributed.checkpoint takes one to make the state exist.
         self.make_room(self.trained.blocks)
-        for block in () if self._refresher.pace.work else self.trained.blocks:  # so far, none is late
+        for block in () if self._refresher.pace.work else self.trained.blocks:  # a layer is late only after a refresh
             block.note_trains()
         statistics, lessons = self._capture.take(), lessons or Lessons()
         if self._capture.frozen_passes.take():
@@ -295,7 +295,7 @@ class CurvatureEngine(ViewedEngine):
         self._sightings.require()
 
     def _refresh(self, trains: bool) -> None:
-        """Starts a refresh of the layers that were seen, if still due; ``trains``: whether this step moves weights."""
+        """Starts a refresh of the layers seen, if it is still due; ``trains``: whether this step changes weights."""
         self._averaging.pool(self.trained.blocks, self.comm)
         ready = [block for block in self.trained.blocks if block.has_data()]
         if ready:
@@ -307,7 +307,7 @@ class CurvatureEngine(ViewedEngine):
             self._refresher.start(step, ready, self.damping_rule, self.spread_at(step), self.comm)
             return
         seen_nothing = self.last_statistics == self.step_count and not self.skipped_batches
-        # Every step collects statistics until there are some. With several ranks, this must not depend on one of them.
+        # Every step collects statistics until there are some. What one of several ranks has seen must not decide that.
         if not (self.ranks.alone and all(block.never_seen for block in self.trained.blocks)):
             self.last_statistics = None
         has_gradients = any(layer.weight.grad is not None for layer in self.layers)
@@ -337,7 +337,7 @@ class CurvatureEngine(ViewedEngine):
 def memory_estimate(
     model: nn.Module, *, world_size: int = 1, assignment: AssignmentStrategy | str = "factor-wise", **options: Any
 ) -> dict[str, int]:
-    """Estimates, before training, the bytes that the curvature takes on the rank where it takes most.
+    """Estimates, before training, how many bytes the curvature takes on the rank that needs most.
 
     Args:
         model: The module.

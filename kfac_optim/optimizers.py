@@ -46,7 +46,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 _PRECONDITIONS = ("momentum", "gradient")
 
-if TYPE_CHECKING:  # the mixin relies on another base class that is an optimizer
+if TYPE_CHECKING:  # the class beside the mixin has to be an optimizer
     _Optimizer = torch.optim.Optimizer
 else:
     _Optimizer = object
