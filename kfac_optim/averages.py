@@ -349,7 +349,7 @@ def past_worth(slack: float, count: float, trace: float, weight: float, mean: fl
     """The factor for the weight of the past beside new moments, in [0, 1]; see :class:`~kfac_optim.forgetting`.
 
     Args:
-        slack: The past counts in full if its mean is at most this many times as large as that of the new moments.
+        slack: The past counts in full if ``mean`` is at most this many times the mean trace of the new moments.
         count: The count of the new moments.
         trace: The trace of the new moments. If it or any of the other numbers is 0, the past counts in full.
         weight: The weight of the past.

@@ -237,11 +237,11 @@ class BuiltEngine(Config):
         self._refresher.close()
 
     def _prepare_ranks(self) -> None:
-        """Joins ranks of a torch.distributed that is initialised by now, and makes the groups that a step needs."""
+        """Joins the ranks if torch.distributed was initialised late, and makes the groups that a step needs."""
         refuse_cuda_graphs()
         late_communicator = self.ranks.late_communicator()
         if late_communicator is not None:
-            if self._steps_taken and any(block.has_data() for block in self.trained.blocks):  # not loaded
+            if self._steps_taken and any(block.has_data() for block in self.trained.blocks):  # not from a state
                 raise RuntimeError(
                     "torch.distributed was initialised after the first steps of this optimizer, in which each rank has "
                     "learned on its own: build the optimizer after init_process_group() and load the state_dict(), or "
@@ -268,7 +268,7 @@ class BuiltEngine(Config):
 
     @property
     def _begun(self) -> dict[str, bool]:
-        """What has happened since the last step and is lost in a copy or a saved state, which has to know of it."""
+        """What has happened since the last step: copies and saved states can't hold it, but have to know of it."""
         return {"captured": bool(self._capture.statistics.sums), "served": bool(self._capture.frozen_passes)}
 
     def _compare(self, **more: Any) -> None:

@@ -118,7 +118,7 @@ class SecantCheck:
         """Takes the slope along the last update at its end, found from the next gradient.
 
         Returns:
-            Once, after :attr:`steps` steps, the median ratio of observed to predicted curvature, if it is unusual.
+            Once, after ``steps`` steps, the median ratio of observed to predicted curvature, if it is unusual.
         """
         if self._expected is None or len(self._ratios) == self.steps:
             return None

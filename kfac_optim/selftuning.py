@@ -273,7 +273,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         return change
 
     def _directions(self, gradients: Mapping[nn.Parameter, Tensor]) -> list[list[Tensor]]:
-        """Minus the preconditioned gradient, and minus the gradient of parameters without preconditioner, if any."""
+        """Minus the preconditioned gradient, and minus the gradient of parameters without a preconditioner, if any."""
         found = by_parameter(self.curvature.directions(gradients, 1.0), gradients)
         known = [-found[p] if p in found else torch.zeros_like(g) for p, g in gradients.items()]
         others = [torch.zeros_like(g) if p in found else -g for p, g in gradients.items()]

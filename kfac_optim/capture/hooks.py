@@ -275,7 +275,7 @@ class Capture:
             return None
         if not (isinstance(output, Tensor) and output.requires_grad and isinstance(a, Tensor)):
             return None
-        a = own_part(a)  # with tensor parallelism, this rank's part
+        a = own_part(a)  # with tensor parallelism, this rank's part: all columns, or its own
         if projection is None and not _is_local(self.layers[index], a, output):
             return None
         if torch.compiler.is_compiling():

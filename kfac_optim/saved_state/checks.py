@@ -122,7 +122,7 @@ def checksums(states: Iterable[object]) -> dict[str, int | None]:
         states: The averages in the optimizer's state, by layer, in the order of the weights.
 
     Returns:
-        The checksums, and how many layers they cover. A checksum is 0 of no averages, None if other ranks keep some.
+        The checksums, and how many layers they cover. A checksum is 0 for no averages, None if other ranks keep some.
     """
     states = list(states)
     found: dict[str, int | None] = {_LAYERS: len(states)}

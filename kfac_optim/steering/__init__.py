@@ -1,4 +1,4 @@
-"""How far a base optimizer's step is turned and stretched: learned from the next gradients, applied by a plan.
+"""Learns from the next gradients how far to turn and stretch a base optimizer's step, and plans each step.
 
 With the base optimizer's update u, K-FAC's direction k and the stretch s of a layer::
 
