@@ -33,7 +33,7 @@ from .distributed import (
 from .engine import CurvatureEngine, memory_estimate
 from .layers import Declined, KroneckerLayer, LayerOptions, register_layer
 from .optimizers import KFACLAMB, KFACSGD, KFACAdam, KFACAdamW, KFACMixin
-from .scaling import Graft, KLClip, Scaling, Unit
+from .scaling import Graft, KLClip, Orthogonal, Scaling, Unit
 from .schedules import constant_then_scaled, exponential_decay, forgetting, growing, inverse_time_decay
 from .selftuning import KFAC
 from .solvers import EigenSolver, InverseSolver, Solver
@@ -55,6 +55,7 @@ __all__ = [
     "Damping",
     "OfLargest",
     "OfMean",
+    "Orthogonal",
     # values over time
     "constant_then_scaled",
     "exponential_decay",

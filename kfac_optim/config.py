@@ -25,7 +25,7 @@ from .capture import Bernoulli, Categorical, Fisher, Gaussian, LossAverage
 from .damping import Damping, OfLargest, OfMean, as_damping, check_damping
 from .distributed import KAISA, AssignmentStrategy, Communicator, FactorWise, LayerWise
 from .layers import Sharing
-from .scaling import Graft, KLClip, Scaling, Unit, traits_of
+from .scaling import Graft, KLClip, Orthogonal, Scaling, Unit, traits_of
 from .schedules import OWN_SCHEDULES, Schedule, forgetting
 from .solvers import EigenSolver, InverseSolver, Solver, damps_factors
 
@@ -44,7 +44,7 @@ __all__ = [
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SOLVERS = {"eigen": EigenSolver(), "inverse": InverseSolver()}
-_SCALINGS = {"kl_clip": KLClip(), "unit": Unit(), "graft": Graft(), None: None}
+_SCALINGS = {"kl_clip": KLClip(), "unit": Unit(), "orthogonal": Orthogonal(), "graft": Graft(), None: None}
 _FISHERS = {"empirical": "empirical", "categorical": Categorical(), "bernoulli": Bernoulli(), "gaussian": Gaussian()}
 _ASSIGNMENTS = {"layer-wise": LayerWise(), "factor-wise": FactorWise(), "kaisa": KAISA(grad_worker_fraction=1.0)}
 
@@ -108,7 +108,8 @@ class Config:
         "kl_clip",
         checks.instance("scaling", _SCALINGS, "multipliers"),
         """What decides the length of a step: "kl_clip" (eq. 16 with kappa = 1e-3; ``KLClip(kappa)`` for another),
-        "unit", "graft", None (directions stay as they are), or an object with ``multipliers(directions, step)``.""",
+        "unit", "orthogonal", "graft", None (directions stay as they are), or an object with
+        ``multipliers(directions, step)``.""",
         accepts="Scaling | str | None",
     )
     spread: Schedule[int] | None = _option(

@@ -21,11 +21,11 @@ from .flat_storage import FlatStorage, is_launch_bound, scale_pairs
 from .layout import fill_all
 from .precision import without_autocast
 from .rates import Scalar, common_rate
-from .scaling import Scaling, traits_of
+from .scaling import Scaling, scaled_by, traits_of
 from .shard_routing import exchanged_blocks, gathered_vectors
 from .solvers import Decomposition, EigenSolver, Solver
 from .solvers.joint import JointEigen
-from .stack_algebra import Direction, Steepest, cosines, keep_zeros_, scaled
+from .stack_algebra import Direction, Steepest, cosines, keep_zeros_
 from .stacks import Stack, layer_of_pair, stack_key, stacks_of
 from .tiles import Tile, precondition
 
@@ -95,13 +95,12 @@ class Preconditioner:
         if any(block.route for block in blocks if block not in exchanged):
             with communicating("gradient", self.stopwatch, comm.world_size):
                 self._send_directions(known, exchanged, stacks, found, comm)
-        with self.stopwatch.stage("scaling"):
+        with self.stopwatch.stage("scaling"), without_autocast(device):
             if keeps_zeros:
                 keep_zeros_(found)
             for stack, d in zip(stacks, found, strict=True):
                 _note_cosines(stack, d)
-            if scaling is not None:
-                found = scaled(found, scaling.multipliers(found, step))
+            found = scaled_by(scaling, found, step)
             return Directions([stack.layout for stack in stacks], found, given, self.dtype, exchange)
 
     def _select(self, stacks: Sequence[Stack], value: float) -> None:

@@ -15,7 +15,18 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.common.settings import Settings, nearest
 from benchmarks.common.tasks import Task
-from kfac_optim import Bernoulli, Categorical, Fisher, Gaussian, InverseSolver, KLClip, OfLargest, OfMean, growing
+from kfac_optim import (
+    Bernoulli,
+    Categorical,
+    Fisher,
+    Gaussian,
+    InverseSolver,
+    KLClip,
+    OfLargest,
+    OfMean,
+    Orthogonal,
+    growing,
+)
 
 
 @dataclass(frozen=True)
@@ -98,9 +109,11 @@ def kfac_keywords(settings: Settings) -> dict[str, Any]:
         if "damping" not in given:
             raise ValueError("--damping-of: says what --damping is relative to; give --damping too")
         given["damping"] = DAMPINGS[nearest("unit of damping", relative, DAMPINGS)](given["damping"])
-    word, _, kappa = str(given.get("scaling")).partition(":")
-    if word == "kl_clip" and kappa:
-        given["scaling"] = KLClip(float(kappa))
+    word, _, number = str(given.get("scaling")).partition(":")
+    if word == "kl_clip" and number:
+        given["scaling"] = KLClip(float(number))
+    if word == "orthogonal" and number:
+        given["scaling"] = Orthogonal(int(number))
     if given.get("fisher") in FISHERS:
         given["fisher"] = FISHERS[given["fisher"]](seed=settings.seed)
     if given.get("solver") == "inverse-plain":

@@ -110,7 +110,7 @@ RECIPES: dict[str, Recipe] = {
     "practical": Recipe(
         about="preconditioned Nesterov momentum and (but for text) the sampled Fisher for KFACSGD, explicit inverses, "
         "unit scaling, relative damping, a refresh interval that grows with the step; on text statistics from a "
-        "quarter of the batch, and AdamW has the head, embeddings and norms",
+        "quarter of the batch, orthogonal scaling for KFACSGD, and AdamW has the head, embeddings and norms",
         kfac={
             "precondition": "momentum",
             "scaling": "unit",
@@ -141,7 +141,7 @@ RECIPES: dict[str, Recipe] = {
             ("curves", "KFACSGD"): {"lr": 0.05},
             ("curves", "KFACAdam"): {"lr": 0.006, "kfac": _DIRECT_ON_CURVES},
             ("curves", "KFACLAMB"): {"lr": 0.04, "kfac": _DIRECT_ON_CURVES},
-            ("text", "KFACSGD"): {"lr": 0.06, "rest_lr": 0.03},
+            ("text", "KFACSGD"): {"lr": 0.06, "rest_lr": 0.03, "kfac": {"scaling": "orthogonal"}},
         },
     ),
 }
@@ -168,8 +168,8 @@ class Settings:
     rest_lr: float  # Learning rate of ``rest``
     options: dict[str, Any]  # Further keywords of the optimizer's base rule
     # K-FAC keywords as plain values, which ``benchmarks.common.optimizers`` builds the objects from:
-    # ``growing(...)`` is written "growing:fraction:minimum", ``KLClip(k)`` "kl_clip:k", and "damping_of"
-    # says what the damping is relative to.
+    # ``growing(...)`` is written "growing:fraction:minimum", ``KLClip(k)`` "kl_clip:k", ``Orthogonal(n)``
+    # "orthogonal:n", and "damping_of" says what the damping is relative to.
     kfac: dict[str, Any]
 
     def __post_init__(self) -> None:

@@ -518,7 +518,7 @@ class Repeated(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("scaling", ["kl_clip", "unit", "graft", None])
+@pytest.mark.parametrize("scaling", ["kl_clip", "unit", "orthogonal", "graft", None])
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 def test_layers_of_one_shape_together_equal_each_on_its_own(
     scaling: str | None, solver: str, monkeypatch: pytest.MonkeyPatch

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kfac_optim import Graft, stack_algebra
+from kfac_optim import Graft, Orthogonal, Unit, stack_algebra
 from kfac_optim.flat_storage import FlatStorage
+from kfac_optim.scaling import scaled_by
 from kfac_optim.stack_algebra import Direction, Steepest, at_largest, inners, norms, scaled
 from kfac_optim.steering.brake import brake_of
 from kfac_optim.steering.graft import shortened
@@ -128,3 +130,32 @@ def test_the_rate_of_a_base_is_computed_once_in_a_step(monkeypatch: pytest.Monke
     rate = (u * m).sum((1, 2)) / (m * m).sum((1, 2))
     torch.testing.assert_close(found, rate.clamp(min=0)[:, None, None] * (2 * k - m), rtol=1e-9, atol=1e-12)
     assert taken == [1]
+
+
+def test_orthogonal_moves_singular_values_alone() -> None:
+    """Each by Muon's polynomial, three times; the singular vectors stay, and the norm is that of the unit scaling."""
+    wide, zero = torch.randn(4, 3, 7, dtype=torch.float64), torch.zeros(1, 3, 7, dtype=torch.float64)
+    for matrices in (torch.cat([wide, zero]), torch.cat([wide, zero]).mT):
+        d = Direction(matrices, matrices, matrices, 0.1)
+        (found,) = scaled_by(Orthogonal(), [d], 0)
+        u, s, v = torch.linalg.svd(wide if matrices.shape[1] == 3 else wide.mT, full_matrices=False)
+        s = s / s.norm(dim=1, keepdim=True)
+        for _ in range(3):
+            s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+        expected = u * s[:, None] @ v
+        expected *= Unit.target(d)[:4, None, None] / torch.linalg.matrix_norm(expected)[:, None, None]
+        torch.testing.assert_close(found.direction, torch.cat([expected, matrices[4:]]), rtol=1e-10, atol=1e-12)
+
+
+def test_orthogonal_leaves_norm_layers_alone() -> None:
+    """Their pairs are channels, 2 x 2 blocks that say nothing of one another."""
+    d = direction([2, 4])
+    (unit,), (found,) = scaled_by(Unit(), [d], 0), scaled_by(Orthogonal(), [d], 0)
+    torch.testing.assert_close(found.direction, unit.direction, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("iterations", "error"), [(0, ValueError), (2.5, ValueError), ("3", TypeError)])
+def test_orthogonal_refuses_what_is_no_number_of_iterations(iterations: Any, error: type[Exception]) -> None:
+    """By name and value."""
+    with pytest.raises(error, match="iterations"):
+        Orthogonal(iterations)

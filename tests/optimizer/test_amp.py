@@ -287,9 +287,10 @@ def test_curvature_in_half_precision(
         assert_near(rounded[name], expected, name, STORED_TOL[dtype])
 
 
-def test_steps_under_autocast_are_the_steps_outside() -> None:
+@pytest.mark.parametrize("scaling", ["graft", "orthogonal"])
+def test_steps_under_autocast_are_the_steps_outside(scaling: str) -> None:
     inside, outside = twins(network)
-    first, second = sgd(inside), sgd(outside)
+    first, second = (sgd(model, scaling=scaling) for model in (inside, outside))
     for batch in batches(3):
         for model, optimizer, mixed in ((inside, first, True), (outside, second, False)):
             optimizer.zero_grad()

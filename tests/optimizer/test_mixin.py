@@ -89,7 +89,7 @@ PAIRS: list[tuple[Any, Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("scaling", ["kl_clip", "unit", "graft", None])
+@pytest.mark.parametrize("scaling", ["kl_clip", "unit", "orthogonal", "graft", None])
 @pytest.mark.parametrize(("kfac", "base", "keywords"), PAIRS, ids=lambda value: getattr(value, "__name__", ""))
 def test_step_is_the_base_step_on_preconditioned_gradients(
     kfac: Any, base: Any, keywords: dict[str, Any], scaling: str | None

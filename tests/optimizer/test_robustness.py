@@ -362,7 +362,7 @@ def zero(model: nn.Module, i: int) -> nn.Module:
 
 @pytest.mark.parametrize("factory", [dead, zero_head, zero_first, zero_everything, dead_convolution])
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
-@pytest.mark.parametrize("scaling", ["kl_clip", "unit", "graft", None])
+@pytest.mark.parametrize("scaling", ["kl_clip", "unit", "orthogonal", "graft", None])
 @pytest.mark.parametrize("relative", [False, True])
 def test_dead_and_zero_layers(
     factory: Callable[[], nn.Module], solver: str, scaling: str | None, relative: bool
@@ -418,7 +418,7 @@ def test_constant_inputs_and_batches_of_one(cls: type[KFACMixin], solver: str, n
     assert losses[-1] < 0.5 * losses[0]
 
 
-@pytest.mark.parametrize("scaling", ["kl_clip", "unit", "graft", None])
+@pytest.mark.parametrize("scaling", ["kl_clip", "unit", "orthogonal", "graft", None])
 @pytest.mark.parametrize("cls", CLASSES)
 def test_lr_zero_moves_nothing_and_learns_the_curvature(cls: type[KFACMixin], scaling: str | None) -> None:
     """A warm-up that starts at lr 0."""
