@@ -83,8 +83,8 @@ class Averaging:
             reports: Flags of this rank.
 
         Returns:
-            Two values that are the same on all ranks: whether any rank had something to add, and how many ranks have
-            set each of the flags.
+            Whether any rank had something to add, and how many ranks have set each of the flags; both are the same on
+            all ranks.
         """
         own = {i: (sums.a, sums.g) for i, sums in statistics.sums.items() if statistics.rows(i)}
         for index, moments in own.items():

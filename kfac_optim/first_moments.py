@@ -80,7 +80,7 @@ class Member:
 
     @property
     def moment_weight(self) -> float:
-        """The sum of the weights of all gradients in the first moment: 1 except for the momentum of SGD."""
+        """The sum of the weights of all gradients in the first moment, which is 1 except for the momentum of SGD."""
         if not self.is_sgd or not self.group["momentum"]:
             return 1.0
         weight: float = self.state.get(GRADIENT_WEIGHT, 1.0) or 1.0
