@@ -6,7 +6,7 @@ What a step does, in order::
     fold the captured moments into the running averages          (statistics steps; drop non-finite micro-batches)
     if due: pool the factors of all ranks, decompose them on their inverse workers (eqs. 11-13 or 8-10), exchange
     precondition on the gradient workers; exchange
-    scale (kl_clip, unit, graft)
+    scale (kl_clip, unit, orthogonal, graft)
 
 ``update`` does the first three lines, ``directions`` the last two, ``advance`` ends the step. Each stage owns its
 state::
@@ -202,6 +202,9 @@ class CurvatureEngine(ViewedEngine):
             self._refresher.invalidate()
         if self._capture.layers != self.layers:
             self._rebuild_stages()
+        # The step was not taken, so its statistics are due again. Ranks that have seen no layer all get that error.
+        if self.last_statistics == self.step_count and (self.ranks.alone or self._sightings.blind):
+            self.last_statistics = None
         self._prepare_statistics()
 
     @property

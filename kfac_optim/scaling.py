@@ -70,7 +70,9 @@ def traits_of(scaling: Scaling | None) -> Traits:
     """The traits of a scaling; those of None, which leaves directions as they are, include ``by_layer``."""
     if scaling is None:
         return Traits(by_layer=True)
-    return Traits(**{name: getattr(scaling, name, default) for name, default in _DEFAULTS.items()})
+    traits = Traits(**{name: getattr(scaling, name, default) for name, default in _DEFAULTS.items()})
+    # How flat the components of a direction are is not known any more once it has been changed.
+    return replace(traits, stretch=False) if hasattr(scaling, "turned") else traits
 
 
 def scaled_by(scaling: Scaling | None, directions: Sequence[Direction], step: int) -> list[Direction]:
@@ -154,7 +156,8 @@ class Orthogonal(Unit):
     """Brings the singular values of each pair's direction together; the norm is that of :class:`Unit`.
 
     This is what Muon does with the momentum (Jordan et al. 2024), done with K-FAC's direction. Norm layers are left as
-    they are. Each iteration takes three products of matrices as large as the direction's smaller side.
+    they are, and each shard of tensor parallelism is treated by itself. An iteration takes two products with the whole
+    direction, and one of two square matrices with the rows of its smaller side.
 
     Args:
         iterations: Newton-Schulz iterations, >= 1. Default 3.

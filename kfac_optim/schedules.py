@@ -141,8 +141,8 @@ class forgetting:
     of one distribution. This is the variable forgetting factor of recursive least squares (Fortescue et al. 1981),
     applied to A and G of each layer.
 
-    It has an effect only with scalings that ignore the length of directions ("graft", "unit"). With others a single
-    batch of small gradients would be followed by steps that are far too long.
+    It has an effect only with scalings that ignore the length of directions ("graft", "unit", "orthogonal"). With
+    others a single batch of small gradients would be followed by steps that are far too long.
 
     Args:
         decay: xi of eqs. 14-15, in [0, 1); a number or a function of the step. Default 0.95.

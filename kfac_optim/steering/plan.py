@@ -37,8 +37,8 @@ class Plan:
         computes: Whether K-FAC's directions are computed, unless the step repeats the last change.
         repeats: Whether the step may be changed as the last one was.
         stretches: Whether the step is also stretched along flat directions (:mod:`~.reach`).
-        opposed: Whether the step is not stretched only because networks seem to train against each other
-            (:mod:`~.opponents`). It is then the base optimizer's own, and trust does not move.
+        opposed: Whether networks seem to train against each other (:mod:`~.opponents`) where trust is learned. The
+            step is then the base optimizer's own, and trust does not move.
         too_long: The parameters of layers whose last stretch was too long or undone. No other step may repeat it.
         moment_decay: The decay, in [0, 0.9], of the averaged gradients that give the direction where the base optimizer
             keeps no first moment.
@@ -120,8 +120,9 @@ class Steering:
         given = traits.trust if turns else 1.0
         learns, fixed = given is None, 0.0 if given is None else float(given)
         wanted = learns and traits.stretch is not False and isinstance(damping, OfLargest)
-        stretches = wanted and (bool(traits.stretch) or self.opposition.may_stretch(alone=alone))
-        opposed = wanted and not stretches and self.opposition.opposes is not None
+        may_stretch = self.opposition.may_stretch(alone=alone) or traits.stretch is True
+        stretches = wanted and may_stretch
+        opposed = learns and not may_stretch and self.opposition.opposes is not None
         steers = learns and not opposed
         changed = stretches and any(block.has_direction and block.reach > LEAST for block in blocks)
         return Plan(

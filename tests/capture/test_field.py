@@ -102,6 +102,32 @@ def test_transforms_hide_the_layers_and_the_first_step_says_so_each_time(
         with pytest.raises(RuntimeError, match="none of its layers was seen"):
             optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for _ in range(3):  # called rightly it trains
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
+        optimizer.step()
+    assert optimizer.curvature.refreshes > 0
+
+
+def test_a_trained_model_of_which_nothing_is_seen_any_more_is_an_error_in_each_step() -> None:
+    model = small()
+    optimizer = KFACSGD(model, **OPTIONS | {"factor_update_steps": 3, "inv_update_steps": 6})
+    for _ in range(7):
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
+        optimizer.step()
+    while True:  # an unseen step may come between statistics
+        optimizer.zero_grad()
+        whole_batch(model, torch.randn(8, 4), torch.randint(3, (8,)))
+        try:
+            optimizer.step()
+        except RuntimeError:
+            break
+        assert optimizer.curvature.step_count < 30
+    for _ in range(4):
+        whole_batch(model, torch.randn(8, 4), torch.randint(3, (8,)))
+        with pytest.raises(RuntimeError, match="none of its layers was seen"):
+            optimizer.step()
 
 
 @pytest.mark.parametrize("lr", [None, 0.1])

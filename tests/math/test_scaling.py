@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_optim import Graft, Orthogonal, Unit, stack_algebra
+from kfac_optim import KFACSGD, Graft, Orthogonal, Unit, stack_algebra
 from kfac_optim.flat_storage import FlatStorage
 from kfac_optim.scaling import scaled_by
 from kfac_optim.stack_algebra import Direction, Steepest, at_largest, inners, norms, scaled
@@ -145,6 +145,22 @@ def test_orthogonal_moves_singular_values_alone() -> None:
         expected = u * s[:, None] @ v
         expected *= Unit.target(d)[:4, None, None] / torch.linalg.matrix_norm(expected)[:, None, None]
         torch.testing.assert_close(found.direction, torch.cat([expected, matrices[4:]]), rtol=1e-10, atol=1e-12)
+
+
+def test_what_changes_directions_is_not_stretched() -> None:
+    """Because it is not known any more how flat their components are: trust alone is learned."""
+
+    class Turned(Graft):
+        def turned(self, directions: Any) -> Any:
+            return Orthogonal().turned(directions)
+
+    model = torch.nn.Linear(4, 3)
+    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, scaling=Turned())
+    for _ in range(12):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    assert optimizer.curvature.plan().learns and not optimizer.curvature.plan().stretches
 
 
 def test_orthogonal_leaves_norm_layers_alone() -> None:

@@ -527,11 +527,15 @@ def test_a_discriminator_is_not_stretched(zero: Any, generator_first: bool, froz
     assert resumed.curvature.reach > 0
 
 
+@pytest.mark.parametrize("keywords", [{}, {"scaling": Graft(stretch=False)}, {"damping": 0.03}], ids=str)
 @pytest.mark.parametrize(("kfac", "base", "how"), CASES)
-def test_players_take_the_steps_of_the_base_class(kfac: Any, base: Any, how: dict[str, Any]) -> None:
+def test_players_take_the_steps_of_the_base_class(
+    kfac: Any, base: Any, how: dict[str, Any], keywords: dict[str, Any]
+) -> None:
     """However far steps turned before it was known; afterwards they go on from there."""
     player, rival = net(), net()
-    optimizer, others = kfac(player, **options(0.01, **how)), torch.optim.SGD(rival.parameters(), lr=0.01)
+    optimizer = kfac(player, **options(0.01, **how) | keywords)
+    others = torch.optim.SGD(rival.parameters(), lr=0.01)
 
     def step(*, plays: bool) -> None:
         if plays:
