@@ -111,8 +111,9 @@ class BuiltEngine(Config):
         if not traits_of(self.scaling).by_layer and any(layer.is_shard for layer in self.layers):
             raise ValueError(
                 f"scaling={self.scaling!r} looks at all layers at once, of which a rank has only shards: ranks would "
-                "scale weights that all of them have differently. Take scaling='graft' or 'unit', set by_layer = True "
-                "on a scaling of your own that treats each layer alone, or leave split layers out by skip_layers"
+                "scale weights that all of them have differently. Take scaling='graft', 'unit' or 'orthogonal', set "
+                "by_layer = True on a scaling of your own that treats each layer alone, or leave split layers out by "
+                "skip_layers"
             )
 
     def _assign(self) -> None:
