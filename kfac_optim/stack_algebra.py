@@ -78,6 +78,8 @@ class Direction:
 
     def inner(self, one: Tensor, other: Tensor) -> Tensor:
         """For each pair, the inner product of two matrices over all pairs scaled with it, ``[p]``."""
+        if len(one) == 1:  # no copy of the products in memory
+            return torch.dot(one.reshape(-1), other.reshape(-1)).view(1)
         products = (one * other).sum((1, 2))
         return products if self.layer_of_pair is None else self.over_layers(products)
 
