@@ -24,7 +24,7 @@ from .refresh import Refresher
 from .scaling import traits_of
 from .schedules import due, growing
 from .sightings import Sightings
-from .steering import Plan, Steering
+from .steering import Steering
 
 __all__ = ["BuiltEngine"]
 
@@ -72,17 +72,6 @@ class BuiltEngine(Config):
     def comm(self) -> Communicator:
         """The communicator of the ranks."""
         return self.ranks.comm
-
-    def plan(self) -> Plan:
-        """How the base optimizer's step is changed: the step in progress or, between steps, the coming one."""
-        return self._steering.plan(
-            self.trained.blocks,
-            self.step_count,
-            self.scaling,
-            self.damping_rule,
-            turns=getattr(self.owner, "precondition", "gradient") == "momentum",
-            alone=self.ranks.alone,
-        )
 
     def refresh_interval(self, step: int) -> int:
         """Steps between refreshes at ``step``; more than scheduled if the schedule limits their share of the work."""

@@ -87,7 +87,7 @@ class CurvatureEngine(ViewedEngine):
             lrs: The learning rates of the step. If all of them and all gradients are 0 (and, in a single process,
                 nothing was captured), the step only makes room for factors; torch.distributed.checkpoint takes such a
                 step.
-            lessons: What the gradients say about the last step.
+            lessons: What the gradients say about the last step; None: nothing is to be learned from it.
 
         Returns:
             Whether the step is to be taken; False if a gradient is not finite.
@@ -104,7 +104,7 @@ class CurvatureEngine(ViewedEngine):
         self.make_room(self.trained.blocks)
         for block in () if self._refresher.pace.work else self.trained.blocks:  # a layer is late only after a refresh
             block.note_trains()
-        statistics, lessons = self._capture.take(), lessons or Lessons()
+        statistics = self._capture.take()
         if self._capture.frozen_passes.take():
             self._steering.opposition.note_served()
         captured_lost = self._steering.opposition.take_captured_lost()
@@ -132,7 +132,10 @@ class CurvatureEngine(ViewedEngine):
         del statistics  # as large as the factors, so freed before a refresh needs memory
         self._refresher.rebuild(self.step_count, self.trained.blocks, self.comm)
         if self._refresher.is_due(self, self.step_count):
-            self._refresh(trains)
+            if self.is_opposed:  # nobody needs directions: it is put off until they do
+                self._refresher.refresh_next_step()
+            else:
+                self._refresh(trains)
         self._refresher.work_off(self.step_count, self.comm)
         self._preconditioner.release(self.trained.blocks, self.damping_rule)
         self._restart_for_new_layers()
@@ -261,7 +264,7 @@ class CurvatureEngine(ViewedEngine):
             return
         step = self.ranks.common_step(self.step_count, skipped=not finite)
         pools = due(self.statistics_interval(step), step, self.last_statistics)
-        if pools or self._refresher.communicates(self, step):
+        if pools or self._refresher.communicates(self, step, refreshes=not self.is_opposed):
             self._compare()
 
     def _skip(self) -> None:

@@ -162,7 +162,7 @@ class KFACMixin(_Optimizer):
             with self._averages_handed_over():
                 members = members_of(self)
                 gradients, lrs = gradients_of(members), [rate_of(group) for group in self.param_groups]
-                lessons = None if engine.closed else lessons_of(self, members, engine.watch)
+                lessons = None if engine.closed or engine.is_opposed else lessons_of(self, members, engine.watch)
                 if engine.update(list(gradients.values()), lrs, lessons):
                     self._update_weights(members, closure)
                     engine.advance(gradients)

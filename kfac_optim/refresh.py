@@ -41,7 +41,7 @@ class Refresher:
         stopwatch: Measures how long the work takes.
 
     Attributes:
-        last_refresh: Step at which the latest refresh began; None: none has begun.
+        last_refresh: Step at which the latest refresh began; None: none has begun, or another is to be made at once.
         frozen_at: Step at which the factors behind the current decompositions were copied; None: there are none.
         refreshes: How many refreshes have begun.
         failed_decompositions: How many layers had to keep their last decompositions, over all refreshes.
@@ -66,10 +66,10 @@ class Refresher:
         """Whether a refresh begins at ``step``."""
         return self.in_progress is None and self.pace.is_due(config, step, self.last_refresh)
 
-    def communicates(self, config: Config, step: int) -> bool:
-        """Whether the ranks exchange something at ``step``."""
+    def communicates(self, config: Config, step: int, *, refreshes: bool) -> bool:
+        """Whether the ranks exchange something at ``step``; ``refreshes``: whether a refresh begins if it is due."""
         ends = self.in_progress is not None and self.in_progress.ends(step)
-        return self._stale or ends or self.is_due(config, step)
+        return self._stale or ends or (refreshes and self.is_due(config, step))
 
     def refresh_next_step(self) -> None:
         """Makes a full refresh due at the next step."""

@@ -11,13 +11,34 @@ from .damping import value_of
 from .diagnostics import memory_of, report_of, table, total, workers_of
 from .layers import KroneckerLayer
 from .state import StatefulEngine
-from .steering import LEAST
+from .steering import LEAST, Plan
 
 __all__ = ["ViewedEngine"]
 
 
 class ViewedEngine(StatefulEngine):
     """The read-only part of the engine."""
+
+    def plan(self) -> Plan:
+        """How the base optimizer's step is changed: the step in progress or, between steps, the coming one."""
+        return self._steering.plan(
+            self.trained.blocks,
+            self.step_count,
+            self.scaling,
+            self.damping_rule,
+            turns=self._turns,
+            alone=self.ranks.alone,
+        )
+
+    @property
+    def is_opposed(self) -> bool:
+        """Whether :meth:`plan` leaves steps to the base optimizer because networks seem to train against each other."""
+        return self._steering.is_opposed(self.scaling, turns=self._turns, alone=self.ranks.alone)
+
+    @property
+    def _turns(self) -> bool:
+        """Whether the steps of an optimizer are turned; else gradients are preconditioned."""
+        return bool(getattr(self.owner, "precondition", "gradient") == "momentum")
 
     @property
     def skipped_batches(self) -> int:
@@ -26,7 +47,7 @@ class ViewedEngine(StatefulEngine):
 
     @property
     def last_refresh(self) -> int | None:
-        """The step at which the last refresh began, or None before the first."""
+        """The step at which the last refresh began; None before the first, and if another is to be made at once."""
         return self._refresher.last_refresh
 
     @property
@@ -110,7 +131,8 @@ class ViewedEngine(StatefulEngine):
             - ``skipped_steps``: the number of steps with a gradient that was not finite.
             - ``skipped_batches``: the number of micro-batches with statistics that were not finite.
             - ``failed_decompositions``: how many times a layer had to keep its last decompositions, over all refreshes.
-            - ``staleness``: steps since the factors in use were frozen; None before the first refresh.
+            - ``staleness``: steps since the factors in use were frozen; None before the first refresh. It grows while
+              networks seem to train against each other, as nothing is refreshed then (:mod:`~.opponents`).
             - ``traffic``: by kind, the bytes ``sent`` and ``received`` by this rank per step. The kinds are "counts",
               "factors", "decompositions", "directions", "gradients" (shards sent to the ranks that precondition them)
               and "state" (factors that were moved or gathered); see :mod:`kfac_optim.distributed`.

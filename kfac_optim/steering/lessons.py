@@ -53,7 +53,7 @@ class Read:
     Attributes:
         largest: The largest absolute entry of the gradients; NaN or infinite if one of them is.
         rate: The highest learning rate.
-        lessons: The feedback that has been read.
+        lessons: The feedback that has been read; None: there is nothing to learn from.
         turn: Its ``turn``; 0 if there is none.
         average: Its ``average``; None if there is none.
         length: Its ``length``; 0 if there is none.
@@ -64,7 +64,7 @@ class Read:
 
     largest: float
     rate: float
-    lessons: Lessons
+    lessons: Lessons | None
     turn: float
     average: float | None
     length: float
@@ -74,9 +74,10 @@ class Read:
 
 
 def read_all(
-    gradients: Sequence[Tensor], rates: Sequence[float | Tensor], lessons: Lessons, flags: Sequence[Tensor]
+    gradients: Sequence[Tensor], rates: Sequence[float | Tensor], given: Lessons | None, flags: Sequence[Tensor]
 ) -> Read:
     """Reads all numbers that a step needs in one transfer: the only wait for the device in an ordinary step."""
+    lessons = given or Lessons()
     largest = largest_entry(gradients) if lessons.largest is None else lessons.largest
     names = ("turn", "average", "length", "stretch", "descent", "changes")
     known = {name: tensor for name in names if (tensor := getattr(lessons, name)) is not None}
@@ -96,7 +97,7 @@ def read_all(
     return Read(
         found,
         rate,
-        lessons,
+        given,
         turn=first.get("turn", 0.0),
         average=first.get("average"),
         length=first.get("length", 0.0),

@@ -1,6 +1,7 @@
 """Finds networks that train against each other, such as those of a GAN, and leaves their steps to the base optimizers.
 
-Such steps are neither stretched (:mod:`~.reach`) nor turned (:mod:`~.trust`).
+Such steps are neither stretched (:mod:`~.reach`) nor turned (:mod:`~.trust`). Nothing is learned from them, and a
+refresh that falls due waits for the end of the game, for which statistics look.
 
 A discriminator that trains faster wins at once, and leaves the generator nothing to learn from; a generator that trains
 faster finds the discriminator's blind spots instead of the data. A discriminator is recognised by gradients that are

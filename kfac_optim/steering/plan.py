@@ -94,14 +94,22 @@ class Steering:
             alone: Whether there is only one rank.
         """
         self.opposition.learn(captured_lost, alone=alone)
-        self.brake.learn(read.length)
-        self.trust.learn(read.turn, read.average or 0.0, grows=read.lessons.grows)
-        has_momentum = read.lessons.grows and read.average is None  # without momentum there is an ``average``
-        undone = note_comparison(blocks, read.lessons.watched, read.changed)
-        along = sum(after for p, (after, _) in read.slopes.items() if p not in undone)
-        self.graft.learn(along if has_momentum else None)
-        self._too_long = learn_reaches(blocks, read.slopes, undone) | undone
+        if read.lessons is not None:
+            self.brake.learn(read.length)
+            self.trust.learn(read.turn, read.average or 0.0, grows=read.lessons.grows)
+            has_momentum = read.lessons.grows and read.average is None  # without momentum there is an ``average``
+            undone = note_comparison(blocks, read.lessons.watched, read.changed)
+            along = sum(after for p, (after, _) in read.slopes.items() if p not in undone)
+            self.graft.learn(along if has_momentum else None)
+            self._too_long = learn_reaches(blocks, read.slopes, undone) | undone
         lower_reaches(blocks, self.rates.rise(read.rate))
+
+    def is_opposed(self, scaling: Scaling | None, *, turns: bool, alone: bool) -> bool:
+        """The coming plan's :attr:`Plan.opposed`; for the arguments see :meth:`plan`."""
+        if not turns or self.opposition.opposes is None or self.opposition.may_stretch(alone=alone):
+            return False
+        traits = traits_of(scaling)
+        return traits.trust is None and traits.stretch is not True
 
     def plan(
         self, blocks: Iterable[Block], step: int, scaling: Scaling | None, damping: Damping, *, turns: bool, alone: bool
@@ -120,9 +128,8 @@ class Steering:
         given = traits.trust if turns else 1.0
         learns, fixed = given is None, 0.0 if given is None else float(given)
         wanted = learns and traits.stretch is not False and isinstance(damping, OfLargest)
-        may_stretch = self.opposition.may_stretch(alone=alone) or traits.stretch is True
-        stretches = wanted and may_stretch
-        opposed = learns and not may_stretch and self.opposition.opposes is not None
+        stretches = wanted and (traits.stretch is True or self.opposition.may_stretch(alone=alone))
+        opposed = self.is_opposed(scaling, turns=turns, alone=alone)
         steers = learns and not opposed
         changed = stretches and any(block.has_direction and block.reach > LEAST for block in blocks)
         return Plan(

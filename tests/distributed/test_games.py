@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -42,15 +43,15 @@ class Game:
         """New optimizers, as a run that goes on has."""
         self.optimizers = [KFACAdam(player, lr=0.01, **EVERY_SECOND, **FLOAT64) for player in (self.g, self.d)]
 
-    def play(self, first: int, last: int, *, generator_first: bool) -> None:
-        """Both players take some steps."""
+    def play(self, first: int, last: int, *, generator_first: bool, generates: bool = True) -> None:
+        """Both players take some steps, or the discriminator alone."""
         for step in range(first, last):
             for optimizer in self.optimizers:
                 optimizer.curvature._steering.trust.notches = 5  # which would fall to 0, where no step is K-FAC's
             source = torch.Generator().manual_seed(step)
             batch = torch.randn(16, 10, generator=source, dtype=torch.float64).chunk(self.world_size)[self.rank]
             turns = (self._generate, self._discriminate) if generator_first else (self._discriminate, self._generate)
-            for turn in turns:
+            for turn in turns if generates else (self._discriminate,):
                 turn(batch[:, :6] + 1, batch[:, 6:])
 
     def _discriminate(self, real: Tensor, noise: Tensor) -> None:
@@ -92,6 +93,32 @@ def test_players_on_several_ranks_are_not_stretched(generator_first: bool) -> No
     assert_equal_on_ranks(found)
     if not generator_first:
         assert_all_near(found, played(0, 1, generator_first))
+
+
+def left_alone(rank: int, world_size: int) -> list[Tensor]:
+    """A discriminator that loses its opponent; in the game ranks compare in steps with statistics only."""
+    game = Game(rank, world_size)
+    game.play(0, 5, generator_first=False)
+    engine, compared = game.optimizers[1].curvature, []
+    compare, sent = engine._compare, copy.deepcopy(engine.comm.traffic)
+    engine._compare = lambda **more: (compared.append(engine.step_count), compare(**more))
+    game.play(5, STEPS, generator_first=False)
+    assert compared == list(range(6, STEPS, 2)) and engine.last_statistics == STEPS - 2
+    assert [optimizer.curvature.refreshes for optimizer in game.optimizers] == [1, 1]
+    assert all(engine.comm.traffic[kind] == sent[kind] for kind in ("factors", "decompositions"))
+    step = STEPS
+    while engine.is_opposed:
+        assert engine.refreshes == 1 and step < STEPS + 40
+        game.play(step, step + 1, generator_first=False, generates=False)
+        step += 1
+    assert engine.refreshes == 2 and engine.frozen_at == engine.last_statistics == step - 1
+    game.play(step, step + 4, generator_first=False, generates=False)
+    assert engine.refreshes == 3 and engine.last_refresh == step + 3
+    return game.weights()
+
+
+def test_ranks_refresh_again_when_a_game_has_ended() -> None:
+    assert_equal_on_ranks(run_ranks(2, left_alone))
 
 
 def resumed(rank: int, world_size: int) -> list[Tensor]:
