@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .distributed import any_sharded, is_sharded, summed_over_shards
 from .first_moments import Bucket, Member, bias_correction, first_moments, is_decoupled
-from .flat_storage import Tensors
+from .flat_storage import Tensors, is_launch_bound
 from .lamb import debiasing
 from .rates import Scalar, rate_of
 
@@ -32,6 +32,7 @@ __all__ = [
     "multiplied",
     "refuse_base",
     "subtract_",
+    "subtract_multiples_",
     "update_length",
     "weights_before",
 ]
@@ -220,6 +221,17 @@ def subtract_(params: list[Tensor], changes: list[Tensor], lr: Scalar) -> None:
         torch._foreach_sub_(params, torch._foreach_mul(changes, lr))
     else:
         torch._foreach_sub_(params, changes, alpha=lr)
+
+
+def subtract_multiples_(params: list[Tensor], vectors: list[Tensor], factors: list[float], lr: Scalar) -> None:
+    """As :func:`subtract_`, with a factor for each vector; on the CPU without a copy of each."""
+    if not params:
+        return
+    if isinstance(lr, Tensor) or is_sharded(params[0]) or is_launch_bound(params[0].device):
+        subtract_(params, multiplied(vectors, factors, 1.0), lr)
+    else:
+        for p, vector, factor in zip(params, vectors, factors, strict=True):
+            p.sub_(vector, alpha=lr * factor)
 
 
 def multiplied(vectors: list[Tensor], factors: list[float], shared: Scalar) -> list[Tensor]:

@@ -208,19 +208,20 @@ class Config:
 
     def __setattr__(self, name: str, value: Any) -> None:
         field, constructed = _FIELDS.get(name), self._constructed
-        if field is not None:
-            if constructed and field.metadata["fixed"]:
-                changeable = ", ".join(_CHANGEABLE)
-                raise AttributeError(
-                    f"{name} is fixed at construction: build a new optimizer. During training you can set {changeable}"
-                )
-            value = field.metadata["check"](value)
-        elif constructed and not name.startswith("_") and not hasattr(self, name):
-            hint = _did_you_mean(name, [known for known in dir(self) if not known.startswith("_")])
-            raise AttributeError(f"{type(self).__name__} has no {name!r} to set{hint}")
+        if field is None:
+            if constructed and not (name in self.__dict__ or name.startswith("_") or hasattr(self, name)):
+                hint = _did_you_mean(name, [known for known in dir(self) if not known.startswith("_")])
+                raise AttributeError(f"{type(self).__name__} has no {name!r} to set{hint}")
+            super().__setattr__(name, value)
+            return
+        if constructed and field.metadata["fixed"]:
+            changeable = ", ".join(_CHANGEABLE)
+            raise AttributeError(
+                f"{name} is fixed at construction: build a new optimizer. During training you can set {changeable}"
+            )
         before = self.__dict__.get(name)
-        super().__setattr__(name, value)
-        if field is not None and constructed:
+        super().__setattr__(name, field.metadata["check"](value))
+        if constructed:
             try:
                 self._option_changed()
             except Exception:

@@ -43,9 +43,9 @@ _DECOUPLED = tuple(getattr(torch.optim, name) for name in ("AdamW", "Adafactor",
 _COUPLED = (torch.optim.SGD, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Member:
-    """A parameter in a step.
+    """A parameter in a step; equal to itself alone.
 
     Attributes:
         p: The parameter.
@@ -70,8 +70,10 @@ class Member:
         self._look_at_state()
 
     def _look_at_state(self) -> None:
-        kept = _keeps_first_moment(self.p, self.group, self.state, is_sgd=self.is_sgd)
-        self.has_first_moment = kept and (not self.is_sgd or self.state.get("momentum_buffer") is not None)
+        if self.is_sgd:
+            self.has_first_moment = bool(self.group["momentum"]) and self.state.get("momentum_buffer") is not None
+        else:
+            self.has_first_moment = _has_average(self.p, self.state)
 
     def take_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Looks up the state again, which the base class may have created; creates it if there is none."""
@@ -152,7 +154,7 @@ def keep_averages(members: Sequence[Bucket], decay: float | None) -> None:
             else:
                 by_share.setdefault(share, []).append(m)
         for share, some in by_share.items():
-            averages = [m.state[MOMENT].to(m.p) if MOMENT in m.state else _first_average(m, share) for m in some]
+            averages = [_kept_average(m) if MOMENT in m.state else _first_average(m, share) for m in some]
             gradients, dtype = [m.gradient for m in some], some[0].p.dtype
             if gradients[0].dtype != dtype:  # ``grad_dtype``
                 gradients = [gradient.to(dtype) for gradient in gradients]
@@ -173,6 +175,12 @@ def _share_of_gradient(m: Member, decay: float | None) -> float | None:
             return (1 - m.group["dampening"]) / weight
         return 1.0 if weight == 1 else 0.0
     return 1 - float(m.group["betas"][0])  # this average starts at zero, as Adam's own moment does
+
+
+def _kept_average(m: Member) -> Tensor:
+    """The average so far, as the parameter is now; comparing takes less time than ``to`` does."""
+    average: Tensor = m.state[MOMENT]
+    return average if average.dtype is m.p.dtype and average.device == m.p.device else average.to(m.p)
 
 
 def _first_average(m: Member, share: float) -> Tensor:
@@ -208,8 +216,8 @@ def gradient_weight_tracked(optimizer: torch.optim.Optimizer, members: Sequence[
         yield
     finally:  # not before the step: base classes expect their own entries in a state that is not empty
         for m, weight in weights:
-            if optimizer.state.get(m.p):  # else the step was interrupted before it had created a buffer
-                optimizer.state[m.p][GRADIENT_WEIGHT] = weight
+            if state := optimizer.state.get(m.p):  # else the step was interrupted before it had created a buffer
+                state[GRADIENT_WEIGHT] = weight
 
 
 # What base classes do ------------------------------------------------------------------------------------------------
@@ -219,17 +227,16 @@ def needs_average(
     optimizer: torch.optim.Optimizer, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
 ) -> bool:
     """Whether gradients may be averaged here: the base class keeps no first moment, or one with weight decay in it."""
-    kept = _keeps_first_moment(p, group, state, is_sgd=isinstance(optimizer, torch.optim.SGD))
+    # SGD may create its first moment only in its next step.
+    kept = bool(group["momentum"]) if isinstance(optimizer, torch.optim.SGD) else _has_average(p, state)
     return not kept or _has_decay_in_moment(optimizer, group)
 
 
-def _keeps_first_moment(p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], *, is_sgd: bool) -> bool:
-    """Whether the base class keeps a first moment that is known here; SGD may create it only in its next step.
+def _has_average(p: Tensor, state: Mapping[str, Any]) -> bool:
+    """Whether a base class other than SGD keeps a first moment that is known here.
 
-    In other classes ``momentum`` means something else: RMSprop averages gradients that it has already divided.
+    In some of them ``momentum`` means something else: RMSprop averages gradients that it has already divided.
     """
-    if is_sgd:
-        return bool(group["momentum"])
     moment = state.get("exp_avg")  # a moment of projected or masked gradients has another shape and does not count
     return isinstance(moment, Tensor) and moment.shape == p.shape
 

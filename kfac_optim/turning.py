@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .bases import BaseStep, base_step, multiplied, subtract_, update_length, weights_before
+from .bases import BaseStep, base_step, multiplied, subtract_, subtract_multiples_, update_length, weights_before
 from .directions import Directions, Maker
 from .distributed import any_sharded, largest_entry
 from .engine import CurvatureEngine
 from .first_moments import Bucket, averages_gradients, gradient_weight_tracked, keep_averages
-from .flat_storage import flat_view
+from .flat_storage import flat_view, is_launch_bound
 from .rates import Scalar, common_rate, rate_of
 from .state_keys import CHANGE, DESCENT, LENGTH, MOMENT, OF_STEP, STRETCH, TURN, forget, kept_states
 from .steering import (
@@ -87,7 +87,7 @@ def take_turned_step(
         _turn_and_stretch(plan, covered, base, directions, reaches)
     else:
         if repeats:
-            _subtract(_repeated_changes(plan, covered, reaches))
+            _repeat_change(plan, covered, reaches)
         engine.skip_directions()
     is_watched = compares_weights(engine.step_count + 1)
     engine.watch.note(m.p for m in chain.from_iterable(covered) if is_watched and STRETCH in m.state)
@@ -155,11 +155,20 @@ def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watc
         size = 1.0
         if not isinstance(lr, Tensor):
             of_turn, of_stretch, size = lr / unit, math.copysign(1, lr), abs(lr)
-        for key, compared, rate in ((TURN, turns, of_turn), (MOMENT, averages, 1.0), (STRETCH, stretches, of_stretch)):
-            noted = [m for m in bucket if key in m.state and not (key == MOMENT and m.has_first_moment)]
-            if noted:
-                compared.append(Compared([m.gradient for m in noted], [m.state[key] for m in noted], rate))
+        turned = [m for m in bucket if TURN in m.state]
+        averaged = [m for m in bucket if MOMENT in m.state and not m.has_first_moment]
         along = [m for m in bucket if STRETCH in m.state]
+        before: Bucket = []
+        gradients: list[Tensor] = []
+        for key, some, compared, rate in (
+            (TURN, turned, turns, of_turn),
+            (MOMENT, averaged, averages, 1.0),
+            (STRETCH, along, stretches, of_stretch),
+        ):
+            if some:
+                if some != before:  # else the same list, whose copies are used again
+                    before, gradients = some, [m.gradient for m in some]
+                compared.append(Compared(gradients, [m.state[key] for m in some], rate))
         stretched += [m.p for m in along]
         rates += [size] * len(along)
         descents += [m.state[DESCENT] * abs(lr) if isinstance(lr, Tensor) else m.state[DESCENT] for m in along]
@@ -169,8 +178,9 @@ def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watc
     gradients = [m.gradient for bucket in members for m in bucket]
     largest = None
     if not any_sharded(gradients):  # with shards it is a collective, which must wait until ranks have been compared
-        copied = {one for together in copies for one in together}
-        largest = largest_entry([*copies.values(), *(g for g in gradients if id(g) not in copied)])
+        copied = {id(g) for some, _ in copies.values() for g in some}
+        vectors = [vector for _, batches in copies.values() for _, vector in batches]
+        largest = largest_entry([*vectors, *(g for g in gradients if id(g) not in copied)])
     return Lessons(
         largest=largest,
         turn=turn,
@@ -186,8 +196,10 @@ def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watc
     )
 
 
-def _together(numbers: Sequence[Tensor]) -> Tensor:
-    """Joins 0-dim tensors into one, as a view while they share one storage; after a state is loaded they do not."""
+def _together(numbers: Sequence[Tensor]) -> Tensor | list[float]:
+    """Joins 0-dim tensors into one, as a view while they share one storage; reads those on the CPU."""
+    if not is_launch_bound(numbers[0].device):
+        return list(map(float, numbers))
     known = flat_view(numbers)
     return torch.stack([number.to(numbers[0]) for number in numbers]) if known is None else known
 
@@ -263,16 +275,13 @@ def _can_repeat(engine: CurvatureEngine, plan: Plan, members: Sequence[Bucket]) 
     return plan.trust == 0 or any(CHANGE in m.state or (plan.stretches and STRETCH in m.state) for m in turned)
 
 
-def _repeated_changes(plan: Plan, members: Sequence[Bucket], reaches: Mapping[nn.Parameter, float]) -> Changes:
-    """The changes of the last step, with each stretch multiplied by its layer's present reach."""
-    changes: Changes = []
+def _repeat_change(plan: Plan, members: Sequence[Bucket], reaches: Mapping[nn.Parameter, float]) -> None:
+    """Changes the step as the last one was, with each stretch multiplied by its layer's present reach."""
     for bucket in members:
+        lr = rate_of(bucket[0].group)
+        turned = [m for m in bucket if CHANGE in m.state]
+        if turned:
+            subtract_([m.p for m in turned], [m.state[CHANGE] for m in turned], lr)
         stretched = [m for m in bucket if STRETCH in m.state] if plan.stretches else []
-        vectors = multiplied([m.state[STRETCH] for m in stretched], [reaches[m.p] for m in stretched], plan.last_brake)
-        both = [(vector, m.state[CHANGE]) for m, vector in zip(stretched, vectors, strict=True) if CHANGE in m.state]
-        if both:
-            torch._foreach_add_(*(list(of) for of in zip(*both, strict=True)))
-        others = [m for m in bucket if CHANGE in m.state and not (plan.stretches and STRETCH in m.state)]
-        if stretched or others:
-            changes.append(([*stretched, *others], [*vectors, *(m.state[CHANGE] for m in others)]))
-    return changes
+        factors = [reaches[m.p] * plan.last_brake for m in stretched]
+        subtract_multiples_([m.p for m in stretched], [m.state[STRETCH] for m in stretched], factors, lr)

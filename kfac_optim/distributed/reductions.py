@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..grouping import SMALL_NUMEL
+from ..rates import Scalar
 from .sharding import is_sharded, mesh_of, own_part
 
 __all__ = ["largest_entry", "summed_over_shards"]
@@ -34,13 +36,17 @@ def summed_over_shards(scalars: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def largest_entry(tensors: Sequence[Tensor]) -> Tensor:
-    """The largest absolute entry of all tensors, 0-dim; NaN or infinite if one of their entries is.
+def largest_entry(tensors: Sequence[Tensor]) -> Scalar:
+    """The largest absolute entry of all tensors; NaN or infinite if one of their entries is.
 
     For sharded tensors the parts on all ranks count (a collective).
+
+    Returns:
+        A number if all tensors are on the CPU, which need not be waited for; else 0-dim.
     """
     if tensors and all(map(_is_plain_on_cpu, tensors)):
-        return _largest_on_cpu(tensors)
+        extremes: list[float] = _extremes_on_cpu(tensors).tolist()
+        return math.nan if any(map(math.isnan, extremes)) else max(map(abs, extremes))
     kinds: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.is_sparse:  # the gradient of an embedding with sparse=True, which the base class applies
@@ -79,19 +85,19 @@ def _without_partial_sums(tensor: Any) -> Any:
 def _largest_of_plain(tensors: Sequence[Tensor]) -> Tensor:
     """The largest absolute entry of plain tensors, at least one, none of them empty; 0-dim."""
     if all(map(_is_plain_on_cpu, tensors)):
-        return _largest_on_cpu(tensors)
+        return _extremes_on_cpu(tensors).abs().max()
     return torch.nn.utils.get_total_norm(tensors, float("inf"))
 
 
-def _largest_on_cpu(tensors: Sequence[Tensor]) -> Tensor:
-    """As :func:`_largest_of_plain`, on the CPU, where torch's maximum norm takes 15 times as long as ``aminmax``."""
+def _extremes_on_cpu(tensors: Sequence[Tensor]) -> Tensor:
+    """Entries among which are the largest and the least; torch's maximum norm would take 15 times as long."""
     small = [t for t in tensors if t.numel() <= SMALL_NUMEL]
     parts = [t for t in tensors if t.numel() > SMALL_NUMEL]
     if len(small) > 1 and len({t.dtype for t in small}) == 1:
         parts.append(torch._utils._flatten_dense_tensors(small))
     else:
         parts += small
-    return torch.stack([extreme for part in parts for extreme in part.aminmax()]).abs().max()
+    return torch.stack([extreme for part in parts for extreme in part.aminmax()])
 
 
 def _is_plain_on_cpu(tensor: Tensor) -> bool:

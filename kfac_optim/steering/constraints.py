@@ -88,12 +88,11 @@ def note_comparison(
     """
     compared, moved, undone = set(watched), set(changed), set[nn.Parameter]()
     for block in blocks:
-        own = block.layer.parameters
-        has_moved = bool(moved) and not moved.isdisjoint(own)
-        if compared and not compared.isdisjoint(own):
+        has_moved = bool(moved) and not moved.isdisjoint(block.layer.parameters)
+        if compared and not compared.isdisjoint(block.layer.parameters):
             block.note_comparison(changed=has_moved)
         if has_moved or block.is_constrained:
-            undone.update(own)
+            undone.update(block.layer.parameters)
     return undone
 
 

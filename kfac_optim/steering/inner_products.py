@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,22 +12,24 @@ from torch import Tensor
 from ..distributed import is_sharded, summed_over_shards
 from ..flat_storage import is_launch_bound
 from ..grouping import SMALL_NUMEL, grouped_by_key
+from ..rates import Scalar
 
 __all__ = ["Compared", "Copies", "alignment", "alignments"]
 
-Copies = dict[tuple[int, ...], Tensor]  # from the ids of some gradients to these gradients as one vector
+# By the id of a list of gradients: the list, and its batches, each with its gradients as one vector.
+Copies = dict[int, tuple[Sequence[Tensor], list[tuple["_Batch", Tensor]]]]
 
 _BATCH_NUMEL = 2**25  # the most numbers in such a vector on a GPU
 _FEW = 3  # on the CPU only small gradients are copied into such a vector, if there are more than this many
+_MANY = 32  # on the CPU up to this many inner products are faster one by one
 
 
-@dataclass(frozen=True)
-class Compared:
+class Compared(NamedTuple):
     """Gradients of one device and one type, the vector for each, and a factor, ``rate``, for their inner products."""
 
     gradients: Sequence[Tensor]
     vectors: Sequence[Tensor]
-    rate: float | Tensor = 1.0
+    rate: Scalar = 1.0
 
     @property
     def are_shards(self) -> bool:
@@ -35,19 +37,24 @@ class Compared:
         return is_sharded(self.gradients[0])
 
 
-def alignment(compared: Sequence[Compared], copies: Copies | None = None) -> Tensor:
-    """``rate <g, v>``, summed over all parameters, 0-dim (a collective if they are sharded).
+def alignment(compared: Sequence[Compared], copies: Copies | None = None) -> Scalar:
+    """``rate <g, v>``, summed over all parameters (a collective if they are sharded).
 
-    ``copies``: gradients that were copied into one vector before; new copies are added to it.
+    ``copies``: lists of gradients that were compared before; new ones are added.
+
+    Returns:
+        A number if all parameters are on the CPU, else 0-dim.
     """
     copies = {} if copies is None else copies
-    products = _of_shards(compared)
-    for of_one_kind in compared:
-        if not of_one_kind.are_shards:
-            batches = _batches_of(of_one_kind).batches
-            dots = [torch.dot(*_side_by_side(of_one_kind, places, copies)) for places, _ in batches]
-            products.append(_times(_sum(dots), of_one_kind.rate))
-    return _sum([product.to(products[0].device) for product in products])
+    products: list[Scalar] = [*_of_shards(compared)]
+    for some in compared:
+        if not some.are_shards:
+            dots = [torch.dot(g, v) for _, g, v in _side_by_side(some, copies)]
+            if is_launch_bound(dots[0].device):
+                products.append(_times(torch.stack(dots).sum() if len(dots) > 1 else dots[0], some.rate))
+            else:
+                products.append(sum(map(float, dots)) * some.rate)
+    return _sum(products)
 
 
 def alignments(compared: Sequence[Compared], copies: Copies | None = None) -> Tensor:
@@ -55,11 +62,11 @@ def alignments(compared: Sequence[Compared], copies: Copies | None = None) -> Te
     copies = {} if copies is None else copies
     of_shards = iter(_of_shards(compared))
     found: list[Tensor] = []
-    for of_one_kind in compared:
-        if of_one_kind.are_shards:
-            found.append(torch.stack([next(of_shards) for _ in of_one_kind.gradients]))
+    for some in compared:
+        if some.are_shards:
+            found.append(torch.stack([next(of_shards) for _ in some.gradients]))
         else:
-            found.append(_times(_each_dot(of_one_kind, copies), of_one_kind.rate))
+            found.append(_times(_each_dot(some, copies), some.rate))
     return found[0] if len(found) == 1 else torch.cat([part.to(found[0].device) for part in found])
 
 
@@ -76,38 +83,34 @@ def _of_shards(compared: Sequence[Compared]) -> list[Tensor]:
 
 def _each_dot(compared: Compared, copies: Copies) -> Tensor:
     """The dot product of each gradient with its vector, ``[n]``."""
-    shared = _batches_of(compared)
-    found: list[Tensor] = []
-    for places, lengths in shared.batches:
-        g, v = _side_by_side(compared, places, copies)
-        alone = len(places) == 1
-        found.append(
-            torch.dot(g, v).view(1) if alone else torch.segment_reduce(g * v, "sum", lengths=lengths, unsafe=True)
-        )
-    whole = found[0] if len(found) == 1 else torch.cat(found)
-    return whole if shared.back is None else whole.index_select(0, shared.back)
+    if len(compared.gradients) <= _MANY and not is_launch_bound(compared.gradients[0].device):
+        pairs = zip(compared.gradients, compared.vectors, strict=True)
+        return torch.stack([torch.dot(*_widened(g.reshape(-1), v.reshape(-1))) for g, v in pairs])
+    batches = [
+        (batch, torch.dot(g, v).view(1) if batch.lengths is None else _segments(g * v, batch.lengths))
+        for batch, g, v in _side_by_side(compared, copies)
+    ]
+    if len(batches) == 1:
+        return batches[0][1]
+    if is_launch_bound(batches[0][1].device):
+        return torch.cat([dots for _, dots in batches])
+    found = {i: number for batch, dots in batches for i, number in zip(batch.places, dots.tolist(), strict=True)}
+    return batches[0][1].new_tensor([found[i] for i in range(len(found))])
 
 
-@dataclass(frozen=True)
-class _Batches:
-    """Which tensors are copied into one vector.
+class _Batch(NamedTuple):
+    """Which tensors are copied into one vector: their list indices and, if there are several, their lengths."""
 
-    Attributes:
-        batches: For each vector, the list indices of its tensors, and their lengths as a tensor on their device.
-        back: For each tensor, the index of its result in the order of the batches; None: the order is the same.
-    """
-
-    batches: Sequence[tuple[Sequence[int], Tensor]]
-    back: Tensor | None
-
-
-def _batches_of(compared: Compared) -> _Batches:
-    return _batches(tuple(map(Tensor.numel, compared.gradients)), compared.gradients[0].device)
+    places: Sequence[int]
+    lengths: Tensor | None
 
 
 @lru_cache(maxsize=64)
-def _batches(numels: tuple[int, ...], device: torch.device) -> _Batches:
-    """Batches of tensors of these sizes; cached, so that index tensors are sent to the device only once."""
+def _batches(numels: tuple[int, ...], device: torch.device) -> list[_Batch]:
+    """Batches of tensors of these sizes, on an accelerator in their order.
+
+    They are cached, so that lengths are sent to the device only once.
+    """
     places = range(len(numels))
     if is_launch_bound(device):
         batches = grouped_by_key(places, lambda i: None, numels.__getitem__, _BATCH_NUMEL)
@@ -115,26 +118,32 @@ def _batches(numels: tuple[int, ...], device: torch.device) -> _Batches:
         small = [i for i in places if numels[i] <= SMALL_NUMEL]
         small = small if len(small) > _FEW else []
         batches = [[i] for i in places if i not in small] + ([small] if small else [])
-    order = [i for batch in batches for i in batch]
-    back = None if order == list(places) else _sent(sorted(places, key=order.__getitem__), device)
-    return _Batches([(batch, _sent([numels[i] for i in batch], device)) for batch in batches], back)
+    return [_Batch(batch, _sent([numels[i] for i in batch], device) if len(batch) > 1 else None) for batch in batches]
 
 
 def _sent(numbers: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(numbers).to(device, non_blocking=True)
 
 
-def _side_by_side(compared: Compared, places: Sequence[int], copies: Copies) -> tuple[Tensor, Tensor]:
-    """The gradients of a batch, and the vectors they are compared with, as two long vectors."""
-    gradients = [compared.gradients[i] for i in places]
-    key = tuple(map(id, gradients))
-    if key not in copies:
-        copies[key] = _flat(gradients)
-    return _widened(copies[key], _flat([compared.vectors[i] for i in places]))
+def _side_by_side(compared: Compared, copies: Copies) -> Iterator[tuple[_Batch, Tensor, Tensor]]:
+    """The batches, each with its gradients and their vectors as two long vectors."""
+    gradients, vectors, _ = compared
+    if id(gradients) not in copies:
+        batches = _batches(tuple(map(Tensor.numel, gradients)), gradients[0].device)
+        copies[id(gradients)] = gradients, [(batch, _flat(gradients, batch.places)) for batch in batches]
+    for batch, g in copies[id(gradients)][1]:
+        yield batch, *_widened(g, _flat(vectors, batch.places))
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0].reshape(-1) if len(tensors) == 1 else torch._utils._flatten_dense_tensors(tensors)
+def _flat(tensors: Sequence[Tensor], places: Sequence[int]) -> Tensor:
+    """Some of the tensors as one vector."""
+    if len(places) == 1:
+        return tensors[places[0]].reshape(-1)
+    return torch._utils._flatten_dense_tensors([tensors[i] for i in places])
+
+
+def _segments(products: Tensor, lengths: Tensor) -> Tensor:
+    return torch.segment_reduce(products, "sum", lengths=lengths, unsafe=True)
 
 
 def _widened(g: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,9 +154,14 @@ def _widened(g: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return g.to(dtype), v.to(dtype)
 
 
-def _times(product: Tensor, lr: float | Tensor) -> Tensor:
-    return product * lr if isinstance(lr, Tensor) or lr != 1 else product
+def _times(product: Tensor, rate: Scalar) -> Tensor:
+    return product * rate if isinstance(rate, Tensor) or rate != 1 else product
 
 
-def _sum(numbers: Sequence[Tensor]) -> Tensor:
-    return numbers[0] if len(numbers) == 1 else torch.stack(list(numbers)).sum()
+def _sum(numbers: Sequence[Scalar]) -> Scalar:
+    """The sum of numbers and 0-dim tensors, which may be on several devices."""
+    known = sum(number for number in numbers if not isinstance(number, Tensor))
+    others = [number for number in numbers if isinstance(number, Tensor)]
+    if len(others) > 1:
+        others = [torch.stack([number.to(others[0].device) for number in others]).sum()]
+    return others[0] + known if others and known else others[0] if others else known

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed import largest_entry
+from ..rates import Scalar
 
 __all__ = ["Lessons", "Read", "read_all"]
 
@@ -18,10 +19,12 @@ __all__ = ["Lessons", "Read", "read_all"]
 class Lessons:
     """Feedback on the last step, still on the device; :func:`read_all` reads it with everything else a step needs.
 
+    What the host knows already, because it was computed on the CPU, may be a number or a list of numbers.
+
     Attributes:
-        largest: The largest absolute entry of the gradients, 0-dim; None: not yet known.
-        turn: The alignment of the gradients with the last ``k - u``, 0-dim (:mod:`~.trust`).
-        average: The alignment of the gradients with the average kept where the base has no first moment, 0-dim.
+        largest: The largest absolute entry of the gradients; None: not yet known.
+        turn: The alignment of the gradients with the last ``k - u`` (:mod:`~.trust`).
+        average: The alignment of the gradients with the average kept where the base has no first moment.
         length: The length of the base optimizer's last update, if directions were computed for it.
         grows: Whether updates grow with the gradient; those of Adam and other optimizers with ``exp_avg`` do not.
         stretch: ``<g', s>`` of each stretched parameter, ``[n]``, with the gradient g' and the last stretch s.
@@ -33,13 +36,13 @@ class Lessons:
         watched: The watched parameters (:mod:`~.constraints`).
     """
 
-    largest: Tensor | None = None
-    turn: Tensor | None = None
-    average: Tensor | None = None
+    largest: Scalar | None = None
+    turn: Scalar | None = None
+    average: Scalar | None = None
     length: Tensor | None = None
     grows: bool = False
     stretch: Tensor | None = None
-    descent: Tensor | None = None
+    descent: Tensor | list[float] | None = None
     stretched: Sequence[nn.Parameter] = ()
     rates: Sequence[float] = ()
     changes: Tensor | None = None
@@ -74,34 +77,45 @@ class Read:
 
 
 def read_all(
-    gradients: Sequence[Tensor], rates: Sequence[float | Tensor], given: Lessons | None, flags: Sequence[Tensor]
+    gradients: Sequence[Tensor], rates: Sequence[float | Tensor], lessons: Lessons | None, flags: Sequence[Tensor]
 ) -> Read:
     """Reads all numbers that a step needs in one transfer: the only wait for the device in an ordinary step."""
-    lessons = given or Lessons()
-    largest = largest_entry(gradients) if lessons.largest is None else lessons.largest
+    of = lessons or Lessons()
+    largest = largest_entry(gradients) if of.largest is None else of.largest
     names = ("turn", "average", "length", "stretch", "descent", "changes")
-    known = {name: tensor for name in names if (tensor := getattr(lessons, name)) is not None}
-    tensors = [largest, *(rate for rate in rates if isinstance(rate, Tensor)), *known.values(), *flags]
-    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-    values = iter(torch.cat([tensor.to(largest.device, dtype).view(-1) for tensor in tensors]).tolist())
-    # The values are read in the order in which they were concatenated.
-    found = next(values)
+    known = {name: given for name in names if (given := getattr(of, name)) is not None}
+    tensors = [given for given in (largest, *rates, *known.values(), *flags) if isinstance(given, Tensor)]
+    values = iter(_numbers_in(tensors))  # in this order
+    found = next(values) if isinstance(largest, Tensor) else largest
     rate = max((abs(next(values) if isinstance(rate, Tensor) else rate) for rate in rates), default=0.0)
-    numbers = {name: list(islice(values, tensor.numel())) for name, tensor in known.items()}
-    after, before = (
-        [number * lr for number, lr in zip(numbers.get(name, ()), lessons.rates, strict=True)]
-        for name in ("stretch", "descent")
-    )
-    changes = zip(lessons.watched, numbers.get("changes", ()), strict=True)
+    numbers = {name: _listed(given, values) for name, given in known.items()}
+    slopes = zip(of.stretched, numbers.get("stretch", ()), numbers.get("descent", ()), of.rates, strict=True)
+    changes = zip(of.watched, numbers.get("changes", ()), strict=True)
     first = {name: of_name[0] for name, of_name in numbers.items()}
     return Read(
         found,
         rate,
-        given,
+        lessons,
         turn=first.get("turn", 0.0),
         average=first.get("average"),
         length=first.get("length", 0.0),
-        slopes=dict(zip(lessons.stretched, zip(after, before, strict=True), strict=True)),
+        slopes={p: (after * lr, before * lr) for p, after, before, lr in slopes},
         changed=[p for p, has_changed in changes if has_changed],
         flags=list(values),
     )
+
+
+def _listed(given: Tensor | list[float] | float, values: Iterator[float]) -> list[float]:
+    """Some numbers as a list; ``values``: those in tensors, the next of which are in this one if it is a tensor."""
+    if isinstance(given, Tensor):
+        return list(islice(values, given.numel()))
+    return given if isinstance(given, list) else [given]
+
+
+def _numbers_in(tensors: Sequence[Tensor]) -> list[float]:
+    """The numbers in all tensors, in one transfer from an accelerator."""
+    if all(tensor.is_cpu for tensor in tensors):
+        return [number for tensor in tensors for number in tensor.view(-1).tolist()]
+    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    together: list[float] = torch.cat([tensor.to(tensors[0].device, dtype).view(-1) for tensor in tensors]).tolist()
+    return together

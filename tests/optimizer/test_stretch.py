@@ -22,6 +22,7 @@ from kfac_optim import (
     flat_storage,
     turning,
 )
+from kfac_optim.first_moments import members_of
 from kfac_optim.steering import brake, graft, inner_products, opponents, plan, reach, trust
 from tests.helpers.compare import assert_identical, assert_near, assert_same_weights, snapshot
 from tests.helpers.files import through_a_file
@@ -316,10 +317,13 @@ def test_a_stretch_of_nothing_teaches_nothing() -> None:
     assert learned(0.0, 0.0) == (0.01, False)
 
 
-@pytest.mark.parametrize("is_launch_bound", [False, True])
-def test_alignments_are_those_of_each_parameter(monkeypatch: pytest.MonkeyPatch, is_launch_bound: bool) -> None:
+@pytest.mark.parametrize(("is_launch_bound", "many"), [(False, 32), (False, 6), (True, 32)])
+def test_alignments_are_those_of_each_parameter(
+    monkeypatch: pytest.MonkeyPatch, is_launch_bound: bool, many: int
+) -> None:
     """In their order, whatever their sizes, kinds and rates are; also where they lie side by side."""
     monkeypatch.setattr(inner_products, "is_launch_bound", lambda _: is_launch_bound)
+    monkeypatch.setattr(inner_products, "_MANY", many)
     monkeypatch.setattr(inner_products, "_BATCH_NUMEL", 701)
     monkeypatch.setattr(inner_products, "SMALL_NUMEL", 20)
     inner_products._batches.cache_clear()
@@ -970,6 +974,28 @@ def test_a_stretch_that_was_too_long_is_left_out_until_the_next_directions(monke
     step()
     assert optimizer.curvature.trained.reaches() == fallen
     assert all("kfac_stretch" in optimizer.state[p] for p in fallen)
+
+
+@pytest.mark.usefixtures("never_turned")
+def test_of_each_parameter_what_is_recorded_is_compared() -> None:
+    """Also if as many have one record as have another, but others."""
+    model, batch = net(), data()
+    optimizer = KFACSGD(model, **options(0.1, momentum=0.9))
+    for _ in range(4):
+        backward(model, batch, loss)
+        optimizer.step()
+    first, second, *others = model.parameters()
+    del optimizer.state[first]["kfac_turn"], optimizer.state[second]["kfac_stretch"]
+
+    def along(p: nn.Parameter, key: str) -> float:
+        assert p.grad is not None
+        return float((p.grad * optimizer.state[p][key]).sum())
+
+    lessons = turning.lessons_of(optimizer, members_of(optimizer), optimizer.curvature.watch)
+    turned, stretched = [second, *others], [first, *others]
+    assert lessons.turn == pytest.approx(sum(along(p, "kfac_turn") for p in turned), rel=1e-9)
+    assert lessons.stretch is not None
+    assert lessons.stretch.tolist() == pytest.approx([along(p, "kfac_stretch") for p in stretched], rel=1e-9)
 
 
 class Heads(nn.Module):
