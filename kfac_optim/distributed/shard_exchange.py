@@ -16,7 +16,7 @@ gathered all layers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..grouping import grouped_by_key
 from .communicator import Communicator
 from .sharding import are_rows, is_sharded
 
@@ -141,15 +142,7 @@ class ShardExchange:
         workers = self.workers[parameter]
         return rank if rank in workers else workers[rank % len(workers)]
 
-    def _batches(self) -> Iterator[list[Any]]:
+    def _batches(self) -> list[list[Any]]:
         """The parameters in batches, each as large as one bucket on each rank."""
-        batch: list[Any] = []
-        size = 0
-        for p in self.workers:
-            if batch and size + p.numel() * 4 > self.comm.bucket_bytes * self.comm.world_size:
-                yield batch
-                batch, size = [], 0
-            batch.append(p)
-            size += p.numel() * 4
-        if batch:
-            yield batch
+        limit = self.comm.bucket_bytes * self.comm.world_size
+        return grouped_by_key(self.workers, lambda p: None, lambda p: 4 * p.numel(), limit)
