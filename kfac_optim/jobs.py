@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,22 @@ from .solvers import BATCH_NUMEL, Batch, Decomposition, Failure, MaybeDecomposit
 
 __all__ = ["FactorJob", "RefreshInProgress", "batch_of", "together"]
 
-FactorJob = tuple[Block, int]  # the decomposition of A (0) or G (1) of a block
+
+class FactorJob(NamedTuple):
+    """The decomposition of A (side 0) or G (side 1) of a block."""
+
+    block: Block
+    side: int
+
+    @property
+    def spec(self) -> FactorSpec:
+        """The shape of the factor."""
+        return self.block.specs[self.side]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the factor is."""
+        return self.block.layer.weight.device
 
 
 class RefreshInProgress:
@@ -27,6 +42,8 @@ class RefreshInProgress:
         spread: The number of steps that share the work; 0: all at once.
         source: The factors that are decomposed: "current" if all at once, "pending" if spread, "in_use" if the
             decompositions in use are recomputed.
+        blocks: The blocks to decompose, the same on all ranks.
+        rank: The rank of this process.
         gammas: The damping of the pairs of some blocks, ``[p]``; other blocks take it from their snapshots, if at all.
         spectra: What is known about the eigenvalues of factors that are shared out among the ranks, by block.
     """
@@ -36,47 +53,38 @@ class RefreshInProgress:
         start: int,
         spread: int,
         source: Source,
+        blocks: Sequence[Block],
+        rank: int,
         gammas: Mapping[Block, Tensor] | None = None,
         spectra: Mapping[Block, KnownSpectra] | None = None,
     ) -> None:
-        self.start, self.spread, self.source, self.gammas = start, spread, source, dict(gammas or {})
-        self.spectra = dict(spectra or {})
-        self.blocks: list[Block] = []
-        self.steps: dict[FactorJob, int] = {}  # how many steps after the start each of this rank's jobs is due
-        self.background: list[FactorJob] = []  # this rank's jobs that run in the background
+        self.start, self.spread, self.source, self.blocks = start, spread, source, blocks
+        self.gammas, self.spectra = dict(gammas or {}), dict(spectra or {})
         self._running: dict[FactorJob, Callable[[], MaybeDecomposition]] = {}
         self._done: dict[FactorJob, MaybeDecomposition] = {}
+        self.schedule(rank)
 
-    def schedule(self, blocks: list[Block], rank: int) -> None:
+    def schedule(self, rank: int) -> None:
         """Distributes this rank's jobs over the steps: evenly by cost, with those of one shape together.
 
-        A job larger than one step's budget runs in the background and is due at the end.
-
-        Args:
-            blocks: The blocks to decompose, the same on all ranks. If this is called again after their workers have
-                changed, results of jobs that now belong to another rank are dropped.
-            rank: The rank of this process.
+        A job larger than one step's budget runs in the background and is due at the end. If this is called again after
+        the blocks' workers have changed, results of jobs that now belong to another rank are dropped.
         """
-        self.blocks = blocks
-        own_jobs: dict[FactorJob, FactorSpec] = {
-            (block, side): block.specs[side]
-            for block in blocks
-            for side in range(2)
-            if block.workers.inverse_workers[side] == rank
-        }
+        jobs = [FactorJob(block, side) for block in self.blocks for side in range(2)]
+        own_jobs = [job for job in jobs if job.block.workers.inverse_workers[job.side] == rank]
         # The step that begins a refresh also collects statistics, so it gets no job if there are enough other steps.
         steps = range(1 if self.spread > 2 else 0, max(1, self.spread))
-        budget = sum(spec.cost for spec in own_jobs.values()) / len(steps)
-        large = [job for job, spec in own_jobs.items() if spec.cost > budget]
-        self.background = sorted(large, key=lambda job: -own_jobs[job].cost)
-        rest = [job for job in own_jobs if job not in large]
-        batches = grouped_by_key(rest, lambda job: own_jobs[job].shape[1:], lambda job: own_jobs[job].cost, budget)
-        costs = [sum(own_jobs[job].cost for job in batch) for batch in batches]
-        when = longest_first(costs, steps)
+        budget = sum(job.spec.cost for job in own_jobs) / len(steps)
+        # This rank's jobs that run in the background.
+        self.background = _costliest_first(job for job in own_jobs if job.spec.cost > budget)
+        rest = [job for job in own_jobs if job.spec.cost <= budget]
+        batches = grouped_by_key(rest, lambda job: job.spec.shape[1:], lambda job: job.spec.cost, budget)
+        when = longest_first([sum(job.spec.cost for job in batch) for batch in batches], steps)
+        # How many steps after the start each of this rank's jobs is due.
         self.steps = {job: step for step, batch in zip(when, batches, strict=True) for job in batch}
         self.steps |= dict.fromkeys(self.background, self.spread)
-        self._done = {job: result for job, result in self._done.items() if job in own_jobs}
-        self._running = {job: result for job, result in self._running.items() if job in own_jobs}
+        self._done = {job: result for job, result in self._done.items() if job in self.steps}
+        self._running = {job: result for job, result in self._running.items() if job in self.steps}
 
     def ends(self, step: int) -> bool:
         """Whether the refresh ends at ``step``, in which the ranks then exchange its decompositions."""
@@ -87,8 +95,8 @@ class RefreshInProgress:
 
         The largest job is first, so that its scratch memory is needed while few results are held.
         """
-        jobs = [job for job, after in self.steps.items() if after <= step - self.start and job not in self._done]
-        return sorted(jobs, key=lambda job: -job[0].specs[job[1]].cost)
+        due = (job for job, after in self.steps.items() if after <= step - self.start)
+        return _costliest_first(job for job in due if job not in self._done)
 
     def start_background(self, start: Callable[[FactorJob], Callable[[], MaybeDecomposition]]) -> None:
         """Starts the background jobs not yet started; ``start`` returns a function that waits for the result."""
@@ -110,12 +118,12 @@ class RefreshInProgress:
 
     def failure(self, block: Block, side: int) -> str:
         """The reason why a job of this rank has failed; empty if it has not."""
-        result = self._done.get((block, side))
+        result = self._done.get(FactorJob(block, side))
         return result.reason if isinstance(result, Failure) else ""
 
     def found(self, block: Block, side: int) -> Decomposition | None:
         """The decomposition of A (0) or G (1) of a block; None if another rank makes it or it has failed."""
-        result = self._done.get((block, side))
+        result = self._done.get(FactorJob(block, side))
         return None if isinstance(result, Failure) else result
 
     def gamma(self, block: Block) -> Tensor | None:
@@ -126,21 +134,19 @@ class RefreshInProgress:
         return {**self.__dict__, "_running": {}}
 
 
+def _costliest_first(jobs: Iterable[FactorJob]) -> list[FactorJob]:
+    return sorted(jobs, key=lambda job: -job.spec.cost)
+
+
 def together(jobs: Sequence[FactorJob]) -> list[list[FactorJob]]:
     """Batches of jobs whose factors have one shape and one device; on a CPU each job is a batch of its own."""
-
-    def shape(job: FactorJob) -> tuple[int, ...]:
-        return job[0].specs[job[1]].shape
-
-    def device(job: FactorJob) -> torch.device:
-        return job[0].layer.weight.device
 
     def size(job: FactorJob) -> float:
         # On the CPU, batches hold one job each. LAPACK takes one matrix at a time anyway, and the last bits of its
         # results depend on the matrix's place in memory: a resumed run, whose batches differ, has to be bit-identical.
-        return math.inf if device(job).type == "cpu" else math.prod(shape(job))
+        return math.inf if job.device.type == "cpu" else math.prod(job.spec.shape)
 
-    return grouped_by_key(jobs, lambda job: (shape(job)[1:], device(job)), size, BATCH_NUMEL)
+    return grouped_by_key(jobs, lambda job: (job.spec.shape[1:], job.device), size, BATCH_NUMEL)
 
 
 def batch_of(jobs: Sequence[FactorJob], refresh: RefreshInProgress, solver: Solver, inv_dtype: torch.dtype) -> Batch:
@@ -154,21 +160,19 @@ def batch_of(jobs: Sequence[FactorJob], refresh: RefreshInProgress, solver: Solv
     """
 
     def inputs() -> tuple[Tensor, Tensor]:
-        packed = [block.factors(refresh.source).packed(side) for block, side in jobs]
+        packed = [job.block.factors(refresh.source).packed(job.side) for job in jobs]
         whole = packed[0] if len(packed) == 1 else torch.cat(packed)  # unpacked all together
-        block, side = jobs[0]
         dtype = torch.promote_types(whole.dtype, torch.promote_types(inv_dtype, torch.float32))
-        factors = block.specs[side].unpack(whole).to(dtype)
+        factors = spec.unpack(whole).to(dtype)
         if not damps_factors(solver):
             return factors, factors.new_zeros(len(factors))
-        shifts = [block.specs[side].for_blocks(_shift_of(block, side, refresh, solver)) for block, side in jobs]
+        shifts = [job.spec.for_blocks(_shift_of(*job, refresh, solver)) for job in jobs]
         return factors, torch.cat(shifts).to(factors)
 
-    block, side = jobs[0]
+    spec, device = jobs[0].spec, jobs[0].device
     # Not padded on the CPU, because padding changes the rounding; see together().
-    device, spec = block.layer.weight.device, block.specs[side]
     rows = None if device.type == "cpu" or spec.diagonal else (spec.size, device)
-    return Batch(inputs, [block.specs[side].matrices for block, side in jobs], rows)
+    return Batch(inputs, [job.spec.matrices for job in jobs], rows)
 
 
 def _shift_of(block: Block, side: int, refresh: RefreshInProgress, solver: Shifting) -> Tensor:

@@ -92,15 +92,12 @@ class Refresher:
             for block in damped
         }
         if self.last_refresh is None or not spread:
-            refresh = RefreshInProgress(step, 0, "current", gammas, known)
-            refresh.schedule(blocks, comm.rank)
+            refresh = RefreshInProgress(step, 0, "current", blocks, comm.rank, gammas, known)
             self._work_off(refresh, step, comm)
         else:
             for block in blocks:
                 block.factors("pending").freeze(block.factors("current"), gammas.get(block))
-            refresh = RefreshInProgress(step, spread, "pending", spectra=known)
-            refresh.schedule(blocks, comm.rank)
-            self.in_progress = refresh
+            self.in_progress = RefreshInProgress(step, spread, "pending", blocks, comm.rank, spectra=known)
         self.last_refresh = step  # set last, so that an interrupted refresh is due again
         self.refreshes += 1
 
@@ -116,8 +113,8 @@ class Refresher:
     def rebuild(self, step: int, blocks: Sequence[Block], comm: Communicator) -> None:
         """Recomputes the decompositions if they are stale (then a collective)."""
         if self._stale:
-            refresh = RefreshInProgress(step, 0, "in_use")
-            refresh.schedule([block for block in blocks if block.has_data("in_use")], comm.rank)
+            decomposed = [block for block in blocks if block.has_data("in_use")]
+            refresh = RefreshInProgress(step, 0, "in_use", decomposed, comm.rank)
             for stale in (refresh, self.in_progress):
                 if stale is not None and not isinstance(self.solver, EigenSolver):
                     stale.spectra.update(shared_spectra(stale.blocks, stale.source, comm))
@@ -127,7 +124,7 @@ class Refresher:
     def reschedule(self, rank: int) -> None:
         """Reschedules a refresh in progress after the blocks' workers have changed."""
         if self.in_progress is not None:
-            self.in_progress.schedule(self.in_progress.blocks, rank)
+            self.in_progress.schedule(rank)
 
     # Work -----------------------------------------------------------------------------------------------------------
 
@@ -259,8 +256,8 @@ class Refresher:
         self.pace.load(counters)
         self.in_progress = None
         if spread >= 0 and self.last_refresh is not None and any(block.state for block in blocks):
-            self.in_progress = RefreshInProgress(self.last_refresh, spread, "pending")
-            self.in_progress.schedule([block for block in blocks if block.has_data("pending")], rank)
+            pending = [block for block in blocks if block.has_data("pending")]
+            self.in_progress = RefreshInProgress(self.last_refresh, spread, "pending", pending, rank)
 
     def close(self) -> None:
         """Gives up a refresh in progress and ends the worker's thread."""

@@ -24,7 +24,7 @@ from kfac_optim import KFACSGD, CurvatureEngine, EigenSolver, Graft, InverseSolv
 from kfac_optim.directions import by_parameter
 from kfac_optim.factors import FactorSpec
 from kfac_optim.grouping import grouped_by_key
-from kfac_optim.jobs import RefreshInProgress, batch_of, together
+from kfac_optim.jobs import FactorJob, RefreshInProgress, batch_of, together
 from kfac_optim.layers import gram
 from kfac_optim.refresh import Refresher, _decompose
 from kfac_optim.solvers import Batch, Failure, decompose_all, decompose_safely
@@ -50,8 +50,7 @@ class Block:
 def scheduled(shapes: list[FactorSpec], spread: int) -> tuple[RefreshInProgress, dict[Any, FactorSpec]]:
     """A refresh of factors of these shapes by one rank, and its jobs."""
     blocks: list[Any] = [Block(spec) for spec in shapes]
-    refresh = RefreshInProgress(0, spread, "pending")
-    refresh.schedule(blocks, rank=0)
+    refresh = RefreshInProgress(0, spread, "pending", blocks, 0)
     return refresh, {(block, 0): block.spec for block in blocks}
 
 
@@ -107,15 +106,15 @@ def test_a_new_plan_keeps_what_is_done_of_its_own_jobs() -> None:
     """Other ranks take over layers in the midst of a refresh."""
     refresh, share = scheduled([FactorSpec(1, dim) for dim in (4, 4, 5, 5, 6)], 3)
     done, running, kept_done, kept_running, fresh = (block for block, _ in share)
-    refresh.finish([(done, 0), (kept_done, 0)], [(), ()])
-    refresh.background = [(running, 0), (kept_running, 0)]
+    refresh.finish([FactorJob(done, 0), FactorJob(kept_done, 0)], [(), ()])
+    refresh.background = [FactorJob(running, 0), FactorJob(kept_running, 0)]
     refresh.start_background(lambda job: tuple)
     for block in (done, running):
         vars(block)["workers"] = SimpleNamespace(inverse_workers=(1, 0))
-    refresh.schedule(refresh.blocks, rank=0)
+    refresh.schedule(0)
     blocks = (done, kept_done, running, kept_running)
     assert [b for b in blocks if refresh.found(b, 0) is not None] == [kept_done]
-    assert [b for b in blocks if refresh.is_running((b, 0))] == [kept_running]
+    assert [b for b in blocks if refresh.is_running(FactorJob(b, 0))] == [kept_running]
     assert set(refresh.due(3)) == {(done, 1), (running, 1), (kept_running, 0), (fresh, 0)}
     assert refresh.found(kept_done, 0) == () and refresh.found(done, 0) is None
 
@@ -244,7 +243,7 @@ def test_what_is_decomposed_together_is_of_one_shape_on_one_device(factors: list
     jobs: list[Any] = []
     for spec, device in factors:
         layer = SimpleNamespace(weight=SimpleNamespace(device=torch.device(device)))
-        jobs.append((Block(spec, layer), len(jobs) % 2))
+        jobs.append(FactorJob(Block(spec, layer), len(jobs) % 2))  # type: ignore[arg-type]
     found = together(dict.fromkeys(jobs))
     assert Counter(job for batch in found for job in batch) == Counter(jobs)
     on_gpu = []
@@ -258,13 +257,13 @@ def test_what_is_decomposed_together_is_of_one_shape_on_one_device(factors: list
 
 
 def test_only_on_accelerators_sizes_are_mixed() -> None:
-    refresh = RefreshInProgress(0, 0, "current")
+    refresh = RefreshInProgress(0, 0, "current", [], 0)
     rows = {}
     for device in ("cpu", "cuda:0"):
         layer = SimpleNamespace(weight=SimpleNamespace(device=torch.device(device)))
         for spec in (FactorSpec(1, 9), FactorSpec(1, 9, diagonal=True)):
             block: Any = Block(spec, layer)
-            rows[device, spec.diagonal] = batch_of([(block, 0)], refresh, EigenSolver(), torch.float32).rows
+            rows[device, spec.diagonal] = batch_of([FactorJob(block, 0)], refresh, EigenSolver(), torch.float32).rows
     assert rows.pop(("cuda:0", False)) == (9, torch.device("cuda:0"))
     assert set(rows.values()) == {None}
 
@@ -279,7 +278,7 @@ def test_a_batch_is_made_of_what_its_jobs_are_made_of(max_factor_dim: int | None
     gammas = {
         block: 10.0 ** -(1 + torch.arange(block.layer.pairs) + i) for i, block in enumerate(engine.trained.blocks)
     }
-    refresh, solver = RefreshInProgress(0, 0, "current", gammas), InverseSolver()
+    refresh, solver = RefreshInProgress(0, 0, "current", engine.trained.blocks, 0, gammas), InverseSolver()
 
     def made(jobs: list[Any]) -> tuple[Tensor, Tensor]:
         batch = batch_of(jobs, refresh, solver, torch.float32)
@@ -289,15 +288,15 @@ def test_a_batch_is_made_of_what_its_jobs_are_made_of(max_factor_dim: int | None
 
     *linear, norm = engine.trained.blocks
     for side in range(2):
-        jobs = [(block, side) for block in linear]
+        jobs = [FactorJob(block, side) for block in linear]
         for found, expected in zip(made(jobs), zip(*(made([job]) for job in jobs), strict=True), strict=True):
             assert torch.equal(found, torch.cat(expected))
         for job, shifts in zip(jobs, (made([job])[1] for job in jobs), strict=True):
-            expected = solver.shifts(gammas[job[0]], *job[0].factors("current").means())[side]
-            assert shifts.tolist() == expected.tolist() * job[0].specs[side].blocks
-    assert made([(norm, 0)])[1].tolist() == [0.0] * 6, "A is the constant 1"
-    assert torch.equal(made([(norm, 1)])[1], gammas[norm])
-    assert batch_of([(norm, 1)], refresh, solver, torch.float64).make()[0].dtype is torch.float64
+            expected = solver.shifts(gammas[job.block], *job.block.factors("current").means())[side]
+            assert shifts.tolist() == expected.tolist() * job.spec.blocks
+    assert made([FactorJob(norm, 0)])[1].tolist() == [0.0] * 6, "A is the constant 1"
+    assert torch.equal(made([FactorJob(norm, 1)])[1], gammas[norm])
+    assert batch_of([FactorJob(norm, 1)], refresh, solver, torch.float64).make()[0].dtype is torch.float64
 
 
 def test_on_the_cpu_every_factor_is_decomposed_on_its_own() -> None:
