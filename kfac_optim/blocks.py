@@ -73,12 +73,6 @@ class Factors:
         """Whether both running averages have seen something."""
         return all(float(self.tensors[side]["weight"]) for side in SIDES)
 
-    @property
-    def gamma(self) -> Tensor:
-        """The damping of each pair, ``[p]``, of a snapshot."""
-        gamma: Tensor = self.tensors["gamma"]
-        return gamma
-
     def kept(self, side: int) -> bool:
         """Whether this rank keeps A (side 0) or G (side 1)."""
         return "value" in self.tensors[SIDES[side]]
@@ -123,7 +117,7 @@ class Factors:
         for side in SIDES:
             copy_average_(self.tensors[side], source.tensors[side])
         if gamma is not None:
-            self.gamma.copy_(gamma)
+            self.tensors["gamma"].copy_(gamma)
 
 
 @dataclass(eq=False, repr=False)
@@ -212,11 +206,11 @@ class Block:
     @property
     def reach(self) -> float:
         """The learned share of the stretch along flat directions that its steps get (:mod:`~.reach`)."""
-        learned = self.state.get("current")
-        if learned is None:
-            return LEARNED["reach"].start
-        reach = float(learned["reach"])
-        return min(reach, LEARNED["reach"].start) if learned["changes"] == CONSTRAINED else reach
+        start = LEARNED["reach"].start
+        if not self.state:
+            return start
+        reach = float(self.state["current"]["reach"])
+        return min(reach, start) if self.is_constrained else reach
 
     def set_reach(self, value: float) -> None:
         """Sets the reach to a newly learned value."""
@@ -232,15 +226,14 @@ class Block:
         if self.state:
             self.state["current"]["trains"] = self.layer.weight.requires_grad
 
-    @property
-    def changes(self) -> int:
-        """How many comparisons in a row have found its weights changed between steps (:mod:`~.constraints`)."""
-        return int(self.state["current"]["changes"]) if self.state else 0
-
     def note_comparison(self, *, changed: bool) -> None:
-        """Counts one more comparison; once the layer counts as constrained it stays so."""
+        """Counts how many comparisons in a row have found its weights changed between steps (:mod:`~.constraints`).
+
+        Once the layer counts as constrained it stays so.
+        """
+        learned = self.state["current"]
         if not self.is_constrained:
-            self.state["current"]["changes"] = self.changes + 1 if changed else 0
+            learned["changes"] = learned["changes"] + 1 if changed else 0
 
     @property
     def is_constrained(self) -> bool:
