@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -215,10 +215,11 @@ class Communicator(ABC):
                 what = f"the {'all-reduce' if owner is None else f'reduction to rank {owner}'} of {kind}"
                 with self._explaining_errors(what):
                     work = None if owner is None else self._start_reduce(flat, owner)
-                if work is None:
-                    work = self._start_all_reduce(self._start_sum, flat, kind)
-                else:
-                    self._count(kind, *((0, flat.nbytes) if owner == self.rank else (flat.nbytes, 0)))
+                    if work is None:
+                        self._count_all_reduce(kind, flat)
+                        work = self._start_sum(flat)
+                    else:
+                        self._count(kind, *((0, flat.nbytes) if owner == self.rank else (flat.nbytes, 0)))
                 yield _Transfer(flat, tensors[part], work, what)
 
         sums = (
@@ -320,19 +321,12 @@ class Communicator(ABC):
             return []
         largest = [tensor.abs().amax(-1, keepdim=True) for tensor in tensors]
         flat = self._to_wire(torch.cat([rows.reshape(-1).to(largest[0].device) for rows in largest]))
-        work = self._start_all_reduce(self._start_max, flat, kind)
+        self._count_all_reduce(kind, flat)
         with self._explaining_errors(f"the all-reduce of {kind}"):
-            work.wait()
+            self._start_max(flat).wait()
         pieces = flat.split([rows.numel() for rows in largest])
         scales = [piece.to(rows).view_as(rows) for piece, rows in zip(pieces, largest, strict=True)]
         return [torch.where(scale > 0, scale, 1.0) for scale in scales]
-
-    def _start_all_reduce(self, start: Callable[[Tensor], Work], flat: Tensor, kind: str) -> Work:
-        """Counts and starts an all-reduce; ``start`` is :meth:`_start_sum` or :meth:`_start_max`."""
-        share = 2 * (self.world_size - 1) / self.world_size * flat.nbytes
-        self._count(kind, share, share)
-        with self._explaining_errors(f"the all-reduce of {kind}"):
-            return start(flat)
 
     def _arrived(self, started: Iterator[_Transfer]) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
         """The bucket and the tensors of each transfer, in order and as soon as it has ended."""
@@ -349,6 +343,10 @@ class Communicator(ABC):
         total = self.traffic.setdefault(kind, [0.0, 0.0])
         total[0] += sent
         total[1] += received
+
+    def _count_all_reduce(self, kind: str, flat: Tensor) -> None:
+        share = 2 * (self.world_size - 1) / self.world_size * flat.nbytes
+        self._count(kind, share, share)
 
     @contextmanager
     def _explaining_errors(self, what: str) -> Iterator[None]:
