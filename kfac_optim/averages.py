@@ -162,61 +162,37 @@ class Averaging:
         """
         local, self._local = self._local, {}
         with communicating("factor", self.stopwatch, comm.world_size):
-            updates: list[_Update] = []
-            for block in blocks:
-                if block not in local:
-                    continue
-                device, workers, of_block = block.layer.weight.device, block.workers, local[block]
-                for i, (side, spec) in enumerate(zip(SIDES, block.specs, strict=True)):
-                    own = None if of_block.sums is None else of_block.sums[i]
-                    if own is None and workers.counts(i, comm.rank):
-                        own = spec.zeros(self.dtype, device)  # a rank that has not used the layer adds zeros
-                    average = block.state["current"][side]
-                    updates.append(_Update(average, own, of_block.increments[i], workers.owner(i), workers.factors))
-            local.clear()
-            summed = _summed(updates, comm)
-            at_once = max(1, len(updates)) if comm.world_size == 1 else 1  # sums over ranks are folded as they arrive
+            summed = self._summed({block: local[block] for block in blocks if block in local}, comm)
+            at_once = None if comm.world_size == 1 else 1  # sums over ranks are folded as they arrive
             while batch := list(islice(summed, at_once)):
-                fold_([(u.average, u.increment) for u, _ in batch], [total for _, total in batch])
+                fold_([update for update, _ in batch], [total for _, total in batch])
 
-
-@dataclass(frozen=True, eq=False)
-class _Update:
-    """An update of a running average.
-
-    Attributes:
-        average: The running average.
-        own: This rank's part of the sum of moments; None if it contributes nothing.
-        increment: The numbers of the update, over all ranks.
-        owner: The rank that gets the sum; None: every rank.
-        place: See :mod:`kfac_optim.distributed`. "local": nothing is sent, the owner's own part is the whole sum.
-    """
-
-    average: dict[str, Tensor]
-    own: Tensor | None
-    increment: Increment
-    owner: int | None
-    place: str
-
-
-def _summed(updates: Sequence[_Update], comm: Communicator) -> Iterator[tuple[_Update, Tensor | None]]:
-    """Sums the ranks' parts of each update (a collective); None if another rank gets the sum."""
-    everywhere: list[tuple[_Update, Tensor]] = []
-    shared: list[tuple[_Update, Tensor, int]] = []
-    for update in updates:
-        if update.place == "local":
-            yield update, update.own if update.owner == comm.rank else None
-        elif update.own is not None:
-            if update.owner is None:
-                everywhere.append((update, update.own))
-            else:
-                shared.append((update, update.own, update.owner))
-    pooled = comm.sum([own for _, own in everywhere], "factors", compressed=True)
-    yield from zip([update for update, _ in everywhere], pooled, strict=True)
-    shared.sort(key=lambda item: item[2])  # neighbours that have the same owner share a bucket
-    owners = [owner for *_, owner in shared]
-    mine = comm.reduce([own for _, own, _ in shared], owners, "factors", compressed=True)
-    yield from zip([update for update, *_ in shared], mine, strict=True)
+    def _summed(self, local: Mapping[Block, LocalSums], comm: Communicator) -> Iterator[tuple[_Update, Tensor | None]]:
+        """Sums the moments of all ranks for each update (a collective); None if another rank gets the sum."""
+        everywhere: list[tuple[_Update, Tensor]] = []
+        shared: list[tuple[int, _Update, Tensor]] = []  # each with the rank that gets the sum
+        for block, of_block in local.items():
+            workers = block.workers
+            for i, (side, spec) in enumerate(zip(SIDES, block.specs, strict=True)):
+                update, owner = (block.state["current"][side], of_block.increments[i]), workers.owner(i)
+                if not workers.counts(i, comm.rank):
+                    yield update, None
+                    continue
+                if of_block.sums is None:  # a rank that has not used the layer adds zeros
+                    own = spec.zeros(self.dtype, block.layer.weight.device)
+                else:
+                    own = of_block.sums[i]
+                if owner is None:
+                    everywhere.append((update, own))
+                elif workers.factors == "local":  # nothing is sent: the owner's own part is the whole sum
+                    yield update, own
+                else:
+                    shared.append((owner, update, own))
+        pooled = comm.sum([own for _, own in everywhere], "factors", compressed=True)
+        yield from zip([update for update, _ in everywhere], pooled, strict=True)
+        shared.sort(key=lambda item: item[0])  # neighbours that have the same owner share a bucket
+        mine = comm.reduce([own for *_, own in shared], [owner for owner, *_ in shared], "factors", compressed=True)
+        yield from zip([update for _, update, _ in shared], mine, strict=True)
 
 
 def _counted(blocks: Sequence[Block], rank: int) -> Tensor:
@@ -250,13 +226,16 @@ class Increment:
         return weight, (past * float(average["trace"]) + self.trace) / weight if weight else 0.0
 
 
-def fold_(updates: Sequence[tuple[dict[str, Tensor], Increment]], moments: Sequence[Tensor | None]) -> None:
+_Update = tuple[dict[str, Tensor], Increment]  # a running average, and the numbers of its update
+
+
+def fold_(updates: Sequence[_Update], moments: Sequence[Tensor | None]) -> None:
     """Updates running averages in place (eqs. 14-15): ``S <- xi S + moments``, ``w <- xi w + count``.
 
     S / w and w are stored (:meth:`~kfac_optim.factors.FactorSpec.empty`), because S could overflow in half precision.
 
     Args:
-        updates: Each running average with the numbers of its update; it stays as it is if the update's count is 0.
+        updates: The running averages and the numbers of their updates; one stays as it is if its count is 0.
         moments: The packed sums of the new moments, ``[p, packed]``, which are overwritten; None if another rank keeps
             the factor.
     """
