@@ -147,7 +147,9 @@ class Objective:
         assert self._model is not None
         found = [self.fisher.target_problem(part.output, part.gradient * self._terms) for part in self.parts]
         problems = [problem for problem in found if problem]
-        strange, slope = self._sum([torch.tensor(float(len(problems))), self._slope(0)]).tolist()
+        # This rank's share of <g, J v>, which should be <gradient, v>, for the first direction.
+        own_slope = self._over_parts(lambda part, n: (part.gradient * self._changes[0][n]).sum())
+        strange, slope = self._sum([torch.tensor(float(len(problems))), own_slope]).tolist()
         expected = float(self._model.slopes[0])
         problem = ""
         if strange:
@@ -176,10 +178,6 @@ class Objective:
     def _curvature(self, i: int, j: int) -> Tensor:
         """This rank's share of ``v_i' F v_j``."""
         return self._over_parts(lambda _, n: (self._roots[i][n] * self._roots[j][n]).sum() / self._terms)
-
-    def _slope(self, i: int) -> Tensor:
-        """This rank's share of ``<g, J v_i>``, which should be ``<gradient, v_i>``."""
-        return self._over_parts(lambda part, n: (part.gradient * self._changes[i][n]).sum())
 
     def _over_parts(self, value: Callable[[Part, int], Tensor]) -> Tensor:
         """This rank's share of the sum of a value over all examples that the parts stand for, 0-dim."""

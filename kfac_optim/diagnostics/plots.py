@@ -185,12 +185,12 @@ def _conditions(axes: Axes, history: Sequence[Mapping[str, Any]], condition_of: 
 
     Args:
         axes: Where to draw.
-        history: As for :func:`plot_history`.
+        history: As for :func:`plot_history`, with ``layers`` in all entries.
         condition_of: Takes the condition number from a layer's part of a report.
     """
     curves: dict[str, dict[int, float]] = {}
     for entry in history:
-        for name, layer in entry.get("layers", {}).items():
+        for name, layer in entry["layers"].items():
             value = condition_of(layer)  # infinite numbers become None in JSON
             curves.setdefault(name or "(model)", {})[entry["step"]] = math.inf if value is None else value
     finite = [value for curve in curves.values() for value in curve.values() if value < math.inf]

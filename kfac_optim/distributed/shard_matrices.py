@@ -28,7 +28,7 @@ def shard_number(parameter: Tensor) -> int:
     return int(mesh_of(parameter).get_local_rank())
 
 
-def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module], comm: Communicator | None = None) -> str:
+def sharding_problem(parameter: Tensor, roots: Iterable[nn.Module], comm: Communicator) -> str:
     """Why a parameter cannot be preconditioned as a matrix of this rank; empty for plain tensors and for FSDP2's.
 
     A shard of tensor parallelism is a matrix of its own if all ranks of ``comm``, which share factors, hold that shard.
@@ -69,10 +69,10 @@ def _is_split(parameter: Tensor, roots: Iterable[nn.Module]) -> bool:
     return parameter.shape[placement.dim] % mesh_of(parameter).size() == 0
 
 
-def _hold_one_shard(comm: Communicator | None, mesh: Any) -> bool:
+def _hold_one_shard(comm: Communicator, mesh: Any) -> bool:
     """Whether all ranks that train together hold one shard: only one of them is on the mesh that splits the weight."""
-    if comm is None or comm.world_size == 1:
-        return comm is not None
+    if comm.world_size == 1:
+        return True
     group = comm.group
     return group is not None and len(set(dist.get_process_group_ranks(group)) & set(mesh.mesh.flatten().tolist())) == 1
 

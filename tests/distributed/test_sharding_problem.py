@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from kfac_optim import LocalCommunicator
 from kfac_optim.distributed import sharding_problem
 
 
@@ -28,6 +29,7 @@ def sharded(mesh: DeviceMesh, *placements: Placement) -> DTensor:
     return DTensor.from_local(torch.ones(8, 8), mesh, placements, run_check=False)
 
 
+ALONE = LocalCommunicator()
 ROWS: tuple[Placement, ...] = (Replicate(), Shard(0))
 OTHERS: list[tuple[Placement, ...]] = [
     (Replicate(), Shard(1)),
@@ -41,13 +43,13 @@ OTHERS: list[tuple[Placement, ...]] = [
 def test_rows_split_by_fsdp2_are_no_problem(mesh: DeviceMesh) -> None:
     model = fully_shard(nn.Linear(8, 8), mesh=mesh)
     plain = nn.Linear(8, 8)
-    assert sharding_problem(model.weight, [plain, nn.Sequential(model)]) == ""
-    assert sharding_problem(sharded(mesh, *ROWS), [model]) == ""
-    assert sharding_problem(plain.weight, [plain]) == ""
+    assert sharding_problem(model.weight, [plain, nn.Sequential(model)], ALONE) == ""
+    assert sharding_problem(sharded(mesh, *ROWS), [model], ALONE) == ""
+    assert sharding_problem(plain.weight, [plain], ALONE) == ""
 
 
 def test_without_fsdp2_they_are_split_by_tensor_parallelism(mesh: DeviceMesh) -> None:
-    assert "split by tensor parallelism" in sharding_problem(sharded(mesh, *ROWS), [nn.Linear(8, 8)])
+    assert "split by tensor parallelism" in sharding_problem(sharded(mesh, *ROWS), [nn.Linear(8, 8)], ALONE)
 
 
 @pytest.mark.parametrize("placements", OTHERS, ids=str)
@@ -55,4 +57,4 @@ def test_anything_but_rows_is_a_problem_under_fsdp2_too(mesh: DeviceMesh, placem
     roots = [fully_shard(nn.Linear(8, 8), mesh=mesh)]
     whole = placements == (Replicate(), Replicate())
     said = "in place of replicate()" if whole else "or not by rows"
-    assert said in sharding_problem(sharded(mesh, *placements), roots)
+    assert said in sharding_problem(sharded(mesh, *placements), roots, ALONE)
