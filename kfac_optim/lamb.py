@@ -10,7 +10,7 @@ import torch
 import torch_optimizer
 from torch import Tensor
 
-from .distributed import mesh_of
+from .distributed import gathered, is_sharded, mesh_of
 
 __all__ = ["MultiTensorLamb", "debiasing"]
 
@@ -51,8 +51,9 @@ class MultiTensorLamb(torch_optimizer.Lamb):
         if group["weight_decay"] != 0:
             torch._foreach_add_(updates, params, alpha=group["weight_decay"])
 
-        weight_norms = _whole(torch.stack(torch._foreach_norm(params))).clamp(0, self.clamp_value)
-        adam_norms = _whole(torch.stack(torch._foreach_norm(updates)))
+        # Norms of sharded tensors are added up over ranks (a collective): parts of norms could not be saved.
+        weight_norms = gathered(torch.stack(torch._foreach_norm(params))).clamp(0, self.clamp_value)
+        adam_norms = gathered(torch.stack(torch._foreach_norm(updates)))
         ratios = torch.where((weight_norms == 0) | (adam_norms == 0), 1.0, weight_norms / adam_norms)
         found = zip(*(of_all.unbind() for of_all in (weight_norms, adam_norms, ratios)), strict=True)
         for state, (weight, adam, ratio) in zip(states, found, strict=True):
@@ -61,12 +62,6 @@ class MultiTensorLamb(torch_optimizer.Lamb):
             updates = _times_own(updates, ratios)
         torch._foreach_mul_(updates, [-group["lr"] * debiasing(self, group, state) for state in states])
         torch._foreach_add_(params, updates)
-
-
-def _whole(norms: Tensor) -> Tensor:
-    """Norms of sharded tensors, added up over ranks (a collective): the state cannot be saved with parts of norms."""
-    sum_up: Callable[[], Tensor] | None = getattr(norms, "full_tensor", None)
-    return norms if sum_up is None else sum_up()
 
 
 def _times_own(tensors: Sequence[Tensor], factors: Tensor) -> tuple[Tensor, ...]:
@@ -78,7 +73,7 @@ def _times_own(tensors: Sequence[Tensor], factors: Tensor) -> tuple[Tensor, ...]
     found, alike = list(tensors), dict[Hashable, list[int]]()
     for i, tensor in enumerate(tensors):
         # Not shards: they can be multiplied by a plain number that all ranks have, but not by a vector of numbers.
-        is_vector = tensor.dim() == 1 and tensor.dtype is factors.dtype and not hasattr(tensor, "full_tensor")
+        is_vector = tensor.dim() == 1 and tensor.dtype is factors.dtype and not is_sharded(tensor)
         alike.setdefault((len(tensor), tensor.device) if is_vector else i, []).append(i)
     apart = factors.unbind()
     for places in alike.values():
