@@ -318,16 +318,16 @@ class RowsLayer(KroneckerLayer):
         all_rows = self.input_rows(module, self.multiplicand(a.detach(), dtype), output)
         if self.by_example:
             return self._observe_examples(all_rows)
-        chunks, spec = [], self.specs[0]
+        moments, totals, count, spec = [], [], 0, self.specs[0]
         for rows in all_rows:
-            total = rows.sum((0, 1), dtype=dtype) if self.bias is not None else None
             if self.bias is not None and spec.blocks > 1:  # the 1 belongs to the last block
                 rows = F.pad(rows, (0, 1), value=1.0)
-            moment = second_moment(rows, diagonal=spec.diagonal, blocks=spec.blocks)
-            chunks.append((moment, total, rows.shape[0] * rows.shape[1]))
-        moments, totals, counts = zip(*chunks, strict=True)
-        moment, count = sum(moments[1:], moments[0]), sum(counts)
-        if self.bias is not None and spec.blocks == 1:
+            elif self.bias is not None:
+                totals.append(rows.sum((0, 1), dtype=dtype))
+            moments.append(second_moment(rows, diagonal=spec.diagonal, blocks=spec.blocks))
+            count += rows.shape[0] * rows.shape[1]
+        moment = sum(moments[1:], moments[0])
+        if totals:
             moment = with_ones(moment, sum(totals[1:], totals[0]), count)
         return Observation(moment, count)
 
