@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -127,15 +128,18 @@ def checksums(states: Iterable[object]) -> dict[str, int | None]:
     states = list(states)
     found: dict[str, int | None] = {_LAYERS: len(states)}
     for source in _SOURCES:
-        places: dict[torch.device, list[tuple[int, Tensor]]] = defaultdict(list)
+        by_device: dict[torch.device, list[tuple[int, Tensor]]] = defaultdict(list)
         averages = [state.get(source) for state in states if isinstance(state, Mapping)]
         if _is_part(averages):
             found[f"checksum_{source}"] = None
             continue
         for place, tensor in enumerate(_tensors(averages), 1):
-            places[tensor.device].append((place, _sum_of_bits(tensor)))
-        totals = (zip(torch.stack([s for _, s in sums]).tolist(), sums, strict=True) for sums in places.values())
-        found[f"checksum_{source}"] = sum(place * int(bits) for pairs in totals for bits, (place, _) in pairs) % 2**53
+            by_device[tensor.device].append((place, _sum_of_bits(tensor)))
+        total = 0
+        for sums in by_device.values():
+            places, bits = zip(*sums, strict=True)
+            total += sum(map(operator.mul, places, torch.stack(bits).tolist()))
+        found[f"checksum_{source}"] = total % 2**53
     return found
 
 
@@ -157,12 +161,10 @@ def check_sums(blocks: Sequence[Block], states: Mapping[nn.Parameter, Any], coun
     fewer = len(states) < (counters.get(_LAYERS) or 0) and not any(b.layer.weight.requires_grad for b in left_out)
     if rounded or fewer:
         return
+    there = {f"checksum_{source}" for state in states.values() for source in state}
     for name, value in checksums(states.values()).items():
         saved = counters.get(name)
-        known = None not in (value, saved) and any(
-            name.endswith(source) for state in states.values() for source in state
-        )
-        if known and saved != value:
+        if name in there and None not in (value, saved) and saved != value:
             raise ValueError(
                 f"the state is damaged: the {name.replace('_', ' ')} of its Kronecker factors is {value} instead of "
                 f"{saved}. Load another checkpoint; if the factors were changed on purpose, delete {PREFIX + name!r} "
