@@ -41,9 +41,9 @@ def supervised(model: nn.Module, split: data.Split, loss: Loss, batch: int, hand
     return Script([Part(model, of_step, handed)], held_out=lambda: loss(model(others), answers))
 
 
-def classified_digits(model: nn.Module, batch: int, handed: Handed = parameters) -> Script:
-    """Return the script that trains a network of images on the digits."""
-    return supervised(model, data.digits(), F.cross_entropy, batch, handed)
+def classified_digits(model: nn.Module, handed: Handed = parameters) -> Script:
+    """Return the script that trains a network of images on the digits, 64 in a batch."""
+    return supervised(model, data.digits(), F.cross_entropy, 64, handed)
 
 
 def digits_mlp() -> Script:
@@ -70,27 +70,27 @@ def teacher() -> Script:
 def batchnorm_net() -> Script:
     """Digits by convolutions with BatchNorm."""
     body = [convolutions(1, 16, 1), convolutions(16, 32, 1, stride=2), convolutions(32, 32, 1)]
-    return classified_digits(nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)), 64, whole)
+    return classified_digits(nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)), whole)
 
 
 def resnet() -> Script:
     """Digits by a residual network with BatchNorm."""
-    return classified_digits(ResNet(channels=1, blocks=1, width=8), 64)
+    return classified_digits(ResNet(channels=1, blocks=1, width=8))
 
 
 def plain_convolutions() -> Script:
     """Digits by convolutions without norm layers."""
-    return classified_digits(convolutional(), 64, whole)
+    return classified_digits(convolutional(), whole)
 
 
 def convolutions_with_dropout() -> Script:
     """Digits by convolutions, pooling and dropout, as the MNIST example."""
-    return classified_digits(convolutional(dropout=0.25), 64)
+    return classified_digits(convolutional(dropout=0.25))
 
 
 def mixer() -> Script:
     """Digits by an MLP-Mixer."""
-    return classified_digits(Mixer(), 64)
+    return classified_digits(Mixer())
 
 
 class Grey(VisionTransformer):
@@ -103,12 +103,12 @@ class Grey(VisionTransformer):
 
 def vision_transformer() -> Script:
     """Digits by a vision transformer over patches of 2x2 pixels."""
-    return classified_digits(Grey(layers=2, width=48, heads=4, patch=2, side=8, classes=10), 64, decay_groups)
+    return classified_digits(Grey(layers=2, width=48, heads=4, patch=2, side=8, classes=10), decay_groups)
 
 
 def encoder() -> Script:
     """Digits, as eight rows, by PyTorch's transformer encoder with dropout."""
-    return classified_digits(RowEncoder(), 64)
+    return classified_digits(RowEncoder())
 
 
 def two_tasks() -> Script:
