@@ -380,17 +380,16 @@ class Pair:
         """Of ``A (x) G``."""
         return mean_eigenvalue(self.a) * mean_eigenvalue(self.g)
 
-    def gamma(self, damping: float, relative: bool) -> float:
-        """The damping in absolute terms."""
-        return damping * ((self.mean_eigenvalue or 1.0) if relative else 1.0)
-
     def solve(self, v: Tensor, damping: float, relative: bool, solver: str) -> Tensor:
         """The direction for the gradient ``v [d_out, d_in]``."""
-        return SOLVES[solver](self.a, self.g, v, self.gamma(damping, relative))
+        return SOLVES[solver](self.a, self.g, v, gamma_of(self, damping, relative))
 
     def condition(self, damping: float, relative: bool, solver: str) -> float:
         """Condition number of what is solved with; the second of two solves amplifies the error of the first."""
-        gamma, values = self.gamma(damping, relative), [torch.linalg.eigvalsh(factor) for factor in (self.a, self.g)]
+        gamma, values = (
+            gamma_of(self, damping, relative),
+            [torch.linalg.eigvalsh(factor) for factor in (self.a, self.g)],
+        )
         if solver == "eigen":
             return damped_condition(torch.outer(*values), gamma)
         shifts = factored_damping(self.a, self.g, gamma) if solver == "inverse" else (gamma, gamma)
@@ -417,18 +416,19 @@ class Curvature:
             return torch.stack(
                 [p.solve(part, damping, relative, solver) for p, part in zip(self.pairs, v, strict=False)]
             )
-        damped = self.blocks + self.block_gamma(damping, relative) * torch.eye(self.blocks.shape[-1], dtype=v.dtype)
+        damped = self.blocks + gamma_of(self, damping, relative) * torch.eye(self.blocks.shape[-1], dtype=v.dtype)
         return torch.stack([torch.linalg.solve(block, part) for block, part in zip(damped, v, strict=False)])
-
-    def block_gamma(self, damping: float, relative: bool) -> float:
-        """The damping of a norm layer in absolute terms."""
-        return damping * ((self.mean_eigenvalue or 1.0) if relative else 1.0)
 
     def condition(self, damping: float, relative: bool, solver: str) -> float:
         """The largest condition number of the systems that are solved."""
         if self.blocks is None:
             return max(pair.condition(damping, relative, solver) for pair in self.pairs)
-        return damped_condition(torch.linalg.eigvalsh(self.blocks), self.block_gamma(damping, relative))
+        return damped_condition(torch.linalg.eigvalsh(self.blocks), gamma_of(self, damping, relative))
+
+
+def gamma_of(curvature: Pair | Curvature, damping: float, relative: bool) -> float:
+    """The damping of a pair, or of a norm layer, in absolute terms."""
+    return damping * ((curvature.mean_eigenvalue or 1.0) if relative else 1.0)
 
 
 def damped_condition(eigenvalues: Tensor, damping: float) -> float:
