@@ -252,14 +252,19 @@ def cells(task: Task, label: str, records: Sequence[Record]) -> list[str]:
     ]
 
 
-def table(task: Task, records: Mapping[str, Sequence[Record]]) -> str:
-    """Return the table: medians over the seeds, with the range."""
-    finished = [record for found in records.values() for record in found if record.end == "finished"]
-    places = [nearest_evaluation(finished[0], share)["step"] if finished else "-" for share in FIXED_STEPS]
+def lines_of(task: Task, records: Mapping[str, Sequence[Record]], places: Sequence[object]) -> list[str]:
+    """Return the lines of the table, medians over the seeds with the range; the head calls ``FIXED_STEPS`` places."""
     losses = [f"loss at {place}" for place in places]
     heads = ["optimizer", "ended", "steps", "seconds", *losses, "held out", "accuracy", "s/step"]
-    rows = [heads, *(cells(task, label, found) for label, found in records.items())]
-    return "\n".join([*aligned(rows), f"{task.name}, {task.goal}; loss: training, running average"])
+    return aligned([heads, *(cells(task, label, found) for label, found in records.items())])
+
+
+def table(task: Task, records: Mapping[str, Sequence[Record]]) -> str:
+    """Return the table, and what it is about."""
+    finished = [record for found in records.values() for record in found if record.end == "finished"]
+    places = [nearest_evaluation(finished[0], share)["step"] if finished else "-" for share in FIXED_STEPS]
+    note = f"{task.name}, {task.goal}; loss: training, running average"
+    return "\n".join([*lines_of(task, records, places), note])
 
 
 # The command ---------------------------------------------------------------------------------------------------------

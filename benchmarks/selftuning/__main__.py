@@ -32,11 +32,11 @@ from torch import nn
 
 from benchmarks.common import plots
 from benchmarks.common.models import autoencoder
-from benchmarks.common.reports import Command, Output, aligned, whole_numbers
+from benchmarks.common.reports import Command, Output, whole_numbers
 from benchmarks.common.runs import Line, Record
 from benchmarks.common.settings import resolve
 from benchmarks.common.tasks import SPLIT_SEED, Examples, Task, curves, digits, pixel_cross_entropy, text
-from benchmarks.convergence.__main__ import FIXED_STEPS, Results, cells, record_of
+from benchmarks.convergence.__main__ import FIXED_STEPS, Results, lines_of, record_of
 
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1)  # of AdamW where none was chosen
 MUON = {"lr": 0.02, "rest_lr": 0.01}  # on curves, as benchmarks.convergence has chosen
@@ -159,12 +159,10 @@ class Runs:
 
 
 def table(task: Task, records: Mapping[str, Sequence[Record]]) -> list[str]:
-    """Return the table: medians over the seeds, with the range."""
+    """Return the table, and what it is about."""
     steps = next(iter(records.values()))[0].header["settings"]["steps"]
-    losses = [f"loss at {share:.0%}" for share in FIXED_STEPS]
-    heads = ["optimizer", "ended", "steps", "seconds", *losses, "held out", "accuracy", "s/step"]
-    rows = [heads, *(cells(task, label, found) for label, found in records.items())]
-    return [*aligned(rows), f"{task.name}, {steps} steps, {task.goal}; loss: training, running average"]
+    note = f"{task.name}, {steps} steps, {task.goal}; loss: training, running average"
+    return [*lines_of(task, records, [f"{share:.0%}" for share in FIXED_STEPS]), note]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
