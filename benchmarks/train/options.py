@@ -120,7 +120,8 @@ def add_kfac_options(group: argparse._ArgumentGroup) -> None:
     unit = "what --damping is a multiple of: absolute, mean or largest (eigenvalue of the layer's curvature)"
     add("--damping-of", metavar="WHAT", help=f"{unit} (default: absolute)")
     add("--precondition", metavar="WHAT", help=f"gradient or momentum: what K-FAC preconditions {package}")
-    add("--scaling", type=name_or_none, metavar="NAME", help=f"kl_clip[:kappa], unit, graft or none {package}")
+    scalings = "kl_clip[:kappa], unit, orthogonal[:iterations], graft or none"
+    add("--scaling", type=name_or_none, metavar="NAME", help=f"{scalings} {package}")
     kinds = "empirical, categorical, bernoulli, gaussian, or sampled: the kind of the task's output"
     add("--fisher", metavar="KIND", help=f"{kinds} {package}")
     add("--solver", metavar="NAME", help=f"eigen or inverse {package}")
