@@ -27,7 +27,16 @@ from .distributed import Broadcast, Communicator
 from .factor_owners import decomposed_spectra, shared_spectra
 from .jobs import RefreshInProgress, batch_of, together
 from .pacing import Pace
-from .solvers import Batch, Decomposition, EigenSolver, MaybeDecomposition, Solver, Worker, damps_factors, decompose_all
+from .solvers import (
+    Decomposition,
+    EigenSolver,
+    MaybeDecomposition,
+    Solver,
+    Worker,
+    damps_factors,
+    decompose_all,
+    decompose_safely,
+)
 
 __all__ = ["Refresher"]
 
@@ -144,7 +153,8 @@ class Refresher:
             refresh.start_background(lambda job: self._decompose_in_background(*batch([job]).make()))
         jobs_due = refresh.due(step)
         alike = together([job for job in jobs_due if not refresh.is_running(job)])
-        results = _decompose(self.solver, self.inv_dtype, [batch(jobs) for jobs in alike])
+        stored = functools.partial(_stored, self.inv_dtype)
+        results = decompose_all(self.solver, [batch(jobs) for jobs in alike], stored)
         for jobs, found in zip(alike, results, strict=True):
             refresh.finish(jobs, found)
         for job in jobs_due:
@@ -154,12 +164,11 @@ class Refresher:
     def _decompose_in_background(self, factor: Tensor, shift: Tensor) -> Callable[[], MaybeDecomposition]:
         """Starts a decomposition on the worker; returns a function that waits for the result."""
         # work() must not refer to the refresher, or the worker's thread would keep it and all that it holds alive.
-        stopwatch, solver, inv_dtype = self.stopwatch, self.solver, self.inv_dtype
+        stopwatch, solver, stored = self.stopwatch, self.solver, functools.partial(_stored, self.inv_dtype)
 
         def work() -> MaybeDecomposition:
             with stopwatch.stage("decomposition in the background"):
-                ((result,),) = _decompose(solver, inv_dtype, [Batch(lambda: (factor, shift), [len(factor)])])
-                return result
+                return decompose_safely(solver, factor, shift, stored)
 
         return self._worker.submit(factor.device, work)
 
@@ -265,11 +274,7 @@ class Refresher:
         self._worker.close()
 
 
-def _decompose(solver: Solver, inv_dtype: torch.dtype, batches: Sequence[Batch]) -> list[list[MaybeDecomposition]]:
-    """Decomposes batches of factors, and returns the results in the form in which they are stored."""
-
-    def stored(part: Tensor) -> Tensor:
-        # Contiguous, as on the ranks that receive it: rounding depends on the layout, and ranks would drift apart.
-        return part.to(part_dtype(part.dim() - 1, inv_dtype)).contiguous()
-
-    return decompose_all(solver, batches, stored)
+def _stored(inv_dtype: torch.dtype, part: Tensor) -> Tensor:
+    """A tensor of a decomposition in the form in which it is stored."""
+    # Contiguous, as on the ranks that receive it: rounding depends on the layout, and ranks would drift apart.
+    return part.to(part_dtype(part.dim() - 1, inv_dtype)).contiguous()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import math
 import multiprocessing
@@ -26,7 +27,7 @@ from kfac_optim.factors import FactorSpec
 from kfac_optim.grouping import grouped_by_key
 from kfac_optim.jobs import FactorJob, RefreshInProgress, batch_of, together
 from kfac_optim.layers import gram
-from kfac_optim.refresh import Refresher, _decompose
+from kfac_optim.refresh import Refresher, _stored
 from kfac_optim.solvers import Batch, Failure, decompose_all, decompose_safely
 from kfac_optim.stacks import _cat, stack_of
 from tests.helpers.files import through_a_file
@@ -393,7 +394,7 @@ def test_work_in_the_background_changes_no_bit(
 
 def at_once(self: Refresher, factor: Tensor, shift: Tensor) -> Any:
     """In the place of ``Refresher._decompose_in_background``: nothing runs in the background."""
-    ((result,),) = _decompose(self.solver, self.inv_dtype, [batch([factor], [shift])])
+    ((result,),) = decompose_all(self.solver, [batch([factor], [shift])], functools.partial(_stored, self.inv_dtype))
     return lambda: result
 
 
