@@ -31,6 +31,7 @@ __all__ = [
     "first_moments",
     "gradient_weight_tracked",
     "gradients_of",
+    "holds_update",
     "is_decoupled",
     "keep_averages",
     "members_of",
@@ -56,6 +57,7 @@ class Member:
         is_sgd: Whether the base class is SGD.
         decay_in_moment: Whether weight decay is a part of the first moment that the base class keeps.
         has_first_moment: Whether the state holds a first moment of the base class.
+        version: Of the gradient, counted by torch; looked up for Nesterov's momentum alone (:func:`holds_update`).
     """
 
     p: nn.Parameter
@@ -65,9 +67,12 @@ class Member:
     is_sgd: bool
     decay_in_moment: bool
     has_first_moment: bool = field(init=False)
+    version: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self._look_at_state()
+        if self.is_sgd and self.group["nesterov"] and not self.gradient.is_inference():
+            self.version = self.gradient._version
 
     def _look_at_state(self) -> None:
         if self.is_sgd:
@@ -133,8 +138,24 @@ def first_moments(bucket: Bucket, descent: Tensors) -> Tensors:
             return descent
     moments: Tensors = torch._foreach_mul(found, factors) if any(factor != 1 for factor in factors) else found
     if bucket[0].is_sgd and group["nesterov"] and all(m.has_first_moment for m in bucket):  # not Muon's ``nesterov``
+        if all(map(holds_update, bucket)):
+            return descent
         return torch._foreach_add(descent, moments, alpha=group["momentum"])
     return moments
+
+
+def holds_update(m: Member) -> bool:
+    """Whether the base class has left its update, ``g + momentum * buffer``, where the gradient g was.
+
+    Torch's multi-tensor SGD, its default on GPUs, does that under Nesterov's momentum if it had no reason to copy g.
+    """
+    group = m.group
+    if not (m.is_sgd and group["nesterov"]) or group["weight_decay"] or group.get("maximize") or group.get("fused"):
+        return False
+    foreach = group.get("foreach")
+    if foreach is None:  # as torch decides
+        foreach = m.p.device.type != "cpu"
+    return foreach and not m.gradient.is_inference() and m.gradient._version != m.version
 
 
 def keep_averages(members: Sequence[Bucket], decay: float | None) -> None:

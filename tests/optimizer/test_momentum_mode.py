@@ -244,6 +244,20 @@ def test_sgd_against_the_textbook(scaling: Any, how: dict[str, float], decay: fl
             assert_near(optimizer.state[p]["momentum_buffer"], textbook.rules[name].moment.buffer, name, SAME)
 
 
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("how", [{}, {"weight_decay": 0.05}, {"maximize": True}])
+@pytest.mark.parametrize("scaling", [None, FULL, "graft"])
+def test_nesterov_is_the_same_by_multi_tensor_operations(scaling: Any, how: dict[str, Any], foreach: bool) -> None:
+    """Torch's write the update over the gradients, unless these have been copied for another reason."""
+    model = Net()
+    options = MODE | {"scaling": scaling, "momentum": 0.8, "nesterov": True} | how
+    runs = [
+        (own, KFACSGD(own, **options, foreach=given)) for given in (foreach, None) for own in [copy.deepcopy(model)]
+    ]
+    train_alike(*runs)
+    assert_same_weights(runs[0][0], runs[1][0])
+
+
 RULES: list[tuple[Any, Callable[[float], Rule]]] = [
     (KFACAdam, Adam),
     (KFACAdamW, lambda decay: Adam(decay, coupled=False)),
