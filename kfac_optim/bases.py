@@ -31,6 +31,7 @@ __all__ = [
     "base_step",
     "multiplied",
     "refuse_base",
+    "refuse_order",
     "subtract_",
     "subtract_multiples_",
     "update_length",
@@ -57,6 +58,17 @@ def refuse_base(cls: type, step: Callable[..., Any]) -> None:
             f"{cls.__name__}: Rprop lets the step of each weight grow while its gradients keep their sign, which is no "
             f"answer to steps that K-FAC has turned; it diverges. {instead}"
         )
+
+
+def refuse_order(cls: type, mixin: type) -> None:
+    """Raises TypeError if a class has an optimizer in front of the mixin, whose methods it would then never call."""
+    before = cls.__mro__[: cls.__mro__.index(mixin)]
+    for base in before:
+        if issubclass(base, torch.optim.Optimizer) and not issubclass(base, mixin):
+            raise TypeError(
+                f"{cls.__name__}: {base.__name__} comes before {mixin.__name__} among its bases, so that it would train"
+                f" as {base.__name__} alone: write class {cls.__name__}({mixin.__name__}, {base.__name__})"
+            )
 
 
 @dataclass(frozen=True)

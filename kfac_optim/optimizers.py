@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from .bases import refuse_base
+from .bases import refuse_base, refuse_order
 from .config import options as engine_options
 from .config import refuse_unknown, signature
 from .damping import OfLargest
@@ -91,6 +91,7 @@ class KFACMixin(_Optimizer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Gives the class a signature that shows the arguments of the base class and of the engine."""
         super().__init_subclass__(**kwargs)
+        refuse_order(cls, KFACMixin)
         if "__init__" in cls.__dict__:
             return
         base = next(c for c in cls.__mro__ if "__init__" in c.__dict__ and not issubclass(c, KFACMixin))

@@ -152,6 +152,13 @@ def test_grad_is_restored_when_the_base_step_raises() -> None:
         assert torch.equal(p.grad if p.grad is not None else torch.empty(0), gradient)
 
 
+@pytest.mark.parametrize("mixin", [KFACMixin, KFACSGD])
+def test_an_optimizer_in_front_of_the_mixin_is_refused(mixin: type) -> None:
+    """Its own ``__init__`` and ``step`` would be called, so that it would be that optimizer alone, without a word."""
+    with pytest.raises(TypeError, match=r"RMSprop comes before .*: write class Mine\(KFACMixin, RMSprop\)"):
+        type("Mine", (torch.optim.RMSprop, mixin), {})
+
+
 def test_an_owned_engine_refuses_to_be_called_by_hand() -> None:
     model = make_model()
     optimizer = KFACSGD(model, lr=0.1)
