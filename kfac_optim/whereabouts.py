@@ -27,13 +27,13 @@ class Whereabouts:
     ) -> None:
         self.roots, self.layers = roots, layers
         # Each is a module, the name of a parameter in it, and the parameter that should be there.
-        self._slots = [
+        self._computed = [
             (module, name, p)
             for module in (self._modules() if computed else ())
             for name, p in module._parameters.items()
             if p is not None and p in computed
         ]
-        self._slots += [
+        self._slots = self._computed + [
             (module, name, own)
             for layer in layers
             for module in layer.modules
@@ -59,6 +59,8 @@ class Whereabouts:
         for layer in self.layers:
             for parameter in layer.parameters:
                 homes.setdefault(parameter, set()).update((*layer.modules, layer.host))
+        for owner, _, parameter in self._computed:  # a parametrization that is removed keeps its parameter
+            homes.setdefault(parameter, set()).add(owner)
         present = ((p, module) for module in self._modules() for p in module._parameters.values() if p is not None)
         if any(p in homes and module not in homes[p] for p, module in present):
             return False
@@ -76,8 +78,9 @@ class Whereabouts:
         return [module for root in self.roots for module in root.modules()]
 
     def _find_places(self) -> list[tuple[nn.Module, str, nn.Module]]:
-        """All modules that contain a module of a layer, each as its parent, its name there, and itself."""
+        """All modules that contain a module of interest, each as its parent, its name there, and itself."""
         watched = {module for layer in self.layers for module in (*layer.modules, layer.host)}
+        watched.update(owner for owner, _, _ in self._computed)
         return [
             (parent, name, module)
             for parent in dict.fromkeys(self._modules())

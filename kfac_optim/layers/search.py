@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
-from .base import Declined, KroneckerLayer, LayerOptions
+from .base import COMPUTED, Declined, KroneckerLayer, LayerOptions
 from .lookalikes import lookalike
 from .registry import LayerFactory, factory_of
 
@@ -39,6 +40,8 @@ def _factory_for(module: nn.Module) -> tuple[LayerFactory | None, str]:
             f"in a {type(module).__name__}: layers are found as submodules alone, put them in an nn.ModuleList; "
             "weights that are used without a layer have no rule"
         )
+    if isinstance(module, ParametrizationList):
+        return None, f"what its layer uses {COMPUTED} (weight_norm, spectral_norm), of which this is one"
     return lookalike(module) or (None, f"no Kronecker rule for {_path(type(module))}")
 
 

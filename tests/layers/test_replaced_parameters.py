@@ -94,6 +94,29 @@ def test_a_layer_comes_back_when_its_weight_is_a_parameter_again() -> None:
     assert "weight_orig" not in repr(optimizer.curvature)
 
 
+@pytest.mark.filterwarnings("ignore:.*parametrization or pruning")
+@pytest.mark.parametrize("leave", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("change", [parametrized, spectral])
+def test_a_layer_whose_parametrization_is_removed_is_covered(change: Callable, first: bool, leave: bool) -> None:
+    """Also if the optimizer has never known it without: torch makes the parameter the weight again."""
+    model = make()
+    if first:
+        change(model)
+    optimizer = KFACSGD(model, lr=0.05, **OFTEN)
+    train(model, optimizer, range(4))
+    if not first:
+        change(model)
+    train(model, optimizer, range(4, 8))
+    assert [layer.name for layer in optimizer.curvature.layers] == ["2"]
+    assert "0.parametrizations.weight.original" in repr(optimizer.curvature)
+    assert repr(optimizer.curvature).count("computed from other parameters") == 2
+    parametrize.remove_parametrizations(model[0], "weight", leave_parametrized=leave)
+    train(model, optimizer, range(8, 16))
+    assert set(optimizer.curvature.report()["layers"]) == {"0", "2"}
+    assert "parametrizations" not in repr(optimizer.curvature)
+
+
 @contextmanager
 def switched_on(switch: Callable[[bool], None]) -> Iterator[None]:
     """With one of ``torch.__future__`` on."""
