@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .distributed import is_sharded
 from .flat_storage import Tensors
 from .rates import Scalar
 from .state_keys import GRADIENT_WEIGHT, MOMENT
@@ -153,6 +154,8 @@ def holds_update(m: Member) -> bool:
     if not (m.is_sgd and group["nesterov"]) or group["weight_decay"] or group.get("maximize") or group.get("fused"):
         return False
     foreach = group.get("foreach")
+    if is_sharded(m.gradient):  # for these, torch takes them only if told to, and counts no versions
+        return bool(foreach)
     if foreach is None:  # as torch decides
         foreach = m.p.device.type != "cpu"
     return foreach and not m.gradient.is_inference() and m.gradient._version != m.version

@@ -114,6 +114,17 @@ def test_shards_equal_one_process(world_size: int) -> None:
         assert_all_near([found[f"sgd, {name}"] for found in outcomes], trained(0, 1, "sgd", "", options))
 
 
+def train_by_multi_tensor_nesterov(rank: int, world_size: int) -> list[Tensor]:
+    options = {"nesterov": True, "momentum": 0.8, "weight_decay": 0.0, "precondition": "momentum"}
+    more = {"scaling": Graft(trust=1.0), "foreach": world_size > 1}
+    return trained(rank, world_size, "sgd", "per layer", options | more)
+
+
+def test_nesterov_that_torch_writes_over_the_gradients_of_shards() -> None:
+    expected = train_by_multi_tensor_nesterov(0, 1)
+    assert_all_near(run_ranks(2, train_by_multi_tensor_nesterov), expected)
+
+
 def narrow_head(rank: int, world_size: int) -> list[Tensor]:
     """One output: the bias has one row on the first rank and none on the others, the weight likewise."""
     torch.manual_seed(0)
