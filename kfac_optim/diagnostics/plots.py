@@ -268,9 +268,12 @@ def plot_assignment(workers: Mapping[str, Any]) -> Figure:
         workers: ``engine.workers()``.
 
     Raises:
+        ValueError: If no layer is preconditioned.
         ImportError: Without matplotlib.
     """
     layers, loads = workers["layers"], workers["loads"]
+    if not layers:
+        raise ValueError("no layers to draw: print(optimizer.curvature) says why none is preconditioned")
     figure = _figure(min(16.0, 6 + 0.25 * len(loads)), 2.8 + _height(len(layers)))
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch

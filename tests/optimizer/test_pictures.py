@@ -318,6 +318,13 @@ def test_names_of_very_many_layers_are_thinned_out() -> None:
     assert 50 < len(ticks) <= 120 and all(name == f"layer{place}" for place, name in ticks.items())
 
 
+@pytest.mark.filterwarnings("ignore:K-FAC preconditions none")
+def test_an_assignment_of_no_layers_is_refused() -> None:
+    engine = KFACSGD(torch.nn.PReLU(), lr=0.1).curvature
+    with pytest.raises(ValueError, match="no layers to draw"):
+        diagnostics.plot_assignment(engine.workers())
+
+
 # Loggers -------------------------------------------------------------------------------------------------------------
 
 
