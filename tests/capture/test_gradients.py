@@ -641,3 +641,26 @@ def test_a_pass_inside_another_takes_no_statistics_away() -> None:
             loss_of(model, step).backward()
             optimizer.step()
         assert_same_factors(*optimizers)
+
+
+@pytest.mark.filterwarnings("ignore:K-FAC preconditions none")
+def test_steps_inside_the_backward_pass_know_of_the_passes_before() -> None:
+    """An optimizer for each parameter; the pass that a step is taken in has not ended, and counts in the next step."""
+    runs: list[dict[nn.Parameter, KFACSGD]] = []
+    for inside in (True, False):
+        model = net()
+        optimizers = {p: KFACSGD([p], model=model, **(OPTIONS | {"lr": 0.0})) for p in model.parameters()}
+
+        def step(p: nn.Parameter, optimizers: dict[nn.Parameter, KFACSGD] = optimizers) -> None:
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for p in model.parameters() if inside else ():
+            p.register_post_accumulate_grad_hook(step)
+        for seed in range(4 if inside else 3):
+            loss_of(model, seed).backward()
+            for p in () if inside else model.parameters():
+                step(p)
+        runs.append(optimizers)
+    for own, expected in zip(*(run.values() for run in runs), strict=True):
+        assert_same_factors(own, expected)
