@@ -61,10 +61,14 @@ def refuse_base(cls: type, step: Callable[..., Any]) -> None:
 
 
 def refuse_order(cls: type, mixin: type) -> None:
-    """Raises TypeError if a class has an optimizer in front of the mixin, whose methods it would then never call."""
+    """Raises TypeError if a class has an optimizer in front of the mixin, whose methods it would then never call.
+
+    Those of torch and of torch_optimizer do all by themselves; others may hand over to the next class.
+    """
     before = cls.__mro__[: cls.__mro__.index(mixin)]
     for base in before:
-        if issubclass(base, torch.optim.Optimizer) and not issubclass(base, mixin):
+        is_known = base.__module__.startswith(("torch.", "torch_optimizer."))
+        if is_known and issubclass(base, torch.optim.Optimizer) and not issubclass(base, mixin):
             raise TypeError(
                 f"{cls.__name__}: {base.__name__} comes before {mixin.__name__} among its bases, so that it would train"
                 f" as {base.__name__} alone: write class {cls.__name__}({mixin.__name__}, {base.__name__})"

@@ -198,7 +198,7 @@ def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watc
 
 def _together(numbers: Sequence[Tensor]) -> Tensor | list[float]:
     """Joins 0-dim tensors into one, as a view while they share one storage; reads those on the CPU."""
-    if not is_launch_bound(numbers[0].device):
+    if not any(is_launch_bound(number.device) for number in numbers):
         return list(map(float, numbers))
     known = flat_view(numbers)
     return torch.stack([number.to(numbers[0]) for number in numbers]) if known is None else known

@@ -20,8 +20,8 @@ __all__ = ["Compared", "Copies", "alignment", "alignments"]
 Copies = dict[int, tuple[Sequence[Tensor], list[tuple["_Batch", Tensor]]]]
 
 _BATCH_NUMEL = 2**25  # the most numbers in such a vector on a GPU
+_ALIGNED = 64  # bytes; what torch allocates begins at a multiple of this
 _FEW = 3  # on the CPU only small gradients are copied into such a vector, if there are more than this many
-_MANY = 32  # on the CPU up to this many inner products are faster one by one
 
 
 class Compared(NamedTuple):
@@ -83,9 +83,6 @@ def _of_shards(compared: Sequence[Compared]) -> list[Tensor]:
 
 def _each_dot(compared: Compared, copies: Copies) -> Tensor:
     """The dot product of each gradient with its vector, ``[n]``."""
-    if len(compared.gradients) <= _MANY and not is_launch_bound(compared.gradients[0].device):
-        pairs = zip(compared.gradients, compared.vectors, strict=True)
-        return torch.stack([torch.dot(*_widened(g.reshape(-1), v.reshape(-1))) for g, v in pairs])
     batches = [
         (batch, torch.dot(g, v).view(1) if batch.lengths is None else _segments(g * v, batch.lengths))
         for batch, g, v in _side_by_side(compared, copies)
@@ -138,8 +135,17 @@ def _side_by_side(compared: Compared, copies: Copies) -> Iterator[tuple[_Batch, 
 def _flat(tensors: Sequence[Tensor], places: Sequence[int]) -> Tensor:
     """Some of the tensors as one vector."""
     if len(places) == 1:
-        return tensors[places[0]].reshape(-1)
+        return _vector(tensors[places[0]])
     return torch._utils._flatten_dense_tensors([tensors[i] for i in places])
+
+
+def _vector(tensor: Tensor) -> Tensor:
+    """A tensor as one vector; on the CPU at an address on which the last bits of inner products do not depend.
+
+    A view that a step recorded lies elsewhere once a state has been loaded, and a resumed run has to be bit-identical.
+    """
+    vector = tensor.reshape(-1)
+    return vector.clone() if vector.is_cpu and vector.data_ptr() % _ALIGNED else vector
 
 
 def _segments(products: Tensor, lengths: Tensor) -> Tensor:

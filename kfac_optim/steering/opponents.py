@@ -55,15 +55,13 @@ class Leftover:
     """
 
     def __init__(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        self.has_grown, self._handle = False, None
+        self.has_grown = False
         if parameter.requires_grad:
             self._number, of_self = next(_NUMBERS), weakref.ref(self)
             gradient._kfac_left = self._number  # type: ignore[attr-defined]
-            self._handle = parameter.register_post_accumulate_grad_hook(lambda p: _note(of_self, p))
-
-    def __del__(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
+            handle = parameter.register_post_accumulate_grad_hook(lambda p: _note(of_self, p))
+            # Not in __del__: when a cycle is collected, the handle has lost its hooks by then.
+            weakref.finalize(self, handle.remove)
 
     def on_gradient_added(self, parameter: Tensor) -> None:
         """Called when a backward pass has added to the gradient of the parameter."""

@@ -159,6 +159,24 @@ def test_an_optimizer_in_front_of_the_mixin_is_refused(mixin: type) -> None:
         type("Mine", (torch.optim.RMSprop, mixin), {})
 
 
+def test_an_optimizer_that_hands_over_may_be_in_front_of_the_mixin() -> None:
+    class Counting(torch.optim.Optimizer):
+        steps = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.steps += 1
+            return super().step(closure)
+
+    class Mine(Counting, KFACSGD):  # type: ignore[misc]
+        pass
+
+    model = make_model()
+    optimizer = Mine(model, lr=0.1)
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    assert (optimizer.steps, optimizer.curvature.step_count) == (1, 1)
+
+
 def test_an_owned_engine_refuses_to_be_called_by_hand() -> None:
     model = make_model()
     optimizer = KFACSGD(model, lr=0.1)

@@ -492,6 +492,23 @@ def test_a_second_optimizer_over_the_same_parameters_has_its_own_curvature() -> 
     assert derived.curvature is not first.curvature
 
 
+def test_an_optimizer_that_dies_in_a_cycle_leaves_no_hooks() -> None:
+    """Also if the garbage collector finds it late, as it has cleared the weak references in the cycle by then."""
+    model, gc_was_on = make_model(), gc.isenabled()
+    gc.disable()
+    try:
+        optimizer = KFACSGD(model, lr=0.1, momentum=0.9)
+        optimizer.itself = optimizer  # type: ignore[attr-defined]
+        train(model, optimizer, range(50))
+        assert any(p._post_accumulate_grad_hooks for p in model.parameters())
+        del optimizer
+        gc.collect()
+    finally:
+        if gc_was_on:
+            gc.enable()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
 def test_parameters_outside_the_model_train_by_the_base_rule_and_are_listed() -> None:
     model, extra = make_model(), nn.Parameter(torch.ones(2))
     optimizer = KFACSGD([*model.parameters(), extra], lr=0.1, model=model, scaling=None, **EVERY_STEP)

@@ -317,13 +317,20 @@ def test_a_stretch_of_nothing_teaches_nothing() -> None:
     assert learned(0.0, 0.0) == (0.01, False)
 
 
-@pytest.mark.parametrize(("is_launch_bound", "many"), [(False, 32), (False, 6), (True, 32)])
-def test_alignments_are_those_of_each_parameter(
-    monkeypatch: pytest.MonkeyPatch, is_launch_bound: bool, many: int
-) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_alignments_do_not_depend_on_the_place_in_memory(dtype: torch.dtype) -> None:
+    """What a step records are parts of matrices, and copies of these once a state has been loaded."""
+    g, storage = torch.randn(1001, dtype=dtype), torch.randn(1033, dtype=dtype)
+    for start in range(32):
+        v = storage[start : start + 1001]
+        (found, copied) = (inner_products.alignments([inner_products.Compared([g], [one])]) for one in (v, v.clone()))
+        assert torch.equal(found, copied), f"from the number {start} of a storage on"
+
+
+@pytest.mark.parametrize("is_launch_bound", [False, True])
+def test_alignments_are_those_of_each_parameter(monkeypatch: pytest.MonkeyPatch, is_launch_bound: bool) -> None:
     """In their order, whatever their sizes, kinds and rates are; also where they lie side by side."""
     monkeypatch.setattr(inner_products, "is_launch_bound", lambda _: is_launch_bound)
-    monkeypatch.setattr(inner_products, "_MANY", many)
     monkeypatch.setattr(inner_products, "_BATCH_NUMEL", 701)
     monkeypatch.setattr(inner_products, "SMALL_NUMEL", 20)
     inner_products._batches.cache_clear()
