@@ -32,7 +32,6 @@ __all__ = [
     "first_moments",
     "gradient_weight_tracked",
     "gradients_of",
-    "holds_update",
     "is_decoupled",
     "keep_averages",
     "members_of",
@@ -58,7 +57,7 @@ class Member:
         is_sgd: Whether the base class is SGD.
         decay_in_moment: Whether weight decay is a part of the first moment that the base class keeps.
         has_first_moment: Whether the state holds a first moment of the base class.
-        version: Of the gradient, counted by torch; looked up for Nesterov's momentum alone (:func:`holds_update`).
+        version: Of the gradient, counted by torch; looked up for Nesterov's momentum alone (:func:`_holds_update`).
     """
 
     p: nn.Parameter
@@ -139,13 +138,13 @@ def first_moments(bucket: Bucket, descent: Tensors) -> Tensors:
             return descent
     moments: Tensors = torch._foreach_mul(found, factors) if any(factor != 1 for factor in factors) else found
     if bucket[0].is_sgd and group["nesterov"] and all(m.has_first_moment for m in bucket):  # not Muon's ``nesterov``
-        if all(map(holds_update, bucket)):
+        if all(map(_holds_update, bucket)):
             return descent
         return torch._foreach_add(descent, moments, alpha=group["momentum"])
     return moments
 
 
-def holds_update(m: Member) -> bool:
+def _holds_update(m: Member) -> bool:
     """Whether the base class has left its update, ``g + momentum * buffer``, where the gradient g was.
 
     Torch's multi-tensor SGD, its default on GPUs, does that under Nesterov's momentum if it had no reason to copy g.
@@ -158,7 +157,7 @@ def holds_update(m: Member) -> bool:
         return bool(foreach)
     if foreach is None:  # as torch decides
         foreach = m.p.device.type != "cpu"
-    return foreach and not m.gradient.is_inference() and m.gradient._version != m.version
+    return foreach and (m.gradient.is_inference() or m.gradient._version != m.version)  # inference tensors count none
 
 
 def keep_averages(members: Sequence[Bucket], decay: float | None) -> None:

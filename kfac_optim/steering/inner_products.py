@@ -168,6 +168,7 @@ def _sum(numbers: Sequence[Scalar]) -> Scalar:
     """The sum of numbers and 0-dim tensors, which may be on several devices."""
     known = sum(number for number in numbers if not isinstance(number, Tensor))
     others = [number for number in numbers if isinstance(number, Tensor)]
-    if len(others) > 1:
-        others = [torch.stack([number.to(others[0].device) for number in others]).sum()]
-    return others[0] + known if others and known else others[0] if others else known
+    if not others:
+        return known
+    total = others[0] if len(others) == 1 else torch.stack([number.to(others[0].device) for number in others]).sum()
+    return total + known if known else total

@@ -258,6 +258,22 @@ def test_nesterov_is_the_same_by_multi_tensor_operations(scaling: Any, how: dict
     assert_same_weights(runs[0][0], runs[1][0])
 
 
+def test_nesterov_on_gradients_made_in_inference_mode() -> None:
+    """Torch's multi-tensor operations write over these as well, but they count no versions."""
+    model = Net()
+    options = MODE | {"scaling": None, "momentum": 0.8, "nesterov": True}
+    runs = [(own, KFACSGD(own, **options, foreach=given)) for given in (True, False) for own in [copy.deepcopy(model)]]
+    for _ in range(4):
+        passes = data()
+        for net, optimizer in runs:
+            backward(net, passes, loss)
+            with torch.inference_mode():
+                for p in net.parameters():
+                    p.grad = None if p.grad is None else p.grad.clone()
+                optimizer.step()
+    assert_same_weights(runs[0][0], runs[1][0])
+
+
 RULES: list[tuple[Any, Callable[[float], Rule]]] = [
     (KFACAdam, Adam),
     (KFACAdamW, lambda decay: Adam(decay, coupled=False)),
