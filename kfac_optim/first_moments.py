@@ -57,7 +57,7 @@ class Member:
         is_sgd: Whether the base class is SGD.
         decay_in_moment: Whether weight decay is a part of the first moment that the base class keeps.
         has_first_moment: Whether the state holds a first moment of the base class.
-        version: Of the gradient, counted by torch; looked up for Nesterov's momentum alone (:func:`_holds_update`).
+        version: Of the gradient, counted by torch; looked up for Nesterov's momentum alone.
     """
 
     p: nn.Parameter
