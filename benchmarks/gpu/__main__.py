@@ -7,11 +7,11 @@
     decompositions                    eigh, batched eigh, QR refresh, Cholesky by size; fp32, TF32, bf16 products
 
 Steps are measured in float32, under bf16 autocast, and there with TF32 in the products that are left in float32
-("bf16-tf32"); or in one precision: ``--part gpt-small --dtype bf16`` writes ``gpt-small-bf16``. Of the package's
-defaults (class name changed only) the first steps are taken as they come, and sorted by what they do
-(:mod:`benchmarks.step_time.first`): refreshes get rarer, and may wait. One more row has the defaults where they are
-dearest, with trust held at 0.5 and refreshes that do not wait. The paper's mode, with each solver every 50/500 and
-10/100, is composed of its kinds of step as in ``benchmarks.step_time``.
+("bf16-tf32"); or in one precision, or with another batch: ``--part gpt-small --dtype bf16 --batch 32`` writes
+``gpt-small-bf16-32``. Of the package's defaults (class name changed only) the first steps are taken as they come, and
+sorted by what they do (:mod:`benchmarks.step_time.first`): refreshes get rarer, and may wait. One more row has the
+defaults where they are dearest, with trust held at 0.5 and refreshes that do not wait. The paper's mode, with each
+solver every 50/500 and 10/100, is composed of its kinds of step as in ``benchmarks.step_time``.
 
 A part prints its tables and writes ``NAME.json`` (with settings, seeds, versions, machine), ``.txt`` and ``.png`` to
 ``benchmarks/results/gpu/``, the first two after each measurement, so that a run that is cut off keeps what it has.
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cpu" and not options.smoke and chosen != ["decompositions"]:
         command.error("this torch sees no CUDA device; --smoke and --part decompositions run on the CPU")
     for name in chosen:
-        words = [*(options.dtype or () if name in STEPS else ())]
+        words = [*(options.dtype or ()), *([str(options.batch)] if options.batch else ())] if name in STEPS else []
         if name == "decompositions" and options.device == "cpu":
             words.append("cpu")
         run(PARTS[name], "-".join([name, *words]), options, output)

@@ -52,11 +52,12 @@ def test_gpu_models_have_their_published_sizes(part: str) -> None:
 
 
 @pytest.mark.slow
-def test_gpt_small_in_bf16_alone(tmp_path: Path) -> None:
-    words = ["--part", "gpt-small", "--dtype", "bf16", "--solver", "eigen", "--smoke", "--out", str(tmp_path)]
-    assert gpu.main(words) == 0
-    results = json.loads((tmp_path / "gpt-small-bf16.json").read_text())["results"]
+def test_gpt_small_in_bf16_alone_with_three_texts(tmp_path: Path) -> None:
+    words = ["--part", "gpt-small", "--dtype", "bf16", "--batch", "3", "--solver", "eigen", "--smoke"]
+    assert gpu.main([*words, "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "gpt-small-bf16-3.json").read_text())["results"]
     assert [result["place"]["dtype"] for result in results] == ["bf16", "bf16"]
+    assert [result["work"] for result in results] == ["small BERT, 3x16 tokens"] * 2
     assert [result["rows"][0]["contender"] for result in results] == ["KFACAdam defaults", "KFACAdam eigen"]
 
 
