@@ -10,7 +10,7 @@ the same on every rank and in every run, whatever else a machine does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from .blocks import Block
 from .config import Config
@@ -19,10 +19,25 @@ from .schedules import due, growing
 
 __all__ = ["Pace"]
 
-# The cost of an eigendecomposition of n rows, in multiples of the n^3 multiply-adds of a product. On CPUs it was
-# measured at 256 and 512 rows (13 and 8); on GPUs, whose eigendecompositions are mostly sequential, on an H200 in steps
-# under bf16 autocast of a ResNet-50 (78) and of a GPT-small (134).
-_DECOMPOSITION = {"cpu": 10.0, "cuda": 100.0}
+
+class _Machine(NamedTuple):
+    """What a refresh and a step cost on a type of device, in multiply-adds.
+
+    Attributes:
+        per_product: The cost of an eigendecomposition of n rows, in multiples of the n^3 of a product.
+        per_row: What it costs for each row besides.
+        per_layer: The least cost of a layer in a step.
+    """
+
+    per_product: float
+    per_row: float
+    per_layer: float
+
+
+# On CPUs an eigendecomposition was measured at 256 and 512 rows (13 and 8 products). On GPUs rows come one after the
+# other, and an H200 takes 10 us for each: as computed here, decompositions of 512 to 3,072 rows are off by a fifth at
+# most. The host needs 0.25 ms to launch the kernels of a layer's step, in which the H200 could multiply 2e10 numbers.
+_MACHINES = {"cpu": _Machine(10.0, 0.0, 0.0), "cuda": _Machine(50.0, 7.5e8, 2e10)}
 _PASSES = 3.0  # the matrix products of a layer in a forward and a backward pass
 _PER_WEIGHT = 300.0  # the cost, in multiply-adds, of reading and writing a weight some 15 times in a step
 _WORTH_WAITING = 10  # the first refresh waits only if its work demands more steps than this many intervals have
@@ -48,7 +63,7 @@ class Pace(Counted):
         """
         if self.work:
             return
-        decompositions = passes = 0.0
+        decompositions = passes = launches = 0.0
         for block in blocks:
             layer = block.layer
             ranks = 1 if block.workers.factors == "local" else world_size
@@ -57,9 +72,12 @@ class Pace(Counted):
             inputs = 1 if block.specs[0].diagonal else layer.d_in  # an embedding looks one row up
             numel = layer.pairs * layer.d_out
             passes += _PASSES * rows * inputs * numel + _PER_WEIGHT * layer.d_in * numel
-            cost = _DECOMPOSITION.get(layer.weight.device.type, _DECOMPOSITION["cuda"])
-            decompositions += cost * sum(spec.cost for spec in block.specs) / world_size
-        self.work = max(1, round(decompositions / passes)) if passes else 0
+            machine = _MACHINES.get(layer.weight.device.type, _MACHINES["cuda"])
+            launches += machine.per_layer
+            for spec in block.specs:
+                of_rows = spec.matrices * spec.size * machine.per_row if spec.calls_library else 0.0
+                decompositions += (machine.per_product * spec.cost + of_rows) / world_size
+        self.work = max(1, round(decompositions / max(passes, launches))) if passes else 0
 
     def forget(self) -> None:
         """Forgets the work of a refresh, because other layers train from now on."""
@@ -75,6 +93,19 @@ class Pace(Counted):
     def interval(self, config: Config, step: int) -> int:
         """Steps between refreshes at ``step``: those of the schedule, or more if the work of a refresh demands it."""
         return max(int(config.at("inv_update_steps", step)), self._least_interval(config))
+
+    def spread(self, config: Config, step: int, *, beside: bool) -> int:
+        """Over how many steps a refresh that starts at ``step`` is spread.
+
+        ``beside``: whether decompositions run beside training. Then it takes as many steps as they are expected to
+        take, so that no step has to wait for them.
+        """
+        given = config.at("spread", step)
+        if given is not None:
+            return int(given)
+        interval = self.interval(config, step)
+        tenth = interval // 10
+        return max(tenth, min(self.work, interval - 1)) if beside and tenth else tenth
 
     def _least_interval(self, config: Config) -> int:
         """The fewest steps between refreshes that their work allows; 0 if the schedule has no ``most_work``."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_optim import KFACSGD, FactorWise, LayerWise, growing, pacing
+from kfac_optim import KFACSGD, FactorWise, LayerWise, growing, jobs, pacing
 from tests.helpers.ranks import run_ranks
 
 WAITS = growing(fraction=0.5, minimum=2, most_work=2.0)
@@ -38,6 +38,12 @@ def built(interval: Any = WAITS, **options: Any) -> tuple[nn.Sequential, KFACSGD
     return model, KFACSGD(model, lr=0.01, inv_update_steps=interval, spread=0, **options)
 
 
+def set_cost(cost: float, patch: pytest.MonkeyPatch | None = None) -> None:
+    """A decomposition costs so many products."""
+    machine = pacing._MACHINES["cpu"]._replace(per_product=cost)
+    (patch or pytest.MonkeyPatch()).setitem(pacing._MACHINES, "cpu", machine)
+
+
 def work(examples: int, cost: float) -> int:
     """Of a refresh, in steps, from the shapes."""
     decompositions = cost * (8**3 + 5**3 + 5**3 + 2**3)
@@ -50,7 +56,7 @@ def work(examples: int, cost: float) -> int:
 def test_the_interval_is_as_long_as_the_work_asks_for(
     monkeypatch: pytest.MonkeyPatch, cost: float, fraction: float
 ) -> None:
-    monkeypatch.setitem(pacing._DECOMPOSITION, "cpu", cost)
+    set_cost(cost, monkeypatch)
     model, optimizer = built(factor_batch_fraction=fraction)
     assert optimizer.curvature.refresh_interval(0) == 2
     train(model, optimizer, 1)
@@ -66,11 +72,41 @@ def test_the_interval_is_as_long_as_the_work_asks_for(
 
 def test_expensive_refreshes_wait_and_cheap_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert train(*built(), 10) == train(*built(growing(0.5, 2)), 10) == [0, 2, 4, 7]
-    monkeypatch.setitem(pacing._DECOMPOSITION, "cpu", 3000.0)
+    set_cost(3000.0, monkeypatch)
     least = work(6, 3000.0) // 2
     assert train(*built(), 2 * least + 2) == [least, 2 * least]
     assert train(*built(growing(0.5, 2)), 10) == [0, 2, 4, 7]
     assert train(*built(growing(0.5, minimum=10, most_work=2.0)), least + 1) == [0, least], "the first is not too long"
+
+
+@pytest.mark.parametrize(("cost", "beside"), [(10.0, True), (300.0, True), (3000.0, True), (3000.0, False)])
+def test_a_refresh_beside_training_takes_the_steps_that_it_needs(
+    cost: float, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But at least a tenth of the interval, and fewer than all; nothing is spread where that tenth is no step."""
+    set_cost(cost, monkeypatch)
+    monkeypatch.setattr(jobs, "_BESIDE", {"cpu"} if beside else set())
+    model = net()
+    optimizer = KFACSGD(model, lr=0.01, inv_update_steps=growing(0.5, 8))
+    train(model, optimizer, 1)
+    needed = work(6, cost) if beside else 0
+    for step, interval in ((0, 8), (30, 15), (60, 30), (1000, 500)):
+        spread = optimizer.curvature.spread_at(step)
+        assert spread == (0 if interval < 10 else max(interval // 10, min(needed, interval - 1)))
+    optimizer.curvature.spread = 2
+    assert optimizer.curvature.spread_at(1000) == 2
+
+
+def test_on_a_gpu_rows_of_factors_and_layers_of_a_step_cost_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Factors of two rows are decomposed in closed form."""
+    monkeypatch.setitem(pacing._MACHINES, "cpu", pacing._Machine(0.0, 7.0, 1e6))
+    model, optimizer = built()
+    train(model, optimizer, 1)
+    assert optimizer.curvature._refresher.pace.work == 1
+    monkeypatch.setitem(pacing._MACHINES, "cpu", pacing._Machine(0.0, 7e6, 1e6))
+    model, optimizer = built()
+    train(model, optimizer, 1)
+    assert optimizer.curvature._refresher.pace.work == round(7 * (8 + 5 + 5) / 2)
 
 
 @pytest.mark.parametrize("spread", [None, 0])
@@ -82,7 +118,7 @@ def test_what_a_function_of_the_step_returns_is_checked(spread: int | None) -> N
 
 
 def test_waiting_goes_on_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(pacing._DECOMPOSITION, "cpu", 3000.0)
+    set_cost(3000.0, monkeypatch)
     least = work(6, 3000.0) // 2
     model, optimizer = built()
     train(model, optimizer, 5)
@@ -99,7 +135,7 @@ def test_the_work_is_measured_again_when_layers_are_unfrozen(
     first: int, dear_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer that trains alone says nothing of what the others take, whether it makes refreshes wait or not."""
-    monkeypatch.setitem(pacing._DECOMPOSITION, "cpu", 3000.0)
+    set_cost(3000.0, monkeypatch)
     model, optimizer = built(growing(fraction=0.5, minimum=2, most_work=0.2))
     model[2 - first].requires_grad_(False)
     train(model, optimizer, 3)
@@ -114,7 +150,7 @@ def test_the_work_is_measured_again_when_layers_are_unfrozen(
 
 def wait_together(rank: int, world_size: int) -> tuple[int, list[int]]:
     """Ranks with batches of different sizes."""
-    pacing._DECOMPOSITION["cpu"] = 3000.0
+    set_cost(3000.0)
     model, optimizer = built()
     refreshed = train(model, optimizer, 40, examples=3 + 4 * rank)
     return optimizer.curvature.refresh_interval(0), refreshed
@@ -128,7 +164,7 @@ def test_all_ranks_wait_for_the_same_step() -> None:
 
 def measure_together(rank: int, world_size: int) -> list[int]:
     """The work of a refresh for ranks that share it, wherever the factors stand."""
-    pacing._DECOMPOSITION["cpu"] = 3000.0
+    set_cost(3000.0)
     found = []
     for assignment in (FactorWise(), FactorWise("sharded"), FactorWise("local"), LayerWise("local")):
         model, optimizer = built(assignment=assignment)
