@@ -116,7 +116,7 @@ class FactorSpec:
 
     @property
     def calls_library(self) -> bool:
-        """Whether a library decomposes it: neither diagonal nor small enough for a closed form."""
+        """Whether a library decomposes it, because it is neither diagonal nor small enough for a closed form."""
         return not self.diagonal and self.size > 2
 
     def for_blocks(self, of_pairs: Tensor) -> Tensor:

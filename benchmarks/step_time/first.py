@@ -4,7 +4,7 @@ The package's defaults have no fixed period: refreshes get rarer with the steps,
 step does depends on trust. So their first steps are timed, beside those of the base optimizer, and sorted by what each
 has done; a step is of the first kind that fits:
 
-    refresh      a refresh begins, goes on or ends
+    refresh      a refresh begins or ends, or has a share of its work here (what runs in the background does not count)
     statistics   factors are updated
     base         the base optimizer's own step, which is all of it where directions are not called for
     repeated     the change of the step before is made once more
@@ -30,7 +30,7 @@ from kfac_optim import CurvatureEngine
 
 BASE, REPEATED, STATISTICS, REFRESH = "base", "repeated", "statistics", "refresh"
 KINDS = (BASE, REPEATED, ORDINARY, STATISTICS, REFRESH)
-WARM = 11  # steps before the timed run: by default the last begins the second refresh
+WARM = 21  # steps before the timed run: if refreshes do not wait, the second begins in step 10 and ends by then
 FEWEST = 12  # steps that are timed in any case
 
 
@@ -53,9 +53,10 @@ def take(run: Run) -> Step:
     engine = run.keeper
     if not isinstance(engine, CurvatureEngine):
         return Step(run.step(), BASE, None)
-    step, turn, pending = engine.step_count, last_turn(run), engine.frozen_at != engine.last_refresh
+    step, turn, refresh = engine.step_count, last_turn(run), engine._refresher.in_progress
+    works = refresh is not None and (refresh.ends(step) or bool(refresh.due(step)))
     seconds, now = run.step(), last_turn(run)
-    if pending or engine.last_refresh == step:
+    if works or engine.last_refresh == step:
         kind = REFRESH
     elif engine.last_statistics == step:
         kind = STATISTICS
