@@ -264,7 +264,9 @@ class Refresher:
         self.refreshes = int(counters.get("refreshes", 0))
         self.failed_decompositions = int(counters.get("failed_decompositions", 0))
         self.pace.load(counters)
-        self.in_progress = None
+        if self.in_progress is not None:  # what is left of it would be decomposed before anything else
+            self.close()
+            self._worker = Worker()
         if spread >= 0 and self.last_refresh is not None and any(block.state for block in blocks):
             pending = [block for block in blocks if block.has_data("pending")]
             self.in_progress = RefreshInProgress(self.last_refresh, spread, "pending", pending, rank, self.solver)

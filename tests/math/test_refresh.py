@@ -490,9 +490,12 @@ class Held(EigenSolver):
         return super().decompose(factor, shift)
 
 
-@pytest.mark.parametrize("end", ["close", "last reference"])
-def test_the_thread_ends_with_the_engine(end: str) -> None:
-    """It finishes what it has begun; of the six factors that wait for it nothing else is decomposed any more."""
+@pytest.mark.parametrize("machine", ["cpu", "gpu"])
+@pytest.mark.parametrize("end", ["close", "last reference", "loading"])
+def test_the_thread_ends_with_the_engine(end: str, machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the refresh. It finishes what it has begun; of the factors that wait for it nothing else is decomposed."""
+    if machine == "gpu":
+        monkeypatch.setattr(jobs_module, "_BESIDE", {"cpu"})
     before = workers()
     for signal in (Held.begun, Held.go_on, Held.made):
         signal.clear()
@@ -510,6 +513,8 @@ def test_the_thread_ends_with_the_engine(end: str) -> None:
     try:
         if end == "close":
             engine.close()
+        elif end == "loading":
+            engine.load_state_dict(engine.state_dict())
         else:
             del engine
             assert watched() is None
