@@ -18,6 +18,7 @@ from torch import Tensor
 __all__ = ["FactorSpec", "copy_average_", "numbers_of", "pack", "read", "unpack", "write_"]
 
 
+_INDEXED = 1024  # matrices of up to so many rows are packed by an index, which is kept for each size
 _NUMBERS = ("weight", "trace")  # the parts of a running average that every rank knows
 _ELSEWHERE = (
     "is on another rank (this is the part of one rank of a state that is shared out: save full_state_dict(), or the "
@@ -30,7 +31,8 @@ def pack(matrix: Tensor) -> Tensor:
 
     Rectangular full packed format (Gustavson et al. 2010, LAPACK Working Note 199): the triangle of the trailing half
     is folded into the empty corner beside the leading half. Packing then takes two block copies, each a single
-    operation, and no index. The lower triangle of a 4 x 4 matrix becomes::
+    operation, and no index; small matrices are packed by an index, in one operation. The lower triangle of a 4 x 4
+    matrix becomes::
 
         a00                      a22 a32
         a10 a11                  a00 a33
@@ -38,6 +40,13 @@ def pack(matrix: Tensor) -> Tensor:
         a30 a31 a32 a33          a20 a21
                                  a30 a31
     """
+    n = matrix.shape[-1]
+    if n <= _INDEXED:
+        return matrix.flatten(-2).index_select(-1, _places(n, matrix.device))
+    return _pack_by_blocks(matrix)
+
+
+def _pack_by_blocks(matrix: Tensor) -> Tensor:
     n = matrix.shape[-1]
     rows, cols, first_row = _rectangle(n)
     rectangle = matrix.new_empty(*matrix.shape[:-2], rows, cols)
@@ -70,6 +79,12 @@ def _rectangle(n: int) -> tuple[int, int, int]:
 def _upper(n: int, device: torch.device) -> Tensor:
     """The mask of the upper triangle of an ``n x n`` matrix; it takes an eighth of the bytes of the packed factor."""
     return torch.ones(n, n, dtype=torch.bool, device=device).triu()
+
+
+@functools.lru_cache(maxsize=64)
+def _places(n: int, device: torch.device) -> Tensor:
+    """Which entries of a flattened ``n x n`` matrix :func:`pack` takes; as large as a packed factor in float32."""
+    return _pack_by_blocks(torch.arange(n * n, dtype=torch.int32, device=device).view(n, n))
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from .base import Observation, RowsLayer
 from .moments import with_ones
 from .registry import register_layer
 from .shifts import shift_pays, shifted_moment
-from .windows import Windows, unfolded_moment
+from .windows import Windows, pixels, unfolded_moment
 
 __all__ = ["ConvLayer", "ConvTransposeLayer"]
 
@@ -80,7 +81,15 @@ class _ConvNdLayer(RowsLayer):
         assert isinstance(module, nn.modules.conv._ConvNd)
         if g.dim() == len(module.kernel_size) + 1:
             g = g[None]
-        return g.flatten(2).mT.unflatten(-1, (self.pairs, self.d_out))
+        return pixels(g, self.pairs)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sliding(
+    size: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...], zeros: Sequence[int]
+) -> Windows:
+    """The windows of a convolution with so many ``zeros`` after and before each dimension, the last one first."""
+    return Windows(size, stride, dilation, tuple(zip(zeros[-2::-2], zeros[::-2], strict=True)))
 
 
 @register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -89,10 +98,9 @@ class ConvLayer(_ConvNdLayer):
 
     def windows(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
         zeros = module._reversed_padding_repeated_twice
-        padding = tuple(zip(zeros[-2::-2], zeros[::-2], strict=True))
         if module.padding_mode != "zeros":
-            a, padding = F.pad(a, zeros, mode=module.padding_mode), ((0, 0),) * len(padding)
-        return a, Windows(module.kernel_size, module.stride, module.dilation, padding)
+            a, zeros = F.pad(a, zeros, mode=module.padding_mode), [0] * len(zeros)
+        return a, _sliding(module.kernel_size, module.stride, module.dilation, tuple(zeros))
 
     def weight_to_matrix(self, weight: Tensor) -> Tensor:
         return weight.reshape(self.pairs, self.d_out, -1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .moments import machine, second_moment
 
-__all__ = ["CHUNK_NUMEL", "Windows", "unfolded_moment"]
+__all__ = ["CHUNK_NUMEL", "Windows", "pixels", "unfolded_moment"]
 
 # How many numbers of patches are unfolded at once (16 MiB in float32; 128 MiB where launches count). Patches of the
 # whole batch would take as many times the memory of the activations as the kernel has taps.
@@ -37,16 +37,26 @@ class Windows:
 
     def unfold(self, x: Tensor) -> Tensor:
         """``[n, c, *spatial]`` as ``[n, c, *positions, *taps]``; a view where there is no padding."""
-        if any(map(any, self.padding)):
-            x = F.pad(x, [zeros for pair in reversed(self.padding) for zeros in pair])
+        if zeros := self._zeros:
+            x = F.pad(x, zeros)
         for dim, (k, s, d) in enumerate(zip(self.size, self.stride, self.dilation, strict=True), start=2):
-            x = x.unfold(dim, (k - 1) * d + 1, s)[..., ::d]
+            x = x.unfold(dim, (k - 1) * d + 1, s)
+            x = x if d == 1 else x[..., ::d]
         return x
 
-    def positions(self, lengths: Sequence[int]) -> list[int]:
+    def positions(self, lengths: Sequence[int]) -> tuple[int, ...]:
         """The number of windows along each spatial dimension of an image of these lengths."""
-        config = zip(lengths, self.size, self.stride, self.dilation, self.padding, strict=True)
-        return [(length + sum(padding) - (k - 1) * d - 1) // s + 1 for length, k, s, d, padding in config]
+        return _positions(self, tuple(lengths))
+
+    @functools.cached_property
+    def are_pixels(self) -> bool:
+        """Whether each window is one pixel, and each pixel has one."""
+        return max(self.size) == max(self.stride) == 1 and not self._zeros
+
+    @functools.cached_property
+    def _zeros(self) -> list[int]:
+        """The padding in torch's order; empty if there is none."""
+        return [zeros for pair in reversed(self.padding) for zeros in pair] if any(map(any, self.padding)) else []
 
     def examples_at_once(self, x: Tensor) -> int:
         """How many examples of ``x [n, c, *spatial]`` to unfold at once, for a small copy but large products."""
@@ -54,6 +64,17 @@ class Windows:
         d = x.shape[1] * taps
         numbers = max(CHUNK_NUMEL[machine(x.device.type)], d * d // taps)
         return max(1, numbers // max(1, math.prod(self.positions(x.shape[2:])) * d))
+
+
+@functools.lru_cache(maxsize=4096)
+def _positions(windows: Windows, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    config = zip(lengths, windows.size, windows.stride, windows.dilation, windows.padding, strict=True)
+    return tuple((length + sum(padding) - (k - 1) * d - 1) // s + 1 for length, k, s, d, padding in config)
+
+
+def pixels(x: Tensor, groups: int) -> Tensor:
+    """The pixels of images ``[n, c, *spatial]`` as rows ``[n, r, p, c / p]``, a view."""
+    return x.reshape(len(x), groups, x.shape[1] // groups, math.prod(x.shape[2:])).permute(0, 3, 1, 2)
 
 
 def unfolded_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
@@ -68,11 +89,17 @@ def unfolded_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
     dims = len(windows.size)
 
     def moment_of(chunk: Tensor) -> Tensor:
+        if windows.are_pixels:
+            return second_moment(pixels(chunk, groups), diagonal=False)
         # Channels last: a patch then consists of runs of adjacent numbers and is copied several times faster.
         chunk = chunk.flatten(2).mT.contiguous().mT.view(chunk.shape) if taps > 1 else chunk
         patches = windows.unfold(chunk).unflatten(1, (groups, c)).movedim((1, 2), (dims + 1, -1))
         return second_moment(patches.flatten(1, dims).flatten(3), diagonal=False)
 
-    moment = functools.reduce(Tensor.add_, map(moment_of, x.split(windows.examples_at_once(x))))
+    at_once = windows.examples_at_once(x)
+    chunks = (x,) if len(x) <= at_once else x.split(at_once)
+    moment = functools.reduce(Tensor.add_, map(moment_of, chunks))
+    if taps == 1:
+        return moment
     # Patches list the channels of each tap; the weight lists the taps of each channel.
     return moment.view(groups, taps, c, taps, c).permute(0, 2, 1, 4, 3).reshape(moment.shape)
