@@ -24,16 +24,15 @@ _ATTRIBUTE = "fp32_precision"
 class _ByFunction:
     """The highest precision, set by torch's function for all devices, which from torch 2.9 on may refuse to work."""
 
-    def __init__(self) -> None:
-        self._before = torch.get_float32_matmul_precision()
-        if self._before != "highest":
-            # From torch 2.9 on, CPUs have an attribute of their own.
-            self._of_cpu = getattr(getattr(torch.backends.mkldnn, "matmul", None), _ATTRIBUTE, None)
-            torch.set_float32_matmul_precision("highest")
+    def __init__(self, before: str) -> None:
+        self._before = before
+        # From torch 2.9 on, CPUs have an attribute of their own.
+        self._of_cpu = getattr(getattr(torch.backends.mkldnn, "matmul", None), _ATTRIBUTE, None)
+        torch.set_float32_matmul_precision("highest")
 
     def restore(self) -> None:
         """Puts the user's precision back, unless they have chosen again since."""
-        if self._before != "highest" and torch.get_float32_matmul_precision() == "highest":
+        if torch.get_float32_matmul_precision() == "highest":
             torch.set_float32_matmul_precision(self._before)
             # This sets the CPUs' attribute as well, which the user's way (cuda.matmul.allow_tf32) may have left alone.
             if self._of_cpu is not None:
@@ -66,13 +65,15 @@ class _Switch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holders = 0
+        self._highest: _ByFunction | _ByAttribute | None = None  # None if the user has chosen the highest one
 
     def hold(self) -> None:
         """Keeps the switch at the highest precision; the first thread to hold it sets it."""
         with self._lock:
             if not self._holders:
                 try:
-                    self._highest: _ByFunction | _ByAttribute = _ByFunction()
+                    before = torch.get_float32_matmul_precision()
+                    self._highest = None if before == "highest" else _ByFunction(before)
                 except RuntimeError:  # the user has set torch 2.9's attributes
                     self._highest = _ByAttribute()
             self._holders += 1
@@ -81,7 +82,7 @@ class _Switch:
         """Lets go of the switch; the last thread to do so puts it back."""
         with self._lock:
             self._holders -= 1
-            if not self._holders:
+            if self._highest is not None and not self._holders:
                 self._highest.restore()
 
 
@@ -91,7 +92,8 @@ _SWITCH = _Switch()
 class full_precision:
     """Switches autocast, gradients and fast products off in a ``with`` block: second moments need all of float32.
 
-    It is entered some hundred times in a step; a generator would take three times as long.
+    It is entered some hundred times in a step, so that it leaves alone what is off already; a generator would take
+    several times as long.
 
     Args:
         device_type: Where the block computes, such as "cuda".
@@ -102,14 +104,18 @@ class full_precision:
 
     def __enter__(self) -> None:
         _SWITCH.hold()  # first: if that fails, nothing is left switched off
+        self._autocast = _autocast_off(self._device_type)
+        if self._autocast is not None:
+            self._autocast.__enter__()
         self._grad = torch.is_grad_enabled()
-        self._autocast = without_autocast(self._device_type)
-        self._autocast.__enter__()
-        torch.set_grad_enabled(False)
+        if self._grad:
+            torch.set_grad_enabled(False)
 
     def __exit__(self, *error: Any) -> None:
-        torch.set_grad_enabled(self._grad)
-        self._autocast.__exit__(*error)
+        if self._grad:
+            torch.set_grad_enabled(True)
+        if self._autocast is not None:
+            self._autocast.__exit__(*error)
         _SWITCH.release()
 
 
@@ -119,5 +125,8 @@ def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     Args:
         device_type: Where the block computes, such as "cuda".
     """
-    mixed = torch.is_autocast_enabled(device_type)  # switching off what is off already would take time
-    return torch.autocast(device_type, enabled=False) if mixed else nullcontext()
+    return _autocast_off(device_type) or nullcontext()
+
+
+def _autocast_off(device_type: str) -> torch.autocast | None:
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else None

@@ -198,7 +198,7 @@ class PendingGradient:
         Hooks of a tensor run in the order in which they were added, and may change the gradient (those that clip it in
         a recurrent loop). The weight's gradient is made of what the layer's own operation gets after all of them.
         """
-        self._wait_at_node(*torch.autograd.graph.get_gradient_edge(output)[:2])
+        self._wait_at_node(*_edge_of(output))
 
     def wait_for_loss(self, output: Tensor) -> None:
         """Takes the gradient of a loss with respect to a model's output, whatever precision the loss was computed in.
@@ -206,7 +206,7 @@ class PendingGradient:
         Accelerate's mixed precision returns a float32 copy of the model's output, whereas a model that also returns its
         loss has computed that from the original. So this waits at the original.
         """
-        edge: Any = torch.autograd.graph.get_gradient_edge(output)[:2]
+        edge: Any = _edge_of(output)
         if edge[0].name() != _COPIED:
             output.register_hook(self)
             return
@@ -229,6 +229,13 @@ class PendingGradient:
         self.take(g)
         if _pass_goes_on() and not torch._C._autograd._get_current_graph_task_keep_graph():
             self.take = None
+
+
+def _edge_of(output: Tensor) -> tuple[Any, int]:
+    """The node that a backward pass goes to from a tensor, and the number of the tensor among the node's results."""
+    if output.grad_fn is None:
+        return torch.autograd.graph.get_gradient_edge(output)[:2]
+    return output.grad_fn, output.output_nr
 
 
 def _pass_goes_on() -> bool:

@@ -18,13 +18,14 @@ elsewhere after the pass (ZeRO), no gradient is remembered, and so none is found
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..distributed import gradient_moves_away, is_sharded, own_part
 from ..layers import KroneckerLayer
+from .graphs import nodes_behind
 
 __all__ = ["GradientWatch", "destination", "is_used_itself"]
 
@@ -42,19 +43,40 @@ def destination(layer: KroneckerLayer) -> Literal["gradient", "caller"] | None:
         return None
     if not is_used_itself(layer) or is_sharded(layer.weight):  # FSDP2 computes with another tensor than the DTensor
         return "gradient"
-    # An operator of a compiled graph runs with autograd off, but autograd knows where the weight's gradient goes.
-    keys = torch._C._dispatch_tls_local_exclude_set()
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), keys - keys), torch.enable_grad():
-        node = torch.autograd.graph.get_gradient_edge(layer.weight).node
+    node = _accumulator_ahead(layer.weight)
+    if node is None:
+        # An operator of a compiled graph runs with autograd off, but autograd knows where the weight's gradient goes.
+        include, keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        with torch._C._ForceDispatchKeyGuard(include, keys - keys), torch.enable_grad():
+            node = torch.autograd.graph.get_gradient_edge(layer.weight).node
     try:
         return "gradient" if torch._C._will_engine_execute_node(node) else None
     except RuntimeError as error:  # raised for leaves whose gradient the pass returns instead of adding it to .grad
         return "caller" if "autograd.grad()" in str(error) else "gradient"
 
 
+def _accumulator_ahead(weight: Tensor) -> Any:
+    """The node that accumulates a weight's gradient, if few nodes lie between it and the one that runs; else None."""
+    node = torch._C._current_autograd_node()
+    waiting = [] if node is None else nodes_behind(node)
+    for _, behind in waiting:
+        if getattr(behind, "variable", None) is weight:
+            return behind
+    for _, node in waiting:  # a transpose, or a cast
+        behind = nodes_behind(node)
+        if len(behind) == 1 and getattr(behind[0][1], "variable", None) is weight:
+            return behind[0][1]
+    return None
+
+
 def is_used_itself(layer: KroneckerLayer) -> bool:
     """Whether a module of the layer has the weight as a parameter, and does not compute with another tensor instead."""
-    return any(own is layer.weight for module in layer.modules for own in module._parameters.values())
+    weight = layer.weight
+    for module in layer.modules:  # loops, because this is asked for each layer, and generators take longer
+        for own in module._parameters.values():
+            if own is weight:
+                return True
+    return False
 
 
 class GradientWatch:

@@ -129,8 +129,9 @@ class Recorder:
             observation = layer.observe(module, seen, output, self.dtype)
             if isinstance(layer, AttentionInputLayer) and projection is not None:
                 observation = layer.among_pairs(observation, projection, len(seen))
-            moment = observation.a if layer.by_example else layer.specs[0].pack(observation.a)
-        return LayerCall(index, module, dataclasses.replace(observation, a=moment), self._fraction, shape)
+            if not layer.by_example:
+                observation = dataclasses.replace(observation, a=layer.specs[0].pack(observation.a))
+        return LayerCall(index, module, observation, self._fraction, shape)
 
     def output_moment(self, call: LayerCall, g: Tensor, *, scaled: bool) -> Tensor:
         """The packed moment of one call's output gradient; ``scaled``: the gradient carries the loss scale.
@@ -140,7 +141,8 @@ class Recorder:
         """
         layer = self.layers[call.index]
         with self.stage("factor computation"), full_precision(g.device.type):
-            g = positions_of(g) if call.shape is None else g.reshape(call.shape)
+            if g.shape != call.shape:
+                g = positions_of(g) if call.shape is None else g.reshape(call.shape)
             seen = layer.subsample(call.module, g.detach(), call.fraction)
             scaled, part = scaled and self.scaled, seen.numel() < g.numel()
             seen = seen.to(self.dtype) if scaled or part else layer.multiplicand(seen, self.dtype)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -25,15 +25,13 @@ class StageTimes:
         self.seconds: dict[str, float] = {}
         self.calls: dict[str, int] = {}
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str) -> AbstractContextManager[None]:
         """Times a ``with`` block as a part of the named stage."""
-        start = time.perf_counter()
-        # A range costs as much as a small operation, and only a profiler has a use for it.
-        profiled = torch.autograd.profiler._is_profiler_enabled
-        with torch.profiler.record_function(f"kfac: {name}") if profiled else nullcontext():
-            yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        return _Stage(self, name)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Adds a timed block to a stage."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self.calls[name] = self.calls.get(name, 0) + 1
 
     def table(self) -> dict[str, dict[str, float]]:
@@ -42,6 +40,27 @@ class StageTimes:
             name: {"ms": 1e3 * seconds, "calls": self.calls[name], "ms_per_call": 1e3 * seconds / self.calls[name]}
             for name, seconds in self.seconds.items()
         }
+
+
+class _Stage(AbstractContextManager[None]):
+    """A timed block; some hundred of them in a step, so it is no generator, which would take twice as long."""
+
+    def __init__(self, times: StageTimes, name: str) -> None:
+        self._times, self._name = times, name
+
+    def __enter__(self) -> None:
+        # A range costs as much as a small operation, and only a profiler has a use for it.
+        profiled = torch.autograd.profiler._is_profiler_enabled
+        self._range = torch.profiler.record_function(f"kfac: {self._name}") if profiled else None
+        self._start = time.perf_counter()
+        if self._range is not None:
+            self._range.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._range is not None:
+            self._range.__exit__(*error)
+        if error[0] is None:
+            self._times.add(self._name, time.perf_counter() - self._start)
 
 
 def communicating(what: str, stopwatch: StageTimes, world_size: int) -> AbstractContextManager[None]:
