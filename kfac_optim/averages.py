@@ -18,6 +18,7 @@ share factors out: a rank that does not keep a factor sends its moments at once 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -86,13 +87,14 @@ class Averaging:
             Whether any rank had something to add, and how many ranks have set each of the flags; both are the same on
             all ranks.
         """
-        own = {i: (sums.a, sums.g) for i, sums in statistics.sums.items() if statistics.rows(i)}
+        rows_of = {i: rows for i in statistics.sums if (rows := statistics.rows(i))}
+        own = {i: (statistics.sums[i].a, statistics.sums[i].g) for i in rows_of}
         for index, moments in own.items():
             _require_fit(blocks[index], moments)
         terms = self._scale_(own, statistics, comm)
         # M belongs to the loss, so G also counts the terms of ranks that did not use the layer: their gradient is zero.
         of_others = 0.0, self.terms_of_rank(statistics, None, comm)[1]
-        counts = [(statistics.rows(i), terms[i]) if i in own else of_others for i in range(len(blocks))]
+        counts = [(rows_of[i], terms[i]) if i in own else of_others for i in range(len(blocks))]
         seen = torch.zeros(len(blocks), 2, 2, dtype=torch.float64)  # of A and of G, count and trace
         seen[:, :, 0] = torch.tensor(counts, dtype=torch.float64).view(-1, 2)
         if own:
@@ -144,14 +146,19 @@ class Averaging:
         self, own: Mapping[int, tuple[Tensor, Tensor]], statistics: StepMoments, comm: Communicator
     ) -> dict[int, float]:
         """Multiplies the moments of G by ``M^2``, in place; returns this rank's share of M by layer index."""
-        parts = {index: self.terms_of_rank(statistics, index, comm) for index in own}
+        known: dict[int, tuple[float, float]] = {}  # by the first micro-batch that counts
+        terms_of: dict[int, float] = {}
         scaled: dict[float, list[Tensor]] = {}
-        for index, (scale, _) in parts.items():
-            scaled.setdefault(scale, []).append(own[index][1])
-        for scale, of_g in scaled.items():
+        for index, (_, of_g) in own.items():
+            start = statistics.starts.get(index, 0)
+            if start not in known:
+                known[start] = self.terms_of_rank(statistics, index, comm)
+            scale, terms_of[index] = known[start]
+            scaled.setdefault(scale, []).append(of_g)
+        for scale, moments in scaled.items():
             if scale != 1:
-                torch._foreach_mul_(of_g, scale)
-        return {index: terms for index, (_, terms) in parts.items()}
+                torch._foreach_mul_(moments, scale)
+        return terms_of
 
     def pool(self, blocks: Sequence[Block], comm: Communicator) -> None:
         """Adds the moments of all ranks since the last pooling to the running averages (a collective).
@@ -260,8 +267,10 @@ def fold_(updates: Sequence[_Update], moments: Sequence[Tensor | None]) -> None:
         if value is not average["value"]:  # a copy in float32
             write_(average, value)
     # Weights are set last, so that an interrupt cannot leave an average that has a weight but no moments.
-    for average, weight, trace in numbers:
-        average.update(weight=torch.tensor(weight, dtype=torch.float64), trace=torch.tensor(trace, dtype=torch.float64))
+    whole = torch.tensor([of_average[1:] for of_average in numbers], dtype=torch.float64).view(-1)
+    tensors = whole.unbind()  # one tensor for all, because making one for each takes longer than the rest of this
+    for (average, _, _), weight_now, trace_now in zip(numbers, tensors[::2], tensors[1::2], strict=True):
+        average.update(weight=weight_now, trace=trace_now)
 
 
 def _require_fit(block: Block, moments: Iterable[Tensor]) -> None:
@@ -343,17 +352,20 @@ def past_worth(slack: float, count: float, trace: float, weight: float, mean: fl
 def traces(specs: Sequence[FactorSpec], packed: Sequence[Tensor]) -> Tensor:
     """The traces of packed factors, ``[n]``, float64, on the CPU; waits for the devices once.
 
-    The diagonal of a second moment has no negative entries, so the trace is the 1-norm of the diagonal, and one
-    multi-tensor call computes many such norms.
+    The diagonals lie side by side, so that one call sums all of them.
     """
     found = torch.empty(len(packed), dtype=torch.float64)
     by_device: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(packed):
         by_device.setdefault(tensor.device, []).append(i)
-    for indices in by_device.values():
-        diagonals = [[part.reshape(-1) for part in specs[i].diagonals(packed[i])] for i in indices]
-        side_by_side = torch.cat([part for parts in diagonals for part in parts])
-        sizes = [sum(part.numel() for part in parts) for parts in diagonals]
-        sums = torch._foreach_norm(side_by_side.split(sizes), 1)
-        found[indices] = torch.stack(sums).to(found)
+    for device, indices in by_device.items():
+        side_by_side = torch.cat([part.reshape(-1) for i in indices for part in specs[i].diagonals(packed[i])])
+        lengths = _lengths(tuple(specs[i].matrices * specs[i].size for i in indices), device)
+        found[indices] = torch.segment_reduce(side_by_side, "sum", lengths=lengths, unsafe=True).to(found)
     return found
+
+
+@functools.lru_cache(maxsize=64)
+def _lengths(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Lengths of parts of a vector as a tensor, kept on the device between steps."""
+    return torch.tensor(lengths).to(device, non_blocking=True)

@@ -178,7 +178,9 @@ class FactorSpec:
             return [packed]
         _, cols, first_row = _rectangle(self.size)
         starts, counts, step = (first_row * cols, 1 - first_row), (cols, self.size - cols), cols + 1
-        return [packed[..., at : at + count * step : step] for at, count in zip(starts, counts, strict=True)]
+        matrices, stride, first = len(packed), packed.stride(0), packed.storage_offset()
+        halves = zip(starts, counts, strict=True)
+        return [packed.as_strided((matrices, count), (stride, step), first + at) for at, count in halves]
 
     def matrix(self, average: dict[str, Tensor]) -> Tensor:
         """Unpacks a running average: the factor ``[p b, m, m]`` (diagonal: ``[p, n]``), in at least float32."""
@@ -221,7 +223,9 @@ class FactorSpec:
 
 def read(average: Mapping[str, Tensor]) -> Tensor:
     """The packed factor of a running average, in at least float32."""
-    value = average["value"].to(torch.promote_types(average["value"].dtype, torch.float32))
+    value = average["value"]
+    if value.dtype.itemsize < 4:
+        value = value.to(torch.float32)
     return value * average["scale"] if "scale" in average else value
 
 

@@ -26,6 +26,8 @@ __all__ = [
 
 _TINY_EPS = torch.finfo(torch.float64).tiny  # an epsilon that changes no variance; torch 2.11 refuses 0
 
+_ONE = torch.ones((), device="cpu")  # a placeholder that is never read
+
 Statistics = tuple[Tensor, Tensor]  # the mean of an input, and its variance with epsilon added
 
 
@@ -49,8 +51,8 @@ class _NormLayer(KroneckerLayer):
         return None  # never subsampled: it is cheap, and batch norm normalises by the whole batch
 
     @abstractmethod
-    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, known: Statistics | None) -> tuple[Tensor, Tensor]:
-        """``sum_r g x_hat`` and ``sum_r g`` over the positions of each example, both ``[n, channels]``.
+    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, known: Statistics | None) -> Tensor:
+        """``sum_r g x_hat`` and ``sum_r g`` over the positions of each example, ``[n, channels, 2]``.
 
         Args:
             module: The norm module.
@@ -66,8 +68,7 @@ class _NormLayer(KroneckerLayer):
     def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
         # The input is normalised again once the gradient arrives. If autograd saves it, nothing may write over it.
         kept = a.detach() if self.is_saved(a) else a.detach().clone()
-        one = torch.ones((), dtype=dtype)  # a placeholder that is never read
-        return Observation(one, one, context=(kept, self.known_statistics(module, a, output, dtype)))
+        return Observation(_ONE, _ONE, context=(kept, self.known_statistics(module, a, output, dtype)))
 
     def is_saved(self, a: Tensor) -> bool:
         """Whether autograd saves the input of a call; autocast makes it save a copy in float32 instead."""
@@ -86,12 +87,12 @@ class _NormLayer(KroneckerLayer):
         return g.new_ones(g.shape[1], 1, 1), 1, second_moment(g[:, None], diagonal=layers[0].specs[1].diagonal)
 
     def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
-        return self.output_rows(module, g, observation.context)[:, 0]
+        a, known = observation.context
+        sums = self.gradient_sums(module, a.to(g.dtype), g, known)
+        return sums if self.d_out == 2 else sums[..., :1]
 
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
-        a, known = context
-        sums = self.gradient_sums(module, a.to(g.dtype), g, known)
-        return torch.stack(sums[: self.d_out], dim=-1)[:, None]
+        return self.output_moment(module, g, Observation(_ONE, _ONE, context))[:, None]
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.stack([p.flatten() for p in (weight, bias) if p is not None], dim=-1)[..., None]
@@ -126,8 +127,8 @@ class _ChannelsLastNorm(_NormLayer):
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         """The input after normalisation, before scale and shift."""
 
-    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, known: Statistics | None) -> tuple[Tensor, Tensor]:
-        return self._by_channel(g * self.normalized(module, x)), self._by_channel(g)
+    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, known: Statistics | None) -> Tensor:
+        return torch.stack((self._by_channel(g * self.normalized(module, x)), self._by_channel(g)), dim=-1)
 
     def _by_channel(self, x: Tensor) -> Tensor:
         """The sums of ``x`` over the positions of each example, ``[n, channels]``."""
@@ -150,17 +151,21 @@ class _ChannelsFirstNorm(_NormLayer):
     def statistics(self, module: Any, x: Tensor) -> Statistics:
         """The statistics of ``x [n, channels, positions]``; they broadcast to ``[n, channels]``."""
 
-    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, known: Statistics | None) -> tuple[Tensor, Tensor]:
+    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, known: Statistics | None) -> Tensor:
         x, g = (part.reshape(*part.shape[:2], -1) for part in (x, g))
-        total = g.sum(2)
+        sums = g.new_empty(2, *g.shape[:2])
+        scaled, total = sums.unbind()
+        torch.sum(g, 2, out=total)
         if machine(x.device.type) != "cpu":
             if known is None:
                 normalized = self.normalized(module, x)
             else:
                 normalized = F.batch_norm(x, known[0].to(x), known[1].to(x), eps=_TINY_EPS)
-            return torch.linalg.vecdot(g, normalized), total
-        mean, variance = known or self.statistics(module, x)
-        return torch.addcmul(torch.linalg.vecdot(g, x), mean, total, value=-1) * variance.rsqrt(), total
+            torch.linalg.vecdot(g, normalized, out=scaled)
+        else:
+            mean, variance = known or self.statistics(module, x)
+            torch.linalg.vecdot(g, x, out=scaled).addcmul_(mean, total, value=-1).mul_(variance.rsqrt())
+        return sums.movedim(0, -1)
 
 
 def _mean_and_variance(x: Tensor, eps: float, shape: Sequence[int], dim: int) -> Statistics:
@@ -193,7 +198,7 @@ class ChannelsFirstLayerNormLayer(LayerNormLayer):
     def __init__(self, name: str, module: nn.Module, options: LayerOptions, **more: Any) -> None:
         super().__init__(name, module, replace(options, batch_dim=0), **more)
 
-    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, known: Statistics | None) -> tuple[Tensor, Tensor]:
+    def gradient_sums(self, module: Any, x: Tensor, g: Tensor, known: Statistics | None) -> Tensor:
         return super().gradient_sums(module, x.movedim(1, -1), g.movedim(1, -1), known)
 
 
