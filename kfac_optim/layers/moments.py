@@ -38,7 +38,7 @@ def multiplicand(x: Tensor, dtype: torch.dtype) -> Tensor:
 def product(x: Tensor, y: Tensor) -> Tensor:
     """``x y`` for stacks of matrices; the product of matrices in half precision is in float32."""
     if x.dtype not in _HALF:
-        return x @ y
+        return torch.bmm(x, y) if x.dim() == 3 else x @ y
     x_stack, y_stack = (of.reshape(math.prod(of.shape[:-2]), *of.shape[-2:]) for of in (x, y))
     return torch.bmm(x_stack, y_stack, out_dtype=torch.float32).view(*x.shape[:-1], y.shape[-1])
 
@@ -55,9 +55,13 @@ def gram(rows: Tensor) -> Tensor:
     whole = rows.new_empty(*rows.shape[:-2], d, d)
     strip = max(GRAM_DIM // 2, d // (8 if on_cpu else 4))
     for start in range(0, d, strip):
-        stop = start + strip
-        torch.matmul(rows[..., start:stop].mT, rows[..., start:], out=whole[..., start:stop, start:])
-        whole[..., stop:, start:stop] = whole[..., start:stop, stop:].mT
+        length, rest = min(strip, d - start), d - start
+        upper = whole.narrow(-2, start, length)
+        left, right = rows.narrow(-1, start, length), rows.narrow(-1, start, rest)
+        torch.matmul(left.mT, right, out=upper.narrow(-1, start, rest))
+        if rest > length:
+            beyond = upper.narrow(-1, start + length, rest - length)
+            whole.narrow(-2, start + length, rest - length).narrow(-1, start, length).copy_(beyond.mT)
     return whole
 
 
@@ -72,8 +76,9 @@ def second_moment(rows: Tensor, *, diagonal: bool, blocks: int = 1) -> Tensor:
         rows = F.pad(rows, (0, -rows.shape[-1] % blocks)).unflatten(-1, (blocks, -1)).flatten(2, 3)
     if rows.stride(-1) > 1 and rows.shape[-1] <= min(rows.shape[1], GRAM_DIM):
         # The rows are views of channels-first images, which need not be copied.
-        images = rows.permute(0, 2, 3, 1)
-        return product(images, images.mT).sum(0)
+        n, _, pairs, d = rows.shape
+        images = rows.permute(0, 2, 3, 1).flatten(0, 1)
+        return product(images, images.mT).view(n, pairs, d, d).sum(0)
     return gram(rows.flatten(0, 1).transpose(0, 1))
 
 
