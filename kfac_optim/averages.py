@@ -359,7 +359,8 @@ def traces(specs: Sequence[FactorSpec], packed: Sequence[Tensor]) -> Tensor:
     for i, tensor in enumerate(packed):
         by_device.setdefault(tensor.device, []).append(i)
     for device, indices in by_device.items():
-        side_by_side = torch.cat([part.reshape(-1) for i in indices for part in specs[i].diagonals(packed[i])])
+        parts = [part for i in indices for part in specs[i].diagonals(packed[i])]
+        side_by_side = torch.cat([part if len(part) == 1 else part.reshape(1, -1) for part in parts], 1)[0]
         lengths = _lengths(tuple(specs[i].matrices * specs[i].size for i in indices), device)
         found[indices] = torch.segment_reduce(side_by_side, "sum", lengths=lengths, unsafe=True).to(found)
     return found

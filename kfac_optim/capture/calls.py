@@ -99,6 +99,11 @@ class ModelCalls:
         """Whether a call is in progress, or has returned in this step."""
         return self.current is not None or self.last is not None
 
+    def are_inside(self, module: nn.Module) -> bool:
+        """Whether the open call is another module's, so that no call begins or ends with this one."""
+        call = self.current
+        return not (call is None or call.module is module or call.is_elsewhere or call.is_training_loop)
+
     def enter(self, module: nn.Module, forward: Any) -> ModelCall | None:
         """Notes that a watched module was called; returns the model call that it opens, or None.
 

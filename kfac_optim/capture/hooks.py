@@ -198,8 +198,7 @@ class Capture:
             self._after(module, Hook(self, "_on_model_call_end"), always_call=True)
 
     def _before(self, module: nn.Module, hook: Hook, *, prepend: bool = False) -> None:
-        register = module.register_forward_pre_hook
-        self._handles.append(register(hook.of(module), with_kwargs=True, prepend=prepend))
+        self._handles.append(module.register_forward_pre_hook(hook.of(module), with_kwargs=True, prepend=prepend))
 
     def _after(self, module: nn.Module, hook: Hook, *, prepend: bool = False, always_call: bool = False) -> None:
         register = module.register_forward_hook
@@ -254,6 +253,8 @@ class Capture:
         self, index: int, use: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Tensor | None:
         """Does the work of all three hooks for a layer without submodules, which may be the outermost call itself."""
+        if not torch.compiler.is_compiling() and self._calls.are_inside(module):  # as most are
+            return self._record_input(index, use, module, args, kwargs, output)
         self._on_model_call_start(module, args, kwargs)
         replaced = self._record_input(index, use, module, args, kwargs, output)
         self._on_model_call_end(module, args, kwargs, output if replaced is None else replaced)
@@ -270,13 +271,13 @@ class Capture:
         projection: ProjectionCall | None = None,
     ) -> Tensor | None:
         """Records a layer's call; in a graph that is being traced, returns what takes the place of the output."""
-        a = args[0] if args else next(iter(kwargs.values()), None)
-        if index in self._left_out or not (torch.is_grad_enabled() and self.layers[index].weight.requires_grad):
+        a, layer = args[0] if args else next(iter(kwargs.values()), None), self.layers[index]
+        if index in self._left_out or not (torch.is_grad_enabled() and layer.weight.requires_grad):
             return None
         if not (isinstance(output, Tensor) and output.requires_grad and isinstance(a, Tensor)):
             return None
         a = own_part(a)  # with tensor parallelism, this rank's part: all columns, or its own
-        if projection is None and not _is_local(self.layers[index], a, output):
+        if projection is None and not _is_local(layer, a, output):
             return None
         if torch.compiler.is_compiling():
             return self._compiled.trace_layer_call(index, use, a, output, projection)
@@ -287,7 +288,6 @@ class Capture:
         if call is not None and not in_backward():
             self._uses.note_call(index, result)
         if a.is_nested:  # examples of different lengths: their positions are laid out one after the other
-            layer = self.layers[index]
             if not (isinstance(layer, LinearLayer) and layer.sharing == "expand"):
                 return None
             a = positions_of(a)

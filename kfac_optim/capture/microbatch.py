@@ -15,7 +15,6 @@ A micro-batch is one backward pass. Its states::
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 import weakref
@@ -130,7 +129,8 @@ class Recorder:
             if isinstance(layer, AttentionInputLayer) and projection is not None:
                 observation = layer.among_pairs(observation, projection, len(seen))
             if not layer.by_example:
-                observation = dataclasses.replace(observation, a=layer.specs[0].pack(observation.a))
+                packed = layer.specs[0].pack(observation.a)
+                observation = Observation(packed, observation.count, observation.context)
         return LayerCall(index, module, observation, self._fraction, shape)
 
     def output_moment(self, call: LayerCall, g: Tensor, *, scaled: bool) -> Tensor:
