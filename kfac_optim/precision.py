@@ -65,17 +65,14 @@ class _Switch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holders = 0
+        self._refused = False  # whether torch's function has refused to work, so that the attributes are set
         self._highest: _ByFunction | _ByAttribute | None = None  # None if the user has chosen the highest one
 
     def hold(self) -> None:
         """Keeps the switch at the highest precision; the first thread to hold it sets it."""
         with self._lock:
             if not self._holders:
-                try:
-                    before = torch.get_float32_matmul_precision()
-                    self._highest = None if before == "highest" else _ByFunction(before)
-                except RuntimeError:  # the user has set torch 2.9's attributes
-                    self._highest = _ByAttribute()
+                self._highest = self._set_highest()
             self._holders += 1
 
     def release(self) -> None:
@@ -84,6 +81,15 @@ class _Switch:
             self._holders -= 1
             if self._highest is not None and not self._holders:
                 self._highest.restore()
+
+    def _set_highest(self) -> _ByFunction | _ByAttribute | None:
+        if not self._refused:
+            try:
+                before = torch.get_float32_matmul_precision()
+                return None if before == "highest" else _ByFunction(before)
+            except RuntimeError:  # the user has set torch 2.9's attributes
+                self._refused = True  # an exception takes longer than all the rest
+        return _ByAttribute()
 
 
 _SWITCH = _Switch()

@@ -141,8 +141,10 @@ class Recorder:
         """
         layer = self.layers[call.index]
         with self.stage("factor computation"), full_precision(g.device.type):
-            if g.shape != call.shape:
-                g = positions_of(g) if call.shape is None else g.reshape(call.shape)
+            if call.shape is None:
+                g = positions_of(g)
+            elif g.shape != call.shape:
+                g = g.reshape(call.shape)
             seen = layer.subsample(call.module, g.detach(), call.fraction)
             scaled, part = scaled and self.scaled, seen.numel() < g.numel()
             seen = seen.to(self.dtype) if scaled or part else layer.multiplicand(seen, self.dtype)
