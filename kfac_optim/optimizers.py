@@ -102,9 +102,7 @@ class KFACMixin(_Optimizer):
 
     def __init__(self, params: Any, *args: Any, model: nn.Module | None = None, **options: Any) -> None:
         refuse_base(type(self), self._base_function())
-        precondition = options.pop("precondition", _PRECONDITIONS[0])
-        if precondition not in _PRECONDITIONS:
-            raise ValueError(f"precondition={precondition!r}: must be {' or '.join(map(repr, _PRECONDITIONS))}")
+        self.precondition = options.pop("precondition", _PRECONDITIONS[0])
         if not (model is None or isinstance(model, nn.Module)):
             raise TypeError(f"model={type(model).__name__}: must be an nn.Module")
         if isinstance(params, nn.Module):
@@ -120,7 +118,6 @@ class KFACMixin(_Optimizer):
         added = (name for name in vars(self) if name not in of_subclass)
         private = (name for name in added if name.startswith("_") and not name.startswith("_optimizer_"))
         self._private = frozenset({*private, "_private"})
-        self.precondition = precondition
         if isinstance(derived_from, KFACMixin):
             self.__dict__.update(derived_from._settings())
             engine = derived_from.curvature
@@ -133,6 +130,11 @@ class KFACMixin(_Optimizer):
             engine.make_room(engine.trained.blocks)
             self._show_averages()
         self._show_counters()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "precondition" and value not in _PRECONDITIONS:
+            raise ValueError(f"precondition={value!r}: must be {' or '.join(map(repr, _PRECONDITIONS))}")
+        super().__setattr__(name, value)
 
     # The step -------------------------------------------------------------------------------------------------------
 

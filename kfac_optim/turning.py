@@ -157,7 +157,7 @@ def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watc
             of_turn, of_stretch, size = lr / unit, math.copysign(1, lr), abs(lr)
         turned = [m for m in bucket if TURN in m.state]
         averaged = [m for m in bucket if MOMENT in m.state and not m.has_first_moment]
-        along = [m for m in bucket if STRETCH in m.state]
+        along = [m for m in bucket if STRETCH in m.state and DESCENT in m.state]  # users may have deleted one of them
         before: Bucket = []
         gradients: list[Tensor] = []
         for key, some, compared, rate in (

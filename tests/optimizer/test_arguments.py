@@ -259,6 +259,9 @@ def test_capturable_and_differentiable_are_refused(kfac: Any, flag: str) -> None
 def test_precondition_lists_its_alternatives(value: Any) -> None:
     message = refusal((TypeError, ValueError), lambda: KFACSGD(make_model(), precondition=value))
     assert f"precondition={value!r}" in message and "'gradient'" in message and "'momentum'" in message
+    optimizer = KFACSGD(make_model(), precondition="gradient")
+    assert refusal(ValueError, lambda: setattr(optimizer, "precondition", value)) == message
+    assert optimizer.precondition == "gradient"
 
 
 # Parameters and model ------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACAdamW
 from kfac_optim.saved_state.checks import checksums
+from kfac_optim.state_keys import RECORDED
 from tests.helpers.bases import KFACRMSprop
 from tests.helpers.compare import assert_identical, assert_near, assert_same_factors
 from tests.helpers.files import packed, through_a_file, unpacked
@@ -286,6 +287,18 @@ def test_what_no_run_can_have_saved_is_refused(damage: Callable[[dict[str, Any]]
     assert "pending" in state["state"][0]["kfac"]
     damage(state)
     refused(state, KFACAdam)
+
+
+@pytest.mark.parametrize("key", RECORDED)
+def test_what_a_step_has_recorded_may_be_deleted(key: str) -> None:
+    model = make_model()
+    optimizer = KFACSGD(model, lr=0.01, momentum=0.9, weight_decay=0.01)
+    train(model, optimizer, range(9))
+    state = unpacked(packed(optimizer.state_dict()))
+    assert [own.pop(key) for own in state["state"].values() if key in own]
+    optimizer.load_state_dict(state)
+    train(model, optimizer, range(9, 12))
+    assert any(key in own for own in optimizer.state_dict()["state"].values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
