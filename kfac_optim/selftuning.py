@@ -158,6 +158,13 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         if engine.closed:
             self._replay.close()
             raise RuntimeError("the curvature of this optimizer is closed, and KFAC has nothing else: build a new one")
+        for name, own in (("damping", self.rule), ("scaling", None)):
+            if getattr(engine, name) is not own:
+                raise ValueError(
+                    f"curvature.{name} was set, but KFAC finds its damping and the length of its steps by itself: set "
+                    f"curvature.{name} = {'optimizer.rule' if own else None} again; the present damping, which may be "
+                    "changed, is optimizer.param_groups[0]['damping']"
+                )
         if not gradients:
             return
         _check_parameters(gradients)

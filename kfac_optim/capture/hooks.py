@@ -66,7 +66,7 @@ class Capture:
     def __init__(
         self,
         layers: Sequence[KroneckerLayer],
-        roots: Iterable[nn.Module],
+        roots: Sequence[nn.Module],
         *,
         loss_terms: LossTerms,
         fisher: Fisher | None,
@@ -83,7 +83,7 @@ class Capture:
         self.frozen_passes = FrozenPasses(self.layers)
         self._recorder = Recorder(self.layers, dtype, stage)
         self._passes = BackwardPasses(self._recorder, on_thrown_away)
-        self._sampling = None if fisher is None else SampledBackward(fisher, rank, self._passes)
+        self._sampling = None if fisher is None else SampledBackward(fisher, rank, self._passes, roots)
         self._compiled = CompiledCalls(self._calls, self._passes, sampled=fisher is not None)
         self._handles: list[Any] = []
         self._attach(roots)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .calls import ModelCall, PendingGradient
 from .fisher import Fisher
@@ -29,10 +30,12 @@ class SampledBackward:
         fisher: The distribution.
         rank: This process's rank; each rank draws its own samples.
         passes: Receives the moments when the user's backward pass has reached the model's output.
+        roots: The modules that contain the layers' modules.
     """
 
-    def __init__(self, fisher: Fisher, rank: int, passes: BackwardPasses) -> None:
+    def __init__(self, fisher: Fisher, rank: int, passes: BackwardPasses, roots: Sequence[nn.Module]) -> None:
         self.fisher, self.rank, self.recorder, self.passes = fisher, rank, passes.recorder, passes
+        self.roots = roots
         self._step = 0
         self._samples = 0  # how many were drawn in this step
         self._checked = False  # whether the loss's gradient was checked
@@ -115,9 +118,11 @@ class SampledBackward:
     def _require_whole_model(self, call: ModelCall) -> None:
         assert call.module is not None
         inside = set(call.module.modules())
-        outside = [layer.name for layer in self.recorder.layers if not any(m in inside for m in layer.modules)]
-        if outside:
+        outside = [layer for layer in self.recorder.layers if inside.isdisjoint(layer.modules)]
+        there = {module for root in self.roots for module in root.modules()} if outside else set()
+        called_apart = [layer.name for layer in outside if not there.isdisjoint(layer.modules)]  # not taken out since
+        if called_apart:
             raise RuntimeError(
                 f"the sampled Fisher needs the model's output, but {type(call.module).__name__} was called on its own, "
-                f"without {outside[0]!r}: call the model as one module, or use fisher='empirical'"
+                f"without {called_apart[0]!r}: call the model as one module, or use fisher='empirical'"
             )

@@ -200,10 +200,11 @@ def test_tensors_of_no_module_may_be_replaced(alone: bool) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
 
-def test_a_head_that_is_taken_out_of_the_model_leaves_the_rest_training() -> None:
+@pytest.mark.parametrize("fisher", ["empirical", "gaussian"])
+def test_a_head_that_is_taken_out_of_the_model_leaves_the_rest_training(fisher: str) -> None:
     """Its parameters, still in the groups, have no gradients any more; it may come back."""
     model = make()
-    optimizer = KFACSGD(model, lr=0.05, **OFTEN)
+    optimizer = KFACSGD(model, lr=0.05, fisher=fisher, **OFTEN)
     train(model, optimizer, range(STEPS))
     model[2] = nn.Identity()
     train(model, optimizer, range(STEPS, 2 * STEPS))

@@ -581,6 +581,18 @@ def test_a_closed_curvature_ends_it() -> None:
         train(model, optimizer, [0], **BATCH)
 
 
+@pytest.mark.parametrize(("name", "value", "own"), [("damping", 0.1, "optimizer.rule"), ("scaling", "unit", "None")])
+def test_what_it_finds_by_itself_cannot_be_set(name: str, value: Any, own: str) -> None:
+    model, optimizer = make()
+    train(model, optimizer, range(2), **BATCH)
+    setattr(optimizer.curvature, name, value)
+    with pytest.raises(ValueError, match=f"curvature.{name} was set.*curvature.{name} = {own} again"):
+        train(model, optimizer, [2], **BATCH)
+    setattr(optimizer.curvature, name, optimizer.rule if name == "damping" else None)
+    train(model, optimizer, [2], **BATCH)
+    assert optimizer.curvature.step_count == 3
+
+
 # Precision -----------------------------------------------------------------------------------------------------------
 
 
