@@ -95,15 +95,16 @@ class Averaging:
         # M belongs to the loss, so G also counts the terms of ranks that did not use the layer: their gradient is zero.
         of_others = 0.0, self.terms_of_rank(statistics, None, comm)[1]
         counts = [(rows_of[i], terms[i]) if i in own else of_others for i in range(len(blocks))]
-        seen = torch.zeros(len(blocks), 2, 2, dtype=torch.float64)  # of A and of G, count and trace
-        seen[:, :, 0] = torch.tensor(counts, dtype=torch.float64).view(-1, 2)
+        seen = torch.zeros(len(blocks), 2, 2, dtype=torch.float64, device="cpu")  # of A and of G, count and trace
+        seen[:, :, 0] = torch.tensor(counts, dtype=torch.float64, device="cpu").view(-1, 2)
         if own:
             specs = [spec for index in own for spec in blocks[index].specs]
             seen[list(own), :, 1] = traces(specs, [moment for pair in own.values() for moment in pair]).view(-1, 2)
         seen *= _counted(blocks, comm.rank)[:, :, None]
         skips = sum(statistics.taken) - sum(statistics.finite)
         with communicating("factor", self.stopwatch, comm.world_size):
-            seen, of_step = comm.sum([seen, torch.tensor([skips, *reports], dtype=torch.float64)], "counts")
+            of_rank = torch.tensor([skips, *reports], dtype=torch.float64, device="cpu")
+            seen, of_step = comm.sum([seen, of_rank], "counts")
         all_skips, *reported = map(int, of_step.tolist())
         self.skipped_batches += all_skips
         anything = False
@@ -205,7 +206,7 @@ class Averaging:
 def _counted(blocks: Sequence[Block], rank: int) -> Tensor:
     """Whether this rank's moments count for A and G of each block, ``[blocks, 2]``: 1 or 0."""
     counted = [[float(block.workers.counts(side, rank)) for side in range(2)] for block in blocks]
-    return torch.tensor(counted, dtype=torch.float64).view(-1, 2)
+    return torch.tensor(counted, dtype=torch.float64, device="cpu").view(-1, 2)
 
 
 @dataclass
@@ -267,7 +268,7 @@ def fold_(updates: Sequence[_Update], moments: Sequence[Tensor | None]) -> None:
         if value is not average["value"]:  # a copy in float32
             write_(average, value)
     # Weights are set last, so that an interrupt cannot leave an average that has a weight but no moments.
-    whole = torch.tensor([of_average[1:] for of_average in numbers], dtype=torch.float64).view(-1)
+    whole = torch.tensor([of_average[1:] for of_average in numbers], dtype=torch.float64, device="cpu").view(-1)
     tensors = whole.unbind()  # one tensor for all, because making one for each takes longer than the rest of this
     for (average, _, _), weight_now, trace_now in zip(numbers, tensors[::2], tensors[1::2], strict=True):
         average.update(weight=weight_now, trace=trace_now)
@@ -354,7 +355,7 @@ def traces(specs: Sequence[FactorSpec], packed: Sequence[Tensor]) -> Tensor:
 
     The diagonals lie side by side, so that one call sums all of them.
     """
-    found = torch.empty(len(packed), dtype=torch.float64)
+    found = torch.empty(len(packed), dtype=torch.float64, device="cpu")
     by_device: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(packed):
         by_device.setdefault(tensor.device, []).append(i)

@@ -152,7 +152,7 @@ class FactorSpec:
             second moments of gradients lie below float16's range. If another rank keeps the average, there are only
             ``weight`` and ``trace``.
         """
-        average = {name: torch.zeros((), dtype=torch.float64) for name in _NUMBERS}
+        average = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in _NUMBERS}
         if not kept:
             return average
         average["value"] = self.zeros(dtype, device)

@@ -128,10 +128,10 @@ class FlatStorage:
         """
         if self._known_index is None:
             of_scaled, of_summed = (
-                torch.tensor(self._numels(stacks), dtype=torch.int64) // max(1, self.row[stacks])
+                torch.tensor(self._numels(stacks), dtype=torch.int64, device="cpu") // max(1, self.row[stacks])
                 for stacks in (self.scaled, self.summed)
             )
-            pairs = torch.tensor([pairs for of_stack in self.groups[: self.summed] for pairs in of_stack])
+            pairs = torch.tensor([pairs for of_stack in self.groups[: self.summed] for pairs in of_stack], device="cpu")
             found = (_places(of_scaled), of_summed, _places(pairs))
             pair_of_row, rows, group_of_pair = (index.to(self.device, non_blocking=True) for index in found)
             self._known_index = pair_of_row, rows, group_of_pair
@@ -140,7 +140,7 @@ class FlatStorage:
 
 def _places(lengths: Tensor) -> Tensor:
     """For each entry of a vector that consists of parts of these lengths, the number of its part."""
-    return torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)
+    return torch.arange(len(lengths), dtype=torch.int32, device="cpu").repeat_interleave(lengths)
 
 
 def split_flat(whole: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

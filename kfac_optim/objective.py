@@ -99,7 +99,7 @@ class Objective:
         outputs = [part.output for part in self.parts]
         self._roots = [list(map(self.fisher.root, outputs, changes)) for changes in self._changes]
         same_everywhere = [*(_dot(self.gradients, v) for v in vs), *products]
-        own = [*(self._curvature(i, j) for i, j in pairs), torch.tensor(float(len(self.parts)))]
+        own = [*(self._curvature(i, j) for i, j in pairs), torch.tensor(float(len(self.parts)), device="cpu")]
         numbers = self._sum([x / self.comm.world_size for x in same_everywhere] + own)
         slopes, products_, curvatures, seen = numbers.split([len(vs), len(pairs), len(pairs), 1])
         if not seen and slopes.any():
@@ -136,7 +136,7 @@ class Objective:
 
     def total(self, change: float) -> float:
         """The change of the whole loss, given that of this rank's loss (a collective)."""
-        return float(self._sum([torch.tensor(change * self._share, dtype=torch.float64)])[0])
+        return float(self._sum([torch.tensor(change * self._share, dtype=torch.float64, device="cpu")])[0])
 
     @torch.no_grad()
     def check(self) -> None:
@@ -149,7 +149,7 @@ class Objective:
         problems = [problem for problem in found if problem]
         # This rank's share of <g, J v>, which should be <gradient, v>, for the first direction.
         own_slope = self._over_parts(lambda part, n: (part.gradient * self._changes[0][n]).sum())
-        strange, slope = self._sum([torch.tensor(float(len(problems))), own_slope]).tolist()
+        strange, slope = self._sum([torch.tensor(float(len(problems)), device="cpu"), own_slope]).tolist()
         expected = float(self._model.slopes[0])
         problem = ""
         if strange:
@@ -182,7 +182,7 @@ class Objective:
     def _over_parts(self, value: Callable[[Part, int], Tensor]) -> Tensor:
         """This rank's share of the sum of a value over all examples that the parts stand for, 0-dim."""
         values = [value(part, n) * (part.weight * self._share) for n, part in enumerate(self.parts)]
-        return torch.stack(values).sum() if values else torch.zeros(())
+        return torch.stack(values).sum() if values else torch.zeros((), device="cpu")
 
     def _sum(self, numbers: Sequence[Tensor]) -> Tensor:
         """The sums over all ranks of 0-dim tensors, ``[n]``, in float64 on the CPU; this waits for the device."""

@@ -201,7 +201,7 @@ class Refresher:
         """
         with communicating("decomposition", self.stopwatch, comm.world_size):
             done = [[float(refresh.found(block, i) is not None) for i in range(2)] for block in refresh.blocks]
-            (flags,) = comm.sum([torch.tensor(done, dtype=torch.float64).view(-1, 2)], "counts")
+            (flags,) = comm.sum([torch.tensor(done, dtype=torch.float64, device="cpu").view(-1, 2)], "counts")
             broadcasts, failed, found = [], [], []
             for block, good in zip(refresh.blocks, flags.bool().all(1).tolist(), strict=True):
                 if not good:

@@ -317,11 +317,11 @@ class _Closure:
         loss = self.closure()
         if not isinstance(loss, Tensor | numbers.Real):  # NumPy's float32 is no float
             raise TypeError(f"step(closure): the closure returned {loss!r}: it must return the loss, after backward()")
-        self.first = float(torch.as_tensor(loss).detach())
+        self.first = float(torch.as_tensor(loss, device="cpu").detach())
         return loss
 
     def change(self, model: nn.Module) -> float:
         """The loss now, minus the loss at the first call; leaves the buffers of the model unchanged."""
         assert self.first is not None
         with frozen(model, self.random), torch.enable_grad():
-            return float(torch.as_tensor(self.closure()).detach()) - self.first
+            return float(torch.as_tensor(self.closure(), device="cpu").detach()) - self.first

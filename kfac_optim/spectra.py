@@ -29,7 +29,7 @@ def largest_eigenvalue(factor: Tensor) -> Tensor:
     n = factor.shape[-1]
     if n <= _EXACT_DIM:
         return _largest_of_small(factor)
-    start = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(factor)
+    start = torch.randn(n, generator=torch.Generator().manual_seed(0), device="cpu").to(factor)
     q = (start / start.norm()).expand(len(factor), n)
     basis, diagonal, off_diagonal, scale = [q], [], [], factor.new_zeros(len(factor))
     for _ in range(_LANCZOS_STEPS):

@@ -116,7 +116,7 @@ def stack_of(blocks: list[Block], damping: Damping) -> Stack:
     """Stacks blocks of one shape. Side effect: their decompositions become views of the stack."""
     together: tuple[Tensor | None, Tensor | None] = (None, None)
     if blocks[0].layer.pairs_share_scale:
-        pairs = torch.tensor([block.layer.pairs for block in blocks])
+        pairs = torch.tensor([block.layer.pairs for block in blocks], device="cpu")
         together = layer_of_pair(blocks), pairs.to(blocks[0].layer.weight.device, non_blocking=True)
     damping_unit = _cat([block.damping_unit(damping) for block in blocks])
     decomposed = [block.decomposed for block in blocks if block.decomposed is not None]
@@ -137,9 +137,10 @@ def stack_key(known: Sequence[Block], damping: Damping) -> Any:
 
 def layer_of_pair(blocks: Sequence[Block]) -> Tensor:
     """For each pair of some blocks, the number of the block that it belongs to, ``[p]``."""
-    pairs = torch.tensor([block.layer.pairs for block in blocks])
+    pairs = torch.tensor([block.layer.pairs for block in blocks], device="cpu")
     # Repeated on the CPU, because torch would wait for a device to know the length of the result.
-    return torch.arange(len(blocks)).repeat_interleave(pairs).to(blocks[0].layer.weight.device, non_blocking=True)
+    numbers = torch.arange(len(blocks), device="cpu").repeat_interleave(pairs)
+    return numbers.to(blocks[0].layer.weight.device, non_blocking=True)
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:

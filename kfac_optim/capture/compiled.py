@@ -128,7 +128,7 @@ def _record_input(
     a: Tensor, output: Tensor, capture: int, index: int, use: int, projection: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """A copy of a layer's output, and a token that stands for the observation."""
-    token, watcher = torch.zeros((), dtype=torch.int64), _WATCHERS.get(capture)
+    token, watcher = torch.zeros((), dtype=torch.int64, device="cpu"), _WATCHERS.get(capture)
     take = None
     if watcher is not None and watcher.recorder.enabled and output.numel():
         watcher.require_empirical()

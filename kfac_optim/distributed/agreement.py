@@ -37,7 +37,7 @@ def check(comm: Communicator, built: Mapping[str, object], learned: Collection[s
     texts = [f"{name} = {value!r}" for name, value in built.items()]
     checksum = zlib.crc32("\n".join(texts).encode())
     # Halves, so that float64 holds their sums over any number of ranks; squares, because sums may agree by chance.
-    halves = torch.tensor([checksum >> 16, checksum & 0xFFFF], dtype=torch.float64)
+    halves = torch.tensor([checksum >> 16, checksum & 0xFFFF], dtype=torch.float64, device="cpu")
     mine = torch.cat([halves, halves.square()])
     (total,) = comm.sum([mine], "counts")
     if torch.equal(total, mine * comm.world_size):
@@ -94,11 +94,11 @@ def _differ_by_rounding(of_ranks: Sequence[Any]) -> bool:
 
 def _gathered(comm: Communicator, text: str) -> list[str]:
     """The texts of all ranks (a collective)."""
-    data = torch.tensor(list(text.encode()), dtype=torch.float64)
-    lengths = torch.zeros(comm.world_size, dtype=torch.float64)
+    data = torch.tensor(list(text.encode()), dtype=torch.float64, device="cpu")
+    lengths = torch.zeros(comm.world_size, dtype=torch.float64, device="cpu")
     lengths[comm.rank] = len(data)
     (lengths,) = comm.sum([lengths], "counts")
-    table = torch.zeros(comm.world_size, int(lengths.max()), dtype=torch.float64)
+    table = torch.zeros(comm.world_size, int(lengths.max()), dtype=torch.float64, device="cpu")
     table[comm.rank, : len(data)] = data
     (table,) = comm.sum([table], "counts")
     sizes = [int(length) for length in lengths.tolist()]

@@ -63,13 +63,13 @@ def share_gradients(comm: Communicator, parameters: Sequence[nn.Parameter], *, e
     if comm.world_size == 1:
         return
     comm.use_device(parameters[0].device)
-    active = torch.zeros(comm.world_size, dtype=torch.float64)
+    active = torch.zeros(comm.world_size, dtype=torch.float64, device="cpu")
     active[comm.rank] = not exhausted
     (active,) = comm.sum([active], "counts")
     if bool(active.all()):
         return
     source, everyone = int(active.argmax()), tuple(range(comm.world_size))  # the first rank that has inputs
-    present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
+    present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device="cpu")
     comm.send([Broadcast([present], source, everyone)], "counts")
     trained = [p for p, there in zip(parameters, present.tolist(), strict=True) if there]
     dense = torch.contiguous_format

@@ -56,7 +56,7 @@ def largest_entry(tensors: Sequence[Tensor]) -> Scalar:
     largest = [_largest_of_one_kind(alike, mesh) for mesh, alike in kinds.items()]
     if len(largest) == 1:
         return largest[0]
-    return torch.stack([entry.to(largest[0].device) for entry in largest]).max() if largest else torch.zeros(())
+    return torch.stack([entry.to(largest[0].device) for entry in largest]).max() if largest else 0.0
 
 
 def _largest_of_one_kind(tensors: Sequence[Tensor], mesh: Any) -> Tensor:

@@ -180,7 +180,7 @@ def _computes_the_same(
         shapes = [(*leading, shape[reference.features]) for leading in shapes]
         outputs = shape[1 - reference.features]
     sizes = {"weight": shape, "bias": (outputs,)} if bias else {"weight": shape}
-    with _quiet():
+    with _quiet(), torch.device("cpu"):  # not the default device, if the user has set one
         for dtype in (torch.float32, torch.float64):
             for size, magnitude, training in itertools.product(shapes, _MAGNITUDES, (True, False)):
                 x, *values = (
@@ -221,7 +221,9 @@ def _outcome(forward: Callable[[Tensor], Any], x: Tensor, parameters: Sequence[T
     output = forward(x)
     if not isinstance(output, Tensor):
         return [output]
-    product = torch.randn(output.shape, generator=torch.Generator("cpu").manual_seed(1), dtype=output.dtype)
+    product = torch.randn(
+        output.shape, generator=torch.Generator("cpu").manual_seed(1), dtype=output.dtype, device="cpu"
+    )
     return [output, *torch.autograd.grad((output * product).sum(), [x, *parameters], allow_unused=True)]
 
 

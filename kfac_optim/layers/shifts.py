@@ -153,7 +153,7 @@ def _products(
         return [], {}
     *others, last = strips
     spans = [(of_axis[0][0], of_axis[-1][1]) for of_axis in others]
-    lines = functools.reduce(torch.kron, map(_membership, others, spans), torch.ones(1, 1))
+    lines = functools.reduce(torch.kron, map(_membership, others, spans), torch.ones(1, 1, device="cpu"))
     indices = itertools.product(range(len(last)), *map(range, map(len, others)))
     numbers = {(*line, i): number for number, (i, *line) in enumerate(indices, count)}
     products = []
@@ -165,7 +165,7 @@ def _products(
 
 def _membership(strips: Sequence[tuple[int, int]], span: tuple[int, int]) -> Tensor:
     """Which positions of a span belong to which strip, ``[strips, positions]``, as ones and zeros."""
-    return torch.tensor([[float(first <= at < last) for at in range(*span)] for first, last in strips])
+    return torch.tensor([[float(first <= at < last) for at in range(*span)] for first, last in strips], device="cpu")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -182,7 +182,7 @@ def _tensors(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """The ``taps``, ``members``, ``offsets`` and ``strips`` of a plan as tensors, kept on the device between steps."""
     plan = _plan(windows, lengths)
-    of_plan = (torch.tensor(part) for part in (plan.taps, plan.members, plan.offsets))
+    of_plan = (torch.tensor(part, device="cpu") for part in (plan.taps, plan.members, plan.offsets))
     taps, members, offsets = (part.to(device, non_blocking=True) for part in of_plan)
     strips = [product.strips.to(device, dtype, non_blocking=True) for product in plan.products]
     return taps.T, members, offsets, strips

@@ -115,7 +115,7 @@ class _EigenStack:
 def _products(stacks: Sequence[_EigenStack]) -> Tensor:
     """The products ``d_G d_A^T / unit`` of all stacks, concatenated into one vector."""
     if not stacks:
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
     whole = stacks[0].values_a.new_empty(sum(stack.numel for stack in stacks))
     for stack, part in zip(stacks, split_flat(whole, [stack.shape for stack in stacks]), strict=True):
         torch.mul(stack.values_g[:, :, None], stack.values_a[:, None, :], out=part)

@@ -119,7 +119,7 @@ def _batches(numels: tuple[int, ...], device: torch.device) -> list[_Batch]:
 
 
 def _sent(numbers: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(numbers).to(device, non_blocking=True)
+    return torch.tensor(numbers, device="cpu").to(device, non_blocking=True)
 
 
 def _side_by_side(compared: Compared, copies: Copies) -> Iterator[tuple[_Batch, Tensor, Tensor]]:

@@ -219,6 +219,18 @@ def test_a_layer_norm_over_channels_in_front_equals_one_behind_a_transposition()
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
 
 
+class OnDefaultDevice(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None
+        return x * (x.square().mean(-1, keepdim=True) + torch.tensor(self.eps)).rsqrt() * self.weight
+
+
+def test_comparing_does_not_depend_on_the_default_device() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), OnDefaultDevice(4, eps=1e-6))
+    with torch.device("meta"):
+        assert len(KFACSGD(model, lr=0.1).curvature.layers) == 2
+
+
 def test_comparing_leaves_no_trace() -> None:
     """No hook fires, no random number is drawn, nothing of the module changes, and nobody is warned."""
     model = nn.Sequential(CastingLinear(6, 4), Dropping(4), NanoGPTLayerNorm(4)).eval()

@@ -341,6 +341,32 @@ def test_learning_rates_of_groups_are_not_compared_on_the_device(rates: tuple[An
     assert_close(model, other, 1e-6)
 
 
+@pytest.mark.parametrize("fisher", ["empirical", "categorical"])
+def test_the_default_device_of_a_script_changes_nothing(fisher: str) -> None:
+    """Scripts for GPUs begin with ``torch.set_default_device("cuda")``; of meta tensors nothing can be read."""
+
+    def trained(default: str) -> nn.Module:
+        convolutions = nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Tanh(), nn.Conv2d(3, 4, 3), nn.Flatten()
+        model = nn.Sequential(*convolutions, nn.Linear(64, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+        for number, parameter in enumerate(model.parameters()):
+            nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(number))
+        batches = [
+            (torch.randn(8, 2, 6, 6, generator=torch.Generator().manual_seed(step)), torch.arange(8) % 3)
+            for step in range(9)
+        ]
+        with torch.device(default):
+            optimizer = KFACSGD(model, lr=0.05, momentum=0.9, fisher=fisher, inv_update_steps=4, spread=2)
+            for inputs, classes in batches:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(inputs), classes).backward()
+                optimizer.step()
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer.curvature.report(eigenvalues=True)
+        return model
+
+    assert_identical(trained("cpu"), trained("meta"))
+
+
 @pytest.mark.parametrize("still", [torch.tensor(0.0), torch.tensor([0.0]), 0.0])
 def test_a_learning_rate_of_any_kind_can_make_a_step_that_changes_nothing(still: float | Tensor) -> None:
     """As torch.distributed.checkpoint takes it: on zero gradients, at a rate of 0."""

@@ -158,6 +158,14 @@ def test_nothing_is_read_on_the_host_layer_by_layer() -> None:
         assert not [call.lineno for call in calls if call.attr == "item"], name
 
 
+def test_every_new_tensor_is_told_its_device() -> None:
+    """Else it is on the default device, which a user may have set to a GPU: reading a number would wait for that."""
+    makers = {f"torch.{name}" for name in ("tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "randn")}
+    for name, tree in TREES.items():
+        calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) in makers]
+        assert not [n.lineno for n in calls if not any(k.arg == "device" for k in n.keywords)], name
+
+
 def test_no_module_is_too_long() -> None:
     long = {name for name, tree in TREES.items() if max((n.end_lineno or 0) for n in tree.body) > MAX_LINES}
     assert long == KNOWN["module"]
