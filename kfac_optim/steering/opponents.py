@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..counters import Counter
@@ -133,8 +134,9 @@ class Opponents:
 
 
 OPPONENTS = Opponents()  # of this process
-register_optimizer_step_pre_hook(lambda who, *_: OPPONENTS.begin(who))
-register_optimizer_step_post_hook(lambda who, *_: OPPONENTS.end(who))
+# Not compiled: else a compiled step of any optimizer would be compiled anew whenever these numbers change.
+register_optimizer_step_pre_hook(_disable_dynamo(lambda who, *_: OPPONENTS.begin(who)))
+register_optimizer_step_post_hook(_disable_dynamo(lambda who, *_: OPPONENTS.end(who)))
 
 
 @dataclass(frozen=True)

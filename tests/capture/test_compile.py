@@ -26,7 +26,7 @@ from kfac_optim import KFACSGD, Categorical
 from tests.helpers.compare import assert_close, assert_identical, assert_same_factors, assert_same_weights, values
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, KINDS, OFTEN, SETTINGS
-from tests.helpers.training import make_model, train
+from tests.helpers.training import backward, make_model, train
 from tests.helpers.versions import needs_export_flag, needs_graph_tag
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -486,6 +486,20 @@ def test_a_step_in_a_compiled_function_breaks_the_graph_and_runs_as_ever(whole: 
         return model
 
     assert_identical(trained(True), trained(False))
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, KFACSGD])
+def test_a_compiled_step_is_not_compiled_again(cls: type[torch.optim.Optimizer]) -> None:
+    """What this package counts in all optimizers of the process must not be among the conditions."""
+    model = make_model()
+    optimizer = cls(model.parameters(), lr=torch.tensor(0.1))  # type: ignore[call-arg]
+    compiled = torch.compile(lambda: optimizer.step(), backend="eager")
+    seen = []
+    for step in range(9):
+        backward(model, step)
+        compiled()
+        seen.append(torch._dynamo.utils.counters["frames"]["total"])
+    assert seen[0] > 0 and seen[3] == seen[8]
 
 
 @pytest.mark.slow
