@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ __all__ = ["check_counters", "check_states", "check_sums", "checksums"]
 _MAY_BE_NEVER = ("last_statistics", "last_refresh", "frozen_at", "pending_spread", "opposes")  # counters that may be -1
 _SOURCES: tuple[Source, ...] = ("current", "in_use", "pending")
 _LAYERS = "checksum_layers"  # how many layers the checksums cover
+_PRIME = 2**53 - 111  # by a power of two, squares of different sums too often leave the same remainder
 
 
 def check_states(
@@ -116,11 +116,13 @@ def _counter_problem(known: Iterable[str], counters: Mapping[str, Any]) -> str:
 def checksums(states: Iterable[object]) -> dict[str, int | None]:
     """Checksums of the averages of all layers, one each for the current ones, those in use and the pending ones.
 
-    The bits of each tensor are added up as integers and multiplied by its place, so that every flipped bit shows. Each
-    device is read once. Sums are below 2^53, because some tools turn saved numbers into floats.
+    The bits of each tensor are added up as integers and multiplied by its place in its layer, so that every flipped bit
+    shows. The layers' sums are squared before they are added: tensors that were swapped show, but the order of the
+    layers, which users may change as they load a state, does not. Each device is read once. Checksums are below 2^53,
+    because some tools turn saved numbers into floats.
 
     Args:
-        states: The averages in the optimizer's state, by layer, in the order of the weights.
+        states: The averages in the optimizer's state, by layer.
 
     Returns:
         The checksums, and how many layers they cover. A checksum is 0 for no averages, None if other ranks keep some.
@@ -128,18 +130,20 @@ def checksums(states: Iterable[object]) -> dict[str, int | None]:
     states = list(states)
     found: dict[str, int | None] = {_LAYERS: len(states)}
     for source in _SOURCES:
-        by_device: dict[torch.device, list[tuple[int, Tensor]]] = defaultdict(list)
+        by_device: dict[torch.device, list[tuple[int, int, Tensor]]] = defaultdict(list)
         averages = [state.get(source) for state in states if isinstance(state, Mapping)]
         if _is_part(averages):
             found[f"checksum_{source}"] = None
             continue
-        for place, tensor in enumerate(_tensors(averages), 1):
-            by_device[tensor.device].append((place, _sum_of_bits(tensor)))
-        total = 0
+        for layer, of_layer in enumerate(averages):
+            for place, tensor in enumerate(_tensors(of_layer), 1):
+                by_device[tensor.device].append((layer, place, _sum_of_bits(tensor)))
+        totals = [0] * len(averages)
         for sums in by_device.values():
-            places, bits = zip(*sums, strict=True)
-            total += sum(map(operator.mul, places, torch.stack(bits).tolist()))
-        found[f"checksum_{source}"] = total % 2**53
+            layers, places, bits = zip(*sums, strict=True)
+            for layer, place, total in zip(layers, places, torch.stack(bits).tolist(), strict=True):
+                totals[layer] += place * total
+        found[f"checksum_{source}"] = sum(total**2 for total in totals) % _PRIME
     return found
 
 
@@ -167,8 +171,8 @@ def check_sums(blocks: Sequence[Block], states: Mapping[nn.Parameter, Any], coun
         if name in there and None not in (value, saved) and saved != value:
             raise ValueError(
                 f"the state is damaged: the {name.replace('_', ' ')} of its Kronecker factors is {value} instead of "
-                f"{saved}. Load another checkpoint; if the factors were changed on purpose, delete {PREFIX + name!r} "
-                "from the state's param_groups"
+                f"{saved}. Load another checkpoint; if factors were changed or left out on purpose, delete the entries "
+                f"'{PREFIX}checksum_...' from the state's param_groups"
             )
 
 

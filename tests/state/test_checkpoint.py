@@ -32,7 +32,7 @@ from kfac_optim import (
     growing,
     memory_estimate,
 )
-from tests.helpers.compare import assert_identical, assert_trained, values
+from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
 from tests.helpers.files import through_a_file
 from tests.helpers.settings import ALL_CLASSES, BASES, CLASSES, FLOAT64, OFTEN
 from tests.helpers.training import assert_refused, backward, make_model, train
@@ -180,6 +180,34 @@ def test_hooks_on_loading_are_heard_before_the_state_is_judged() -> None:
     for net, own in ((model, optimizer), (other, resumed)):
         train(net, own, range(K, 2 * K))
     assert_identical(model, other)
+
+
+def test_a_hook_on_loading_may_order_the_layers_by_their_names() -> None:
+    """As torch proposes for parameters that have another order, or are joined by new ones."""
+
+    def built(*order: int) -> tuple[nn.Sequential, KFACSGD]:
+        model = make_model(0)
+        params = [(f"{i}.{name}", p) for i in order for name, p in model[i].named_parameters()]
+        return model, KFACSGD(params, model=model, **ALL_CLASSES[KFACSGD])
+
+    def by_name(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        (own,), (saved,) = optimizer.state_dict()["param_groups"], state["param_groups"]
+        numbers = dict(zip(saved["param_names"], saved["params"], strict=True))
+        pairs = zip(own["params"], own["param_names"], strict=True)
+        states = {i: state["state"][numbers[name]] for i, name in pairs if name in numbers}
+        group = {**saved, "params": own["params"], "param_names": own["param_names"]}
+        return {"state": states, "param_groups": [group]}
+
+    layers = [i for i, module in enumerate(make_model(0)) if list(module.parameters())]
+    model, optimizer = built(*layers)
+    train(model, optimizer, range(K))
+    other, resumed = built(*layers[::-1])
+    other.load_state_dict(model.state_dict())
+    resumed.register_load_state_dict_pre_hook(by_name)
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    for net, own in ((model, optimizer), (other, resumed)):
+        train(net, own, range(K, 2 * K))
+    assert_close(model, other, 1e-6)
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -95,6 +95,14 @@ def test_swapped_tensors_are_refused() -> None:
     assert "checksum" in refused(state)
 
 
+def test_swapped_tensors_of_two_layers_show() -> None:
+    layers = [{"current": {side: {"value": torch.randn(3)} for side in "AG"}} for _ in range(2)]
+    before = checksums(layers)
+    first, second = (layer["current"]["A"] for layer in layers)
+    first["value"], second["value"] = second["value"], first["value"]
+    assert checksums(layers) != before
+
+
 def test_an_engine_that_stands_alone_has_a_checksum_too() -> None:
     model = make_model()
     engine = CurvatureEngine(model, **OFTEN)
@@ -164,11 +172,11 @@ def test_a_damaged_snapshot_is_refused_where_no_refresh_is_in_progress() -> None
 
 
 def test_a_float_holds_a_checksum_exactly() -> None:
-    """The bits of -1 are a negative number; each tensor counts times its place."""
+    """The bits of -1 are a negative number; each tensor counts times its place, each layer squared."""
     state = {"current": {"A": {"value": -torch.ones(3)}, "G": {"value": -torch.ones(5)}}}
     bits = torch.tensor(-1.0).view(torch.int32).item()
     (found,) = (number for name, number in checksums([state]).items() if name == "checksum_current")
-    assert found == (3 + 2 * 5) * bits % 2**53 and found == int(float(found))
+    assert found == ((3 + 2 * 5) * bits) ** 2 % (2**53 - 111) and found == int(float(found))
 
 
 def test_numbers_that_a_tool_made_floats_of_load() -> None:
