@@ -370,4 +370,4 @@ def traces(specs: Sequence[FactorSpec], packed: Sequence[Tensor]) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _lengths(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Lengths of parts of a vector as a tensor, kept on the device between steps."""
-    return torch.tensor(lengths).to(device, non_blocking=True)
+    return torch.tensor(lengths, device="cpu").to(device, non_blocking=True)

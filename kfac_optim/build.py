@@ -17,7 +17,6 @@ from .coverage import TrainedModel
 from .cuda_graphs import refuse_cuda_graphs
 from .diagnostics import StageTimes
 from .distributed import Communicator, communicator_of, is_sharded
-from .jobs import runs_beside
 from .layers import KroneckerLayer
 from .preconditioning import Preconditioner
 from .ranks import Ranks
@@ -87,8 +86,8 @@ class BuiltEngine(Config):
 
     def spread_at(self, step: int) -> int:
         """The number of steps over which the work of a refresh that starts at ``step`` is spread."""
-        beside = any(runs_beside(self.solver, layer.weight.device) for layer in self.layers)
-        return self._refresher.pace.spread(self, step, beside=beside)
+        spread = self.at("spread", step)
+        return int(self.refresh_interval(step) // 10 if spread is None else spread)
 
     def _find_layers(self) -> None:
         """Finds the layers of the trained parameters, and assigns them to ranks; known layers keep their blocks."""

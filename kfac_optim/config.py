@@ -116,9 +116,8 @@ class Config:
         None,
         checks.count("spread", or_callable=True, least=0),
         """Number of steps over which the work of a refresh is spread, >= 0; an int or a function of the step. 0: all in
-        one step. None: over a tenth of the refresh interval, but in one step if that interval is less than 10. On CUDA
-        devices eigendecompositions run beside training, in a stream of their own, so that None takes more steps there:
-        as many as they are expected to need. The first refresh is always done in one step.""",
+        one step. None: over a tenth of the refresh interval, but in one step if that interval is less than 10. The
+        first refresh is always done in one step.""",
     )
     grad_scaler: torch.amp.GradScaler | None = _option(
         None,

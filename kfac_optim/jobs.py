@@ -12,31 +12,9 @@ from torch import Tensor
 from .blocks import Block, KnownSpectra, Source
 from .factors import FactorSpec
 from .grouping import grouped_by_key, longest_first
-from .solvers import (
-    BATCH_NUMEL,
-    Batch,
-    Decomposition,
-    EigenSolver,
-    Failure,
-    MaybeDecomposition,
-    Shifting,
-    Solver,
-    damps_factors,
-)
+from .solvers import BATCH_NUMEL, Batch, Decomposition, Failure, MaybeDecomposition, Shifting, Solver, damps_factors
 
-__all__ = ["FactorJob", "RefreshInProgress", "batch_of", "runs_beside", "together"]
-
-# Types of devices on which all decompositions that call a library may run beside training. On these the library keeps
-# the host waiting, and the device is almost idle meanwhile.
-_BESIDE = {"cuda"}
-
-
-def runs_beside(solver: Solver, device: torch.device) -> bool:
-    """Whether decompositions on a device run beside training, in the background, if a refresh is spread over steps.
-
-    Explicit inverses do not: they would hold torch's switch for TF32, which belongs to the whole process.
-    """
-    return isinstance(solver, EigenSolver) and device.type in _BESIDE
+__all__ = ["FactorJob", "RefreshInProgress", "batch_of", "together"]
 
 
 class FactorJob(NamedTuple):
@@ -66,7 +44,6 @@ class RefreshInProgress:
             decompositions in use are recomputed.
         blocks: The blocks to decompose, the same on all ranks.
         rank: The rank of this process.
-        solver: Decomposes the factors.
         gammas: The damping of the pairs of some blocks, ``[p]``; other blocks take it from their snapshots, if at all.
         spectra: What is known about the eigenvalues of factors that are shared out among the ranks, by block.
     """
@@ -78,11 +55,10 @@ class RefreshInProgress:
         source: Source,
         blocks: Sequence[Block],
         rank: int,
-        solver: Solver,
         gammas: Mapping[Block, Tensor] | None = None,
         spectra: Mapping[Block, KnownSpectra] | None = None,
     ) -> None:
-        self.start, self.spread, self.source, self.blocks, self.solver = start, spread, source, blocks, solver
+        self.start, self.spread, self.source, self.blocks = start, spread, source, blocks
         self.gammas, self.spectra = dict(gammas or {}), dict(spectra or {})
         self._running: dict[FactorJob, Callable[[], MaybeDecomposition]] = {}
         self._done: dict[FactorJob, MaybeDecomposition] = {}
@@ -91,9 +67,8 @@ class RefreshInProgress:
     def schedule(self, rank: int) -> None:
         """Distributes this rank's jobs over the steps: evenly by cost, with those of one shape together.
 
-        Jobs that run beside training (:func:`runs_beside`) or are larger than one step's budget run in the background
-        and are due at the end. If this is called again after the blocks' workers have changed, results of jobs that now
-        belong to another rank are dropped.
+        A job larger than one step's budget runs in the background and is due at the end. If this is called again after
+        the blocks' workers have changed, results of jobs that now belong to another rank are dropped.
         """
         jobs = [FactorJob(block, side) for block in self.blocks for side in range(2)]
         own_jobs = [job for job in jobs if job.block.workers.inverse_workers[job.side] == rank]
@@ -101,8 +76,8 @@ class RefreshInProgress:
         steps = range(1 if self.spread > 2 else 0, max(1, self.spread))
         budget = sum(job.spec.cost for job in own_jobs) / len(steps)
         # This rank's jobs that run in the background.
-        self.background = _costliest_first(job for job in own_jobs if job.spec.cost > budget or self._is_beside(job))
-        rest = [job for job in own_jobs if job not in self.background]
+        self.background = _costliest_first(job for job in own_jobs if job.spec.cost > budget)
+        rest = [job for job in own_jobs if job.spec.cost <= budget]
         batches = grouped_by_key(rest, lambda job: job.spec.shape[1:], lambda job: job.spec.cost, budget)
         when = longest_first([sum(job.spec.cost for job in batch) for batch in batches], steps)
         # How many steps after the start each of this rank's jobs is due.
@@ -110,10 +85,6 @@ class RefreshInProgress:
         self.steps |= dict.fromkeys(self.background, self.spread)
         self._done = {job: result for job, result in self._done.items() if job in self.steps}
         self._running = {job: result for job, result in self._running.items() if job in self.steps}
-
-    def _is_beside(self, job: FactorJob) -> bool:
-        """Whether a job runs beside training."""
-        return job.spec.calls_library and runs_beside(self.solver, job.device)
 
     def ends(self, step: int) -> bool:
         """Whether the refresh ends at ``step``, in which the ranks then exchange its decompositions."""
@@ -178,12 +149,13 @@ def together(jobs: Sequence[FactorJob]) -> list[list[FactorJob]]:
     return grouped_by_key(jobs, lambda job: (job.spec.shape[1:], job.device), size, BATCH_NUMEL)
 
 
-def batch_of(jobs: Sequence[FactorJob], refresh: RefreshInProgress, inv_dtype: torch.dtype) -> Batch:
+def batch_of(jobs: Sequence[FactorJob], refresh: RefreshInProgress, solver: Solver, inv_dtype: torch.dtype) -> Batch:
     """The batch for decomposing several factors in one call.
 
     Args:
         jobs: Factors of one shape, on one device.
         refresh: The refresh that they belong to.
+        solver: Decomposes the factors.
         inv_dtype: Storage of the results; factors are decomposed in at least this precision, and in float32 at least.
     """
 
@@ -192,9 +164,9 @@ def batch_of(jobs: Sequence[FactorJob], refresh: RefreshInProgress, inv_dtype: t
         whole = packed[0] if len(packed) == 1 else torch.cat(packed)  # unpacked all together
         dtype = torch.promote_types(whole.dtype, torch.promote_types(inv_dtype, torch.float32))
         factors = spec.unpack(whole).to(dtype)
-        if not damps_factors(refresh.solver):
+        if not damps_factors(solver):
             return factors, factors.new_zeros(len(factors))
-        shifts = [job.spec.for_blocks(_shift_of(*job, refresh, refresh.solver)) for job in jobs]
+        shifts = [job.spec.for_blocks(_shift_of(*job, refresh, solver)) for job in jobs]
         return factors, torch.cat(shifts).to(factors)
 
     spec, device = jobs[0].spec, jobs[0].device

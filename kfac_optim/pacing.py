@@ -94,19 +94,6 @@ class Pace(Counted):
         """Steps between refreshes at ``step``: those of the schedule, or more if the work of a refresh demands it."""
         return max(int(config.at("inv_update_steps", step)), self._least_interval(config))
 
-    def spread(self, config: Config, step: int, *, beside: bool) -> int:
-        """Over how many steps a refresh that starts at ``step`` is spread.
-
-        ``beside``: whether decompositions run beside training. Then it takes as many steps as they are expected to
-        take, so that no step has to wait for them.
-        """
-        given = config.at("spread", step)
-        if given is not None:
-            return int(given)
-        interval = self.interval(config, step)
-        tenth = interval // 10
-        return max(tenth, min(self.work, interval - 1)) if beside and tenth else tenth
-
     def _least_interval(self, config: Config) -> int:
         """The fewest steps between refreshes that their work allows; 0 if the schedule has no ``most_work``."""
         schedule = config.inv_update_steps

@@ -25,10 +25,9 @@ from .damping import Damping, unit_of, value_of
 from .diagnostics import StageTimes, communicating
 from .distributed import Broadcast, Communicator
 from .factor_owners import decomposed_spectra, shared_spectra
-from .jobs import FactorJob, RefreshInProgress, batch_of, together
+from .jobs import RefreshInProgress, batch_of, together
 from .pacing import Pace
 from .solvers import (
-    Batch,
     Decomposition,
     EigenSolver,
     MaybeDecomposition,
@@ -102,12 +101,12 @@ class Refresher:
             for block in damped
         }
         if self.last_refresh is None or not spread:
-            refresh = RefreshInProgress(step, 0, "current", blocks, comm.rank, self.solver, gammas, known)
+            refresh = RefreshInProgress(step, 0, "current", blocks, comm.rank, gammas, known)
             self._work_off(refresh, step, comm)
         else:
             for block in blocks:
                 block.factors("pending").freeze(block.factors("current"), gammas.get(block))
-            self.in_progress = RefreshInProgress(step, spread, "pending", blocks, comm.rank, self.solver, spectra=known)
+            self.in_progress = RefreshInProgress(step, spread, "pending", blocks, comm.rank, spectra=known)
         self.last_refresh = step  # set last, so that an interrupted refresh is due again
         self.refreshes += 1
 
@@ -124,7 +123,7 @@ class Refresher:
         """Recomputes the decompositions if they are stale (then a collective)."""
         if self._stale:
             decomposed = [block for block in blocks if block.has_data("in_use")]
-            refresh = RefreshInProgress(step, 0, "in_use", decomposed, comm.rank, self.solver)
+            refresh = RefreshInProgress(step, 0, "in_use", decomposed, comm.rank)
             for stale in (refresh, self.in_progress):
                 if stale is not None and not isinstance(self.solver, EigenSolver):
                     stale.spectra.update(shared_spectra(stale.blocks, stale.source, comm))
@@ -149,9 +148,9 @@ class Refresher:
 
         Jobs that run in the background are started first, and collected when they are due.
         """
-        batch = functools.partial(batch_of, refresh=refresh, inv_dtype=self.inv_dtype)
+        batch = functools.partial(batch_of, refresh=refresh, solver=self.solver, inv_dtype=self.inv_dtype)
         if not refresh.ends(step):
-            refresh.start_background(lambda job: self._decompose_in_background(job, batch([job])))
+            refresh.start_background(lambda job: self._decompose_in_background(*batch([job]).make()))
         jobs_due = refresh.due(step)
         alike = together([job for job in jobs_due if not refresh.is_running(job)])
         stored = functools.partial(_stored, self.inv_dtype)
@@ -162,16 +161,16 @@ class Refresher:
             if refresh.is_running(job):
                 refresh.collect(job)
 
-    def _decompose_in_background(self, job: FactorJob, batch: Batch) -> Callable[[], MaybeDecomposition]:
+    def _decompose_in_background(self, factor: Tensor, shift: Tensor) -> Callable[[], MaybeDecomposition]:
         """Starts a decomposition on the worker; returns a function that waits for the result."""
         # work() must not refer to the refresher, or the worker's thread would keep it and all that it holds alive.
         stopwatch, solver, stored = self.stopwatch, self.solver, functools.partial(_stored, self.inv_dtype)
 
         def work() -> MaybeDecomposition:
             with stopwatch.stage("decomposition in the background"):
-                return decompose_safely(solver, *batch.make(), stored)
+                return decompose_safely(solver, factor, shift, stored)
 
-        return self._worker.submit(job.device, work)
+        return self._worker.submit(factor.device, work)
 
     def _finish(self, refresh: RefreshInProgress, comm: Communicator) -> None:
         """Sends the decompositions to the gradient workers, and puts them to use (a collective)."""
@@ -269,7 +268,7 @@ class Refresher:
             self._worker = Worker()
         if spread >= 0 and self.last_refresh is not None and any(block.state for block in blocks):
             pending = [block for block in blocks if block.has_data("pending")]
-            self.in_progress = RefreshInProgress(self.last_refresh, spread, "pending", pending, rank, self.solver)
+            self.in_progress = RefreshInProgress(self.last_refresh, spread, "pending", pending, rank)
 
     def close(self) -> None:
         """Gives up a refresh in progress and ends the worker's thread."""

@@ -38,12 +38,6 @@ class Worker:
         """Ends the thread after its current job, as garbage collection of the worker does if no job refers to it."""
         self._finalizer()
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream of a device, which goes first: its many tiny kernels would wait behind those of training."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device, priority=-1)
-        return self._streams[device]
-
     def submit(self, device: torch.device, work: Callable[[], MaybeDecomposition]) -> Callable[[], MaybeDecomposition]:
         """Starts ``work``, which may use everything that ``device`` was told to compute before.
 
@@ -52,7 +46,7 @@ class Worker:
         """
         stream = None
         if device.type == "cuda":
-            stream = self._stream(device)
+            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
             stream.wait_stream(torch.cuda.current_stream(device))
 
         def run() -> MaybeDecomposition:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_optim import KFACSGD, FactorWise, LayerWise, growing, jobs, pacing
+from kfac_optim import KFACSGD, FactorWise, LayerWise, growing, pacing
 from tests.helpers.ranks import run_ranks
 
 WAITS = growing(fraction=0.5, minimum=2, most_work=2.0)
@@ -77,24 +77,6 @@ def test_expensive_refreshes_wait_and_cheap_ones_do_not(monkeypatch: pytest.Monk
     assert train(*built(), 2 * least + 2) == [least, 2 * least]
     assert train(*built(growing(0.5, 2)), 10) == [0, 2, 4, 7]
     assert train(*built(growing(0.5, minimum=10, most_work=2.0)), least + 1) == [0, least], "the first is not too long"
-
-
-@pytest.mark.parametrize(("cost", "beside"), [(10.0, True), (300.0, True), (3000.0, True), (3000.0, False)])
-def test_a_refresh_beside_training_takes_the_steps_that_it_needs(
-    cost: float, beside: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But at least a tenth of the interval, and fewer than all; nothing is spread where that tenth is no step."""
-    set_cost(cost, monkeypatch)
-    monkeypatch.setattr(jobs, "_BESIDE", {"cpu"} if beside else set())
-    model = net()
-    optimizer = KFACSGD(model, lr=0.01, inv_update_steps=growing(0.5, 8))
-    train(model, optimizer, 1)
-    needed = work(6, cost) if beside else 0
-    for step, interval in ((0, 8), (30, 15), (60, 30), (1000, 500)):
-        spread = optimizer.curvature.spread_at(step)
-        assert spread == (0 if interval < 10 else max(interval // 10, min(needed, interval - 1)))
-    optimizer.curvature.spread = 2
-    assert optimizer.curvature.spread_at(1000) == 2
 
 
 def test_on_a_gpu_rows_of_factors_and_layers_of_a_step_cost_something(monkeypatch: pytest.MonkeyPatch) -> None:

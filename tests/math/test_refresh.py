@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, CurvatureEngine, EigenSolver, Graft, InverseSolver, growing
-from kfac_optim import jobs as jobs_module
 from kfac_optim.directions import by_parameter
 from kfac_optim.factors import FactorSpec
 from kfac_optim.grouping import grouped_by_key
@@ -41,7 +40,7 @@ class Block:
     """Stands in for a block whose A is decomposed by rank 0, and G by rank 1."""
 
     spec: FactorSpec
-    layer: Any = field(default_factory=lambda: SimpleNamespace(weight=torch.empty(0)))
+    layer: Any = None
     workers: ClassVar[Any] = SimpleNamespace(inverse_workers=(0, 1))
 
     @property
@@ -52,7 +51,7 @@ class Block:
 def scheduled(shapes: list[FactorSpec], spread: int) -> tuple[RefreshInProgress, dict[Any, FactorSpec]]:
     """A refresh of factors of these shapes by one rank, and its jobs."""
     blocks: list[Any] = [Block(spec) for spec in shapes]
-    refresh = RefreshInProgress(0, spread, "pending", blocks, 0, InverseSolver())
+    refresh = RefreshInProgress(0, spread, "pending", blocks, 0)
     return refresh, {(block, 0): block.spec for block in blocks}
 
 
@@ -259,13 +258,13 @@ def test_what_is_decomposed_together_is_of_one_shape_on_one_device(factors: list
 
 
 def test_only_on_accelerators_sizes_are_mixed() -> None:
-    refresh = RefreshInProgress(0, 0, "current", [], 0, EigenSolver())
+    refresh = RefreshInProgress(0, 0, "current", [], 0)
     rows = {}
     for device in ("cpu", "cuda:0"):
         layer = SimpleNamespace(weight=SimpleNamespace(device=torch.device(device)))
         for spec in (FactorSpec(1, 9), FactorSpec(1, 9, diagonal=True)):
             block: Any = Block(spec, layer)
-            rows[device, spec.diagonal] = batch_of([FactorJob(block, 0)], refresh, torch.float32).rows
+            rows[device, spec.diagonal] = batch_of([FactorJob(block, 0)], refresh, EigenSolver(), torch.float32).rows
     assert rows.pop(("cuda:0", False)) == (9, torch.device("cuda:0"))
     assert set(rows.values()) == {None}
 
@@ -280,11 +279,10 @@ def test_a_batch_is_made_of_what_its_jobs_are_made_of(max_factor_dim: int | None
     gammas = {
         block: 10.0 ** -(1 + torch.arange(block.layer.pairs) + i) for i, block in enumerate(engine.trained.blocks)
     }
-    solver = InverseSolver()
-    refresh = RefreshInProgress(0, 0, "current", engine.trained.blocks, 0, solver, gammas)
+    refresh, solver = RefreshInProgress(0, 0, "current", engine.trained.blocks, 0, gammas), InverseSolver()
 
     def made(jobs: list[Any]) -> tuple[Tensor, Tensor]:
-        batch = batch_of(jobs, refresh, torch.float32)
+        batch = batch_of(jobs, refresh, solver, torch.float32)
         factors, shifts = batch.make()
         assert len(factors) == len(shifts) == sum(batch.sizes)
         return factors, shifts
@@ -299,7 +297,7 @@ def test_a_batch_is_made_of_what_its_jobs_are_made_of(max_factor_dim: int | None
             assert shifts.tolist() == expected.tolist() * job.spec.blocks
     assert made([FactorJob(norm, 0)])[1].tolist() == [0.0] * 6, "A is the constant 1"
     assert torch.equal(made([FactorJob(norm, 1)])[1], gammas[norm])
-    assert batch_of([FactorJob(norm, 1)], refresh, torch.float64).make()[0].dtype is torch.float64
+    assert batch_of([FactorJob(norm, 1)], refresh, solver, torch.float64).make()[0].dtype is torch.float64
 
 
 def test_on_the_cpu_every_factor_is_decomposed_on_its_own() -> None:
@@ -380,28 +378,9 @@ def test_what_exceeds_a_steps_share_runs_on_the_worker(threads: list[str]) -> No
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
-def test_as_on_a_gpu_all_eigendecompositions_run_on_the_worker(
+def test_work_in_the_background_changes_no_bit(
     solver: str, threads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Except for those in closed form; explicit inverses as always."""
-    monkeypatch.setattr(jobs_module, "_BESIDE", {"cpu"})
-    net = model()
-    optimizer = KFACSGD(net, lr=0.1, solver=solver, **BESIDE)
-    steps(net, optimizer, 0, 4)
-    assert set(threads) == {"MainThread"}, "the first refresh is immediate"
-    threads.clear()
-    steps(net, optimizer, 4, 8)
-    beside = [name for name in threads if name.startswith("kfac-decomposition")]
-    assert len(beside) == (5 if solver == "eigen" else 1), "all but the G of two outputs"
-    assert len(threads) == 6
-
-
-@pytest.mark.parametrize(("solver", "machine"), [("eigen", "cpu"), ("eigen", "gpu"), ("inverse", "cpu")])
-def test_work_in_the_background_changes_no_bit(
-    solver: str, machine: str, threads: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if machine == "gpu":
-        monkeypatch.setattr(jobs_module, "_BESIDE", {"cpu"})
     courses = []
     for beside in (True, False):
         net = model()
@@ -413,9 +392,9 @@ def test_work_in_the_background_changes_no_bit(
     assert all(torch.equal(x, y) for x, y in zip(*courses, strict=True))
 
 
-def at_once(self: Refresher, job: FactorJob, batch: Batch) -> Any:
+def at_once(self: Refresher, factor: Tensor, shift: Tensor) -> Any:
     """In the place of ``Refresher._decompose_in_background``: nothing runs in the background."""
-    ((result,),) = decompose_all(self.solver, [batch], functools.partial(_stored, self.inv_dtype))
+    ((result,),) = decompose_all(self.solver, [batch([factor], [shift])], functools.partial(_stored, self.inv_dtype))
     return lambda: result
 
 
@@ -490,12 +469,9 @@ class Held(EigenSolver):
         return super().decompose(factor, shift)
 
 
-@pytest.mark.parametrize("machine", ["cpu", "gpu"])
 @pytest.mark.parametrize("end", ["close", "last reference", "loading"])
-def test_the_thread_ends_with_the_engine(end: str, machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_ends_with_the_engine(end: str) -> None:
     """Or the refresh. It finishes what it has begun; of the factors that wait for it nothing else is decomposed."""
-    if machine == "gpu":
-        monkeypatch.setattr(jobs_module, "_BESIDE", {"cpu"})
     before = workers()
     for signal in (Held.begun, Held.go_on, Held.made):
         signal.clear()

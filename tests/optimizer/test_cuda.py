@@ -35,8 +35,7 @@ STEPS = 12  # the first refresh is at once, the second in step 10
 # may be on either side of it.
 EXACT, TOLERANCE = 1e-8, 1e-6
 ROUGH = {"MobileNet": 1e-6}  # CUDA's hardswish multiplies by a sixth in float32, whatever its input's type
-# Refreshes never wait, and take as many steps as on the CPU.
-DEFAULTS: dict[str, Any] = {**FLOAT64, "inv_update_steps": growing(0.5, 10), "spread": 1}
+DEFAULTS: dict[str, Any] = {**FLOAT64, "inv_update_steps": growing(0.5, 10)}  # that never wait
 EXACTLY: dict[str, Any] = {**FLOAT64, **PAPER, "solver": EigenSolver(negligible=0.0)}
 WAY: dict[str, dict[str, Any]] = {
     "defaults": DEFAULTS,
