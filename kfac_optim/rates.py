@@ -21,7 +21,9 @@ def rate_of(group: Mapping[str, Any]) -> Scalar:
 
 
 def common_rate(rates: Sequence[Scalar]) -> Scalar | None:
-    """The learning rate that all of these are equal to; None if they differ, or only the device knows."""
+    """The rate that all of these are equal to; None if they differ, there are none, or only the device knows them."""
+    if not rates:  # every group was taken out of the optimizer
+        return None
     first = rates[0]
     known = not isinstance(first, Tensor)  # comparing a tensor would wait for its device
     same = all(rate is first or known and not isinstance(rate, Tensor) and rate == first for rate in rates)

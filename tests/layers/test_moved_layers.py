@@ -159,6 +159,22 @@ def test_a_group_that_is_taken_out_of_the_optimizer_is_no_longer_covered(cls: ty
     optimizer.load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
+def test_without_any_group_a_step_does_nothing(cls: type) -> None:
+    """As under torch's own classes."""
+    model = make()
+    optimizer = cls(model, lr=0.05, **OFTEN)
+    train(model, optimizer, range(STEPS))
+    groups, before = list(optimizer.param_groups), [p.detach().clone() for p in model.parameters()]
+    optimizer.param_groups.clear()
+    for _ in range(2 * STEPS):
+        optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+    optimizer.param_groups.extend(groups)
+    train(model, optimizer, range(STEPS, 2 * STEPS))
+    assert [block.has_direction for block in optimizer.curvature.trained.blocks] == [True] * 2
+
+
 def test_groups_that_are_in_the_optimizer_by_turns_keep_their_statistics() -> None:
     model = make()
     optimizer = KFACSGD([{"params": list(model[i].parameters())} for i in (0, 2)], lr=0.05, model=model, **OFTEN)
