@@ -33,6 +33,7 @@ have used: what is due depends on the step alone, and what is sent depends on th
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
@@ -227,12 +228,15 @@ class CurvatureEngine(ViewedEngine):
 
         Raises:
             RuntimeError: If an optimizer of this package owns the engine, since its step preconditions already.
+            TypeError: If the learning rate is no number.
             ValueError: If the scaling needs a learning rate and none is given.
         """
         if self.owner is not None:
             raise RuntimeError(
                 "this engine belongs to an optimizer, whose step() already preconditions: call that only"
             )
+        if not isinstance(lr, Tensor | numbers.Real | None):  # a list, as schedulers' get_last_lr() returns
+            raise TypeError(f"precondition_(lr={lr!r}): must be a number, or a tensor of one")
         if lr is None and traits_of(self.scaling).needs_lr:
             raise ValueError(f"precondition_(lr=None): scaling={self.scaling!r} needs the learning rate; pass lr=")
         if not self.trained.is_intact:

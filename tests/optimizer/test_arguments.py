@@ -8,6 +8,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ from kfac_optim import (
 )
 from kfac_optim.damping import Spectra
 from tests.helpers.settings import ALL_CLASSES, BASES, CLASSES
-from tests.helpers.training import make_model
+from tests.helpers.training import backward, make_model
 
 NAN, INF = float("nan"), float("inf")
 
@@ -422,3 +423,15 @@ def test_an_engine_of_its_own_has_the_papers_defaults() -> None:
 def test_a_list_of_modules_is_told_apart_from_parameters() -> None:
     with pytest.raises(TypeError, match=r"params has modules in it: pass nn.ModuleList"):
         KFACSGD([nn.Linear(2, 2), nn.Linear(2, 2)], lr=0.1)
+
+
+@pytest.mark.parametrize("lr", [[0.1], "0.1"])
+def test_a_rate_that_is_no_number_is_refused(lr: Any) -> None:
+    """A scheduler's ``get_last_lr()`` is a list."""
+    model = make_model()
+    engine = CurvatureEngine(model)
+    backward(model, 0)
+    message = refusal(TypeError, lambda: engine.precondition_(lr))
+    assert message == f"precondition_(lr={lr!r}): must be a number, or a tensor of one"
+    for rate in (torch.tensor(0.1), np.float32(0.1)):
+        assert engine.precondition_(rate)  # type: ignore[arg-type]
