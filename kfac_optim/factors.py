@@ -176,11 +176,15 @@ class FactorSpec:
         """The diagonals of a packed factor, as views: one, or two for the two halves that :func:`pack` makes."""
         if self.diagonal:
             return [packed]
-        _, cols, first_row = _rectangle(self.size)
-        starts, counts, step = (first_row * cols, 1 - first_row), (cols, self.size - cols), cols + 1
+        step, *halves = self._halves
         matrices, stride, first = len(packed), packed.stride(0), packed.storage_offset()
-        halves = zip(starts, counts, strict=True)
         return [packed.as_strided((matrices, count), (stride, step), first + at) for at, count in halves]
+
+    @functools.cached_property
+    def _halves(self) -> tuple[int, tuple[int, int], tuple[int, int]]:
+        """How far a packed diagonal's numbers are apart; where each of its halves begins, and how many these are."""
+        _, cols, first_row = _rectangle(self.size)
+        return cols + 1, (first_row * cols, cols), (1 - first_row, self.size - cols)
 
     def matrix(self, average: dict[str, Tensor]) -> Tensor:
         """Unpacks a running average: the factor ``[p b, m, m]`` (diagonal: ``[p, n]``), in at least float32."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from .moments import machine, second_moment
+from .moments import gram, machine, second_moment
 
 __all__ = ["CHUNK_NUMEL", "Windows", "pixels", "unfolded_moment"]
 
@@ -94,7 +94,9 @@ def unfolded_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
         # Channels last: a patch then consists of runs of adjacent numbers and is copied several times faster.
         chunk = chunk.flatten(2).mT.contiguous().mT.view(chunk.shape) if taps > 1 else chunk
         patches = windows.unfold(chunk).unflatten(1, (groups, c)).movedim((1, 2), (dims + 1, -1))
-        return second_moment(patches.flatten(1, dims).flatten(3), diagonal=False)
+        if taps == 1:
+            return second_moment(patches.flatten(1, dims).flatten(3), diagonal=False)
+        return gram(patches.reshape(-1, groups, taps * c).transpose(0, 1))
 
     at_once = windows.examples_at_once(x)
     chunks = (x,) if len(x) <= at_once else x.split(at_once)
