@@ -7,7 +7,7 @@ rows in half precision need no copy of the rows in float32, and a GPU's tensor c
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -37,10 +37,13 @@ def multiplicand(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def product(x: Tensor, y: Tensor) -> Tensor:
     """``x y`` for stacks of matrices; the product of matrices in half precision is in float32."""
-    if x.dtype not in _HALF:
-        return torch.bmm(x, y) if x.dim() == 3 else x @ y
+    precision: dict[str, Any] = {"out_dtype": torch.float32} if x.dtype in _HALF else {}
+    if x.dim() == 3:
+        return torch.bmm(x, y, **precision)
+    if not precision:
+        return x @ y
     x_stack, y_stack = (of.reshape(math.prod(of.shape[:-2]), *of.shape[-2:]) for of in (x, y))
-    return torch.bmm(x_stack, y_stack, out_dtype=torch.float32).view(*x.shape[:-1], y.shape[-1])
+    return torch.bmm(x_stack, y_stack, **precision).view(*x.shape[:-1], y.shape[-1])
 
 
 def gram(rows: Tensor) -> Tensor:
