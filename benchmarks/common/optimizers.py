@@ -107,7 +107,7 @@ def kfac_keywords(settings: Settings) -> dict[str, Any]:
             given[name] = interval(given[name])
     if relative := given.pop("damping_of", None):
         if "damping" not in given:
-            raise ValueError("--damping-of: says what --damping is relative to; give --damping too")
+            raise ValueError("damping_of says what damping is relative to; give damping too")
         given["damping"] = DAMPINGS[nearest("unit of damping", relative, DAMPINGS)](given["damping"])
     word, _, number = str(given.get("scaling")).partition(":")
     if word == "kl_clip" and number:

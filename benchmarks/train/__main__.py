@@ -22,7 +22,7 @@ from benchmarks.common.runs import Line, Trainer, comparable
 from benchmarks.common.settings import KFAC, Settings, nearest, resolve
 from benchmarks.common.tasks import TASKS, Task
 from benchmarks.train import page
-from benchmarks.train.options import KFAC_OPTIONS, RUNS, name_or_none, parser
+from benchmarks.train.options import RUNS, parser
 from benchmarks.train.runfiles import RunFiles, differences
 
 # Settings that --compare shares only with the class that --optimizer is built on: they mean another thing elsewhere.
@@ -43,14 +43,9 @@ class Plan:
 
 def given_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return those options that were given on the command line, in the form that ``resolve`` takes."""
-    names = {*Settings.__dataclass_fields__, "epochs"} - {"task", "optimizer", "kfac", "options", "rest"}
+    names = {*Settings.__dataclass_fields__, "epochs"} - {"task", "optimizer"}
     given = {name: value for name, value in options.items() if name in names}
-    given["kfac"] = {name: options[name] for name in KFAC_OPTIONS if name in options} | dict(options.get("kfac", ()))
-    if "option" in options:
-        given["options"] = dict(options["option"])
-    if "rest" in options:
-        given["rest"] = name_or_none(options["rest"])
-    return given
+    return given | {"kfac": dict(options.get("kfac", ())), "options": dict(options.get("option", ()))}
 
 
 def compared(text: str) -> list[tuple[str, float | None]]:
@@ -75,9 +70,9 @@ def check_fit(main: str, others: Sequence[str], given: Mapping[str, Any], recipe
     Raises:
         ValueError: Naming the option and the optimizer.
     """
-    if (given["kfac"] or recipe) and not KFAC.keys() & {main, *others}:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given["kfac"]) or "--recipe"
-        raise ValueError(f"{names}: for K-FAC optimizers only, and {main} is none")
+    for option, value, known in (("--kfac", given["kfac"], {*KFAC, "KFAC"}), ("--recipe", recipe, {*KFAC})):
+        if value and known.isdisjoint({main, *others}):
+            raise ValueError(f"{option}: for {', '.join(sorted(known))} only, not for {main}")
     if "momentum" in given and "momentum" not in OPTIMIZERS[main].keywords:
         raise ValueError(f"--momentum: {main} has none (for betas: --option 'betas=(0.9, 0.999)')")
 

@@ -8,26 +8,12 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.optimizers import OPTIMIZERS, REST, interval
+from benchmarks.common.optimizers import OPTIMIZERS, REST
 from benchmarks.common.settings import COMMON, LEARNING_RATES, OPTIMIZER_DEFAULTS, RECIPES, SCHEDULES, TASK_DEFAULTS
 from benchmarks.common.tasks import TASKS
 
 RUNS = Path("runs")
-KEY_VALUE = "any further keyword of the {}, as a Python value or a word; may be repeated (default: none)"
-
-# Options of the command that are K-FAC keywords of the same name.
-KFAC_OPTIONS = (
-    "damping",
-    "damping_of",
-    "precondition",
-    "scaling",
-    "fisher",
-    "solver",
-    "factor_update_steps",
-    "factor_batch_fraction",
-    "inv_update_steps",
-    "factor_decay",
-)
+KEY_VALUE = "a keyword of the {}, as a Python value or a word; may be repeated (default: none)"
 
 
 def task_table() -> str:
@@ -71,10 +57,21 @@ def parser() -> argparse.ArgumentParser:
         "(KFACSGD: SGD); others take their defaults (default: none)",
     )
     add_training_options(command.add_argument_group("training"))
-    add_kfac_options(
-        command.add_argument_group(
-            "K-FAC (KFACSGD, KFACAdam, KFACAdamW, KFACLAMB, KFAC; others in --compare ignore it)"
-        )
+    kfac = command.add_argument_group("K-FAC (KFAC... as --optimizer or in --compare; the others ignore it)")
+    names = f"settings that go together: {', '.join(RECIPES)}; see below (default: none)"
+    kfac.add_argument("--recipe", metavar="NAME", help=names)
+    words = (
+        "damping_of=WHAT has damping as a multiple of the mean or largest eigenvalue of the layer's curvature. Words "
+        "are growing[:fraction[:minimum]] (inv_update_steps, factor_update_steps), kl_clip:kappa and "
+        "orthogonal:iterations (scaling), inverse-plain (solver: eqs. 9-10, without pi), and sampled (fisher: the kind "
+        "of the task's output)"
+    )
+    kfac.add_argument(
+        "--kfac",
+        action="append",
+        type=assignment,
+        metavar="KEY=VALUE",
+        help=f"{KEY_VALUE.format('K-FAC optimizer')}. {words}",
     )
     add_output_options(command.add_argument_group("output"))
     return command
@@ -103,34 +100,12 @@ def add_training_options(group: argparse._ArgumentGroup) -> None:
     add("--eval-every", type=int, metavar="STEPS", help="steps between evaluations (default: by task, below)")
     add(
         "--rest",
+        type=name_or_none,
         metavar="NAME",
         help="give everything but the hidden weight matrices (output layer, embeddings, norms, biases) to a second "
         f"optimizer: {', '.join(REST)}, or none; holds for the compared ones too (default: none; Muon: AdamW)",
     )
     add("--rest-lr", type=float, metavar="LR", help=f"learning rate of --rest (default: {COMMON['rest_lr']:g})")
-
-
-def add_kfac_options(group: argparse._ArgumentGroup) -> None:
-    """Add the options of the K-FAC optimizers."""
-    add = group.add_argument
-    package = "(default: the package's)"
-    steps = "an int, or growing[:fraction[:minimum]], e.g. growing:0.1:5"
-    add("--recipe", metavar="NAME", help=f"settings that go together: {', '.join(RECIPES)}; see below (default: none)")
-    add("--damping", type=float, metavar="X", help=f"gamma, added to the curvature's eigenvalues, > 0 {package}")
-    unit = "what --damping is a multiple of: absolute, mean or largest (eigenvalue of the layer's curvature)"
-    add("--damping-of", metavar="WHAT", help=f"{unit} (default: absolute)")
-    add("--precondition", metavar="WHAT", help=f"gradient or momentum: what K-FAC preconditions {package}")
-    scalings = "kl_clip[:kappa], unit, orthogonal[:iterations], graft or none"
-    add("--scaling", type=name_or_none, metavar="NAME", help=f"{scalings} {package}")
-    kinds = "empirical, categorical, bernoulli, gaussian, or sampled: the kind of the task's output"
-    add("--fisher", metavar="KIND", help=f"{kinds} {package}")
-    add("--solver", metavar="NAME", help=f"eigen or inverse {package}")
-    add("--factor-update-steps", type=steps_between, metavar="STEPS", help=f"between statistics: {steps} {package}")
-    share = "share of a batch's examples that statistics see, in (0, 1]"
-    add("--factor-batch-fraction", type=float, metavar="X", help=f"{share} {package}")
-    add("--inv-update-steps", type=steps_between, metavar="STEPS", help=f"between decompositions: likewise {package}")
-    add("--factor-decay", type=float, metavar="X", help=f"weight of the past in the averages, in [0, 1) {package}")
-    add("--kfac", action="append", type=assignment, metavar="KEY=VALUE", help=KEY_VALUE.format("K-FAC optimizer"))
 
 
 def add_output_options(group: argparse._ArgumentGroup) -> None:
@@ -155,17 +130,6 @@ def add_output_options(group: argparse._ArgumentGroup) -> None:
 def name_or_none(text: str) -> str | None:
     """Parse a name, with "none" for None."""
     return None if text.lower() == "none" else text
-
-
-def steps_between(text: str) -> int | str:
-    """Parse an interval: a number of steps, or the name of a schedule (checked here, built with the optimizer)."""
-    if text.lstrip("-").isdigit():
-        return int(text)
-    try:
-        interval(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
 
 
 def assignment(text: str) -> tuple[str, Any]:
