@@ -5,7 +5,9 @@ import json
 import math
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from threading import Thread
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch
 import kfac_optim
 from benchmarks.common.optimizers import find
 from benchmarks.swap import __main__ as swap
-from benchmarks.swap import jobs, times
+from benchmarks.swap import control, jobs, times
 from benchmarks.swap.judging import SHARES, Pair, Verdict, is_behind, summary, thinned, window_before
 from benchmarks.swap.training import SWAPS, Run
 from benchmarks.swap.trainings import CHOOSE, HALVES, JUDGE, TRAININGS
@@ -249,3 +251,27 @@ def test_times_write_a_row_whose_stages_add_up(tmp_path):
     parts = [row[name] for name in (*dict.fromkeys(times.STAGES.values()), "the rest")]
     assert row["time"] == pytest.approx(1 + sum(parts)) and min(parts[:-1]) > 0
     assert "geometric mean" in (tmp_path / "times.txt").read_text()
+
+
+def test_work_in_the_background_is_the_swaps_even_while_the_base_takes_its_step(monkeypatch):
+    step, threads = Run.step, []
+
+    def burn():
+        while time.thread_time() < 0.3:
+            pass
+
+    def stepping(run):
+        for thread in threads:
+            thread.join()
+        step(run)
+        if hasattr(run.optimizers[0], "curvature"):
+            threads.append(Thread(target=burn))
+            threads[-1].start()
+
+    monkeypatch.setattr(Run, "step", stepping)
+    assert times.measure(replace(TRAININGS["mlp"], steps=3))["time"] > 5
+
+
+def test_judging_a_policy_is_no_part_of_its_training(monkeypatch):
+    monkeypatch.setattr(control, "cost", lambda policy: pytest.fail("judged"))
+    assert times.measure(replace(TRAININGS["deep-q"], steps=2))["time"] > 1
