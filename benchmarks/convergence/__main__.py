@@ -127,7 +127,7 @@ def drawn(start: Settings, draw: int) -> dict[str, Any]:
 def swapped(base: Settings) -> dict[str, Any]:
     """Return the settings of a user who tuned ``base`` and then replaced the class name."""
     momentum = {} if base.momentum is None else {"momentum": base.momentum}
-    return {"lr": base.lr, **momentum, "kfac": {"loss_average": "batch"}}
+    return {"lr": base.lr, "weight_decay": base.weight_decay, **momentum, "kfac": {"loss_average": "batch"}}
 
 
 # Runs ----------------------------------------------------------------------------------------------------------------

@@ -44,8 +44,7 @@ def settings_of(row: Row, task: Task, **given: Any) -> Settings:
     """Return the settings of a row; a swap has those of the optimizer that it replaces."""
     if row.settings_of is None:
         return row.settings(task, given)
-    base = Row(row.settings_of).settings(task, given)
-    return row.settings(task, {**given, **swapped(base), "weight_decay": base.weight_decay})
+    return row.settings(task, {**given, **swapped(Row(row.settings_of).settings(task, given))})
 
 
 def run(task: Task, row: Row, options: Namespace, seed: int) -> Run:

@@ -119,6 +119,11 @@ def test_a_base_without_momentum_hands_over_none(task):
     assert "momentum" not in swapped(Row("Adam").settings(task, {}))
 
 
+def test_the_swap_keeps_the_weight_decay_that_was_tuned(task):
+    given = swapped(Row("AdamW").settings(task, {"weight_decay": 0.2}))
+    assert rows_of("KFACAdamW:swap")[0].settings(task, given).weight_decay == 0.2
+
+
 def test_a_missing_package_is_skipped_with_a_note(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     monkeypatch.setitem(sys.modules, "kfac", None)
