@@ -28,47 +28,43 @@ import torch  # noqa: E402
 import kfac_optim  # noqa: E402
 from benchmarks.common.works import SMOKE_WORKS, WORKS, Work  # noqa: E402
 from benchmarks.launches.simulate import Simulation, simulated  # noqa: E402
-from benchmarks.step_time.contenders import hold_trust  # noqa: E402
+from benchmarks.step_time.contenders import NEVER, hold_trust  # noqa: E402
+from kfac_optim import OfLargest, growing  # noqa: E402
 
-DAMPING, TRUST, NEVER = 0.01, 0.5, 10**9
+DAMPING, TRUST = 0.01, 0.5
 BASE_OPTIONS = {"SGD": {"momentum": 0.9, "weight_decay": 1e-4}}
 Counts = dict[str, dict[str, Any]]  # by "passes" (forward and backward) and "step"
 
 
-def count(name: str, batch: int | None, optimizer: str, *, paper: bool, solver: str, bf16: bool) -> dict[str, Counts]:
+def count(name: str, batch: int | None, optimizer: str) -> dict[str, Counts]:
     """Return the counts by kind of step.
 
     Args:
         name: The model.
         batch: Examples; None: as many as the model's work has.
         optimizer: Name of the K-FAC optimizer.
-        paper: Whether it runs in the paper's mode instead of with its defaults.
-        solver: "eigen" or "inverse".
-        bf16: Whether the passes run under autocast.
     """
     work = {**WORKS, **SMOKE_WORKS}[name]
     work = replace(work, batch=batch or work.batch)
     cls: Any = getattr(kfac_optim, optimizer)
     base = cls.__bases__[1]
-    options = {"lr": 1e-3, **BASE_OPTIONS.get(base.__name__, {})}
-    more: dict[str, Any] = {"precondition": "gradient", "scaling": "kl_clip"} if paper else {}
-    unit: Any = float if paper else kfac_optim.OfLargest
+    options: dict[str, Any] = {"lr": 1e-3, **BASE_OPTIONS.get(base.__name__, {})}
     with simulated() as simulation:
         with torch.device("cuda"):
             model = work.make()
-        runner = Runner(simulation, work, model, bf16)
+        runner = Runner(simulation, work, model)
         plain = base(model.parameters(), **options)
         runner.step(plain)
         found = {"base": runner.step(plain)}
         del plain
-        shown = {"loss_average": work.loss_average, "damping": unit(DAMPING), "solver": solver, "spread": 0}
-        own = cls(model, inv_update_steps=kfac_optim.growing(0.5, 10), **shown, **options, **more)  # never waits
+        options |= {"loss_average": work.loss_average, "damping": OfLargest(DAMPING), "spread": 0}
+        own = cls(model, inv_update_steps=growing(0.5, 10), **options)  # never waits
         found["first"] = runner.step(own)
         engine = own.curvature
         hold_trust(engine, TRUST)
 
         def coming(*, repeats: bool) -> Counts:
-            while engine.plan().repeats != repeats and not paper:
+            while engine.plan().repeats != repeats:
                 runner.step(own)
             return runner.step(own)
 
@@ -76,7 +72,7 @@ def count(name: str, batch: int | None, optimizer: str, *, paper: bool, solver: 
         runner.step(own)
         found["ordinary"] = coming(repeats=False)
         found["repeated"] = coming(repeats=True)  # as two of three are; the others are ordinary ones
-        engine.damping = unit(DAMPING / 2)
+        engine.damping = OfLargest(DAMPING / 2)
         found["damping"] = coming(repeats=False)
         engine.factor_update_steps = 1
         found["statistics"] = coming(repeats=False)
@@ -90,17 +86,15 @@ def count(name: str, batch: int | None, optimizer: str, *, paper: bool, solver: 
 class Runner:
     """Takes steps of a model on one batch, and counts them."""
 
-    def __init__(self, simulation: Simulation, work: Work, model: torch.nn.Module, bf16: bool) -> None:
-        self.simulation, self.work, self.model, self.bf16 = simulation, work, model, bf16
+    def __init__(self, simulation: Simulation, work: Work, model: torch.nn.Module) -> None:
+        self.simulation, self.work, self.model = simulation, work, model
         self.inputs, self.targets = (part.cuda() for part in work.data(0))
 
     def step(self, optimizer: torch.optim.Optimizer) -> Counts:
         """Take one step."""
         optimizer.zero_grad()
         self.simulation.take()
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.bf16):
-            loss = self.work.loss(self.model(self.inputs), self.targets)
-        loss.backward()
+        self.work.loss(self.model(self.inputs), self.targets).backward()
         passes = self.simulation.take()
         optimizer.step()
         return {"passes": vars(passes), "step": vars(self.simulation.take())}

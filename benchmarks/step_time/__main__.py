@@ -3,7 +3,7 @@
 ``python -m benchmarks.step_time`` (from the repository root) measures two works, prints their tables, and writes
 ``main.json`` (with settings, seeds, versions, machine and the seconds of all steps), ``main.txt`` and ``main.png`` to
 ``benchmarks/results/step_time/``. More works by ``--work NAME``; schedules by ``--every STATISTICS/DECOMPOSITIONS``,
-the intervals ``factor_update_steps`` and ``inv_update_steps``. Where work, optimizer, dtype or device are given, or
+the intervals ``factor_update_steps`` and ``inv_update_steps``. Where work, optimizer or dtype are given, or
 ``--exact``, they become the files' name, ``vit-s-KFACAdam.json`` for
 
     python -m benchmarks.step_time --work vit-s --optimizer KFACAdam --every 10/100 --solver inverse
@@ -19,9 +19,6 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-
-import torch
 
 from benchmarks.common.reports import Command
 from benchmarks.common.settings import KFAC
@@ -31,52 +28,37 @@ from benchmarks.step_time.measure import draw, measure, summary
 from benchmarks.step_time.timing import Place
 
 
-def command() -> Command:
-    """Return the command line."""
-    made = Command("step_time", __doc__)
-    add = made.add_argument
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    command = Command("step_time", __doc__)
+    add = command.add_argument
     add("--work", action="append", choices=WORKS, help=f"may be repeated (default: {' and '.join(DEFAULT_WORKS)})")
-    add("--batch", type=int, metavar="N", help="examples per step (default: the work's own)")
     add("--optimizer", action="append", choices=KFAC, help="may be repeated (default: KFACSGD)")
     add("--every", action="append", type=Schedule.parse, metavar="A/B", help="repeatable (default: 1/10 and 10/100)")
     add("--solver", action="append", choices=SOLVERS, help="may be repeated (default: eigen)")
-    spread = "steps over which a refresh is worked off (default: 0; with --exact the package's own)"
-    add("--spread", type=int, metavar="N", help=spread)
+    over = "steps over which a refresh is worked off (default: 0; with --exact the package's own)"
+    add("--spread", type=int, metavar="N", help=over)
     share = "share of a batch's examples that statistics see; may be repeated (default: 1)"
     add("--fraction", action="append", type=float, metavar="X", help=share)
     add("--dtype", action="append", choices=("float32", "bf16"), help="bf16: autocast; may be repeated")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu, on one thread")
     add("--seconds", type=float, default=100, metavar="S", help="of rounds, for each table (default: 100)")
     add("--exact", action="store_true", help="run one whole period of every schedule instead of composing it")
-    add("--seed", type=int, default=0, help="of weights and data (default: 0)")
-    return made
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    made = command()
-    options, output = made.start(arguments, "tiny models, one round")
+    options, output = command.start(arguments, "tiny models, one round")
     schedules = options.every or [Schedule(1, 10), Schedule(10, 100)]
     spread = 0 if options.spread is None and not options.exact else options.spread
     if spread is not None and any(spread >= each.decompositions for each in schedules):
-        made.error(f"--spread {options.spread}: must be smaller than the interval between decompositions")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        made.error("--device cuda: this torch sees no CUDA device")
-    device = () if options.device == "cpu" else (options.device,)
-    given = (*(options.work or ()), *(options.optimizer or ()), *(options.dtype or ()), *device)
+        command.error(f"--spread {options.spread}: must be smaller than the interval between decompositions")
+    given = (*(options.work or ()), *(options.optimizer or ()), *(options.dtype or ()))
     stem = "-".join((*given, *(["exact"] if options.exact else []))) or "main"
     works = list(SMOKE_WORKS.values()) if options.smoke else [WORKS[name] for name in options.work or DEFAULT_WORKS]
-    if options.batch:
-        works = [replace(work, batch=options.batch) for work in works]
     solvers, fractions = options.solver or ["eigen"], options.fraction or [1.0]
     budget = None if options.exact else 0 if options.smoke else options.seconds
     results = []
     for work, dtype, optimizer in itertools.product(
         works, options.dtype or ["float32"], options.optimizer or ["KFACSGD"]
     ):
-        place = Place(options.device, dtype, options.seed)
         chosen = contenders(work, optimizer, solvers, spread=spread, fractions=fractions)
-        results.append(measure(work, chosen, schedules, place, budget))
+        results.append(measure(work, chosen, schedules, Place(dtype=dtype), budget))
         print(summary(results[-1]))
         # After each: a run that is cut off keeps what it has.
         output.save(stem, {"results": results}, "\n".join(map(summary, results)))

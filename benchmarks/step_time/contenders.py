@@ -15,6 +15,7 @@ from benchmarks.common.works import Work
 from kfac_optim import CurvatureEngine, EigenSolver, Graft
 from kfac_optim.steering.trust import Trust
 
+NEVER = 10**9  # an interval longer than any run
 LARGEST = 8192  # factor that kfac-pytorch gets
 LR = 1e-4  # no time depends on it
 PEER = "KFACPyTorch"

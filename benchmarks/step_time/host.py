@@ -21,10 +21,9 @@ from tqdm import tqdm
 
 from benchmarks.common.models import BottleneckResNet
 from benchmarks.common.reports import Command, table
-from benchmarks.step_time.contenders import hold_trust
+from benchmarks.step_time.contenders import NEVER, hold_trust
 from kfac_optim import KFACSGD
 
-NEVER = 10**9
 # What torch takes by default on a GPU, for both.
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "momentum": 0.9, "weight_decay": 1e-4, "foreach": True}
 NOTE = "ms, median; step(): the optimizer's; passes: forward and backward. Trust is held at 0.5, every layer stretched."

@@ -24,10 +24,9 @@ from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 from benchmarks.common.works import Schedule, Work
-from benchmarks.step_time.contenders import Contender
+from benchmarks.step_time.contenders import NEVER, Contender
 from kfac_optim import CurvatureEngine
 
-NEVER = 10**9  # an interval longer than any run
 ORDINARY = "ordinary"
 BATCHES = 4  # that a run goes through in turn
 LATE = 1000  # the step at which the spread is looked at, where that depends on the step
