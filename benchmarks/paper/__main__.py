@@ -70,7 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--list", action="store_true", help="say which part answers what, and stop")
     seeds = f"seeds of the runs (default: {','.join(map(str, SEEDS))})"
     add("--seeds", type=whole_numbers, default=SEEDS, metavar="N,...", help=seeds)
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="where to train (default: cpu, on one thread)")
     add("--again", action="store_true", help="repeat the runs that the result files hold")
     add("--quiet", action="store_true", help="no progress bars")
     options, output = command.start(arguments, "two steps of every run")
@@ -81,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = [NAMES[nearest("part", part.lower(), NAMES)] for part in options.part or STUDIES]
     except ValueError as error:
         command.error(str(error))
-    bench = Bench(options.seeds, options.smoke, options.device)
+    bench = Bench(options.seeds, options.smoke)
     results = study.Results(output, again=options.again, quiet=options.quiet)
     for name in dict.fromkeys(wanted):
         print(learn(name, bench, results))

@@ -22,6 +22,7 @@ SEEDS = (0, 1)
 Options = Mapping[str, Any]  # K-FAC keywords
 SGD, CIFAR, LONG = 10, 5, 6  # epochs of SGD, of K-FAC on CIFAR-10 (half as many), and on ImageNet (55 for 90)
 ACCURACY = Figure("accuracy, %", final("test_accuracy", 100), more=True, digits=2)
+SECONDS = Figure("seconds", lambda run: run["cpu_seconds"], relative=True)  # of a whole run
 
 W = TypeVar("W")
 V = TypeVar("V")
@@ -47,12 +48,6 @@ class Bench:
 
     seeds: Sequence[int] = SEEDS  # One run of every cell for each
     smoke: bool = False  # Two steps of every run, on small batches
-    device: str = "cpu"  # "cpu" or "cuda"
-
-    @property
-    def seconds(self) -> str:
-        """Which seconds count."""
-        return "cpu_seconds" if self.device == "cpu" else "wall_seconds"
 
     def batch(self, size: int) -> int:
         """Return a batch size; small in a smoke run."""
@@ -68,7 +63,7 @@ class Bench:
             given = {name: value for name, value in given.items() if name != "epochs"} | {"steps": 2, "warmup": 0}
             few = {split: (inputs[:16], targets[:16]) for split, (inputs, targets) in task.held_out.items()}
             task = replace(task, held_out=few)
-        given |= {"batch_size": batch, "seed": seed, "device": self.device}
+        given |= {"batch_size": batch, "seed": seed}
         settings = resolve(task, optimizer, recipe=recipe, given=given)
         return Run(task, settings, model, after)
 
@@ -88,7 +83,3 @@ class Bench:
             (row, column): [make(seed, way, value) for seed in self.seeds]
             for (row, way), (column, value) in product(rows.items(), columns.items())
         }
-
-    def time(self, name: str = "seconds", **more: Any) -> Figure:
-        """Return the figure of a whole run's seconds."""
-        return Figure(name, lambda run: run[self.seconds], relative=True, **more)

@@ -33,9 +33,8 @@ def saved_bytes(task: Task, model: nn.Module, examples: int) -> int:
         return tensor
 
     inputs, targets = task.source.batch(0, 0, examples)
-    device = next(model.parameters()).device
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        task.loss(model(inputs.to(device)), targets.to(device))
+        task.loss(model(inputs), targets)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
@@ -121,7 +120,7 @@ def memory(bench: Bench) -> Study:
             known["megabytes"][row, column] = taken.total(batch) / 1e6
 
     def seconds(run: Line) -> float | None:
-        return until(bench.seconds, found[run["run"]["model"]].goals)(run)
+        return until("cpu_seconds", found[run["run"]["model"]].goals)(run)
 
     return Study(
         title="KAISA: equal memory, the base optimizer (SGD, LAMB) with the batch that fills K-FAC's budget",
