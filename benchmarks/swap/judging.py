@@ -173,7 +173,7 @@ def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
         "behind, single seeds": share([behind for pair in seeds for behind in pair.behind]),
         "lower at the end": share([pair.lower_at_the_end for pair in seeds]),
         "held out not worse": share(held_out),
-        "final loss": geometric([swap / base for base, swap in ends if swap > 0 and base > 0]),
+        "final loss": geometric([swap / base for base, swap in ends if base > 0 and swap != 0]),
         "time": geometric([verdict.time_ratio for verdict in verdicts]),
         "steps": middle([verdict.steps_to_the_end for verdict in verdicts]),
         "seconds": middle([verdict.seconds_to_the_end for verdict in verdicts]),
@@ -193,5 +193,5 @@ def middle(values: Sequence[float]) -> float | None:
 
 
 def geometric(ratios: Sequence[float]) -> float | None:
-    """Return the geometric mean; None of nothing."""
-    return statistics.geometric_mean(ratios) if ratios else None
+    """Return the geometric mean; None of nothing, and where a ratio is not finite, as of a swap that has failed."""
+    return statistics.geometric_mean(ratios) if ratios and all(map(math.isfinite, ratios)) else None

@@ -154,6 +154,13 @@ def test_the_summary_counts_points_and_runs():
     assert (figures["steps"], figures["seconds"], figures["sooner"]) == (None, None, "0 / 1"), "it never gets there"
 
 
+def test_the_final_loss_of_a_half_in_which_a_swap_fails_is_not_that_of_the_others():
+    base = line([1.0, 1.0, 1.0, 1.0], 1.0, 1.0)
+    good, failed = line([1.0, 1.0, 1.0, 0.5], 1.0, 1.0), line([1.0, None, None, None], None, 1.0)
+    verdicts = [Verdict("mlp", "choose", False, [base], [swap]) for swap in (good, failed)]
+    assert summary(verdicts[:1])["final loss"] == pytest.approx(0.5) and summary(verdicts)["final loss"] is None
+
+
 def test_the_swap_is_there_when_a_mean_over_the_window_is():
     """Ten steps of 100, in which the curve has a point every four: twelve of them."""
     base = line([4.0, 3.0, 2.0, 1.0], 1.0, 1.0)
