@@ -105,15 +105,15 @@ class MixerBlock(nn.Module):
 class Mixer(nn.Module):
     """MLP-Mixer over patches of 2x2 pixels."""
 
-    def __init__(self, layers: int = 2, width: int = 48, side: int = 8, classes: int = 10) -> None:
+    def __init__(self, layers: int = 2, width: int = 48, side: int = 8, classes: int = 10, channels: int = 1) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(1, width, 2, stride=2)
+        self.patches = nn.Conv2d(channels, width, 2, stride=2)
         self.body = nn.Sequential(*(MixerBlock((side // 2) ** 2, width) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map images ``[n, 1, side, side]`` to logits."""
+        """Map images ``[n, channels, side, side]`` to logits."""
         return self.head(self.norm(self.body(self.patches(x).flatten(2).mT)).mean(1))
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.common.models import Bottleneck, StagedResNet, Transformer, UNet
+from benchmarks.swap.nets import Mixer
 
 Batch = tuple[Tensor, ...]
 
@@ -271,31 +272,9 @@ class ViT(nn.Module):
         return self.head(self.ln(self.layers(x))[:, 0])
 
 
-class MixerBlock(nn.Module):
-    """One feed-forward layer over the patches, one over the channels."""
-
-    def __init__(self, patches: int, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.tokens = nn.Sequential(nn.Linear(patches, 8), nn.GELU(), nn.Linear(8, patches))
-        self.channels = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.tokens(self.norm1(x).mT).mT
-        return x + self.channels(self.norm2(x))
-
-
-class Mixer(nn.Module):
-    """MLP-Mixer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, WIDTH, 2, stride=2)
-        self.blocks = nn.Sequential(MixerBlock(16, WIDTH), MixerBlock(16, WIDTH))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.blocks(self.patches(x).flatten(2).mT)).mean(1))
+def mixer() -> nn.Module:
+    """Feed-forward layers over the patches and over the channels, in turn."""
+    return Mixer(channels=3, width=WIDTH, side=SIDE, classes=CLASSES)
 
 
 # Sequences -----------------------------------------------------------------------------------------------------------
@@ -531,7 +510,7 @@ FAMILIES: dict[str, Family] = {
     "MobileNet": Family(mobilenet, images, classify),
     "ConvNeXt": Family(convnext, images, classify),
     "ViT": Family(ViT, images, classify),
-    "MLP-Mixer": Family(Mixer, images, classify),
+    "MLP-Mixer": Family(mixer, images, classify),
     "UNet": Family(lambda: UNet(1, (4, 8)), blobs, segment, "elements", SIDE * SIDE),
     "LSTM classifier": Family(LSTMClassifier, sequence_classes, classify),
     "GPT": Family(gpt, next_symbols, label_symbols, **_SYMBOLS, declined={"head": TIED}, once="position"),
