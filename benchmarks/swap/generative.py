@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,24 +12,15 @@ from torch.nn import functional as F
 from benchmarks.common.models import UNet
 from benchmarks.swap import data
 from benchmarks.swap.nets import VAE, Denoiser, RealNVP, mlp, replaced
-from benchmarks.swap.training import Part, Script, parameters, whole
+from benchmarks.swap.training import Handed, Part, Script, on_batches, parameters, whole
 
 
 def unsupervised(
-    model: nn.Module,
-    split: tuple[Tensor, Tensor],
-    loss: Callable[[Tensor], Tensor],
-    batch: int,
-    *,
-    model_itself: bool = False,
+    model: nn.Module, split: Sequence[Tensor], loss: Callable[[Tensor], Tensor], batch: int, handed: Handed = parameters
 ) -> Script:
     """Return the script that trains ``model`` by ``loss(inputs)`` on random batches."""
-    inputs, others = split
-
-    def of_step(step: int) -> Tensor:
-        return loss(inputs[torch.randint(len(inputs), (batch,))])
-
-    return Script([Part(model, of_step, whole if model_itself else parameters)], held_out=lambda: loss(others))
+    train, others = split
+    return on_batches(model, ([train], [others]), loss, batch, handed)
 
 
 def vae() -> Script:
@@ -48,7 +39,7 @@ def autoencoder() -> Script:
     """A deep autoencoder of digits with a squared error."""
     (train, _), (test, _) = data.flat_digits()
     model = nn.Sequential(mlp(64, 256, 128, 16), mlp(16, 128, 256, 64))
-    return unsupervised(model, (train, test), lambda x: F.mse_loss(model(x), x), 128, model_itself=True)
+    return unsupervised(model, (train, test), lambda x: F.mse_loss(model(x), x), 128, whole)
 
 
 def noised(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,7 +76,7 @@ def point_diffusion() -> Script:
 def flow_of_moons() -> Script:
     """The density of two moons by a flow of coupling layers."""
     model = RealNVP()
-    return unsupervised(model, data.moons(), lambda x: -model(x).mean(), 256, model_itself=True)
+    return unsupervised(model, data.moons(), lambda x: -model(x).mean(), 256, whole)
 
 
 def flow_of_sensors() -> Script:

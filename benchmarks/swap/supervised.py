@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,21 +23,14 @@ from benchmarks.swap.nets import (
     mlp,
     replaced,
 )
-from benchmarks.swap.training import Part, Script, decay_groups, parameters, whole
+from benchmarks.swap.training import Handed, Part, Script, decay_groups, on_batches, parameters, whole
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-Handed = Callable[[nn.Module], Any]
 
 
 def supervised(model: nn.Module, split: data.Split, loss: Loss, batch: int, handed: Handed = parameters) -> Script:
     """Return the script that trains ``model`` on random batches of a split."""
-    (inputs, targets), (others, answers) = split
-
-    def of_step(step: int) -> Tensor:
-        rows = torch.randint(len(inputs), (batch,))
-        return loss(model(inputs[rows]), targets[rows])
-
-    return Script([Part(model, of_step, handed)], held_out=lambda: loss(model(others), answers))
+    return on_batches(model, split, lambda x, y: loss(model(x), y), batch, handed)
 
 
 def classified_digits(model: nn.Module, handed: Handed = parameters) -> Script:
@@ -113,7 +105,6 @@ def encoder() -> Script:
 
 def two_tasks() -> Script:
     """Class and brightness of a digit by one trunk with two heads."""
-    (images, labels), (others, answers) = data.digits()
     trunk = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 96), nn.ReLU()
     )
@@ -123,11 +114,7 @@ def two_tasks() -> Script:
         logits, brightness = model(x)
         return F.cross_entropy(logits, y) + F.mse_loss(brightness[:, 0], 4 * x.mean((1, 2, 3)))
 
-    def of_step(step: int) -> Tensor:
-        rows = torch.randint(len(images), (128,))
-        return loss(images[rows], labels[rows])
-
-    return Script([Part(model, of_step)], held_out=lambda: loss(others, answers))
+    return on_batches(model, data.digits(), loss, 128)
 
 
 def language(model: nn.Module, symbols: Tensor, context: int, batch: int, handed: Handed = parameters) -> Script:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from benchmarks.common.models import Transformer
 from benchmarks.common.reports import Command, table
-from benchmarks.common.settings import LEARNING_RATES
+from benchmarks.common.settings import LEARNING_RATES, TASK_DEFAULTS
 from benchmarks.common.tasks import TASKS
 from benchmarks.common.works import WORKS
 from benchmarks.swap import data
@@ -42,7 +42,6 @@ STAGES = {
     "preconditioning": "preconditioning",
     "scaling": "preconditioning",
 }
-BATCHES = {"digits": 64, "curves": 1000, "text": 16}
 NOTE = "time: the swap's CPU seconds over the base's, of a whole training. Stages: in parts of the base's seconds."
 
 
@@ -52,7 +51,7 @@ def of_task(name: str) -> Script:
     model = task.model()
 
     def loss(step: int) -> Any:
-        inputs, targets = task.source.batch(0, step, BATCHES[name])
+        inputs, targets = task.source.batch(0, step, TASK_DEFAULTS[name]["batch_size"])
         return task.loss(model(inputs), targets)
 
     return Script([Part(model, loss)])

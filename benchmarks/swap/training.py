@@ -20,6 +20,8 @@ from benchmarks.common.tasks import generator
 from benchmarks.swap.judging import SHARES, first_window, thinned, window_before
 
 T = TypeVar("T")
+Handed = Callable[[nn.Module], Any]  # What an optimizer is given of a model
+Split = tuple[Sequence[Tensor], Sequence[Tensor]]  # Tensors to train on, and those held out, with examples as rows
 
 SWAPS = {base: name for name, base in KFAC.items()}  # by the name of a base class, that of the K-FAC class on it
 
@@ -60,7 +62,7 @@ class Part:
 
     model: nn.Module
     loss: Callable[[int], Tensor]  # Of a step, from 0; draws its batch from torch's generator
-    handed: Callable[[nn.Module], Any] = parameters  # What the optimizer is given
+    handed: Handed = parameters  # What the optimizer is given
 
 
 @dataclass
@@ -71,6 +73,19 @@ class Script:
     held_out: Callable[[], Tensor] | None = None  # Loss on held-out data, in evaluation mode
     judged: Callable[[], Tensor] | None = None  # What is judged before each step; None: the first part's loss
     after: Callable[[int], None] | None = None  # Called after each step
+
+
+def on_batches(
+    model: nn.Module, split: Split, loss: Callable[..., Tensor], batch: int, handed: Handed = parameters
+) -> Script:
+    """Return the script that trains ``model`` by ``loss(*tensors)`` on random rows of the first tensors of a split."""
+    train, others = split
+
+    def of_step(step: int) -> Tensor:
+        rows = torch.randint(len(train[0]), (batch,))
+        return loss(*(part[rows] for part in train))
+
+    return Script([Part(model, of_step, handed)], held_out=lambda: loss(*others))
 
 
 @dataclass(frozen=True)
