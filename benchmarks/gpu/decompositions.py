@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from kfac_optim.precision import full_precision
 from kfac_optim.solvers import Decomposition, EigenSolver, InverseSolver, Solver, damps_factors
 
 DAMPING = 0.01  # in mean eigenvalues
+NOTE = f"error: of a preconditioned gradient against float64, damping {DAMPING:g} mean eigenvalues"
 
 
 @dataclass(frozen=True)
@@ -165,23 +166,16 @@ class Decompositions:
 
     def draw(self, results: Sequence[list[dict[str, Any]]]) -> Figure:
         """Milliseconds and errors over the size."""
-        return draw(list(chain(*results)))
-
-
-NOTE = f"error: of a preconditioned gradient against float64, damping {DAMPING:g} mean eigenvalues"
-
-
-def draw(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Return the picture: milliseconds and errors over the size."""
-    figure, axes = grid(1, 2, "Decompositions of factors")
-    colours = {method.name: f"C{index}" for index, method in enumerate(METHODS)}
-    for method, products in dict.fromkeys((row["method"], row["products"]) for row in rows):
-        own = [row for row in rows if (row["method"], row["products"]) == (method, products)]
-        style = {"color": colours[method], "linestyle": {"fp32": "-", "TF32": "--", "bf16": ":"}[products]}
-        sizes, label = [row["size"] for row in own], f"{method}, {products}"
-        for panel, key in zip(axes[0], ("ms per factor", "error"), strict=True):
-            panel.plot(sizes, [row[key] for row in own], ".", label=label, **style)
-            panel.set(xscale="log", yscale="log", xlabel="size", ylabel=key)
-            panel.grid(alpha=0.25, which="both")
-    axes[0][1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
-    return figure
+        rows = list(chain(*results))
+        figure, axes = grid(1, 2, "Decompositions of factors")
+        colours = {method.name: f"C{index}" for index, method in enumerate(METHODS)}
+        for method, products in dict.fromkeys((row["method"], row["products"]) for row in rows):
+            own = [row for row in rows if (row["method"], row["products"]) == (method, products)]
+            style = {"color": colours[method], "linestyle": {"fp32": "-", "TF32": "--", "bf16": ":"}[products]}
+            sizes, label = [row["size"] for row in own], f"{method}, {products}"
+            for panel, key in zip(axes[0], ("ms per factor", "error"), strict=True):
+                panel.plot(sizes, [row[key] for row in own], ".", label=label, **style)
+                panel.set(xscale="log", yscale="log", xlabel="size", ylabel=key)
+                panel.grid(alpha=0.25, which="both")
+        axes[0][1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+        return figure

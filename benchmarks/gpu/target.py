@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -26,12 +26,7 @@ SEEDS = 3
 WARM = {"steps": 2, "eval_every": 2}  # of a run that loads the device's libraries
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run that was made."""
-
-    label: str
-    record: Record
+Run = tuple[str, Record]  # of an optimizer, by the label of its row
 
 
 @cache
@@ -59,7 +54,7 @@ def run(task: Task, row: Row, options: Namespace, seed: int) -> Run:
     place = {"device": options.device, "seed": seed}
     train(task, settings_of(row, task, **place, **WARM), row.label, quiet=True)
     _, record = train(task, settings_of(row, task, **place, **length), f"{row.label} seed {seed}")
-    return Run(row.label, record)
+    return row.label, record
 
 
 class Target:
@@ -74,19 +69,14 @@ class Target:
     def content(self, results: Sequence[Run]) -> dict[str, Any]:
         """Settings and evaluations of all runs."""
         runs = [
-            {
-                "of": each.label,
-                "settings": each.record.header["settings"],
-                "end": each.record.end,
-                "evaluations": each.record.evaluations,
-            }
-            for each in results
+            {"of": label, "settings": run.header["settings"], "end": run.end, "evaluations": run.evaluations}
+            for label, run in results
         ]
         return {"target": text_task().goal, "runs": runs}
 
     def text(self, results: Sequence[Run]) -> str:
         """Medians over the seeds."""
-        seconds = results[0].record.seconds.replace("_", " ")
+        seconds = results[0][1].seconds.replace("_", " ")
         return f"{table(text_task(), by_label(results))}; seconds: {seconds} of training\n"
 
     def draw(self, results: Sequence[Run]) -> Figure:
@@ -97,6 +87,6 @@ class Target:
 def by_label(results: Sequence[Run]) -> dict[str, list[Record]]:
     """Return the records of each optimizer."""
     found: dict[str, list[Record]] = {}
-    for each in results:
-        found.setdefault(each.label, []).append(each.record)
+    for label, run in results:
+        found.setdefault(label, []).append(run)
     return found
