@@ -22,6 +22,7 @@ from benchmarks.common.settings import LEARNING_RATES, resolve
 from benchmarks.common.tasks import text
 
 WIDTHS = (32, 64, 128)
+STEPS = 60
 POWERS = (-2, -1, 0, 1, 2)  # of 2, that the middle rate is multiplied by
 # Optimizer and recipe, by label, and the middle rate.
 CONTENDERS: dict[str, tuple[str, str | None, float]] = {
@@ -71,9 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     command = Command("convergence.width", __doc__)
     command.add_argument("--optimizer", action="append", choices=CONTENDERS, help="may be repeated (default: all)")
-    command.add_argument("--steps", type=int, default=60, metavar="N", help="of a run (default: 60)")
     options, output = command.start(arguments, "two steps of two small models")
-    steps, widths = (2, (8, 16)) if options.smoke else (options.steps, WIDTHS)
+    steps, widths = (2, (8, 16)) if options.smoke else (STEPS, WIDTHS)
     found = {label: losses(label, widths, steps) for label in options.optimizer or CONTENDERS}
     rows = [row(label, curves) for label, curves in found.items()]
     shown = table(f"text, {steps} steps: best learning rate by width of the transformer", rows)

@@ -26,8 +26,8 @@ device.load()
 import torch  # noqa: E402
 
 import kfac_optim  # noqa: E402
-from benchmarks.common.works import SMOKE_WORKS, WORKS, Work  # noqa: E402
-from benchmarks.launches.simulate import Simulation, simulated  # noqa: E402
+from benchmarks.common.works import SMOKE_WORKS, WORKS  # noqa: E402
+from benchmarks.launches.simulate import simulated  # noqa: E402
 from benchmarks.step_time.contenders import NEVER, hold_trust  # noqa: E402
 from kfac_optim import OfLargest, growing  # noqa: E402
 
@@ -52,24 +52,33 @@ def count(name: str, batch: int | None, optimizer: str) -> dict[str, Counts]:
     with simulated() as simulation:
         with torch.device("cuda"):
             model = work.make()
-        runner = Runner(simulation, work, model)
+        inputs, targets = (part.cuda() for part in work.data(0))
+
+        def step(optimizer: torch.optim.Optimizer) -> Counts:
+            optimizer.zero_grad()
+            simulation.take()
+            work.loss(model(inputs), targets).backward()
+            passes = simulation.take()
+            optimizer.step()
+            return {"passes": vars(passes), "step": vars(simulation.take())}
+
         plain = base(model.parameters(), **options)
-        runner.step(plain)
-        found = {"base": runner.step(plain)}
+        step(plain)
+        found = {"base": step(plain)}
         del plain
         options |= {"loss_average": work.loss_average, "damping": OfLargest(DAMPING), "spread": 0}
         own = cls(model, inv_update_steps=growing(0.5, 10), **options)  # never waits
-        found["first"] = runner.step(own)
+        found["first"] = step(own)
         engine = own.curvature
         hold_trust(engine, TRUST)
 
         def coming(*, repeats: bool) -> Counts:
             while engine.plan().repeats != repeats:
-                runner.step(own)
-            return runner.step(own)
+                step(own)
+            return step(own)
 
         engine.factor_update_steps = engine.inv_update_steps = NEVER
-        runner.step(own)
+        step(own)
         found["ordinary"] = coming(repeats=False)
         found["repeated"] = coming(repeats=True)  # as two of three are; the others are ordinary ones
         engine.damping = OfLargest(DAMPING / 2)
@@ -77,27 +86,10 @@ def count(name: str, batch: int | None, optimizer: str) -> dict[str, Counts]:
         engine.factor_update_steps = 1
         found["statistics"] = coming(repeats=False)
         engine.factor_update_steps = NEVER
-        runner.step(own)
+        step(own)
         engine.inv_update_steps = 1
         found["refresh"] = coming(repeats=False)
     return found
-
-
-class Runner:
-    """Takes steps of a model on one batch, and counts them."""
-
-    def __init__(self, simulation: Simulation, work: Work, model: torch.nn.Module) -> None:
-        self.simulation, self.work, self.model = simulation, work, model
-        self.inputs, self.targets = (part.cuda() for part in work.data(0))
-
-    def step(self, optimizer: torch.optim.Optimizer) -> Counts:
-        """Take one step."""
-        optimizer.zero_grad()
-        self.simulation.take()
-        self.work.loss(self.model(self.inputs), self.targets).backward()
-        passes = self.simulation.take()
-        optimizer.step()
-        return {"passes": vars(passes), "step": vars(self.simulation.take())}
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ def learn(name: str, bench: Bench, results: study.Results) -> str:
     def save(text: str = "") -> None:
         found = [results.get(run) for run in started.values() if results.has(run)]
         head = {"part": name, "answers": answers, "paper": asked.paper, "claim": asked.claim}
-        head |= {"known": study.plain(asked.known), "tables": text.splitlines()}
+        known = {name: {", ".join(place): value for place, value in at.items()} for name, at in asked.known.items()}
+        head |= {"known": known, "tables": text.splitlines()}
         results.output.save_runs(name, head, found)
 
     results.complete(name, runs, save)

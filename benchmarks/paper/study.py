@@ -206,9 +206,7 @@ class Study:
 
     def cells(self, results: Results) -> Cells:
         """Return every figure of every place."""
-        found: dict[str, dict[Place, Cell]] = {name: {} for name in self.known}
-        for name, places in self.known.items():
-            found[name] = {place: Cell((value,)) for place, value in places.items()}
+        found = {name: {place: Cell((value,)) for place, value in at.items()} for name, at in self.known.items()}
         for figure, (place, runs) in product(self.figures, self.runs.items()):
             values = tuple(figure.read(results.get(run)) for run in runs)
             found.setdefault(figure.name, {})[place] = Cell(values)
@@ -306,8 +304,3 @@ def curves(axes: Axes, study: Study, results: Results, metric: str, column: str)
     axes.set(title=column, xlabel=f"{key}s", ylabel=f"held-out {metric.removeprefix('test_')}")
     axes.grid(alpha=0.25)
     axes.legend(fontsize="x-small")
-
-
-def plain(known: Mapping[str, Mapping[Place, float]]) -> Line:
-    """Return the known figures with "row, column" as keys, as JSON takes them."""
-    return {name: {", ".join(place): value for place, value in places.items()} for name, places in known.items()}

@@ -41,7 +41,7 @@ from benchmarks.scaling.measure import (
     SMALL,
     SUBJECTS,
     Job,
-    measure,
+    measure_here,
     measure_under_torchrun,
     measured_tables,
     on_ranks,
@@ -91,7 +91,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ranks = "numbers of ranks that measure starts (default: 1,2,4)"
     add("--ranks", type=whole_numbers, default=[1, 2, 4], metavar="N,...", help=ranks)
     add("--periods", type=int, default=3, metavar="N", help="timed periods of the schedule in each run (default: 3)")
-    add("--seed", type=int, default=0, help="of weights and data (default: 0)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of measure, under torchrun (default: cpu)")
     options, output = command.start(arguments, "a small model and few tables")
     distributed = dist.is_torchelastic_launched()
@@ -99,15 +98,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.error("--device cuda needs torchrun")
     if options.part in ("measure", "all"):
         subjects, count = (SMALL, 1) if options.smoke else (SUBJECTS, options.periods)
-        job = Job(subjects, count, options.device, options.seed)
+        job = Job(subjects, count, options.device)
         worlds = options.ranks[:2] if options.smoke else options.ranks
-        rows = measure_under_torchrun(job) if distributed else measure(job, worlds)
+        if distributed:
+            rows = measure_under_torchrun(job)
+        else:
+            rows = [row for ranks in worlds for row in on_ranks(ranks, measure_here, job)]
         first = not distributed or dist.get_rank() == 0
         if distributed:
             dist.destroy_process_group()
         if not first:
             return 0
-        settings = {"periods": job.periods, "seed": job.seed, "device": job.device, "schedule": asdict(SCHEDULE)}
+        settings = {"periods": job.periods, "seed": 0, "device": job.device, "schedule": asdict(SCHEDULE)}
         stem = f"measure-{rows[0]['ranks']}" if distributed else "measure"
         written(output, stem, {"settings": settings, "rows": rows}, measured_tables(rows))
         output.picture(stem, plots.draw_measured(rows))

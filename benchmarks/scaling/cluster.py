@@ -187,7 +187,7 @@ def broadcast_seconds(routes: Routes, world_size: int, device: Device, network: 
             at_node[touched] += size
         at_rank[ranks] += size * (1 if network.pipelined else hops)
         waits[ranks] += len(buckets(sizes, exchange.broadcast_bytes)) * hops * network.latency
-    shared = sharing(min(world_size, network.ranks_per_node), device)
+    shared = sharing(world_size, device, network)
     return float(
         waits.max() + max(at_node.max() / network.node_bandwidth, shared * at_rank.max() / network.rank_bandwidth)
     )
@@ -198,15 +198,15 @@ def all_reduce_seconds(sizes: Sequence[int], world_size: int, device: Device, ne
     if world_size == 1:
         return 0.0
     share = 2 * (world_size - 1) / world_size * sum(sizes)
-    seconds = sharing(min(world_size, network.ranks_per_node), device) * share / network.rank_bandwidth
+    seconds = sharing(world_size, device, network) * share / network.rank_bandwidth
     if world_size > network.ranks_per_node:
         seconds = max(seconds, share / network.node_bandwidth)
     return len(sizes) * 2 * math.ceil(math.log2(world_size)) * network.latency + seconds
 
 
-def sharing(ranks: int, device: Device) -> float:
-    """Factor by which work takes longer if so many ranks of a node do it at once."""
-    return max(1.0, ranks / device.cores)
+def sharing(world_size: int, device: Device, network: Network) -> float:
+    """Factor by which work takes longer if all ranks of a node do it at once."""
+    return max(1.0, min(world_size, network.ranks_per_node) / device.cores)
 
 
 def finish_times(loads: Sequence[float], cores: float) -> list[float]:
@@ -341,7 +341,7 @@ def pooling_seconds(
     small = [update_bytes(work)] * updates if exchange.at_refresh else []
     copies = FOLD * work.packed_numbers if exchange.at_refresh else Work()
     copies += Work(2 * len(work.layers), 0, 2 * sum(sizes))  # into the buckets
-    shared = sharing(min(world_size, network.ranks_per_node), device)
+    shared = sharing(world_size, device, network)
     return all_reduce_seconds([*small, *sizes], world_size, device, network) + shared * device.seconds(copies)
 
 
@@ -355,8 +355,7 @@ def compute_seconds(
     exchange: Exchange,
 ) -> dict[str, float]:
     """The stages without communication, on the slowest rank."""
-    together = min(world_size, network.ranks_per_node)
-    shared, layers = sharing(together, device), work.layers
+    shared, layers = sharing(world_size, device, network), work.layers
     book = device.layer * len(layers)
     statistics = device.seconds(total(layer.unfolded if exchange.unfolded else layer.statistics for layer in layers))
     # One rank folds every update into the running average; several add it to their local sums, but for the first one.

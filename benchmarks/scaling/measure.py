@@ -104,7 +104,6 @@ class Job:
     subjects: Mapping[str, Subject]
     periods: int
     device: str
-    seed: int = 0
 
 
 def measure_here(job: Job) -> Rows:
@@ -150,11 +149,11 @@ def run(subject: Subject, strategy: AssignmentStrategy | None, job: Job) -> dict
         For each period the mean seconds of a step and of each stage each time it happens; bytes per step; bytes of
         memory; dimension, pairs and seconds of the decompositions.
     """
-    torch.manual_seed(job.seed)
+    torch.manual_seed(0)
     device = torch.device(job.device)
     bare = subject.make().to(device)
     model = DistributedDataParallel(bare) if dist.get_world_size() > 1 else bare
-    inputs, targets = (x.to(device) for x in subject.data(job.seed + dist.get_rank()))
+    inputs, targets = (x.to(device) for x in subject.data(dist.get_rank()))
     solver = Timed()
     optimizer: Any
     if strategy is None:
@@ -262,11 +261,6 @@ def _rank(rank: int, ranks: int, folder: str, work: Callable[[T], Rows], given: 
     dist.destroy_process_group()
     sys.stderr.flush()
     os._exit(0)
-
-
-def measure(job: Job, worlds: Sequence[int]) -> Rows:
-    """Start ranks on this machine, and measure."""
-    return [row for ranks in worlds for row in on_ranks(ranks, measure_here, job)]
 
 
 def measure_under_torchrun(job: Job) -> Rows:

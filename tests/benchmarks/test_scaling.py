@@ -345,7 +345,7 @@ def test_slowest_rank_computes_and_last_one_communicates() -> None:
 
 
 def synthetic(device: Device, network: Network, works: dict[str, Workload]) -> Iterator[dict[str, Any]]:
-    """Rows as :func:`measure.measure` returns them, of a machine that the model describes exactly."""
+    """Rows as :func:`measure.measure_here` returns them, of a machine that the model describes exactly."""
     for name, work in works.items():
         for ranks in (1, 2, 4):
             for label in measure.strategies_on(ranks):
