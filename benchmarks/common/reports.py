@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -81,11 +82,25 @@ class Command(argparse.ArgumentParser):
         options = self.parse_args(arguments)
         folder: Path = options.out or (smoking if options.smoke else results)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            self.error(f"--out {folder}: cannot write there: {error.strerror or error}")
+            make_folder(folder)
+        except ValueError as error:
+            self.error(str(error))
         words = sys.argv[1:] if arguments is None else arguments
         return options, Output(folder, {"command": " ".join([self.prog, *_without_folder(words)]), **facts()})
+
+
+def make_folder(folder: Path) -> None:
+    """Create the folder of ``--out`` and write a probe into it.
+
+    Raises:
+        ValueError: If that is impossible.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as probe:
+            probe.write(b"probe")
+    except OSError as error:
+        raise ValueError(f"--out {folder}: cannot write there: {error.strerror or error}") from error
 
 
 def whole_numbers(text: str) -> list[int]:

@@ -6,7 +6,6 @@ no NaN: a loss that is not finite is null. Seconds are those of the steps alone,
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import json
 import math
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+import kfac_optim
 from benchmarks.common import optimizers
 from benchmarks.common.settings import Settings
 from benchmarks.common.tasks import Task
@@ -36,7 +36,7 @@ def facts() -> Line:
     """Return versions and machine, as every result file holds them."""
     packages = "torch torch_optimizer numpy scikit-learn transformers kfac_pytorch kfac_jax jax".split()
     versions: Line = {"python": platform.python_version(), **{name: version(name) for name in packages}}
-    versions["kfac_optim"] = importlib.import_module("kfac_optim").__version__
+    versions["kfac_optim"] = kfac_optim.__version__
     machine = {"system": platform.platform(), "processor": processor(), "cores": os.cpu_count()}
     if torch.cuda.is_available():
         machine["gpu"] = torch.cuda.get_device_name()
@@ -253,6 +253,11 @@ class Record:
         return next((line for line in lines if task.reached(line[task.metric])), None)
 
 
+def progress(total: int, label: str, unit: str = "step", **more: Any) -> Any:
+    """Return a progress bar; updates are rare where it does not go to a terminal."""
+    return tqdm(total=total, desc=label, unit=unit, mininterval=0.5 if sys.stderr.isatty() else 10.0, **more)
+
+
 def train(task: Task, settings: Settings, label: str, *, quiet: bool = False) -> tuple[Trainer, Record]:
     """Train to the end.
 
@@ -267,8 +272,7 @@ def train(task: Task, settings: Settings, label: str, *, quiet: bool = False) ->
     """
     trainer = Trainer(task, settings)
     record = Record(trainer.header())
-    pause = 0.5 if sys.stderr.isatty() else 10.0
-    with tqdm(total=settings.steps, desc=label, unit="step", mininterval=pause, leave=False, disable=quiet) as bar:
+    with progress(settings.steps, label, leave=False, disable=quiet) as bar:
         try:
             while not trainer.ended:
                 record.follow(trainer)

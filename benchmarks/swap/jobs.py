@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 import kfac_optim
-from benchmarks.common.runs import Line
+from benchmarks.common.runs import Line, progress
 from benchmarks.swap.training import Run, Training
 
 NUDGE = 1e-3  # the share by which the weights of a base that runs again are changed
@@ -61,8 +59,7 @@ def work(job: Job) -> list[Line]:
 
 def every(jobs: Sequence[Job], processes: int) -> Iterator[list[Line]]:
     """Yield the lines of each job, as it ends, under a progress bar."""
-    pause = 0.5 if sys.stderr.isatty() else 10.0
-    with tqdm(total=len(jobs), desc="swap", unit="pair", mininterval=pause, leave=False) as bar:
+    with progress(len(jobs), "swap", "pair", leave=False) as bar:
         if processes == 1:
             for job in jobs:
                 bar.set_postfix_str(f"{job[0].name} seed {job[1]}")

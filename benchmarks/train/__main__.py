@@ -10,15 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryFile
 from types import FrameType
 from typing import Any, TextIO
 
-from tqdm import tqdm
-
 from benchmarks.common import plots
 from benchmarks.common.optimizers import OPTIMIZERS
-from benchmarks.common.runs import Line, Trainer, comparable
+from benchmarks.common.reports import make_folder
+from benchmarks.common.runs import Line, Trainer, comparable, progress
 from benchmarks.common.settings import KFAC, Settings, nearest, resolve
 from benchmarks.common.tasks import TASKS, Task
 from benchmarks.train import page
@@ -129,20 +127,6 @@ def check_previous(plans: Sequence[Plan], headers: Mapping[str, Line], *, resume
         raise ValueError(f"--resume: no checkpoint of this command in {plans[0].files.folder}; start without --resume")
 
 
-def check_folder(folder: Path) -> None:
-    """Create ``folder`` and write a probe into it.
-
-    Raises:
-        ValueError: If that is impossible.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder) as probe:
-            probe.write(b"probe")
-    except OSError as error:
-        raise ValueError(f"--out {folder}: cannot write there: {error.strerror or error}") from error
-
-
 def prepare(options: Mapping[str, Any]) -> tuple[Task, list[Plan]]:
     """Check everything that can be checked before training, so that nothing fails after it.
 
@@ -160,7 +144,7 @@ def prepare(options: Mapping[str, Any]) -> tuple[Task, list[Plan]]:
     headers = {plan.files.label: Trainer(task, plan.settings).header() for plan in plans}
     if not options["overwrite"]:
         check_previous(plans, headers, resume=options["resume"])
-    check_folder(folder)
+    make_folder(folder)
     return task, plans
 
 
@@ -194,7 +178,8 @@ def train(trainer: Trainer, files: RunFiles, signals: Signals, *, checkpoint_eve
     if resumed:
         files.restore(trainer)
     engine, since = getattr(trainer.optimizers[0], "curvature", None), trainer.step
-    with open(files.log, "a" if resumed else "w") as log, progress(trainer, files.label, quiet) as bar:
+    more: Line = {"initial": trainer.step, "disable": quiet, "dynamic_ncols": True}
+    with open(files.log, "a" if resumed else "w") as log, progress(trainer.settings.steps, files.label, **more) as bar:
         if not resumed:
             write(log, [trainer.header()])
         shown: Line = {}
@@ -231,13 +216,6 @@ def write(log: TextIO, lines: Sequence[Line]) -> None:
     """Append ``lines``, out of our hands before a checkpoint counts them."""
     log.write("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
     log.flush()
-
-
-def progress(trainer: Trainer, label: str, quiet: bool) -> Any:
-    """Return the progress bar; updates are rare where it does not go to a terminal."""
-    pause = 0.1 if sys.stderr.isatty() else 5.0
-    steps = {"total": trainer.settings.steps, "initial": trainer.step, "unit": "step"}
-    return tqdm(**steps, desc=label, mininterval=pause, disable=quiet, dynamic_ncols=True)
 
 
 def run(task: Task, plans: Sequence[Plan], options: Mapping[str, Any], command: str) -> int:
