@@ -5,7 +5,8 @@ with one seed and on one thread, prints a table, and writes ``times.json`` and `
 ``benchmarks/results/swap/``. A base step and a swap step follow one another in one process, so that what disturbs the
 machine hits both alike, and neither has the caches to itself. ``time`` is the ratio of their CPU seconds over the whole
 training; the other columns say which part of the base's seconds each stage of the swap takes beside the base's own
-step: ``decompositions`` with those in the background, ``the rest`` hooks, feedback and the turned step itself.
+step: ``decompositions`` with those in the background, ``the rest`` hooks, feedback and the turned step itself. Stages
+are timed by the wall: other work on the machine makes them longer, and the rest shorter.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -28,12 +28,7 @@ OWN = ("lr", "momentum", "options")
 SHOWN = {"loss": "loss", "train_accuracy": "train acc", "test_accuracy": "test acc", "test_loss": "test loss"}
 
 
-@dataclass(frozen=True)
-class Plan:
-    """One run: its settings and where its files go."""
-
-    settings: Settings
-    files: RunFiles
+Plans = Mapping[RunFiles, Settings]  # of the runs of a command
 
 
 # From the options to the runs ----------------------------------------------------------------------------------------
@@ -108,26 +103,28 @@ def default_folder(options: Mapping[str, Any]) -> Path:
 # Checks before training ----------------------------------------------------------------------------------------------
 
 
-def check_previous(plans: Sequence[Plan], headers: Mapping[str, Line], *, resume: bool) -> None:
+def check_previous(headers: Mapping[RunFiles, Line], *, resume: bool) -> None:
     """Refuse to overwrite earlier runs, and to resume where nothing, or something else, was begun.
 
     Raises:
         ValueError: Naming the file and, on ``--resume``, each setting that differs.
     """
-    found = {plan.files: record for plan in plans if (record := plan.files.record())}
+    found = {files: record for files in headers if (record := files.record())}
     for files, record in found.items():
         state = f"{files.log} holds {'an unfinished' if record.end is None else 'a finished'} run"
         if not resume:
             ways = "--resume continues it, --overwrite" if record.end is None else "--overwrite"
             raise ValueError(f"{state}; {ways} replaces it, or choose another --out")
-        differing = differences(comparable(record.header), comparable(headers[files.label]))
+        differing = differences(comparable(record.header), comparable(headers[files]))
         if differing:
             raise ValueError(f"--resume: {state} with other settings: {'; '.join(differing)}")
     if resume and not any(record.end or files.checkpoint.exists() for files, record in found.items()):
-        raise ValueError(f"--resume: no checkpoint of this command in {plans[0].files.folder}; start without --resume")
+        raise ValueError(
+            f"--resume: no checkpoint of this command in {next(iter(headers)).folder}; start without --resume"
+        )
 
 
-def prepare(options: Mapping[str, Any]) -> tuple[Task, list[Plan]]:
+def prepare(options: Mapping[str, Any]) -> tuple[Task, Plans]:
     """Check everything that can be checked before training, so that nothing fails after it.
 
     Raises:
@@ -140,10 +137,10 @@ def prepare(options: Mapping[str, Any]) -> tuple[Task, list[Plan]]:
         raise ValueError("--checkpoint-every: must be at least 1")
     task, folder = make(), options.get("out") or default_folder(options)
     task = replace(task, target=options.get("target", task.target))
-    plans = [Plan(settings, RunFiles(folder, label)) for label, settings in all_settings(task, options).items()]
-    headers = {plan.files.label: Trainer(task, plan.settings).header() for plan in plans}
+    plans = {RunFiles(folder, label): settings for label, settings in all_settings(task, options).items()}
+    headers = {files: Trainer(task, settings).header() for files, settings in plans.items()}
     if not options["overwrite"]:
-        check_previous(plans, headers, resume=options["resume"])
+        check_previous(headers, resume=options["resume"])
     make_folder(folder)
     return task, plans
 
@@ -218,19 +215,19 @@ def write(log: TextIO, lines: Sequence[Line]) -> None:
     log.flush()
 
 
-def run(task: Task, plans: Sequence[Plan], options: Mapping[str, Any], command: str) -> int:
+def run(task: Task, plans: Plans, options: Mapping[str, Any], command: str) -> int:
     """Train what is not trained yet, draw and print everything; return the exit code."""
-    folder, signals = plans[0].files.folder, Signals()
+    folder, signals = next(iter(plans)).folder, Signals()
     if options["overwrite"]:
-        for plan in plans:
-            plan.files.remove()
+        for files in plans:
+            files.remove()
     how = {name: options[name] for name in ("checkpoint_every", "quiet")}
     with signals.watched():
-        for plan in plans:
-            record = plan.files.record()
+        for files, settings in plans.items():
+            record = files.record()
             if signals.received is None and (record is None or record.end is None):
-                train(Trainer(task, plan.settings), plan.files, signals, **how)
-    records = {plan.files.label: record for plan in plans if (record := plan.files.record())}
+                train(Trainer(task, settings), files, signals, **how)
+    records = {files.label: record for files in plans if (record := files.record())}
     plots.of_runs(task, records).savefig(folder / "plot.png", dpi=100)
     page.write(task, records, command, folder / "summary.html")
     print(page.summary(task, records))
