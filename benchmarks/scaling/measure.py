@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from benchmarks.common.models import ResNet, Transformer, autoencoder
 from benchmarks.common.reports import table
-from benchmarks.common.works import Schedule
+from benchmarks.common.works import SMALL_TRANSFORMER, Schedule
 from benchmarks.common.works import Work as Noise
 from benchmarks.scaling.cluster import KINDS, STAGES, intervals
 from benchmarks.scaling.workload import Workload, workload
@@ -62,7 +62,7 @@ SUBJECTS = {
     "autoencoder, 250 images": Subject(autoencoder, (784,), 250, 0, fitted=True),
     "2-layer transformer, d=128": Subject(Transformer, (128,), 8, 256, 256, fitted=True),
     "ResNet-32, 32 images": Subject(partial(ResNet, 3, 5), (3, 32, 32), 32, 10),
-    "4-layer transformer, d=256": Subject(partial(Transformer, layers=4, width=256, heads=8), (128,), 4, 256, 256),
+    "4-layer transformer, d=256": Subject(SMALL_TRANSFORMER, (128,), 4, 256, 256),
 }
 SMALL = {"ResNet-8, 8 images": replace(SUBJECTS["ResNet-14, 32 images"], make=partial(ResNet, 3, 1, 10, 8), batch=8)}
 

@@ -39,8 +39,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.models import BottleneckResNet, Encoder, ResNet
-from benchmarks.common.works import Schedule
+from benchmarks.common.models import BottleneckResNet, ResNet
+from benchmarks.common.works import BERT_BASE, BERT_LARGE, Schedule
 from benchmarks.scaling.cluster import (
     KFAC_PYTORCH,
     OURS,
@@ -98,7 +98,7 @@ def resnet(name: str) -> Workload:
 @lru_cache(None)
 def bert(name: str, positions: int, batch: int) -> Workload:
     """BERT-Base or BERT-Large."""
-    make = partial(Encoder, *{"BERT-Base": (12, 768, 12), "BERT-Large": (24, 1024, 16)}[name])
+    make = {"BERT-Base": BERT_BASE, "BERT-Large": BERT_LARGE}[name]
     return workload(name, make, (positions,), batch, tokens=True, skip_layers=NO_HEAD)
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,26 +45,23 @@ def measure(output: Output, options: Any, names: Sequence[str]) -> None:
     trainings = [TRAININGS[name] for name in names]
     if options.smoke:
         trainings = [replace(training, steps=12) for training in trainings]
-    store = Store([options.reuse] if options.reuse else [])
-    pairs = [(training, seed) for training in trainings for seed in seeds]
-    bases = {(training.name, seed): store.find(identity(training, seed, None)) for training, seed in pairs}
-    jobs = [(training, seed, swap, bases[training.name, seed] is None) for training, seed in pairs]
-    fresh = Store([])
-    for run in bases.values():
-        if run is not None:
-            fresh.add(run)
+    known, found, jobs = Store([options.reuse] if options.reuse else []), Store([]), []
+    for training, seed in product(trainings, seeds):
+        if base := known.find(identity(training, seed, None)):
+            found.add(base)
+        jobs.append((training, seed, swap, base is None))
     for lines in every(jobs, options.jobs):
         for line in lines:
-            fresh.add(line)
-        output.save_runs(options.label, {}, fresh.runs.values())
+            found.add(line)
+        output.save_runs(options.label, {}, found.runs.values())
 
     def runs(training: Training, of: Sequence[str] | None) -> list[Line]:
-        return [fresh.runs[Store.key(identity(training, seed, of))] for seed in seeds]
+        return [found.runs[Store.key(identity(training, seed, of))] for seed in seeds]
 
     verdicts = [Verdict(t.name, t.half, t.of_drop, runs(t, None), runs(t, swap)) for t in trainings]
     text = report.tables(verdicts)
     head = {"options": swap, "summary": report.summaries(verdicts), "table": text.splitlines()}
-    output.save_runs(options.label, head, fresh.runs.values())
+    output.save_runs(options.label, head, found.runs.values())
     (output.folder / f"{options.label}.txt").write_text(text)
     title = f"training loss, base and swap ({', '.join(swap) or 'defaults'}); {len(seeds)} seeds, mean and range"
     output.picture(options.label, report.picture(verdicts, title))
