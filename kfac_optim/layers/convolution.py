@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,8 @@ from .shifts import shift_pays, shifted_moment
 from .windows import Windows, pixels, unfolded_moment
 
 __all__ = ["ConvLayer", "ConvTransposeLayer"]
+
+_PerDimension = int | str | tuple[int, ...]  # of a convolution's attribute: one for all dimensions, or for each
 
 
 class _ConvNdLayer(RowsLayer):
@@ -85,11 +87,25 @@ class _ConvNdLayer(RowsLayer):
 
 
 @functools.lru_cache(maxsize=1024)
-def _sliding(
-    size: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...], zeros: Sequence[int]
-) -> Windows:
-    """The windows of a convolution with so many ``zeros`` after and before each dimension, the last one first."""
-    return Windows(size, stride, dilation, tuple(zip(zeros[-2::-2], zeros[::-2], strict=True)))
+def _sliding(size: _PerDimension, stride: _PerDimension, dilation: _PerDimension, padding: _PerDimension) -> Windows:
+    """The windows of a convolution, whose attributes users may have set to all that ``torch.conv2d`` takes."""
+    assert isinstance(size, tuple)
+    stride, dilation = _for_each(stride, len(size)), _for_each(dilation, len(size))
+    if padding == "same":  # for the present dilation
+        zeros = tuple((d * (k - 1) // 2, d * (k - 1) - d * (k - 1) // 2) for k, d in zip(size, dilation, strict=True))
+    else:
+        zeros = tuple((n, n) for n in _for_each(0 if padding == "valid" else padding, len(size)))
+    return Windows(size, stride, dilation, zeros)
+
+
+def _for_each(setting: _PerDimension, dims: int) -> tuple[int, ...]:
+    """A setting for each of some dimensions, given one for all or for each."""
+    of_dims = setting if isinstance(setting, tuple) else (cast(int, setting),)
+    return of_dims * dims if len(of_dims) == 1 else of_dims
+
+
+def _hashable(setting: Any) -> _PerDimension:
+    return tuple(setting) if isinstance(setting, list) else setting
 
 
 @register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -97,10 +113,10 @@ class ConvLayer(_ConvNdLayer):
     """``nn.Conv1d/2d/3d`` with any stride, padding, padding mode, dilation and groups."""
 
     def windows(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
-        zeros = module._reversed_padding_repeated_twice
+        padding: Any = module.padding  # not what the constructor made of it: users may have set it anew
         if module.padding_mode != "zeros":
-            a, zeros = F.pad(a, zeros, mode=module.padding_mode), [0] * len(zeros)
-        return a, _sliding(module.kernel_size, module.stride, module.dilation, tuple(zeros))
+            a, padding = F.pad(a, module._reversed_padding_repeated_twice, mode=module.padding_mode), 0
+        return a, _sliding(*map(_hashable, (module.kernel_size, module.stride, module.dilation, padding)))
 
     def weight_to_matrix(self, weight: Tensor) -> Tensor:
         return weight.reshape(self.pairs, self.d_out, -1)
@@ -115,16 +131,18 @@ class ConvTransposeLayer(_ConvNdLayer):
 
     def windows(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
         padding: list[int] = []
-        config = (module.kernel_size, module.stride, cast(tuple[int, ...], module.padding), module.dilation)
+        size = tuple(module.kernel_size)
+        settings = (module.stride, module.padding, module.dilation)
+        config = (size, *(_for_each(_hashable(setting), len(size)) for setting in settings))
         for dim, (k, s, p, d) in enumerate(zip(*config, strict=True), start=2):
             stuffed = a.new_zeros(*a.shape[:dim], (a.shape[dim] - 1) * s + 1, *a.shape[dim + 1 :])
             stuffed[(slice(None),) * dim + (slice(None, None, s),)] = a
             a, reach = stuffed, (k - 1) * d
             before = reach - p
             padding[:0] = [before, output.shape[dim] + reach - before - a.shape[dim]]
-        ones = (1,) * len(module.kernel_size)
+        ones = (1,) * len(size)
         none = ((0, 0),) * len(ones)
-        return F.pad(a, padding), Windows(module.kernel_size, ones, module.dilation, none)
+        return F.pad(a, padding), Windows(size, ones, config[-1], none)
 
     def weight_to_matrix(self, weight: Tensor) -> Tensor:
         flipped = weight.flip(tuple(range(2, weight.dim())))

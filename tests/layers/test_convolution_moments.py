@@ -58,6 +58,38 @@ def test_both_ways_give_the_moment_of_the_rows(case: tuple[nn.Module, Tensor], n
         assert found.count == expected.count
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dilation": (2, 2), "padding": (2, 2)},  # as segmentation networks dilate a pretrained backbone
+        {"dilation": (2, 2), "padding": "same"},
+        {"padding": "valid"},
+        {"stride": 2, "dilation": 1, "padding": 1},
+        {"stride": [2, 1], "dilation": [1, 2], "padding": [1, 0]},
+        {"stride": (2,), "padding": (1,)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_settings_may_change_after_construction(kind: Any, settings: dict[str, Any]) -> None:
+    if kind is nn.ConvTranspose2d and not isinstance(settings["padding"], tuple):
+        pytest.skip("torch wants a tuple")
+    x, module = torch.randn(2, 3, 8, 7), kind(3, 4, 3)
+    whole = {
+        name: tuple(value) * (2 // len(value)) if isinstance(value, list | tuple) else value
+        for name, value in settings.items()
+    }
+    built = kind(3, 4, 3, **whole)
+    for name, value in settings.items():
+        setattr(module, name, value)
+    found, expected = (
+        find_layers([conv], LayerOptions()).layers[0].observe(conv, x, conv(x), torch.float64)
+        for conv in (module, built)
+    )
+    torch.testing.assert_close(found.a, expected.a)
+    assert found.count == expected.count
+
+
 # Input, kernel, padding, groups; measured on one CPU thread, the second way takes at least twice the time of the first.
 PAYS = [
     ((128, 16, 32, 32), 3, 1, 1),
