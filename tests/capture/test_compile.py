@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -652,3 +653,28 @@ def test_parts_in_whose_places_their_compiled_versions_stand() -> None:
         return [factor for layer in optimizer.curvature.layers for factor in optimizer.curvature.factors(layer.name)]
 
     torch.testing.assert_close(train(compiled=True), train(compiled=False))
+
+
+def test_a_pass_of_fake_tensors_leaves_training_as_it_was() -> None:
+    """Such as one that estimates the memory of a training; what it made would not fit real tensors."""
+
+    def trained(estimate: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(23, 29), nn.ReLU(), nn.LayerNorm(29), nn.Linear(29, 3)
+        )  # sizes of no other test
+        optimizer = KFACSGD(model, lr=0.1, factor_update_steps=1, inv_update_steps=1)
+        x = torch.randn(8, 23)
+        if estimate:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                twin = copy.deepcopy(model)
+                KFACSGD(twin, lr=0.1)
+                twin(torch.randn(8, 23)).sum().backward()
+                model(torch.randn(8, 23))
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return model
+
+    assert_identical(trained(estimate=True), trained(estimate=False))
