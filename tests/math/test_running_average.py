@@ -8,6 +8,7 @@ There ``A`` and ``G`` are numbers. With a loss ``(1/N) sum_n c_n s_n`` the weigh
 from __future__ import annotations
 
 import math
+import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -316,6 +317,19 @@ def norm_step(model: nn.Module, optimizer: KFACSGD, c: Tensor, signs: Tensor) ->
     ((c * model(signs.expand_as(c))).sum() / len(c)).backward()
     optimizer.step()
     return model[0].weight.detach().clone()
+
+
+def test_a_pickle_grows_no_faster_than_the_number_of_layers() -> None:
+    sizes = []
+    for layers in (16, 64):
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
+        optimizer = KFACSGD(model, lr=0.1)
+        model(torch.randn(4, 2)).sum().backward()
+        optimizer.step()
+        sizes.append(
+            len(pickle.dumps(optimizer.state_dict()))
+        )  # unlike torch.save, this writes a storage for each view
+    assert sizes[1] < 4.1 * sizes[0]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 8])
