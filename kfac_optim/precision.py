@@ -109,8 +109,8 @@ class full_precision:
         self._device_type = device_type
 
     def __enter__(self) -> None:
-        _SWITCH.hold()  # first: if that fails, nothing is left switched off
-        self._autocast = torch.is_autocast_enabled(self._device_type)
+        self._autocast = torch.is_autocast_enabled(self._device_type)  # first: it may raise, and nothing is off yet
+        _SWITCH.hold()
         if self._autocast:  # torch.autocast does the same, and takes several times as long
             torch.set_autocast_enabled(self._device_type, False)
         self._grad = torch.is_grad_enabled()

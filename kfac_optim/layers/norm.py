@@ -26,7 +26,8 @@ __all__ = [
 
 _TINY_EPS = torch.finfo(torch.float64).tiny  # an epsilon that changes no variance; torch 2.11 refuses 0
 
-_FEW = 2**14  # so many numbers, or any if channels come last, torch averages sooner than five operations do
+# Torch's own mean and variance take less time than five operations for so many numbers, or if channels come last.
+_FEW = 2**14
 _ONE = torch.ones((), device="cpu")  # a placeholder that is never read
 
 Statistics = tuple[Tensor, Tensor]  # the mean of an input, and its variance with epsilon added

@@ -417,3 +417,16 @@ def test_tf32_of_overlapping_threads(how: str) -> None:
     """One thread enters, another enters, the first leaves: off until the second leaves, too; then as the user chose."""
     ((before, meanwhile, after, at_last),) = run_ranks(1, overlap, *TF32[how])
     assert before == after == at_last != meanwhile
+
+
+def test_a_block_that_cannot_be_entered_switches_nothing_off() -> None:
+    chosen = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with pytest.raises(RuntimeError, match="device type"), full_precision("meta"):  # it has no autocast
+            pass
+        assert torch.get_float32_matmul_precision() == "medium"
+        with full_precision("cpu"):
+            assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(chosen)
