@@ -18,7 +18,6 @@ share factors out: a rank that does not keep a factor sends its moments at once 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -32,6 +31,7 @@ from .capture import StepMoments
 from .diagnostics import StageTimes, communicating
 from .distributed import Communicator
 from .factors import FactorSpec, read, write_
+from .tensor_cache import tensor_cache
 
 __all__ = ["Averaging", "Increment", "LocalSums", "fold_", "traces"]
 
@@ -373,7 +373,7 @@ def traces(specs: Sequence[FactorSpec], packed: Sequence[Tensor]) -> Tensor:
     return found
 
 
-@functools.lru_cache(maxsize=64)
+@tensor_cache(64)
 def _lengths(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Lengths of parts of a vector as a tensor, kept on the device between steps."""
     return torch.tensor(lengths, device="cpu").to(device, non_blocking=True)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .tensor_cache import tensor_cache
+
 __all__ = ["FactorSpec", "copy_average_", "numbers_of", "pack", "read", "unpack", "write_"]
 
 
@@ -75,13 +77,13 @@ def _rectangle(n: int) -> tuple[int, int, int]:
     return n + even, (n + 1) // 2, even
 
 
-@functools.lru_cache(maxsize=64)
+@tensor_cache(64)
 def _upper(n: int, device: torch.device) -> Tensor:
     """The mask of the upper triangle of an ``n x n`` matrix; it takes an eighth of the bytes of the packed factor."""
     return torch.ones(n, n, dtype=torch.bool, device=device).triu()
 
 
-@functools.lru_cache(maxsize=64)
+@tensor_cache(64)
 def _places(n: int, device: torch.device) -> Tensor:
     """Which entries of a flattened ``n x n`` matrix :func:`pack` takes; as large as a packed factor in float32."""
     return _pack_by_blocks(torch.arange(n * n, dtype=torch.int32, device=device).view(n, n))

@@ -7,12 +7,13 @@ costs little, and long vectors do not fit the cache. So each matrix has its own 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from .tensor_cache import tensor_cache
 
 __all__ = [
     "FlatStorage",
@@ -148,7 +149,7 @@ def split_flat(whole: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]
     return views_like(whole, _templates(tuple(shapes)))
 
 
-@functools.lru_cache(maxsize=64)
+@tensor_cache(64)
 def _templates(shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
     return [torch.empty(shape, device="meta") for shape in shapes]  # cached: making these takes longer than the views
 

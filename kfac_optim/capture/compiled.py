@@ -30,9 +30,7 @@ from ..layers import ProjectionCall
 from .calls import CONCURRENT, ModelCall, ModelCalls, in_backward
 from .microbatch import BackwardPasses
 
-__all__ = ["CompiledCalls", "is_exporting"]
-
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
+__all__ = ["CompiledCalls"]
 
 # A CUDA graph would replay the operators' kernels without their Python code; with this tag inductor leaves them out.
 _TAG = getattr(torch.Tag, "cudagraph_unsafe", None)
@@ -42,14 +40,6 @@ _HANDLES = itertools.count()
 _WATCHERS: weakref.WeakValueDictionary[int, CompiledCalls] = weakref.WeakValueDictionary()
 # The keys are tensors that graphs save for their backward, so that an observation lives as long as its graph.
 _AWAITED: MutableMapping[Tensor, Callable[[Tensor], None] | None] = WeakTensorKeyDictionary()
-
-
-def is_exporting() -> bool:
-    """Whether the model is called but does not train: it is traced for use elsewhere, or only has fake tensors."""
-    # The flag is read because is_exporting() of torch is also true within torch.compile in several versions of it.
-    if torch.jit.is_tracing() or getattr(torch.compiler, "_is_exporting_flag", False):  # type: ignore[attr-defined]
-        return True
-    return not torch.compiler.is_compiling() and torch._C._get_dispatch_mode(_FAKE) is not None
 
 
 class CompiledCalls:

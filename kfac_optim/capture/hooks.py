@@ -35,7 +35,7 @@ from ..distributed import is_sharded, own_part
 from ..layers import AttentionLayer, KroneckerLayer, LinearLayer, ProjectionCall
 from .attention import ProjectionTap, remove_taps
 from .calls import CONCURRENT, ModelCall, ModelCalls, PendingGradient, in_backward, own_result
-from .compiled import CompiledCalls, is_exporting
+from .compiled import CompiledCalls
 from .copies import leave_hooks_behind
 from .fisher import Fisher
 from .frozen_passes import FrozenPasses
@@ -344,7 +344,7 @@ class Hook:
 
     def __call__(self, *args: Any) -> Any:
         capture = self.capture() if self.capture is not None else None
-        if capture is None or not capture.enabled or is_exporting():
+        if capture is None or not capture.enabled or _exporting():
             return None
         if self.module is not None and self.module() is not args[0]:
             if getattr(args[0], "_is_replica", False) and torch.is_grad_enabled():  # nn.DataParallel on several GPUs
@@ -391,3 +391,9 @@ def remove_all(handles: list[Any]) -> None:
     """Removes hooks by their handles, and empties the list of these."""
     while handles:
         handles.pop().remove()
+
+
+def _exporting() -> bool:
+    """Whether the model is being traced for use elsewhere, and not for training."""
+    # The flag is read because is_exporting() is also true within torch.compile in several versions of torch.
+    return torch.jit.is_tracing() or getattr(torch.compiler, "_is_exporting_flag", False)  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..tensor_cache import tensor_cache
 from .moments import GRAM_DIM, machine, product
 from .windows import CHUNK_NUMEL, Windows
 
@@ -176,7 +177,7 @@ def _plan(windows: Windows, lengths: tuple[int, ...]) -> _Plan:
     return _Plan.of([_Axis(*axis) for axis in config])
 
 
-@functools.lru_cache(maxsize=1024)
+@tensor_cache(1024)
 def _tensors(
     windows: Windows, lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:

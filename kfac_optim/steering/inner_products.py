@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from ..distributed import is_sharded, summed_over_shards
 from ..flat_storage import is_launch_bound
 from ..grouping import SMALL_NUMEL, grouped_by_key
 from ..rates import Scalar
+from ..tensor_cache import tensor_cache
 
 __all__ = ["Compared", "Copies", "alignment", "alignments"]
 
@@ -102,7 +102,7 @@ class _Batch(NamedTuple):
     lengths: Tensor | None
 
 
-@lru_cache(maxsize=64)
+@tensor_cache(64)
 def _batches(numels: tuple[int, ...], device: torch.device) -> list[_Batch]:
     """Batches of tensors of these sizes, on an accelerator in their order.
 

@@ -1,0 +1,39 @@
+"""Caches of tensors, such as indices that are kept on a device between steps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["tensor_cache"]
+
+T = TypeVar("T")
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+def tensor_cache(maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """``functools.lru_cache`` for functions that make tensors.
+
+    Under ``FakeTensorMode``, by which users estimate the memory of a training, tensors have no numbers. Those that are
+    made then serve that mode alone.
+
+    Args:
+        maxsize: The number of results to keep.
+    """
+
+    def decorate(make: Callable[..., T]) -> Callable[..., T]:
+        @functools.lru_cache(maxsize)
+        def of_mode(mode: Any, *arguments: Hashable) -> T:
+            return make(*arguments)
+
+        @functools.wraps(make)
+        def cached(*arguments: Hashable) -> T:
+            return of_mode(torch._C._get_dispatch_mode(_FAKE), *arguments)
+
+        return cached
+
+    return decorate
