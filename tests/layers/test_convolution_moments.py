@@ -58,22 +58,23 @@ def test_both_ways_give_the_moment_of_the_rows(case: tuple[nn.Module, Tensor], n
         assert found.count == expected.count
 
 
+SETTINGS: list[dict[str, Any]] = [
+    {"dilation": (2, 2), "padding": (2, 2)},  # as segmentation networks dilate a pretrained backbone
+    {"stride": (2,), "padding": (1,)},
+    {"dilation": (2, 2), "padding": "same"},
+    {"padding": "valid"},
+    {"stride": 2, "dilation": 1, "padding": 1},
+    {"stride": [2, 1], "dilation": [1, 2], "padding": [1, 0]},
+]
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"dilation": (2, 2), "padding": (2, 2)},  # as segmentation networks dilate a pretrained backbone
-        {"dilation": (2, 2), "padding": "same"},
-        {"padding": "valid"},
-        {"stride": 2, "dilation": 1, "padding": 1},
-        {"stride": [2, 1], "dilation": [1, 2], "padding": [1, 0]},
-        {"stride": (2,), "padding": (1,)},
-    ],
+    ("kind", "settings"),
+    # A transposed convolution wants a tuple as its padding.
+    [*((nn.Conv2d, each) for each in SETTINGS), *((nn.ConvTranspose2d, each) for each in SETTINGS[:2])],
     ids=str,
 )
-@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
 def test_settings_may_change_after_construction(kind: Any, settings: dict[str, Any]) -> None:
-    if kind is nn.ConvTranspose2d and not isinstance(settings["padding"], tuple):
-        pytest.skip("torch wants a tuple")
     x, module = torch.randn(2, 3, 8, 7), kind(3, 4, 3)
     whole = {
         name: tuple(value) * (2 // len(value)) if isinstance(value, list | tuple) else value
