@@ -31,7 +31,7 @@ from .capture import StepMoments
 from .diagnostics import StageTimes, communicating
 from .distributed import Communicator
 from .factors import FactorSpec, read, write_
-from .tensor_cache import tensor_cache
+from .tensor_cache import sent_once
 
 __all__ = ["Averaging", "Increment", "LocalSums", "fold_", "traces"]
 
@@ -368,12 +368,6 @@ def traces(specs: Sequence[FactorSpec], packed: Sequence[Tensor]) -> Tensor:
     for device, indices in by_device.items():
         parts = [part for i in indices for part in specs[i].diagonals(packed[i])]
         side_by_side = torch.cat([part if len(part) == 1 else part.reshape(1, -1) for part in parts], 1)[0]
-        lengths = _lengths(tuple(specs[i].matrices * specs[i].size for i in indices), device)
+        lengths = sent_once(tuple(specs[i].matrices * specs[i].size for i in indices), device)
         found[indices] = torch.segment_reduce(side_by_side, "sum", lengths=lengths, unsafe=True).to(found)
     return found
-
-
-@tensor_cache(64)
-def _lengths(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Lengths of parts of a vector as a tensor, kept on the device between steps."""
-    return torch.tensor(lengths, device="cpu").to(device, non_blocking=True)

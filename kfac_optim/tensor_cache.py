@@ -7,8 +7,9 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-__all__ = ["tensor_cache"]
+__all__ = ["sent_once", "tensor_cache"]
 
 T = TypeVar("T")
 
@@ -37,3 +38,9 @@ def tensor_cache(maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]]
         return cached
 
     return decorate
+
+
+@tensor_cache(128)
+def sent_once(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Whole numbers as a tensor, which is sent to the device once and kept there."""
+    return torch.tensor(numbers, device="cpu").to(device, non_blocking=True)

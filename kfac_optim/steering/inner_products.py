@@ -12,7 +12,7 @@ from ..distributed import is_sharded, summed_over_shards
 from ..flat_storage import is_launch_bound
 from ..grouping import SMALL_NUMEL, grouped_by_key
 from ..rates import Scalar
-from ..tensor_cache import tensor_cache
+from ..tensor_cache import sent_once, tensor_cache
 
 __all__ = ["Compared", "Copies", "alignment", "alignments"]
 
@@ -115,11 +115,10 @@ def _batches(numels: tuple[int, ...], device: torch.device) -> list[_Batch]:
         small = [i for i in places if numels[i] <= SMALL_NUMEL]
         small = small if len(small) > _FEW else []
         batches = [[i] for i in places if i not in small] + ([small] if small else [])
-    return [_Batch(batch, _sent([numels[i] for i in batch], device) if len(batch) > 1 else None) for batch in batches]
-
-
-def _sent(numbers: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, device="cpu").to(device, non_blocking=True)
+    return [
+        _Batch(batch, sent_once(tuple(numels[i] for i in batch), device) if len(batch) > 1 else None)
+        for batch in batches
+    ]
 
 
 def _side_by_side(compared: Compared, copies: Copies) -> Iterator[tuple[_Batch, Tensor, Tensor]]:
