@@ -1,4 +1,4 @@
-"""How the ranks exchange tensors: :class:`Communicator` has four verbs, built from five operations of a transport.
+"""How the ranks exchange tensors: :class:`Communicator` has four verbs, built from four operations of a transport.
 
 ``sum`` adds tensors over all ranks, for all of them (factors and counts travel this way); ``reduce`` does so for one of
 them (factors that one rank alone keeps). ``send`` copies tensors from one rank to some others (decompositions,
@@ -66,9 +66,9 @@ class _Transfer(NamedTuple):
 class Communicator(ABC):
     """The connection to the other processes; pass one as ``communicator=`` to replace the default.
 
-    A subclass for another library implements ``_start_sum``, ``_start_max`` and ``_start_broadcast``. It overrides
-    ``_start_reduce`` and ``_start_exchange`` where the library has them, and ``prepare``, ``check_groups`` and
-    ``wire_device`` where it needs them.
+    A subclass for another library implements ``_start_sum`` and ``_start_broadcast``. It overrides ``_start_reduce``
+    and ``_start_exchange`` where the library has them, and ``prepare``, ``check_groups`` and ``wire_device`` where it
+    needs them.
 
     Args:
         rank: This process, 0 <= rank < world_size.
@@ -111,10 +111,6 @@ class Communicator(ABC):
     @abstractmethod
     def _start_sum(self, tensor: Tensor) -> Work:
         """Starts to replace a flat tensor by its sum over all ranks."""
-
-    @abstractmethod
-    def _start_max(self, tensor: Tensor) -> Work:
-        """Starts to replace a flat tensor by its elementwise maximum over all ranks."""
 
     def _start_reduce(self, tensor: Tensor, owner: int) -> Work | None:
         """Starts to replace a flat tensor on ``owner`` by its sum over all ranks; on the others it may change.
@@ -168,7 +164,7 @@ class Communicator(ABC):
             tensors: ``[rows, numbers]`` or 0-dim, with the same shapes on every rank; they are not changed.
             kind: The kind under which their traffic is counted.
             compressed: Whether they travel as ``comm_dtype``. As float16, each row is first divided by its largest
-                entry on any rank, because sums of squares leave the range of float16.
+                entry, averaged over the ranks, because sums of squares leave the range of float16.
 
         Yields:
             The sums in order and in the tensors' own dtypes, each as soon as it has arrived.
@@ -216,7 +212,8 @@ class Communicator(ABC):
                 with self._explaining_errors(what):
                     work = None if owner is None else self._start_reduce(flat, owner)
                     if work is None:
-                        self._count_all_reduce(kind, flat)
+                        share = 2 * (self.world_size - 1) / self.world_size * flat.nbytes
+                        self._count(kind, share, share)
                         work = self._start_sum(flat)
                     else:
                         self._count(kind, *((0, flat.nbytes) if owner == self.rank else (flat.nbytes, 0)))
@@ -313,19 +310,12 @@ class Communicator(ABC):
             yield slice(start, len(tensors))
 
     def _row_scales(self, tensors: Sequence[Tensor], kind: str) -> list[Tensor]:
-        """The largest absolute entry of each row on any rank (1 for rows of zeros), ``[rows, 1]`` or 0-dim.
+        """The largest absolute entry of each row, averaged over the ranks (1 if all are 0), ``[rows, 1]`` or 0-dim.
 
-        A row divided by it has entries of at most 1, so that no sum over the ranks exceeds their number.
+        Once rows are divided by it, neither their entries nor the sums over the ranks exceed the number of ranks.
         """
-        if not tensors:
-            return []
         largest = [tensor.abs().amax(-1, keepdim=True) for tensor in tensors]
-        flat = self._to_wire(torch.cat([rows.reshape(-1).to(largest[0].device) for rows in largest]))
-        self._count_all_reduce(kind, flat)
-        with self._explaining_errors(f"the all-reduce of {kind}"):
-            self._start_max(flat).wait()
-        pieces = flat.split([rows.numel() for rows in largest])
-        scales = [piece.to(rows).view_as(rows) for piece, rows in zip(pieces, largest, strict=True)]
+        scales = [total / self.world_size for total in self.sum(largest, kind)]
         return [torch.where(scale > 0, scale, 1.0) for scale in scales]
 
     def _arrived(self, started: Iterator[_Transfer]) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
@@ -343,10 +333,6 @@ class Communicator(ABC):
         total = self.traffic.setdefault(kind, [0.0, 0.0])
         total[0] += sent
         total[1] += received
-
-    def _count_all_reduce(self, kind: str, flat: Tensor) -> None:
-        share = 2 * (self.world_size - 1) / self.world_size * flat.nbytes
-        self._count(kind, share, share)
 
     @contextmanager
     def _explaining_errors(self, what: str) -> Iterator[None]:
@@ -386,8 +372,6 @@ class LocalCommunicator(Communicator):
 
     def _start_sum(self, tensor: Tensor) -> Work:
         raise RuntimeError("this communicator has no other processes")
-
-    _start_max = _start_sum
 
     def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
         return self._start_sum(tensor)

@@ -69,14 +69,8 @@ class HorovodCommunicator(Communicator):
         self._names: dict[tuple[int, ...], int] = {}
 
     def _start_sum(self, tensor: Tensor) -> Work:
-        return self._all_reduce(tensor, self._hvd.Sum)
-
-    def _start_max(self, tensor: Tensor) -> Work:
-        return self._all_reduce(tensor, self._hvd.Max)
-
-    def _all_reduce(self, tensor: Tensor, op: Any) -> Work:
         members = tuple(range(self.world_size))
-        handle = self._hvd.allreduce_async_(tensor, name=self._name(members), op=op)
+        handle = self._hvd.allreduce_async_(tensor, name=self._name(members), op=self._hvd.Sum)
         return _HorovodWork(self._hvd.synchronize, handle)
 
     def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:

@@ -61,10 +61,6 @@ class TorchCommunicator(Communicator):
         work: Any = dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self.group, async_op=True)
         return work
 
-    def _start_max(self, tensor: Tensor) -> Work:
-        work: Any = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
-        return work
-
     def _start_reduce(self, tensor: Tensor, owner: int) -> Work:
         work: Any = dist.reduce(tensor, self._global(owner), dist.ReduceOp.SUM, group=self.group, async_op=True)
         return work

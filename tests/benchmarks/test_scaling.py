@@ -143,9 +143,6 @@ class Recorder(Communicator):
             tensor.clamp_(min=1)
         return self
 
-    def _start_max(self, tensor: torch.Tensor) -> Any:
-        return self
-
     def _start_broadcast(self, tensor: torch.Tensor, source: int, members: tuple[int, ...]) -> Any:
         return self
 

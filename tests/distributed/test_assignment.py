@@ -323,8 +323,6 @@ class Counting(Communicator):
             tensor.clamp_(min=1)
         return SimpleNamespace(wait=lambda: None)
 
-    _start_max = _start_sum
-
     def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Any:
         self.started.append("broadcast")
         if source != self.rank:

@@ -985,9 +985,6 @@ class Mirrors(Communicator):
             tensor += own
         return _Done()
 
-    def _start_max(self, tensor: Tensor) -> _Done:
-        return _Done()
-
     def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> _Done:
         return _Done()
 

@@ -35,9 +35,6 @@ class Recording(Communicator):
         tensor.mul_(2)
         return Done()
 
-    def _start_max(self, tensor: Tensor) -> Done:
-        return Done()
-
     def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Done:
         self.sent.append(tensor.nbytes)
         return Done()
@@ -99,7 +96,7 @@ class PretendHorovod(types.ModuleType):
     What an operation does to its tensor is done when its handle is synchronized, and not before.
     """
 
-    Sum, Max = "sum", "max"
+    Sum = "sum"
     global_process_set = "all"
 
     def __init__(self) -> None:
@@ -124,7 +121,8 @@ class PretendHorovod(types.ModuleType):
         return len(self.names)
 
     def allreduce_async_(self, tensor: Tensor, *, name: str, op: str) -> int:
-        return self._later(name, lambda: tensor.mul_(3 if op == self.Sum else 1))
+        assert op == self.Sum
+        return self._later(name, lambda: tensor.mul_(3))
 
     def broadcast_async_(self, tensor: Tensor, root_rank: int, *, name: str, process_set: Any) -> int:
         self.sets.append(process_set)
@@ -174,9 +172,6 @@ class OutOfInputs(Communicator):
     def _start_sum(self, tensor: Tensor) -> Done:
         tensor += torch.tensor([1.0, 0.0])
         return Done()
-
-    def _start_max(self, tensor: Tensor) -> Done:
-        raise AssertionError
 
     def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Done:
         assert (source, members) == (0, (0, 1))

@@ -135,9 +135,6 @@ class Mirrors(Communicator):
         tensor.mul_(2)
         return self._carry(tensor, "sum")
 
-    def _start_max(self, tensor: Tensor) -> Done:
-        return self._carry(tensor, "max")
-
     def _start_reduce(self, tensor: Tensor, owner: int) -> Done:
         tensor.mul_(2)
         return self._carry(tensor, "reduce")
