@@ -14,7 +14,6 @@ If the code of a model is traced for a compiled graph, a call goes through these
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CONCURRENT", "ModelCall", "ModelCalls", "PendingGradient", "in_backward", "own_result"]
+__all__ = ["CONCURRENT", "ModelCall", "ModelCalls", "in_backward", "own_result", "take_gradient"]
 
 CONCURRENT = (
     "two threads are in forward or backward passes of one model at the same time, and its statistics can't tell them "
@@ -186,67 +185,35 @@ def in_backward() -> bool:
     return not torch.compiler.is_compiling() and bool(torch._C._current_graph_task_id() != -1)
 
 
-class PendingGradient:
-    """A tensor hook that takes a gradient once, or as often as the graph is kept for another backward pass.
+def take_gradient(output: Tensor, take: Callable[[Tensor], None], *, of_loss: bool = False) -> None:
+    """Calls ``take`` with the gradient of a tensor: once, or as often as the graph is kept for another backward pass.
 
-    A training loop holds its last loss, and with it the graph and its hooks, until the next forward pass has ended. So
-    this releases what it holds at once, unless the graph is kept, or the pass ends at the tensor, as that of
-    ``torch.autograd.grad(loss, output)`` does: another pass may then go on from there.
+    It gets what the operation that made the tensor gets, after all hooks that the user may put on the tensor later.
+    These may change the gradient (those that clip it in a recurrent loop), and the weight's gradient is made of the
+    changed one. A training loop holds its last loss, and with it the graph and its hooks, until the next forward pass
+    has ended; so ``take`` is released at once.
+
+    Args:
+        output: A tensor of the graph.
+        take: Called with the gradient.
+        of_loss: Whether to go back to the tensor that ``output`` is a copy of in another precision. Accelerate's mixed
+            precision returns a float32 copy of the model's output, whereas a model that also returns its loss has
+            computed that from the original.
     """
+    node: Any = output.grad_fn
+    number = output.output_nr
+    if node is None:
+        node = torch.autograd.graph.get_gradient_edge(output).node
+    while of_loss and node.name() == _COPIED:
+        node, number = node.next_functions[0]
+    waiting = [take]
 
-    def __init__(self, take: Callable[[Tensor], None]) -> None:
-        self.take: Callable[[Tensor], None] | None = take
-
-    def wait_at(self, output: Tensor) -> None:
-        """Takes the gradient that goes into a layer, after all hooks that the user may put on its output later.
-
-        Hooks of a tensor run in the order in which they were added, and may change the gradient (those that clip it in
-        a recurrent loop). The weight's gradient is made of what the layer's own operation gets after all of them.
-        """
-        self._wait_at_node(*_edge_of(output))
-
-    def wait_for_loss(self, output: Tensor) -> None:
-        """Takes the gradient of a loss with respect to a model's output, whatever precision the loss was computed in.
-
-        Accelerate's mixed precision returns a float32 copy of the model's output, whereas a model that also returns its
-        loss has computed that from the original. So this waits at the original.
-        """
-        edge: Any = _edge_of(output)
-        if edge[0].name() != _COPIED:
-            output.register_hook(self)
-            return
-        while edge[0].name() == _COPIED:
-            edge = edge[0].next_functions[0]
-        self._wait_at_node(*edge)
-
-    def _wait_at_node(self, node: Any, number: int) -> None:
-        node.register_prehook(functools.partial(self._on_node, number))
-
-    def _on_node(self, number: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """Is called before the backward of the operation that made the output, its result with this ``number``."""
+    def on_gradients(gradients: tuple[Tensor | None, ...]) -> None:
         g = gradients[number]
-        if g is not None:
-            self(g)
-
-    def __call__(self, g: Tensor) -> None:
-        if self.take is None:
+        if g is None or not waiting:
             return
-        self.take(g)
-        if _pass_goes_on() and not torch._C._autograd._get_current_graph_task_keep_graph():
-            self.take = None
+        waiting[0](g)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            waiting.clear()
 
-
-def _edge_of(output: Tensor) -> tuple[Any, int]:
-    """The node that a backward pass goes to from a tensor, and the number of the tensor among the node's results."""
-    if output.grad_fn is None:
-        return torch.autograd.graph.get_gradient_edge(output)[:2]
-    return output.grad_fn, output.output_nr
-
-
-def _pass_goes_on() -> bool:
-    """Whether the backward pass in progress goes through the node of the tensor whose hook runs."""
-    behind = (node for node, _ in torch._C._current_autograd_node().next_functions if node is not None)
-    try:
-        return any(torch._C._will_engine_execute_node(node) for node in behind)
-    except RuntimeError:  # raised for leaves whose gradient the pass returns
-        return True
+    node.register_prehook(on_gradients)

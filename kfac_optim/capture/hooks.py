@@ -34,7 +34,7 @@ from ..cuda_graphs import refuse_cuda_graphs
 from ..distributed import is_sharded, own_part
 from ..layers import AttentionLayer, KroneckerLayer, LinearLayer, ProjectionCall
 from .attention import ProjectionTap, remove_taps
-from .calls import CONCURRENT, ModelCall, ModelCalls, PendingGradient, in_backward, own_result
+from .calls import CONCURRENT, ModelCall, ModelCalls, in_backward, own_result, take_gradient
 from .compiled import CompiledCalls
 from .copies import leave_hooks_behind
 from .fisher import Fisher
@@ -303,7 +303,7 @@ class Capture:
             call.await_gradient(layer_call, torch.autograd.graph.get_gradient_edge(result))
         else:
             take = functools.partial(self._passes.record_output_gradient, layer_call, call or self._calls.last)
-            PendingGradient(take).wait_at(result)
+            take_gradient(result, take)
         return None
 
     def _await_hidden(self, index: int, output: Tensor) -> None:

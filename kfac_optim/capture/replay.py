@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..layers import KroneckerLayer, spread_examples
-from .calls import PendingGradient, in_backward
+from .calls import in_backward, take_gradient
 from .copies import leave_hooks_behind
 from .fisher import Fisher
 from .gradients import GradientWatch, destination
@@ -231,7 +231,7 @@ class Replay:
         if isinstance(parameters, Tensor) and parameters.requires_grad and parameters.dim():
             call = _Call(*begun, parameters.detach(), self.loss_terms.count(args, kwargs, output))
             # The graph of the output keeps the call until the gradient has arrived.
-            PendingGradient(functools.partial(self._on_gradient, call)).wait_for_loss(parameters)
+            take_gradient(parameters, functools.partial(self._on_gradient, call), of_loss=True)
 
     def _on_gradient(self, call: _Call, gradient: Tensor) -> None:
         """Notes the gradient of an output, if the pass is one of the loss (see ``gradients.py``)."""

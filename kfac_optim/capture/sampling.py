@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .calls import ModelCall, PendingGradient
+from .calls import ModelCall, take_gradient
 from .fisher import Fisher
 from .gradients import destination
 from .microbatch import BackwardPasses, LayerCall
@@ -79,7 +79,7 @@ class SampledBackward:
             for (layer_call, _), g in zip(awaited, gradients, strict=True)
             if g is not None
         ]
-        PendingGradient(functools.partial(self._commit, call, pending)).wait_for_loss(logits)
+        take_gradient(logits, functools.partial(self._commit, call, pending), of_loss=True)
 
     @torch.no_grad()
     def _sampled_gradient(self, logits: Tensor, generator: torch.Generator) -> Tensor:
