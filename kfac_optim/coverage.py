@@ -113,7 +113,8 @@ class TrainedModel:
         for i, parameter in enumerate(self.parameters):
             if parameter not in covered and parameter not in uncovered:
                 uncovered[parameter] = (f"parameter {i}", "no module of the model owns it")
-        self._note_whereabouts()
+        computed = {p for p, (_, reason) in uncovered.items() if COMPUTED in reason}
+        self._whereabouts = Whereabouts(self.roots, [block.layer for block in blocks], computed)
 
     def warn_if_uncovered(self, skipped: Sequence[str]) -> None:
         """Warns at construction if nothing is preconditioned, or a pattern of ``skip_layers`` matches nothing.
@@ -168,8 +169,7 @@ class TrainedModel:
 
         Args:
             stepped: The parameters that the optimizer steps on.
-            first: Whether it has taken no step yet: a framework may then have replaced the parameters of the model and
-                of the optimizer.
+            first: Whether it has taken no step yet, so that the layers have to be checked even if they are unchanged.
 
         Returns:
             Whether the layers may have changed, so that :meth:`find_blocks` has to be called again.
@@ -182,16 +182,12 @@ class TrainedModel:
         # With fewer parameters, groups were taken out of the optimizer: for good, unless they return within some steps.
         self._steps_on_fewer = self._steps_on_fewer + 1 if len(stepped) < len(self.parameters) else 0
         known = all(p in self.parameters for p in stepped) and self._steps_on_fewer < UNSEEN_STEPS
-        replaced = self._replacements(stepped) if first and not known else {}
         if not known:
-            new = replaced or self._moves(stepped)
+            new = self._moves(stepped)
             self.parameters = dict.fromkeys(stepped)
             for block in self.blocks:
                 block.layer.replace_parameters({p: new.get(p, p) for p in block.layer.parameters})
-        if replaced:
-            self.uncovered = {replaced[p]: reason for p, reason in self.uncovered.items()}
-            self._note_whereabouts()
-        unchanged = bool(replaced) or (known and whole)
+        unchanged = known and whole
         if first or not unchanged:
             self._check(stepped)
         return not unchanged
@@ -213,12 +209,11 @@ class TrainedModel:
         """The parameters that the modules have now."""
         return {p for root in self.roots for p in root.parameters()}
 
-    def _note_whereabouts(self) -> None:
-        computed = {p for p, (_, reason) in self.uncovered.items() if COMPUTED in reason}
-        self._whereabouts = Whereabouts(self.roots, [block.layer for block in self.blocks], computed)
-
     def _moves(self, stepped: Sequence[nn.Parameter]) -> Mapping[nn.Parameter, nn.Parameter]:
         """By parameter, the one of the same shape that has taken its place and that the optimizer steps on.
+
+        Frameworks that shard a model after the optimizer was built replace the parameters of both (Accelerate does so
+        for FSDP2).
 
         Raises:
             RuntimeError: If weights of layers may have moved into new tensors that no module owns (flat partitions).
@@ -234,22 +229,6 @@ class TrainedModel:
                 "engine.precondition_(lr) between its backward and its step"
             )
         return {p: q for p, q in now.items() if q in stepping and q.shape == p.shape}
-
-    def _replacements(self, stepped: Sequence[nn.Parameter]) -> Mapping[nn.Parameter, nn.Parameter]:
-        """The parameters with which a framework has replaced the trained ones, which have the same order.
-
-        Frameworks that shard a model after the optimizer was built may replace the parameters of both before the first
-        step (Accelerate does so for FSDP2).
-
-        Returns:
-            The new parameters by the old ones; empty if none were replaced, or some not by a weight of the model that
-            has the same shape.
-        """
-        replaced = any(p not in self.parameters for p in stepped) and len(stepped) == len(self.parameters)
-        if not (replaced and self._owned().issuperset(stepped)):
-            return {}
-        pairs = dict(zip(self.parameters, stepped, strict=True))
-        return pairs if all(old.shape == new.shape for old, new in pairs.items()) else {}
 
     def _check(self, stepped: Sequence[nn.Parameter]) -> None:
         """Raises RuntimeError unless the layers have the model's own parameters, and weights are matrices."""
