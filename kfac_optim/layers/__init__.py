@@ -33,7 +33,6 @@ Where to look::
     attention.py     the projections of MultiheadAttention
     lookalikes.py    modules that have their own forward but compute the same as one of the above
     limits.py        how much of a factor is kept: all of it, blocks or the diagonal
-    ownership.py     the modules that own some parameters; the user's modules inside wrappers
 """
 
 from . import attention, convolution, linear, norm  # noqa: F401  (each registers its layers)
@@ -41,7 +40,6 @@ from .attention import AttentionInputLayer, AttentionLayer, ProjectionCall
 from .base import COMPUTED, Declined, KroneckerLayer, LayerOptions, Observation, RowsLayer, Sharing
 from .linear import LinearLayer
 from .moments import gram, second_moment, spread_examples
-from .ownership import owners_of, unwrap
 from .registry import register_layer
 from .search import find_layers, skip_reason
 from .shifts import shift_pays
@@ -62,11 +60,9 @@ __all__ = [
     "Windows",
     "find_layers",
     "gram",
-    "owners_of",
     "register_layer",
     "second_moment",
     "shift_pays",
     "skip_reason",
     "spread_examples",
-    "unwrap",
 ]
