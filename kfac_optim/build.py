@@ -120,9 +120,7 @@ class BuiltEngine(Config):
             fisher=self._sampled_fisher,
             dtype=torch.promote_types(self.factor_dtype, torch.float32),
             stage=self._stopwatch.stage,
-            rank=self.comm.rank,
             on_thrown_away=self._steering.opposition.note_captured_lost,
-            left_out=self.ranks.left_out(self.trained.blocks),
         )
         if self._closed:
             self._capture.close()
@@ -143,7 +141,7 @@ class BuiltEngine(Config):
         """Goes on with the ranks of another communicator."""
         if self.ranks.change(comm, self.trained.blocks):
             self._assign()
-            self._capture.change_rank(comm.rank, self.ranks.left_out(self.trained.blocks))
+            self._prepare_statistics()
             for block in self.trained.blocks:
                 block.take_factors(block.state, comm.rank)
             self._refresher.invalidate()
@@ -195,8 +193,7 @@ class BuiltEngine(Config):
         if before == self.trained.blocks and layers == self.layers:
             return
         self._rebuild_stages()
-        # What this step has captured went with the old hooks.
-        self._capture.prepare(step=self.step_count, enabled=False, fraction=1.0, grad_scaler=self.grad_scaler)
+        self._prepare_statistics(collects=False)  # what this step has captured went with the old hooks
         for block in before:
             if block not in self.trained.blocks:
                 block.drop()
@@ -287,12 +284,14 @@ class BuiltEngine(Config):
             "comm_dtype": self.comm.comm_dtype,
         }
 
-    def _prepare_statistics(self) -> None:
-        """Decides, before the forward pass of the coming step, whether that step collects statistics."""
-        step = self.step_count
+    def _prepare_statistics(self, *, collects: bool = True) -> None:
+        """Decides, before the forward pass of the coming step, whether it collects statistics, if ``collects``."""
+        step, collects = self.step_count, collects and not self._closed
         self._capture.prepare(
             step=step,
-            enabled=not self._closed and due(self.statistics_interval(step), step, self.last_statistics),
+            rank=self.comm.rank,
+            left_out=self.ranks.left_out,
+            enabled=collects and due(self.statistics_interval(step), step, self.last_statistics),
             fraction=self.at("factor_batch_fraction", step),
             grad_scaler=self.grad_scaler,
         )

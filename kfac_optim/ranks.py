@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,9 +34,11 @@ class Ranks:
     Attributes:
         comm: Their communicator.
         work: Which ranks decompose and precondition which layers; known after :meth:`share_out`.
+        left_out: The indices of the layers for which this rank's statistics do not count, likewise.
     """
 
     work: Assignment
+    left_out: set[int]
 
     def __init__(self, given: Communicator | None) -> None:
         self._given = given is not None
@@ -65,13 +67,10 @@ class Ranks:
         for block, workers in zip(blocks, self.work.layers, strict=True):
             own = [route for route in routes[workers.gradient_workers] if rank in route[1] and len(route[1]) > 1]
             block.set_workers(workers, own[0] if own else None)
+        counted = (any(workers.counts(side, rank) for side in range(2)) for workers in self.work.layers)
+        self.left_out = {i for i, counts in enumerate(counted) if not counts}
         self._groups = self.work.groups(world_size)
         self.comm.check_groups(self._groups)
-
-    def left_out(self, blocks: Iterable[Block]) -> set[int]:
-        """The indices of the blocks for which this rank's statistics do not count."""
-        workers = [block.workers for block in blocks]
-        return {i for i, w in enumerate(workers) if not any(w.counts(side, self.comm.rank) for side in range(2))}
 
     def change(self, comm: Communicator, blocks: Sequence[Block]) -> bool:
         """Goes on with another communicator.

@@ -56,8 +56,6 @@ class Capture:
         roots: The modules that contain the layers' modules.
         loss_terms: Counts M.
         fisher: The distribution to sample targets from; None for the empirical Fisher.
-        rank: This process's rank; every rank draws its own samples.
-        left_out: The indices of layers whose statistics are taken by other ranks only.
         dtype: Precision of the moments.
         stage: Returns, for the name of a stage, a context manager that times it.
         on_thrown_away: Called if gradients are removed before a step although their backward passes were captured.
@@ -70,20 +68,18 @@ class Capture:
         *,
         loss_terms: LossTerms,
         fisher: Fisher | None,
-        rank: int,
         dtype: torch.dtype,
         stage: Callable[[str], AbstractContextManager[None]],
         on_thrown_away: Callable[[], None],
-        left_out: Collection[int] = (),
     ) -> None:
         self.layers = list(layers)
-        self._left_out, self._on_thrown_away = left_out, on_thrown_away
-        self._loss_terms = loss_terms
+        self._loss_terms, self._on_thrown_away = loss_terms, on_thrown_away
+        self._left_out: Collection[int] = ()
         self._calls, self._uses = ModelCalls(), WeightUses(self.layers)
         self.frozen_passes = FrozenPasses(self.layers)
         self._recorder = Recorder(self.layers, dtype, stage)
         self._passes = BackwardPasses(self._recorder, on_thrown_away)
-        self._sampling = None if fisher is None else SampledBackward(fisher, rank, self._passes, roots)
+        self._sampling = None if fisher is None else SampledBackward(fisher, self._passes, roots)
         self._compiled = CompiledCalls(self._calls, self._passes, sampled=fisher is not None)
         self._handles: list[Any] = []
         self._attach(roots)
@@ -104,24 +100,30 @@ class Capture:
         """Whether the model has been called in this step."""
         return self._calls.have_begun or self._compiled.has_begun or bool(self.statistics.terms)
 
-    def prepare(self, *, step: int, enabled: bool, fraction: float, grad_scaler: torch.amp.GradScaler | None) -> None:
+    def prepare(
+        self,
+        *,
+        step: int,
+        rank: int,
+        left_out: Collection[int],
+        enabled: bool,
+        fraction: float,
+        grad_scaler: torch.amp.GradScaler | None,
+    ) -> None:
         """Sets what the coming step captures.
 
         Args:
-            step: The number of the step, which seeds the sampled targets.
+            step: The number of the step.
+            rank: This process's rank; every rank draws its own samples in every step.
+            left_out: The indices of layers whose statistics are taken by other ranks only.
             enabled: Whether the step collects statistics.
             fraction: The share of the examples that statistics are collected from.
             grad_scaler: The scaler whose loss scale the gradients carry, if any.
         """
         self._recorder.prepare(enabled=enabled, fraction=fraction, grad_scaler=grad_scaler)
-        if self._sampling is not None:
-            self._sampling.prepare(step)
-
-    def change_rank(self, rank: int, left_out: Collection[int]) -> None:
-        """Goes on with another rank, which sets the sampled targets, and with other layers to leave out."""
         self._left_out = left_out
         if self._sampling is not None:
-            self._sampling.change_rank(rank)
+            self._sampling.prepare(step, rank)
 
     def close(self) -> None:
         """Removes every hook and forgets what was captured."""

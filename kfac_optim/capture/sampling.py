@@ -28,25 +28,19 @@ class SampledBackward:
 
     Args:
         fisher: The distribution.
-        rank: This process's rank; each rank draws its own samples.
         passes: Receives the moments when the user's backward pass has reached the model's output.
         roots: The modules that contain the layers' modules.
     """
 
-    def __init__(self, fisher: Fisher, rank: int, passes: BackwardPasses, roots: Sequence[nn.Module]) -> None:
-        self.fisher, self.rank, self.recorder, self.passes = fisher, rank, passes.recorder, passes
-        self.roots = roots
-        self._step = 0
+    def __init__(self, fisher: Fisher, passes: BackwardPasses, roots: Sequence[nn.Module]) -> None:
+        self.fisher, self.recorder, self.passes, self.roots = fisher, passes.recorder, passes, roots
+        self._step = self._rank = 0
         self._samples = 0  # how many were drawn in this step
         self._checked = False  # whether the loss's gradient was checked
 
-    def prepare(self, step: int) -> None:
-        """Sets the number of the step, which seeds the samples."""
-        self._step = step
-
-    def change_rank(self, rank: int) -> None:
-        """Goes on as another rank."""
-        self.rank = rank
+    def prepare(self, step: int, rank: int) -> None:
+        """Sets the number of the step and that of this process, which seed the samples."""
+        self._step, self._rank = step, rank
 
     def restart(self) -> None:
         """Starts the step anew, with its first sample."""
@@ -60,7 +54,7 @@ class SampledBackward:
         if not (isinstance(logits, Tensor) and logits.requires_grad) or logits.dim() == 0 or not awaited:
             return
         self._require_whole_model(call)
-        seed = hash((fisher.seed, self.rank, self._step, self._samples)) % 2**63
+        seed = hash((fisher.seed, self._rank, self._step, self._samples)) % 2**63
         self._samples += 1
         with self.recorder.stage("sampled backward"), torch.autocast(logits.device.type, enabled=False):
             target = self._sampled_gradient(logits, torch.Generator(logits.device).manual_seed(seed))
