@@ -112,8 +112,7 @@ class StatefulEngine(BuiltEngine):
             self._refresher.invalidate()
             if self.ranks.alone:  # several ranks do it together, in their next step
                 self._refresher.rebuild(self.step_count, self.trained.blocks, self.comm)
-        if self._capture.has_begun:
-            self._sightings.lose()
+        self._sightings.lose()
         self._capture.forget()
         self._prepare_statistics()
 

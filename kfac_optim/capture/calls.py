@@ -93,11 +93,6 @@ class ModelCalls:
         self.last: ModelCall | None = None
         self._depth = 0  # how many calls of the open call's module are in progress: it may call itself
 
-    @property
-    def have_begun(self) -> bool:
-        """Whether a call is in progress, or has returned in this step."""
-        return self.current is not None or self.last is not None
-
     def are_inside(self, module: nn.Module) -> bool:
         """Whether the open call is another module's, so that no call begins or ends with this one."""
         call = self.current

@@ -58,11 +58,6 @@ class CompiledCalls:
         self._handle = next(_HANDLES)  # a number by which graphs refer to this object
         _WATCHERS[self._handle] = self
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a compiled call is in progress, or awaits its backward pass."""
-        return self._running is not None or self._traced is not None
-
     # While a graph is traced.
 
     def trace_model_call_end(self, call: ModelCall) -> None:

@@ -95,11 +95,6 @@ class Capture:
         """Whether the step collects statistics."""
         return self._recorder.enabled
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the model has been called in this step."""
-        return self._calls.have_begun or self._compiled.has_begun or bool(self.statistics.terms)
-
     def prepare(
         self,
         *,
