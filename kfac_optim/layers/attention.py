@@ -123,9 +123,8 @@ class AttentionInputLayer(AttentionLayer):
 
 
 @register_layer(nn.MultiheadAttention)
-def _attention(name: str, module: nn.Module, options: LayerOptions) -> Sequence[KroneckerLayer]:
+def _attention(name: str, module: Any, options: LayerOptions) -> Sequence[KroneckerLayer]:
     """The input and output projections; q, k, v of different widths have three weights that share one bias."""
-    assert isinstance(module, nn.MultiheadAttention)
     prefix = f"{name}." if name else ""
     out = AttentionLayer(f"{prefix}out_proj", module.out_proj, options, host=module, weight="weight", bias="bias")
     own: dict[str, Any] = {"host": module, "bias": "in_proj_bias"}

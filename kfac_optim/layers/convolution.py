@@ -32,17 +32,15 @@ class _ConvNdLayer(RowsLayer):
 
     copies_rows = True
 
-    def structure(self, module: nn.Module) -> tuple[int, int, int]:
-        assert isinstance(module, nn.modules.conv._ConvNd)
+    def structure(self, module: Any) -> tuple[int, int, int]:
         d_in = module.in_channels // module.groups * math.prod(module.kernel_size)
         return module.groups, module.out_channels // module.groups, d_in + (self.bias is not None)
 
-    def batch_dim_of(self, module: nn.Module, x: Tensor) -> int | None:
-        assert isinstance(module, nn.modules.conv._ConvNd)
+    def batch_dim_of(self, module: Any, x: Tensor) -> int | None:
         return 0 if x.dim() == len(module.kernel_size) + 2 else None
 
     @abstractmethod
-    def windows(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
+    def windows(self, module: Any, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
         """The image that the kernel slides over, and how it slides.
 
         Args:
@@ -51,8 +49,7 @@ class _ConvNdLayer(RowsLayer):
             output: Its output.
         """
 
-    def observe(self, module: nn.Module, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
-        assert isinstance(module, nn.modules.conv._ConvNd)
+    def observe(self, module: Any, a: Tensor, output: Tensor, dtype: torch.dtype) -> Observation:
         if self.by_example or self.specs[0].diagonal or self.specs[0].blocks > 1:
             return super().observe(module, a, output, dtype)
         image, windows = self._batched(module, self.multiplicand(a.detach(), dtype), output)
@@ -66,21 +63,19 @@ class _ConvNdLayer(RowsLayer):
             moment = with_ones(moment, total.reshape(module.groups, -1), count)
         return Observation(moment, count)
 
-    def input_rows(self, module: nn.Module, a: Tensor, output: Tensor) -> Iterable[Tensor]:
-        assert isinstance(module, nn.modules.conv._ConvNd)
+    def input_rows(self, module: Any, a: Tensor, output: Tensor) -> Iterable[Tensor]:
         image, windows = self._batched(module, a, output)
         for chunk in image.split(windows.examples_at_once(image)):
             patches = windows.unfold(chunk)
             patches = patches.movedim(1, len(windows.size) + 1).flatten(1, len(windows.size))
             yield patches.reshape(*patches.shape[:2], module.groups, -1)
 
-    def _batched(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
+    def _batched(self, module: Any, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
         """:meth:`windows` of an input that may be a single example without a batch dimension."""
         unbatched = a.dim() == len(module.kernel_size) + 1
         return self.windows(module, a[None], output[None]) if unbatched else self.windows(module, a, output)
 
-    def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
-        assert isinstance(module, nn.modules.conv._ConvNd)
+    def output_rows(self, module: Any, g: Tensor, context: Any) -> Tensor:
         if g.dim() == len(module.kernel_size) + 1:
             g = g[None]
         return pixels(g, self.pairs)
@@ -112,7 +107,7 @@ def _hashable(setting: Any) -> _PerDimension:
 class ConvLayer(_ConvNdLayer):
     """``nn.Conv1d/2d/3d`` with any stride, padding, padding mode, dilation and groups."""
 
-    def windows(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
+    def windows(self, module: Any, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
         padding: Any = module.padding  # not what the constructor made of it: users may have set it anew
         if module.padding_mode != "zeros":
             a, padding = F.pad(a, module._reversed_padding_repeated_twice, mode=module.padding_mode), 0
@@ -129,7 +124,7 @@ class ConvLayer(_ConvNdLayer):
 class ConvTransposeLayer(_ConvNdLayer):
     """``nn.ConvTranspose1d/2d/3d``: a convolution of the zero-stuffed input with the flipped kernel."""
 
-    def windows(self, module: nn.modules.conv._ConvNd, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
+    def windows(self, module: Any, a: Tensor, output: Tensor) -> tuple[Tensor, Windows]:
         padding: list[int] = []
         size = tuple(module.kernel_size)
         settings = (module.stride, module.padding, module.dilation)
