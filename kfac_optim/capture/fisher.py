@@ -16,8 +16,6 @@ from .loss_terms import main_tensor
 
 __all__ = ["Bernoulli", "Categorical", "Fisher", "Gaussian"]
 
-# A distribution that is only sampled from need not define these methods; KFAC asks for them when it is built.
-_NEEDED = "fisher={0}: it has no {1}(), which KFAC needs beside samples: define it, see kfac_optim.Fisher"
 _ROUNDING = 0.02  # the error allowed in a target, which may come from a half-precision gradient
 
 
@@ -78,7 +76,7 @@ class Fisher(ABC):
         """
         return ""
 
-    # What KFAC needs beside samples ----------------------------------------------------------------------------------
+    # What KFAC needs beside samples; it asks for the first two of these methods when it is built ----------------------
 
     def root(self, output: Tensor, u: Tensor) -> Tensor:
         """``R u`` with ``R' R = F``, where F is the Fisher matrix of the distribution of each loss term.
@@ -89,11 +87,11 @@ class Fisher(ABC):
             output: The distribution's parameters.
             u: A change of them, of the same shape.
         """
-        raise NotImplementedError(_NEEDED.format(type(self).__name__, "root"))
+        raise NotImplementedError
 
     def divergence(self, output: Tensor, other: Tensor) -> Tensor:
         """The KL divergence of the distribution at ``other`` from that at ``output``, summed over all terms; 0-dim."""
-        raise NotImplementedError(_NEEDED.format(type(self).__name__, "divergence"))
+        raise NotImplementedError
 
     def target_problem(self, output: Tensor, gradient: Tensor) -> str:
         """Why a gradient cannot be that of the negative log likelihood, because targets are bounded.

@@ -97,11 +97,6 @@ def test_a_distribution_without_products_says_so() -> None:
 
     with pytest.raises(TypeError, match=r"fisher=Noise: .*lacks root\(\) and divergence\(\)"):
         KFAC(nn.Linear(2, 1), fisher=Noise())
-    z = torch.zeros(2, 1)
-    with pytest.raises(NotImplementedError, match=r"fisher=Noise: it has no root\(\), .* see kfac_optim.Fisher"):
-        Noise().root(z, z)
-    with pytest.raises(NotImplementedError, match=r"fisher=Noise: it has no divergence\(\), .* see kfac_optim.Fisher"):
-        Noise().divergence(z, z)
 
 
 # The coefficients ----------------------------------------------------------------------------------------------------
