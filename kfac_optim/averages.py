@@ -234,10 +234,6 @@ class Increment:
         return weight, (past * float(average["trace"]) + self.trace) / weight if weight else 0.0
 
 
-# The numbers of so many averages are made in one tensor, because making one for each takes longer than the rest of an
-# update. They aren't all in one, because pickle writes with each of its views the whole of it.
-_TOGETHER = 16
-
 _Update = tuple[dict[str, Tensor], Increment]  # a running average, and the numbers of its update
 
 
@@ -272,12 +268,9 @@ def fold_(updates: Sequence[_Update], moments: Sequence[Tensor | None]) -> None:
         if value is not average["value"]:  # a copy in float32
             write_(average, value)
     # Weights are set last, so that an interrupt cannot leave an average that has a weight but no moments.
-    for start in range(0, len(numbers), _TOGETHER):
-        some = numbers[start : start + _TOGETHER]
-        whole = torch.tensor([of_average[1:] for of_average in some], dtype=torch.float64, device="cpu").view(-1)
-        tensors = whole.unbind()
-        for (average, _, _), weight_now, trace_now in zip(some, tensors[::2], tensors[1::2], strict=True):
-            average.update(weight=weight_now, trace=trace_now)
+    for average, weight, trace in numbers:
+        average["weight"].fill_(weight)
+        average["trace"].fill_(trace)
 
 
 def _require_fit(block: Block, moments: Iterable[Tensor]) -> None:

@@ -254,12 +254,8 @@ def copy_average_(target: dict[str, Tensor], source: Mapping[str, Tensor]) -> No
 
     If another rank keeps the target, only weight and trace are copied.
     """
-    for name in _NUMBERS:
-        target[name] = source[name].detach().to(target[name], copy=True)
-    if "value" not in target:
-        return
-    if target["value"].dtype is not source["value"].dtype:
+    converted = "value" in target and target["value"].dtype is not source["value"].dtype
+    if converted:
         write_(target, read(source))  # only float16 has a scale
-        return
-    for key in target.keys() - set(_NUMBERS):
-        target[key].copy_(source[key])
+    for name, own in (numbers_of(target) if converted else target).items():
+        own.copy_(source[name])
