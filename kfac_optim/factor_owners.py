@@ -9,7 +9,7 @@ rank takes over its layer, and is sent to all ranks for a whole state.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from .blocks import SIDES, Block, KnownSpectra, Source, part_dtype
 from .distributed import Broadcast, Communicator
 from .solvers import Decomposition, EigenSolver
 
-__all__ = ["shared_spectra", "decomposed_spectra", "move_factors", "on_cpu", "refuse_to_move", "whole_state"]
+__all__ = ["shared_spectra", "decomposed_spectra", "move_factors", "refuse_to_move", "whole_state"]
 
 
 def shared_spectra(
@@ -129,10 +129,3 @@ def refuse_to_move(blocks: Sequence[Block], comm: Communicator) -> None:
             f"this engine has only the factors of rank {comm.rank} of {comm.world_size}, as its strategy shares them "
             "out, and cannot go on elsewhere: build a new optimizer and load the full_state_dict() of the old one"
         )
-
-
-def on_cpu(value: Any) -> Any:
-    """Nested dicts with all tensors moved to the CPU."""
-    if isinstance(value, Mapping):
-        return {key: on_cpu(inner) for key, inner in value.items()}
-    return value.cpu() if isinstance(value, torch.Tensor) else value

@@ -8,14 +8,15 @@ from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from .blocks import LEARNED, SIDES
 from .build import BuiltEngine
 from .capture import when_whole
 from .config import loaded_options, saved_options
 from .distributed import shard_number
-from .factor_owners import on_cpu, whole_state
+from .factor_owners import whole_state
 from .factors import copy_average_
 from .saved_state import check_counters, check_states, check_sums, checksums
 
@@ -155,7 +156,8 @@ class StatefulEngine(BuiltEngine):
         for block in self.trained.blocks:
             if block.state:
                 whole = whole_state(block, self.factor_dtype, self.comm)
-                found[block.layer.weight] = on_cpu(whole) if block.workers.shares_factors else whole
+                shared = block.workers.shares_factors
+                found[block.layer.weight] = tree_map_only(Tensor, Tensor.cpu, whole) if shared else whole
         return found
 
     @torch.inference_mode(False)  # whose tensors could not be changed in place later
