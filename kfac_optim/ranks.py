@@ -16,7 +16,6 @@ from .distributed import (
     LocalCommunicator,
     agreement,
     default_communicator,
-    make_communicator,
 )
 from .factor_owners import move_factors, refuse_to_move
 from .solvers import Solver
@@ -42,7 +41,7 @@ class Ranks:
 
     def __init__(self, given: Communicator | None) -> None:
         self._given = given is not None
-        self.comm = make_communicator() if given is None else given
+        self.comm = default_communicator() if given is None else given
         self._groups: Sequence[tuple[int, ...]] = ()
         self._prepared_for: Assignment | None = None  # the assignment whose groups exist
         self._unconfirmed_skips = 0  # steps that this rank, perhaps alone, has skipped since the last comparison
@@ -89,7 +88,8 @@ class Ranks:
 
     def late_communicator(self) -> Communicator | None:
         """The communicator of torch.distributed, if it was initialised late and the user gave none; else None."""
-        return default_communicator() if self.alone and not self._given else None
+        comm = default_communicator() if self.alone and not self._given else self.comm
+        return None if comm.world_size == self.comm.world_size else comm
 
     def prepare(self, blocks: Sequence[Block], factor_dtype: torch.dtype, compare: Callable[[], None]) -> None:
         """Makes the groups of ranks that :attr:`work` needs and moves factors, unless that is done (a collective).
@@ -144,7 +144,7 @@ class Ranks:
         Raises:
             RuntimeError: If there are several ranks now and it had a communicator of its own.
         """
-        comm = make_communicator()
+        comm = default_communicator()
         if comm.world_size > 1 and self._given:
             raise RuntimeError(
                 "this engine was pickled with a communicator= of its own, which does not travel: build a new optimizer "

@@ -55,7 +55,7 @@ from .sharding import (
     whole_shape,
 )
 from .strategies import KAISA, FactorWise, LayerWise
-from .torch import TorchCommunicator, communicator_of, default_communicator, make_communicator
+from .torch import TorchCommunicator, communicator_of, default_communicator
 
 __all__ = [
     "KAISA",
@@ -84,7 +84,6 @@ __all__ = [
     "is_sharded",
     "join_hook",
     "largest_entry",
-    "make_communicator",
     "mesh_of",
     "notify_join_context",
     "own_part",

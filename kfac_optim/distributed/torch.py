@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .communicator import Communicator, LocalCommunicator, Work
 from .sharding import mesh_of
 
-__all__ = ["TorchCommunicator", "communicator_of", "default_communicator", "make_communicator"]
+__all__ = ["TorchCommunicator", "communicator_of", "default_communicator"]
 
 
 class TorchCommunicator(Communicator):
@@ -154,12 +154,7 @@ def communicator_of(model: Any) -> Communicator | None:
     return None if group is None or group.size() == dist.get_world_size() else TorchCommunicator(group)
 
 
-def make_communicator() -> Communicator:
-    """The default communicator: that of torch.distributed's default group, or that of a single process."""
-    return default_communicator() or LocalCommunicator()
-
-
-def default_communicator() -> Communicator | None:
-    """The communicator of torch.distributed's default group; None if that is not initialised, or has one process."""
-    comm = TorchCommunicator() if dist.is_available() and dist.is_initialized() else None
-    return None if comm is None or comm.world_size == 1 else comm
+def default_communicator() -> Communicator:
+    """The communicator of torch.distributed's default group; that of a single process if it is not initialised."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return TorchCommunicator() if several else LocalCommunicator()
