@@ -10,82 +10,55 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .blocks import SIDES, Block, KnownSpectra, Source, part_dtype
+from .blocks import SIDES, Block, KnownSpectra, Source
 from .distributed import Broadcast, Communicator
-from .solvers import Decomposition, EigenSolver
 
-__all__ = ["shared_spectra", "decomposed_spectra", "move_factors", "refuse_to_move", "whole_state"]
+__all__ = ["known_spectra", "move_factors", "refuse_to_move", "whole_state"]
 
 
-def shared_spectra(
-    blocks: Sequence[Block], source: Source, comm: Communicator, *, largest: bool = True
+def known_spectra(
+    blocks: Sequence[Block],
+    source: Source,
+    comm: Communicator,
+    largest: Callable[[Block, int], Tensor] | None = None,
 ) -> dict[Block, KnownSpectra]:
-    """The mean and largest eigenvalues of factors that are shared out (a collective if there are such factors).
+    """What the ranks have to tell each other of eigenvalues (a collective if there is something).
 
     Args:
-        blocks: The same on all ranks; those whose factors every rank keeps are left out of the result.
+        blocks: The same on all ranks.
         source: Which of the blocks' factors to look at.
         comm: The ranks.
-        largest: Whether to compute the largest eigenvalues, too, by some 32 products of each factor with a vector.
+        largest: Returns the largest eigenvalues of A (side 0) or G (side 1) of a block, ``[p]``; zeros on ranks that do
+            not know them. None: those of factors that are shared out are found by some 32 products of each factor with
+            a vector.
 
     Returns:
-        The mean and, if wanted, largest eigenvalues by block, the same on all ranks.
+        The eigenvalues by block, the same on all ranks. The mean ones are known if the factors are shared out, the
+        largest ones if they are or ``largest`` is given; other blocks are left out.
     """
-    shared = [block for block in blocks if comm.world_size > 1 and block.workers.shares_factors]
-    own = []
-    for block in shared:
-        factors, dtype = block.factors(source), block.state["in_use"]["gamma"].dtype
-        elsewhere = torch.zeros(block.layer.pairs, dtype=dtype, device=block.layer.weight.device)
-        for side in range(2):
-            kept = factors.kept(side)
-            own.append(factors.mean(side) if kept else elsewhere)
-            own += [factors.largest_of(side) if kept else elsewhere] if largest else []
+    shared = {block for block in blocks if comm.world_size > 1 and block.workers.shares_factors}
+    told = [block for block in blocks if largest is not None or block in shared]
+    own: list[Tensor] = []
+    for block, side in itertools.product(told, range(2)):
+        factors, gamma = block.factors(source), block.state["in_use"]["gamma"]
+        if largest is not None:
+            own.append(largest(block, side))
+        else:
+            own.append(factors.largest_of(side) if factors.kept(side) else torch.zeros_like(gamma))
+        if block in shared:
+            own.append(factors.mean(side) if factors.kept(side) else torch.zeros_like(gamma))
     found = iter(comm.sum(own, "counts"))
 
     def of(block: Block) -> KnownSpectra:
-        a, g = ([next(found) for _ in range(1 + largest)] for _ in range(2))
-        return KnownSpectra((a[0], g[0]), (a[1], g[1]) if largest else None)
+        a, g = ([next(found) for _ in range(1 + (block in shared))] for _ in range(2))
+        return KnownSpectra(means=(a[1], g[1]) if block in shared else None, largest=(a[0], g[0]))
 
-    return {block: of(block) for block in shared}
-
-
-def decomposed_spectra(
-    blocks: Sequence[Block],
-    source: Source,
-    found: Callable[[Block, int], Decomposition | None],
-    solver: EigenSolver,
-    inv_dtype: torch.dtype,
-    comm: Communicator,
-) -> dict[Block, KnownSpectra]:
-    """As :func:`shared_spectra`, but the largest eigenvalues come from decompositions, for all blocks (a collective).
-
-    Args:
-        blocks: The blocks that were decomposed, the same on all ranks.
-        source: Which of their factors were decomposed.
-        found: Returns the decomposition of A (0) or G (1) of a block; None if another rank made it.
-        solver: The solver that made it.
-        inv_dtype: The dtype of stored decompositions.
-        comm: The ranks.
-
-    Returns:
-        By block, the largest eigenvalues and, if its factors are shared out, the means.
-    """
-    own, dtype = [], part_dtype(1, inv_dtype)
-    for block, side in itertools.product(blocks, range(2)):
-        parts = found(block, side)
-        if parts is None:
-            own.append(torch.zeros(block.layer.pairs, dtype=dtype, device=block.layer.weight.device))
-        else:
-            own.append(block.specs[side].largest_of_blocks(solver.largest(parts)).to(dtype))
-    pairs = iter(comm.sum(own, "counts"))
-    largest = dict(zip(blocks, zip(pairs, pairs, strict=True), strict=True))
-    means = shared_spectra(blocks, source, comm, largest=False)
-    return {block: replace(means.get(block, KnownSpectra()), largest=largest[block]) for block in blocks}
+    return {block: of(block) for block in told}
 
 
 def whole_state(block: Block, dtype: torch.dtype, comm: Communicator) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from .config import Config
 from .damping import Damping, unit_of, value_of
 from .diagnostics import StageTimes, communicating
 from .distributed import Broadcast, Communicator
-from .factor_owners import decomposed_spectra, shared_spectra
+from .factor_owners import known_spectra
 from .jobs import RefreshInProgress, batch_of, together
 from .pacing import Pace
 from .solvers import (
@@ -94,7 +94,7 @@ class Refresher:
             spread: The number of steps that share the work; the first refresh is always done at once.
             comm: The ranks.
         """
-        known = shared_spectra([] if isinstance(self.solver, EigenSolver) else blocks, "current", comm)
+        known = known_spectra([] if isinstance(self.solver, EigenSolver) else blocks, "current", comm)
         value, damped = value_of(damping, step), blocks if damps_factors(self.solver) else []
         gammas = {
             block: value * unit_of(damping, block.factors("current", known.get(block)), block.specs[0].pairs)
@@ -126,7 +126,7 @@ class Refresher:
             refresh = RefreshInProgress(step, 0, "in_use", decomposed, comm.rank)
             for stale in (refresh, self.in_progress):
                 if stale is not None and not isinstance(self.solver, EigenSolver):
-                    stale.spectra.update(shared_spectra(stale.blocks, stale.source, comm))
+                    stale.spectra.update(known_spectra(stale.blocks, stale.source, comm))
             self._work_off(refresh, step, comm)
             self._stale = False
 
@@ -179,7 +179,8 @@ class Refresher:
         failed, found = self._exchange(refresh, comm)
         known = refresh.spectra
         if isinstance(self.solver, EigenSolver):
-            known = decomposed_spectra(refresh.blocks, refresh.source, refresh.found, self.solver, self.inv_dtype, comm)
+            largest = functools.partial(self._largest, self.solver, refresh)
+            known = known_spectra(refresh.blocks, refresh.source, comm, largest)
         for block, own in found:
             if refresh.source != "in_use":
                 block.factors("in_use").freeze(block.factors(refresh.source), refresh.gamma(block))
@@ -218,6 +219,12 @@ class Refresher:
                 found.append((block, (sides[0], sides[1]) if comm.rank in workers.gradient_workers else None))
             comm.send(broadcasts, "decompositions")
         return failed, found
+
+    def _largest(self, solver: EigenSolver, refresh: RefreshInProgress, block: Block, side: int) -> Tensor:
+        """The largest eigenvalues that a refresh has found, ``[p]``; zeros if another rank has found them."""
+        parts, like = refresh.found(block, side), block.state["in_use"]["gamma"]
+        found = torch.zeros_like(like) if parts is None else block.specs[side].largest_of_blocks(solver.largest(parts))
+        return found.to(part_dtype(1, self.inv_dtype))
 
     def _receive_buffers(self, block: Block, side: int) -> Decomposition:
         """Uninitialised tensors to receive a decomposition from another rank."""
