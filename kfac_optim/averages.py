@@ -177,8 +177,7 @@ class Averaging:
 
     def _summed(self, local: Mapping[Block, LocalSums], comm: Communicator) -> Iterator[tuple[_Update, Tensor | None]]:
         """Sums the moments of all ranks for each update (a collective); None if another rank gets the sum."""
-        everywhere: list[tuple[_Update, Tensor]] = []
-        shared: list[tuple[int, _Update, Tensor]] = []  # each with the rank that gets the sum
+        sent: list[tuple[int | None, _Update, Tensor]] = []  # each with the only rank that gets the sum, if it is one
         for block, of_block in local.items():
             workers = block.workers
             for i, (side, spec) in enumerate(zip(SIDES, block.specs, strict=True)):
@@ -190,17 +189,15 @@ class Averaging:
                     own = spec.zeros(self.dtype, block.layer.weight.device)
                 else:
                     own = of_block.sums[i]
-                if owner is None:
-                    everywhere.append((update, own))
-                elif workers.factors == "local":  # nothing is sent: the owner's own part is the whole sum
+                if workers.factors == "local":  # nothing is sent: the owner's own part is the whole sum
                     yield update, own
                 else:
-                    shared.append((owner, update, own))
-        pooled = comm.sum([own for _, own in everywhere], "factors", compressed=True)
-        yield from zip([update for update, _ in everywhere], pooled, strict=True)
-        shared.sort(key=lambda item: item[0])  # neighbours that have the same owner share a bucket
-        mine = comm.reduce([own for *_, own in shared], [owner for owner, *_ in shared], "factors", compressed=True)
-        yield from zip([update for _, update, _ in shared], mine, strict=True)
+                    sent.append((owner, update, own))
+        sent.sort(key=lambda item: -1 if item[0] is None else item[0])  # neighbours of one owner share a bucket
+        owners = [owner for owner, *_ in sent]
+        sums = comm.sum([own for *_, own in sent], "factors", owners=owners, compressed=True)
+        for (owner, update, _), total in zip(sent, sums, strict=True):
+            yield update, total if owner in (None, comm.rank) else None
 
 
 def _counted(blocks: Sequence[Block], rank: int) -> Tensor:

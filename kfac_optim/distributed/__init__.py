@@ -21,7 +21,7 @@ Where to look::
 
     assignment.py       which ranks decompose a layer's factors, which precondition it, and which keep its factors
     strategies.py       the strategies, which make these assignments: pure policy, no processes
-    communicator.py     what the engine calls: sum, reduce, send, exchange; traffic is counted here
+    communicator.py     what the engine calls: sum, send, exchange; traffic is counted here
     packing.py          tensors as flat bytes
     torch.py            the communicator of torch.distributed
     horovod.py          the communicator of Horovod

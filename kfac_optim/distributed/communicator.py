@@ -1,10 +1,10 @@
-"""How the ranks exchange tensors: :class:`Communicator` has four verbs, built from four operations of a transport.
+"""How the ranks exchange tensors: :class:`Communicator` has three verbs, built from four operations of a transport.
 
-``sum`` adds tensors over all ranks, for all of them (factors and counts travel this way); ``reduce`` does so for one of
-them (factors that one rank alone keeps). ``send`` copies tensors from one rank to some others (decompositions,
-preconditioned gradients). These three take lists of tensors, pack them into flat buckets, start the transfer of a few
-buckets ahead, and wait for them in order. ``exchange`` copies tensors between any two ranks (shards of gradients and of
-directions), all at once. With one process the verbs send nothing.
+``sum`` adds tensors over all ranks, for all of them (counts, factors) or for one (factors that one rank alone keeps).
+``send`` copies tensors from one rank to some others (decompositions, preconditioned gradients). These two take lists of
+tensors, pack them into flat buckets, start the transfer of a few buckets ahead, and wait for them in order.
+``exchange`` copies tensors between any two ranks (shards of gradients and of directions), all at once. With one process
+the verbs send nothing.
 
 Traffic is counted per kind as an ideal network would carry it (:mod:`kfac_optim.distributed`).
 """
@@ -157,47 +157,35 @@ class Communicator(ABC):
 
     # The verbs ------------------------------------------------------------------------------------------------------
 
-    def sum(self, tensors: Sequence[Tensor], kind: str, *, compressed: bool = False) -> Iterator[Tensor]:
+    def sum(
+        self,
+        tensors: Sequence[Tensor],
+        kind: str,
+        *,
+        owners: Sequence[int | None] | None = None,
+        compressed: bool = False,
+    ) -> Iterator[Tensor]:
         """Sums over all ranks (a collective).
 
         Args:
             tensors: ``[rows, numbers]`` or 0-dim, with the same shapes on every rank; they are not changed.
             kind: The kind under which their traffic is counted.
+            owners: For each tensor, the only rank that gets its sum; None, as by default for all: every rank gets it.
+                Adjacent tensors with the same owner share a bucket.
             compressed: Whether they travel as ``comm_dtype``. As float16, each row is first divided by its largest
                 entry, averaged over the ranks, because sums of squares leave the range of float16.
 
         Yields:
-            The sums in order and in the tensors' own dtypes, each as soon as it has arrived.
+            The sums in order and in the tensors' own dtypes, each as soon as it has arrived. What a rank gets in place
+            of a sum that another one owns has the same shape, but no meaning.
 
         Raises:
             RuntimeError: If another rank has died, or the group's time-out has passed.
         """
-        return self._sums(tensors, [None] * len(tensors), kind, compressed)
-
-    def reduce(
-        self, tensors: Sequence[Tensor], owners: Sequence[int], kind: str, *, compressed: bool = False
-    ) -> Iterator[Tensor | None]:
-        """As :meth:`sum`, but only one rank gets each sum (a collective).
-
-        Args:
-            tensors: See :meth:`sum`.
-            owners: For each tensor, the rank that gets its sum. Adjacent tensors with the same owner share a bucket.
-            kind: See :meth:`sum`.
-            compressed: See :meth:`sum`.
-
-        Yields:
-            The sums in order; None in place of a sum that another rank gets.
-        """
-        for owner, total in zip(owners, self._sums(tensors, owners, kind, compressed), strict=True):
-            yield total if owner == self.rank else None
-
-    def _sums(
-        self, tensors: Sequence[Tensor], owners: Sequence[int | None], kind: str, compressed: bool
-    ) -> Iterator[Tensor]:
-        """The sums, each for its owner (None: for all ranks); on other ranks it has the same shape but no meaning."""
         if self.world_size == 1:
             yield from tensors
             return
+        owners = [None] * len(tensors) if owners is None else owners
         dtype = self.comm_dtype if compressed else None
         scales = self._row_scales(tensors, kind) if dtype is torch.float16 else None
         kinds = [(tensor.device, tensor.dtype, owner) for tensor, owner in zip(tensors, owners, strict=True)]

@@ -194,8 +194,8 @@ def carry() -> None:
             sums = list(comm.sum(given, "factors", compressed=True))
             assert [total.device for total in sums] == [each.device for each in given]
             assert [total.tolist() for total in sums] == [[[3.0] * 3] * 2, 4.0]
-            owned = comm.reduce(given, [0, 1], "factors", compressed=True)
-            assert [None if total is None else total.tolist() for total in owned] == [[[3.0] * 3] * 2, None]
+            owned, _ = comm.sum(given, "factors", owners=[0, 1], compressed=True)
+            assert owned.tolist() == [[3.0] * 3] * 2
             room = [torch.zeros_like(tensor) for tensor in given]
             comm.exchange([(1, tensor) for tensor in given], [(1, tensor) for tensor in room], "directions")
             assert [tensor.tolist() for tensor in room] == [[[1.5] * 3] * 2, 2.0]
