@@ -42,7 +42,6 @@ class Ranks:
     def __init__(self, given: Communicator | None) -> None:
         self._given = given is not None
         self.comm = default_communicator() if given is None else given
-        self._groups: Sequence[tuple[int, ...]] = ()
         self._prepared_for: Assignment | None = None  # the assignment whose groups exist
         self._unconfirmed_skips = 0  # steps that this rank, perhaps alone, has skipped since the last comparison
 
@@ -68,8 +67,7 @@ class Ranks:
             block.set_workers(workers, own[0] if own else None)
         counted = (any(workers.counts(side, rank) for side in range(2)) for workers in self.work.layers)
         self.left_out = {i for i, counts in enumerate(counted) if not counts}
-        self._groups = self.work.groups(world_size)
-        self.comm.check_groups(self._groups)
+        self.comm.check_groups(self.work.groups(world_size))
 
     def change(self, comm: Communicator, blocks: Sequence[Block]) -> bool:
         """Goes on with another communicator.
@@ -101,7 +99,7 @@ class Ranks:
         """
         if not self.alone and self._prepared_for is not self.work:
             compare()
-            self.comm.prepare(self._groups)
+            self.comm.prepare(self.work.groups(self.comm.world_size))
             move_factors(blocks, factor_dtype, self.comm)
             self._prepared_for = self.work
 
