@@ -178,8 +178,7 @@ def batch_of(jobs: Sequence[FactorJob], refresh: RefreshInProgress, solver: Solv
 def _shift_of(block: Block, side: int, refresh: RefreshInProgress, solver: Shifting) -> Tensor:
     """The number that the solver adds to the diagonal of each matrix of a factor, ``[p]``."""
     factors, gamma = block.factors(refresh.source, refresh.spectra.get(block)), refresh.gamma(block)
-    if gamma is None:
-        return torch.zeros_like(factors.ones())
+    assert gamma is not None  # the solver damps factors
     if block.layer.pairs_share_scale:  # A is the constant 1, so all damping goes to G
         return gamma if side else torch.zeros_like(gamma)
     return solver.shifts(gamma, *factors.means())[side]

@@ -177,15 +177,12 @@ def check_sums(blocks: Sequence[Block], states: Mapping[nn.Parameter, Any], coun
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
-    """The tensors in nested lists and dicts, in an order that does not depend on the order of the dicts."""
+    """The tensors in nested dicts, in an order that does not depend on the order of the dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for key in sorted(value):
             yield from _tensors(value[key])
-    elif isinstance(value, list):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
