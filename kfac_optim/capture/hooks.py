@@ -292,7 +292,7 @@ class Capture:
             a = a.to_dense()
         if output.numel() == 0:  # an expert to which no token was routed has seen nothing
             return None
-        if self._sampling is not None and (call is None or in_backward()):
+        if self._sampling is not None and self._sampling.leaves_out(index, call):
             return None
         layer_call = self._recorder.observe(index, use, a, output, projection)
         if self._sampling is not None and call is not None:

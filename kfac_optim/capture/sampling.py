@@ -15,12 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .calls import ModelCall, take_gradient
+from .calls import ModelCall, in_backward, take_gradient
 from .fisher import Fisher
 from .gradients import destination
 from .microbatch import BackwardPasses, LayerCall
 
 __all__ = ["SampledBackward"]
+
+_REENTRANT = (
+    "the sampled Fisher can't pass re-entrant activation checkpoints{}: use "
+    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or fisher='empirical'"
+)
 
 
 class SampledBackward:
@@ -36,6 +41,7 @@ class SampledBackward:
         self.fisher, self.recorder, self.passes, self.roots = fisher, passes.recorder, passes, roots
         self._step = self._rank = 0
         self._samples = 0  # how many were drawn in this step
+        self._seen: set[int] = set()  # the layers that model calls have reached with gradients enabled
         self._checked = False  # whether the loss's gradient was checked
 
     def prepare(self, step: int, rank: int) -> None:
@@ -46,6 +52,20 @@ class SampledBackward:
         """Starts the step anew, with its first sample."""
         self._samples = 0
 
+    def leaves_out(self, index: int, call: ModelCall | None) -> bool:
+        """Whether a layer's call is not sampled: it is in no call of the model, or repeated in a backward pass.
+
+        Raises:
+            RuntimeError: If a layer runs with gradients in backward passes alone, as in a re-entrant checkpoint in
+                front of which no layer needs the sampled pass, so that torch raises no error of its own.
+        """
+        if not in_backward():
+            return call is None
+        if self._seen and index not in self._seen:
+            name = self.recorder.layers[index].name
+            raise RuntimeError(_REENTRANT.format(f", and {name!r} runs with gradients in backward passes alone"))
+        return True
+
     def run(self, call: ModelCall, output: Any) -> None:
         """Takes the gradients of the layers' outputs for a model call that has just returned ``output``."""
         fisher = self.fisher
@@ -54,6 +74,7 @@ class SampledBackward:
         if not (isinstance(logits, Tensor) and logits.requires_grad) or logits.dim() == 0 or not awaited:
             return
         self._require_whole_model(call)
+        self._seen.update(layer_call.index for layer_call, _ in awaited)
         seed = hash((fisher.seed, self._rank, self._step, self._samples)) % 2**63
         self._samples += 1
         with self.recorder.stage("sampled backward"), torch.autocast(logits.device.type, enabled=False):
@@ -64,10 +85,7 @@ class SampledBackward:
             except RuntimeError as error:
                 if "heckpoint" not in str(error):
                     raise
-                raise RuntimeError(
-                    "the sampled Fisher can't pass re-entrant activation checkpoints: use "
-                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or fisher='empirical'"
-                ) from error
+                raise RuntimeError(_REENTRANT.format("")) from error
         pending = [
             (layer_call, self.recorder.output_moment(layer_call, g, scaled=False))
             for (layer_call, _), g in zip(awaited, gradients, strict=True)

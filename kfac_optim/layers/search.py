@@ -155,6 +155,8 @@ class _Collector:
             first.add_modules(layer.modules)
             return
         reason = f"weight shared by {first.name} ({first.rule_name}) and {layer.name} ({layer.rule_name})"
+        if type(first) is type(layer) and first.bias is not layer.bias:
+            reason += ", whose biases differ"
         self._reasons.update(dict.fromkeys((*first.parameters, *layer.parameters), reason))
 
     def _decline_whole_layers(self) -> None:

@@ -139,6 +139,18 @@ def test_sampled_fisher_refuses_reentry_with_the_remedy(inside: tuple[int, ...])
         run(model, optimizer)
 
 
+def test_sampled_fisher_refuses_reentry_where_no_layer_comes_before() -> None:
+    """The sampled backward pass then ends behind the checkpoint, and the layers inside would never be seen."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = KFACSGD(model, fisher="categorical", **OPTIONS)
+    optimizer.zero_grad()
+    first, rest = model[0], model[1:]
+    model.forward = lambda x: rest(checkpoint(first, x, use_reentrant=True))  # type: ignore[method-assign]
+    loss = model(torch.randn(4, 4, requires_grad=True)).logsumexp(1).mean()
+    with pytest.raises(RuntimeError, match=r"'0' runs with gradients.*use_reentrant=False.*fisher='empirical'"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("average", ["batch+sequence", "elements"])
 def test_a_checkpointed_block_is_no_call_of_the_model(reentrant: bool, average: str) -> None:

@@ -112,7 +112,7 @@ def print_of(optimizer: KFACSGD) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("factory", "declined", "reason"),
     [
-        (lambda: Shared("different"), ("first.weight", "first.bias", "second.bias"), "weight shared by first"),
+        (lambda: Shared("different"), ("first.weight", "first.bias", "second.bias"), "whose biases differ"),
         (lambda: Shared("alone"), ("first.weight", "first.bias", "second.weight"), "bias shared by first and second"),
         (Language, ("embed.weight",), "weight shared by embed"),
     ],
