@@ -33,8 +33,9 @@ _NOT_CANONICAL = (
     "KFAC needs the loss to be the mean negative log likelihood of the output distribution, here {}, because it "
     "predicts the loss from the outputs alone; but {}. Possible causes: another distribution, or other classes than "
     "those of the last dimension (of an output [N, C, ...] pass Categorical(dim=1)); a mean over something "
-    "other than loss_average; a loss scale (pass grad_scaler=); micro-batches whose losses are not divided by their "
-    "number; clipped gradients; penalties or other terms. With step(closure) any loss works"
+    "other than loss_average; outputs without a target (let the model return only those that the loss uses); a loss "
+    "scale (pass grad_scaler=); micro-batches whose losses are not divided by their number; clipped gradients; "
+    "penalties or other terms. With step(closure) any loss works"
 )
 _UNSEEN = (
     "KFAC has gradients, but since the last zero_grad() it has seen no call of the model whose output they come from: "

@@ -266,7 +266,8 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         warnings.warn(
             f"in the first steps the loss had {ratio:.2g} times the curvature that {self._fisher} predicts: either "
             "the batches are too small for KFAC (use larger ones, or KFACSGD), or the loss has another factor, or "
-            "is a mean over something other than loss_average: that of nn.CrossEntropyLoss over tokens is "
+            "it ignores targets (let the model return only the outputs that the loss uses), or it is a mean over "
+            "something other than loss_average: that of nn.CrossEntropyLoss over tokens is "
             "'batch+sequence', of nn.BCEWithLogitsLoss 'elements', and of nn.MSELoss, which is "
             "Gaussian(variance=0.5), 'elements', too",
             stacklevel=2,

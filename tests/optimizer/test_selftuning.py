@@ -488,6 +488,34 @@ def test_a_mean_over_more_terms_than_said_is_noticed(fisher: str, average: Any, 
     assert fits == (not [w for w in caught if "loss_average: that of nn.CrossEntropyLoss" in str(w.message)])
 
 
+@pytest.mark.parametrize("returns_all", [False, True])
+def test_ignored_targets_are_noticed(returns_all: bool) -> None:
+    """Outputs that the loss leaves out add to the curvature as well; a model may return only the others."""
+    torch.manual_seed(0)
+    inputs, counted = torch.randn(64, 8, 6), torch.rand(64, 8) < 0.25
+    targets = (inputs @ torch.randn(6, 4)).argmax(-1).masked_fill(~counted, -100)
+
+    class Net(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if returns_all else x[counted])
+
+    model = Net(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = KFAC(model, fisher="categorical", loss_average=int(counted.sum()))
+    batch = inputs, targets.flatten() if returns_all else targets[counted]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, optimizer, [batch] * 9, loss=lambda z, t: F.cross_entropy(z.flatten(0, -2), t))
+    assert returns_all == bool([w for w in caught if "it ignores targets (let the model" in str(w.message)])
+
+
+def test_outputs_without_a_target_are_named() -> None:
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = KFAC(model, fisher="categorical", loss_average="batch+sequence")
+    batch = torch.randn(16, 8, 6), torch.randint(4, (16, 7))
+    with pytest.raises(RuntimeError, match="outputs without a target"):
+        train(model, optimizer, [batch], loss=lambda z, t: F.cross_entropy(z[:, :-1].flatten(0, 1), t.flatten()))
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_warm_up_makes_no_loss_look_like_another(seed: int) -> None:
     model = make_model(seed).float()
