@@ -129,7 +129,7 @@ class ViewedEngine(StatefulEngine):
             - ``graft``: how much of the base optimizer's length K-FAC's direction has in the coming step, in [0, 1].
             - ``reach``: the largest ``reach`` of a layer; 0 where steps are not stretched.
             - ``skipped_steps``: the number of steps with a gradient that was not finite.
-            - ``skipped_batches``: the number of micro-batches with statistics that were not finite.
+            - ``skipped_batches``: the number of micro-batches with statistics that were not finite, in other steps.
             - ``failed_decompositions``: how many times a layer had to keep its last decompositions, over all refreshes.
             - ``staleness``: steps since the factors in use were frozen; None before the first refresh. It grows while
               networks seem to train against each other, as nothing is refreshed then (:mod:`~.opponents`).
