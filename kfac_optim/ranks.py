@@ -59,7 +59,10 @@ class Ranks:
             a, g = block.specs
             costs.append(LayerCost((a.cost, g.cost), decomposed_bytes(block.specs, solver, inv_dtype)))
         rank, world_size = self.comm.rank, self.comm.world_size
-        self.work = strategy.assign(costs, world_size)
+        work: object = strategy.assign(costs, world_size)
+        if not isinstance(work, Assignment):
+            raise TypeError(f"assignment={strategy!r}: assign() has returned {work!r}: must be a kfac_optim.Assignment")
+        self.work = work
         self.work.check(len(costs), world_size)
         routes = {workers.gradient_workers: workers.routes(world_size) for workers in self.work.layers}
         for block, workers in zip(blocks, self.work.layers, strict=True):

@@ -81,7 +81,22 @@ def scaled_by(scaling: Scaling | None, directions: Sequence[Direction], step: in
         return list(directions)
     turned = getattr(scaling, "turned", None)
     directions = directions if turned is None else turned(directions)
-    return scaled(directions, scaling.multipliers(directions, step))
+    multipliers: object = scaling.multipliers(directions, step)
+    return scaled(directions, _checked(scaling, multipliers, directions))
+
+
+def _checked(scaling: Scaling, multipliers: object, directions: Sequence[Direction]) -> list[Tensor]:
+    """What a scaling has returned; raises ValueError unless it is one multiplier per stack."""
+    given = multipliers if isinstance(multipliers, list | tuple) else [multipliers]
+    tensors, pairs = [m for m in given if isinstance(m, Tensor)], [(len(d.direction),) for d in directions]
+    if len(given) == len(tensors) == len(pairs):
+        if all(m.shape in ((), of) for m, of in zip(tensors, pairs, strict=True)):
+            return tensors
+    shown = [f"tensor of shape {tuple(m.shape)}" if isinstance(m, Tensor) else m for m in given]
+    raise ValueError(
+        f"scaling={scaling!r}: multipliers() has returned {shown}: must be one tensor for each stack of layers, either "
+        f"0-dim or of these shapes: {pairs}"
+    )
 
 
 @dataclass(frozen=True)

@@ -152,10 +152,16 @@ def _attempt(
                 found = solver.decompose_padded([factor for factor, _ in inputs])
     except RuntimeError as error:  # LinAlgError, GPU libraries' own, and out of memory, where the CPU may succeed
         return [_Attempt(Failure(f"{type(error).__name__}: {error}"))] * len(inputs)
-    return [_checked(solver, result, stored) for result in found]
+    return [_checked(solver, factor, result, stored) for (factor, _), result in zip(inputs, found, strict=True)]
 
 
-def _checked(solver: Solver, result: Decomposition, stored: Callable[[Tensor], Tensor]) -> _Attempt:
+def _checked(solver: Solver, factor: Tensor, result: Decomposition, stored: Callable[[Tensor], Tensor]) -> _Attempt:
+    shapes = [(len(factor), *shape) for shape in solver.shapes(factor.shape[-1], factor.dim() == 2)]
+    if [tuple(part.shape) for part in result] != shapes:
+        raise ValueError(
+            f"solver={solver!r}: decompose() has returned tensors of the shapes {[tuple(p.shape) for p in result]} for "
+            f"a factor of the shape {tuple(factor.shape)}, of which shapes() says {shapes}"
+        )
     kept = tuple(map(stored, result))
     # The stored form is checked: a retry computes in float64, and a number that is finite there may not be in float32.
     checks = [(part.isfinite().all(), "the result is not finite") for part in kept]

@@ -855,6 +855,15 @@ def test_an_impossible_assignment_is_refused_at_construction(name: str) -> None:
         KFACSGD(Net(), lr=0.1, assignment=Given((GOOD,) * 3), communicator=LocalCommunicator(rank, 3))
 
 
+def test_what_is_no_assignment_is_refused_by_name() -> None:
+    class Forgetful:
+        def assign(self, costs: Sequence[LayerCost], world_size: int) -> None:
+            """Returns nothing."""
+
+    with pytest.raises(TypeError, match=r"assign\(\) has returned None: must be a kfac_optim.Assignment"):
+        KFACSGD(Net(), lr=0.1, assignment=Forgetful())
+
+
 @given(st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1), min_size=1))))
 def test_every_rank_outside_has_one_source(case: tuple[int, set[int]]) -> None:
     """Sources are the gradient workers, each once, and nobody has more than one receiver more than another."""

@@ -171,6 +171,19 @@ def test_orthogonal_leaves_norm_layers_alone() -> None:
     torch.testing.assert_close(found.direction, unit.direction, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("returned", [None, [], [1.0], [()], [torch.ones(5)], [torch.ones(6, 1)], [torch.ones(())] * 2])
+def test_what_are_no_multipliers_is_refused_by_name(returned: Any) -> None:
+    """Of a scaling of the user's own, which returns one number, or one for each of the 6 pairs."""
+
+    class Own:
+        def multipliers(self, directions: Any, step: int) -> Any:
+            return returned
+
+    d = direction(None)
+    with pytest.raises(ValueError, match=r"Own.*multipliers\(\) has returned \[.*must be one tensor.*\[\(6,\)\]"):
+        scaled_by(Own(), [d], 0)
+
+
 @pytest.mark.parametrize(("iterations", "error"), [(0, ValueError), (2.5, ValueError), ("3", TypeError)])
 def test_orthogonal_refuses_what_is_no_number_of_iterations(iterations: Any, error: type[Exception]) -> None:
     """By name and value."""

@@ -191,6 +191,17 @@ def test_a_solver_of_ones_own_may_damp_late(unit: Callable[..., Any], spread: in
         assert_near(p.detach(), q.detach())
 
 
+def test_a_decomposition_of_other_shapes_than_said_is_refused_by_name() -> None:
+    """Room is made and sent for those that the solver of the user's own has told."""
+    solver = UndampedSolver()
+    solver.decompose = lambda factor, shift: (factor,)  # type: ignore[assignment, misc, return-value]
+    model, _ = twins(Mixed)
+    optimizer = KFACSGD(model, **EXACT | {"solver": solver})
+    backward(model, token_passes(), mean_loss)
+    with pytest.raises(ValueError, match=r"UndampedSolver.*decompose\(\) has returned .*of which shapes\(\) says"):
+        optimizer.step()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Zeros
 # ---------------------------------------------------------------------------------------------------------------------
