@@ -251,9 +251,10 @@ class KFACMixin(_Optimizer):
         """Adds a parameter group, whose layers are preconditioned from then on."""
         for flag in ("capturable", "differentiable"):
             if param_group.get(flag, self.defaults.get(flag)):
-                raise ValueError(
-                    f"{flag}=True: not possible with K-FAC, whose step reads some flags on the host; leave it out"
-                )
+                raise ValueError(f"{flag}=True: not possible, as K-FAC's step reads flags on the host; leave it out")
+        for name in param_group:
+            if name in engine_options() and name not in self.defaults:
+                raise TypeError(f"{name}: an option of the whole optimizer, not of a group: pass it as a keyword")
         super().add_param_group(param_group)
         if hasattr(self, "curvature"):
             with self._averages_handed_over():

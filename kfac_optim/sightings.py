@@ -100,7 +100,8 @@ class Sightings:
                 "as in F.linear(x, layer.weight), is not seen, nor is one inside a function that was compiled before "
                 "the optimizer was built, or in a pipeline whose schedule splits backward passes (zero bubble). A pass "
                 "does not count if its gradients were cleared since (PCGrad), if it is torch.autograd.grad beside a "
-                "backward(), or if it has create_graph=True. A sampled Fisher sees no layer that the output does not "
-                "depend on. If all this is intended, name the layer in skip_layers",
+                "backward(), or if it has create_graph=True. Steps that are taken inside the backward pass need "
+                "factor_update_steps=1. A sampled Fisher sees no layer that the output does not depend on. If all this "
+                "is intended, name the layer in skip_layers",
                 stacklevel=2,
             )

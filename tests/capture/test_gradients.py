@@ -664,3 +664,20 @@ def test_steps_inside_the_backward_pass_know_of_the_passes_before() -> None:
         runs.append(optimizers)
     for own, expected in zip(*(run.values() for run in runs), strict=True):
         assert_same_factors(own, expected)
+
+
+@pytest.mark.filterwarnings("ignore:K-FAC preconditions none")
+def test_steps_inside_the_backward_pass_are_told_what_they_need() -> None:
+    """With longer intervals, what collects statistics is the pass after the one whose statistics a step takes."""
+    model = net()
+    optimizers = {p: KFACSGD([p], model=model, lr=0.01, factor_update_steps=2) for p in model.parameters()}
+
+    def step(p: nn.Parameter) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    with pytest.warns(UserWarning, match=r"inside the backward pass need factor_update_steps=1"):
+        for seed in range(30):
+            loss_of(model, seed).backward()

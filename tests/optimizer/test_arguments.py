@@ -256,6 +256,17 @@ def test_capturable_and_differentiable_are_refused(kfac: Any, flag: str) -> None
     assert flag in refusal(ValueError, lambda: optimizer.add_param_group({"params": model[3].parameters(), flag: True}))
 
 
+@pytest.mark.parametrize("option", ["damping", "scaling", "skip_layers"])
+def test_an_option_of_the_whole_optimizer_is_refused_in_a_group(option: str) -> None:
+    """A key that the base class does not know is kept in the group as it is, and would be ignored."""
+    model = make_model()
+    message = refusal(TypeError, lambda: KFACSGD([{"params": model.parameters(), option: 0.1}], lr=0.1))
+    assert option in message and "not of a group" in message
+    optimizer = KFACSGD(model[0].parameters(), model=model, lr=0.1)
+    refusal(TypeError, lambda: optimizer.add_param_group({"params": model[3].parameters(), option: 0.1}))
+    optimizer.add_param_group({"params": model[3].parameters(), "layer": 3})
+
+
 @pytest.mark.parametrize("value", ["update", None, 1])
 def test_precondition_lists_its_alternatives(value: Any) -> None:
     message = refusal((TypeError, ValueError), lambda: KFACSGD(make_model(), precondition=value))
