@@ -19,6 +19,7 @@ reaches the model's output.
 Where to look::
 
     hooks.py        eager models: the hooks, from the call of a model to the end of its backward pass
+    hook_objects.py  the hooks as objects, and how they get to their places
     compiled.py     compiled models: the operators that replace the hooks, and the order in which graphs run them
     calls.py        which call of the model is in progress, and which one a layer's call belongs to
     microbatch.py   layer calls -> moments -> micro-batches

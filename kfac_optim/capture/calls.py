@@ -75,9 +75,12 @@ class ModelCall:
     def is_training_loop(self) -> bool:
         """Whether the module's ``forward`` was another method when the call began.
 
-        Under DDP Lightning runs ``training_step`` in this way, which contains the backward pass and the step.
+        Under DDP Lightning runs ``training_step`` in this way, which contains the backward pass and the step. No graph
+        holds a whole step, and torch 2.9 could not trace the comparison.
         """
-        return self.forward is not None and bool(cast(nn.Module, self.module).forward != self.forward)
+        if self.forward is None or torch.compiler.is_compiling():
+            return False
+        return bool(cast(nn.Module, self.module).forward != self.forward)
 
 
 class ModelCalls:

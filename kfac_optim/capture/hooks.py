@@ -30,22 +30,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..cuda_graphs import refuse_cuda_graphs
 from ..distributed import is_sharded, own_part
 from ..layers import AttentionLayer, KroneckerLayer, LinearLayer, ProjectionCall
 from .attention import ProjectionTap, remove_taps
-from .calls import CONCURRENT, ModelCall, ModelCalls, in_backward, own_result, take_gradient
+from .calls import ModelCall, ModelCalls, in_backward, own_result, take_gradient
 from .compiled import CompiledCalls
 from .copies import leave_hooks_behind
 from .fisher import Fisher
 from .frozen_passes import FrozenPasses
+from .hook_objects import FirstHook, Hook, put_after, put_before, remove_all
 from .loss_terms import LossTerms, main_tensor
 from .microbatch import BackwardPasses, Recorder, positions_of
 from .sampling import SampledBackward
 from .statistics import StepStatistics, TakenStatistics
 from .weight_uses import WeightUses
 
-__all__ = ["Capture", "Hook", "remove_all"]
+__all__ = ["Capture"]
 
 
 class Capture:
@@ -185,21 +185,20 @@ class Capture:
                 index, _ = called[module]
                 first = not is_sharded(self.layers[index].weight)
                 if not list(module.children()):  # one hook, not three, as hooks can take as long as a small layer
-                    self._after(module, _FirstHook(self, "_on_layer_call", *called[module]), prepend=first)
+                    self._after(module, FirstHook(self, "_on_layer_call", *called[module]), first=first)
                     continue
-                self._after(module, Hook(self, "_record_input", *called[module]), prepend=first)
-            self._before(module, _FirstHook(self, "_on_model_call_start"), prepend=True)
+                self._after(module, Hook(self, "_record_input", *called[module]), first=first)
+            self._before(module, FirstHook(self, "_on_model_call_start"), first=True)
             if module in hosts:
                 self._before(module, Hook(self, "_on_attention_start"))
                 self._after(module, Hook(self, "_on_attention_end"), always_call=True)
             self._after(module, Hook(self, "_on_model_call_end"), always_call=True)
 
-    def _before(self, module: nn.Module, hook: Hook, *, prepend: bool = False) -> None:
-        self._handles.append(module.register_forward_pre_hook(hook.of(module), with_kwargs=True, prepend=prepend))
+    def _before(self, module: nn.Module, hook: Hook, *, first: bool = False) -> None:
+        self._handles.append(put_before(module, hook.of(module), first=first))
 
-    def _after(self, module: nn.Module, hook: Hook, *, prepend: bool = False, always_call: bool = False) -> None:
-        register = module.register_forward_hook
-        self._handles.append(register(hook.of(module), with_kwargs=True, prepend=prepend, always_call=always_call))
+    def _after(self, module: nn.Module, hook: Hook, *, first: bool = False, always_call: bool = False) -> None:
+        self._handles.append(put_after(module, hook.of(module), first=first, always_call=always_call))
 
     # Model calls ----------------------------------------------------------------------------------------------------
 
@@ -326,71 +325,9 @@ class Capture:
         remove_taps()
 
 
-class Hook:
-    """Calls a method of a capture or a replay, which it holds weakly; in copies and pickles it does nothing."""
-
-    def __init__(self, capture: Any, method: str = "", *args: Any) -> None:
-        self.capture = weakref.ref(capture) if capture is not None else None
-        self.method, self.args = method, args
-        self.module: Callable[[], Any] | None = None
-
-    def of(self, module: nn.Module) -> Hook:
-        """Binds the hook to a module: tools that swap modules move its hooks to the new one, perhaps without flags."""
-        self.module = weakref.ref(module)
-        return self
-
-    def __call__(self, *args: Any) -> Any:
-        capture = self.capture() if self.capture is not None else None
-        if capture is None or not capture.enabled or _exporting():
-            return None
-        if self.module is not None and self.module() is not args[0]:
-            if getattr(args[0], "_is_replica", False) and torch.is_grad_enabled():  # nn.DataParallel on several GPUs
-                raise RuntimeError(CONCURRENT)
-            return None
-        return getattr(capture, self.method)(*self.args, *args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Hook, (None,)
-
-    @property
-    def __name__(self) -> str:
-        """Only read by ``torch.jit.script``, which would compile the hook.
-
-        Raises:
-            AttributeError: Always; the message says what to do instead.
-        """
-        raise AttributeError(
-            "torch.jit.script can't compile the hooks that kfac_optim has put on this model: script a copy, "
-            "torch.jit.script(copy.deepcopy(model)), or call optimizer.curvature.close() first"
-        )
-
-
-class _FirstHook(Hook):
-    """The first hook of a module, which in every step also refuses CUDA graph capture and looks for frozen layers."""
-
-    def __call__(self, *args: Any) -> Any:
-        if self.capture is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            refuse_cuda_graphs()
-            if self.method == "_on_layer_call" and (capture := self.capture()) is not None:
-                capture.frozen_passes.note_call(self.args[0], *args[1:3])
-        return super().__call__(*args)
-
-
 def _is_local(layer: KroneckerLayer, a: Tensor, output: Tensor) -> bool:
     """Whether the output is this rank's own, for all rows of its input, as it may not be with tensor parallelism."""
     # The shapes are those of an nn.Linear. With FSDP2 a layer's outputs are its own, and may have other shapes.
     if layer.is_shard and (output.shape[-1] != layer.d_out or a.shape[:-1] != output.shape[:-1]):
         return False
     return not is_sharded(output)
-
-
-def remove_all(handles: list[Any]) -> None:
-    """Removes hooks by their handles, and empties the list of these."""
-    while handles:
-        handles.pop().remove()
-
-
-def _exporting() -> bool:
-    """Whether the model is being traced for use elsewhere, and not for training."""
-    # The flag is read because is_exporting() is also true within torch.compile in several versions of torch.
-    return torch.jit.is_tracing() or getattr(torch.compiler, "_is_exporting_flag", False)  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ from .calls import in_backward, take_gradient
 from .copies import leave_hooks_behind
 from .fisher import Fisher
 from .gradients import GradientWatch, destination
-from .hooks import Hook, remove_all
+from .hook_objects import Hook, put_after, put_before, remove_all
 from .loss_terms import LossTerms
 
 __all__ = ["Part", "RandomState", "Replay", "frozen"]
@@ -145,8 +145,7 @@ class Replay:
         own_state = leave_hooks_behind(module, Hook)
         self._handles: list[Any] = [] if own_state is None else [own_state]
         before, after = Hook(self, "_on_call"), Hook(self, "_on_return")
-        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-        self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        self._handles += [put_before(module, before, first=True), put_after(module, after, always_call=True)]
         weakref.finalize(self, remove_all, self._handles)
 
     def close(self) -> None:

@@ -343,6 +343,32 @@ def test_a_break_of_the_users() -> None:
     assert breaks() > 0
 
 
+def test_two_optimizers_of_one_model() -> None:
+    """Each has a part of the parameters; both watch the calls of the whole."""
+    model = mlp()
+    plain = copy.deepcopy(model)
+    for net, call in ((model, compiled(model)), (plain, plain)):
+        parameters = list(net.parameters())
+        pair = [KFACSGD(own, model=net, **OPTIONS) for own in (parameters[:2], parameters[2:])]
+        for step in range(6):
+            net.zero_grad()
+            on_vectors(call, step)
+            for optimizer in pair:
+                optimizer.step()
+        assert all(optimizer.curvature.refreshes for optimizer in pair)
+    assert_same_weights(model, plain, SAME)
+
+
+def test_hooks_have_one_order() -> None:
+    """Graphs of torch 2.9 look for them in the order in which a plain dict would have them."""
+    model = mlp()
+    optimizers = [KFACSGD(model, **OPTIONS) for _ in range(2)]
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            assert list(dict.keys(hooks)) == list(hooks)  # ``dict.keys`` knows nothing of the order of an OrderedDict
+    assert len(model._forward_pre_hooks) == len(optimizers)
+
+
 def test_a_forward_that_fails_leaves_nothing_behind() -> None:
     model, plain = mlp(), mlp()
     first, second = KFACSGD(model, **OPTIONS), KFACSGD(plain, **OPTIONS)

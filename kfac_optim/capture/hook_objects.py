@@ -1,0 +1,111 @@
+"""The hooks as objects, and how they get to their places.
+
+A hook holds its owner weakly, so that a model keeps no optimizer alive, and does nothing once the owner is gone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..cuda_graphs import refuse_cuda_graphs
+from .calls import CONCURRENT
+
+__all__ = ["FirstHook", "Hook", "put_after", "put_before", "remove_all"]
+
+
+class Hook:
+    """Calls a method of a capture or a replay, which it holds weakly; in copies and pickles it does nothing."""
+
+    def __init__(self, capture: Any, method: str = "", *args: Any) -> None:
+        self.capture = weakref.ref(capture) if capture is not None else None
+        self.method, self.args = method, args
+        self.module: Callable[[], Any] | None = None
+
+    def of(self, module: nn.Module) -> Hook:
+        """Binds the hook to a module: tools that swap modules move its hooks to the new one, perhaps without flags."""
+        self.module = weakref.ref(module)
+        return self
+
+    def __call__(self, *args: Any) -> Any:
+        capture = self.capture() if self.capture is not None else None
+        if capture is None or not capture.enabled or _exporting():
+            return None
+        if self.module is not None and self.module() is not args[0]:
+            if getattr(args[0], "_is_replica", False) and torch.is_grad_enabled():  # nn.DataParallel on several GPUs
+                raise RuntimeError(CONCURRENT)
+            return None
+        return getattr(capture, self.method)(*self.args, *args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (None,)
+
+    @property
+    def __name__(self) -> str:
+        """Only read by ``torch.jit.script``, which would compile the hook.
+
+        Raises:
+            AttributeError: Always; the message says what to do instead.
+        """
+        raise AttributeError(
+            "torch.jit.script can't compile the hooks that kfac_optim has put on this model: script a copy, "
+            "torch.jit.script(copy.deepcopy(model)), or call optimizer.curvature.close() first"
+        )
+
+
+class FirstHook(Hook):
+    """The first hook of a module, which in every step also refuses CUDA graph capture and looks for frozen layers."""
+
+    def __call__(self, *args: Any) -> Any:
+        if self.capture is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            refuse_cuda_graphs()
+            if self.method == "_on_layer_call" and (capture := self.capture()) is not None:
+                capture.frozen_passes.note_call(self.args[0], *args[1:3])
+        return super().__call__(*args)
+
+
+def put_before(module: nn.Module, hook: Hook, *, first: bool = False) -> Any:
+    """Registers a hook on the calls of a module; ``first``: before all others.
+
+    Returns:
+        The handle that removes it.
+    """
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    if first:
+        _put_last_first(module._forward_pre_hooks)
+    return handle
+
+
+def put_after(module: nn.Module, hook: Hook, *, first: bool = False, always_call: bool = False) -> Any:
+    """As :func:`put_before`, on the results of the calls; ``always_call``: also after exceptions."""
+    handle = module.register_forward_hook(hook, with_kwargs=True, always_call=always_call)
+    if first:
+        _put_last_first(module._forward_hooks)
+    return handle
+
+
+def _put_last_first(hooks: dict[int, Any]) -> None:
+    """Does what torch does for ``prepend=True``, but in the order of plain dicts as well.
+
+    Torch changes that of ``OrderedDict`` alone. Graphs that torch 2.9 compiles then look for hooks in the wrong places,
+    and fail where two optimizers watch a model.
+    """
+    *before, last = hooks.items()
+    hooks.clear()
+    hooks.update([last, *before])
+
+
+def remove_all(handles: list[Any]) -> None:
+    """Removes hooks by their handles, and empties the list of these."""
+    while handles:
+        handles.pop().remove()
+
+
+def _exporting() -> bool:
+    """Whether the model is being traced for use elsewhere, and not for training."""
+    # The flag is read because is_exporting() is also true within torch.compile in several versions of torch.
+    return torch.jit.is_tracing() or getattr(torch.compiler, "_is_exporting_flag", False)  # type: ignore[attr-defined]
