@@ -31,7 +31,7 @@ from tests.helpers.compare import assert_all_near, assert_equal_on_ranks
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import FLOAT64, KINDS, OFTEN
 from tests.helpers.training import average_gradients, data_of, share, train, trusts_of
-from tests.helpers.versions import needs_sharding_on_cpus
+from tests.helpers.versions import needs_flat_dicts, needs_sharding_on_cpus
 
 pytestmark = needs_sharding_on_cpus
 
@@ -513,6 +513,7 @@ def in_a_container(rank: int, world_size: int, folder: str) -> list[list[Tensor]
     return [whole(first.model), whole(second.model)]
 
 
+@needs_flat_dicts
 @pytest.mark.slow
 def test_an_optimizer_container(tmp_path: Path) -> None:
     (expected,) = in_a_container(0, 1, "")

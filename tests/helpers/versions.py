@@ -16,6 +16,9 @@ FLATTENS_DICTS = "nested" in inspect.getsource(state_dict._flatten_optim_state_d
 needs_sharding_on_cpus = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP2 of this torch asks CPUs for events of streams"
 )
+needs_flat_dicts = pytest.mark.skipif(
+    not FLATTENS_DICTS, reason="this torch does not flatten an optimizer's state that holds dicts"
+)
 needs_export_flag = pytest.mark.skipif(
     not hasattr(torch.compiler, "_is_exporting_flag"), reason="this torch does not say that it exports"
 )
