@@ -54,15 +54,31 @@ class _Axis:
             The distance in positions; the strips, each as its first position and last + 1 under the first tap; and, by
             the number of the first tap, the indices of the strips in the pair's sum.
         """
+        reaches = self._reaches(distance)
+        strips = list(itertools.pairwise(_ends(reaches)))
+        meets = {tap: [i for i, (a, _) in enumerate(strips) if a in r] for tap, r in reaches.items()}
+        return distance * self.dilation, strips, meets
+
+    def extents(self) -> list[tuple[int, int]]:
+        """For each distance at which there are any, the number of strips and of positions in them; distance 0 first."""
+        distances = sorted(range(1 - self.count, self.count), key=abs)
+        found = [ends for ends in (_ends(self._reaches(distance)) for distance in distances) if ends]
+        return [(len(ends) - 1, ends[-1] - ends[0]) for ends in found]
+
+    def _reaches(self, distance: int) -> dict[int, range]:
+        """The positions in the sum of each pair of taps at one distance, by the number of the first tap."""
         shift = distance * self.dilation
         reaches = {}
         for tap in range(max(0, -distance), self.count - max(0, distance)):
             start = tap * self.dilation - self.padding
             first, last = max(0, -shift, start), min(self.length, self.length - shift, start + self.outputs)
             reaches[tap] = range(first, last)
-        ends = sorted({end for reach in reaches.values() if reach for end in (reach.start, reach.stop)})
-        strips = list(itertools.pairwise(ends))
-        return shift, strips, {tap: [i for i, (a, _) in enumerate(strips) if a in r] for tap, r in reaches.items()}
+        return reaches
+
+
+def _ends(reaches: dict[int, range]) -> list[int]:
+    """Where any of some ranges begins or ends, in ascending order."""
+    return sorted({end for reach in reaches.values() if reach for end in (reach.start, reach.stop)})
 
 
 @dataclass(frozen=True)
@@ -134,11 +150,6 @@ class _Plan:
         offsets = list(itertools.accumulate(map(len, pairs.values()), initial=0))
         return cls(products, count, list(pairs), members, offsets)
 
-    @property
-    def positions(self) -> int:
-        """The number of positions in all products together."""
-        return sum(math.prod(stop - start for start, stop, _ in product.parts) for product in self.products)
-
 
 def _products(
     shifts: Sequence[int], strips: Sequence[Sequence[tuple[int, int]]], count: int
@@ -172,9 +183,14 @@ def _membership(strips: Sequence[tuple[int, int]], span: tuple[int, int]) -> Ten
 @functools.lru_cache(maxsize=1024)
 def _plan(windows: Windows, lengths: tuple[int, ...]) -> _Plan:
     """The plan for windows of stride 1 over an image whose spatial dimensions have some lengths."""
+    return _Plan.of(_axes(windows, lengths))
+
+
+def _axes(windows: Windows, lengths: tuple[int, ...]) -> list[_Axis]:
+    """The dimensions of windows of stride 1 over an image."""
     before = [zeros for zeros, _ in windows.padding]
     config = zip(windows.size, windows.dilation, before, windows.positions(lengths), lengths, strict=True)
-    return _Plan.of([_Axis(*axis) for axis in config])
+    return [_Axis(*axis) for axis in config]
 
 
 @tensor_cache(1024)
@@ -293,9 +309,29 @@ def shift_pays(shape: torch.Size, windows: Windows, groups: int, device_type: st
     n, channels, *lengths = shape
     c, taps, outputs = channels // groups, math.prod(windows.size), windows.positions(lengths)
     chunks = math.ceil(math.prod(shape) / CHUNK_NUMEL[machine(device_type)])
-    plan = _plan(windows, tuple(lengths))
-    elements, patches = n * plan.positions * channels, n * math.prod(outputs) * channels * taps
+    products, positions = _work(_axes(windows, tuple(lengths)))
+    elements, patches = n * positions * channels, n * math.prod(outputs) * channels * taps
     rates = _IN_HALF if half else {"cpu": _CPU, "accelerator": _ACCELERATOR}[machine(device_type)]
-    shifted = (2 * rates.flop * c + rates.element) * elements + rates.product * chunks * len(plan.products)
+    shifted = (2 * rates.flop * c + rates.element) * elements + rates.product * chunks * products
     symmetric = 0.6 if c * taps >= GRAM_DIM else 1.0
     return shifted < (2 * rates.patch_flop * symmetric * c * taps + rates.patch) * patches
+
+
+def _work(axes: Sequence[_Axis]) -> tuple[int, int]:
+    """The numbers of a plan's products and of the positions in all of them together.
+
+    They are counted without the plan, which lists all pairs of taps: the kernels of a network for texts, which are as
+    wide as the embedding, have some hundred thousand pairs, and each batch may have another length.
+    """
+    *others, last = extents = [_extents(axis) for axis in axes]
+    if not all(extents):
+        return 0, 0
+    products = math.prod(map(len, others)) * sum(strips for strips, _ in last)
+    positions = math.prod(sum(positions for _, positions in of_axis) for of_axis in extents)
+    # Opposite distances have as many of both, and a plan takes one of them.
+    return (products + last[0][0]) // 2, (positions + math.prod(of_axis[0][1] for of_axis in extents)) // 2
+
+
+@functools.lru_cache(maxsize=4096)
+def _extents(axis: _Axis) -> list[tuple[int, int]]:
+    return axis.extents()

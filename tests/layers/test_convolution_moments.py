@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
@@ -148,4 +149,25 @@ def test_a_3x3_kernel_takes_13_products_over_the_image_and_6_along_its_border() 
     assert len([size for size in sizes if min(size) > 1]) == 13
     assert len(sizes) == 19
     lines, columns = (n + 2 * (n - 1) + 2 * (n - 2) for n in (9, 7))  # over all distances
-    assert plan.positions == sum(map(math.prod, sizes)) == (lines * columns + 9 * 7) / 2  # of opposite ones, one
+    assert sum(map(math.prod, sizes)) == (lines * columns + 9 * 7) / 2  # of opposite ones, one
+
+
+def test_work_is_counted_as_the_plan_has_it() -> None:
+    for seed in range(100):
+        draw = random.Random(seed)
+        dims = range(draw.randint(1, 3))
+        size, dilation = (tuple(draw.randint(1, most) for _ in dims) for most in (5, 3))
+        padding = tuple((draw.randint(0, 9), draw.randint(0, 3)) for _ in dims)
+        windows = Windows(size, (1,) * len(dims), dilation, padding)
+        least = ((k - 1) * d + 1 - sum(p) for k, d, p in zip(size, dilation, padding, strict=True))
+        lengths = tuple(max(1, length + draw.randint(0, 5)) for length in least)
+        plan = shifts._plan(windows, lengths)
+        positions = sum(math.prod(stop - start for start, stop, _ in product.parts) for product in plan.products)
+        assert shifts._work(shifts._axes(windows, lengths)) == (len(plan.products), positions), (windows, lengths)
+
+
+def test_no_plan_is_made_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a kernel as wide as a word's embedding has 51,360 pairs of taps, and each batch has another length."""
+    monkeypatch.setattr(shifts._Plan, "of", lambda *_: pytest.fail("made a plan"))
+    sliding = Windows((5, 64), (1, 1), (1, 1), ((0, 0), (0, 0)))
+    assert not any(shift_pays(torch.Size((64, 1, words, 64)), sliding, 1, "cpu") for words in range(20, 40))
