@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import itertools
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -36,6 +37,7 @@ __all__ = [
     "describe",
     "loaded_options",
     "options",
+    "refuse_in_groups",
     "refuse_unknown",
     "saved_options",
     "signature",
@@ -369,6 +371,16 @@ def refuse_unknown(owner: str, given: Mapping[str, Any], known: Sequence[str]) -
     for name in given:
         if name not in known:
             raise TypeError(f"{owner} got an unexpected keyword argument {name!r}{_did_you_mean(name, known)}")
+
+
+def refuse_in_groups(groups: Iterable[Iterable[str]], known: Collection[str]) -> None:
+    """Raises TypeError for an option in a parameter group, where it would be ignored.
+
+    ``known``: names that are not refused, as ZeroRedundancyOptimizer puts every keyword into the groups as well.
+    """
+    for name in itertools.chain.from_iterable(groups):
+        if name in _FIELDS and name not in known:
+            raise TypeError(f"{name}: an option of the whole optimizer, not of a group: pass it as a keyword")
 
 
 def _did_you_mean(name: str, known: Sequence[str]) -> str:

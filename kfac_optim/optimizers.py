@@ -18,7 +18,7 @@ from torch._compile import _disable_dynamo
 
 from .bases import refuse_base, refuse_order
 from .config import options as engine_options
-from .config import refuse_unknown, signature
+from .config import refuse_in_groups, refuse_unknown, signature
 from .damping import OfLargest
 from .directions import by_parameter
 from .distributed import derived_from_by_horovod, join_hook, notify_join_context, register_joinable, share_gradients
@@ -114,6 +114,7 @@ class KFACMixin(_Optimizer):
         refuse_unknown(type(self).__name__, options, list(inspect.signature(type(self)).parameters))
         derived_from, of_subclass = derived_from_by_horovod(type(self), params), set(vars(self))
         super().__init__(params, *args, **options)
+        refuse_in_groups(self.param_groups, {*self.defaults, *curvature})
         self._step_supports_amp_scaling = False
         added = (name for name in vars(self) if name not in of_subclass)
         private = (name for name in added if name.startswith("_") and not name.startswith("_optimizer_"))
@@ -252,9 +253,8 @@ class KFACMixin(_Optimizer):
         for flag in ("capturable", "differentiable"):
             if param_group.get(flag, self.defaults.get(flag)):
                 raise ValueError(f"{flag}=True: not possible, as K-FAC's step reads flags on the host; leave it out")
-        for name in param_group:
-            if name in engine_options() and name not in self.defaults:
-                raise TypeError(f"{name}: an option of the whole optimizer, not of a group: pass it as a keyword")
+        if hasattr(self, "curvature"):  # __init__ checks the first groups
+            refuse_in_groups([param_group], set().union(self.defaults, *self.param_groups))
         super().add_param_group(param_group)
         if hasattr(self, "curvature"):
             with self._averages_handed_over():
