@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, CurvatureEngine
-from tests.helpers.compare import assert_near, assert_same_factors
+from tests.helpers.compare import assert_near, assert_same_factors, assert_same_weights
 from tests.helpers.settings import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -618,22 +618,24 @@ class Adjoint(torch.autograd.Function):
             return None, *torch.autograd.grad(y, (x, *ctx.layer.parameters()), g)
 
 
+class Computed(nn.Module):
+    """Three layers, the second of which is computed again in the backward pass if ``adjoint``."""
+
+    def __init__(self, adjoint: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.inner, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.adjoint = adjoint
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        x = Adjoint.apply(self.inner, x, *self.inner.parameters()) if self.adjoint else self.inner(x)
+        return self.last(x)
+
+
 def test_a_pass_inside_another_takes_no_statistics_away() -> None:
     """Those of layers whose gradients it returns to the outer pass count, too."""
-
-    class Model(nn.Module):
-        def __init__(self, adjoint: bool) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.inner, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-            self.adjoint = adjoint
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x).tanh()
-            x = Adjoint.apply(self.inner, x, *self.inner.parameters()) if self.adjoint else self.inner(x)
-            return self.last(x)
-
-    models = [Model(adjoint) for adjoint in (True, False)]
+    models = [Computed(adjoint) for adjoint in (True, False)]
     optimizers = [KFACSGD(model, **OPTIONS) for model in models]
     for step in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -641,6 +643,20 @@ def test_a_pass_inside_another_takes_no_statistics_away() -> None:
             loss_of(model, step).backward()
             optimizer.step()
         assert_same_factors(*optimizers)
+
+
+def test_a_sampled_fisher_passes_what_is_computed_in_a_pass_inside_another() -> None:
+    """Such a layer trains by the base rule, with a warning; the others are preconditioned as without it."""
+    models = [Computed(adjoint) for adjoint in (True, False)]
+    options = OPTIONS | {"fisher": "categorical"}
+    optimizers = [KFACSGD(models[0], **options), KFACSGD(models[1], **options, skip_layers=["inner"])]
+    with pytest.warns(UserWarning, match="'inner': .* never seen"):
+        for step in range(4):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss_of(model, step).backward()
+                optimizer.step()
+    assert_same_weights(*models)
 
 
 @pytest.mark.filterwarnings("ignore:K-FAC preconditions none")
