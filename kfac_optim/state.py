@@ -156,8 +156,11 @@ class StatefulEngine(BuiltEngine):
         for block in self.trained.blocks:
             if block.state:
                 whole = whole_state(block, self.factor_dtype, self.comm)
-                shared = block.workers.shares_factors
-                found[block.layer.weight] = tree_map_only(Tensor, Tensor.cpu, whole) if shared else whole
+                if (
+                    block.workers.shares_factors
+                ):  # copied, because the numbers of averages, which every rank has, change
+                    whole = tree_map_only(Tensor, lambda t: t.to("cpu", copy=True), whole)
+                found[block.layer.weight] = whole
         return found
 
     @torch.inference_mode(False)  # whose tensors could not be changed in place later

@@ -487,6 +487,21 @@ def test_a_pickled_part_goes_on_nowhere_else() -> None:
         assert f"only the factors of rank {rank} of 2" in said and "full_state_dict()" in said
 
 
+def keep(rank: int, world_size: int) -> None:
+    """A whole state that is kept while training goes on, as a thread that saves it does."""
+    model = make_model().double()
+    optimizer = KFACSGD(model, lr=0.1, assignment=LayerWise("sharded"), **OFTEN, **FLOAT64)
+    train(model, optimizer, range(2))
+    state = optimizer.curvature.full_state_dict()
+    kept = copy.deepcopy(state)
+    train(model, optimizer, range(2, 4))
+    assert_same_state(state["layers"], kept["layers"])
+
+
+def test_gathered_factors_are_copies() -> None:
+    run_ranks(2, keep)
+
+
 def join_late(rank: int, world_size: int, file: bytes, folder: str) -> list[list[Tensor]]:
     """Built and loaded as one process, before torch.distributed is up; from the first step on, rank of many."""
     dist.destroy_process_group()
