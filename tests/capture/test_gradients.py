@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -633,15 +633,19 @@ class Computed(nn.Module):
         return self.last(x)
 
 
+def step_each(models: Sequence[nn.Module], optimizers: Sequence[KFACSGD], step: int) -> None:
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
 def test_a_pass_inside_another_takes_no_statistics_away() -> None:
     """Those of layers whose gradients it returns to the outer pass count, too."""
     models = [Computed(adjoint) for adjoint in (True, False)]
     optimizers = [KFACSGD(model, **OPTIONS) for model in models]
     for step in range(3):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
+        step_each(models, optimizers, step)
         assert_same_factors(*optimizers)
 
 
@@ -652,10 +656,7 @@ def test_a_sampled_fisher_passes_what_is_computed_in_a_pass_inside_another() -> 
     optimizers = [KFACSGD(models[0], **options), KFACSGD(models[1], **options, skip_layers=["inner"])]
     with pytest.warns(UserWarning, match="'inner': .* never seen"):
         for step in range(4):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                optimizer.zero_grad()
-                loss_of(model, step).backward()
-                optimizer.step()
+            step_each(models, optimizers, step)
     assert_same_weights(*models)
 
 
