@@ -156,9 +156,8 @@ class StatefulEngine(BuiltEngine):
         for block in self.trained.blocks:
             if block.state:
                 whole = whole_state(block, self.factor_dtype, self.comm)
-                if (
-                    block.workers.shares_factors
-                ):  # copied, because the numbers of averages, which every rank has, change
+                # Copied, because the numbers of averages, which every rank has, go on changing.
+                if block.workers.shares_factors:
                     whole = tree_map_only(Tensor, lambda t: t.to("cpu", copy=True), whole)
                 found[block.layer.weight] = whole
         return found
