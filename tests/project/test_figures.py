@@ -1,0 +1,90 @@
+"""README.rst and docs/results/swap.rst quote the figures that are in the files of ``benchmarks.swap``."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.pages import ROOT
+
+README, SWAP = ROOT / "README.rst", ROOT / "docs" / "results" / "swap.rst"
+FILES = ROOT / "benchmarks" / "results" / "swap"
+# By page: the first cell of a row of its table, the file, the half, and what the other cells are.
+COLUMNS = ("behind", "behind, single seeds", "lower at the end", "held out not worse", "final loss", "time")
+SHORT = ("behind", "final loss", "held out not worse", "time")
+ROWS = [
+    (README, "used to choose the defaults", "main", "choose", SHORT),
+    (README, "only evaluated", "main", "judge", SHORT),
+    (README, "both, the base rerun (chance)", "again", "both", SHORT[:3]),
+    (SWAP, "half that chose", "main", "choose", COLUMNS),
+    (SWAP, "half only evaluated", "main", "judge", COLUMNS),
+    (SWAP, "seeds 3 to 5, half that chose", "more-seeds", "choose", COLUMNS),
+    (SWAP, "seeds 3 to 5, half only evaluated", "more-seeds", "judge", COLUMNS),
+    (SWAP, "the base again, from slightly other weights, both", "again", "both", COLUMNS),
+]
+
+# The first cell of a row of the table of times: the training that it has.
+TIMES = {
+    "text, 400 steps, SGD, Adam": "text",
+    "curves, 300 steps, SGD, Adam": "curves",
+    "digits, 440 steps, SGD, Adam": "digits",
+    "vocabulary of 30,000, 60 steps, AdamW: LSTM": "vocabulary, LSTM",
+    "the same, GPT with tied weights": "vocabulary, tied GPT",
+    "the same, GPT with a head of its own": "vocabulary, GPT",
+    "ResNet-32, 128 images, 100 steps of noise, SGD": "ResNet-32, batch 128",
+    "transformer, width 256, 100 steps of noise, SGD": "transformer, width 256",
+}
+
+
+def cells(page: Path, label: str) -> list[str]:
+    """The cells of the row of a table, without the first one, which is ``label``."""
+    rows = [re.split(" {2,}", line) for line in page.read_text(encoding="utf-8").splitlines()]
+    (found,) = [row[1:] for row in rows if row[0] == label]
+    return found
+
+
+def summary(name: str, half: str) -> dict[str, Any]:
+    """The sums of one half of the trainings, of a file."""
+    found: dict[str, Any] = json.loads((FILES / f"{name}.json").read_text(encoding="utf-8"))["summary"][half]
+    return found
+
+
+def shown(column: str, value: Any) -> str:
+    """A figure as the pages write it."""
+    if isinstance(value, str):
+        return value.replace(" / ", " of ")
+    return f"x{value:.1f}" if column == "time" else f"x{value:.2f}"
+
+
+@pytest.mark.parametrize(("page", "label", "name", "half", "columns"), ROWS)
+def test_rows_of_the_swap_are_those_of_the_files(
+    page: Path, label: str, name: str, half: str, columns: tuple[str, ...]
+) -> None:
+    sums = summary(name, half)
+    assert cells(page, label) == [shown(column, sums[column]) for column in columns]
+
+
+def test_readme_says_how_often_the_swap_is_behind_lower_and_sooner() -> None:
+    sums = {column: shown(column, value) for column, value in summary("main", "both").items()}
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    behind, points = sums["behind"].split(" of ")
+    assert f"more than 2 % at {'none' if behind == '0' else behind} of {points} points" in text
+    assert f"ended lower in {sums['lower at the end']} runs" in text
+    assert f"final loss after {summary('main', 'both')['steps']:.0%}".replace("%", " %") in text
+    assert f"final loss sooner in {sums['sooner']} trainings" in text
+    better, runs = map(int, sums["held out not worse"].split(" of "))
+    assert f"Held-out losses were worse in {runs - better} of {runs} runs" in text
+
+
+def test_times_of_trainings_are_those_of_the_file() -> None:
+    rows = json.loads((FILES / "times.json").read_text(encoding="utf-8"))["rows"]
+    for label, name in TIMES.items():
+        times = [row["time"] for row in rows if row["training"] == name]
+        assert cells(SWAP, label)[0] == ", ".join(f"{time:.2f}" for time in times)
+    suite = [row["time"] for row in rows if row["half"] in ("choose", "judge")]
+    assert cells(SWAP, "the suite, geometric mean")[0] == f"{statistics.geometric_mean(suite):.2f}"
