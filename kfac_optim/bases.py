@@ -90,18 +90,18 @@ class BaseStep:
     updates: dict[nn.Parameter, Tensor]
 
 
-def base_step(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], before: Sequence[Tensors]) -> BaseStep:
+def base_step(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], before: Sequence[Tensors]) -> BaseStep:
     """Takes apart the step that the base class has just taken, after :func:`~kfac_optim.first_moments.keep_averages`.
 
     Args:
         optimizer: The optimizer, after its step.
-        members: The parameters of interest, with their states after the step.
+        buckets: The parameters of interest, with their states after the step.
         before: What :func:`weights_before` returned before the step.
     """
     moments_of: dict[nn.Parameter, Tensor] = {}
     updates_of: dict[nn.Parameter, Tensor] = {}
     alike = True
-    for bucket, weights in zip(members, before, strict=True):
+    for bucket, weights in zip(buckets, before, strict=True):
         moments, updates = _take_apart(optimizer, bucket, weights)
         params, alike = [m.p for m in bucket], alike and updates is moments
         moments_of.update(zip(params, moments, strict=True))
@@ -126,18 +126,18 @@ def _take_apart(optimizer: torch.optim.Optimizer, bucket: Bucket, before: Tensor
 
 
 def update_length(
-    members: Sequence[Bucket], updates: Sequence[Tensor], known_length: Callable[[], Tensor | None]
+    buckets: Sequence[Bucket], updates: Sequence[Tensor], known_length: Callable[[], Tensor | None]
 ) -> Tensor:
     """The norm of all updates together, 0-dim, per unit of the weight that gradients have in the momentum of SGD.
 
     That weight grows from 1 to ``1 / (1 - momentum)``. A collective if updates are sharded.
 
     Args:
-        members: The parameters, with their states after the step.
+        buckets: The parameters, with their states after the step.
         updates: Their updates, in the same order.
         known_length: Returns the norm of all updates if it is known at little cost, else None.
     """
-    weights = [m.moment_weight for bucket in members for m in bucket]
+    weights = [m.moment_weight for bucket in buckets for m in bucket]
     if len(set(weights)) == 1 and (length := known_length()) is not None:
         return length / weights[0]
     dtype = torch.float64 if any(update.dtype == torch.float64 for update in updates) else torch.float32
@@ -206,13 +206,13 @@ def _decay_in_update(optimizer: torch.optim.Optimizer, m: Member, in_moment: Ten
     return in_moment.div_(denominator).div_(weight1)
 
 
-def weights_before(optimizer: torch.optim.Optimizer, members: Sequence[Bucket]) -> list[Tensors]:
+def weights_before(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> list[Tensors]:
     """Copies of the weights before the step, less the decay that the step subtracts apart from its update.
 
     Under SGD, which needs no copies, the weights themselves.
     """
     before: list[Tensors] = []
-    for bucket in members:
+    for bucket in buckets:
         params: list[Tensor] = [m.p for m in bucket]
         group = bucket[0].group
         kept: Scalar = 1.0

@@ -29,12 +29,12 @@ __all__ = [
     "Member",
     "averages_gradients",
     "bias_correction",
+    "buckets_of",
     "first_moments",
     "gradient_weight_tracked",
     "gradients_of",
     "is_decoupled",
     "keep_averages",
-    "members_of",
     "needs_average",
 ]
 
@@ -97,7 +97,7 @@ class Member:
 Bucket = list[Member]  # of one group, device and type, so that one multi-tensor operation can take all of them
 
 
-def members_of(optimizer: torch.optim.Optimizer) -> list[Bucket]:
+def buckets_of(optimizer: torch.optim.Optimizer) -> list[Bucket]:
     """The parameters that have a gradient, in buckets."""
     found: list[Bucket] = []
     is_sgd = isinstance(optimizer, torch.optim.SGD)
@@ -113,9 +113,9 @@ def members_of(optimizer: torch.optim.Optimizer) -> list[Bucket]:
     return found
 
 
-def gradients_of(members: Sequence[Bucket]) -> dict[nn.Parameter, Tensor]:
-    """The members' gradients, by parameter."""
-    return {m.p: m.gradient for bucket in members for m in bucket}
+def gradients_of(buckets: Sequence[Bucket]) -> dict[nn.Parameter, Tensor]:
+    """The gradients, by parameter."""
+    return {m.p: m.gradient for bucket in buckets for m in bucket}
 
 
 def first_moments(bucket: Bucket, descent: Tensors) -> Tensors:
@@ -160,15 +160,15 @@ def _holds_update(m: Member) -> bool:
     return foreach and (m.gradient.is_inference() or m.gradient._version != m.version)  # inference tensors count none
 
 
-def keep_averages(members: Sequence[Bucket], decay: float | None) -> None:
+def keep_averages(buckets: Sequence[Bucket], decay: float | None) -> None:
     """Updates the averages of gradients in the optimizer's state, after a step of the base class.
 
     Args:
-        members: The parameters of interest, with their states after the step.
+        buckets: The parameters of interest, with their states after the step.
         decay: The decay of the average if the base class keeps no first moment, in [0, 1); None: no average is kept
             then. If the base class's moment has weight decay in it, gradients are averaged as they are in that moment.
     """
-    for bucket in members:
+    for bucket in buckets:
         by_share: dict[float, Bucket] = {}
         for m in bucket:
             share = _share_of_gradient(m, decay)
@@ -220,14 +220,14 @@ def _first_average(m: Member, share: float) -> Tensor:
 
 
 @contextmanager
-def gradient_weight_tracked(optimizer: torch.optim.Optimizer, members: Sequence[Bucket]) -> Iterator[None]:
+def gradient_weight_tracked(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> Iterator[None]:
     """Updates ``state[GRADIENT_WEIGHT]`` after a step of SGD.
 
     It is the sum c of the weights of all gradients in the momentum buffer: 1 after the first gradient, then
     ``momentum * c + 1 - dampening``. In a buffer that plain SGD has filled, c is taken as the limit of that.
     """
     weights: list[tuple[Member, float]] = []
-    for bucket in members if isinstance(optimizer, torch.optim.SGD) else ():
+    for bucket in buckets if isinstance(optimizer, torch.optim.SGD) else ():
         momentum, kept = bucket[0].group["momentum"], 1 - bucket[0].group["dampening"]
         for m in bucket if momentum else ():
             known = m.state.get(GRADIENT_WEIGHT)

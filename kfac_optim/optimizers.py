@@ -23,7 +23,7 @@ from .damping import OfLargest
 from .directions import by_parameter
 from .distributed import derived_from_by_horovod, join_hook, notify_join_context, register_joinable, share_gradients
 from .engine import CurvatureEngine
-from .first_moments import Bucket, gradients_of, members_of
+from .first_moments import Bucket, buckets_of, gradients_of
 from .lamb import MultiTensorLamb
 from .rates import Scalar, common_rate, rate_of
 from .saved_state import saved_form, saved_parts, take_saved_form, with_checksums
@@ -164,25 +164,25 @@ class KFACMixin(_Optimizer):
         try:
             engine.require(self._parameters())
             with self._averages_handed_over():
-                members = members_of(self)
-                gradients, lrs = gradients_of(members), [rate_of(group) for group in self.param_groups]
-                lessons = None if engine.closed or engine.is_opposed else lessons_of(self, members, engine.watch)
+                buckets = buckets_of(self)
+                gradients, lrs = gradients_of(buckets), [rate_of(group) for group in self.param_groups]
+                lessons = None if engine.closed or engine.is_opposed else lessons_of(self, buckets, engine.watch)
                 if engine.update(list(gradients.values()), lrs, lessons):
-                    self._update_weights(members, closure)
+                    self._update_weights(buckets, closure)
                     engine.advance(gradients)
         except BaseException:  # after Ctrl-C or out of memory, the entries may be those of half a step
             forget(self, OF_STEP)
             engine.recover()
             raise
 
-    def _update_weights(self, members: Sequence[Bucket], closure: Callable[[], Any] | None) -> None:
+    def _update_weights(self, buckets: Sequence[Bucket], closure: Callable[[], Any] | None) -> None:
         """Updates the weights; ``closure``: what evaluates the loss, if the loop has one."""
         if self.precondition == "gradient" or self.curvature.closed:
             forget(self, RECORDED)
             self.curvature.watch.note(())
-            self._precondition_gradients(gradients_of(members))
+            self._precondition_gradients(gradients_of(buckets))
         else:
-            take_turned_step(self, self.curvature, members, self._base_step, self._rates())
+            take_turned_step(self, self.curvature, buckets, self._base_step, self._rates())
 
     def _precondition_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """Takes the base class's step on directions, then puts the gradients back, for logging and clipping."""

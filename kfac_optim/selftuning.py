@@ -153,8 +153,8 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
         """
         return super().step(None if closure is None else _Closure(closure, self._parameters()[0].device))
 
-    def _update_weights(self, members: Sequence[Bucket], closure: Callable[[], Any] | None) -> None:
-        engine, gradients = self.curvature, gradients_of(members)
+    def _update_weights(self, buckets: Sequence[Bucket], closure: Callable[[], Any] | None) -> None:
+        engine, gradients = self.curvature, gradients_of(buckets)
         if engine.closed:
             self._replay.close()
             raise RuntimeError("the curvature of this optimizer is closed, and KFAC has nothing else: build a new one")

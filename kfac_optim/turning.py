@@ -49,7 +49,7 @@ Changes = list[tuple[Bucket, list[Tensor]]]
 def take_turned_step(
     optimizer: torch.optim.Optimizer,
     engine: CurvatureEngine,
-    members: Sequence[Bucket],
+    buckets: Sequence[Bucket],
     take_base_step: Callable[[], None],
     lr: Scalar | Mapping[nn.Parameter, Scalar],
 ) -> None:
@@ -58,12 +58,12 @@ def take_turned_step(
     Args:
         optimizer: The optimizer.
         engine: Its engine, after :meth:`~kfac_optim.CurvatureEngine.update`.
-        members: The parameters that have a gradient, which the base class finds in ``.grad``.
+        buckets: The parameters that have a gradient, which the base class finds in ``.grad``.
         take_base_step: Takes the base class's step.
         lr: The learning rate; a mapping by parameter if there are several.
     """
     reaches = engine.trained.reaches()  # by parameter, of all layers
-    covered = [some for bucket in members if (some := [m for m in bucket if m.p in reaches])]
+    covered = [some for bucket in buckets if (some := [m for m in bucket if m.p in reaches])]
     plan = engine.plan()
     for state in [optimizer.state[p] for p in plan.too_long if p in optimizer.state]:
         for key in (STRETCH, DESCENT):
@@ -129,12 +129,12 @@ def _turn_and_stretch(
     first.state[LENGTH] = length.to(first.p.dtype)  # torch's load_state_dict() would round it to this type as well
 
 
-def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watch: WeightWatch) -> Lessons:
+def lessons_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], watch: WeightWatch) -> Lessons:
     """Compares the new gradients with the directions, stretches and averages that earlier steps recorded.
 
     Args:
         optimizer: The optimizer, before its step.
-        members: The parameters that have a gradient.
+        buckets: The parameters that have a gradient.
         watch: Knows whether weights have changed since the last step.
     """
     turns: list[Compared] = []
@@ -147,7 +147,7 @@ def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watc
     unit = 1.0 if common is None or isinstance(common, Tensor) else abs(common) or 1.0  # dividing by it keeps signs
     # All states are searched: the parameter that keeps the length of the last update may have no gradient now.
     length = next((state[LENGTH] for _, state in kept_states(optimizer) if LENGTH in state), None)
-    for bucket in members:
+    for bucket in buckets:
         lr = rate_of(bucket[0].group)
         lr = -lr if bucket[0].group.get("maximize") else lr
         of_turn: float | Tensor = lr
@@ -175,7 +175,7 @@ def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watc
     copies: Copies = {}
     turn, average = (alignment(compared, copies) if compared else None for compared in (turns, averages))
     stretch = alignments(stretches, copies) if stretches else None
-    gradients = [m.gradient for bucket in members for m in bucket]
+    gradients = [m.gradient for bucket in buckets for m in bucket]
     largest = None
     if not any_sharded(gradients):  # with shards it is a collective, which must wait until ranks have been compared
         copied = {id(g) for some, _ in copies.values() for g in some}
@@ -186,7 +186,7 @@ def lessons_of(optimizer: torch.optim.Optimizer, members: Sequence[Bucket], watc
         turn=turn,
         average=average,
         length=length,
-        grows=not any("exp_avg" in m.state for bucket in members for m in bucket),
+        grows=not any("exp_avg" in m.state for bucket in buckets for m in bucket),
         stretch=stretch,
         descent=_together(descents) if descents else None,
         stretched=stretched,
@@ -220,10 +220,10 @@ def _descents(moments: Mapping[nn.Parameter, Tensor], stretched: Changes) -> dic
     return dict(zip(params, alignments(compared).unbind(), strict=True)) if params else {}
 
 
-def _changes_of(members: Sequence[Bucket], changes: Mapping[nn.Parameter, Tensor]) -> Changes:
+def _changes_of(buckets: Sequence[Bucket], changes: Mapping[nn.Parameter, Tensor]) -> Changes:
     """The changes, grouped by bucket; parameters without a change are left out."""
     found: Changes = []
-    for bucket in members if changes else ():
+    for bucket in buckets if changes else ():
         some = [m for m in bucket if m.p in changes]
         if some:
             found.append((some, [changes[m.p] for m in some]))
@@ -236,12 +236,12 @@ def _subtract(changes: Changes) -> None:
         subtract_([m.p for m in bucket], vectors, rate_of(bucket[0].group))
 
 
-def _remember(members: Sequence[Bucket], found: Mapping[str, Mapping[nn.Parameter, Tensor]]) -> None:
+def _remember(buckets: Sequence[Bucket], found: Mapping[str, Mapping[nn.Parameter, Tensor]]) -> None:
     """Records what the next step judges and repeats; changes only where a first moment keeps updates similar.
 
     Groups with a rate of 0 are left out: their weights did not move, and the vectors may belong to no update.
     """
-    for bucket in [bucket for bucket in members if _moves(bucket[0].group)]:
+    for bucket in [bucket for bucket in buckets if _moves(bucket[0].group)]:
         for key, of_key in found.items():
             for m in bucket:
                 if (vector := of_key.get(m.p)) is not None and (key != CHANGE or m.has_first_moment):
@@ -255,7 +255,7 @@ def _moves(group: Mapping[str, Any]) -> bool:
     return isinstance(rate, Tensor) or rate != 0
 
 
-def _can_repeat(engine: CurvatureEngine, plan: Plan, members: Sequence[Bucket]) -> bool:
+def _can_repeat(engine: CurvatureEngine, plan: Plan, buckets: Sequence[Bucket]) -> bool:
     """Whether this step may be changed as the last one was.
 
     It may not if a layer that has a gradient now had none when directions were last computed, as happens to heads that
@@ -264,20 +264,20 @@ def _can_repeat(engine: CurvatureEngine, plan: Plan, members: Sequence[Bucket]) 
     gradient, as with Adam at a first beta of 0, is never repeated. If nothing is recorded, only a step at trust 0 may
     repeat: it is then the base class's own.
     """
-    turned = [m for bucket in members for m in bucket if TURN in m.state]
-    others = {m.p for bucket in members for m in bucket if TURN not in m.state and _moves(m.group)}
+    turned = [m for bucket in buckets for m in bucket if TURN in m.state]
+    others = {m.p for bucket in buckets for m in bucket if TURN not in m.state and _moves(m.group)}
     if not turned or (others and not others.isdisjoint(engine.trained.weights_with_directions())):
         return False
-    for bucket in members:
+    for bucket in buckets:
         base, own = averages_gradients(bucket[0].group), plan.moment_decay > 0  # whether moments average many gradients
         if [m for m in bucket if TURN in m.state and not (base if m.has_first_moment else own)]:
             return False
     return plan.trust == 0 or any(CHANGE in m.state or (plan.stretches and STRETCH in m.state) for m in turned)
 
 
-def _repeat_change(plan: Plan, members: Sequence[Bucket], reaches: Mapping[nn.Parameter, float]) -> None:
+def _repeat_change(plan: Plan, buckets: Sequence[Bucket], reaches: Mapping[nn.Parameter, float]) -> None:
     """Changes the step as the last one was, with each stretch multiplied by its layer's present reach."""
-    for bucket in members:
+    for bucket in buckets:
         lr = rate_of(bucket[0].group)
         turned = [m for m in bucket if CHANGE in m.state]
         if turned:

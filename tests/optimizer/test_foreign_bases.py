@@ -267,7 +267,7 @@ def moments_after_three_steps(kfac: Any, **how: Any) -> list[tuple[first_moments
         optimizer.zero_grad()
         model(torch.randn(8, 6)).square().mean().backward()
         optimizer.step()
-    (bucket,) = first_moments.members_of(optimizer)
+    (bucket,) = first_moments.buckets_of(optimizer)
     return list(zip(bucket, first_moments.first_moments(bucket, [m.gradient for m in bucket]), strict=True))
 
 
@@ -316,7 +316,7 @@ def test_averages_have_nothing_of_the_decay_that_a_base_adds_to_the_gradient(bas
             raw[p] = 0.8 * raw[p] + 0.2 * p.grad
             own[p] = 0.8 * own[p] + 0.2 * (sign * p.grad + coupled * 0.5 * p.detach())
         optimizer.step()
-        (bucket,) = first_moments.members_of(optimizer)
+        (bucket,) = first_moments.buckets_of(optimizer)
         moments = first_moments.first_moments(bucket, [sign * m.gradient for m in bucket])
         for m, moment in zip(bucket, moments, strict=True):
             torch.testing.assert_close(moment, sign * raw[m.p], rtol=1e-12, atol=1e-15)
@@ -333,7 +333,7 @@ def test_updates_have_nothing_of_the_decay_that_a_base_adds_to_the_gradient(base
     for _ in range(8):  # RAdam's first steps are of another length
         optimizer.zero_grad()
         (model(torch.randn(8, 6).double()).square().mean() * (base is not torch.optim.NAdam)).backward()
-        (bucket,) = first_moments.members_of(optimizer)
+        (bucket,) = first_moments.buckets_of(optimizer)
         (weights,) = bases.weights_before(optimizer, [bucket])
         with torch.no_grad():
             optimizer._base_step()

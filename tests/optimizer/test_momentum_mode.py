@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, Graft, KFACAdam, KFACAdamW, KFACMixin
 from kfac_optim.bases import base_step
-from kfac_optim.first_moments import members_of
+from kfac_optim.first_moments import buckets_of
 from kfac_optim.steering.brake import Brake
 from kfac_optim.steering.graft import GraftShare
 from kfac_optim.steering.trust import Trust
@@ -516,8 +516,8 @@ def test_the_decay_in_a_mature_buffer_of_plain_sgd_is_known(how: dict[str, float
     for _ in range(2):
         backward(model, passes, loss)
         ours.step()
-        members = [[m for alike in members_of(ours) for m in alike if m.p in covered]]
-        found = base_step(ours, members, [[m.p.data for m in members[0]]])
+        buckets = [[m for alike in buckets_of(ours) for m in alike if m.p in covered]]
+        found = base_step(ours, buckets, [[m.p.data for m in buckets[0]]])
         for p in covered:
             assert_near(found.moments[p], weight * p.grad, rel=1e-9)
 

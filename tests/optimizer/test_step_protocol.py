@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from kfac_optim import KFACSGD, CurvatureEngine, KFACMixin, turning
 from kfac_optim.bases import base_step
-from kfac_optim.first_moments import bias_correction, members_of
+from kfac_optim.first_moments import bias_correction, buckets_of
 from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
 from tests.helpers.reads import HostReads
 from tests.helpers.settings import BASES, CLASSES, SETTINGS
@@ -387,7 +387,7 @@ def test_adams_decay_is_taken_apart_where_the_steps_are(amsgrad: bool) -> None:
     moments = {"exp_avg": weight.data, "exp_avg_sq": weight.data, "max_exp_avg_sq": weight.data}
     adam.state[weight] = {"step": torch.ones((), device="meta"), **moments}
     weight.grad = weight.data
-    parts = base_step(adam, members_of(adam), [[weight.data]])
+    parts = base_step(adam, buckets_of(adam), [[weight.data]])
     assert parts.updates[weight].shape == parts.moments[weight].shape == weight.shape
 
 

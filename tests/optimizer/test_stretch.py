@@ -23,7 +23,7 @@ from kfac_optim import (
     flat_storage,
     turning,
 )
-from kfac_optim.first_moments import members_of
+from kfac_optim.first_moments import buckets_of
 from kfac_optim.steering import brake, graft, inner_products, opponents, plan, reach, trust
 from tests.helpers.compare import assert_identical, assert_near, assert_same_weights, snapshot
 from tests.helpers.files import through_a_file
@@ -998,7 +998,7 @@ def test_of_each_parameter_what_is_recorded_is_compared() -> None:
         assert p.grad is not None
         return float((p.grad * optimizer.state[p][key]).sum())
 
-    lessons = turning.lessons_of(optimizer, members_of(optimizer), optimizer.curvature.watch)
+    lessons = turning.lessons_of(optimizer, buckets_of(optimizer), optimizer.curvature.watch)
     turned, stretched = [second, *others], [first, *others]
     assert lessons.turn == pytest.approx(sum(along(p, "kfac_turn") for p in turned), rel=1e-9)
     assert lessons.stretch is not None
