@@ -55,7 +55,6 @@ __all__ = [
     "Damping",
     "OfLargest",
     "OfMean",
-    "Orthogonal",
     # values over time
     "constant_then_scaled",
     "exponential_decay",
@@ -75,6 +74,7 @@ __all__ = [
     "Direction",
     "Graft",
     "KLClip",
+    "Orthogonal",
     "Scaling",
     "Unit",
     # sampled Fisher
