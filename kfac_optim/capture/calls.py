@@ -52,7 +52,7 @@ class ModelCall:
     terms: int = 0
     awaited: list[tuple[Any, Any]] = field(default_factory=list)
 
-    def finish(self, terms: int) -> None:
+    def set_terms(self, terms: int) -> None:
         """Sets M."""
         self.terms = terms
 
@@ -66,7 +66,7 @@ class ModelCall:
         return awaited
 
     @property
-    def is_elsewhere(self) -> bool:
+    def is_of_other_thread(self) -> bool:
         """Whether another thread, which is still running, made the call."""
         thread = self.thread
         return thread is not None and thread is not threading.current_thread() and thread.is_alive()
@@ -96,10 +96,10 @@ class ModelCalls:
         self.last: ModelCall | None = None
         self._depth = 0  # how many calls of the open call's module are in progress: it may call itself
 
-    def are_inside(self, module: nn.Module) -> bool:
-        """Whether the open call is another module's, so that no call begins or ends with this one."""
+    def is_inner(self, module: nn.Module) -> bool:
+        """Whether a call of this module lies inside that of another one, so that no model call begins or ends here."""
         call = self.current
-        return not (call is None or call.module is module or call.is_elsewhere or call.is_training_loop)
+        return not (call is None or call.module is module or call.is_of_other_thread or call.is_training_loop)
 
     def enter(self, module: nn.Module, forward: Any) -> ModelCall | None:
         """Notes that a watched module was called; returns the model call that it opens, or None.
@@ -107,7 +107,7 @@ class ModelCalls:
         Raises:
             RuntimeError: If another thread is in a call of the model.
         """
-        if forward is not None and self.current is not None and self.current.is_elsewhere:
+        if forward is not None and self.current is not None and self.current.is_of_other_thread:
             if not torch.is_grad_enabled():  # the model is evaluated while it trains
                 return None
             raise RuntimeError(CONCURRENT)
@@ -133,7 +133,7 @@ class ModelCalls:
         call = self.current
         if call is None or call.module is not module:
             return None
-        if not torch.compiler.is_compiling() and call.is_elsewhere:
+        if not torch.compiler.is_compiling() and call.is_of_other_thread:
             return None
         if in_backward() and self.last is not None:  # a checkpoint recomputes part of a call that was counted
             return None
@@ -148,13 +148,13 @@ class ModelCalls:
         call = self.current
         return call if call is not None and call.module is module and torch.is_grad_enabled() else None
 
-    def returned(self, call: ModelCall) -> None:
+    def note_return(self, call: ModelCall) -> None:
         """Notes that a call has returned and M is known."""
         self.last = call
 
     def require_alone(self) -> None:
         """Raises if another thread is in a call of the model."""
-        if self.current is not None and self.current.is_elsewhere:
+        if self.current is not None and self.current.is_of_other_thread:
             raise RuntimeError(CONCURRENT)
 
     def drop_current(self) -> None:

@@ -95,7 +95,7 @@ class CompiledCalls:
         elif call is None:
             self.passes.require_alone()
             self.passes.abandon()  # left behind by a backward pass that raised
-            if self._running is not None and self._running.is_elsewhere:
+            if self._running is not None and self._running.is_of_other_thread:
                 raise RuntimeError(CONCURRENT)
             call = self._running = self._running or ModelCall(thread=threading.current_thread())
 
@@ -108,8 +108,8 @@ class CompiledCalls:
     def finish_running_call(self) -> None:
         """Ends a call whose graph has run: its stand-in gets M, which the Python code of the call has set."""
         if self._running is not None and self._traced is not None:
-            self._running.finish(self._traced.terms)
-            self.calls.returned(self._running)
+            self._running.set_terms(self._traced.terms)
+            self.calls.note_return(self._running)
         self._running = self._traced = None
 
 

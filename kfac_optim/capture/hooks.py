@@ -211,24 +211,24 @@ class Capture:
                 self._passes.abandon()
             self._uses.forget_calls()
             # M is needed now: the backward pass may begin before the call returns, or an exception may end the call.
-            call.finish(self._loss_terms.of_inputs(args, kwargs))
+            call.set_terms(self._loss_terms.of_inputs(args, kwargs))
 
     def _on_model_call_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         call = self._calls.leave(module)
         if call is None:
             # The open call may be one that was interrupted. A user's callable never sees calls inside another call.
             if (outer := self._calls.outer_call_of(module)) is not None and not callable(self._loss_terms.average):
-                outer.finish(self._loss_terms.count(args, kwargs, output))
+                outer.set_terms(self._loss_terms.count(args, kwargs, output))
             return
         if output is None and sys.exc_info()[0] is not None:  # this hook also runs when an exception ends the call
             self._uses.forget_calls()
             return
-        call.finish(self._loss_terms.count(args, kwargs, output))
+        call.set_terms(self._loss_terms.count(args, kwargs, output))
         if torch.compiler.is_compiling():
             self._compiled.trace_model_call_end(call)
             return
         if not in_backward():
-            self._calls.returned(call)
+            self._calls.note_return(call)
             self._uses.look(output)
         if self._sampling is not None:
             if output is not None:
@@ -249,7 +249,7 @@ class Capture:
         self, index: int, use: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Tensor | None:
         """Does the work of all three hooks for a layer without submodules, which may be the outermost call itself."""
-        if not torch.compiler.is_compiling() and self._calls.are_inside(module):  # as most are
+        if not torch.compiler.is_compiling() and self._calls.is_inner(module):  # as most are
             return self._record_input(index, use, module, args, kwargs, output)
         self._on_model_call_start(module, args, kwargs)
         replaced = self._record_input(index, use, module, args, kwargs, output)

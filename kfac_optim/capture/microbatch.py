@@ -272,7 +272,7 @@ class BackwardPasses:
 
     def require_alone(self) -> None:
         """Raises if another thread is in a backward pass."""
-        if self._batch is not None and self._batch.is_elsewhere:
+        if self._batch is not None and self._batch.is_of_other_thread:
             raise RuntimeError(CONCURRENT)
 
     def _compare_gradients(self) -> None:

@@ -61,9 +61,9 @@ class MicroBatch:
     to_caller: bool = False
 
     @property
-    def is_elsewhere(self) -> bool:
+    def is_of_other_thread(self) -> bool:
         """Whether it belongs to another thread that is still running."""
-        return any(call.is_elsewhere for call in self.calls)
+        return any(call.is_of_other_thread for call in self.calls)
 
     def note_caller(self) -> None:
         """Notes that the pass returns the gradients to its caller."""
