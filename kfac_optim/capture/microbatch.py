@@ -15,7 +15,6 @@ A micro-batch is one backward pass. Its states::
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -90,7 +89,7 @@ class Recorder:
         self.enabled, self._fraction, self._grad_scaler = enabled, fraction, grad_scaler
 
     @property
-    def scaled(self) -> bool:
+    def has_scaler(self) -> bool:
         """Whether a grad scaler is set, even if it is disabled."""
         return self._grad_scaler is not None
 
@@ -146,7 +145,7 @@ class Recorder:
             elif g.shape != call.shape:
                 g = g.reshape(call.shape)
             seen = layer.subsample(call.module, g.detach(), call.fraction)
-            scaled, part = scaled and self.scaled, seen.numel() < g.numel()
+            scaled, part = scaled and self.has_scaler, seen.numel() < g.numel()
             seen = seen.to(self.dtype) if scaled or part else layer.multiplicand(seen, self.dtype)
             if part:  # the selected examples stand for all; the root, because squares are added up
                 seen = seen * (g.numel() / seen.numel()) ** 0.5
@@ -205,7 +204,7 @@ class BackwardPasses:
         self.transformed = self.model_seen = False
         self._watch = GradientWatch(recorder.layers)
         self._batch: MicroBatch | None = None
-        self._end: Callable[[], Any] = lambda: None  # a weak reference to what its pass calls at the end
+        self._end: Callable[[], Any] = lambda: None  # a weak reference to the callback that its pass alone holds
         self._lock = threading.RLock()  # a pass of one thread may begin while that of another is being added
 
     def record_output_gradient(self, layer_call: LayerCall, call: ModelCall | None, g: Tensor) -> None:
@@ -256,7 +255,7 @@ class BackwardPasses:
         with self._lock:
             if self._batch is None or self._end() is None:  # a pass that raised has released its callback
                 self._compare_gradients()
-                self._batch, end = MicroBatch(task=task), functools.partial(self._on_backward_end)
+                self._batch, end = MicroBatch(task=task), self._on_backward_end
                 self._end = weakref.ref(end)
                 torch.autograd.Variable._execution_engine.queue_callback(end)
             batch = self._batch
@@ -300,7 +299,7 @@ class BackwardPasses:
                 scale = self.recorder.loss_scale(next(iter(batch.sums.values())).a.device)
                 statistics = self.to_caller if batch.to_caller else self.statistics
                 try:
-                    statistics.add(batch, scale, drop_overflowed=self.recorder.scaled)
+                    statistics.add(batch, scale, drop_overflowed=self.recorder.has_scaler)
                 except BaseException:  # which may have come when half of it was added
                     self.statistics, self.to_caller = StepStatistics(), StepStatistics()
                     raise
