@@ -116,14 +116,14 @@ class CompiledCalls:
 @torch.library.custom_op(
     "kfac_optim::record_input",
     mutates_args=(),
-    schema="(Tensor a, Tensor output, int capture, int index, int use, int[] projection) -> (Tensor, Tensor)",
+    schema="(Tensor a, Tensor output, int handle, int index, int use, int[] projection) -> (Tensor, Tensor)",
     **_OUTSIDE_CUDA_GRAPHS,
 )
 def _record_input(
-    a: Tensor, output: Tensor, capture: int, index: int, use: int, projection: Sequence[int]
+    a: Tensor, output: Tensor, handle: int, index: int, use: int, projection: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """A copy of a layer's output, and a token that stands for the observation."""
-    token, watcher = torch.zeros((), dtype=torch.int64, device="cpu"), _WATCHERS.get(capture)
+    token, watcher = torch.zeros((), dtype=torch.int64, device="cpu"), _WATCHERS.get(handle)
     take = None
     if watcher is not None and watcher.recorder.enabled and output.numel():
         watcher.require_empirical()
@@ -133,10 +133,8 @@ def _record_input(
 
 
 @_record_input.register_fake
-def _(
-    a: Tensor, output: Tensor, capture: int, index: int, use: int, projection: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    _WATCHERS[int(capture)].require_empirical()  # here, so that it is raised during compilation
+def _(a: Tensor, output: Tensor, handle: int, index: int, use: int, projection: Sequence[int]) -> tuple[Tensor, Tensor]:
+    _WATCHERS[int(handle)].require_empirical()  # here, so that it is raised during compilation
     return torch.empty_like(output), torch.empty((), dtype=torch.int64, device="cpu")
 
 

@@ -19,10 +19,10 @@ __all__ = ["FirstHook", "Hook", "put_after", "put_before", "remove_all"]
 
 
 class Hook:
-    """Calls a method of a capture or a replay, which it holds weakly; in copies and pickles it does nothing."""
+    """Calls a method of its owner, a capture or a replay; in copies and pickles it does nothing."""
 
-    def __init__(self, capture: Any, method: str = "", *args: Any) -> None:
-        self.capture = weakref.ref(capture) if capture is not None else None
+    def __init__(self, owner: Any, method: str = "", *args: Any) -> None:
+        self.owner = weakref.ref(owner) if owner is not None else None
         self.method, self.args = method, args
         self.module: Callable[[], Any] | None = None
 
@@ -32,14 +32,14 @@ class Hook:
         return self
 
     def __call__(self, *args: Any) -> Any:
-        capture = self.capture() if self.capture is not None else None
-        if capture is None or not capture.enabled or _exporting():
+        owner = self.owner() if self.owner is not None else None
+        if owner is None or not owner.enabled or _exporting():
             return None
         if self.module is not None and self.module() is not args[0]:
             if getattr(args[0], "_is_replica", False) and torch.is_grad_enabled():  # nn.DataParallel on several GPUs
                 raise RuntimeError(CONCURRENT)
             return None
-        return getattr(capture, self.method)(*self.args, *args)
+        return getattr(owner, self.method)(*self.args, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Hook, (None,)
@@ -61,9 +61,9 @@ class FirstHook(Hook):
     """The first hook of a module, which in every step also refuses CUDA graph capture and looks for frozen layers."""
 
     def __call__(self, *args: Any) -> Any:
-        if self.capture is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if self.owner is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             refuse_cuda_graphs()
-            if self.method == "_on_layer_call" and (capture := self.capture()) is not None:
+            if self.method == "_on_layer_call" and (capture := self.owner()) is not None:
                 capture.frozen_passes.note_call(self.args[0], *args[1:3])
         return super().__call__(*args)
 
