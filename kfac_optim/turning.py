@@ -137,9 +137,7 @@ def lessons_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], watc
         buckets: The parameters that have a gradient.
         watch: Knows whether weights have changed since the last step.
     """
-    turns: list[Compared] = []
-    stretches: list[Compared] = []
-    averages: list[Compared] = []
+    compared: dict[str, list[Compared]] = {TURN: [], MOMENT: [], STRETCH: []}
     descents: list[Tensor] = []
     stretched: list[nn.Parameter] = []
     rates: list[float] = []
@@ -160,21 +158,17 @@ def lessons_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], watc
         along = [m for m in bucket if STRETCH in m.state and DESCENT in m.state]  # users may have deleted one of them
         before: Bucket = []
         gradients: list[Tensor] = []
-        for key, some, compared, rate in (
-            (TURN, turned, turns, of_turn),
-            (MOMENT, averaged, averages, 1.0),
-            (STRETCH, along, stretches, of_stretch),
-        ):
+        for key, some, rate in ((TURN, turned, of_turn), (MOMENT, averaged, 1.0), (STRETCH, along, of_stretch)):
             if some:
                 if some != before:  # else the same list, whose copies are used again
                     before, gradients = some, [m.gradient for m in some]
-                compared.append(Compared(gradients, [m.state[key] for m in some], rate))
+                compared[key].append(Compared(gradients, [m.state[key] for m in some], rate))
         stretched += [m.p for m in along]
         rates += [size] * len(along)
         descents += [m.state[DESCENT] * abs(lr) if isinstance(lr, Tensor) else m.state[DESCENT] for m in along]
     copies: Copies = {}
-    turn, average = (alignment(compared, copies) if compared else None for compared in (turns, averages))
-    stretch = alignments(stretches, copies) if stretches else None
+    turn, average = (alignment(compared[key], copies) if compared[key] else None for key in (TURN, MOMENT))
+    stretch = alignments(compared[STRETCH], copies) if compared[STRETCH] else None
     gradients = [m.gradient for bucket in buckets for m in bucket]
     largest = None
     if not any_sharded(gradients):  # with shards it is a collective, which must wait until ranks have been compared
