@@ -108,11 +108,11 @@ def _turn_and_stretch(
         return
     of_stacks, trust = shortened(directions.scaled, plan.graft), plan.trust
     length = update_length(covered, list(base.updates.values()), lambda: directions.update_length(base.updates))
-    braked = brake_of(length, plan.usual_length)
+    brake = brake_of(length, plan.usual_length)
     makers: dict[str, Maker] = {TURN: lambda out: turns(of_stacks, out)}
-    whole = trust == 1 and braked is None  # then the change is the whole turn
+    whole = trust == 1 and brake is None  # then the change is the whole turn
     if trust > 0 and not whole:
-        makers[CHANGE] = lambda out: changes_at(of_stacks, trust, braked, plan.graft, out)
+        makers[CHANGE] = lambda out: changes_at(of_stacks, trust, brake, plan.graft, out)
     if plan.stretches:
         makers[STRETCH] = lambda out: stretches(of_stacks, out)
     found = directions.several_laid_out(makers)
@@ -121,7 +121,7 @@ def _turn_and_stretch(
     _subtract(_changes_of(covered, found.get(CHANGE, {})))
     if STRETCH in found:
         stretched = _changes_of(covered, found[STRETCH])
-        shared = 1.0 if braked is None else braked
+        shared = 1.0 if brake is None else brake
         _subtract([(bucket, multiplied(of, [reaches[m.p] for m in bucket], shared)) for bucket, of in stretched])
         found[DESCENT] = _descents(base.moments, stretched)
     _remember(covered, found)

@@ -49,8 +49,8 @@ class Brake(Counted):
     def learn(self, length: float) -> None:
         """Takes in the length of the base's last update; 0: none was recorded, as by a step without directions."""
         if 0 < length < math.inf:
-            braked = brake_of(length, self.usual)
-            self.last = 1.0 if braked is None else float(braked)
+            brake = brake_of(length, self.usual)
+            self.last = 1.0 if brake is None else float(brake)
             self.seen = min(_REMEMBERED, self.seen + 1)
             self.usual += (length - self.usual) / self.seen
 

@@ -114,7 +114,7 @@ def turns(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) 
 def changes_at(
     directions: Sequence[Direction],
     trust: float,
-    braked: Tensor | float | None = None,
+    brake: Tensor | float | None = None,
     graft: float = 1.0,
     out: Sequence[Tensor] | None = None,
 ) -> Tensors:
@@ -127,13 +127,13 @@ def changes_at(
     Args:
         directions: The stacks.
         trust: In [0, 1].
-        braked: The result of :func:`~kfac_optim.steering.brake.brake_of`.
+        brake: The result of :func:`~kfac_optim.steering.brake.brake_of`.
         graft: The graft that k was shortened with, in [0, 1]; 1: k is as long as u (:mod:`~.graft`).
         out: See :func:`~kfac_optim.flat_storage.elementwise`.
     """
     if not directions:
         return []
-    if trust == 1 and braked is None:
+    if trust == 1 and brake is None:
         return turns(directions, out)
     updates, towards = [d.update for d in directions], [d.direction for d in directions]
     steps = elementwise("lerp", updates, towards, trust, out=out)
@@ -141,9 +141,9 @@ def changes_at(
         lengths = ratios(update_norms(directions), norms(directions, steps))
         lengths = lengths if graft == 1 else elementwise("pow", lengths, graft)
         scale_pairs(steps, lengths, directions[0].storage, out=steps)
-    if braked is not None:
-        braked = braked.to(steps[0].dtype) if isinstance(braked, Tensor) else braked
-        share = trust * braked + (1 - trust)  # of the length of u: see the equation of the brake
+    if brake is not None:
+        brake = brake.to(steps[0].dtype) if isinstance(brake, Tensor) else brake
+        share = trust * brake + (1 - trust)  # of the length of u: see the equation of the brake
         for device in {step.device for step in steps}:
             by = share.to(device) if isinstance(share, Tensor) else share
             elementwise("mul_", [step for step in steps if step.device == device], by)
