@@ -288,14 +288,14 @@ class CurvatureEngine(ViewedEngine):
             trains: See :meth:`_refresh`.
             captured_lost: Whether gradients captured before this step were thrown away.
         """
-        settled, blocks = statistics.resolve(flags), self.trained.blocks
-        unseen = self._sightings.count_step(statistics, settled, trains=trains)
+        resolved, blocks = statistics.resolve(flags), self.trained.blocks
+        unseen = self._sightings.count_step(statistics, resolved, trains=trains)
         with self._stopwatch.stage("factor update"):
             decay = self.at("factor_decay", self.step_count)
             reports = [unseen, *astuple(self._steering.opposition.signs(captured_lost))]
-            anything, reported = self._averaging.fold(blocks, settled, decay, self.slack, self.comm, reports)
+            anything, reported = self._averaging.fold(blocks, resolved, decay, self.slack, self.comm, reports)
             blind, *signs = reported
-            self._sightings.note(blocks, settled, blind=blind > 0 and not anything, alone=self.ranks.alone)
+            self._sightings.note(blocks, resolved, blind=blind > 0 and not anything, alone=self.ranks.alone)
             if not self.ranks.alone:
                 by_all = Signs(*(ranks == self.comm.world_size for ranks in signs))
                 self._steering.opposition.learn_of_ranks(by_all, looked=self.step_count > 0)

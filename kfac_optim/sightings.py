@@ -47,32 +47,32 @@ class Sightings:
         """What was seen of this step is lost: layers were added, a state was loaded, or an exception left it."""
         self._lost = not self.blind  # else there was nothing to lose, and the exception may be that of require()
 
-    def count_step(self, statistics: TakenStatistics, settled: StepMoments, *, trains: bool) -> bool:
+    def count_step(self, statistics: TakenStatistics, resolved: StepMoments, *, trains: bool) -> bool:
         """Counts a step with statistics.
 
         Args:
             statistics: What was captured in it.
-            settled: The same statistics, resolved.
+            resolved: The same, after its flags were read.
             trains: Whether the step changes weights.
 
         Returns:
             Whether this rank has trained for too many such steps in a row without seeing the model.
         """
         self._model_seen, self._lost = statistics.model_seen or self._lost, False
-        if trains and not (any(settled.taken) or self._model_seen) and statistics.has_gradients():
+        if trains and not (any(resolved.taken) or self._model_seen) and statistics.has_gradients():
             self._unseen_steps += UNSEEN_STEPS if statistics.transformed else 1
         elif trains:
             self._unseen_steps = 0
         return self._unseen_steps >= UNSEEN_STEPS
 
-    def note(self, blocks: Iterable[Block], settled: StepMoments, *, blind: bool, alone: bool) -> None:
+    def note(self, blocks: Iterable[Block], resolved: StepMoments, *, blind: bool, alone: bool) -> None:
         """Notes for each layer whether it was seen; ``blind``: see the attribute.
 
         ``alone``: whether this is the only rank; else another one may have seen the layer.
         """
         self.blind = blind
         for index, block in enumerate(blocks):
-            block.note_statistics(seen=index in settled.sums or not alone and block.has_data())
+            block.note_statistics(seen=index in resolved.sums or not alone and block.has_data())
 
     def require(self, *, missing: bool = False) -> None:
         """Raises RuntimeError if no training of the model is seen.
