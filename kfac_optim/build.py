@@ -107,7 +107,7 @@ class BuiltEngine(Config):
 
     def _assign(self) -> None:
         """Decides which ranks decompose and precondition each layer."""
-        self.ranks.share_out(self.assignment, self.trained.blocks, self.solver, self.inv_dtype)
+        self.ranks.assign(self.assignment, self.trained.blocks, self.solver, self.inv_dtype)
         self._refresher.reschedule(self.comm.rank)
 
     def _restore(self) -> None:
@@ -234,9 +234,8 @@ class BuiltEngine(Config):
                     "give communicator=LocalCommunicator() if the ranks train apart"
                 )
             self._join_ranks(late_communicator)
-        for parameter in self.trained.parameters:  # the model may have moved since it was built
-            self.comm.use_device(parameter.device)
-            break
+        if self.trained.parameters:  # the model may have moved since it was built
+            self.comm.use_device(next(iter(self.trained.parameters)).device)
         self.ranks.prepare(
             self.trained.blocks, self.factor_dtype, lambda: self._compare(weights=_first_weights(self.layers))
         )
@@ -249,12 +248,12 @@ class BuiltEngine(Config):
             "skipped_steps": self.skipped_steps,
             "skipped_batches": self._averaging.skipped_batches,
             **self._refresher.counters(),
-            **self._steering.counters(**self._begun, alone=self.ranks.alone),
+            **self._steering.counters(**self._since_last_step, alone=self.ranks.alone),
         }
 
     @property
-    def _begun(self) -> dict[str, bool]:
-        """What has happened since the last step: copies and saved states can't hold it, but have to know of it."""
+    def _since_last_step(self) -> dict[str, bool]:
+        """Whether there are captured moments or served layers since the last step: all that states and copies keep."""
         return {"captured": bool(self._capture.statistics.sums), "served": bool(self._capture.frozen_passes)}
 
     def _compare(self, **more: Any) -> None:

@@ -32,7 +32,7 @@ class Ranks:
 
     Attributes:
         comm: Their communicator.
-        work: Which ranks decompose and precondition which layers; known after :meth:`share_out`.
+        work: Which ranks decompose and precondition which layers; known after :meth:`assign`.
         left_out: The indices of the layers for which this rank's statistics do not count, likewise.
     """
 
@@ -50,7 +50,7 @@ class Ranks:
         """Whether there is only one rank."""
         return self.comm.world_size == 1
 
-    def share_out(
+    def assign(
         self, strategy: AssignmentStrategy, blocks: Sequence[Block], solver: Solver, inv_dtype: torch.dtype
     ) -> None:
         """Lets the strategy assign the work to the ranks, and tells the blocks who works on them."""
