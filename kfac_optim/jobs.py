@@ -14,7 +14,7 @@ from .factors import FactorSpec
 from .grouping import grouped_by_key, longest_first
 from .solvers import BATCH_NUMEL, Batch, Decomposition, Failure, MaybeDecomposition, Shifting, Solver, damps_factors
 
-__all__ = ["FactorJob", "RefreshInProgress", "batch_of", "together"]
+__all__ = ["FactorJob", "Refresh", "batch_of", "grouped_by_shape"]
 
 
 class FactorJob(NamedTuple):
@@ -34,8 +34,8 @@ class FactorJob(NamedTuple):
         return self.block.layer.weight.device
 
 
-class RefreshInProgress:
-    """A refresh in progress: the factors at ``start`` are decomposed over ``spread`` steps, and then used.
+class Refresh:
+    """A refresh: the factors at ``start`` are decomposed over ``spread`` steps, and then used.
 
     Args:
         start: The step at which it began.
@@ -46,6 +46,10 @@ class RefreshInProgress:
         rank: The rank of this process.
         gammas: The damping of the pairs of some blocks, ``[p]``; other blocks take it from their snapshots, if at all.
         spectra: What is known about the eigenvalues of factors that are shared out among the ranks, by block.
+
+    Attributes:
+        background: This rank's jobs that run in the background.
+        steps: How many steps after the start each of this rank's jobs is due.
     """
 
     def __init__(
@@ -75,12 +79,10 @@ class RefreshInProgress:
         # The step that begins a refresh also collects statistics, so it gets no job if there are enough other steps.
         steps = range(1 if self.spread > 2 else 0, max(1, self.spread))
         budget = sum(job.spec.cost for job in own_jobs) / len(steps)
-        # This rank's jobs that run in the background.
         self.background = _costliest_first(job for job in own_jobs if job.spec.cost > budget)
         rest = [job for job in own_jobs if job.spec.cost <= budget]
         batches = grouped_by_key(rest, lambda job: job.spec.shape[1:], lambda job: job.spec.cost, budget)
         when = longest_first([sum(job.spec.cost for job in batch) for batch in batches], steps)
-        # How many steps after the start each of this rank's jobs is due.
         self.steps = {job: step for step, batch in zip(when, batches, strict=True) for job in batch}
         self.steps |= dict.fromkeys(self.background, self.spread)
         self._done = {job: result for job, result in self._done.items() if job in self.steps}
@@ -131,6 +133,7 @@ class RefreshInProgress:
         return self.gammas.get(block, block.state[self.source].get("gamma"))
 
     def __getstate__(self) -> dict[str, Any]:
+        """A copy starts the background jobs again."""
         return {**self.__dict__, "_running": {}}
 
 
@@ -138,7 +141,7 @@ def _costliest_first(jobs: Iterable[FactorJob]) -> list[FactorJob]:
     return sorted(jobs, key=lambda job: -job.spec.cost)
 
 
-def together(jobs: Sequence[FactorJob]) -> list[list[FactorJob]]:
+def grouped_by_shape(jobs: Sequence[FactorJob]) -> list[list[FactorJob]]:
     """Batches of jobs whose factors have one shape and one device; on a CPU each job is a batch of its own."""
 
     def size(job: FactorJob) -> float:
@@ -149,7 +152,7 @@ def together(jobs: Sequence[FactorJob]) -> list[list[FactorJob]]:
     return grouped_by_key(jobs, lambda job: (job.spec.shape[1:], job.device), size, BATCH_NUMEL)
 
 
-def batch_of(jobs: Sequence[FactorJob], refresh: RefreshInProgress, solver: Solver, inv_dtype: torch.dtype) -> Batch:
+def batch_of(jobs: Sequence[FactorJob], refresh: Refresh, solver: Solver, inv_dtype: torch.dtype) -> Batch:
     """The batch for decomposing several factors in one call.
 
     Args:
@@ -170,12 +173,12 @@ def batch_of(jobs: Sequence[FactorJob], refresh: RefreshInProgress, solver: Solv
         return factors, torch.cat(shifts).to(factors)
 
     spec, device = jobs[0].spec, jobs[0].device
-    # Not padded on the CPU, because padding changes the rounding; see together().
+    # Not padded on the CPU, because padding changes the rounding; see grouped_by_shape().
     rows = None if device.type == "cpu" or spec.diagonal else (spec.size, device)
     return Batch(inputs, [job.spec.matrices for job in jobs], rows)
 
 
-def _shift_of(block: Block, side: int, refresh: RefreshInProgress, solver: Shifting) -> Tensor:
+def _shift_of(block: Block, side: int, refresh: Refresh, solver: Shifting) -> Tensor:
     """The number that the solver adds to the diagonal of each matrix of a factor, ``[p]``."""
     factors, gamma = block.factors(refresh.source, refresh.spectra.get(block)), refresh.gamma(block)
     assert gamma is not None  # the solver damps factors

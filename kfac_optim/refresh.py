@@ -25,7 +25,7 @@ from .damping import Damping, unit_of, value_of
 from .diagnostics import StageTimes, communicating
 from .distributed import Broadcast, Communicator
 from .factor_owners import known_spectra
-from .jobs import RefreshInProgress, batch_of, together
+from .jobs import Refresh, batch_of, grouped_by_shape
 from .pacing import Pace
 from .solvers import (
     Decomposition,
@@ -63,7 +63,7 @@ class Refresher:
         self.last_refresh: int | None = None
         self.frozen_at: int | None = None
         self.refreshes = self.failed_decompositions = 0
-        self.in_progress: RefreshInProgress | None = None
+        self.in_progress: Refresh | None = None
         self.pace = Pace()
         self._stale = False
         self._warned: set[str] = set()
@@ -101,12 +101,12 @@ class Refresher:
             for block in damped
         }
         if self.last_refresh is None or not spread:
-            refresh = RefreshInProgress(step, 0, "current", blocks, comm.rank, gammas, known)
+            refresh = Refresh(step, 0, "current", blocks, comm.rank, gammas, known)
             self._work_off(refresh, step, comm)
         else:
             for block in blocks:
                 block.factors("pending").freeze(block.factors("current"), gammas.get(block))
-            self.in_progress = RefreshInProgress(step, spread, "pending", blocks, comm.rank, spectra=known)
+            self.in_progress = Refresh(step, spread, "pending", blocks, comm.rank, spectra=known)
         self.last_refresh = step  # set last, so that an interrupted refresh is due again
         self.refreshes += 1
 
@@ -123,7 +123,7 @@ class Refresher:
         """Recomputes the decompositions if they are stale (then a collective)."""
         if self._stale:
             decomposed = [block for block in blocks if block.has_data("in_use")]
-            refresh = RefreshInProgress(step, 0, "in_use", decomposed, comm.rank)
+            refresh = Refresh(step, 0, "in_use", decomposed, comm.rank)
             for stale in (refresh, self.in_progress):
                 if stale is not None and not isinstance(self.solver, EigenSolver):
                     stale.spectra.update(known_spectra(stale.blocks, stale.source, comm))
@@ -137,13 +137,13 @@ class Refresher:
 
     # Work -----------------------------------------------------------------------------------------------------------
 
-    def _work_off(self, refresh: RefreshInProgress, step: int, comm: Communicator) -> None:
+    def _work_off(self, refresh: Refresh, step: int, comm: Communicator) -> None:
         with self.stopwatch.stage("decomposition"):
             self._decompose_due(refresh, step)
         if refresh.ends(step):
             self._finish(refresh, comm)
 
-    def _decompose_due(self, refresh: RefreshInProgress, step: int) -> None:
+    def _decompose_due(self, refresh: Refresh, step: int) -> None:
         """Does the jobs that are due by ``step``, those of one shape together.
 
         Jobs that run in the background are started first, and collected when they are due.
@@ -152,7 +152,7 @@ class Refresher:
         if not refresh.ends(step):
             refresh.start_background(lambda job: self._decompose_in_background(*batch([job]).make()))
         jobs_due = refresh.due(step)
-        alike = together([job for job in jobs_due if not refresh.is_running(job)])
+        alike = grouped_by_shape([job for job in jobs_due if not refresh.is_running(job)])
         stored = functools.partial(_stored, self.inv_dtype)
         results = decompose_all(self.solver, [batch(jobs) for jobs in alike], stored)
         for jobs, found in zip(alike, results, strict=True):
@@ -172,7 +172,7 @@ class Refresher:
 
         return self._worker.submit(factor.device, work)
 
-    def _finish(self, refresh: RefreshInProgress, comm: Communicator) -> None:
+    def _finish(self, refresh: Refresh, comm: Communicator) -> None:
         """Sends the decompositions to the gradient workers, and puts them to use (a collective)."""
         if refresh.source != "in_use":
             self.frozen_at = refresh.start
@@ -191,7 +191,7 @@ class Refresher:
             self.in_progress = None
 
     def _exchange(
-        self, refresh: RefreshInProgress, comm: Communicator
+        self, refresh: Refresh, comm: Communicator
     ) -> tuple[list[Block], list[tuple[Block, tuple[Decomposition, Decomposition] | None]]]:
         """Sends the decompositions from their inverse workers to the gradient workers.
 
@@ -220,7 +220,7 @@ class Refresher:
             comm.send(broadcasts, "decompositions")
         return failed, found
 
-    def _largest(self, solver: EigenSolver, refresh: RefreshInProgress, block: Block, side: int) -> Tensor:
+    def _largest(self, solver: EigenSolver, refresh: Refresh, block: Block, side: int) -> Tensor:
         """The largest eigenvalues that a refresh has found, ``[p]``; zeros if another rank has found them."""
         parts, like = refresh.found(block, side), block.state["in_use"]["gamma"]
         found = torch.zeros_like(like) if parts is None else block.specs[side].largest_of_blocks(solver.largest(parts))
@@ -234,7 +234,7 @@ class Refresher:
             for shape in self.solver.shapes(spec.size, spec.diagonal)
         )
 
-    def _keep_last(self, block: Block, refresh: RefreshInProgress) -> None:
+    def _keep_last(self, block: Block, refresh: Refresh) -> None:
         """Counts a failed decomposition and warns: the layer goes on with its last good one, or its raw gradient."""
         self.failed_decompositions += 1
         name = block.layer.name
@@ -275,7 +275,7 @@ class Refresher:
             self._worker = Worker()
         if spread >= 0 and self.last_refresh is not None and any(block.state for block in blocks):
             pending = [block for block in blocks if block.has_data("pending")]
-            self.in_progress = RefreshInProgress(self.last_refresh, spread, "pending", pending, rank)
+            self.in_progress = Refresh(self.last_refresh, spread, "pending", pending, rank)
 
     def close(self) -> None:
         """Gives up a refresh in progress and ends the worker's thread."""

@@ -25,7 +25,7 @@ from kfac_optim import KFACSGD, CurvatureEngine, EigenSolver, Graft, InverseSolv
 from kfac_optim.directions import by_parameter
 from kfac_optim.factors import FactorSpec
 from kfac_optim.grouping import grouped_by_key
-from kfac_optim.jobs import FactorJob, RefreshInProgress, batch_of, together
+from kfac_optim.jobs import FactorJob, Refresh, batch_of, grouped_by_shape
 from kfac_optim.layers import gram
 from kfac_optim.refresh import Refresher, _stored
 from kfac_optim.solvers import Batch, Failure, decompose_all, decompose_safely
@@ -48,10 +48,10 @@ class Block:
         return self.spec, self.spec
 
 
-def scheduled(shapes: list[FactorSpec], spread: int) -> tuple[RefreshInProgress, dict[Any, FactorSpec]]:
+def scheduled(shapes: list[FactorSpec], spread: int) -> tuple[Refresh, dict[Any, FactorSpec]]:
     """A refresh of factors of these shapes by one rank, and its jobs."""
     blocks: list[Any] = [Block(spec) for spec in shapes]
-    refresh = RefreshInProgress(0, spread, "pending", blocks, 0)
+    refresh = Refresh(0, spread, "pending", blocks, 0)
     return refresh, {(block, 0): block.spec for block in blocks}
 
 
@@ -245,7 +245,7 @@ def test_what_is_decomposed_together_is_of_one_shape_on_one_device(factors: list
     for spec, device in factors:
         layer = SimpleNamespace(weight=SimpleNamespace(device=torch.device(device)))
         jobs.append(FactorJob(Block(spec, layer), len(jobs) % 2))  # type: ignore[arg-type]
-    found = together(dict.fromkeys(jobs))
+    found = grouped_by_shape(dict.fromkeys(jobs))
     assert Counter(job for batch in found for job in batch) == Counter(jobs)
     on_gpu = []
     for batch in found:
@@ -258,7 +258,7 @@ def test_what_is_decomposed_together_is_of_one_shape_on_one_device(factors: list
 
 
 def test_only_on_accelerators_sizes_are_mixed() -> None:
-    refresh = RefreshInProgress(0, 0, "current", [], 0)
+    refresh = Refresh(0, 0, "current", [], 0)
     rows = {}
     for device in ("cpu", "cuda:0"):
         layer = SimpleNamespace(weight=SimpleNamespace(device=torch.device(device)))
@@ -279,7 +279,7 @@ def test_a_batch_is_made_of_what_its_jobs_are_made_of(max_factor_dim: int | None
     gammas = {
         block: 10.0 ** -(1 + torch.arange(block.layer.pairs) + i) for i, block in enumerate(engine.trained.blocks)
     }
-    refresh, solver = RefreshInProgress(0, 0, "current", engine.trained.blocks, 0, gammas), InverseSolver()
+    refresh, solver = Refresh(0, 0, "current", engine.trained.blocks, 0, gammas), InverseSolver()
 
     def made(jobs: list[Any]) -> tuple[Tensor, Tensor]:
         batch = batch_of(jobs, refresh, solver, torch.float32)
