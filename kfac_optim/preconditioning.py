@@ -185,7 +185,7 @@ class Preconditioner:
                 *of_stack,
                 self._rate(stack, vectors),
                 stack.layer_of_pair,
-                stack.pairs_scaled_together,
+                stack.pairs_per_layer,
                 steepest=of_steepest,
                 storage=self._storage,
             )
@@ -279,7 +279,7 @@ class Preconditioner:
         found = {
             block: part
             for stack, d in zip(stacks, directions, strict=True)
-            for block, part in zip(stack.blocks, d.direction.split(stack.pairs_per_layer), strict=True)
+            for block, part in zip(stack.blocks, d.direction.split(stack.pair_counts), strict=True)
         }
         broadcasts = []
         for block in known:

@@ -36,7 +36,7 @@ class Stack:
             only other ranks precondition these layers.
         damping_unit: What gamma is a multiple of, for each pair, ``[p]``.
         layer_of_pair: See :class:`~kfac_optim.stack_algebra.Direction`.
-        pairs_scaled_together: See ``pairs_per_layer`` there.
+        pairs_per_layer: Likewise.
         relevant: A damping, and the tiles with the parts of their decompositions that matter at it; None: not computed.
         layout: Where the parameters lie in the stack's matrices.
         singles: Stacks of a single block, for steps in which other layers of the stack have no vector.
@@ -46,7 +46,7 @@ class Stack:
     tiles: list[Tile]
     damping_unit: Tensor
     layer_of_pair: Tensor | None
-    pairs_scaled_together: Tensor | None
+    pairs_per_layer: Tensor | None
     relevant: tuple[float, list[Tile]] | None = None
     layout: Layout = field(init=False)
     singles: dict[Block, Stack] = field(default_factory=dict)
@@ -60,14 +60,14 @@ class Stack:
         return [block.layer for block in self.blocks]
 
     @property
-    def pairs_per_layer(self) -> list[int]:
+    def pair_counts(self) -> list[int]:
         """The number of pairs of each layer."""
         return [block.layer.pairs for block in self.blocks]
 
     @property
     def groups(self) -> list[int]:
         """The number of pairs in each group of pairs that are scaled together."""
-        return [1] * sum(self.pairs_per_layer) if self.layer_of_pair is None else self.pairs_per_layer
+        return [1] * sum(self.pair_counts) if self.layer_of_pair is None else self.pair_counts
 
     @property
     def current_tiles(self) -> list[Tile]:
