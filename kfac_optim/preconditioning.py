@@ -82,8 +82,8 @@ class Preconditioner:
         exchanged = exchanged_blocks(known, scaling, comm)
         with communicating("gradient", self.stopwatch, comm.world_size) if exchanged else nullcontext():
             vectors, exchange = gathered_vectors(known, exchanged, vectors, comm)
-        given, current = vectors.given, self._current(known, damping)
-        stacks = [part for stack in current for part in stack.with_vectors(given, damping)]
+        given = vectors.given
+        stacks = [part for stack in self._current_stacks(known, damping) for part in stack.with_vectors(given, damping)]
         self._select(stacks, value)
         # Directions of any length may do without the division by gamma. Not if they travel: the rank that receives them
         # takes them for eqs. 11-13.
@@ -128,7 +128,7 @@ class Preconditioner:
             known = [block for block in blocks if block.has_direction]
             self._send_directions(known, exchanged_blocks(known, scaling, comm), [], [], comm)
 
-    def _current(self, known: Sequence[Block], damping: Damping) -> list[Stack]:
+    def _current_stacks(self, known: Sequence[Block], damping: Damping) -> list[Stack]:
         """The stacks of the blocks that have decompositions, made anew when one of these has changed."""
         current = stack_key(known, damping)
         if current != self._stack_key:
@@ -165,15 +165,15 @@ class Preconditioner:
             any_length: Whether the directions may be gamma times as long, which saves launches.
         """
         joint = self._joint_of(stacks)
-        bare = any_length and joint is not None
-        gammas = torch._foreach_mul([stack.damping_unit for stack in stacks], value) if stacks and not bare else ()
+        undivided = any_length and joint is not None
+        gammas = torch._foreach_mul([stack.damping_unit for stack in stacks], value) if stacks and not undivided else ()
         if joint is None:
             by_stack = zip(stacks, gammas, strict=True)
-            matrices = [self._of_one(stack, gamma.to(self.dtype), vectors) for stack, gamma in by_stack]
+            matrices = [self._precondition_stack(stack, gamma.to(self.dtype), vectors) for stack, gamma in by_stack]
         else:
-            matrices = self._of_all(stacks, joint, value, gammas, vectors)
+            matrices = self._precondition_jointly(stacks, joint, value, gammas, vectors)
         factors: Sequence[Tensor] = ()
-        if contrast and bare:
+        if contrast and undivided:
             pairs = [len(stack.damping_unit) for stack in stacks]
             whole = torch.full((sum(pairs),), contrast, dtype=self.dtype, device=stacks[0].layout.device)
             factors = whole.split(pairs)
@@ -192,7 +192,7 @@ class Preconditioner:
             for stack, of_stack, of_steepest in zip(stacks, matrices, steepest, strict=True)
         ]
 
-    def _of_all(
+    def _precondition_jointly(
         self,
         stacks: Sequence[Stack],
         joint: JointEigen,
@@ -241,8 +241,8 @@ class Preconditioner:
         few = sum(math.prod(stack.layout.shape) for stack in stacks) <= _MOST_NUMEL
         return few and all(len(of) == 1 and _are_of(self.dtype, of[0].decomposed) for of in tiles)
 
-    def _of_one(self, stack: Stack, gamma: Tensor, vectors: StepVectors) -> tuple[Tensor, Tensor, Tensor]:
-        """As :meth:`_of_all`, for one stack whose matrices have storage of their own."""
+    def _precondition_stack(self, stack: Stack, gamma: Tensor, vectors: StepVectors) -> tuple[Tensor, Tensor, Tensor]:
+        """As :meth:`_precondition_jointly`, for one stack whose matrices have storage of their own."""
         gradient = stack.layout.fill(vectors.given, self.dtype)
         if stack.tiles:
             direction = precondition(self.solver, gradient, stack.current_tiles, gamma)

@@ -17,17 +17,17 @@ from torch import Tensor
 from .flat_storage import FlatStorage, elementwise, flat_view, is_launch_bound, scale_pairs
 
 __all__ = [
-    "at_largest",
-    "bare_shares",
-    "cosines",
     "Direction",
     "Steepest",
+    "at_largest",
+    "cosines",
     "inners",
     "keep_zeros_",
     "length_of_updates",
     "norms",
     "rates_followed",
     "ratios",
+    "relative_lengths",
     "scaled",
     "update_norms",
 ]
@@ -205,7 +205,7 @@ def at_largest(directions: Sequence[Direction], out: Sequence[Tensor] | None = N
     return scale_pairs([d.direction for d in directions], factors, directions[0].storage, out)
 
 
-def bare_shares(directions: Sequence[Direction]) -> list[Tensor]:
+def relative_lengths(directions: Sequence[Direction]) -> list[Tensor]:
     """``|gamma P m| / |u|``, ``[p]``, of directions as long as the update u; for damping as in :func:`at_largest`."""
     steepest = _steepest_of(directions)
     return elementwise("div", [of.factor for of in steepest], steepest[0].contrast)

@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from ..counters import Counted, Counter, moved
 from ..flat_storage import elementwise
-from ..stack_algebra import Direction, bare_shares, rates_followed, scaled
+from ..stack_algebra import Direction, rates_followed, relative_lengths, scaled
 
 __all__ = ["GraftShare", "shortened"]
 
@@ -62,7 +62,7 @@ def shortened(directions: Sequence[Direction], graft: float) -> Sequence[Directi
     """
     if graft == 1 or not directions or directions[0].steepest is None:
         return directions
-    shares = bare_shares(directions)
+    lengths = relative_lengths(directions)
     if any(d.update is not d.gradient for d in directions):  # otherwise u = m, and c is 1
-        shares = elementwise("mul", shares, rates_followed(directions))
-    return scaled(directions, elementwise("pow", shares, 1 - graft))
+        lengths = elementwise("mul", lengths, rates_followed(directions))
+    return scaled(directions, elementwise("pow", lengths, 1 - graft))

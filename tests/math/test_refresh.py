@@ -547,7 +547,7 @@ def test_layers_of_one_shape_together_equal_each_on_its_own(
             preconditioner = engine._preconditioner
             assert len(preconditioner._stacks) == 2
             with monkeypatch.context() as patch:
-                patch.setattr(preconditioner, "_current", one_by_one)
+                patch.setattr(preconditioner, "_current_stacks", one_by_one)
                 alone = by_parameter(engine.directions(vectors, lr), vectors)
             assert together.keys() == alone.keys()
             for p, direction in together.items():
