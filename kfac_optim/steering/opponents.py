@@ -6,10 +6,10 @@ refresh that falls due waits for the end of the game, for which statistics look.
 A discriminator that trains faster wins at once, and leaves the generator nothing to learn from; a generator that trains
 faster finds the discriminator's blind spots instead of the data. A discriminator is recognised by gradients that are
 thrown away: those of the backward passes by which the generator trains. They are seen in two ways: what its layers had
-captured is dropped (:class:`~kfac_optim.capture.statistics.TakenStatistics`), or the gradients that a step left in
-``.grad`` have grown by the time the optimizer clears them (:class:`Leftover`). A discriminator that is frozen for these
-passes gets no gradients; then the passes themselves are seen (:mod:`kfac_optim.capture.frozen_passes`). A generator has
-no such signs. So an optimizer counts as an opponent while a discriminator takes steps between its own, in one process.
+captured is dropped (:meth:`Opposition.note_captured_lost`), or the gradients that a step left in ``.grad`` have grown
+by the time the optimizer clears them (:class:`Leftover`). A discriminator that is frozen for these passes gets no
+gradients; then the passes themselves are seen (:mod:`kfac_optim.capture.frozen_passes`). A generator has no such signs.
+So an optimizer counts as an opponent while a discriminator takes steps between its own, in one process.
 
 A single network may throw gradients away, too: those that make adversarial examples, or the first ones of SAM. But a
 game has two optimizers. So these gradients count only if another optimizer, of any kind, has lately taken a step
