@@ -33,12 +33,12 @@ __all__ = [
 
 SIDES = ("A", "G")
 Source = Literal["current", "pending", "in_use"]
-CONSTRAINED = 2  # a layer counts as constrained after this many comparisons in a row that found its weights changed
+_CONSTRAINED = 2  # a layer counts as constrained after this many comparisons in a row that found its weights changed
 # The learned numbers of a layer, which are saved beside its running averages.
 LEARNED: Mapping[str, Counter] = {
     "reach": Counter("reach", 0.01),
     "trains": Counter("trains", False, 1),
-    "changes": Counter("changes", 0, CONSTRAINED),
+    "changes": Counter("changes", 0, _CONSTRAINED),
 }
 # After this many statistics steps in a row with gradients the user is told of a layer that was not seen; if no layer
 # was seen, an error ends training.
@@ -238,7 +238,7 @@ class Block:
     @property
     def is_constrained(self) -> bool:
         """Whether the training loop keeps changing its weights between steps."""
-        return bool(self.state) and self.state["current"]["changes"] == CONSTRAINED  # asked for in every step
+        return bool(self.state) and self.state["current"]["changes"] == _CONSTRAINED  # asked for in every step
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Replaces the state."""

@@ -16,7 +16,6 @@ __all__ = [
     "Check",
     "count",
     "instance",
-    "is_function",
     "is_int",
     "is_number",
     "is_positive",
@@ -63,7 +62,7 @@ def require_number(name: str, value: Any, allowed: str, test: Callable[[Any], bo
         raise ValueError(f"{text}{allowed}")
 
 
-def is_function(value: Any) -> bool:
+def _is_function(value: Any) -> bool:
     """Whether this can be called; classes do not count."""
     return callable(value) and not isinstance(value, type)
 
@@ -72,7 +71,7 @@ def number(name: str, allowed: str, test: Callable[[Any], bool]) -> Check:
     """A check for a number, or a function of the step."""
 
     def check(value: Any) -> Any:
-        if not is_function(value):
+        if not _is_function(value):
             require_number(name, value, f"{allowed}, or a callable(step)", test)
         return value
 
@@ -87,7 +86,7 @@ def count(
     allowed = " or ".join([f"an int >= {least}", *more])
 
     def check(value: Any) -> Any:
-        if (value is None and or_none) or (or_callable and is_function(value)) or (or_word and value == or_word):
+        if (value is None and or_none) or (or_callable and _is_function(value)) or (or_word and value == or_word):
             return value
         if not is_int(value):
             raise TypeError(f"{name}={value!r}: must be {allowed}, not {type(value).__name__}")
@@ -121,7 +120,7 @@ def one_of(name: str, choices: Sequence[Any], *, or_callable: bool = False) -> C
     """A check for one of some values or, where allowed, a function."""
 
     def check(value: Any) -> Any:
-        if (or_callable and is_function(value)) or any(value == each and type(value) is type(each) for each in choices):
+        if (or_callable and _is_function(value)) or any(value == x and type(value) is type(x) for x in choices):
             return value
         listed = ", ".join(map(repr, choices)) + " or a callable" * or_callable
         raise ValueError(f"{name}={value!r}: must be one of {listed}")

@@ -146,7 +146,7 @@ def _places(lengths: Tensor) -> Tensor:
 
 def split_flat(whole: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Splits a vector into consecutive views of these shapes."""
-    return views_like(whole, _templates(tuple(shapes)))
+    return _views_like(whole, _templates(tuple(shapes)))
 
 
 @tensor_cache(64)
@@ -154,7 +154,7 @@ def _templates(shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
     return [torch.empty(shape, device="meta") for shape in shapes]  # cached: making these takes longer than the views
 
 
-def views_like(whole: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _views_like(whole: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Splits a vector into consecutive views shaped like some tensors, in a tenth of the host time of a Python loop."""
     return list(torch._utils._unflatten_dense_tensors(whole, tensors))
 
@@ -201,7 +201,7 @@ def elementwise(
                 getattr(torch, operation)(whole, *together, out=flat_view(out))
                 return list(out)
             found = getattr(torch.Tensor, operation)(whole, *together)
-            return list(first) if operation.endswith("_") else views_like(found, first)
+            return list(first) if operation.endswith("_") else _views_like(found, first)
     found = getattr(torch, f"_foreach_{operation}")(list(first), *others)
     return list(first) if operation.endswith("_") else list(found)
 

@@ -20,7 +20,7 @@ from .factor_owners import whole_state
 from .factors import copy_average_
 from .saved_state import check_counters, check_states, check_sums, checksums
 
-__all__ = ["StatefulEngine", "copy_state"]
+__all__ = ["StatefulEngine"]
 
 Engine = TypeVar("Engine", bound="StatefulEngine")
 
@@ -105,7 +105,7 @@ class StatefulEngine(BuiltEngine):
             if saved is not None or (states and block.needs_room):
                 block.make_room(self.factor_dtype, self.comm.rank, spreads=spreads)
             if saved is not None:
-                copy_state(block.state, saved)
+                _copy_state(block.state, saved)
         self._averaging.load(counters)
         self._steering.load(counters)
         self._refresher.load(counters, self.trained.blocks, self.comm.rank)
@@ -220,7 +220,7 @@ class StatefulEngine(BuiltEngine):
             self._join_ranks(self.ranks.after_unpickling())
 
 
-def copy_state(target: Mapping[str, dict[str, Any]], saved: Mapping[str, Mapping[str, Any]]) -> None:
+def _copy_state(target: Mapping[str, dict[str, Any]], saved: Mapping[str, Mapping[str, Any]]) -> None:
     """Copies a layer's saved state into a fresh one, which keeps its dtype and device and shares nothing with it."""
     for source, tensors in target.items():
         if source not in saved:  # no refresh was in progress, or its factors were not saved

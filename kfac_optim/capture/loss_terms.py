@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-__all__ = ["LossAverage", "LossTerms", "first_tensor", "main_tensor", "tensors_in"]
+__all__ = ["LossAverage", "LossTerms", "main_tensor", "tensors_in"]
 
 LossAverage = Literal["batch", "batch+sequence", "elements"] | int | Callable[[Any, Any], int]
 
@@ -51,7 +51,7 @@ class LossTerms:
                 return 1
             tensor = sized[0]
             classes = tensor.shape[-1] if tensor.is_floating_point() else 1
-        elif self.average != "elements" and _is_one_example(first_tensor((args, kwargs)), tensor):
+        elif self.average != "elements" and _is_one_example(_first_tensor((args, kwargs)), tensor):
             return 1
         else:
             classes = self._classes(tensor) if tensor.dim() > 1 else 1
@@ -98,7 +98,7 @@ def _is_one_example(x: Tensor | None, output: Tensor) -> bool:
     return x is not None and x.dim() == output.dim() == 1 and x.is_floating_point() and x.shape != output.shape
 
 
-def first_tensor(value: Any) -> Tensor | None:
+def _first_tensor(value: Any) -> Tensor | None:
     """The first tensor in nested tuples, lists, dicts and dataclasses."""
     found = tensors_in(value)
     return found[0] if found else None
@@ -109,7 +109,7 @@ def main_tensor(output: Any) -> Tensor | None:
     logits = getattr(output, "logits", None)
     if isinstance(logits, Tensor):
         return logits
-    return first_tensor([t for t in tensors_in(output) if t.is_floating_point() or t.is_complex()])
+    return _first_tensor([t for t in tensors_in(output) if t.is_floating_point() or t.is_complex()])
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -22,8 +22,8 @@ from .loss_terms import tensors_in
 
 __all__ = ["WeightUses"]
 
-USED_BESIDE = "its weight is used beside its calls, too, which its factors do not show"
-MOST_RESHAPES = 8  # the most casts, transposes and views between a layer's operation and its weight or its result
+_USED_BESIDE = "its weight is used beside its calls, too, which its factors do not show"
+_MOST_RESHAPES = 8  # the most casts, transposes and views between a layer's operation and its weight or its result
 
 
 class WeightUses:
@@ -72,9 +72,9 @@ class WeightUses:
         self._warn(sorted(index for index in called if self._layers[index].weight in leaves))
 
     def _warn(self, layers: Iterable[int]) -> None:
-        new = [layer for layer in (self._layers[i] for i in layers) if USED_BESIDE not in layer.notes]
+        new = [layer for layer in (self._layers[i] for i in layers) if _USED_BESIDE not in layer.notes]
         for layer in new:
-            layer.notes.append(USED_BESIDE)
+            layer.notes.append(_USED_BESIDE)
         if new:
             warnings.warn(
                 f"{', '.join(repr(layer.name) for layer in new)}: the model uses the weight beside the calls of the "
@@ -87,7 +87,7 @@ class WeightUses:
 
 def _edge_to(weight: nn.Parameter, node: Any) -> Edge | None:
     """The edge by which a layer uses its weight, found from the node of its result; None if there is none."""
-    for _ in range(MOST_RESHAPES):
+    for _ in range(_MOST_RESHAPES):
         leaves = {number: _leaf_behind(after) for number, after in nodes_behind(node)}
         own = [(reshapes, number) for number, (leaf, reshapes) in leaves.items() if leaf is weight]
         if own:  # the nearest one, because an earlier call may have made the input from the weight alone
@@ -101,9 +101,9 @@ def _edge_to(weight: nn.Parameter, node: Any) -> Edge | None:
 
 def _leaf_behind(node: Any) -> tuple[Tensor | None, int]:
     """The parameter behind a node, or None, and the number of casts and reshapes in between."""
-    for reshapes in range(MOST_RESHAPES):
+    for reshapes in range(_MOST_RESHAPES):
         behind = nodes_behind(node)
         if len(behind) != 1:
             return getattr(node, "variable", None), reshapes
         node = behind[0][1]
-    return None, MOST_RESHAPES
+    return None, _MOST_RESHAPES

@@ -24,7 +24,6 @@ __all__ = [
     "damped_condition",
     "flatten",
     "human_bytes",
-    "rank_list",
     "report_of",
     "spectrum",
     "table",
@@ -166,7 +165,7 @@ def _row_of(block: Block, memory: int, comm: Communicator) -> tuple[str, ...]:
     inverse, gradient = "", ""
     if comm.world_size > 1:
         inverse = "A {}, G {}".format(*workers.inverse_workers)
-        gradient = rank_list(workers.gradient_workers)
+        gradient = _rank_list(workers.gradient_workers)
     size = human_bytes(memory) if memory else ""
     return layer.name or "(model)", layer.rule_name, a, g, size, inverse, gradient, "; ".join(notes)
 
@@ -187,7 +186,7 @@ def human_bytes(count: float) -> str:
     return f"{count / 1024:.1f} GiB"
 
 
-def rank_list(ranks: Sequence[int]) -> str:
+def _rank_list(ranks: Sequence[int]) -> str:
     """Ranks as text: ``(0, 1, 2, 5)`` as ``"0-2, 5"``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):

@@ -174,7 +174,7 @@ class KAISA:
             given = self.grad_worker_fraction
             require_number("grad_worker_fraction", given, "in (0, 1]", lambda x: 0 < x <= 1, owner="KAISA")
         if self.memory_budget is not None:
-            parse_bytes(self.memory_budget)  # called only for its errors
+            _parse_bytes(self.memory_budget)  # called only for its errors
 
     def assign(self, costs: Sequence[LayerCost], world_size: int) -> Assignment:
         """See :class:`AssignmentStrategy`."""
@@ -195,10 +195,10 @@ class KAISA:
     def _largest_that_fits(self, costs: Sequence[LayerCost], world_size: int, divisors: Sequence[int]) -> Assignment:
         """The grid with the most gradient workers (one of the divisors) whose fullest rank stays within the budget."""
         assert self.memory_budget is not None
-        budget, smallest = parse_bytes(self.memory_budget), None
+        budget, smallest = _parse_bytes(self.memory_budget), None
         for workers in reversed(divisors):
             assignment = _grid(costs, world_size, workers, self.factors)
-            needed = max(bytes_per_rank(costs, assignment))
+            needed = max(_bytes_per_rank(costs, assignment))
             if needed <= budget:
                 return assignment
             smallest = needed if smallest is None else min(smallest, needed)
@@ -208,7 +208,7 @@ class KAISA:
         )
 
 
-def bytes_per_rank(costs: Sequence[LayerCost], assignment: Assignment) -> list[int]:
+def _bytes_per_rank(costs: Sequence[LayerCost], assignment: Assignment) -> list[int]:
     """Bytes of the decompositions that each rank holds as a gradient worker."""
     groups: dict[tuple[int, ...], int] = {}
     for cost, layer in zip(costs, assignment.layers, strict=True):
@@ -223,7 +223,7 @@ def bytes_per_rank(costs: Sequence[LayerCost], assignment: Assignment) -> list[i
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def parse_bytes(text: str | int) -> int:
+def _parse_bytes(text: str | int) -> int:
     """The number of bytes that ``"2GiB"``, ``"500 MB"`` or an int stands for.
 
     Raises:
