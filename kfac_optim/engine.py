@@ -103,8 +103,9 @@ class CurvatureEngine(ViewedEngine):
         self._prepare_ranks()
         # Also in a step that is a no-op: torch.distributed.checkpoint takes one to make the state exist.
         self.make_room(self.trained.blocks)
-        for block in () if self._refresher.pace.work else self.trained.blocks:  # a layer is late only after a refresh
-            block.note_trains()
+        if not self._refresher.pace.work:  # a layer is late only after a refresh
+            for block in self.trained.blocks:
+                block.note_trains()
         statistics = self._capture.take()
         if self._capture.frozen_passes.take():
             self._steering.opposition.note_served()

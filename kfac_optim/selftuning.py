@@ -187,8 +187,9 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             objective.put_back()
             raise
         finally:
-            for p, g in gradients.items() if closure is not None else ():
-                p.grad = g
+            if closure is not None:
+                for p, g in gradients.items():
+                    p.grad = g
 
     def _start(
         self, objective: Objective, gradients: Mapping[nn.Parameter, Tensor], change: Change, *, canonical: bool

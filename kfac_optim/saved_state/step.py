@@ -62,8 +62,9 @@ def take_saved_form(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, floa
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state]
     for p, state in [(p, optimizer.state[p]) for p in parameters]:
         noted, norm = state.pop(NOTED, None), float(state.pop(NORM, -1.0))
-        for key in () if noted is None else [key for n, key in enumerate(RECORDED) if not int(noted) >> n & 1]:
-            state.pop(key, None)
+        for n, key in enumerate(RECORDED):
+            if noted is not None and not int(noted) >> n & 1:
+                state.pop(key, None)
         if MOMENT in state:  # it is changed in place, and torch may have loaded the very tensor of another optimizer
             state[MOMENT] = state[MOMENT].clone()
         if norm >= 0:

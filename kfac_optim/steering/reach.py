@@ -76,8 +76,9 @@ def learn_reaches(
 
 def lower_reaches(blocks: Sequence[Block], rise: float) -> None:
     """Lowers all reaches by the factor by which the learning rate has risen, ``rise`` (:meth:`Rates.rise`)."""
-    for block in (block for block in blocks if block.state) if rise > 1 else ():
-        block.set_reach(max(LEAST, block.reach / rise))
+    for block in blocks:
+        if rise > 1 and block.state:
+            block.set_reach(max(LEAST, block.reach / rise))
 
 
 class Rates(Counted):
