@@ -21,7 +21,7 @@ from .constraints import WeightWatch, note_comparison
 from .graft import GraftShare
 from .lessons import Read
 from .opponents import Opposition
-from .reach import LEAST, Rates, learn_reaches, lower_reaches
+from .reach import LEAST, RateHistory, learn_reaches, lower_reaches
 from .trust import Trust
 
 __all__ = ["Plan", "Steering"]
@@ -68,20 +68,20 @@ class Steering:
         trust: How far steps turn.
         graft: How far K-FAC's directions are scaled to the length of the base optimizer's updates.
         brake: How long the base optimizer's updates usually are.
-        rates: How the learning rate has changed; reaches are tied to it.
+        rate_history: How the learning rate has changed; reaches are tied to it.
         opposition: Whether the network trains against another one; then its steps are the base optimizer's own.
         watch: Finds weights that were changed since the last step; nothing is learned from their stretches.
     """
 
     COUNTERS: ClassVar[Mapping[str, Counter]] = {
         name: counter
-        for part in (Trust, GraftShare, Brake, Rates, Opposition)
+        for part in (Trust, GraftShare, Brake, RateHistory, Opposition)
         for name, counter in part.COUNTERS.items()
     }
 
     def __init__(self) -> None:
         self.trust, self.graft, self.brake = Trust(), GraftShare(), Brake()
-        self.rates, self.opposition, self.watch = Rates(), Opposition(), WeightWatch()
+        self.rate_history, self.opposition, self.watch = RateHistory(), Opposition(), WeightWatch()
         self._too_long: set[nn.Parameter] = set()
 
     def learn(self, blocks: Sequence[Block], read: Read, captured_lost: bool | None, *, alone: bool) -> None:
@@ -102,7 +102,7 @@ class Steering:
             along = sum(after for p, (after, _) in read.slopes.items() if p not in undone)
             self.graft.learn(along if has_momentum else None)
             self._too_long = learn_reaches(blocks, read.slopes, undone) | undone
-        lower_reaches(blocks, self.rates.rise(read.rate))
+        lower_reaches(blocks, self.rate_history.rise(read.rate))
 
     def is_opposed(self, scaling: Scaling | None, *, turns: bool, alone: bool) -> bool:
         """The coming plan's :attr:`Plan.opposed`; for the arguments see :meth:`plan`."""
@@ -165,4 +165,4 @@ class Steering:
 
     @property
     def _counted(self) -> list[Counted]:
-        return [self.trust, self.graft, self.brake, self.rates]
+        return [self.trust, self.graft, self.brake, self.rate_history]

@@ -39,7 +39,7 @@ from ..counters import Counted, Counter
 from ..flat_storage import elementwise, scale_pairs
 from ..stack_algebra import Direction, at_largest, rates_followed
 
-__all__ = ["LEAST", "Rates", "learn_reaches", "lower_reaches", "stretches"]
+__all__ = ["LEAST", "RateHistory", "learn_reaches", "lower_reaches", "stretches"]
 
 LEAST, _MOST = 3e-4, 3.0  # at the least reach a stretch is too small to notice
 _GROWTH = 1.1  # in a step, reach is multiplied by this factor or divided by it
@@ -75,13 +75,13 @@ def learn_reaches(
 
 
 def lower_reaches(blocks: Sequence[Block], rise: float) -> None:
-    """Lowers all reaches by the factor by which the learning rate has risen, ``rise`` (:meth:`Rates.rise`)."""
+    """Lowers all reaches by the factor by which the learning rate has risen, ``rise`` (:meth:`RateHistory.rise`)."""
     for block in blocks:
         if rise > 1 and block.state:
             block.set_reach(max(LEAST, block.reach / rise))
 
 
-class Rates(Counted):
+class RateHistory(Counted):
     """How the learning rate has changed during training.
 
     Attributes:
