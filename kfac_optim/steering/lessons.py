@@ -80,17 +80,18 @@ def read_all(
     gradients: Sequence[Tensor], rates: Sequence[float | Tensor], lessons: Lessons | None, flags: Sequence[Tensor]
 ) -> Read:
     """Reads all numbers that a step needs in one transfer: the only wait for the device in an ordinary step."""
-    of = lessons or Lessons()
-    largest = largest_entry(gradients) if of.largest is None else of.largest
+    feedback = lessons or Lessons()
+    largest = largest_entry(gradients) if feedback.largest is None else feedback.largest
     names = ("turn", "average", "length", "stretch", "descent", "changes")
-    known = {name: given for name in names if (given := getattr(of, name)) is not None}
+    known = {name: given for name in names if (given := getattr(feedback, name)) is not None}
     tensors = [given for given in (largest, *rates, *known.values(), *flags) if isinstance(given, Tensor)]
     values = iter(_numbers_in(tensors))  # in this order
     found = next(values) if isinstance(largest, Tensor) else largest
     rate = max((abs(next(values) if isinstance(rate, Tensor) else rate) for rate in rates), default=0.0)
     numbers = {name: _listed(given, values) for name, given in known.items()}
-    slopes = zip(of.stretched, numbers.get("stretch", ()), numbers.get("descent", ()), of.rates, strict=True)
-    changes = zip(of.watched, numbers.get("changes", ()), strict=True)
+    pairs = zip(numbers.get("stretch", ()), numbers.get("descent", ()), strict=True)
+    slopes = zip(feedback.stretched, pairs, feedback.rates, strict=True)
+    changes = zip(feedback.watched, numbers.get("changes", ()), strict=True)
     first = {name: of_name[0] for name, of_name in numbers.items()}
     return Read(
         found,
@@ -99,7 +100,7 @@ def read_all(
         turn=first.get("turn", 0.0),
         average=first.get("average"),
         length=first.get("length", 0.0),
-        slopes={p: (after * lr, before * lr) for p, after, before, lr in slopes},
+        slopes={p: (after * lr, before * lr) for p, (after, before), lr in slopes},
         changed=[p for p, has_changed in changes if has_changed],
         flags=list(values),
     )

@@ -190,7 +190,7 @@ class Opposition:
         self.throws = 0
         self.all_see_opponents = False
         self.since_lost = self.alone_for = 0
-        self._others = OPPONENTS.taken  # as it would be without others' steps since gradients were last thrown away
+        self._taken_if_alone = OPPONENTS.taken  # had nobody else taken a step since gradients were last thrown away
         self._leftover: Leftover | None = None
         # Whether gradients were thrown away since the last step: captured ones, and ones added to that step's.
         self._captured_lost = self._added_lost = False
@@ -216,7 +216,7 @@ class Opposition:
 
     def recover(self) -> None:
         """Called after an exception in a step. That step did not count; nor do those of others up to now."""
-        self._others = OPPONENTS.taken
+        self._taken_if_alone = OPPONENTS.taken
 
     def note_captured_lost(self) -> None:
         """Records that captured gradients are thrown away."""
@@ -231,11 +231,11 @@ class Opposition:
 
     def take_captured_lost(self) -> bool:
         """Whether captured gradients were thrown away in a game before this step; counts the step, even if skipped."""
-        self._others += 1  # keeps pace with OPPONENTS.taken, which counts this step when it ends
+        self._taken_if_alone += 1  # keeps pace with OPPONENTS.taken, which counts this step when it ends
         if self._captured_lost or self._added_lost:
-            is_alone = OPPONENTS.taken < self._others
+            is_alone = OPPONENTS.taken < self._taken_if_alone
             self.alone_for = min(self.alone_for + self.since_lost, _LATELY) if is_alone else 0
-            self.since_lost, self._others = 1, OPPONENTS.taken + 1
+            self.since_lost, self._taken_if_alone = 1, OPPONENTS.taken + 1
         elif self.since_lost:
             self.since_lost = min(self.since_lost + 1, _LATELY)
         lost, self._captured_lost = self._captured_lost, False
@@ -309,7 +309,7 @@ class Opposition:
         self.suspected, self.throws, self._leftover = bool(known["suspected"]), known["throws"], None
         self._captured_lost, self._added_lost = bool(known["captured_lost"]), bool(known["added_lost"])
         self.all_see_opponents = bool(known["all_see_opponents"])
-        self.since_lost, self.alone_for, self._others = known["since_lost"], known["alone_for"], OPPONENTS.taken
+        self.since_lost, self.alone_for, self._taken_if_alone = known["since_lost"], known["alone_for"], OPPONENTS.taken
         OPPONENTS.resume(self, opposes=self.is_seen)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -317,11 +317,11 @@ class Opposition:
         return {**self.__dict__, "_leftover": None, "_added_lost": self._added_would_be_lost}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _others=OPPONENTS.taken)
+        self.__dict__.update(state, _taken_if_alone=OPPONENTS.taken)
         OPPONENTS.resume(self, opposes=self.is_seen)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Opposition:
         copied = object.__new__(type(self))
-        copied.__dict__.update(self.__getstate__(), _others=OPPONENTS.taken)
+        copied.__dict__.update(self.__getstate__(), _taken_if_alone=OPPONENTS.taken)
         OPPONENTS.copy(self, copied)
         return copied
