@@ -81,7 +81,7 @@ class Averaging:
             decay: xi at this step.
             slack: The ``slack`` of :class:`~kfac_optim.forgetting`; infinite where xi does not depend on the moments.
             comm: The ranks.
-            reports: Flags of this rank.
+            reports: Flags of this rank, which travel with the counts.
 
         Returns:
             Whether any rank had something to add, and how many ranks have set each of the flags; both are the same on

@@ -238,7 +238,7 @@ class Block:
     @property
     def is_constrained(self) -> bool:
         """Whether the training loop keeps changing its weights between steps."""
-        return bool(self.state) and self.state["current"]["changes"] == _CONSTRAINED  # asked for in every step
+        return bool(self.state) and self.state["current"]["changes"] == _CONSTRAINED
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Replaces the state."""

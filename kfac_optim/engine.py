@@ -103,7 +103,7 @@ class CurvatureEngine(ViewedEngine):
         self._prepare_ranks()
         # Also in a step that is a no-op: torch.distributed.checkpoint takes one to make the state exist.
         self.make_room(self.trained.blocks)
-        if not self._refresher.pace.work:  # a layer is late only after a refresh
+        if not self._refresher.pace.work:  # before the first refresh no layer counts as new
             for block in self.trained.blocks:
                 block.note_trains()
         statistics = self._capture.take()

@@ -48,7 +48,7 @@ class Preconditioner:
         self._eigen = solver if isinstance(solver, EigenSolver) else None  # whose eqs. 11-13 are also applied in part
         self._stacks: list[Stack] = []
         self._storage: FlatStorage | None = None
-        self._joint: tuple[list[Any], JointEigen] | None = None  # the decompositions that it was made of, and what was
+        self._joint: tuple[list[list[Tile]], JointEigen] | None = None  # with the tiles that it was made of
         self._stack_key: Any = None  # versions of the decompositions that the stacks hold, and the kind of damping
 
     def directions(

@@ -18,22 +18,22 @@ reaches the model's output.
 
 Where to look::
 
-    hooks.py        eager models: the hooks, from the call of a model to the end of its backward pass
-    hook_objects.py  the hooks as objects, and how they get to their places
-    compiled.py     compiled models: the operators that replace the hooks, and the order in which graphs run them
-    calls.py        which call of the model is in progress, and which one a layer's call belongs to
-    microbatch.py   layer calls -> moments -> micro-batches
-    statistics.py   micro-batches -> the statistics of a step
-    gradients.py    which backward passes count: those whose gradient is in ``.grad`` at the step
-    sampling.py     the sampled Fisher's own backward pass, whose moments wait for the user's
-    fisher.py       the distributions that the sampled Fisher draws from
-    loss_terms.py   input and output of a model -> M
-    attention.py    projections that are applied without calling a module
-    frozen_passes.py  frozen layers through which other networks train
-    weight_uses.py  weights that are used outside the calls of their modules
-    graphs.py       reads autograd's graph, for the two above
-    replay.py       repeats the calls of a model at other weights
-    copies.py       copies and pickles of a watched model, without the hooks
+    hooks.py           eager models: the hooks, from the call of a model to the end of its backward pass
+    hook_objects.py    the hooks as objects, and how they get to their places
+    compiled.py        compiled models: the operators that replace the hooks, and the order in which graphs run them
+    calls.py           which call of the model is in progress, and which one a layer's call belongs to
+    microbatch.py      layer calls -> moments -> micro-batches
+    statistics.py      micro-batches -> the statistics of a step
+    gradients.py       which backward passes count: those whose gradient is in ``.grad`` at the step
+    sampling.py        the sampled Fisher's own backward pass, whose moments wait for the user's
+    fisher.py          the distributions that the sampled Fisher draws from
+    loss_terms.py      input and output of a model -> M
+    attention.py       projections that are applied without calling a module
+    frozen_passes.py   frozen layers through which other networks train
+    weight_uses.py     weights that are used outside the calls of their modules
+    graphs.py          reads autograd's graph
+    replay.py          repeats the calls of a model at other weights
+    copies.py          copies and pickles of a watched model, without the hooks
 """
 
 from .copies import when_whole

@@ -175,7 +175,7 @@ class Bernoulli(Fisher):
     """Independent sigmoids of logits (binary cross-entropy)."""
 
     def misfit(self, gradient: Tensor) -> str:
-        """See ``_like_softmax``."""
+        """The gradient of independent terms does not sum to zero over the last dimension."""
         return _like_softmax(gradient)
 
     def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:
@@ -214,7 +214,7 @@ class Gaussian(Fisher):
         require_number("variance", self.variance, "> 0 and finite", is_positive, owner="Gaussian")
 
     def misfit(self, gradient: Tensor) -> str:
-        """See ``_like_softmax``."""
+        """The gradient of independent terms does not sum to zero over the last dimension."""
         return _like_softmax(gradient)
 
     def sample_gradient(self, output: Tensor, generator: torch.Generator) -> Tensor:

@@ -20,7 +20,9 @@ __all__ = ["FrozenPasses"]
 
 
 class FrozenPasses:
-    """Notes layers that *serve*: others train through them while they are frozen. True if one has since the last step.
+    """Notes layers that *serve*: other parameters train through them while they are frozen.
+
+    It is true if a layer has served since the last step.
 
     Args:
         layers: The layers.

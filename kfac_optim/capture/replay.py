@@ -243,7 +243,7 @@ class Replay:
         self._calls[call] = gradient.detach() if known is None else known + gradient.detach()
 
     def _begin_pass(self, task: int) -> None:
-        """Is called when a backward pass reaches an output, before it has changed a gradient."""
+        """Called when a backward pass reaches an output, before it has changed a gradient."""
         self._task = task
         if self._calls and self._watch.all_cleared():  # by zero_grad() of some kind: a new step has begun
             self._calls = {}

@@ -104,7 +104,7 @@ class SampledBackward:
         return torch.where(finite, target, torch.nan).to(logits.dtype)
 
     def _commit(self, call: ModelCall, pending: list[tuple[LayerCall, Tensor]], g: Tensor) -> None:
-        """The user's backward pass has reached the model's output."""
+        """Adds the moments of a call, because the user's backward pass has reached the model's output."""
         if torch.is_grad_enabled():
             return
         self._check_loss(g)

@@ -213,7 +213,7 @@ class TakenStatistics:
         passes: The statistics of the passes that have added to ``.grad``.
         to_caller: The statistics of the passes that have returned gradients to the caller; they count only if no other
             pass does.
-        watch: The gradients.
+        watch: The gradients as the last backward pass has left them.
         transformed: Whether a layer was called inside ``torch.func``.
         model_seen: Whether a backward pass has come through an ordinary call of the model.
 

@@ -88,7 +88,9 @@ class Trust(Counted):
         Once first moments are averages of many gradients, they hardly differ between two steps, and neither do their
         preconditioned forms. So k is computed in every step at first, then in every second, and later in every third;
         while trust is 1, finally in every fourth, because no gradient could raise it further. A stretch that was too
-        long is forgotten: its layer is not stretched until k is computed again. ``stretches``: as above.
+        long is forgotten: its layer is not stretched until k is computed again.
+
+        ``stretches``: see :meth:`is_measured`.
         """
         most = 4 if self.notches == _NOTCHES else 3
         return (self.notches > 0 or stretches) and step % min(most, 1 + step // _YOUNG) != 0
