@@ -19,12 +19,12 @@ __all__ = [
     "FlatStorage",
     "Tensors",
     "are_adjacent",
-    "split_flat",
-    "flat_view",
     "elementwise",
+    "flat_view",
     "is_launch_bound",
-    "sharing",
     "scale_pairs",
+    "sharing",
+    "split_flat",
 ]
 
 Tensors = list[Tensor] | tuple[Tensor, ...]  # what multi-tensor operations take

@@ -32,7 +32,7 @@ from .solvers import EigenSolver
 from .state_keys import AVERAGES, OF_STEP, PREFIX, RECORDED, forget, set_aside, take_out
 from .turning import lessons_of, take_turned_step
 
-__all__ = ["KFACLAMB", "KFACAdam", "KFACAdamW", "KFACMixin", "KFACSGD"]
+__all__ = ["KFACLAMB", "KFACSGD", "KFACAdam", "KFACAdamW", "KFACMixin"]
 
 # Defaults of the optimizers, chosen on one half of benchmarks.swap and judged on the other (benchmarks/results/swap).
 # None of them depends on the scale of the loss. An engine without an optimizer has the paper's defaults.

@@ -57,7 +57,7 @@ LAYERS = (
 )
 # Beside torch and the standard library. OPTIONAL ones are imported when they are needed, never with the package.
 THIRD_PARTIES = {
-    "torch_optimizer": ("bases", "lamb", "optimizers"),
+    "torch_optimizer": ("bases", "lamb"),
     "matplotlib": ("diagnostics.plots",),
     "horovod": ("distributed",),
     "deepspeed": ("distributed",),
