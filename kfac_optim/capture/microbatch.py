@@ -285,7 +285,7 @@ class BackwardPasses:
             self.statistics = statistics = StepStatistics()
         changed = watch.changed(statistics.sums)
         if changed:
-            statistics.check(changed, watch.largest(changed))
+            statistics.restart_cleared(changed, watch.largest(changed))
 
     def _on_backward_end(self) -> None:
         """Adds the micro-batch of the backward pass, which has ended, to the step's statistics."""

@@ -175,7 +175,7 @@ class StepStatistics:
             self.sums.pop(i, None)
             self.starts[i] = len(self.terms)
 
-    def check(self, layers: Sequence[int], largest: Tensor) -> None:
+    def restart_cleared(self, layers: Sequence[int], largest: Tensor) -> None:
         """Restarts the statistics of those layers whose changed gradient is zero, by its largest entry."""
         for i, entry in zip(layers, largest, strict=True):
             self.sums[i].drop_unless_(entry != 0)

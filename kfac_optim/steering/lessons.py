@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..distributed import largest_entry
 from ..rates import Scalar
 
-__all__ = ["Lessons", "Read", "read_all"]
+__all__ = ["Lessons", "Readings", "read_all"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Lessons:
 
 
 @dataclass(frozen=True)
-class Read:
+class Readings:
     """Everything that a step reads from the device, in one transfer.
 
     Attributes:
@@ -78,7 +78,7 @@ class Read:
 
 def read_all(
     gradients: Sequence[Tensor], rates: Sequence[float | Tensor], lessons: Lessons | None, flags: Sequence[Tensor]
-) -> Read:
+) -> Readings:
     """Reads all numbers that a step needs in one transfer: the only wait for the device in an ordinary step."""
     feedback = lessons or Lessons()
     largest = largest_entry(gradients) if feedback.largest is None else feedback.largest
@@ -93,7 +93,7 @@ def read_all(
     slopes = zip(feedback.stretched, pairs, feedback.rates, strict=True)
     changes = zip(feedback.watched, numbers.get("changes", ()), strict=True)
     first = {name: of_name[0] for name, of_name in numbers.items()}
-    return Read(
+    return Readings(
         found,
         rate,
         lessons,

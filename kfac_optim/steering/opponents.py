@@ -196,7 +196,7 @@ class Opposition:
         self._captured_lost = self._added_lost = False
 
     @property
-    def is_seen(self) -> bool:
+    def is_opponent(self) -> bool:
         """Whether the network is known to train against another one."""
         return bool(self.opposes) or self.throws.bit_count() > 1
 
@@ -254,7 +254,7 @@ class Opposition:
         """
         if alone:
             self._judge(captured_lost, self._added_lost and self._may_be_a_game)
-        OPPONENTS.step(self, opposes=self.is_seen)
+        OPPONENTS.step(self, opposes=self.is_opponent)
 
     def signs(self, captured_lost: bool) -> Signs:
         """What this rank reports to the others; ``captured_lost``: see :class:`Signs`."""
@@ -264,7 +264,7 @@ class Opposition:
         """Learns from what all of several ranks have seen; ``looked``: whether this is not the very first step."""
         self._judge(seen_by_all.captured_lost if looked else None, seen_by_all.added_lost)
         self.all_see_opponents = seen_by_all.opponents
-        OPPONENTS.note(self, opposes=self.is_seen)
+        OPPONENTS.note(self, opposes=self.is_opponent)
 
     def _judge(self, captured_lost: bool | None, added_lost: bool) -> None:
         if captured_lost is not None:
@@ -276,7 +276,7 @@ class Opposition:
 
         Before the second step that collects statistics they may not. ``alone``: whether there is only one rank.
         """
-        if self.opposes is None or self.is_seen:
+        if self.opposes is None or self.is_opponent:
             return False
         return not (OPPONENTS.exist_for(self) if alone else self.all_see_opponents)
 
@@ -310,7 +310,7 @@ class Opposition:
         self._captured_lost, self._added_lost = bool(known["captured_lost"]), bool(known["added_lost"])
         self.all_see_opponents = bool(known["all_see_opponents"])
         self.since_lost, self.alone_for, self._taken_if_alone = known["since_lost"], known["alone_for"], OPPONENTS.taken
-        OPPONENTS.resume(self, opposes=self.is_seen)
+        OPPONENTS.resume(self, opposes=self.is_opponent)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state to pickle; the hook on the leftover gradient stays behind."""
@@ -318,7 +318,7 @@ class Opposition:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _taken_if_alone=OPPONENTS.taken)
-        OPPONENTS.resume(self, opposes=self.is_seen)
+        OPPONENTS.resume(self, opposes=self.is_opponent)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Opposition:
         copied = object.__new__(type(self))

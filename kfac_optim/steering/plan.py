@@ -19,7 +19,7 @@ from ..scaling import Scaling, traits_of
 from .brake import Brake
 from .constraints import WeightWatch, note_comparison
 from .graft import GraftShare
-from .lessons import Read
+from .lessons import Readings
 from .opponents import Opposition
 from .reach import LEAST, RateHistory, learn_reaches, lower_reaches
 from .trust import Trust
@@ -84,7 +84,7 @@ class Steering:
         self.rate_history, self.opposition, self.watch = RateHistory(), Opposition(), WeightWatch()
         self._too_long: set[nn.Parameter] = set()
 
-    def learn(self, blocks: Sequence[Block], read: Read, captured_lost: bool | None, *, alone: bool) -> None:
+    def learn(self, blocks: Sequence[Block], read: Readings, captured_lost: bool | None, *, alone: bool) -> None:
         """Learns from what the gradients of a step say about the last step.
 
         Args:
@@ -135,7 +135,7 @@ class Steering:
         return Plan(
             trust=self.trust.value if steers else fixed,
             learns=learns,
-            computes=self.trust.is_measured(step, stretches=changed) if steers else fixed > 0,
+            computes=self.trust.computes(step, stretches=changed) if steers else fixed > 0,
             repeats=steers and self.trust.repeats(step, stretches=changed),
             stretches=stretches,
             opposed=opposed,

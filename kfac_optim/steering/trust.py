@@ -72,7 +72,7 @@ class Trust(Counted):
         """The decay of averaged gradients, in [0, 0.9]."""
         return self.memory / 10
 
-    def is_measured(self, step: int, *, stretches: bool) -> bool:
+    def computes(self, step: int, *, stretches: bool) -> bool:
         """Whether k is computed at this step.
 
         It is computed always while steps are turned or stretched, otherwise now and then, to find out whether they
@@ -90,7 +90,7 @@ class Trust(Counted):
         while trust is 1, finally in every fourth, because no gradient could raise it further. A stretch that was too
         long is forgotten: its layer is not stretched until k is computed again.
 
-        ``stretches``: see :meth:`is_measured`.
+        ``stretches``: see :meth:`computes`.
         """
         most = 4 if self.notches == _NOTCHES else 3
         return (self.notches > 0 or stretches) and step % min(most, 1 + step // _YOUNG) != 0

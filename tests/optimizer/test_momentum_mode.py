@@ -735,11 +735,11 @@ def test_gradients_of_another_type_are_averaged_in_that_of_the_parameter() -> No
 
 def test_while_steps_do_not_turn_directions_are_computed_ever_more_rarely() -> None:
     trust = Trust()
-    measured = [step for step in range(1025) if trust.is_measured(step, stretches=False)]
+    measured = [step for step in range(1025) if trust.computes(step, stretches=False)]
     expected = [*range(0, 128, 4), *range(128, 256, 8), *range(256, 512, 16), *range(512, 1024, 32), 1024]
     assert measured == expected
     trust.notches = 1
-    assert all(trust.is_measured(step, stretches=False) for step in range(100))
+    assert all(trust.computes(step, stretches=False) for step in range(100))
 
 
 @pytest.mark.usefixtures("soon_grown")

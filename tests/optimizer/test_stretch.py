@@ -599,7 +599,7 @@ def is_a_game(between: Any, *, steps: int = 6) -> bool:
         optimizer.zero_grad()
         model.second(torch.randn(6, 2)).square().mean().backward()
         optimizer.step()
-    return optimizer.curvature._steering.opposition.is_seen
+    return optimizer.curvature._steering.opposition.is_opponent
 
 
 def train_the_first(model: Chain, x: Tensor) -> None:
@@ -690,10 +690,10 @@ def test_a_discriminator_is_known_by_what_is_added_to_its_last_gradients(
         resumed.load_state_dict(own.state_dict())
     loaded = through_a_file((models, ours, theirs), plain=False)
     for trio in ((models, ours, theirs), (models, *again), loaded):
-        assert trio[2].curvature._steering.opposition.is_seen
-        assert trio[1].curvature.reach == 0 and not trio[1].curvature._steering.opposition.is_seen
+        assert trio[2].curvature._steering.opposition.is_opponent
+        assert trio[1].curvature.reach == 0 and not trio[1].curvature._steering.opposition.is_opponent
         play(*trio)
-        assert trio[2].curvature._steering.opposition.is_seen and trio[1].curvature.reach == 0
+        assert trio[2].curvature._steering.opposition.is_opponent and trio[1].curvature.reach == 0
     assert not any("kfac_stretch" in state for state in ours.state.values())
 
 
@@ -840,7 +840,7 @@ def test_who_throws_gradients_away_alone_has_no_opponent(rival: Any, go_on: Any)
         optimizer.zero_grad()
         backward(model, data(), loss)
         optimizer.step()
-        seen.append(optimizer.curvature._steering.opposition.is_seen)
+        seen.append(optimizer.curvature._steering.opposition.is_opponent)
     assert all(seen[2:15]) and seen[-1] == bool(players)
     assert (optimizer.curvature.reach > 0) == (not players)
 
