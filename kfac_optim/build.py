@@ -153,7 +153,7 @@ class BuiltEngine(Config):
         self._find_layers()
         if have_room:  # now, because a state may be saved before the next step makes room
             self.make_room([block for block in self.trained.blocks if not block.state])
-        self._sightings.lose()
+        self._sightings.note_lost()
         self._rebuild_stages()
 
     def make_room(self, blocks: Iterable[Block]) -> None:

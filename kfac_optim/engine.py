@@ -196,7 +196,7 @@ class CurvatureEngine(ViewedEngine):
         """
         self.watch.note(())
         self._steering.opposition.recover()
-        self._sightings.lose()
+        self._sightings.note_lost()
         if any(block.state for block in self.trained.blocks):  # a state with the factors of some layers is not whole
             self.make_room(self.trained.blocks)
         if self.ranks.alone and not self._closed:

@@ -43,8 +43,8 @@ class Sightings:
         self._unseen_steps = 0  # statistics steps in a row with gradients but no backward pass that was seen
         self._told: set[Block] = set()  # those that the user was warned of
 
-    def lose(self) -> None:
-        """What was seen of this step is lost: layers were added, a state was loaded, or an exception left it."""
+    def note_lost(self) -> None:
+        """Notes that what was seen of this step is lost: layers were added, a state was loaded, or it raised."""
         self._lost = not self.blind  # else there was nothing to lose, and the exception may be that of require()
 
     def count_step(self, statistics: TakenStatistics, resolved: StepMoments, *, trains: bool) -> bool:

@@ -113,7 +113,7 @@ class StatefulEngine(BuiltEngine):
             self._refresher.invalidate()
             if self.ranks.alone:  # several ranks do it together, in their next step
                 self._refresher.rebuild(self.step_count, self.trained.blocks, self.comm)
-        self._sightings.lose()
+        self._sightings.note_lost()
         self._capture.forget()
         self._prepare_statistics()
 
