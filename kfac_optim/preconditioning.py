@@ -23,7 +23,7 @@ from .precision import without_autocast
 from .rates import Scalar, common_rate
 from .scaling import Scaling, scaled_by, traits_of
 from .shard_routing import exchanged_blocks, gathered_vectors
-from .solvers import Decomposition, EigenSolver, Solver
+from .solvers import EigenSolver, Solver
 from .solvers.joint import JointEigen
 from .stack_algebra import Direction, Steepest, cosines, keep_zeros_
 from .stacks import Stack, layer_of_pair, stack_key, stacks_of
@@ -178,7 +178,8 @@ class Preconditioner:
             whole = torch.full((sum(pairs),), contrast, dtype=self.dtype, device=stacks[0].layout.device)
             factors = whole.split(pairs)
         elif contrast:
-            factors = _steepest(stacks, gammas, self.dtype)
+            found = torch._foreach_add([stack.damping_unit for stack in stacks], list(gammas)) if stacks else ()
+            factors = [largest.to(self.dtype) for largest in found]  # plus gamma; factors may be in more precision
         steepest = [Steepest(factor, contrast) for factor in factors] if contrast else [None] * len(stacks)
         return [
             Direction(
@@ -238,8 +239,9 @@ class Preconditioner:
         devices = {stack.layout.device for stack in stacks}
         if len(stacks) < 2 or len(devices) > 1 or not is_launch_bound(*devices):
             return False
-        few = sum(math.prod(stack.layout.shape) for stack in stacks) <= _MOST_NUMEL
-        return few and all(len(of) == 1 and _are_of(self.dtype, of[0].decomposed) for of in tiles)
+        if sum(math.prod(stack.layout.shape) for stack in stacks) > _MOST_NUMEL or any(len(of) != 1 for of in tiles):
+            return False
+        return all(part.dtype == self.dtype for (tile,) in tiles for side in tile.decomposed for part in side)
 
     def _precondition_stack(self, stack: Stack, gamma: Tensor, vectors: StepVectors) -> tuple[Tensor, Tensor, Tensor]:
         """As :meth:`_precondition_jointly`, for one stack whose matrices have storage of their own."""
@@ -293,19 +295,6 @@ class Preconditioner:
                 tensor = torch.zeros(shape, dtype=self.dtype, device=layer.weight.device)
             broadcasts.append(Broadcast([tensor], *block.route))
         comm.send(broadcasts, "directions")
-
-
-# Parts of a direction -----------------------------------------------------------------------------------------------
-
-
-def _steepest(stacks: Sequence[Stack], gammas: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    """The largest eigenvalue plus gamma of each stack's pairs, ``[p]``; factors may be in more precision than this."""
-    found = torch._foreach_add([stack.damping_unit for stack in stacks], list(gammas)) if stacks else []
-    return [steepest.to(dtype) for steepest in found]
-
-
-def _are_of(dtype: torch.dtype, decomposed: tuple[Decomposition, Decomposition]) -> bool:
-    return all(part.dtype == dtype for side in decomposed for part in side)
 
 
 def _note_cosines(stack: Stack, d: Direction) -> None:

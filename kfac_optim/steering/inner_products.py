@@ -83,10 +83,12 @@ def _of_shards(compared: Sequence[Compared]) -> list[Tensor]:
 
 def _each_dot(compared: Compared, copies: Copies) -> Tensor:
     """The dot product of each gradient with its vector, ``[n]``."""
-    batches = [
-        (batch, torch.dot(g, v).view(1) if batch.lengths is None else _segments(g * v, batch.lengths))
-        for batch, g, v in _side_by_side(compared, copies)
-    ]
+    batches: list[tuple[_Batch, Tensor]] = []
+    for batch, g, v in _side_by_side(compared, copies):
+        if batch.lengths is None:
+            batches.append((batch, torch.dot(g, v).view(1)))
+        else:
+            batches.append((batch, torch.segment_reduce(g * v, "sum", lengths=batch.lengths, unsafe=True)))
     if len(batches) == 1:
         return batches[0][1]
     if is_launch_bound(batches[0][1].device):
@@ -145,10 +147,6 @@ def _vector(tensor: Tensor) -> Tensor:
     """
     vector = tensor.reshape(-1)
     return vector.clone() if vector.is_cpu and vector.data_ptr() % _ALIGNED else vector
-
-
-def _segments(products: Tensor, lengths: Tensor) -> Tensor:
-    return torch.segment_reduce(products, "sum", lengths=lengths, unsafe=True)
 
 
 def _widened(g: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
