@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,6 @@ from .factors import copy_average_
 from .saved_state import check_counters, check_states, check_sums, checksums
 
 __all__ = ["StatefulEngine"]
-
-Engine = TypeVar("Engine", bound="StatefulEngine")
 
 # What a copy or a pickle of an engine leaves out, because it belongs to the process or can be made from the rest.
 _LEFT_BEHIND = ("_capture", "_owner", "grad_scaler", "_preconditioner")
@@ -194,7 +192,7 @@ class StatefulEngine(BuiltEngine):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._take_over(state, joins=True)
 
-    def __deepcopy__(self: Engine, memo: dict[int, Any]) -> Engine:
+    def __deepcopy__(self, memo: dict[int, Any]) -> StatefulEngine:
         """A copy for a copy of the model, among the same ranks."""
         copied = object.__new__(type(self))
         memo[id(self)] = copied
