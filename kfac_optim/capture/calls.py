@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CONCURRENT", "ModelCall", "ModelCalls", "in_backward", "own_result", "take_gradient"]
+__all__ = ["CONCURRENT", "ModelCall", "ModelCalls", "in_backward", "own_result", "when_gradient_arrives"]
 
 CONCURRENT = (
     "two threads are in forward or backward passes of one model at the same time, and its statistics can't tell them "
@@ -183,7 +183,7 @@ def in_backward() -> bool:
     return not torch.compiler.is_compiling() and bool(torch._C._current_graph_task_id() != -1)
 
 
-def take_gradient(output: Tensor, take: Callable[[Tensor], None], *, of_loss: bool = False) -> None:
+def when_gradient_arrives(output: Tensor, take: Callable[[Tensor], None], *, of_loss: bool = False) -> None:
     """Calls ``take`` with the gradient of a tensor: once, or as often as the graph is kept for another backward pass.
 
     It gets what the operation that made the tensor gets, after all hooks that the user may put on the tensor later.

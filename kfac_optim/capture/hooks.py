@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from ..distributed import is_sharded, own_part
 from ..layers import AttentionLayer, KroneckerLayer, LinearLayer, ProjectionCall
 from .attention import ProjectionTap, remove_taps
-from .calls import ModelCall, ModelCalls, in_backward, own_result, take_gradient
+from .calls import ModelCall, ModelCalls, in_backward, own_result, when_gradient_arrives
 from .compiled import CompiledCalls
 from .copies import leave_hooks_behind
 from .fisher import Fisher
@@ -299,7 +299,7 @@ class Capture:
             call.await_gradient(layer_call, torch.autograd.graph.get_gradient_edge(result))
         else:
             take = functools.partial(self._passes.record_output_gradient, layer_call, call or self._calls.last)
-            take_gradient(result, take)
+            when_gradient_arrives(result, take)
         return None
 
     def _await_hidden(self, index: int, output: Tensor) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..layers import KroneckerLayer, spread_examples
-from .calls import in_backward, take_gradient
+from .calls import in_backward, when_gradient_arrives
 from .copies import leave_hooks_behind
 from .fisher import Fisher
 from .gradients import GradientWatch, destination
@@ -230,7 +230,7 @@ class Replay:
         if isinstance(parameters, Tensor) and parameters.requires_grad and parameters.dim():
             call = _Call(*begun, parameters.detach(), self.loss_terms.count(args, kwargs, output))
             # The graph of the output keeps the call until the gradient has arrived.
-            take_gradient(parameters, functools.partial(self._on_gradient, call), of_loss=True)
+            when_gradient_arrives(parameters, functools.partial(self._on_gradient, call), of_loss=True)
 
     def _on_gradient(self, call: _Call, gradient: Tensor) -> None:
         """Notes the gradient of an output, if the pass is one of the loss (see ``gradients.py``)."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .calls import ModelCall, in_backward, take_gradient
+from .calls import ModelCall, in_backward, when_gradient_arrives
 from .fisher import Fisher
 from .gradients import destination
 from .microbatch import BackwardPasses, LayerCall
@@ -93,7 +93,7 @@ class SampledBackward:
             for (layer_call, _), g in zip(awaited, gradients, strict=True)
             if g is not None
         ]
-        take_gradient(logits, functools.partial(self._commit, call, pending), of_loss=True)
+        when_gradient_arrives(logits, functools.partial(self._commit, call, pending), of_loss=True)
 
     @torch.no_grad()
     def _sampled_gradient(self, logits: Tensor, generator: torch.Generator) -> Tensor:
