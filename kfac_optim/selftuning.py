@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .capture import Fisher, RandomState, Replay, frozen
+from .capture import Fisher, RandomState, Replay, repeating
 from .checks import is_positive, require_number
 from .config import options as engine_options
 from .config import refuse_unknown
@@ -325,5 +325,5 @@ class _Closure:
     def change(self, model: nn.Module) -> float:
         """The loss now, minus the loss at the first call; leaves the buffers of the model unchanged."""
         assert self.first is not None
-        with frozen(model, self.random), torch.enable_grad():
+        with repeating(model, self.random), torch.enable_grad():
             return float(torch.as_tensor(self.closure(), device="cpu").detach()) - self.first

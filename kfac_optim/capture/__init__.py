@@ -40,7 +40,7 @@ from .copies import when_whole
 from .fisher import Bernoulli, Categorical, Fisher, Gaussian
 from .hooks import Capture
 from .loss_terms import LossAverage, LossTerms
-from .replay import Part, RandomState, Replay, frozen
+from .replay import Part, RandomState, Replay, repeating
 from .statistics import StepMoments, TakenStatistics
 
 __all__ = [
@@ -56,6 +56,6 @@ __all__ = [
     "Replay",
     "StepMoments",
     "TakenStatistics",
-    "frozen",
+    "repeating",
     "when_whole",
 ]

@@ -28,7 +28,7 @@ from .gradients import GradientWatch, destination
 from .hook_objects import Hook, put_after, put_before, remove_all
 from .loss_terms import LossTerms
 
-__all__ = ["Part", "RandomState", "Replay", "frozen"]
+__all__ = ["Part", "RandomState", "Replay", "repeating"]
 
 _LEAST = 256  # a part has at least this many examples, or all of a smaller batch, whatever the fraction
 _HALF = (torch.bfloat16, torch.float16)
@@ -55,8 +55,8 @@ class RandomState:
 
 
 @contextmanager
-def frozen(module: nn.Module, random: RandomState) -> Iterator[None]:
-    """For running a module with given random numbers; afterwards generators and buffers are as they were."""
+def repeating(module: nn.Module, random: RandomState) -> Iterator[None]:
+    """For running a module again with given random numbers; afterwards generators and buffers are as they were."""
     before = RandomState(random.device)
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]  # BatchNorm changes them without a new version
     random.restore()
@@ -181,7 +181,7 @@ class Replay:
     @torch.no_grad()
     def run(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The parameters of the output distribution for these arguments, at the present weights."""
-        with frozen(self.module, call.random), torch.autocast(call.random.device.type, enabled=False):
+        with repeating(self.module, call.random), torch.autocast(call.random.device.type, enabled=False):
             return _precise(self.fisher.parameters_of(self.module(*args, **kwargs)))
 
     def _part(self, call: _Call, gradient: Tensor, fraction: float, loss_scale: float) -> Part:
