@@ -148,17 +148,15 @@ def lessons_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], watc
     for bucket in buckets:
         lr = rate_of(bucket[0].group)
         lr = -lr if bucket[0].group.get("maximize") else lr
-        of_turn: float | Tensor = lr
-        of_stretch: float | Tensor = lr
-        size = 1.0
+        turn_rate, stretch_rate, size = lr, lr, 1.0
         if not isinstance(lr, Tensor):
-            of_turn, of_stretch, size = lr / unit, math.copysign(1, lr), abs(lr)
+            turn_rate, stretch_rate, size = lr / unit, math.copysign(1, lr), abs(lr)
         turned = [m for m in bucket if TURN in m.state]
         averaged = [m for m in bucket if MOMENT in m.state and not m.has_first_moment]
         along = [m for m in bucket if STRETCH in m.state and DESCENT in m.state]  # users may have deleted one of them
         before: Bucket = []
         gradients: list[Tensor] = []
-        for key, some, rate in ((TURN, turned, of_turn), (MOMENT, averaged, 1.0), (STRETCH, along, of_stretch)):
+        for key, some, rate in ((TURN, turned, turn_rate), (MOMENT, averaged, 1.0), (STRETCH, along, stretch_rate)):
             if some:
                 if some != before:  # else the same list, whose copies are used again
                     before, gradients = some, [m.gradient for m in some]
@@ -169,14 +167,8 @@ def lessons_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], watc
     copies: Copies = {}
     turn, average = (alignment(compared[key], copies) if compared[key] else None for key in (TURN, MOMENT))
     stretch = alignments(compared[STRETCH], copies) if compared[STRETCH] else None
-    gradients = [m.gradient for bucket in buckets for m in bucket]
-    largest = None
-    if not any_sharded(gradients):  # with shards it is a collective, which must wait until ranks have been compared
-        copied = {id(g) for some, _ in copies.values() for g in some}
-        vectors = [vector for _, batches in copies.values() for _, vector in batches]
-        largest = largest_entry([*vectors, *(g for g in gradients if id(g) not in copied)])
     return Lessons(
-        largest=largest,
+        largest=_largest_of([m.gradient for bucket in buckets for m in bucket], copies),
         turn=turn,
         average=average,
         length=length,
@@ -188,6 +180,18 @@ def lessons_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], watc
         changes=watch.changes(),
         watched=watch.watched,
     )
+
+
+def _largest_of(gradients: Sequence[Tensor], copies: Copies) -> Scalar | None:
+    """The largest entry of some gradients, taken from their copies if there are any.
+
+    None if they are sharded, because it is then a collective, which has to wait until the ranks have been compared.
+    """
+    if any_sharded(gradients):
+        return None
+    copied = {id(g) for some, _ in copies.values() for g in some}
+    vectors = [vector for _, batches in copies.values() for _, vector in batches]
+    return largest_entry([*vectors, *(g for g in gradients if id(g) not in copied)])
 
 
 def _together(numbers: Sequence[Tensor]) -> Tensor | list[float]:
