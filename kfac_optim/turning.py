@@ -30,13 +30,13 @@ from .steering import (
     Lessons,
     Plan,
     WeightWatch,
-    alignment,
     alignments,
     brake_of,
     changes_at,
     compares_weights,
     shortened,
     stretches,
+    total_alignment,
     turns,
 )
 
@@ -165,7 +165,7 @@ def lessons_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], watc
         rates += [size] * len(along)
         descents += [m.state[DESCENT] * abs(lr) if isinstance(lr, Tensor) else m.state[DESCENT] for m in along]
     copies: Copies = {}
-    turn, average = (alignment(compared[key], copies) if compared[key] else None for key in (TURN, MOMENT))
+    turn, average = (total_alignment(compared[key], copies) if compared[key] else None for key in (TURN, MOMENT))
     stretch = alignments(compared[STRETCH], copies) if compared[STRETCH] else None
     return Lessons(
         largest=_largest_of([m.gradient for bucket in buckets for m in bucket], copies),

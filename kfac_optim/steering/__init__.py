@@ -23,7 +23,7 @@ Where to look::
 from .brake import brake_of
 from .constraints import WeightWatch, compares_weights
 from .graft import shortened
-from .inner_products import Compared, Copies, alignment, alignments
+from .inner_products import Compared, Copies, alignments, total_alignment
 from .lessons import Lessons, read_all
 from .opponents import Signs
 from .plan import Plan, Steering
@@ -39,7 +39,6 @@ __all__ = [
     "Signs",
     "Steering",
     "WeightWatch",
-    "alignment",
     "alignments",
     "brake_of",
     "changes_at",
@@ -47,5 +46,6 @@ __all__ = [
     "read_all",
     "shortened",
     "stretches",
+    "total_alignment",
     "turns",
 ]

@@ -14,7 +14,7 @@ from ..grouping import SMALL_NUMEL, grouped_by_key
 from ..rates import Scalar
 from ..tensor_cache import sent_once, tensor_cache
 
-__all__ = ["Compared", "Copies", "alignment", "alignments"]
+__all__ = ["Compared", "Copies", "alignments", "total_alignment"]
 
 # By the id of a list of gradients: the list, and its batches, each with its gradients as one vector.
 Copies = dict[int, tuple[Sequence[Tensor], list[tuple["_Batch", Tensor]]]]
@@ -37,7 +37,7 @@ class Compared(NamedTuple):
         return is_sharded(self.gradients[0])
 
 
-def alignment(compared: Sequence[Compared], copies: Copies | None = None) -> Scalar:
+def total_alignment(compared: Sequence[Compared], copies: Copies | None = None) -> Scalar:
     """``rate <g, v>``, summed over all parameters (a collective if they are sharded).
 
     ``copies``: lists of gradients that were compared before; new ones are added.
@@ -58,7 +58,7 @@ def alignment(compared: Sequence[Compared], copies: Copies | None = None) -> Sca
 
 
 def alignments(compared: Sequence[Compared], copies: Copies | None = None) -> Tensor:
-    """``rate <g, v>`` of each parameter, ``[n]``; ``copies``: see :func:`alignment`."""
+    """``rate <g, v>`` of each parameter, ``[n]``; ``copies``: see :func:`total_alignment`."""
     copies = {} if copies is None else copies
     of_shards = iter(_of_shards(compared))
     found: list[Tensor] = []

@@ -348,7 +348,7 @@ def test_alignments_are_those_of_each_parameter(monkeypatch: pytest.MonkeyPatch,
     copies: inner_products.Copies = {}
     for _ in range(2):  # with what is side by side already
         assert_near(inner_products.alignments(compared, copies), expected, rel=1e-5)
-        assert_near(inner_products.alignment(compared, copies), expected.sum(), rel=1e-5)
+        assert_near(inner_products.total_alignment(compared, copies), expected.sum(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
