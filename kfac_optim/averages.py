@@ -28,9 +28,9 @@ from torch import Tensor
 
 from .blocks import SIDES, Block
 from .capture import StepMoments
-from .diagnostics import StageTimes, communicating
 from .distributed import Communicator
 from .factors import FactorSpec, read, write_
+from .stopwatch import Stopwatch
 from .tensor_cache import sent_once
 
 __all__ = ["Averaging", "Increment", "LocalSums", "fold_", "traces"]
@@ -49,7 +49,7 @@ class Averaging:
         skipped_batches: How many micro-batches of all ranks were left out because a moment was not finite.
     """
 
-    def __init__(self, dtype: torch.dtype, stopwatch: StageTimes, *, summed: bool, sampled: bool) -> None:
+    def __init__(self, dtype: torch.dtype, stopwatch: Stopwatch, *, summed: bool, sampled: bool) -> None:
         self.dtype, self.stopwatch = torch.promote_types(dtype, torch.float32), stopwatch
         self.summed, self.sampled = summed, sampled
         self.skipped_batches = 0
@@ -102,7 +102,7 @@ class Averaging:
             seen[list(own), :, 1] = traces(specs, [moment for pair in own.values() for moment in pair]).view(-1, 2)
         seen *= _counted(blocks, comm.rank)[:, :, None]
         skips = sum(statistics.taken) - sum(statistics.finite)
-        with communicating("factor", self.stopwatch, comm.world_size):
+        with self.stopwatch.communication("factor", comm.world_size):
             of_rank = torch.tensor([skips, *reports], dtype=torch.float64, device="cpu")
             seen, of_step = comm.sum([seen, of_rank], "counts")
         all_skips, *reported = map(int, of_step.tolist())
@@ -169,7 +169,7 @@ class Averaging:
             comm: The ranks.
         """
         local, self._local = self._local, {}
-        with communicating("factor", self.stopwatch, comm.world_size):
+        with self.stopwatch.communication("factor", comm.world_size):
             summed = self._summed({block: local[block] for block in blocks if block in local}, comm)
             at_once = None if comm.world_size == 1 else 1  # sums over ranks are folded as they arrive
             while batch := list(islice(summed, at_once)):

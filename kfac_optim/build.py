@@ -15,7 +15,6 @@ from .capture import Capture, Fisher, LossTerms
 from .config import Config, compared, compared_options, options, refuse_unknown
 from .coverage import TrainedModel
 from .cuda_graphs import refuse_cuda_graphs
-from .diagnostics import StageTimes
 from .distributed import Communicator, communicator_of, is_sharded
 from .layers import KroneckerLayer
 from .preconditioning import Preconditioner
@@ -25,6 +24,7 @@ from .scaling import traits_of
 from .schedules import due, growing
 from .sightings import Sightings
 from .steering import Steering
+from .stopwatch import Stopwatch
 
 __all__ = ["BuiltEngine"]
 
@@ -48,7 +48,7 @@ class BuiltEngine(Config):
         self._is_noop = False  # the step in progress changes nothing; see update()
         self._closed = False
         self._owner: weakref.ref[Any] | None = None
-        self._stopwatch = StageTimes()
+        self._stopwatch = Stopwatch()
         self._averaging = Averaging(
             self.factor_dtype,
             self._stopwatch,

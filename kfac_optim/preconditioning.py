@@ -14,7 +14,6 @@ from torch import Tensor
 
 from .blocks import Block
 from .damping import Damping, OfLargest, value_of
-from .diagnostics import StageTimes, communicating
 from .directions import Directions, StepVectors
 from .distributed import Broadcast, Communicator
 from .flat_storage import FlatStorage, is_launch_bound, scale_pairs
@@ -27,6 +26,7 @@ from .solvers import EigenSolver, Solver
 from .solvers.joint import JointEigen
 from .stack_algebra import Direction, Steepest, cosines, keep_zeros_
 from .stacks import Stack, layer_of_pair, stack_key, stacks_of
+from .stopwatch import Stopwatch
 from .tiles import Tile, precondition
 
 __all__ = ["Preconditioner"]
@@ -43,7 +43,7 @@ class Preconditioner:
         stopwatch: Where the time is noted.
     """
 
-    def __init__(self, solver: Solver, inv_dtype: torch.dtype, stopwatch: StageTimes) -> None:
+    def __init__(self, solver: Solver, inv_dtype: torch.dtype, stopwatch: Stopwatch) -> None:
         self.solver, self.dtype, self.stopwatch = solver, torch.promote_types(inv_dtype, torch.float32), stopwatch
         self._eigen = solver if isinstance(solver, EigenSolver) else None  # whose eqs. 11-13 are also applied in part
         self._stacks: list[Stack] = []
@@ -80,7 +80,7 @@ class Preconditioner:
         known = [block for block in blocks if block.has_direction]
         value = value_of(damping, step)
         exchanged = exchanged_blocks(known, scaling, comm)
-        with communicating("gradient", self.stopwatch, comm.world_size) if exchanged else nullcontext():
+        with self.stopwatch.communication("gradient", comm.world_size) if exchanged else nullcontext():
             vectors, exchange = gathered_vectors(known, exchanged, vectors, comm)
         given = vectors.given
         stacks = [part for stack in self._current_stacks(known, damping) for part in stack.with_vectors(given, damping)]
@@ -93,7 +93,7 @@ class Preconditioner:
             contrast = 1 + 1 / value if isinstance(damping, OfLargest) else None
             found = self._precondition(stacks, vectors, value, contrast, any_length=any_length)
         if any(block.route for block in blocks if block not in exchanged):
-            with communicating("gradient", self.stopwatch, comm.world_size):
+            with self.stopwatch.communication("gradient", comm.world_size):
                 self._send_directions(known, exchanged, stacks, found, comm)
         with self.stopwatch.stage("scaling"), without_autocast(device):
             if keeps_zeros:

@@ -22,7 +22,6 @@ from torch import Tensor
 from .blocks import Block, part_dtype
 from .config import Config
 from .damping import Damping, unit_of, value_of
-from .diagnostics import StageTimes, communicating
 from .distributed import Broadcast, Communicator
 from .factor_owners import known_spectra
 from .jobs import Refresh, batch_of, grouped_by_shape
@@ -37,6 +36,7 @@ from .solvers import (
     decompose_all,
     decompose_safely,
 )
+from .stopwatch import Stopwatch
 
 __all__ = ["Refresher"]
 
@@ -58,7 +58,7 @@ class Refresher:
         pace: Says when a refresh is due.
     """
 
-    def __init__(self, solver: Solver, inv_dtype: torch.dtype, stopwatch: StageTimes) -> None:
+    def __init__(self, solver: Solver, inv_dtype: torch.dtype, stopwatch: Stopwatch) -> None:
         self.solver, self.inv_dtype, self.stopwatch = solver, inv_dtype, stopwatch
         self.last_refresh: int | None = None
         self.frozen_at: int | None = None
@@ -199,7 +199,7 @@ class Refresher:
             The blocks for which a decomposition failed, and the others with their new decompositions (None on ranks
             that do not precondition the layer).
         """
-        with communicating("decomposition", self.stopwatch, comm.world_size):
+        with self.stopwatch.communication("decomposition", comm.world_size):
             done = [[float(refresh.found(block, i) is not None) for i in range(2)] for block in refresh.blocks]
             (flags,) = comm.sum([torch.tensor(done, dtype=torch.float64, device="cpu").view(-1, 2)], "counts")
             broadcasts, failed, found = [], [], []

@@ -5,18 +5,14 @@ Where to look::
     report.py     which layer is treated how (the table of ``print(engine)``), spectra, condition numbers, workers;
                   flatten() for loggers
     memory.py     how many bytes the curvature takes, by kind
-    profile.py    how long the stages of a step take
     plots.py      pictures of these: plot_spectrum, plot_history, plot_profile, plot_assignment
 """
 
 from .memory import memory_of, total
 from .plots import plot_assignment, plot_history, plot_profile, plot_spectrum
-from .profile import StageTimes, communicating
 from .report import flatten, human_bytes, report_of, spectrum, table, workers_of
 
 __all__ = [
-    "StageTimes",
-    "communicating",
     "flatten",
     "human_bytes",
     "memory_of",

@@ -11,6 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ..damping import split
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -49,16 +53,16 @@ def _height(rows: int) -> float:
 
 
 def _damping_share(layer: Mapping[str, Any], side: str) -> float:
-    """The share of a layer's damping that goes to A or G; the product of both shares is gamma.
-
-    It is split by the ratio of the mean eigenvalues, as :class:`~kfac_optim.solvers.InverseSolver` does.
+    """The share of a layer's damping that goes to A or G (eq. 9); the product of both shares is gamma.
 
     Args:
         layer: The layer's part of a report.
         side: "A" or "G".
     """
-    own, other = layer[side]["mean"], layer["G" if side == "A" else "A"]["mean"]
-    return math.sqrt(layer["damping"] * (own / other if own > 0 and other > 0 else 1.0))
+    gamma, *means = torch.tensor(
+        [layer["damping"], layer["A"]["mean"], layer["G"]["mean"]], dtype=torch.float64, device="cpu"
+    )
+    return float(split(gamma, *means)["AG".index(side)])
 
 
 def _known(layers: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ TREES = {
 
 # From the bottom up: a module or package imports from the rows above its own alone, not from its own row.
 LAYERS = (
-    ("checks", "counters", "rates", "state_keys", "tensor_cache"),
+    ("checks", "counters", "rates", "state_keys", "stopwatch", "tensor_cache"),
     (
         "flat_storage",
         "schedules",

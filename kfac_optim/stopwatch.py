@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["StageTimes", "communicating"]
+__all__ = ["Stopwatch"]
 
 
-class StageTimes:
+class Stopwatch:
     """Wall time per stage of the engine, and a ``torch.profiler`` range of the same name.
 
     On an accelerator the times are those of the host, which waits for the device once per step; use the profiler there.
@@ -29,6 +29,10 @@ class StageTimes:
         """Times a ``with`` block as a part of the named stage."""
         return _Stage(self, name)
 
+    def communication(self, what: str, world_size: int) -> AbstractContextManager[None]:
+        """Times a ``with`` block as the stage "<what> communication"; a single process has no such stage."""
+        return self.stage(f"{what} communication") if world_size > 1 else nullcontext()
+
     def add(self, name: str, seconds: float) -> None:
         """Adds a timed block to a stage."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
@@ -45,7 +49,7 @@ class StageTimes:
 class _Stage(AbstractContextManager[None]):
     """A timed block; some hundred of them in a step, so it is no generator, which would take twice as long."""
 
-    def __init__(self, times: StageTimes, name: str) -> None:
+    def __init__(self, times: Stopwatch, name: str) -> None:
         self._times, self._name = times, name
 
     def __enter__(self) -> None:
@@ -61,8 +65,3 @@ class _Stage(AbstractContextManager[None]):
             self._range.__exit__(*error)
         if error[0] is None:
             self._times.add(self._name, time.perf_counter() - self._start)
-
-
-def communicating(what: str, stopwatch: StageTimes, world_size: int) -> AbstractContextManager[None]:
-    """Times a ``with`` block as the stage "<what> communication"; a single process has no such stage."""
-    return stopwatch.stage(f"{what} communication") if world_size > 1 else nullcontext()
