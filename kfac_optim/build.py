@@ -170,10 +170,10 @@ class BuiltEngine(Config):
         self._capture.close()
         self._restore()
 
-    def require(self, parameters: Sequence[nn.Parameter]) -> None:
+    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
         """Makes sure that the parameters an optimizer steps on are the model's own; see :mod:`~kfac_optim.coverage`.
 
-        A closed engine checks nothing. If a layer's parameters were replaced in both the model and the optimizer, the
+        A closed engine does nothing. If a layer's parameters were replaced in both the model and the optimizer, the
         layer goes on with the new ones. A layer whose weight is now computed from other parameters (parametrizations,
         pruning) is declined, with a warning.
 

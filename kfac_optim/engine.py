@@ -241,7 +241,7 @@ class CurvatureEngine(ViewedEngine):
         if lr is None and traits_of(self.scaling).needs_lr:
             raise ValueError(f"precondition_(lr=None): scaling={self.scaling!r} needs the learning rate; pass lr=")
         if not self.trained.is_intact:
-            self.require(self.trained.present_parameters())
+            self.follow(self.trained.present_parameters())
         gradients = {p: g for p in self.trained.parameters if (g := full_gradient(p)) is not None}
         lr = 1.0 if lr is None else lr
         try:
@@ -300,7 +300,7 @@ class CurvatureEngine(ViewedEngine):
             if not self.ranks.alone:
                 by_all = Signs(*(ranks == self.comm.world_size for ranks in signs))
                 self._steering.opposition.learn_of_ranks(by_all, looked=self.step_count > 0)
-            if self.ranks.alone or self.ranks.work.shares_factors:
+            if self.ranks.alone or self.ranks.assignment.shares_factors:
                 self._averaging.pool(blocks, self.comm)
         self.last_statistics = self.step_count
         self._sightings.require()

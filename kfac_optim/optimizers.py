@@ -162,7 +162,7 @@ class KFACMixin(_Optimizer):
     def _take_step(self, closure: Callable[[], Any] | None = None) -> None:
         engine = self.curvature
         try:
-            engine.require(self._parameters())
+            engine.follow(self._parameters())
             with self._averages_handed_over():
                 buckets = buckets_of(self)
                 gradients, lrs = gradients_of(buckets), [rate_of(group) for group in self.param_groups]
@@ -339,7 +339,7 @@ class KFACMixin(_Optimizer):
                 self.curvature.check(saved, counters, without)
             checked.append((saved, counters))
 
-        self.curvature.require(self._parameters())  # a framework may have set the groups of the resumed run
+        self.curvature.follow(self._parameters())  # a framework may have set the groups of the resumed run
         before = dict(self.__dict__)
         last_hook = self.register_load_state_dict_pre_hook(check)  # last, as users' hooks may put the state in order
         try:

@@ -32,11 +32,11 @@ class Ranks:
 
     Attributes:
         comm: Their communicator.
-        work: Which ranks decompose and precondition which layers; known after :meth:`assign`.
+        assignment: Which ranks decompose and precondition which layers; known after :meth:`assign`.
         left_out: The indices of the layers for which this rank's statistics do not count, likewise.
     """
 
-    work: Assignment
+    assignment: Assignment
     left_out: set[int]
 
     def __init__(self, given: Communicator | None) -> None:
@@ -59,18 +59,20 @@ class Ranks:
             a, g = block.specs
             costs.append(LayerCost((a.cost, g.cost), decomposed_bytes(block.specs, solver, inv_dtype)))
         rank, world_size = self.comm.rank, self.comm.world_size
-        work: object = strategy.assign(costs, world_size)
-        if not isinstance(work, Assignment):
-            raise TypeError(f"assignment={strategy!r}: assign() has returned {work!r}: must be a kfac_optim.Assignment")
-        self.work = work
-        self.work.check(len(costs), world_size)
-        routes = {workers.gradient_workers: workers.routes(world_size) for workers in self.work.layers}
-        for block, workers in zip(blocks, self.work.layers, strict=True):
+        assignment: object = strategy.assign(costs, world_size)
+        if not isinstance(assignment, Assignment):
+            raise TypeError(
+                f"assignment={strategy!r}: assign() has returned {assignment!r}: must be a kfac_optim.Assignment"
+            )
+        self.assignment = assignment
+        self.assignment.check(len(costs), world_size)
+        routes = {workers.gradient_workers: workers.routes(world_size) for workers in self.assignment.layers}
+        for block, workers in zip(blocks, self.assignment.layers, strict=True):
             own = [route for route in routes[workers.gradient_workers] if rank in route[1] and len(route[1]) > 1]
             block.set_workers(workers, own[0] if own else None)
-        counted = (any(workers.counts(side, rank) for side in range(2)) for workers in self.work.layers)
+        counted = (any(workers.counts(side, rank) for side in range(2)) for workers in self.assignment.layers)
         self.left_out = {i for i, counts in enumerate(counted) if not counts}
-        self.comm.check_groups(self.work.groups(world_size))
+        self.comm.check_groups(self.assignment.groups(world_size))
 
     def change(self, comm: Communicator, blocks: Sequence[Block]) -> bool:
         """Goes on with another communicator.
@@ -93,18 +95,18 @@ class Ranks:
         return None if comm.world_size == self.comm.world_size else comm
 
     def prepare(self, blocks: Sequence[Block], factor_dtype: torch.dtype, compare: Callable[[], None]) -> None:
-        """Makes the groups of ranks that :attr:`work` needs and moves factors, unless that is done (a collective).
+        """Makes the groups that :attr:`assignment` needs and moves factors, unless that is done (a collective).
 
         Args:
             blocks: All blocks.
             factor_dtype: The dtype of stored factors.
             compare: Compares the ranks.
         """
-        if not self.alone and self._prepared_for is not self.work:
+        if not self.alone and self._prepared_for is not self.assignment:
             compare()
-            self.comm.prepare(self.work.groups(self.comm.world_size))
+            self.comm.prepare(self.assignment.groups(self.comm.world_size))
             move_factors(blocks, factor_dtype, self.comm)
-            self._prepared_for = self.work
+            self._prepared_for = self.assignment
 
     def check(self, built: Mapping[str, object], learned: Collection[str]) -> dict[str, Any]:
         """Raises RuntimeError, on all ranks, unless they have the same engine; see ``agreement`` (a collective)."""

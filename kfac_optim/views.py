@@ -188,7 +188,7 @@ class ViewedEngine(StatefulEngine):
         """
         return {
             "layers": {b.layer.name: workers_of(b) for b in self.trained.blocks},
-            "loads": list(self.ranks.work.loads),
+            "loads": list(self.ranks.assignment.loads),
         }
 
     def __repr__(self) -> str:
@@ -201,7 +201,7 @@ class ViewedEngine(StatefulEngine):
             title += ", steps left to the base optimizer: two networks seem to train against each other"
         remarks = []
         if not self.ranks.alone:
-            balance = f"largest / mean = {self.ranks.work.imbalance:.2f}"
+            balance = f"largest / mean = {self.ranks.assignment.imbalance:.2f}"
             remarks.append(f"rank {self.comm.rank} of {self.comm.world_size}, load of the decompositions: {balance}")
         interval = self.refresh_interval(at)
         if interval > self.at("inv_update_steps", at):

@@ -492,7 +492,7 @@ def train_and_count(rank: int, world_size: int) -> dict[Any, Any]:
         options = {"assignment": STRATEGIES[strategy], "solver": solver}
         _, optimizer = trained(rank, world_size, options, torch.float32)
         engine = optimizer.curvature
-        found[strategy, solver] = (engine.comm.traffic, engine.ranks.work, optimizer.curvature.report())
+        found[strategy, solver] = (engine.comm.traffic, engine.ranks.assignment, optimizer.curvature.report())
     return found
 
 
@@ -791,7 +791,7 @@ OWN = {"odd": Odd(), "elsewhere": Elsewhere()}
 def follow_the_policy(rank: int, world_size: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for name, strategy in {"factor": FactorWise(), "layer": LayerWise(), "kaisa": KAISA(1 / 3)}.items():
-        mine = build(1, {"assignment": strategy}, torch.float64)[2].curvature.ranks.work
+        mine = build(1, {"assignment": strategy}, torch.float64)[2].curvature.ranks.assignment
         everyone: list[Any] = [None] * world_size
         dist.all_gather_object(everyone, mine)
         found["work", name] = everyone

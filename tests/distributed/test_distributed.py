@@ -109,7 +109,7 @@ def test_ranks_equal_one_process(world_size: int) -> None:
 def workers_of(rank: int, world_size: int) -> set[int]:
     engine = KFACSGD(Net().double(), lr=0.1, assignment=STRATEGIES["kaisa-memory"], **OPTIONS).curvature
     assert engine.memory_estimate()["decompositions"] <= 12_000
-    return {len(workers.gradient_workers) for workers in engine.ranks.work.layers}
+    return {len(workers.gradient_workers) for workers in engine.ranks.assignment.layers}
 
 
 @pytest.mark.slow

@@ -240,7 +240,7 @@ def exchanged(rank: int, world_size: int) -> dict[str, bool]:
     with mock.patch.object(DTensor, "full_tensor", refuse):
         train(model, optimizer, range(5), shape=SHAPE, rank=rank, world_size=world_size)
     own = others = 0
-    for layer, work in zip(engine.layers, engine.ranks.work.layers, strict=True):
+    for layer, work in zip(engine.layers, engine.ranks.assignment.layers, strict=True):
         for p in layer.parameters:
             here = p.to_local().numel() * 8
             own += (p.numel() * 8 - here) if work.gradient_workers == (rank,) else 0

@@ -157,7 +157,7 @@ def hold(rank: int, world_size: int) -> dict[str, Any]:
             assert step < EVERY["inv_update_steps"] or optimizer.curvature._refresher.in_progress is not None
         gc.collect()
         found[name] = (reachable_bytes(optimizer.curvature), optimizer.curvature.memory_estimate(), sent)
-        found["owners", name] = [layer.inverse_workers for layer in optimizer.curvature.ranks.work.layers]
+        found["owners", name] = [layer.inverse_workers for layer in optimizer.curvature.ranks.assignment.layers]
     return found
 
 
@@ -219,7 +219,7 @@ def look(rank: int, world_size: int) -> dict[str, Any]:
     return {
         "report": engine.report(eigenvalues=True),
         "said": said,
-        "owners": [w.inverse_workers for w in engine.ranks.work.layers],
+        "owners": [w.inverse_workers for w in engine.ranks.assignment.layers],
     }
 
 
@@ -438,14 +438,16 @@ def move(rank: int, world_size: int) -> dict[str, Any]:
             )
             wrapped = DDP(model) if world_size > 1 else model
             train(wrapped, optimizer, range(6), rank=rank, world_size=world_size)
-            before = [w.inverse_workers for w in optimizer.curvature.ranks.work.layers]
+            before = [w.inverse_workers for w in optimizer.curvature.ranks.assignment.layers]
             for p in later:
                 p.requires_grad_(True)
             optimizer.add_param_group({"params": later})
             wrapped = DDP(model) if world_size > 1 else model
             after = {
                 layer.name: w
-                for layer, w in zip(optimizer.curvature.layers, optimizer.curvature.ranks.work.layers, strict=True)
+                for layer, w in zip(
+                    optimizer.curvature.layers, optimizer.curvature.ranks.assignment.layers, strict=True
+                )
             }
             found["moved", name, solver] = before != [after[i].inverse_workers for i in ("0", "4")]
             optimizer.curvature.synchronize()  # moves them, outside of a step
@@ -517,7 +519,7 @@ def join_late(rank: int, world_size: int, file: bytes, folder: str) -> list[list
             state["kfac"]["current"][side] for state in optimizer.state.values() if "kfac" in state for side in "AG"
         ]
         assert ["value" in state for state in states] == [
-            owner == rank for layer in optimizer.curvature.ranks.work.layers for owner in layer.inverse_workers
+            owner == rank for layer in optimizer.curvature.ranks.assignment.layers for owner in layer.inverse_workers
         ]
         dist.destroy_process_group()
     return found
@@ -544,7 +546,7 @@ def of_one_rank(rank: int, world_size: int) -> dict[str, Any]:
             into.append(set(engine._capture.statistics.sums))
 
         train(wrapped, optimizer, range(4), rank=rank, world_size=world_size, before_step=look)
-        workers = optimizer.curvature.ranks.work.layers
+        workers = optimizer.curvature.ranks.assignment.layers
         own = {i for i, layer in enumerate(workers) if rank in layer.inverse_workers}
         assert seen == [own, set()] * 2, "moments of other ranks' layers are not even taken"
         kept = {}

@@ -415,7 +415,7 @@ def test_table_of_several_ranks() -> None:
     engine = CurvatureEngine(model, communicator=LocalCommunicator(1, 4), assignment=KAISA(grad_worker_fraction=0.5))
     lines = repr(engine).splitlines()
     rows = {line.split()[0]: line for line in lines if line[:2] in ("0 ", "1 ")}
-    for i, workers in enumerate(engine.ranks.work.layers):
+    for i, workers in enumerate(engine.ranks.assignment.layers):
         assert "A {}, G {}".format(*workers.inverse_workers) in rows[str(i)]
         assert "{}, {}".format(*workers.gradient_workers) in rows[str(i)]
     costs = [11.0**3, 20.0**3, 21.0**3, 30.0**3]  # the second layer is dearer: one row of the grid each
