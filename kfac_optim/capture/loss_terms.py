@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 from torch import Tensor
@@ -120,5 +120,5 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
         items = value.values()
     elif is_dataclass(value):
-        items = vars(value).values()
+        items = [getattr(value, field.name, None) for field in fields(value)]  # with slots=True it has no __dict__
     return [tensor for item in items for tensor in tensors_in(item)]

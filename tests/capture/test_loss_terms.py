@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,6 +190,14 @@ class Output:
     hidden: tuple[Tensor, ...] = ()
 
 
+@dataclass(slots=True)
+class Batch:
+    """A model's only argument, or its output; it has no ``__dict__``."""
+
+    x: Tensor
+    weights: Tensor = field(init=False)  # never set
+
+
 class Wrapped(nn.Module):
     """A tagger whose output is of some kind."""
 
@@ -237,6 +245,29 @@ def test_models_that_return_other_things_count_the_same(
     x, y = torch.randn(*shape, 3), torch.randn(*shape)
     for m, optimizer in ((model, first), (plain, second)):
         loss_in(m(x=x, y=y) if by_name else m(x, y)).backward()
+        optimizer.step()
+    assert_same_factors(first, second)
+    assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_inputs_and_outputs_may_be_dataclasses_with_slots(compiled: bool) -> None:
+    """Such are the batches of darts."""
+
+    class Taker(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, given: Any) -> Any:
+            return Batch(self.inner(given.x)) if isinstance(given, Batch) else self.inner(given)
+
+    model, x = Taker(Tagger()), torch.randn(4, 3)
+    plain = copy.deepcopy(model)
+    first, second = build(model), build(plain)
+    call = torch.compile(model, backend="eager") if compiled else model
+    for output, optimizer in ((call(Batch(x)).x, first), (plain(x), second)):
+        output.square().mean().backward()
         optimizer.step()
     assert_same_factors(first, second)
     assert_same_weights(model, plain)
