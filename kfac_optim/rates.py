@@ -13,11 +13,14 @@ Scalar = float | Tensor  # a 0-dim tensor if only the device knows the number
 
 
 def rate_of(group: Mapping[str, Any]) -> Scalar:
-    """The learning rate of a group, 0-dim if it is a tensor; 1 if the class has none, or finds it by itself (None)."""
+    """The learning rate of a group, 0-dim if it is a tensor; 1 if the class has none, or finds it by itself (None).
+
+    A number of numpy's, as some schedules set, becomes Python's: what is learned from rates is saved.
+    """
     rate: Scalar | None = group.get("lr")
     if isinstance(rate, Tensor):
         return rate.view(()) if rate.dim() else rate
-    return 1.0 if rate is None else rate
+    return 1.0 if rate is None else float(rate)
 
 
 def common_rate(rates: Sequence[Scalar]) -> Scalar | None:

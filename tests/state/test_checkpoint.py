@@ -383,6 +383,19 @@ def test_numbers_of_numpy_are_saved_as_plain_ones() -> None:
         assert state["param_groups"][0]["kfac_factor_decay"] == 0.1
 
 
+@pytest.mark.parametrize("kind", [np.float64, np.float32])
+def test_a_schedule_may_set_numbers_of_numpy(kind: type) -> None:
+    """The one-cycle schedule of fastai does; what is learned from the rates is saved."""
+    model, optimizer = build(KFACSGD)
+    for step in range(4):
+        optimizer.param_groups[0]["lr"] = kind(0.1 / (step + 1))
+        train(model, optimizer, [step])
+    optimizer.param_groups[0]["lr"] = 0.1
+    state = through_a_file(optimizer.state_dict())
+    assert state["param_groups"][0]["kfac_rate_fell"] == 1
+    build(KFACSGD)[1].load_state_dict(state)
+
+
 def test_state_dict_does_not_depend_on_the_assignment() -> None:
     states = []
     for assignment in ("layer-wise", "factor-wise", "kaisa"):
