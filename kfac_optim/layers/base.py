@@ -28,6 +28,7 @@ __all__ = [
     "RowsLayer",
     "Sharing",
     "own_parameter",
+    "require_initialised",
 ]
 
 Sharing = Literal["expand", "reduce"]
@@ -364,10 +365,15 @@ def own_parameter(module: nn.Module, name: str) -> nn.Parameter:
     parameter = module._parameters.get(name)
     if parameter is None:
         raise Declined(f"{name} {COMPUTED} (weight_norm, spectral_norm, pruning) or missing")
+    require_initialised(module, parameter)
+    if parameter.is_complex():
+        raise Declined("complex parameters")
+    return parameter
+
+
+def require_initialised(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Raises ValueError for a parameter of a lazy module that has no shape yet."""
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ValueError(
             f"{type(module).__name__} is not initialised: run the model once before building the optimizer"
         )
-    if parameter.is_complex():
-        raise Declined("complex parameters")
-    return parameter

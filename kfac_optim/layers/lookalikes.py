@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..distributed import whole_shape
+from .base import require_initialised
 from .linear import LinearLayer, TransposedLinearLayer
 from .norm import ChannelsFirstLayerNormLayer, LayerNormLayer, RMSNormLayer
 from .registry import LayerFactory
@@ -68,9 +69,15 @@ _known: weakref.WeakKeyDictionary[type, dict[Hashable, Reference | None]] = weak
 
 
 def lookalike(module: nn.Module) -> tuple[LayerFactory, str] | None:
-    """The factory for a module with a ``forward`` of its own, and a note on what it computes; None if unknown."""
+    """The factory for a module with a ``forward`` of its own, and a note on what it computes; None if unknown.
+
+    Raises:
+        ValueError: If the weight is not initialised yet, as what the module computes cannot be known before.
+    """
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-    if weight is None or isinstance(weight, nn.parameter.UninitializedParameter) or not _is_simple(module):
+    if weight is not None:
+        require_initialised(module, weight)
+    if weight is None or not _is_simple(module):
         return None
     shape = tuple(whole_shape(weight))
     if bias is not None and tuple(whole_shape(bias)) not in {(size,) for size in shape}:

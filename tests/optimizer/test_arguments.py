@@ -296,6 +296,31 @@ def test_uninitialised_layers_ask_for_a_first_run() -> None:
     assert "run the model once" in refusal(ValueError, lambda: KFACSGD(nn.Sequential(nn.LazyLinear(3)), lr=0.1))
 
 
+def test_uninitialised_layers_of_ones_own_ask_for_a_first_run() -> None:
+    """Such are those of torch_geometric: what they compute shows once they have shapes."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.parameter.UninitializedParameter()
+            self.first = self.register_forward_pre_hook(type(self).initialise)
+
+        def initialise(self, args: tuple[torch.Tensor]) -> None:
+            self.weight.materialize((3, args[0].shape[-1]))
+            nn.init.normal_(self.weight)
+            self.first.remove()
+            del self.first
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.weight)
+
+    model = nn.Sequential(Own(), nn.Linear(3, 2))
+    assert "run the model once" in refusal(ValueError, lambda: KFACSGD(model, lr=0.1))
+    assert len(KFACSGD(model, lr=0.1, skip_layers=["0"]).curvature.layers) == 1
+    model(torch.zeros(4, 5))
+    assert len(KFACSGD(model, lr=0.1).curvature.layers) == 2
+
+
 @pytest.mark.parametrize(
     ("kfac", "keyword", "value"),
     [
