@@ -134,9 +134,12 @@ class TrainedModel:
             )
         elif self.parameters and not self.blocks and not skipped:
             shown = list(dict.fromkeys(reason for _, reason in self.uncovered.values()))[:3]
+            more = (
+                "; if modules of a model compute with them, pass the model as model=..." if self.model is None else ""
+            )
             warnings.warn(
                 "K-FAC preconditions none of the optimizer's parameters, so that all of them train by the base rule: "
-                f"{'; '.join(shown)}. print(optimizer.curvature) lists them, and register_layer() adds a rule",
+                f"{'; '.join(shown)}. print(optimizer.curvature) lists them, and register_layer() adds a rule{more}",
                 stacklevel=4,
             )
 

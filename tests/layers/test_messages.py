@@ -106,6 +106,20 @@ def test_a_model_without_any_layer_that_is_preconditioned_is_told_so_once() -> N
         KFACAdam(nn.Linear(3, 2), lr=0.1, skip_layers=[""])  # on purpose
 
 
+def test_weights_that_are_kept_apart_from_their_layers_ask_for_the_model() -> None:
+    """So do the loss modules of torchrl."""
+    net = nn.Linear(3, 2)
+    kept = nn.ParameterDict(dict(net.named_parameters()))
+    with pytest.warns(UserWarning, match="pass the model as model="):
+        assert not KFACSGD(kept.parameters(), lr=0.1).curvature.layers
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = KFACSGD(kept.parameters(), lr=0.1, model=net)
+    assert [layer.weight for layer in optimizer.curvature.layers] == [kept["weight"]]
+    with pytest.warns(UserWarning, match=r"adds a rule$"):
+        KFACSGD(kept, lr=0.1)
+
+
 def test_projections_of_attention_are_skipped_by_the_names_that_the_table_gives_them() -> None:
     def names(*patterns: str) -> list[str]:
         optimizer = KFACAdam(nn.TransformerEncoderLayer(8, 2), lr=0.1, skip_layers=patterns)
