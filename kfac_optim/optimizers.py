@@ -29,7 +29,7 @@ from .rates import Scalar, common_rate, rate_of
 from .saved_state import saved_form, saved_parts, take_saved_form, with_checksums
 from .schedules import forgetting, growing, inverse_time_decay
 from .solvers import EigenSolver
-from .state_keys import AVERAGES, OF_STEP, PREFIX, RECORDED, forget, set_aside, take_out
+from .state_keys import AVERAGES, OF_STEP, PREFIX, RECORDED, forget, set_aside, take_out, without_counters
 from .turning import lessons_of, take_turned_step
 
 __all__ = ["KFACLAMB", "KFACSGD", "KFACAdam", "KFACAdamW", "KFACMixin"]
@@ -110,6 +110,7 @@ class KFACMixin(_Optimizer):
         params = params if isinstance(params, Tensor) else list(params)  # the base class refuses a lone tensor
         if any(isinstance(given, nn.Module) for given in params):
             raise TypeError("params has modules in it: pass nn.ModuleList([...]) of them, or their parameters()")
+        options = without_counters(options)
         curvature = {name: options.pop(name) for name in engine_options() if name in options}
         refuse_unknown(type(self).__name__, options, list(inspect.signature(type(self)).parameters))
         derived_from, of_subclass = derived_from_by_horovod(type(self), params), set(vars(self))
@@ -265,8 +266,7 @@ class KFACMixin(_Optimizer):
         return "\n".join(s for s in super().__repr__().splitlines() if not s.lstrip().startswith(PREFIX))
 
     # State ----------------------------------------------------------------------------------------------------------
-    # The averages of a layer are in state[weight]["kfac"], and the counters in every parameter group, because these are
-    # the two places that survive torch.distributed.checkpoint.
+    # Averages are in state[weight]["kfac"], counters in every group: both survive torch.distributed.checkpoint.
 
     @contextmanager
     def _averages_handed_over(self) -> Iterator[None]:

@@ -36,6 +36,7 @@ __all__ = [
     "kept_states",
     "set_aside",
     "take_out",
+    "without_counters",
 ]
 
 PREFIX = "kfac_"  # of the keys of all entries but the first, and of the engine's numbers in every parameter group
@@ -104,3 +105,9 @@ def set_aside(states: Mapping[Any, Any]) -> Iterator[None]:
     finally:
         for state, of_ours in zip(own, ours, strict=True):
             state.update(of_ours)
+
+
+def without_counters(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords without K-FAC's counters, which are among them if they are the entries of another optimizer's group."""
+    is_group = PREFIX + "step" in keywords
+    return {name: value for name, value in keywords.items() if not (is_group and name.startswith(PREFIX))}

@@ -292,6 +292,16 @@ def test_params_of_a_wrong_kind_are_refused_as_by_torch() -> None:
     assert "empty" in refusal(ValueError, lambda: KFACSGD([], lr=0.1))
 
 
+def test_an_optimizer_can_be_made_of_the_entries_of_anothers_group() -> None:
+    """Loops that start anew do that (pykeen); with torch's classes it works as well."""
+    model = make_model()
+    group = KFACSGD(model, lr=0.1, momentum=0.9, damping=0.5).state_dict()["param_groups"][0]
+    settings = {name: value for name, value in group.items() if name != "params"}
+    optimizer = KFACSGD(model.parameters(), **settings)
+    assert optimizer.param_groups[0]["momentum"] == 0.9 and optimizer.param_groups[0]["kfac_step"] == 0
+    assert "kfac_damping" in refusal(TypeError, lambda: KFACSGD(model, lr=0.1, kfac_damping=0.5))
+
+
 def test_uninitialised_layers_ask_for_a_first_run() -> None:
     assert "run the model once" in refusal(ValueError, lambda: KFACSGD(nn.Sequential(nn.LazyLinear(3)), lr=0.1))
 
