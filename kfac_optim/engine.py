@@ -85,9 +85,8 @@ class CurvatureEngine(ViewedEngine):
 
         Args:
             gradients: The gradients of all trained parameters.
-            lrs: The learning rates of the step. If all of them and all gradients are 0 (and, in a single process,
-                nothing was captured), the step only makes room for factors; torch.distributed.checkpoint takes such a
-                step.
+            lrs: The learning rates of the step. If all of them and all gradients are 0, the step only makes room for
+                factors; torch.distributed.checkpoint takes such a step.
             lessons: What the gradients say about the last step; None: nothing is to be learned from it.
 
         Returns:
@@ -112,10 +111,8 @@ class CurvatureEngine(ViewedEngine):
         captured_lost = self._steering.opposition.take_captured_lost()
         read = read_all(gradients, list(lrs), lessons, statistics.flags)
         moves = read.rate != 0
-        # What only this rank has seen must not decide anything here, because all ranks have to take the same branches.
-        alone = self.ranks.alone
         trains = read.largest > 0 and moves
-        self._is_noop = read.largest == 0 and not (alone and statistics.captured) and not moves
+        self._is_noop = read.largest == 0 and not moves
         if self._is_noop:
             return True
         finite = math.isfinite(read.largest)
@@ -126,7 +123,7 @@ class CurvatureEngine(ViewedEngine):
             return False
         # Before the first step, a loss is often tried out and its gradients are thrown away.
         looked = self._capture.enabled and self.step_count > 0
-        self._steering.learn(self.trained.blocks, read, captured_lost if looked else None, alone=alone)
+        self._steering.learn(self.trained.blocks, read, captured_lost if looked else None, alone=self.ranks.alone)
         if not self.trained.blocks:  # everything trains by the base rule
             return True
         if self._capture.enabled:

@@ -216,9 +216,6 @@ class TakenStatistics:
         watch: The gradients as the last backward pass has left them.
         transformed: Whether a layer was called inside ``torch.func``.
         model_seen: Whether a backward pass has come through an ordinary call of the model.
-
-    Attributes:
-        captured: Whether there are any statistics.
     """
 
     def __init__(
@@ -231,7 +228,6 @@ class TakenStatistics:
         model_seen: bool,
     ) -> None:
         self.transformed, self.model_seen, self._watch = transformed, model_seen, watch
-        self.captured = bool(passes.terms or to_caller.terms)
         # What may count, in this order, each with the largest entries of its gradients if these may all be zero.
         self._kinds: list[tuple[StepStatistics, Tensor | None]] = []
         gone = set(watch.removed(passes.sums))
