@@ -193,9 +193,6 @@ class BuiltEngine(Config):
             return
         self._rebuild_stages()
         self._prepare_statistics(collects=False)  # what this step has captured went with the old hooks
-        for block in before:
-            if block not in self.trained.blocks:
-                block.drop()
         self.trained.warn_of_declined(before)
 
     @property

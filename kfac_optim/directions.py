@@ -78,7 +78,7 @@ class Directions:
         None if other parameters have updates as well, or ranks hold different ones: then the caller has to add up.
         """
         covered = set[nn.Parameter]().union(*(layout.parameters for layout in self.layouts))
-        if not self.scaled or self._has_shards or not covered.issuperset(updates):
+        if self._has_shards or not covered.issuperset(updates):
             return None
         whole = flat_view([d.update for d in self.scaled])
         return length_of_updates(self.scaled) if whole is None else torch.linalg.vector_norm(whole)

@@ -221,7 +221,7 @@ def _descents(moments: Mapping[nn.Parameter, Tensor], stretched: Changes) -> dic
 def _changes_of(buckets: Sequence[Bucket], changes: Mapping[nn.Parameter, Tensor]) -> Changes:
     """The changes, grouped by bucket; parameters without a change are left out."""
     found: Changes = []
-    for bucket in buckets if changes else ():
+    for bucket in buckets:
         some = [m for m in bucket if m.p in changes]
         if some:
             found.append((some, [changes[m.p] for m in some]))

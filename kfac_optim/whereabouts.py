@@ -84,7 +84,7 @@ class Whereabouts:
         watched.update(owner for owner, _, _ in self._computed)
         return [
             (parent, name, module)
-            for parent in dict.fromkeys(self._modules())
+            for parent in self._modules()
             for name, module in parent._modules.items()
             if module is not None and any(part in watched for part in module.modules())
         ]

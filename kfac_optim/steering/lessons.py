@@ -87,7 +87,7 @@ def read_all(
     tensors = [given for given in (largest, *rates, *known.values(), *flags) if isinstance(given, Tensor)]
     values = iter(_numbers_in(tensors))  # in this order
     found = next(values) if isinstance(largest, Tensor) else largest
-    rate = max((abs(next(values) if isinstance(rate, Tensor) else rate) for rate in rates), default=0.0)
+    rate = max((next(values) if isinstance(rate, Tensor) else rate for rate in rates), default=0.0)
     numbers = {name: _listed(given, values) for name, given in known.items()}
     pairs = zip(numbers.get("stretch", ()), numbers.get("descent", ()), strict=True)
     slopes = zip(feedback.stretched, pairs, feedback.rates, strict=True)
