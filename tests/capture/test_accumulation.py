@@ -261,7 +261,9 @@ def test_statistics_on_some_steps_take_all_micro_batches_of_those() -> None:
     assert_same_weights(split, whole)
 
 
-@pytest.mark.parametrize("sizes", [(NAN,), (NAN, 2.0), (1.0, NAN), (NAN, NAN, 3.0), (1.0, 2.0, NAN), (1.0, 2.0, 3.0)])
+@pytest.mark.parametrize(
+    "sizes", [(NAN,), (NAN, 2.0), (1.0, NAN), (NAN, NAN, 3.0), (NAN, 1.0, 2.0), (1.0, 2.0, NAN), (1.0, 2.0, 3.0)]
+)
 def test_micro_batches_that_are_not_finite_are_left_out(sizes: tuple[float, ...]) -> None:
     """Whichever they are: the first one is changed only when a second one comes."""
     statistics = StepStatistics()

@@ -424,6 +424,17 @@ def test_two_halves_of_a_batch_under_one_mean_with_the_number_of_terms_given() -
     assert_same_factors(first, second)
 
 
+def test_losses_of_several_calls_have_the_terms_of_the_largest_call() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    other = copy.deepcopy(model)
+    x, y = torch.randn(6, 4).double(), torch.randint(3, (6,))
+    first, second = KFACSGD(model, **OPTIONS), KFACSGD(other, **OPTIONS, loss_average=4)
+    for m, optimizer in ((model, first), (other, second)):
+        (F.cross_entropy(m(x[:4]), y[:4]) + F.cross_entropy(m(x[4:]), y[4:])).backward()
+        optimizer.step()
+    assert_same_factors(first, second)
+
+
 @pytest.mark.parametrize("tokens", [False, True])
 def test_examples_of_an_output_without_positions_come_first(tokens: bool) -> None:
     """Also where ``batch_dim=1`` says where they are in inputs of a sequence-first model."""

@@ -145,6 +145,17 @@ def test_gradients_that_are_zero_make_no_layer_unseen() -> None:
     assert "never seen" not in repr(optimizer.curvature)
 
 
+def test_steps_of_parameters_without_a_layer_need_no_call_of_the_model() -> None:
+    model = Functional()
+    model.scale = nn.Parameter(torch.ones(()))
+    optimizer = KFACSGD(model, lr=0.1, **OFTEN)
+    for _ in range(12):
+        optimizer.zero_grad()
+        model.scale.square().backward()
+        optimizer.step()
+    assert model.scale.item() == pytest.approx(0.8**12)
+
+
 def test_a_resumed_run_refreshes_before_it_has_seen_anything() -> None:
     """Its first step collects no statistics: those that were saved are decomposed."""
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))

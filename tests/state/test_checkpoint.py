@@ -245,6 +245,17 @@ def test_a_layer_that_has_not_trained_yet_is_resumed(
     assert_identical(model, model2)
 
 
+def test_a_frozen_layer_is_resumed_with_its_factors() -> None:
+    model, optimizer = build(KFACSGD)
+    train(model, optimizer, range(K))
+    model[0].requires_grad_(False)
+    model2, optimizer2 = again_by_state(model, optimizer)
+    for net, own in ((model, optimizer), (model2, optimizer2)):
+        net[0].requires_grad_(True)  # type: ignore[index]
+        train(net, own, range(K, 2 * K))
+    assert_identical(model, model2)
+
+
 @pytest.mark.parametrize("again", [again_by_state, again_by_copy])
 @pytest.mark.parametrize("kfac", ALL_CLASSES)
 def test_a_run_is_resumed_all_of_whose_steps_were_skipped(
@@ -711,6 +722,18 @@ def test_the_dry_step_creates_all_state_and_changes_nothing(kfac: Any, options: 
         train(model, optimizer, range(K))
         train(again, fresh, range(K))
         assert_identical(model, again)
+
+
+def test_a_dry_step_after_a_backward_pass_does_not_count_either() -> None:
+    """Its gradients may have been dropped by hand."""
+    model, optimizer = build(KFACSGD)
+    counters = optimizer.curvature.counters()
+    backward(model, 0)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert optimizer.curvature.counters() == counters
 
 
 @pytest.mark.fast("^KFACSGD-(paper|spread-)|^KFACLAMB-half-True")
