@@ -140,8 +140,7 @@ class StatefulEngine(BuiltEngine):
         nothing to pool.
         """
         self._prepare_ranks()
-        if not self.ranks.alone:
-            self._compare()
+        self._compare()
         self._averaging.pool(self.trained.blocks, self.comm)
 
     def whole_states(self) -> dict[nn.Parameter, dict[str, Any]]:

@@ -108,9 +108,7 @@ def _gathered(comm: Communicator, text: str) -> list[str]:
 def _described(values: tuple[str, ...]) -> str:
     """Says which ranks have which values, each ``name = value``; of long values only the part that differs."""
     name = values[0].partition(" = ")[0]
-    start = len(name) + 3
-    if max(map(len, values)) > start + _SHOWN:
-        start = max(start, len(commonprefix(list(values))) - _SHOWN // 2)
+    start = max(len(name) + 3, len(commonprefix(values)) - _SHOWN // 2)
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value[start : start + _SHOWN], []).append(rank)
