@@ -49,7 +49,7 @@ from .distributed import AssignmentStrategy, LocalCommunicator, full_gradient, s
 from .rates import Scalar
 from .scaling import traits_of
 from .schedules import due
-from .steering import Lessons, Signs, WeightWatch, read_all
+from .steering import Lessons, Readings, Signs, WeightWatch
 from .views import ViewedEngine
 
 __all__ = ["CurvatureEngine", "memory_estimate"]
@@ -109,7 +109,7 @@ class CurvatureEngine(ViewedEngine):
         if self._capture.frozen_passes.take():
             self._steering.opposition.note_served()
         captured_lost = self._steering.opposition.take_captured_lost()
-        read = read_all(gradients, list(lrs), lessons, statistics.flags)
+        read = Readings(gradients, list(lrs), lessons, statistics.flags)
         moves = read.rate != 0
         trains = read.largest > 0 and moves
         self._is_noop = read.largest == 0 and not moves

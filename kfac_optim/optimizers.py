@@ -30,7 +30,8 @@ from .saved_state import saved_form, saved_parts, take_saved_form, with_checksum
 from .schedules import forgetting, growing, inverse_time_decay
 from .solvers import EigenSolver
 from .state_keys import AVERAGES, OF_STEP, PREFIX, RECORDED, forget, set_aside, take_out, without_counters
-from .turning import lessons_of, take_turned_step
+from .steering import lessons_of
+from .turning import take_turned_step
 
 __all__ = ["KFACLAMB", "KFACSGD", "KFACAdam", "KFACAdamW", "KFACMixin"]
 

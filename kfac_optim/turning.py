@@ -7,7 +7,6 @@ one is kept in the state of the parameters, so that a resumed run goes on as if 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, groupby
 from operator import itemgetter
@@ -18,29 +17,13 @@ from torch import Tensor, nn
 
 from .bases import BaseStep, base_step, multiplied, subtract_, subtract_multiples_, update_length, weights_before
 from .directions import Directions, Maker
-from .distributed import any_sharded, largest_entry
 from .engine import CurvatureEngine
 from .first_moments import Bucket, averages_gradients, gradient_weight_tracked, keep_averages
-from .flat_storage import flat_view, is_launch_bound
-from .rates import Scalar, common_rate, rate_of
-from .state_keys import CHANGE, DESCENT, LENGTH, MOMENT, OF_STEP, STRETCH, TURN, forget, kept_states
-from .steering import (
-    Compared,
-    Copies,
-    Lessons,
-    Plan,
-    WeightWatch,
-    alignments,
-    brake_of,
-    changes_at,
-    compares_weights,
-    shortened,
-    stretches,
-    total_alignment,
-    turns,
-)
+from .rates import Scalar, rate_of
+from .state_keys import CHANGE, DESCENT, LENGTH, MOMENT, OF_STEP, STRETCH, TURN, forget
+from .steering import Compared, Plan, alignments, brake_of, changes_at, compares_weights, shortened, stretches, turns
 
-__all__ = ["lessons_of", "take_turned_step"]
+__all__ = ["take_turned_step"]
 
 # For each bucket: its members, and the vector to subtract from each of them, per unit of the learning rate.
 Changes = list[tuple[Bucket, list[Tensor]]]
@@ -127,79 +110,6 @@ def _turn_and_stretch(
     _remember(covered, found)
     first = covered[0][0]
     first.state[LENGTH] = length.to(first.p.dtype)  # torch's load_state_dict() would round it to this type as well
-
-
-def lessons_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], watch: WeightWatch) -> Lessons:
-    """Compares the new gradients with the directions, stretches and averages that earlier steps recorded.
-
-    Args:
-        optimizer: The optimizer, before its step.
-        buckets: The parameters that have a gradient.
-        watch: Knows whether weights have changed since the last step.
-    """
-    compared: dict[str, list[Compared]] = {TURN: [], MOMENT: [], STRETCH: []}
-    descents: list[Tensor] = []
-    stretched: list[nn.Parameter] = []
-    rates: list[float] = []
-    common = common_rate([rate_of(group) for group in optimizer.param_groups])
-    unit = 1.0 if common is None or isinstance(common, Tensor) else abs(common) or 1.0  # dividing by it keeps signs
-    # All states are searched: the parameter that keeps the length of the last update may have no gradient now.
-    length = next((state[LENGTH] for _, state in kept_states(optimizer) if LENGTH in state), None)
-    for bucket in buckets:
-        lr = rate_of(bucket[0].group)
-        lr = -lr if bucket[0].group.get("maximize") else lr
-        turn_rate, stretch_rate, size = lr, lr, 1.0
-        if not isinstance(lr, Tensor):
-            turn_rate, stretch_rate, size = lr / unit, math.copysign(1, lr), abs(lr)
-        turned = [m for m in bucket if TURN in m.state]
-        averaged = [m for m in bucket if MOMENT in m.state and not m.has_first_moment]
-        along = [m for m in bucket if STRETCH in m.state and DESCENT in m.state]  # users may have deleted one of them
-        before: Bucket = []
-        gradients: list[Tensor] = []
-        for key, some, rate in ((TURN, turned, turn_rate), (MOMENT, averaged, 1.0), (STRETCH, along, stretch_rate)):
-            if some:
-                if some != before:  # else the same list, whose copies are used again
-                    before, gradients = some, [m.gradient for m in some]
-                compared[key].append(Compared(gradients, [m.state[key] for m in some], rate))
-        stretched += [m.p for m in along]
-        rates += [size] * len(along)
-        descents += [m.state[DESCENT] * abs(lr) if isinstance(lr, Tensor) else m.state[DESCENT] for m in along]
-    copies: Copies = {}
-    turn, average = (total_alignment(compared[key], copies) if compared[key] else None for key in (TURN, MOMENT))
-    stretch = alignments(compared[STRETCH], copies) if compared[STRETCH] else None
-    return Lessons(
-        largest=_largest_of([m.gradient for bucket in buckets for m in bucket], copies),
-        turn=turn,
-        average=average,
-        length=length,
-        grows=not any("exp_avg" in m.state for bucket in buckets for m in bucket),
-        stretch=stretch,
-        descent=_together(descents) if descents else None,
-        stretched=stretched,
-        rates=rates,
-        changes=watch.changes(),
-        watched=watch.watched,
-    )
-
-
-def _largest_of(gradients: Sequence[Tensor], copies: Copies) -> Scalar | None:
-    """The largest entry of some gradients, taken from their copies if there are any.
-
-    None if they are sharded, because it is then a collective, which has to wait until the ranks have been compared.
-    """
-    if any_sharded(gradients):
-        return None
-    copied = {id(g) for some, _ in copies.values() for g in some}
-    vectors = [vector for _, batches in copies.values() for _, vector in batches]
-    return largest_entry([*vectors, *(g for g in gradients if id(g) not in copied)])
-
-
-def _together(numbers: Sequence[Tensor]) -> Tensor | list[float]:
-    """Joins 0-dim tensors into one, as a view while they share one storage; reads those on the CPU."""
-    if not any(is_launch_bound(number.device) for number in numbers):
-        return list(map(float, numbers))
-    known = flat_view(numbers)
-    return torch.stack([number.to(numbers[0]) for number in numbers]) if known is None else known
 
 
 def _descents(moments: Mapping[nn.Parameter, Tensor], stretched: Changes) -> dict[nn.Parameter, Tensor]:

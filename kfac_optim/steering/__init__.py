@@ -14,7 +14,7 @@ Where to look::
     reach.py            how far the step of each layer is stretched along flat directions
     graft.py            how much of the length of the base's update K-FAC's direction has
     brake.py            how much K-FAC's share of a step is shortened if the base's update is unusually long
-    lessons.py          what the new gradients say about the last step, read from the device at once
+    lessons.py          what the new gradients say about the last step, compared on the device and read at once
     inner_products.py   inner products of many gradients with as many vectors
     constraints.py      whether the training loop changes weights between steps
     opponents.py        whether networks train against each other
@@ -23,8 +23,8 @@ Where to look::
 from .brake import brake_of
 from .constraints import WeightWatch, compares_weights
 from .graft import shortened
-from .inner_products import Compared, Copies, alignments, total_alignment
-from .lessons import Lessons, read_all
+from .inner_products import Compared, alignments
+from .lessons import Lessons, Readings, lessons_of
 from .opponents import Signs
 from .plan import Plan, Steering
 from .reach import LEAST, stretches
@@ -33,9 +33,9 @@ from .trust import changes_at, turns
 __all__ = [
     "LEAST",
     "Compared",
-    "Copies",
     "Lessons",
     "Plan",
+    "Readings",
     "Signs",
     "Steering",
     "WeightWatch",
@@ -43,9 +43,8 @@ __all__ = [
     "brake_of",
     "changes_at",
     "compares_weights",
-    "read_all",
+    "lessons_of",
     "shortened",
     "stretches",
-    "total_alignment",
     "turns",
 ]

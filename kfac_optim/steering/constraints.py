@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..blocks import Block
 from ..distributed import is_sharded
 
-__all__ = ["WeightWatch", "compares_weights", "note_comparison"]
+__all__ = ["WeightWatch", "compares_weights"]
 
 _ROUNDING = 1e-12  # the relative error of sums of millions of squares in float64
 _AT_FIRST, _INTERVAL = 16, 8  # all stretched weights are compared before step 16, and then in one step of every 8
@@ -61,10 +61,10 @@ class WeightWatch:
         known = [torch.tensor(norm, dtype=torch.float64, device=p.device) for p, norm in norms.items()]
         self._norms, self._rounding, self.watched = known, _ROUNDING, list(norms)
 
-    def changes(self) -> Tensor | None:
-        """1 for each of :attr:`watched` changed since the last step, else 0, ``[n]``; None if there are none."""
+    def changes(self) -> Tensor | Sequence[float]:
+        """1 for each of :attr:`watched` changed since the last step, else 0, ``[n]``."""
         if not self.watched:
-            return None
+            return ()
         device = self.watched[0].device
         left, now = (torch.stack([norm.to(device) for norm in norms]) for norms in (self._norms, _norms(self.watched)))
         if self._rounding:
@@ -72,28 +72,25 @@ class WeightWatch:
         # ``ne`` writes numbers, not bools, because they are read with others: on a GPU this saves a launch.
         return torch.ne(left, now, out=now.new_empty(now.shape, dtype=torch.float32))
 
+    def learn(self, blocks: Iterable[Block], changes: Sequence[float]) -> set[nn.Parameter]:
+        """Records in which layers weights were changed between two steps.
 
-def note_comparison(
-    blocks: Iterable[Block], watched: Iterable[nn.Parameter], changed: Iterable[nn.Parameter]
-) -> set[nn.Parameter]:
-    """Records in which layers weights were changed between two steps.
+        Args:
+            blocks: The layers' blocks.
+            changes: What :meth:`changes` has found, read from the device.
 
-    Args:
-        blocks: The layers' blocks.
-        watched: The parameters whose weights were compared.
-        changed: Those of them that were changed.
-
-    Returns:
-        The parameters of layers whose last stretch the training loop may have undone.
-    """
-    compared, moved, undone = set(watched), set(changed), set[nn.Parameter]()
-    for block in blocks:
-        has_moved = bool(moved) and not moved.isdisjoint(block.layer.parameters)
-        if compared and not compared.isdisjoint(block.layer.parameters):
-            block.note_comparison(changed=has_moved)
-        if has_moved or block.is_constrained:
-            undone.update(block.layer.parameters)
-    return undone
+        Returns:
+            The parameters of layers whose last stretch the training loop may have undone.
+        """
+        compared, undone = set(self.watched), set[nn.Parameter]()
+        moved = {p for p, has_changed in zip(self.watched, changes, strict=True) if has_changed}
+        for block in blocks:
+            has_moved = bool(moved) and not moved.isdisjoint(block.layer.parameters)
+            if compared and not compared.isdisjoint(block.layer.parameters):
+                block.note_comparison(changed=has_moved)
+            if has_moved or block.is_constrained:
+                undone.update(block.layer.parameters)
+        return undone
 
 
 def _norms(parameters: list[nn.Parameter]) -> Sequence[Tensor]:

@@ -16,8 +16,8 @@ from ..tensor_cache import sent_once, tensor_cache
 
 __all__ = ["Compared", "Copies", "alignments", "total_alignment"]
 
-# By the id of a list of gradients: the list, and its batches, each with its gradients as one vector.
-Copies = dict[int, tuple[Sequence[Tensor], list[tuple["_Batch", Tensor]]]]
+# By the ids of some gradients, which are to outlive it: their batches, each with its gradients as one vector.
+Copies = dict[tuple[int, ...], list[tuple["_Batch", Tensor]]]
 
 _BATCH_NUMEL = 2**25  # the most numbers in such a vector on a GPU
 _ALIGNED = 64  # bytes; what torch allocates begins at a multiple of this
@@ -40,7 +40,7 @@ class Compared(NamedTuple):
 def total_alignment(compared: Sequence[Compared], copies: Copies | None = None) -> Scalar:
     """``rate <g, v>``, summed over all parameters (a collective if they are sharded).
 
-    ``copies``: lists of gradients that were compared before; new ones are added.
+    ``copies``: those of gradients that were compared before; new ones are added.
 
     Returns:
         A number if all parameters are on the CPU, else 0-dim.
@@ -126,10 +126,11 @@ def _batches(numels: tuple[int, ...], device: torch.device) -> list[_Batch]:
 def _side_by_side(compared: Compared, copies: Copies) -> Iterator[tuple[_Batch, Tensor, Tensor]]:
     """The batches, each with its gradients and their vectors as two long vectors."""
     gradients, vectors, _ = compared
-    if id(gradients) not in copies:
+    ids = tuple(map(id, gradients))
+    if ids not in copies:
         batches = _batches(tuple(map(Tensor.numel, gradients)), gradients[0].device)
-        copies[id(gradients)] = gradients, [(batch, _flat(gradients, batch.places)) for batch in batches]
-    for batch, g in copies[id(gradients)][1]:
+        copies[ids] = [(batch, _flat(gradients, batch.places)) for batch in batches]
+    for batch, g in copies[ids]:
         yield batch, *_widened(g, _flat(vectors, batch.places))
 
 

@@ -1,122 +1,213 @@
-"""Feedback on the last step: how far the new gradients agree with the vectors that the step recorded."""
+"""Feedback on the last step: how far the new gradients agree with the vectors that the step recorded.
+
+:func:`lessons_of` computes it on the device; :class:`Readings` reads it with everything else that a step needs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 from torch import Tensor, nn
 
-from ..distributed import largest_entry
-from ..rates import Scalar
+from ..distributed import any_sharded, largest_entry
+from ..first_moments import Bucket
+from ..flat_storage import flat_view, is_launch_bound
+from ..rates import Scalar, common_rate, rate_of
+from ..state_keys import DESCENT, LENGTH, MOMENT, STRETCH, TURN, kept_states
+from .constraints import WeightWatch
+from .inner_products import Compared, Copies, alignments, total_alignment
 
-__all__ = ["Lessons", "Readings", "read_all"]
+__all__ = ["Lessons", "Readings", "Stretched", "lessons_of"]
+
+
+@dataclass(frozen=True)
+class Stretched:
+    """The parameters that the last step stretched; ``after / before`` is the slope of :mod:`~.reach`.
+
+    Attributes:
+        params: The parameters.
+        rates: Their learning rates, negative under ``maximize``; 1 if they are tensors, which the other two contain.
+        after: ``<g', s>`` of each, ``[n]``, with the gradient g' and the last stretch s.
+        before: ``<g, s>`` of each, ``[n]``, with the averaged gradient g that s was made from.
+    """
+
+    params: Sequence[nn.Parameter] = ()
+    rates: Sequence[float] = ()
+    after: Tensor | Sequence[float] = ()
+    before: Tensor | Sequence[float] = ()
+
+    def slopes(self, read: Readings) -> dict[nn.Parameter, tuple[float, float]]:
+        """``after`` and ``before`` by parameter, times its learning rate."""
+        each = zip(self.params, self.rates, read.numbers(self.after), read.numbers(self.before), strict=True)
+        return {p: (after * lr, before * abs(lr)) for p, lr, after, before in each}
 
 
 @dataclass(frozen=True)
 class Lessons:
-    """Feedback on the last step, still on the device; :func:`read_all` reads it with everything else a step needs.
-
-    What the host knows already, because it was computed on the CPU, may be a number or a list of numbers.
+    """Feedback on the last step, still on the device, unless the CPU has computed it.
 
     Attributes:
         largest: The largest absolute entry of the gradients; None: not yet known.
-        turn: The alignment of the gradients with the last ``k - u`` (:mod:`~.trust`).
+        turn: The alignment of the gradients with the last ``k - u`` (:mod:`~.trust`), if there is one.
         average: The alignment of the gradients with the average kept where the base has no first moment.
         length: The length of the base optimizer's last update, if directions were computed for it.
         grows: Whether updates grow with the gradient; those of Adam and other optimizers with ``exp_avg`` do not.
-        stretch: ``<g', s>`` of each stretched parameter, ``[n]``, with the gradient g' and the last stretch s.
-        descent: ``<g, s>`` of each stretched parameter, ``[n]``, with the averaged gradient g that s was made from.
-            ``stretch / descent`` is the slope of :mod:`~.reach`.
-        stretched: The stretched parameters.
-        rates: Their learning rates, if these are numbers, which are not sent to the device; else 1.
-        changes: For each watched parameter 1 if it was changed since the last step, else 0, ``[n]``.
-        watched: The watched parameters (:mod:`~.constraints`).
+        stretched: What the gradients say about stretches.
+        changes: Which weights were changed since the last step (:meth:`.WeightWatch.changes`).
     """
 
-    largest: Scalar | None = None
-    turn: Scalar | None = None
-    average: Scalar | None = None
-    length: Tensor | None = None
-    grows: bool = False
-    stretch: Tensor | None = None
-    descent: Tensor | list[float] | None = None
-    stretched: Sequence[nn.Parameter] = ()
-    rates: Sequence[float] = ()
-    changes: Tensor | None = None
-    watched: Sequence[nn.Parameter] = ()
+    largest: Scalar | None
+    turn: Scalar | None
+    average: Scalar | None
+    length: Tensor | None
+    grows: bool
+    stretched: Stretched
+    changes: Tensor | Sequence[float]
 
 
-@dataclass(frozen=True)
 class Readings:
-    """Everything that a step reads from the device, in one transfer.
+    """All numbers that a step needs, read in one transfer: the only wait for the device in an ordinary step.
+
+    Args:
+        gradients: The gradients.
+        rates: The learning rates.
+        lessons: The feedback; None: there is nothing to learn from.
+        flags: The flags of the statistics.
 
     Attributes:
+        lessons: As given; :meth:`number` and :meth:`numbers` look up what is in its tensors.
         largest: The largest absolute entry of the gradients; NaN or infinite if one of them is.
         rate: The highest learning rate.
-        lessons: The feedback that has been read; None: there is nothing to learn from.
-        turn: Its ``turn``; 0 if there is none.
-        average: Its ``average``; None if there is none.
-        length: Its ``length``; 0 if there is none.
-        slopes: Its ``stretch`` and ``descent``, by parameter, times the parameter's learning rate.
-        changed: Those of its ``watched`` parameters that were changed.
-        flags: The flags of the statistics.
+        flags: The numbers in the flags.
     """
 
-    largest: float
-    rate: float
-    lessons: Lessons | None
-    turn: float
-    average: float | None
-    length: float
-    slopes: Mapping[nn.Parameter, tuple[float, float]]
-    changed: Collection[nn.Parameter]
-    flags: Sequence[float]
+    def __init__(
+        self,
+        gradients: Sequence[Tensor],
+        rates: Sequence[float | Tensor],
+        lessons: Lessons | None,
+        flags: Sequence[Tensor],
+    ) -> None:
+        largest: Scalar | None = None
+        given: list[Tensor | Sequence[float] | float | None] = []
+        if lessons is not None:
+            largest, stretched = lessons.largest, lessons.stretched
+            given = [lessons.turn, lessons.average, lessons.length, stretched.after, stretched.before, lessons.changes]
+        largest = largest_entry(gradients) if largest is None else largest
+        # Kept, because another tensor might get the id of one that is gone.
+        self._tensors = [each for each in (largest, *rates, *given, *flags) if isinstance(each, Tensor)]
+        self._found = dict(zip(map(id, self._tensors), _numbers_in(self._tensors), strict=True))
+        self.lessons, self.largest = lessons, self.number(largest)
+        self.rate = max(map(self.number, rates), default=0.0)
+        self.flags = [*chain.from_iterable(map(self.numbers, flags))]
+
+    def numbers(self, given: Tensor | Sequence[float]) -> Sequence[float]:
+        """The numbers in a tensor; others are returned as they are."""
+        return self._found[id(given)] if isinstance(given, Tensor) else given
+
+    def number(self, given: Scalar | None) -> float:
+        """The number in a tensor; others are returned as they are, 0 for None."""
+        return self._found[id(given)][0] if isinstance(given, Tensor) else given or 0.0
 
 
-def read_all(
-    gradients: Sequence[Tensor], rates: Sequence[float | Tensor], lessons: Lessons | None, flags: Sequence[Tensor]
-) -> Readings:
-    """Reads all numbers that a step needs in one transfer: the only wait for the device in an ordinary step."""
-    feedback = lessons or Lessons()
-    largest = largest_entry(gradients) if feedback.largest is None else feedback.largest
-    names = ("turn", "average", "length", "stretch", "descent", "changes")
-    known = {name: given for name in names if (given := getattr(feedback, name)) is not None}
-    tensors = [given for given in (largest, *rates, *known.values(), *flags) if isinstance(given, Tensor)]
-    values = iter(_numbers_in(tensors))  # in this order
-    found = next(values) if isinstance(largest, Tensor) else largest
-    rate = max((next(values) if isinstance(rate, Tensor) else rate for rate in rates), default=0.0)
-    numbers = {name: _listed(given, values) for name, given in known.items()}
-    pairs = zip(numbers.get("stretch", ()), numbers.get("descent", ()), strict=True)
-    slopes = zip(feedback.stretched, pairs, feedback.rates, strict=True)
-    changes = zip(feedback.watched, numbers.get("changes", ()), strict=True)
-    first = {name: of_name[0] for name, of_name in numbers.items()}
-    return Readings(
-        found,
-        rate,
-        lessons,
-        turn=first.get("turn", 0.0),
-        average=first.get("average"),
-        length=first.get("length", 0.0),
-        slopes={p: (after * lr, before * lr) for p, (after, before), lr in slopes},
-        changed=[p for p, has_changed in changes if has_changed],
-        flags=list(values),
+def _numbers_in(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """The numbers in each tensor, in one transfer from an accelerator."""
+    if all(tensor.is_cpu for tensor in tensors):
+        return [tensor.view(-1).tolist() for tensor in tensors]
+    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    together = iter(torch.cat([tensor.to(tensors[0].device, dtype).view(-1) for tensor in tensors]).tolist())
+    return [list(islice(together, tensor.numel())) for tensor in tensors]
+
+
+def lessons_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], watch: WeightWatch) -> Lessons:
+    """Compares the new gradients with the directions, stretches and averages that earlier steps recorded.
+
+    A collective if gradients are sharded.
+
+    Args:
+        optimizer: The optimizer, before its step.
+        buckets: The parameters that have a gradient.
+        watch: Knows whether weights have changed since the last step.
+    """
+    members, copies = [*chain.from_iterable(buckets)], Copies()
+    turn = _turn(buckets, [rate_of(group) for group in optimizer.param_groups], copies)
+    average, stretched = _average(buckets, copies), _stretched(buckets, copies)
+    return Lessons(
+        largest=_largest_of([m.gradient for m in members], copies),
+        turn=turn,
+        average=average,
+        # All states are searched: the parameter that keeps the length of the last update may have no gradient now.
+        length=next((state[LENGTH] for _, state in kept_states(optimizer) if LENGTH in state), None),
+        grows=not any("exp_avg" in m.state for m in members),
+        stretched=stretched,
+        changes=watch.changes(),
     )
 
 
-def _listed(given: Tensor | list[float] | float, values: Iterator[float]) -> list[float]:
-    """Some numbers as a list; ``values``: those in tensors, the next of which are in this one if it is a tensor."""
-    if isinstance(given, Tensor):
-        return list(islice(values, given.numel()))
-    return given if isinstance(given, list) else [given]
+def _turn(buckets: Sequence[Bucket], rates: Sequence[Scalar], copies: Copies) -> Scalar | None:
+    """``lr <g', k - u>``, summed over all parameters, up to a positive factor; ``rates``: those of all groups."""
+    common = common_rate(rates)
+    unit = 1.0 if common is None or isinstance(common, Tensor) else abs(common) or 1.0  # dividing by it keeps signs
+    compared: list[Compared] = []
+    for bucket in buckets:
+        if some := [m for m in bucket if TURN in m.state]:
+            lr = _rate_downhill(some)
+            compared.append(_with_recorded(some, TURN, lr if isinstance(lr, Tensor) else lr / unit))
+    return total_alignment(compared, copies) if compared else None
 
 
-def _numbers_in(tensors: Sequence[Tensor]) -> list[float]:
-    """The numbers in all tensors, in one transfer from an accelerator."""
-    if all(tensor.is_cpu for tensor in tensors):
-        return [number for tensor in tensors for number in tensor.view(-1).tolist()]
-    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-    together: list[float] = torch.cat([tensor.to(tensors[0].device, dtype).view(-1) for tensor in tensors]).tolist()
-    return together
+def _average(buckets: Sequence[Bucket], copies: Copies) -> Scalar | None:
+    """``<g', m>`` with the averages m that stand in for first moments, summed over all parameters."""
+    averaged = ([m for m in bucket if MOMENT in m.state and not m.has_first_moment] for bucket in buckets)
+    compared = [_with_recorded(some, MOMENT) for some in averaged if some]
+    return total_alignment(compared, copies) if compared else None
+
+
+def _stretched(buckets: Sequence[Bucket], copies: Copies) -> Stretched:
+    """What the gradients say about the last stretches."""
+    params: list[nn.Parameter] = []
+    rates: list[float] = []
+    compared: list[Compared] = []
+    before: list[Tensor] = []
+    for bucket in buckets:
+        if some := [m for m in bucket if STRETCH in m.state and DESCENT in m.state]:  # users may have deleted one
+            lr = _rate_downhill(some)
+            params += [m.p for m in some]
+            rates += [1.0 if isinstance(lr, Tensor) else lr] * len(some)
+            compared.append(_with_recorded(some, STRETCH, lr if isinstance(lr, Tensor) else 1.0))
+            before += [m.state[DESCENT] * abs(lr) if isinstance(lr, Tensor) else m.state[DESCENT] for m in some]
+    return Stretched(params, rates, alignments(compared, copies), _together(before)) if params else Stretched()
+
+
+def _rate_downhill(bucket: Bucket) -> Scalar:
+    """The learning rate, negative under ``maximize``."""
+    lr = rate_of(bucket[0].group)
+    return -lr if bucket[0].group.get("maximize") else lr
+
+
+def _with_recorded(some: Bucket, key: str, rate: Scalar = 1.0) -> Compared:
+    """Gradients with what was recorded under a key for each."""
+    return Compared([m.gradient for m in some], [m.state[key] for m in some], rate)
+
+
+def _largest_of(gradients: Sequence[Tensor], copies: Copies) -> Scalar | None:
+    """The largest entry of some gradients, taken from their copies if there are any.
+
+    None if they are sharded, because it is then a collective, which has to wait until the ranks have been compared.
+    """
+    if any_sharded(gradients):
+        return None
+    copied = {*chain.from_iterable(copies)}
+    vectors = [vector for batches in copies.values() for _, vector in batches]
+    return largest_entry([*vectors, *(g for g in gradients if id(g) not in copied)])
+
+
+def _together(numbers: Sequence[Tensor]) -> Tensor | list[float]:
+    """Joins 0-dim tensors into one, as a view while they share one storage; reads those on the CPU."""
+    if not any(is_launch_bound(number.device) for number in numbers):
+        return list(map(float, numbers))
+    known = flat_view(numbers)
+    return torch.stack([number.to(numbers[0]) for number in numbers]) if known is None else known

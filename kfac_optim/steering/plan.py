@@ -17,7 +17,7 @@ from ..counters import Counted, Counter
 from ..damping import Damping, OfLargest
 from ..scaling import Scaling, traits_of
 from .brake import Brake
-from .constraints import WeightWatch, note_comparison
+from .constraints import WeightWatch
 from .graft import GraftShare
 from .lessons import Readings
 from .opponents import Opposition
@@ -94,14 +94,15 @@ class Steering:
             alone: Whether there is only one rank.
         """
         self.opposition.learn(captured_lost, alone=alone)
-        if read.lessons is not None:
-            self.brake.learn(read.length)
-            self.trust.learn(read.turn, read.average or 0.0, grows=read.lessons.grows)
-            has_momentum = read.lessons.grows and read.average is None  # without momentum there is an ``average``
-            undone = note_comparison(blocks, read.lessons.watched, read.changed)
-            along = sum(after for p, (after, _) in read.slopes.items() if p not in undone)
+        if (lessons := read.lessons) is not None:
+            self.brake.learn(read.number(lessons.length))
+            self.trust.learn(read.number(lessons.turn), read.number(lessons.average), grows=lessons.grows)
+            has_momentum = lessons.grows and lessons.average is None  # without momentum there is an ``average``
+            undone = self.watch.learn(blocks, read.numbers(lessons.changes))
+            slopes = lessons.stretched.slopes(read)
+            along = sum(after for p, (after, _) in slopes.items() if p not in undone)
             self.graft.learn(along if has_momentum else None)
-            self._too_long = learn_reaches(blocks, read.slopes, undone) | undone
+            self._too_long = learn_reaches(blocks, slopes, undone) | undone
         lower_reaches(blocks, self.rate_history.rise(read.rate))
 
     def is_opposed(self, scaling: Scaling | None, *, turns: bool, alone: bool) -> bool:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from kfac_optim import KFACSGD, CurvatureEngine, KFACMixin, turning
+from kfac_optim import KFACSGD, CurvatureEngine, KFACMixin
 from kfac_optim.bases import base_step
 from kfac_optim.first_moments import bias_correction, buckets_of
+from kfac_optim.steering import lessons
 from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
 from tests.helpers.reads import HostReads
 from tests.helpers.settings import BASES, CLASSES, SETTINGS
@@ -291,7 +292,7 @@ def test_a_closed_engine_hooks_nothing_and_asks_for_nothing(monkeypatch: pytest.
     optimizer = KFACSGD(model, lr=0.05, **SETTINGS)
     train(model, optimizer, range(3))
     optimizer.curvature.close()
-    monkeypatch.setattr(turning, "largest_entry", None)
+    monkeypatch.setattr(lessons, "largest_entry", None)
     stepped = list(model.parameters())
     assert not any(p._post_accumulate_grad_hooks for p in stepped)
     train(model, optimizer, range(3, 4))

@@ -24,7 +24,7 @@ from kfac_optim import (
     turning,
 )
 from kfac_optim.first_moments import buckets_of
-from kfac_optim.steering import brake, graft, inner_products, opponents, plan, reach, trust
+from kfac_optim.steering import brake, graft, inner_products, lessons_of, opponents, plan, reach, trust
 from tests.helpers.compare import assert_identical, assert_near, assert_same_weights, snapshot
 from tests.helpers.files import through_a_file
 from tests.helpers.reference import Oracle, averaged, backward, log_cosh
@@ -998,11 +998,11 @@ def test_of_each_parameter_what_is_recorded_is_compared() -> None:
         assert p.grad is not None
         return float((p.grad * optimizer.state[p][key]).sum())
 
-    lessons = turning.lessons_of(optimizer, buckets_of(optimizer), optimizer.curvature.watch)
+    found = lessons_of(optimizer, buckets_of(optimizer), optimizer.curvature.watch)
     turned, stretched = [second, *others], [first, *others]
-    assert lessons.turn == pytest.approx(sum(along(p, "kfac_turn") for p in turned), rel=1e-9)
-    assert lessons.stretch is not None
-    assert lessons.stretch.tolist() == pytest.approx([along(p, "kfac_stretch") for p in stretched], rel=1e-9)
+    assert found.turn == pytest.approx(sum(along(p, "kfac_turn") for p in turned), rel=1e-9)
+    assert isinstance(found.stretched.after, Tensor) and found.stretched.params == stretched
+    assert found.stretched.after.tolist() == pytest.approx([along(p, "kfac_stretch") for p in stretched], rel=1e-9)
 
 
 class Heads(nn.Module):
