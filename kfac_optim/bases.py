@@ -12,6 +12,7 @@ If m is an average kept by this package, K-FAC's direction comes from m, its len
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +22,16 @@ import torch_optimizer
 from torch import Tensor, nn
 
 from .distributed import any_sharded, is_sharded, summed_over_shards
-from .first_moments import Bucket, Member, bias_correction, first_moments, is_decoupled
+from .first_moments import first_moments
 from .flat_storage import Tensors, is_launch_bound
 from .lamb import debiasing
 from .rates import Scalar, rate_of
+from .step_parameters import Bucket, Member, is_decoupled
 
 __all__ = [
     "BaseStep",
     "base_step",
+    "bias_correction",
     "multiplied",
     "refuse_base",
     "refuse_order",
@@ -204,6 +207,13 @@ def _decay_in_update(optimizer: torch.optim.Optimizer, m: Member, in_moment: Ten
         of_weight = m.group["weight_decay"] * (1 - now) / (1 - product)
         return (weight * of_weight).add_(in_moment.mul_(later / (1 - product * later))).div_(denominator)
     return in_moment.div_(denominator).div_(weight1)
+
+
+def bias_correction(beta: float, steps: float | Tensor) -> Scalar:
+    """``1 - beta^steps``, the weight of all gradients so far in a moment; on the device of ``steps``, if a tensor."""
+    if not isinstance(steps, Tensor):
+        return 1 - beta**steps
+    return -torch.expm1(steps * math.log(beta)) if beta else 1.0  # float32 would round 1 - beta^steps
 
 
 def weights_before(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> list[Tensors]:

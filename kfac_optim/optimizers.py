@@ -23,7 +23,6 @@ from .damping import OfLargest
 from .directions import by_parameter
 from .distributed import derived_from_by_horovod, join_hook, notify_join_context, register_joinable, share_gradients
 from .engine import CurvatureEngine
-from .first_moments import Bucket, buckets_of, gradients_of
 from .lamb import MultiTensorLamb
 from .rates import Scalar, common_rate, rate_of
 from .saved_state import saved_form, saved_parts, take_saved_form, with_checksums
@@ -31,6 +30,7 @@ from .schedules import forgetting, growing, inverse_time_decay
 from .solvers import EigenSolver
 from .state_keys import AVERAGES, OF_STEP, PREFIX, RECORDED, forget, set_aside, take_out, without_counters
 from .steering import lessons_of
+from .step_parameters import Bucket, buckets_of, gradients_of
 from .turning import take_turned_step
 
 __all__ = ["KFACLAMB", "KFACSGD", "KFACAdam", "KFACAdamW", "KFACMixin"]

@@ -23,13 +23,13 @@ from .config import options as engine_options
 from .config import refuse_unknown
 from .directions import by_parameter
 from .distributed import is_sharded
-from .first_moments import Bucket, gradients_of
 from .objective import Objective
 from .optimizers import KFACMixin
 from .quadratic import LevenbergMarquardt, SecantCheck
 from .rates import rate_of
 from .schedules import growing
 from .state_keys import LAST_UPDATE
+from .step_parameters import Bucket, gradients_of
 
 __all__ = ["KFAC"]
 

@@ -45,8 +45,8 @@ PREFIX = "kfac_"  # of the keys of all entries but the first, and of the engine'
 # engine during steps. Saved, with checksums.
 AVERAGES = "kfac"  # the layer's factors and learned numbers: the block's own dict
 
-# Entries from the last step that computed directions. ``turning`` writes them, and reads them in the next step. Saved,
-# with zeros for missing ones.
+# Entries from the last step that computed directions. ``turning`` writes them; in the next step ``steering.lessons``
+# judges them and ``turning`` repeats them. Saved, with zeros for missing ones.
 TURN = "kfac_turn"  # K-FAC's direction minus the base's update, which the next gradients judge
 CHANGE = "kfac_change"  # what was subtracted from the weights besides the base's update, for the next step to repeat
 LENGTH = "kfac_length"  # the length of the whole update, in the state of one parameter
@@ -55,7 +55,7 @@ DESCENT = "kfac_descent"  # the stretch's alignment with the gradients that it w
 OF_STEP = (TURN, CHANGE, LENGTH, STRETCH, DESCENT)
 
 # An entry from every step if the base class keeps no first moment, or one with weight decay in it. Saved as the above.
-# ``first_moments`` writes it and takes it for the first moment; if the base class keeps none, ``turning`` judges it.
+# ``first_moments`` writes it and takes it for the first moment; if the base class has none, ``lessons`` judges it.
 MOMENT = "kfac_moment"  # the average of the gradients
 RECORDED = (*OF_STEP, MOMENT)
 

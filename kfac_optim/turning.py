@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from .bases import BaseStep, base_step, multiplied, subtract_, subtract_multiples_, update_length, weights_before
 from .directions import Directions, Maker
 from .engine import CurvatureEngine
-from .first_moments import Bucket, averages_gradients, gradient_weight_tracked, keep_averages
+from .first_moments import gradient_weight_tracked, keep_averages
 from .rates import Scalar, rate_of
 from .state_keys import CHANGE, DESCENT, LENGTH, MOMENT, OF_STEP, STRETCH, TURN, forget
 from .steering import Compared, Plan, alignments, brake_of, changes_at, compares_weights, shortened, stretches, turns
+from .step_parameters import Bucket, averages_gradients
 
 __all__ = ["take_turned_step"]
 

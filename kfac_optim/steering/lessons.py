@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed import any_sharded, largest_entry
-from ..first_moments import Bucket
 from ..flat_storage import flat_view, is_launch_bound
 from ..rates import Scalar, common_rate, rate_of
 from ..state_keys import DESCENT, LENGTH, MOMENT, STRETCH, TURN, kept_states
+from ..step_parameters import Bucket
 from .constraints import WeightWatch
 from .inner_products import Compared, Copies, alignments, total_alignment
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin, bases, first_moments
+from kfac_optim.step_parameters import Member, buckets_of
 from tests.helpers.compare import assert_identical, values
 from tests.helpers.files import through_a_file
 from tests.helpers.settings import OFTEN
@@ -259,7 +260,7 @@ def test_a_base_without_a_learning_rate(named: bool, mode: dict[str, Any]) -> No
     assert not all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-def moments_after_three_steps(kfac: Any, **how: Any) -> list[tuple[first_moments.Member, Tensor]]:
+def moments_after_three_steps(kfac: Any, **how: Any) -> list[tuple[Member, Tensor]]:
     """The parameters of a small net, and what is preconditioned of each."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     optimizer = kfac(model, lr=0.001, **how)
@@ -267,7 +268,7 @@ def moments_after_three_steps(kfac: Any, **how: Any) -> list[tuple[first_moments
         optimizer.zero_grad()
         model(torch.randn(8, 6)).square().mean().backward()
         optimizer.step()
-    (bucket,) = first_moments.buckets_of(optimizer)
+    (bucket,) = buckets_of(optimizer)
     return list(zip(bucket, first_moments.first_moments(bucket, [m.gradient for m in bucket]), strict=True))
 
 
@@ -316,7 +317,7 @@ def test_averages_have_nothing_of_the_decay_that_a_base_adds_to_the_gradient(bas
             raw[p] = 0.8 * raw[p] + 0.2 * p.grad
             own[p] = 0.8 * own[p] + 0.2 * (sign * p.grad + coupled * 0.5 * p.detach())
         optimizer.step()
-        (bucket,) = first_moments.buckets_of(optimizer)
+        (bucket,) = buckets_of(optimizer)
         moments = first_moments.first_moments(bucket, [sign * m.gradient for m in bucket])
         for m, moment in zip(bucket, moments, strict=True):
             torch.testing.assert_close(moment, sign * raw[m.p], rtol=1e-12, atol=1e-15)
@@ -333,7 +334,7 @@ def test_updates_have_nothing_of_the_decay_that_a_base_adds_to_the_gradient(base
     for _ in range(8):  # RAdam's first steps are of another length
         optimizer.zero_grad()
         (model(torch.randn(8, 6).double()).square().mean() * (base is not torch.optim.NAdam)).backward()
-        (bucket,) = first_moments.buckets_of(optimizer)
+        (bucket,) = buckets_of(optimizer)
         (weights,) = bases.weights_before(optimizer, [bucket])
         with torch.no_grad():
             optimizer._base_step()

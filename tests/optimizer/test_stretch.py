@@ -23,8 +23,8 @@ from kfac_optim import (
     flat_storage,
     turning,
 )
-from kfac_optim.first_moments import buckets_of
 from kfac_optim.steering import brake, graft, inner_products, lessons_of, opponents, plan, reach, trust
+from kfac_optim.step_parameters import buckets_of
 from tests.helpers.compare import assert_identical, assert_near, assert_same_weights, snapshot
 from tests.helpers.files import through_a_file
 from tests.helpers.reference import Oracle, averaged, backward, log_cosh

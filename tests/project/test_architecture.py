@@ -36,6 +36,7 @@ LAYERS = (
         "precision",
         "cuda_graphs",
         "quadratic",
+        "step_parameters",
     ),
     ("damping", "stack_algebra", "distributed"),
     ("layers", "solvers", "scaling", "lamb"),
