@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from .distributed import any_sharded, is_sharded, summed_over_shards
 from .first_moments import first_moments
-from .flat_storage import Tensors, is_launch_bound
+from .flat_storage import Tensors
 from .lamb import debiasing
+from .machines import is_asynchronous
 from .rates import Scalar, rate_of
 from .step_parameters import Bucket, Member, is_decoupled
 
@@ -187,7 +188,7 @@ def _decay_in_update(optimizer: torch.optim.Optimizer, m: Member, in_moment: Ten
         weight: The parameter's value before the step; NAdam also uses the decay in the last gradient.
     """
     steps, (beta1, beta2) = m.state["step"], m.group["betas"]
-    if not (isinstance(steps, Tensor) and steps.device.type != "cpu"):
+    if not (isinstance(steps, Tensor) and is_asynchronous(steps.device)):
         steps = float(steps)  # not from a device, where fused kernels count steps: that would wait for it
     weight1, weight2 = bias_correction(beta1, steps), bias_correction(beta2, steps)
     if isinstance(optimizer, torch.optim.Adamax):
@@ -253,7 +254,7 @@ def subtract_multiples_(params: list[Tensor], vectors: list[Tensor], factors: li
     """As :func:`subtract_`, with a factor for each vector; on the CPU without a copy of each."""
     if not params:
         return
-    if isinstance(lr, Tensor) or is_sharded(params[0]) or is_launch_bound(params[0].device):
+    if isinstance(lr, Tensor) or is_sharded(params[0]) or is_asynchronous(params[0].device):
         subtract_(params, multiplied(vectors, factors, 1.0), lr)
     else:
         for p, vector, factor in zip(params, vectors, factors, strict=True):

@@ -62,7 +62,7 @@ def _holds_update(m: Member) -> bool:
     if is_sharded(m.gradient):  # for these, torch takes them only if told to, and counts no versions
         return bool(foreach)
     if foreach is None:  # as torch decides
-        foreach = m.p.device.type != "cpu"
+        foreach = not m.p.is_cpu
     return foreach and (m.gradient.is_inference() or m.gradient._version != m.version)  # inference tensors count none
 
 

@@ -15,28 +15,12 @@ from torch import Tensor
 
 from .tensor_cache import tensor_cache
 
-__all__ = [
-    "FlatStorage",
-    "Tensors",
-    "are_adjacent",
-    "elementwise",
-    "flat_view",
-    "is_launch_bound",
-    "scale_pairs",
-    "sharing",
-    "split_flat",
-]
+__all__ = ["FlatStorage", "Tensors", "are_adjacent", "elementwise", "flat_view", "scale_pairs", "sharing", "split_flat"]
 
 Tensors = list[Tensor] | tuple[Tensor, ...]  # what multi-tensor operations take
 
-_CHEAP_LAUNCHES = {"cpu"}  # types of devices on which launches cost little
 _FEW_PAIRS = 64  # stacks of more pairs (grouped convolutions) are multiplied by their factors in a kernel of their own
 _LEAST_ROW = 8  # numbers that share a factor; with shorter rows, the factors of all rows would take too much memory
-
-
-def is_launch_bound(device: torch.device) -> bool:
-    """Whether launches, rather than arithmetic, bound the time of a step on a device."""
-    return device.type not in _CHEAP_LAUNCHES
 
 
 def sharing(shape: tuple[int, int, int], groups: Sequence[int]) -> int:

@@ -10,34 +10,21 @@ the same on every rank and in every run, whatever else a machine does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from .blocks import Block
 from .config import Config
 from .counters import Counted, Counter
+from .machines import machine_of
 from .schedules import due, growing
 
 __all__ = ["Pace"]
 
-
-class _Machine(NamedTuple):
-    """What a refresh and a step cost on a type of device, in multiply-adds.
-
-    Attributes:
-        per_product: The cost of an eigendecomposition of n rows, in multiples of the n^3 of a product.
-        per_row: What it costs for each row besides.
-        per_layer: The least cost of a layer in a step.
-    """
-
-    per_product: float
-    per_row: float
-    per_layer: float
-
-
-# On CPUs an eigendecomposition was measured at 256 and 512 rows (13 and 8 products). On GPUs rows come one after the
-# other, and an H200 takes 10 us for each: as computed here, decompositions of 512 to 3,072 rows are off by a fifth at
-# most. The host needs 0.25 ms to launch the kernels of a layer's step, in which the H200 could multiply 2e10 numbers.
-_MACHINES = {"cpu": _Machine(10.0, 0.0, 0.0), "cuda": _Machine(50.0, 7.5e8, 2e10)}
+# The cost of an eigendecomposition of n rows, over n^3, and for each row besides, and the least of a layer in a step.
+# On CPUs the first was measured at 256 and 512 rows (13 and 8 products). On GPUs rows come one after the other, and an
+# H200 takes 10 us for each: as computed here, decompositions of 512 to 3,072 rows are off by a fifth at most. The host
+# needs 0.25 ms to launch the kernels of a layer's step, in which the H200 could multiply 2e10 numbers.
+_COSTS = {"cpu": (10.0, 0.0, 0.0), "accelerator": (50.0, 7.5e8, 2e10), "meta": (50.0, 7.5e8, 2e10)}
 _PASSES = 3.0  # the matrix products of a layer in a forward and a backward pass
 _PER_WEIGHT = 300.0  # the cost, in multiply-adds, of reading and writing a weight some 15 times in a step
 _WORTH_WAITING = 10  # the first refresh waits only if its work demands more steps than this many intervals have
@@ -72,11 +59,11 @@ class Pace(Counted):
             inputs = 1 if block.specs[0].diagonal else layer.d_in  # an embedding looks one row up
             numel = layer.pairs * layer.d_out
             passes += _PASSES * rows * inputs * numel + _PER_WEIGHT * layer.d_in * numel
-            machine = _MACHINES.get(layer.weight.device.type, _MACHINES["cuda"])
-            launches += machine.per_layer
+            per_product, per_row, per_layer = _COSTS[machine_of(layer.weight.device)]
+            launches += per_layer
             for spec in block.specs:
-                of_rows = spec.matrices * spec.size * machine.per_row if spec.calls_library else 0.0
-                decompositions += (machine.per_product * spec.cost + of_rows) / world_size
+                of_rows = spec.matrices * spec.size * per_row if spec.calls_library else 0.0
+                decompositions += (per_product * spec.cost + of_rows) / world_size
         self.work = max(1, round(decompositions / max(passes, launches))) if passes else 0
 
     def forget(self) -> None:

@@ -16,8 +16,9 @@ from .blocks import Block
 from .damping import Damping, OfLargest, value_of
 from .directions import Directions, StepVectors
 from .distributed import Broadcast, Communicator
-from .flat_storage import FlatStorage, is_launch_bound, scale_pairs
+from .flat_storage import FlatStorage, scale_pairs
 from .layout import fill_all
+from .machines import is_asynchronous
 from .precision import without_autocast
 from .rates import Scalar, common_rate
 from .scaling import Scaling, scaled_by, traits_of
@@ -237,7 +238,7 @@ class Preconditioner:
     def _can_join(self, stacks: Sequence[Stack], tiles: Sequence[Sequence[Tile]]) -> bool:
         """Whether launches count, and the stacks are few numbers of one device and type, of one tile each."""
         devices = {stack.layout.device for stack in stacks}
-        if len(stacks) < 2 or len(devices) > 1 or not is_launch_bound(*devices):
+        if len(stacks) < 2 or len(devices) > 1 or not is_asynchronous(*devices):
             return False
         if sum(math.prod(stack.layout.shape) for stack in stacks) > _MOST_NUMEL or any(len(of) != 1 for of in tiles):
             return False

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .flat_storage import FlatStorage, elementwise, flat_view, is_launch_bound, scale_pairs
+from .flat_storage import FlatStorage, elementwise, flat_view, scale_pairs
+from .machines import is_asynchronous
 
 __all__ = [
     "Direction",
@@ -157,7 +158,7 @@ def keep_zeros_(directions: Sequence[Direction]) -> None:
     if whole is not None and given is not None:
         matrices, vectors = [whole], [given]
     for matrix, vector in zip(matrices, vectors, strict=True):
-        if is_launch_bound(matrix.device):
+        if is_asynchronous(matrix.device):
             matrix.masked_fill_(vector == 0, 0.0)
         elif float(vector.abs().amin()) == 0:  # most vectors have no zeros
             # ``ne`` writes numbers, not bools, because torch's loops over bools take several times as long.

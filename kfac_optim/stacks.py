@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from .blocks import Block
 from .damping import Damping, kind_of
-from .flat_storage import are_adjacent, is_launch_bound, sharing
+from .flat_storage import are_adjacent, sharing
 from .grouping import grouped_by_key
 from .layers import KroneckerLayer
 from .layout import Layout
+from .machines import is_asynchronous, machine_of
 from .tiles import Tile, tiles_of
 
 __all__ = ["Stack", "layer_of_pair", "stack_key", "stack_of", "stacks_of"]
@@ -23,7 +24,7 @@ __all__ = ["Stack", "layer_of_pair", "stack_key", "stack_of", "stacks_of"]
 # The most numbers in the gradients and decompositions of a stack, which are copied to lie side by side (64 MiB in
 # float32; 1 GiB on accelerators, where launches count). Larger stacks gain nothing on a CPU. On accelerators each stack
 # costs a dozen launches in a step, and large ones hardly add to the memory of a refresh (docs/results/costs.rst).
-_STACK_NUMEL = {"cpu": 2**24, "accelerator": 2**28}
+_STACK_NUMEL = {"cpu": 2**24, "accelerator": 2**28, "meta": 2**28}
 
 
 @dataclass
@@ -105,9 +106,9 @@ def stacks_of(blocks: Sequence[Block], damping: Damping) -> list[Stack]:
         layer = block.layer
         return layer.pairs * layer.d_out * layer.d_in + sum(math.prod(spec.shape) for spec in block.specs)
 
-    limit = _STACK_NUMEL["cpu" if all(b.layer.weight.device.type == "cpu" for b in blocks) else "accelerator"]
+    limit = max((_STACK_NUMEL[machine_of(block.layer.weight.device)] for block in blocks), default=0)
     stacks = [stack_of(group, damping) for group in grouped_by_key(blocks, kind, size, limit)]
-    if any(is_launch_bound(stack.layout.device) for stack in stacks):
+    if any(is_asynchronous(stack.layout.device) for stack in stacks):
         stacks.sort(key=lambda stack: sharing(stack.layout.shape, stack.groups))
     return stacks
 

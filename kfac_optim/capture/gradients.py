@@ -122,7 +122,7 @@ class GradientWatch:
     def largest(self, layers: Iterable[int]) -> Tensor:
         """The largest absolute entry of each gradient, ``[layers]``: 0 if it was zeroed; stays on the device."""
         gradients = [own_part(g) for i in layers if (g := self.layers[i].weight.grad) is not None]
-        if all(g.device.type == "cpu" for g in gradients):  # torch's maximum norm is slow on the CPU
+        if all(g.is_cpu for g in gradients):  # torch's maximum norm is slow on the CPU
             norms = [torch.stack(g.detach().aminmax()).abs().max() for g in gradients]
         else:
             norms = list(torch._foreach_norm([g.detach() for g in gradients], float("inf")))

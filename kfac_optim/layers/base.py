@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..distributed import whole_shape
 from ..factors import FactorSpec
+from ..machines import machine_of
 from .limits import LARGEST, kept_of
 from .moments import multiplicand, second_moment, spread_examples, with_ones
 
@@ -75,7 +76,7 @@ class LayerOptions:
     def largest_block(self, device: torch.device) -> int | None:
         """The most rows of a block of a factor on this device; None if factors are whole."""
         limit = self.max_factor_dim
-        return LARGEST.get(device.type, LARGEST["cuda"]) if isinstance(limit, str) else limit
+        return LARGEST[machine_of(device)] if isinstance(limit, str) else limit
 
     def trains(self, parameter: nn.Parameter) -> bool:
         """Whether the optimizer updates the parameter."""

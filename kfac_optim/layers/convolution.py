@@ -54,7 +54,7 @@ class _ConvNdLayer(RowsLayer):
             return super().observe(module, a, output, dtype)
         image, windows = self._batched(module, self.multiplicand(a.detach(), dtype), output)
         # Gives what the base class would, but does not unfold patches where that is faster.
-        shifted = shift_pays(image.shape, windows, module.groups, a.device.type, half=image.dtype != dtype)
+        shifted = shift_pays(image.shape, windows, module.groups, a.device, half=image.dtype != dtype)
         moment = (shifted_moment if shifted else unfolded_moment)(image, windows, module.groups)
         count = len(image) * math.prod(windows.positions(image.shape[2:]))
         if self.bias is not None:

@@ -10,7 +10,7 @@ __all__ = ["LARGEST", "kept_of"]
 
 # The most rows of a block, unless the user gives another number. A CPU core decomposes 2,100 rows (2,048 and a bias) in
 # less than a second; 8,192 rows would take it 64 times as long.
-LARGEST = {"cpu": 2100, "cuda": 8192}
+LARGEST = {"cpu": 2100, "accelerator": 8192, "meta": 8192}
 # A lopsided factor has more rows than the first of these numbers, and at least so many times as many as the other one
 # of its layer. It costs more than all others of a model together. A lopsided G belongs to a vocabulary: an entry of its
 # diagonal is that of one row of the weight, and next to nothing is lost by the diagonal alone. A lopsided A belongs to

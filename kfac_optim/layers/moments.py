@@ -7,26 +7,23 @@ rows in half precision need no copy of the rows in float32, and a GPU's tensor c
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["GRAM_DIM", "gram", "machine", "multiplicand", "product", "second_moment", "spread_examples", "with_ones"]
+from ..machines import machine_of
+
+__all__ = ["GRAM_DIM", "gram", "multiplicand", "product", "second_moment", "spread_examples", "with_ones"]
 
 # From this dimension on it pays to compute only about half of a symmetric product, in strips. The time relative to the
 # whole product, on one thread: 1.1 at dimension 257, 0.8 at 288, 0.6 at 1025. On accelerators a strip also has to save
-# more than its launch costs, so that the whole product must take at least this many operations.
+# more than its launch costs, so that there are fewer, and the whole product must take at least so many operations.
 GRAM_DIM = 280
-_ACCELERATOR_FLOPS = 3e10
+_STRIPS = {"cpu": (8, 0.0), "accelerator": (4, 3e10), "meta": (8, 0.0)}  # how many, from how many operations on
 _HALF = (torch.bfloat16, torch.float16)
 _SUMS_IN_FLOAT32 = "dtype" in torch.ops.aten.bmm.overloads() and torch.version.hip is None  # torch 2.8 and later
-
-
-def machine(device_type: str) -> Literal["cpu", "accelerator"]:
-    """The kind of machine behind a type of device; meta tensors, with which work is only counted, pass for a CPU's."""
-    return "cpu" if device_type in ("cpu", "meta") else "accelerator"
 
 
 def multiplicand(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -51,12 +48,11 @@ def gram(rows: Tensor) -> Tensor:
 
     In half precision there are no strips, because the whole product takes no longer.
     """
-    d = rows.shape[-1]
-    on_cpu = machine(rows.device.type) == "cpu"
-    if rows.dtype in _HALF or d < GRAM_DIM or not (on_cpu or 2 * rows.numel() * d >= _ACCELERATOR_FLOPS):
+    d, (strips, least) = rows.shape[-1], _STRIPS[machine_of(rows.device)]
+    if rows.dtype in _HALF or d < GRAM_DIM or 2 * rows.numel() * d < least:
         return product(rows.mT, rows)
     whole = rows.new_empty(*rows.shape[:-2], d, d)
-    strip = max(GRAM_DIM // 2, d // (8 if on_cpu else 4))
+    strip = max(GRAM_DIM // 2, d // strips)
     for start in range(0, d, strip):
         length, rest = min(strip, d - start), d - start
         upper = whole.narrow(-2, start, length)

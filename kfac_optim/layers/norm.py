@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..machines import machine_of
 from .base import KroneckerLayer, LayerOptions, Observation
-from .moments import machine, second_moment
+from .moments import second_moment
 from .registry import register_layer
 
 __all__ = [
@@ -158,7 +159,7 @@ class _ChannelsFirstNorm(_NormLayer):
         sums = g.new_empty(2, *g.shape[:2])
         scaled, total = sums.unbind()
         torch.sum(g, 2, out=total)
-        if machine(x.device.type) != "cpu":
+        if machine_of(x.device) == "accelerator":
             if known is None:
                 normalized = self.normalized(module, x)
             else:
@@ -245,7 +246,7 @@ class BatchNormLayer(_ChannelsFirstNorm):
         return F.batch_norm(x, None, None, training=True, eps=module.eps)
 
     def statistics(self, module: Any, x: Tensor) -> Statistics:
-        if x.device.type == "cpu" and (x.numel() <= _FEW or x.stride(1) == 1):
+        if x.is_cpu and (x.numel() <= _FEW or x.stride(1) == 1):
             mean, variance = torch.batch_norm_update_stats(x.unsqueeze(2), None, None, 0.0)
             return mean, variance + module.eps
         return _mean_and_variance(x, module.eps, x.shape[:2], 0)

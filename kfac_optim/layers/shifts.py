@@ -12,14 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..machines import machine_of
 from ..tensor_cache import tensor_cache
-from .moments import GRAM_DIM, machine, product
+from .moments import GRAM_DIM, product
 from .windows import CHUNK_NUMEL, Windows
 
 __all__ = ["shift_pays", "shifted_moment"]
 
 # How many numbers of the moment's blocks are put in their places at once. For large moments this takes most memory.
-_BLOCK_NUMEL = {"cpu": 2**18, "accelerator": 2**24}
+_BLOCK_NUMEL = {"cpu": 2**18, "accelerator": 2**24, "meta": 2**18}
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ def shifted_moment(x: Tensor, windows: Windows, groups: int) -> Tensor:
     sums = _sums(x, plan, strips, groups)
     moment = x.new_empty(groups, c, taps, c, taps, dtype=dtype)
     blocks = moment.permute(2, 4, 0, 1, 3)
-    at_once = max(1, _BLOCK_NUMEL[machine(x.device.type)] // (groups * c * c))
+    at_once = max(1, _BLOCK_NUMEL[machine_of(x.device)] // (groups * c * c))
     for start in range(0, len(plan.taps), at_once):
         bags = offsets[start : start + at_once + 1]
         own = members[plan.offsets[start] : plan.offsets[min(len(plan.taps), start + at_once)]]
@@ -248,7 +249,7 @@ def _sums(x: Tensor, plan: _Plan, strips: Sequence[Tensor], groups: int) -> Tens
     """
     lengths, c = x.shape[2:], x.shape[1] // groups
     sums = x.new_zeros(plan.sums, groups * c * c, dtype=strips[0].dtype)
-    for chunk in x.split(max(1, CHUNK_NUMEL[machine(x.device.type)] // x[:1].numel())):
+    for chunk in x.split(max(1, CHUNK_NUMEL[machine_of(x.device)] // x[:1].numel())):
         # Transposed as a matrix, which is several times faster than permuted; then [*lines, p, last, n, c].
         rows = chunk.flatten(0, 1).flatten(1).T.contiguous().view(*lengths, len(chunk), groups, c)
         rows = rows.movedim(-2, -4).contiguous()
@@ -285,13 +286,13 @@ class _Rates:
 # The CPU's rates are fitted to the times of both ways at 36 shapes on one thread; where they choose the slower way, it
 # takes less than 1.6 times as long. Those of accelerators are an H200's, where a product of shifted images takes three
 # launches, which cost the host more time than the device.
-_CPU = _Rates(7.4e-12, 6e-5, 1.5e-9, 1.1e-11, 4.4e-9)
-_ACCELERATOR = _Rates(2.4e-14, 8e-5, 1e-12, 2.4e-14, 8e-12)
+_ON_CPU = _Rates(7.4e-12, 6e-5, 1.5e-9, 1.1e-11, 4.4e-9)
+_RATES = {"cpu": _ON_CPU, "accelerator": _Rates(2.4e-14, 8e-5, 1e-12, 2.4e-14, 8e-12), "meta": _ON_CPU}
 _IN_HALF = _Rates(1.7e-15, 8e-5, 5e-13, 1.7e-15, 5e-12)  # in half precision on an accelerator
 
 
 @functools.lru_cache(maxsize=4096)
-def shift_pays(shape: torch.Size, windows: Windows, groups: int, device_type: str, *, half: bool = False) -> bool:
+def shift_pays(shape: torch.Size, windows: Windows, groups: int, device: torch.device, *, half: bool = False) -> bool:
     """Whether ``shifted_moment`` is expected to be faster than a product of unfolded patches.
 
     It is slower for few channels, and for images that are little larger than the kernel, so that most of them is
@@ -301,17 +302,17 @@ def shift_pays(shape: torch.Size, windows: Windows, groups: int, device_type: st
         shape: The shape of the image, ``[n, c, *spatial]``.
         windows: How the kernel slides.
         groups: The number p of Kronecker pairs.
-        device_type: The type of the image's device.
+        device: The image's device.
         half: Whether the image is multiplied in half precision.
     """
     if max(windows.stride) > 1 or max(windows.size) == 1:
         return False
-    n, channels, *lengths = shape
+    kind, (n, channels, *lengths) = machine_of(device), shape
     c, taps, outputs = channels // groups, math.prod(windows.size), windows.positions(lengths)
-    chunks = math.ceil(math.prod(shape) / CHUNK_NUMEL[machine(device_type)])
+    chunks = math.ceil(math.prod(shape) / CHUNK_NUMEL[kind])
     products, positions = _work(_axes(windows, tuple(lengths)))
     elements, patches = n * positions * channels, n * math.prod(outputs) * channels * taps
-    rates = _IN_HALF if half else {"cpu": _CPU, "accelerator": _ACCELERATOR}[machine(device_type)]
+    rates = _IN_HALF if half else _RATES[kind]
     shifted = (2 * rates.flop * c + rates.element) * elements + rates.product * chunks * products
     symmetric = 0.6 if c * taps >= GRAM_DIM else 1.0
     return shifted < (2 * rates.patch_flop * symmetric * c * taps + rates.patch) * patches

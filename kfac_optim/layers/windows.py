@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from .moments import gram, machine, second_moment
+from ..machines import machine_of
+from .moments import gram, second_moment
 
 __all__ = ["CHUNK_NUMEL", "Windows", "pixels", "unfolded_moment"]
 
 # How many numbers of patches are unfolded at once (16 MiB in float32; 128 MiB where launches count). Patches of the
 # whole batch would take as many times the memory of the activations as the kernel has taps.
-CHUNK_NUMEL = {"cpu": 2**22, "accelerator": 2**25}
+CHUNK_NUMEL = {"cpu": 2**22, "accelerator": 2**25, "meta": 2**22}
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Windows:
         """How many examples of ``x [n, c, *spatial]`` to unfold at once, for a small copy but large products."""
         taps = math.prod(self.size)
         d = x.shape[1] * taps
-        numbers = max(CHUNK_NUMEL[machine(x.device.type)], d * d // taps)
+        numbers = max(CHUNK_NUMEL[machine_of(x.device)], d * d // taps)
         return max(1, numbers // max(1, math.prod(self.positions(x.shape[2:])) * d))
 
 

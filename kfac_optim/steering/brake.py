@@ -21,6 +21,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..counters import Counted, Counter
+from ..machines import is_asynchronous
 
 __all__ = ["Brake", "brake_of"]
 
@@ -62,7 +63,7 @@ def brake_of(length: Tensor | float, usual: float) -> Tensor | float | None:
     """
     if not usual:
         return None
-    if isinstance(length, Tensor) and length.device.type != "cpu":
+    if isinstance(length, Tensor) and is_asynchronous(length.device):
         return (length / (_SLACK * usual)).clamp(min=1.0) ** -_POWER
     known = float(length)
     return (_SLACK * usual / known) ** _POWER if known > _SLACK * usual else None

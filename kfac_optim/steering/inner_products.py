@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..distributed import is_sharded, summed_over_shards
-from ..flat_storage import is_launch_bound
 from ..grouping import SMALL_NUMEL, grouped_by_key
+from ..machines import is_asynchronous
 from ..rates import Scalar
 from ..tensor_cache import sent_once, tensor_cache
 
@@ -50,7 +50,7 @@ def total_alignment(compared: Sequence[Compared], copies: Copies | None = None) 
     for some in compared:
         if not some.are_shards:
             dots = [torch.dot(g, v) for _, g, v in _side_by_side(some, copies)]
-            if is_launch_bound(dots[0].device):
+            if is_asynchronous(dots[0].device):
                 products.append(_times(torch.stack(dots).sum() if len(dots) > 1 else dots[0], some.rate))
             else:
                 products.append(sum(map(float, dots)) * some.rate)
@@ -91,7 +91,7 @@ def _each_dot(compared: Compared, copies: Copies) -> Tensor:
             batches.append((batch, torch.segment_reduce(g * v, "sum", lengths=batch.lengths, unsafe=True)))
     if len(batches) == 1:
         return batches[0][1]
-    if is_launch_bound(batches[0][1].device):
+    if is_asynchronous(batches[0][1].device):
         return torch.cat([dots for _, dots in batches])
     found = {i: number for batch, dots in batches for i, number in zip(batch.places, dots.tolist(), strict=True)}
     return batches[0][1].new_tensor([found[i] for i in range(len(found))])
@@ -111,7 +111,7 @@ def _batches(numels: tuple[int, ...], device: torch.device) -> list[_Batch]:
     They are cached, so that lengths are sent to the device only once.
     """
     places = range(len(numels))
-    if is_launch_bound(device):
+    if is_asynchronous(device):
         batches = grouped_by_key(places, lambda i: None, numels.__getitem__, _BATCH_NUMEL)
     else:
         small = [i for i in places if numels[i] <= SMALL_NUMEL]

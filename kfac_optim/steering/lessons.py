@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed import any_sharded, largest_entry
-from ..flat_storage import flat_view, is_launch_bound
+from ..flat_storage import flat_view
+from ..machines import is_asynchronous
 from ..rates import Scalar, common_rate, rate_of
 from ..state_keys import DESCENT, LENGTH, MOMENT, STRETCH, TURN, kept_states
 from ..step_parameters import Bucket
@@ -115,7 +116,7 @@ class Readings:
 
 def _numbers_in(tensors: Sequence[Tensor]) -> list[list[float]]:
     """The numbers in each tensor, in one transfer from an accelerator."""
-    if all(tensor.is_cpu for tensor in tensors):
+    if not any(is_asynchronous(tensor.device) for tensor in tensors):
         return [tensor.view(-1).tolist() for tensor in tensors]
     dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     together = iter(torch.cat([tensor.to(tensors[0].device, dtype).view(-1) for tensor in tensors]).tolist())
@@ -207,7 +208,7 @@ def _largest_of(gradients: Sequence[Tensor], copies: Copies) -> Scalar | None:
 
 def _together(numbers: Sequence[Tensor]) -> Tensor | list[float]:
     """Joins 0-dim tensors into one, as a view while they share one storage; reads those on the CPU."""
-    if not any(is_launch_bound(number.device) for number in numbers):
+    if not any(is_asynchronous(number.device) for number in numbers):
         return list(map(float, numbers))
     known = flat_view(numbers)
     return torch.stack([number.to(numbers[0]) for number in numbers]) if known is None else known

@@ -604,7 +604,7 @@ def test_norm_layers_on_accelerators(module: Any, positions: tuple[int, ...], mo
     x, g = torch.randn(2, 5, 4, *positions, dtype=torch.float64)
     observation = layer.observe(module, x, 3 * x + 1, torch.float64)
     expected = layer.output_moment(module, g, observation)
-    monkeypatch.setattr("kfac_optim.layers.norm.machine", lambda device_type: "accelerator")
+    monkeypatch.setattr("kfac_optim.layers.norm.machine_of", lambda device: "accelerator")
     monkeypatch.setattr(type(layer), "statistics", None)
     batch_norm = nn.functional.batch_norm
 

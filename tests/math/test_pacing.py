@@ -40,8 +40,7 @@ def built(interval: Any = WAITS, **options: Any) -> tuple[nn.Sequential, KFACSGD
 
 def set_cost(cost: float, patch: pytest.MonkeyPatch | None = None) -> None:
     """A decomposition costs so many products."""
-    machine = pacing._MACHINES["cpu"]._replace(per_product=cost)
-    (patch or pytest.MonkeyPatch()).setitem(pacing._MACHINES, "cpu", machine)
+    (patch or pytest.MonkeyPatch()).setitem(pacing._COSTS, "cpu", (cost, *pacing._COSTS["cpu"][1:]))
 
 
 def work(examples: int, cost: float) -> int:
@@ -81,11 +80,11 @@ def test_expensive_refreshes_wait_and_cheap_ones_do_not(monkeypatch: pytest.Monk
 
 def test_on_a_gpu_rows_of_factors_and_layers_of_a_step_cost_something(monkeypatch: pytest.MonkeyPatch) -> None:
     """Factors of two rows are decomposed in closed form."""
-    monkeypatch.setitem(pacing._MACHINES, "cpu", pacing._Machine(0.0, 7.0, 1e6))
+    monkeypatch.setitem(pacing._COSTS, "cpu", (0.0, 7.0, 1e6))
     model, optimizer = built()
     train(model, optimizer, 1)
     assert optimizer.curvature._refresher.pace.work == 1
-    monkeypatch.setitem(pacing._MACHINES, "cpu", pacing._Machine(0.0, 7e6, 1e6))
+    monkeypatch.setitem(pacing._COSTS, "cpu", (0.0, 7e6, 1e6))
     model, optimizer = built()
     train(model, optimizer, 1)
     assert optimizer.curvature._refresher.pace.work == round(7 * (8 + 5 + 5) / 2)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kfac_optim import KFACSGD, Graft, KFACAdam, KFACAdamW, flat_storage
+from kfac_optim import KFACSGD, Graft, KFACAdam, KFACAdamW, machines
 from kfac_optim.steering.constraints import WeightWatch
 from tests.helpers.bases import KFACRMSprop
 from tests.helpers.compare import assert_identical, values
@@ -52,7 +52,7 @@ def test_weights_whose_gradients_are_masked_move_as_those_of_the_base(
 ) -> None:
     """By weight decay alone, or not at all; the others train by K-FAC's directions."""
     if launches_count:
-        monkeypatch.setattr(flat_storage, "_CHEAP_LAUNCHES", set())
+        monkeypatch.setattr(machines, "machine_of", lambda _: "accelerator")
     model = net()
     other = copy.deepcopy(model)
     optimizers = [kfac(model, **options), base(other.parameters(), **options)]
@@ -76,7 +76,7 @@ def test_weights_whose_gradients_are_masked_move_as_those_of_the_base(
 def test_weights_that_are_masked_later_stay_from_then_on(launches_count: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a base without a momentum; no new decompositions are waited for."""
     if launches_count:
-        monkeypatch.setattr(flat_storage, "_CHEAP_LAUNCHES", set())
+        monkeypatch.setattr(machines, "machine_of", lambda _: "accelerator")
     model = net()
     optimizer = KFACSGD(model, lr=0.1, inv_update_steps=100)
     mask = torch.rand(16, 16, generator=torch.Generator().manual_seed(2)) < 0.6

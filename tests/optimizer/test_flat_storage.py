@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, Graft, KFACAdam, KFACAdamW, OfLargest, OfMean, flat_storage
+from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, Graft, KFACAdam, KFACAdamW, OfLargest, OfMean, machines
 from kfac_optim.flat_storage import FlatStorage, elementwise, flat_view, scale_pairs
 from kfac_optim.solvers.joint import JointEigen
 from kfac_optim.state_keys import STRETCH, TURN
@@ -79,7 +79,7 @@ def test_steps_are_the_same_where_launches_count(
 ) -> None:
     model = Net()
     expected, there = trained(copy.deepcopy(model), cls, options)
-    monkeypatch.setattr(flat_storage, "_CHEAP_LAUNCHES", set())
+    monkeypatch.setattr(machines, "machine_of", lambda _: "accelerator")
     taken: list[int] = []
     precondition = JointEigen.precondition
     monkeypatch.setattr(
@@ -96,7 +96,7 @@ def test_steps_are_the_same_where_launches_count(
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_view_does_not_keep_the_matrices_of_all_stacks(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step notes are views where most of the matrices are such, else copies."""
-    monkeypatch.setattr(flat_storage, "_CHEAP_LAUNCHES", set())
+    monkeypatch.setattr(machines, "machine_of", lambda _: "accelerator")
     model = nn.Sequential(*(nn.Linear(16, 16, bias=bias) for _ in range(4)), nn.Linear(16, 8, bias=not bias))
     # The second step tells: stretch. In the type of the weights, which parts of another would be converted to.
     optimizer = KFACSGD(model, lr=0.02, momentum=0.9, factor_update_steps=1, inv_dtype=torch.float64)
@@ -150,7 +150,7 @@ def assert_same_where_launches_count(
         return [p.detach() for p in own.parameters()]
 
     expected = weights()
-    monkeypatch.setattr(flat_storage, "_CHEAP_LAUNCHES", set())
+    monkeypatch.setattr(machines, "machine_of", lambda _: "accelerator")
     for found, weight in zip(weights(), expected, strict=True):
         assert_near(found, weight, rel=rel)
 

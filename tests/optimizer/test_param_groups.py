@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KLClip, flat_storage
+from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KLClip, machines
 from kfac_optim.directions import Directions, by_parameter
 from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
 from tests.helpers.settings import CLASSES, FLOAT64, OFTEN, SETTINGS
@@ -519,13 +519,13 @@ def test_parameters_outside_the_model_train_by_the_base_rule_and_are_listed() ->
     assert "no module of the model owns it" in str(optimizer.curvature)
 
 
-@pytest.mark.parametrize("is_launch_bound", [False, True])
+@pytest.mark.parametrize("kind", ["cpu", "accelerator"])
 @pytest.mark.parametrize("of_weights", [0.9, 0.0])
 def test_a_layer_whose_weight_and_bias_have_other_momenta(
-    of_weights: float, is_launch_bound: bool, monkeypatch: pytest.MonkeyPatch
+    of_weights: float, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the base has taken off one of them is its moment, what it has taken off the other is not."""
-    monkeypatch.setattr(flat_storage, "_CHEAP_LAUNCHES", set() if is_launch_bound else {"cpu"})
+    monkeypatch.setattr(machines, "machine_of", lambda _: kind)
     noted: list[tuple[dict[nn.Parameter, Tensor], Directions]] = []
     directions = CurvatureEngine.directions
 

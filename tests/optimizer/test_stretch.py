@@ -20,7 +20,7 @@ from kfac_optim import (
     KFACAdamW,
     OfLargest,
     OfMean,
-    flat_storage,
+    machines,
     turning,
 )
 from kfac_optim.steering import brake, graft, inner_products, lessons_of, opponents, plan, reach, trust
@@ -224,7 +224,7 @@ def test_directions_without_graft_are_the_damped_steps_of_the_base(
 ) -> None:
     """Against a dense solve: ``c gamma P m``."""
     if launches_count:
-        monkeypatch.setattr(flat_storage, "_CHEAP_LAUNCHES", set())
+        monkeypatch.setattr(machines, "machine_of", lambda _: "accelerator")
     model, batch = net(), data()
     optimizer: Any = KFACSGD(model, **options(0.1, momentum=momentum))
     oracle = Oracle(copy.deepcopy(model))
@@ -268,7 +268,7 @@ def test_factors_may_be_in_more_precision_than_the_steps(
     solver: str, launches_count: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if launches_count:
-        monkeypatch.setattr(flat_storage, "_CHEAP_LAUNCHES", set())
+        monkeypatch.setattr(machines, "machine_of", lambda _: "accelerator")
     for learned in (trust.Trust, graft.GraftShare):
         monkeypatch.setattr(learned, "learn", lambda *_, **__: None)
     trained = []
@@ -328,10 +328,10 @@ def test_alignments_do_not_depend_on_the_place_in_memory(dtype: torch.dtype) -> 
         assert torch.equal(found, copied), f"from the number {start} of a storage on"
 
 
-@pytest.mark.parametrize("is_launch_bound", [False, True])
-def test_alignments_are_those_of_each_parameter(monkeypatch: pytest.MonkeyPatch, is_launch_bound: bool) -> None:
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_alignments_are_those_of_each_parameter(monkeypatch: pytest.MonkeyPatch, is_asynchronous: bool) -> None:
     """In their order, whatever their sizes, kinds and rates are; also where they lie side by side."""
-    monkeypatch.setattr(inner_products, "is_launch_bound", lambda _: is_launch_bound)
+    monkeypatch.setattr(inner_products, "is_asynchronous", lambda _: is_asynchronous)
     monkeypatch.setattr(inner_products, "_BATCH_NUMEL", 701)
     monkeypatch.setattr(inner_products, "SMALL_NUMEL", 20)
     monkeypatch.setattr(inner_products, "_batches", inspect.unwrap(inner_products._batches))  # without its cache

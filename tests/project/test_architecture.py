@@ -13,10 +13,12 @@ import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 import kfac_optim
+from kfac_optim.machines import machine_of
 
 PACKAGE = Path(kfac_optim.__file__).parent
 TREES = {
@@ -26,7 +28,7 @@ TREES = {
 
 # From the bottom up: a module or package imports from the rows above its own alone, not from its own row.
 LAYERS = (
-    ("checks", "counters", "rates", "state_keys", "stopwatch", "tensor_cache"),
+    ("checks", "counters", "machines", "rates", "state_keys", "stopwatch", "tensor_cache"),
     (
         "flat_storage",
         "schedules",
@@ -165,6 +167,14 @@ def test_every_new_tensor_is_told_its_device() -> None:
     for name, tree in TREES.items():
         calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) in makers]
         assert not [n.lineno for n in calls if not any(k.arg == "device" for k in n.keywords)], name
+
+
+def test_constants_by_kind_of_machine_have_a_value_for_each() -> None:
+    kinds = set(get_args(get_type_hints(machine_of)["return"]))
+    for name, tree in TREES.items():
+        dicts = [node for node in ast.walk(tree) if isinstance(node, ast.Dict)]
+        keys = [{key.value for key in node.keys if isinstance(key, ast.Constant)} for node in dicts]
+        assert all(found == kinds for found in keys if found & kinds), name
 
 
 def test_no_module_is_too_long() -> None:
