@@ -81,7 +81,7 @@ class Readings:
     Attributes:
         lessons: As given; :meth:`number` and :meth:`numbers` look up what is in its tensors.
         largest: The largest absolute entry of the gradients; NaN or infinite if one of them is.
-        rate: The highest learning rate.
+        rate: The largest absolute learning rate; groups that go uphill may have negative ones.
         flags: The numbers in the flags.
     """
 
@@ -102,7 +102,7 @@ class Readings:
         self._tensors = [each for each in (largest, *rates, *given, *flags) if isinstance(each, Tensor)]
         self._found = dict(zip(map(id, self._tensors), _numbers_in(self._tensors), strict=True))
         self.lessons, self.largest = lessons, self.number(largest)
-        self.rate = max(map(self.number, rates), default=0.0)
+        self.rate = max((abs(self.number(rate)) for rate in rates), default=0.0)
         self.flags = [*chain.from_iterable(map(self.numbers, flags))]
 
     def numbers(self, given: Tensor | Sequence[float]) -> Sequence[float]:

@@ -407,6 +407,19 @@ def test_a_schedule_may_set_numbers_of_numpy(kind: type) -> None:
     build(KFACSGD)[1].load_state_dict(state)
 
 
+def test_rates_below_zero_count_by_their_size() -> None:
+    """Groups that go uphill may have such, and torch checks no group's rate."""
+    model = make_model()
+    weight, *others = model.parameters()
+    optimizer = KFACSGD([{"params": [weight], "lr": -0.1}, {"params": others, "lr": 0.05}], model=model)
+    train(model, optimizer, range(3))
+    optimizer.param_groups[1]["lr"] = -0.05
+    train(model, optimizer, range(3, 6))
+    state = through_a_file(optimizer.state_dict())
+    assert (state["param_groups"][0]["kfac_rate"], state["param_groups"][0]["kfac_rate_fell"]) == (0.1, 0)
+    optimizer.load_state_dict(state)
+
+
 def test_state_dict_does_not_depend_on_the_assignment() -> None:
     states = []
     for assignment in ("layer-wise", "factor-wise", "kaisa"):
