@@ -188,6 +188,7 @@ def _tensors(value: object) -> Iterator[Tensor]:
 def _sum_of_bits(tensor: Tensor) -> Tensor:
     """The sum of a tensor's 32-bit (or narrower) words, 0-dim, int64."""
     words = {1: torch.uint8, 2: torch.int16}.get(tensor.element_size(), torch.int32)
-    bits = tensor.detach().reshape(-1).view(words)
+    # Words of another size need a stride of 1, which the only number of a view may lack though it counts as contiguous.
+    bits = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(words)
     # In parts, because on the CPU a sum in another dtype makes a converted copy of its input.
     return torch.stack([part.sum(dtype=torch.int64) for part in bits.split(2**22)]).sum()

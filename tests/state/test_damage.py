@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACAdamW
 from kfac_optim.saved_state.checks import checksums
@@ -177,6 +178,17 @@ def test_a_float_holds_a_checksum_exactly() -> None:
     bits = torch.tensor(-1.0).view(torch.int32).item()
     (found,) = (number for name, number in checksums([state]).items() if name == "checksum_current")
     assert found == ((3 + 2 * 5) * bits) ** 2 % (2**53 - 111) and found == int(float(found))
+
+
+def test_tensors_that_are_views_of_others_load() -> None:
+    def column(tensor: Tensor) -> Tensor:
+        return torch.stack([tensor, tensor], -1)[..., 0]
+
+    state = trained(factor_dtype=torch.float64)
+    for of_parameter in state["state"].values():
+        if "kfac" in of_parameter:
+            of_parameter["kfac"] = tree_map_only(Tensor, column, of_parameter["kfac"])
+    build(factor_dtype=torch.float64)[1].load_state_dict(state)
 
 
 def test_numbers_that_a_tool_made_floats_of_load() -> None:
