@@ -120,5 +120,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
         items = value.values()
     elif is_dataclass(value):
-        items = [getattr(value, field.name, None) for field in fields(value)]  # with slots=True it has no __dict__
+        # With slots=True there is no __dict__; what __post_init__() has added is no field.
+        of_fields = {field.name: getattr(value, field.name, None) for field in fields(value)}
+        items = {**of_fields, **getattr(value, "__dict__", {})}.values()
     return [tensor for item in items for tensor in tensors_in(item)]

@@ -198,6 +198,16 @@ class Batch:
     weights: Tensor = field(init=False)  # never set
 
 
+@dataclass
+class Flagged:
+    """An output whose tensors are not fields."""
+
+    training: bool
+
+    def __post_init__(self) -> None:
+        self.results: list[Tensor] = []
+
+
 class Wrapped(nn.Module):
     """A tagger whose output is of some kind."""
 
@@ -267,6 +277,25 @@ def test_inputs_and_outputs_may_be_dataclasses_with_slots(compiled: bool) -> Non
     first, second = build(model), build(plain)
     call = torch.compile(model, backend="eager") if compiled else model
     for output, optimizer in ((call(Batch(x)).x, first), (plain(x), second)):
+        output.square().mean().backward()
+        optimizer.step()
+    assert_same_factors(first, second)
+    assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_outputs_may_be_dataclasses_with_more_than_their_fields(compiled: bool) -> None:
+    class Flagging(Tagger):
+        def forward(self, x: Tensor) -> Any:
+            output = Flagged(training=True)
+            output.results.append(super().forward(x))
+            return output
+
+    model, plain, x = Flagging(), Tagger(), torch.randn(4, 3, 3)
+    plain.load_state_dict(model.state_dict())
+    first, second = build(model, loss_average="elements"), build(plain, loss_average="elements")
+    call = torch.compile(model, backend="eager") if compiled else model
+    for output, optimizer in ((call(x).results[0], first), (plain(x), second)):
         output.square().mean().backward()
         optimizer.step()
     assert_same_factors(first, second)
