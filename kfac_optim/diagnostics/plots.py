@@ -52,17 +52,16 @@ def _height(rows: int) -> float:
     return min(22.0, 0.25 * rows if rows <= 30 else 4.0 + 0.12 * rows)
 
 
-def _damping_share(layer: Mapping[str, Any], side: str) -> float:
-    """The share of a layer's damping that goes to A or G (eq. 9); the product of both shares is gamma.
+def _in_damping(layer: Mapping[str, Any], side: str) -> list[float]:
+    """The eigenvalues of A or G, divided by the factor's share of the layer's damping (eq. 9).
 
     Args:
         layer: The layer's part of a report.
         side: "A" or "G".
     """
-    gamma, *means = torch.tensor(
-        [layer["damping"], layer["A"]["mean"], layer["G"]["mean"]], dtype=torch.float64, device="cpu"
-    )
-    return float(split(gamma, *means)["AG".index(side)])
+    numbers = layer["damping"], layer["A"]["mean"], layer["G"]["mean"]
+    share = float(split(*torch.tensor(numbers, dtype=torch.float64, device="cpu"))["AG".index(side)])
+    return [value / share for value in layer[side]["eigenvalues"]]
 
 
 def _known(layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,10 +91,7 @@ def plot_spectrum(report: Mapping[str, Any]) -> Figure:
     figure = _figure(11, 5 if few else 1.5 + _height(len(layers)))
     panels = figure.subplots(1, 2, sharey=True)
     for axes, side in zip(panels, "AG", strict=True):
-        spectra = {
-            name: [value / _damping_share(layer, side) for value in layer[side]["eigenvalues"]]
-            for name, layer in layers.items()
-        }
+        spectra = {name: _in_damping(layer, side) for name, layer in layers.items()}
         axes.set_title(f"eigenvalues of {side}")
         axes.set_xlabel("position in the spectrum: 0 largest, 1 smallest")
         if few:
