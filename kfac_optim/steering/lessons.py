@@ -30,7 +30,8 @@ class Stretched:
 
     Attributes:
         params: The parameters.
-        rates: Their learning rates, negative under ``maximize``; 1 if they are tensors, which the other two contain.
+        rates: The sizes of their learning rates, negative under ``maximize``; 1 if they are tensors, which are in the
+            other two.
         after: ``<g', s>`` of each, ``[n]``, with the gradient g' and the last stretch s.
         before: ``<g, s>`` of each, ``[n]``, with the averaged gradient g that s was made from.
     """
@@ -149,7 +150,7 @@ def lessons_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], watc
 
 
 def _turn(buckets: Sequence[Bucket], rates: Sequence[Scalar], copies: Copies) -> Scalar | None:
-    """``lr <g', k - u>``, summed over all parameters, up to a positive factor; ``rates``: those of all groups."""
+    """``|lr| <g', k - u>``, summed over all parameters, up to a positive factor; ``rates``: those of all groups."""
     common = common_rate(rates)
     unit = 1.0 if common is None or isinstance(common, Tensor) else abs(common) or 1.0  # dividing by it keeps signs
     compared: list[Compared] = []
@@ -184,8 +185,9 @@ def _stretched(buckets: Sequence[Bucket], copies: Copies) -> Stretched:
 
 
 def _rate_downhill(bucket: Bucket) -> Scalar:
-    """The learning rate, negative under ``maximize``."""
+    """The size of the learning rate, negative under ``maximize``; a negative rate has turned the aim with the step."""
     lr = rate_of(bucket[0].group)
+    lr = lr.abs() if isinstance(lr, Tensor) else abs(lr)
     return -lr if bucket[0].group.get("maximize") else lr
 
 

@@ -755,6 +755,22 @@ def test_reach_is_learned_alike_however_the_step_is_taken(how: dict[str, Any]) -
     assert optimizer.curvature.reach > 0.012
 
 
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+@pytest.mark.parametrize(("cls", "how"), [(KFACSGD, {"momentum": 0.9}), (KFACAdam, {})])
+def test_rates_below_zero_go_uphill_as_maximize_does(cls: Any, how: dict[str, Any], kind: Any) -> None:
+    model, batch = net(), data()
+    other = copy.deepcopy(model)
+    up, below = cls(model, **options(0.02, **how), maximize=True), cls(other, **options(0.02, **how))
+    below.param_groups[0]["lr"] = kind(-0.02)
+    for _ in range(12):
+        for each, optimizer in ((model, up), (other, below)):
+            backward(each, batch, lambda *given: -loss(*given))
+            optimizer.step()
+        assert below.curvature.trust == up.curvature.trust
+    assert_same_weights(other, model)
+    assert up.curvature.reach > 0.012
+
+
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_rate_that_rises_again_or_jumps_leaves_the_stretch_as_long_as_it_was(
     on_device: bool, monkeypatch: pytest.MonkeyPatch
