@@ -11,7 +11,7 @@ from torch import nn
 
 from .averages import Averaging
 from .blocks import Block
-from .capture import Capture, Fisher, LossTerms
+from .capture import Capture, Fisher, LossTerms, Signs
 from .config import Config, compared, compared_options, options, refuse_unknown
 from .coverage import TrainedModel
 from .cuda_graphs import refuse_cuda_graphs
@@ -56,7 +56,8 @@ class BuiltEngine(Config):
             sampled=self._sampled_fisher is not None,
         )
         self._refresher = Refresher(self.solver, self.inv_dtype, self._stopwatch)
-        self._steering = Steering()
+        self._signs = Signs()
+        self._steering = Steering(self.ranks, self._signs)
         self._sightings = Sightings()
         self._find_layers()
         self.trained.warn_if_uncovered(self.skip_layers)
@@ -120,7 +121,7 @@ class BuiltEngine(Config):
             fisher=self._sampled_fisher,
             dtype=torch.promote_types(self.factor_dtype, torch.float32),
             stage=self._stopwatch.stage,
-            on_thrown_away=self._steering.opposition.note_captured_lost,
+            signs=self._signs,
         )
         if self._closed:
             self._capture.close()
@@ -212,7 +213,7 @@ class BuiltEngine(Config):
     def close(self) -> None:
         """Removes all hooks, which leaves the plain base optimizer. With several ranks, call it on all of them."""
         self._capture.close()
-        self._steering.opposition.note_left(None)
+        self._signs.note_left(None)
         self._closed = True
         for block in self.trained.blocks:
             block.drop()
@@ -245,13 +246,8 @@ class BuiltEngine(Config):
             "skipped_steps": self.skipped_steps,
             "skipped_batches": self._averaging.skipped_batches,
             **self._refresher.counters(),
-            **self._steering.counters(**self._since_last_step, alone=self.ranks.alone),
+            **self._steering.counters(),
         }
-
-    @property
-    def _since_last_step(self) -> dict[str, bool]:
-        """Whether there are captured moments or served layers since the last step: all that states and copies keep."""
-        return {"captured": bool(self._capture.statistics.sums), "served": bool(self._capture.frozen_passes)}
 
     def _compare(self, **more: Any) -> None:
         """Compares the ranks; learned numbers that rounding made different are taken from rank 0 (a collective).

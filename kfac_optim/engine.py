@@ -35,7 +35,6 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ from .distributed import AssignmentStrategy, LocalCommunicator, full_gradient, s
 from .rates import Scalar
 from .scaling import traits_of
 from .schedules import due
-from .steering import Lessons, Readings, Signs, WeightWatch
+from .steering import Lessons, Readings, WeightWatch
 from .views import ViewedEngine
 
 __all__ = ["CurvatureEngine", "memory_estimate"]
@@ -106,9 +105,7 @@ class CurvatureEngine(ViewedEngine):
             for block in self.trained.blocks:
                 block.note_trains()
         statistics = self._capture.take()
-        if self._capture.frozen_passes.take():
-            self._steering.opposition.note_served()
-        captured_lost = self._steering.opposition.take_captured_lost()
+        self._steering.opposition.begin_step(self.step_count, collects=self._capture.enabled)
         read = Readings(gradients, list(lrs), lessons, statistics.flags)
         moves = read.rate != 0
         trains = read.largest > 0 and moves
@@ -121,13 +118,11 @@ class CurvatureEngine(ViewedEngine):
         if not finite:
             self._skip()
             return False
-        # Before the first step, a loss is often tried out and its gradients are thrown away.
-        looked = self._capture.enabled and self.step_count > 0
-        self._steering.learn(self.trained.blocks, read, captured_lost if looked else None, alone=self.ranks.alone)
+        self._steering.learn(self.trained.blocks, read)
         if not self.trained.blocks:  # everything trains by the base rule
             return True
         if self._capture.enabled:
-            self._take_up(statistics, read.flags, trains=trains, captured_lost=captured_lost)
+            self._take_up(statistics, read.flags, trains=trains)
         del statistics  # as large as the factors, so freed before a refresh needs memory
         self._refresher.rebuild(self.step_count, self.trained.blocks, self.comm)
         if self._refresher.is_due(self, self.step_count):
@@ -179,7 +174,7 @@ class CurvatureEngine(ViewedEngine):
 
     def advance(self, left: Mapping[nn.Parameter, Tensor] | None = None) -> None:
         """Ends the step; ``left``: the gradients that it leaves in ``.grad``, for :meth:`discard`."""
-        self._steering.opposition.note_left(None if self._closed else left)
+        self._signs.note_left(None if self._closed else left)
         if not self._is_noop:
             self.step_count += 1
             self._steps_taken += 1
@@ -255,8 +250,8 @@ class CurvatureEngine(ViewedEngine):
 
     def discard(self) -> None:
         """Forgets what was captured since the last step, because ``zero_grad()`` is about to clear the gradients."""
-        self._steering.opposition.note_clearing()
-        self._capture.discard()
+        self._signs.note_clearing()
+        self._capture.forget()
 
     # Parts of a step ------------------------------------------------------------------------------------------------
 
@@ -275,28 +270,22 @@ class CurvatureEngine(ViewedEngine):
         self.skip_directions()
         self._prepare_statistics()
 
-    def _take_up(
-        self, statistics: TakenStatistics, flags: Iterable[float], *, trains: bool, captured_lost: bool
-    ) -> None:
+    def _take_up(self, statistics: TakenStatistics, flags: Iterable[float], *, trains: bool) -> None:
         """Adds the statistics of this step to the running averages (a collective).
 
         Args:
             statistics: What was captured.
             flags: The flags of the statistics, read from the device.
             trains: See :meth:`_refresh`.
-            captured_lost: Whether gradients captured before this step were thrown away.
         """
         resolved, blocks = statistics.resolve(flags), self.trained.blocks
         unseen = self._sightings.count_step(statistics, resolved, trains=trains)
         with self._stopwatch.stage("factor update"):
             decay = self.at("factor_decay", self.step_count)
-            reports = [unseen, *astuple(self._steering.opposition.signs(captured_lost))]
-            anything, reported = self._averaging.fold(blocks, resolved, decay, self.slack, self.comm, reports)
-            blind, *signs = reported
+            reports = [unseen, *self._steering.opposition.report()]
+            anything, (blind, *others) = self._averaging.fold(blocks, resolved, decay, self.slack, self.comm, reports)
+            self._steering.opposition.hear(others)
             self._sightings.note(blocks, resolved, blind=blind > 0 and not anything, alone=self.ranks.alone)
-            if not self.ranks.alone:
-                by_all = Signs(*(ranks == self.comm.world_size for ranks in signs))
-                self._steering.opposition.learn_of_ranks(by_all, looked=self.step_count > 0)
             if self.ranks.alone or self.ranks.assignment.shares_factors:
                 self._averaging.pool(blocks, self.comm)
         self.last_statistics = self.step_count

@@ -186,7 +186,7 @@ class StatefulEngine(BuiltEngine):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the model; hooks, scaler, communicator and what is captured stay behind."""
         state = {key: value for key, value in self.__dict__.items() if key not in _LEFT_BEHIND}
-        return {**state, "communicator": None, **self._since_last_step}
+        return {**state, "communicator": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._take_over(state, joins=True)
@@ -201,18 +201,13 @@ class StatefulEngine(BuiltEngine):
 
     def _take_over(self, state: dict[str, Any], *, joins: bool = False, **own: Any) -> None:
         """Goes on from :meth:`__getstate__`, with ``own`` attributes; ``joins``: among the ranks of this process."""
-        seen = {key: state.pop(key) for key in ("captured", "served")}
         self.__dict__.update(state, _owner=None, grad_scaler=None, **own)
         # A model that holds its optimizer is copied along with it, and cannot take hooks before it is complete.
-        when_whole(self.trained.roots, functools.partial(self._finish_copy, **seen, joins=joins))
+        when_whole(self.trained.roots, functools.partial(self._finish_copy, joins=joins))
 
-    def _finish_copy(self, *, captured: bool, served: bool, joins: bool) -> None:
-        """Puts hooks on the model; what the original had captured since its last step is lost."""
+    def _finish_copy(self, *, joins: bool) -> None:
+        """Puts hooks on the model."""
         self._restore()
-        if captured:
-            self._steering.opposition.note_captured_lost()
-        if served:
-            self._steering.opposition.note_served()
         if joins:
             self._join_ranks(self.ranks.after_unpickling())
 

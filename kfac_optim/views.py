@@ -27,13 +27,12 @@ class ViewedEngine(StatefulEngine):
             self.scaling,
             self.damping_rule,
             turns=self._turns,
-            alone=self.ranks.alone,
         )
 
     @property
     def is_opposed(self) -> bool:
         """Whether :meth:`plan` leaves steps to the base optimizer because networks seem to train against each other."""
-        return self._steering.is_opposed(self.scaling, turns=self._turns, alone=self.ranks.alone)
+        return self._steering.is_opposed(self.scaling, turns=self._turns)
 
     @property
     def _turns(self) -> bool:

@@ -29,7 +29,7 @@ Where to look::
     fisher.py          the distributions that the sampled Fisher draws from
     loss_terms.py      input and output of a model -> M
     attention.py       projections that are applied without calling a module
-    frozen_passes.py   frozen layers through which other networks train
+    signs.py           signs of networks that train against each other
     weight_uses.py     weights that are used outside the calls of their modules
     graphs.py          reads autograd's graph
     replay.py          repeats the calls of a model at other weights
@@ -41,6 +41,7 @@ from .fisher import Bernoulli, Categorical, Fisher, Gaussian
 from .hooks import Capture
 from .loss_terms import LossAverage, LossTerms
 from .replay import Part, RandomState, Replay, repeating
+from .signs import Signs
 from .statistics import StepMoments, TakenStatistics
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "Part",
     "RandomState",
     "Replay",
+    "Signs",
     "StepMoments",
     "TakenStatistics",
     "repeating",

@@ -4,7 +4,7 @@ These methods change the state of a model call (``calls.py``)::
 
     _on_model_call_start   a watched module is entered: opens a call, unless one is open
     _on_model_call_end     the module that opened the call is left: the call has returned, or is dropped
-    discard, take          between two steps: drop an open call, which was interrupted; take forgets the last call
+    forget, take           between two steps: drop an open call, which was interrupted; take forgets the last call
 
 and these change the state of a micro-batch (``microbatch.py``)::
 
@@ -37,12 +37,12 @@ from .calls import ModelCall, ModelCalls, in_backward, own_result, when_gradient
 from .compiled import CompiledCalls
 from .copies import leave_hooks_behind
 from .fisher import Fisher
-from .frozen_passes import FrozenPasses
 from .hook_objects import FirstHook, Hook, put_after, put_before, remove_all
 from .loss_terms import LossTerms, main_tensor
 from .microbatch import BackwardPasses, Recorder, positions_of
 from .sampling import SampledBackward
-from .statistics import StepStatistics, TakenStatistics
+from .signs import Signs
+from .statistics import TakenStatistics
 from .weight_uses import WeightUses
 
 __all__ = ["Capture"]
@@ -58,7 +58,7 @@ class Capture:
         fisher: The distribution to sample targets from; None for the empirical Fisher.
         dtype: Precision of the moments.
         stage: Returns, for the name of a stage, a context manager that times it.
-        on_thrown_away: Called if gradients are removed before a step although their backward passes were captured.
+        signs: Is told of calls of frozen layers, and of gradients that are removed although they were captured.
     """
 
     def __init__(
@@ -70,25 +70,20 @@ class Capture:
         fisher: Fisher | None,
         dtype: torch.dtype,
         stage: Callable[[str], AbstractContextManager[None]],
-        on_thrown_away: Callable[[], None],
+        signs: Signs,
     ) -> None:
         self.layers = list(layers)
-        self._loss_terms, self._on_thrown_away = loss_terms, on_thrown_away
+        self.signs, self._loss_terms = signs, loss_terms
         self._left_out: Collection[int] = ()
         self._calls, self._uses = ModelCalls(), WeightUses(self.layers)
-        self.frozen_passes = FrozenPasses(self.layers)
         self._recorder = Recorder(self.layers, dtype, stage)
-        self._passes = BackwardPasses(self._recorder, on_thrown_away)
+        self._passes = BackwardPasses(self._recorder, signs.note_captured_lost)
+        signs.watch(self._passes)
         self._sampling = None if fisher is None else SampledBackward(fisher, self._passes, roots)
         self._compiled = CompiledCalls(self._calls, self._passes, sampled=fisher is not None)
         self._handles: list[Any] = []
         self._attach(roots)
         weakref.finalize(self, remove_all, self._handles)
-
-    @property
-    def statistics(self) -> StepStatistics:
-        """The statistics of this step so far."""
-        return self._passes.statistics
 
     @property
     def enabled(self) -> bool:
@@ -125,12 +120,6 @@ class Capture:
         self._recorder.prepare(enabled=False, fraction=1.0, grad_scaler=None)
         self.forget()
         remove_all(self._handles)
-
-    def discard(self) -> None:
-        """Forgets the micro-batches of this step, because their gradients are thrown away."""
-        if self.statistics.sums:
-            self._on_thrown_away()
-        self.forget()
 
     def forget(self) -> None:
         """Forgets the micro-batches of this step, but not a forward pass that still awaits its backward pass."""

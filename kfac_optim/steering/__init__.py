@@ -25,7 +25,6 @@ from .constraints import WeightWatch, compares_weights
 from .graft import shortened
 from .inner_products import Compared, alignments
 from .lessons import Lessons, Readings, lessons_of
-from .opponents import Signs
 from .plan import Plan, Steering
 from .reach import LEAST, stretches
 from .trust import changes_at, turns
@@ -36,7 +35,6 @@ __all__ = [
     "Lessons",
     "Plan",
     "Readings",
-    "Signs",
     "Steering",
     "WeightWatch",
     "alignments",

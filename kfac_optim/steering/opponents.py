@@ -5,11 +5,9 @@ refresh that falls due waits for the end of the game, for which statistics look.
 
 A discriminator that trains faster wins at once, and leaves the generator nothing to learn from; a generator that trains
 faster finds the discriminator's blind spots instead of the data. A discriminator is recognised by gradients that are
-thrown away: those of the backward passes by which the generator trains. They are seen in two ways: what its layers had
-captured is dropped (:meth:`Opposition.note_captured_lost`), or the gradients that a step left in ``.grad`` have grown
-by the time the optimizer clears them (:class:`Leftover`). A discriminator that is frozen for these passes gets no
-gradients; then the passes themselves are seen (:mod:`kfac_optim.capture.frozen_passes`). A generator has no such signs.
-So an optimizer counts as an opponent while a discriminator takes steps between its own, in one process.
+thrown away: those of the backward passes by which the generator trains (:mod:`kfac_optim.capture.signs`). A generator
+has no such signs. So an optimizer counts as an opponent while a discriminator takes steps between its own, in one
+process.
 
 A single network may throw gradients away, too: those that make adversarial examples, or the first ones of SAM. But a
 game has two optimizers. So these gradients count only if another optimizer, of any kind, has lately taken a step
@@ -17,62 +15,35 @@ between those of this one.
 
 Several ranks tell each other what they have seen in the steps that collect statistics, and only what all of them have
 seen counts: a game on one rank must not decide the steps of the others.
+
+The order of things, each a method of :class:`Opposition`::
+
+    (between steps)   ``capture/signs.py`` notes what is thrown away
+    begin_step        takes what was noted, and counts the step, even if it will be skipped or change nothing
+    learn             in one process: judges whether the network is an opponent
+    report, hear      on several ranks: tell each other, and judge what all have seen
+    in_game           what follows from it, for ``plan.py``
+    counters, load    what is saved, the signs since the last step included
 """
 
 from __future__ import annotations
 
-import itertools
+import copy
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..capture import Signs
 from ..counters import Counter
+from ..ranks import Ranks
 
-__all__ = ["OPPONENTS", "Leftover", "Opponents", "Opposition", "Signs"]
+__all__ = ["OPPONENTS", "Opponents", "Opposition"]
 
 _LATELY = 16  # steps: one network may take several before the other takes one
 _THROWS = 2**16 - 1  # all bits of ``throws``, one for each step that it remembers
-_NUMBERS = itertools.count(1)
-
-
-class Leftover:
-    """Watches whether a later backward pass adds to a gradient that ``step()`` has left in ``.grad``.
-
-    It watches for as long as somebody holds a reference to it.
-
-    Args:
-        parameter: The parameter; it gets a hook.
-        gradient: Its gradient after the step, which gets a number as an attribute. No reference to the gradient is
-            kept, not even a weak one: torch could not swap it then, as ``model.to()`` does under
-            ``torch.__future__.set_swap_module_params_on_conversion(True)``. Attributes are swapped as well.
-
-    Attributes:
-        has_grown: Whether another backward pass has added to the gradient.
-    """
-
-    def __init__(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        self.has_grown = False
-        if parameter.requires_grad:
-            self._number, of_self = next(_NUMBERS), weakref.ref(self)
-            gradient._kfac_left = self._number  # type: ignore[attr-defined]
-            handle = parameter.register_post_accumulate_grad_hook(lambda p: _note(of_self, p))
-            # Not in __del__: when a cycle is collected, the handle has lost its hooks by then.
-            weakref.finalize(self, handle.remove)
-
-    def on_gradient_added(self, parameter: Tensor) -> None:
-        """Called when a backward pass has added to the gradient of the parameter."""
-        self.has_grown |= getattr(parameter.grad, "_kfac_left", 0) == self._number
-
-
-def _note(leftover: weakref.ref[Leftover], parameter: Tensor) -> None:
-    known = leftover()
-    if known is not None:
-        known.on_gradient_added(parameter)
 
 
 class Opponents:
@@ -139,23 +110,12 @@ register_optimizer_step_pre_hook(_disable_dynamo(lambda who, *_: OPPONENTS.begin
 register_optimizer_step_post_hook(_disable_dynamo(lambda who, *_: OPPONENTS.end(who)))
 
 
-@dataclass(frozen=True)
-class Signs:
-    """Signs of a game that were seen since the ranks last told each other of them.
-
-    Attributes:
-        captured_lost: Whether captured gradients were thrown away before this step.
-        added_lost: Whether gradients were thrown away that had been added to those left in ``.grad`` by a step.
-        opponents: Whether other networks are known to train against each other.
-    """
-
-    captured_lost: bool
-    added_lost: bool
-    opponents: bool
-
-
 class Opposition:
     """Whether the network of one optimizer trains against another one.
+
+    Args:
+        ranks: The ranks.
+        signs: What is seen between steps.
 
     Attributes:
         opposes: Whether captured gradients were thrown away before both of the last two steps that collected
@@ -177,126 +137,101 @@ class Opposition:
         "opposes": Counter("opposes", -1, 1),
         "suspected": Counter("suspected", 1, 1),
         "throws": Counter("throws", 0, _THROWS),
-        "captured_lost": Counter("_captured_lost", 0, 1),
-        "added_lost": Counter("_added_lost", 0, 1),
+        "captured_lost": Counter("signs", 0, 1),
+        "added_lost": Counter("signs", 0, 1),
         "all_see_opponents": Counter("all_see_opponents", 0, 1),
         "since_lost": Counter("since_lost", 0, _LATELY),
         "alone_for": Counter("alone_for", 0, _LATELY),
     }
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks, signs: Signs) -> None:
+        self._ranks, self._signs = ranks, signs
         self.opposes: bool | None = None
         self.suspected = True
         self.throws = 0
         self.all_see_opponents = False
         self.since_lost = self.alone_for = 0
+        self._captured: bool | None = None  # whether captured gradients were thrown away before this step
+        self._added = False  # whether added gradients were thrown away since signs were last judged
         self._taken_if_alone = OPPONENTS.taken  # had nobody else taken a step since gradients were last thrown away
-        self._leftover: Leftover | None = None
-        # Whether gradients were thrown away since the last step: captured ones, and ones added to that step's.
-        self._captured_lost = self._added_lost = False
+
+    def begin_step(self, step: int, *, collects: bool) -> None:
+        """Takes what was seen since the last step.
+
+        Args:
+            step: The number of earlier steps. Before the first step, a loss is often tried out and its gradients are
+                thrown away.
+            collects: Whether the step collects statistics. Else it is not known whether captured gradients were lost.
+        """
+        captured, added = self._signs.take()
+        self._added |= added
+        self._taken_if_alone += 1  # keeps pace with OPPONENTS.taken, which counts this step when it ends
+        if captured or self._added:
+            is_alone = OPPONENTS.taken < self._taken_if_alone
+            self.alone_for = min(self.alone_for + self.since_lost, _LATELY) if is_alone else 0
+            self.since_lost, self._taken_if_alone = 1, OPPONENTS.taken + 1
+        elif self.since_lost:
+            self.since_lost = min(self.since_lost + 1, _LATELY)
+        self._captured = captured and self._may_be_a_game if collects and step > 0 else None
+
+    @property
+    def _may_be_a_game(self) -> bool:
+        return self.alone_for < _LATELY
+
+    def recover(self) -> None:
+        """Called after an exception in a step. That step did not count; nor do those of others up to now."""
+        self._taken_if_alone = OPPONENTS.taken
+
+    def learn(self) -> None:
+        """Learns from what was seen before this step, which is not skipped; several ranks do by :meth:`hear`."""
+        if self._ranks.alone:
+            self._judge(self._captured, self._added and self._may_be_a_game)
+        OPPONENTS.step(self, opposes=self.is_opponent)
+
+    def report(self) -> list[bool]:
+        """What this rank reports to the others: both signs, and whether other networks train against each other."""
+        return [bool(self._captured), self._added and self._may_be_a_game, OPPONENTS.exist_for(self)]
+
+    def hear(self, reports: Sequence[int]) -> None:
+        """Learns from the reports of several ranks; ``reports``: how many of them have set each flag."""
+        if not self._ranks.alone:
+            captured, added, self.all_see_opponents = (ranks == self._ranks.comm.world_size for ranks in reports)
+            self._judge(None if self._captured is None else captured, added)
+            OPPONENTS.note(self, opposes=self.is_opponent)
+
+    def _judge(self, captured: bool | None, added: bool) -> None:
+        if captured is not None:
+            self.opposes, self.suspected = captured and self.suspected, captured
+        self.throws, self._added = (2 * self.throws + added) & _THROWS, False
 
     @property
     def is_opponent(self) -> bool:
         """Whether the network is known to train against another one."""
         return bool(self.opposes) or self.throws.bit_count() > 1
 
-    def note_left(self, gradients: Mapping[nn.Parameter, Tensor] | None) -> None:
-        """Starts to watch the gradients that a step leaves in ``.grad``; None or empty: there are none."""
-        self._leftover = Leftover(*next(iter(gradients.items()))) if gradients else None
-
-    def note_clearing(self) -> None:
-        """Records, before gradients are cleared, whether others were added to those that the step had left."""
-        self._added_lost = self._added_would_be_lost
-        self._leftover = None  # clearing gradients a second time throws nothing away
-
     @property
-    def _added_would_be_lost(self) -> bool:
-        """Whether gradients would be thrown away if they were cleared now; see :meth:`note_clearing`."""
-        return self._added_lost or (self._leftover is not None and self._leftover.has_grown)
+    def in_game(self) -> bool | None:
+        """Whether networks, this one or others, are known to train against each other.
 
-    def recover(self) -> None:
-        """Called after an exception in a step. That step did not count; nor do those of others up to now."""
-        self._taken_if_alone = OPPONENTS.taken
-
-    def note_captured_lost(self) -> None:
-        """Records that captured gradients are thrown away."""
-        self._captured_lost = True
-
-    def note_served(self) -> None:
-        """Records that the network was frozen since the last step while others trained through it.
-
-        Both kinds of gradients count as thrown away: the network may take several steps per step of the other.
+        None: that is not known yet, before the second step that collects statistics.
         """
-        self._captured_lost = self._added_lost = True
+        if self.opposes is None:
+            return None
+        return self.is_opponent or (OPPONENTS.exist_for(self) if self._ranks.alone else self.all_see_opponents)
 
-    def take_captured_lost(self) -> bool:
-        """Whether captured gradients were thrown away in a game before this step; counts the step, even if skipped."""
-        self._taken_if_alone += 1  # keeps pace with OPPONENTS.taken, which counts this step when it ends
-        if self._captured_lost or self._added_lost:
-            is_alone = OPPONENTS.taken < self._taken_if_alone
-            self.alone_for = min(self.alone_for + self.since_lost, _LATELY) if is_alone else 0
-            self.since_lost, self._taken_if_alone = 1, OPPONENTS.taken + 1
-        elif self.since_lost:
-            self.since_lost = min(self.since_lost + 1, _LATELY)
-        lost, self._captured_lost = self._captured_lost, False
-        return lost and self._may_be_a_game
-
-    @property
-    def _may_be_a_game(self) -> bool:
-        return self.alone_for < _LATELY
-
-    def learn(self, captured_lost: bool | None, *, alone: bool) -> None:
-        """Learns from what has happened since the last step.
-
-        Args:
-            captured_lost: Whether captured gradients were thrown away; None: that is not known.
-            alone: Whether there is only one rank; several ranks learn by :meth:`learn_of_ranks`.
-        """
-        if alone:
-            self._judge(captured_lost, self._added_lost and self._may_be_a_game)
-        OPPONENTS.step(self, opposes=self.is_opponent)
-
-    def signs(self, captured_lost: bool) -> Signs:
-        """What this rank reports to the others; ``captured_lost``: see :class:`Signs`."""
-        return Signs(captured_lost, self._added_lost and self._may_be_a_game, OPPONENTS.exist_for(self))
-
-    def learn_of_ranks(self, seen_by_all: Signs, *, looked: bool) -> None:
-        """Learns from what all of several ranks have seen; ``looked``: whether this is not the very first step."""
-        self._judge(seen_by_all.captured_lost if looked else None, seen_by_all.added_lost)
-        self.all_see_opponents = seen_by_all.opponents
-        OPPONENTS.note(self, opposes=self.is_opponent)
-
-    def _judge(self, captured_lost: bool | None, added_lost: bool) -> None:
-        if captured_lost is not None:
-            self.opposes, self.suspected = captured_lost and self.suspected, captured_lost
-        self.throws, self._added_lost = (2 * self.throws + added_lost) & _THROWS, False
-
-    def may_stretch(self, *, alone: bool) -> bool:
-        """Whether steps may be stretched: no networks are known to train against each other.
-
-        Before the second step that collects statistics they may not. ``alone``: whether there is only one rank.
-        """
-        if self.opposes is None or self.is_opponent:
-            return False
-        return not (OPPONENTS.exist_for(self) if alone else self.all_see_opponents)
-
-    def counters(self, *, captured: bool, served: bool, alone: bool) -> dict[str, float]:
+    def counters(self) -> dict[str, float]:
         """The counters to save.
 
-        Gradients are not saved, so a resumed run has lost those of the passes since the last step.
-
-        Args:
-            captured: Whether some of these gradients are captured.
-            served: Whether others have trained through the network since the last step, while it was frozen.
-            alone: Whether there is only one rank. Several ranks save the same, whatever each has seen since their last
-                reports: an opponent counts as having thrown gradients away again.
+        Several ranks save the same, whatever each has seen since their last reports: an opponent counts as having
+        thrown gradients away again.
         """
+        alone, (captured, added) = self._ranks.alone, self._signs.if_resumed
         return {
             "opposes": -1 if self.opposes is None else int(self.opposes),
             "suspected": int(self.suspected),
             "throws": self.throws,
-            "captured_lost": int((captured or served or self._captured_lost) if alone else bool(self.opposes)),
-            "added_lost": int(alone and (served or self._added_would_be_lost)),
+            "captured_lost": int(captured if alone else bool(self.opposes)),
+            "added_lost": int(alone and (added or self._added)),
             "all_see_opponents": int(self.all_see_opponents),
             "since_lost": self.since_lost if alone else 0,
             "alone_for": self.alone_for if alone else 0,
@@ -306,15 +241,11 @@ class Opposition:
         """Restores saved counters."""
         known = {name: int(counters.get(name, each.start)) for name, each in self.COUNTERS.items()}
         self.opposes = None if known["opposes"] < 0 else bool(known["opposes"])
-        self.suspected, self.throws, self._leftover = bool(known["suspected"]), known["throws"], None
-        self._captured_lost, self._added_lost = bool(known["captured_lost"]), bool(known["added_lost"])
+        self.suspected, self.throws, self._added = bool(known["suspected"]), known["throws"], False
+        self._signs.restore(captured=bool(known["captured_lost"]), added=bool(known["added_lost"]))
         self.all_see_opponents = bool(known["all_see_opponents"])
         self.since_lost, self.alone_for, self._taken_if_alone = known["since_lost"], known["alone_for"], OPPONENTS.taken
         OPPONENTS.resume(self, opposes=self.is_opponent)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state to pickle; the hook on the leftover gradient stays behind."""
-        return {**self.__dict__, "_leftover": None, "_added_lost": self._added_would_be_lost}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _taken_if_alone=OPPONENTS.taken)
@@ -322,6 +253,6 @@ class Opposition:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Opposition:
         copied = object.__new__(type(self))
-        copied.__dict__.update(self.__getstate__(), _taken_if_alone=OPPONENTS.taken)
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo), _taken_if_alone=OPPONENTS.taken)
         OPPONENTS.copy(self, copied)
         return copied

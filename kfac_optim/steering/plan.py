@@ -13,8 +13,10 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ..blocks import Block
+from ..capture import Signs
 from ..counters import Counted, Counter
 from ..damping import Damping, OfLargest
+from ..ranks import Ranks
 from ..scaling import Scaling, traits_of
 from .brake import Brake
 from .constraints import WeightWatch
@@ -64,6 +66,10 @@ class Plan:
 class Steering:
     """Everything learned so far about how closely steps should follow K-FAC.
 
+    Args:
+        ranks: The ranks.
+        signs: What is seen between steps of networks that train against each other.
+
     Attributes:
         trust: How far steps turn.
         graft: How far K-FAC's directions are scaled to the length of the base optimizer's updates.
@@ -79,21 +85,19 @@ class Steering:
         for name, counter in part.COUNTERS.items()
     }
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks, signs: Signs) -> None:
         self.trust, self.graft, self.brake = Trust(), GraftShare(), Brake()
-        self.rate_history, self.opposition, self.watch = RateHistory(), Opposition(), WeightWatch()
+        self.rate_history, self.opposition, self.watch = RateHistory(), Opposition(ranks, signs), WeightWatch()
         self._too_long: set[nn.Parameter] = set()
 
-    def learn(self, blocks: Sequence[Block], read: Readings, captured_lost: bool | None, *, alone: bool) -> None:
+    def learn(self, blocks: Sequence[Block], read: Readings) -> None:
         """Learns from what the gradients of a step say about the last step.
 
         Args:
             blocks: The layers' blocks, whose reaches move.
             read: What the gradients say, and the learning rate.
-            captured_lost: Whether captured gradients were thrown away since the last step; None: that is not known.
-            alone: Whether there is only one rank.
         """
-        self.opposition.learn(captured_lost, alone=alone)
+        self.opposition.learn()
         if (lessons := read.lessons) is not None:
             self.brake.learn(read.number(lessons.length))
             self.trust.learn(read.number(lessons.turn), read.number(lessons.average), grows=lessons.grows)
@@ -105,15 +109,15 @@ class Steering:
             self._too_long = learn_reaches(blocks, slopes, undone) | undone
         lower_reaches(blocks, self.rate_history.rise(read.rate))
 
-    def is_opposed(self, scaling: Scaling | None, *, turns: bool, alone: bool) -> bool:
+    def is_opposed(self, scaling: Scaling | None, *, turns: bool) -> bool:
         """The coming plan's :attr:`Plan.opposed`; for the arguments see :meth:`plan`."""
-        if not turns or self.opposition.opposes is None or self.opposition.may_stretch(alone=alone):
+        if not (turns and self.opposition.in_game):
             return False
         traits = traits_of(scaling)
         return traits.trust is None and traits.stretch is not True
 
     def plan(
-        self, blocks: Iterable[Block], step: int, scaling: Scaling | None, damping: Damping, *, turns: bool, alone: bool
+        self, blocks: Iterable[Block], step: int, scaling: Scaling | None, damping: Damping, *, turns: bool
     ) -> Plan:
         """The plan of a step.
 
@@ -123,14 +127,13 @@ class Steering:
             scaling: Determines the length of directions, whether trust is learned, and whether steps are stretched.
             damping: The damping; steps are stretched only if it is relative to the largest eigenvalue.
             turns: Whether the steps of a base optimizer are turned; else gradients are preconditioned, at a trust of 1.
-            alone: Whether there is only one rank.
         """
         traits = traits_of(scaling)
         given = traits.trust if turns else 1.0
         learns, fixed = given is None, 0.0 if given is None else float(given)
         wanted = learns and traits.stretch is not False and isinstance(damping, OfLargest)
-        stretches = wanted and (traits.stretch is True or self.opposition.may_stretch(alone=alone))
-        opposed = self.is_opposed(scaling, turns=turns, alone=alone)
+        stretches = wanted and (traits.stretch is True or self.opposition.in_game is False)
+        opposed = self.is_opposed(scaling, turns=turns)
         steers = learns and not opposed
         changed = stretches and any(block.has_direction and block.reach > LEAST for block in blocks)
         return Plan(
@@ -147,11 +150,10 @@ class Steering:
             last_brake=self.brake.last,
         )
 
-    def counters(self, *, captured: bool, served: bool, alone: bool) -> dict[str, float]:
-        """The counters to save; for the arguments see :meth:`~kfac_optim.steering.opponents.Opposition.counters`."""
-        opposition = self.opposition.counters(captured=captured, served=served, alone=alone)
+    def counters(self) -> dict[str, float]:
+        """The counters to save."""
         known = {name: value for part in self._counted for name, value in part.counters().items()}
-        return {**known, **opposition}
+        return {**known, **self.opposition.counters()}
 
     def take_over(self, counters: Mapping[str, Any]) -> None:
         """Takes over some counters from another rank."""

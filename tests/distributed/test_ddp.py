@@ -176,7 +176,7 @@ def train_poisoned_statistics(rank: int, world_size: int) -> tuple[list[Tensor],
 
     def drop() -> None:
         if rank == 1 and engine.step_count == 2:
-            for kept in engine._capture.statistics.kept:
+            for kept in engine._capture._passes.statistics.kept:
                 kept.fill_(False)
 
     train(wrapped, optimizer, range(rank, 6 * world_size, world_size), shape=SHAPE, before_step=drop)

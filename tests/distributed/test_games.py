@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kfac_optim import KFACAdam
-from kfac_optim.steering.opponents import Leftover
+from kfac_optim.capture.signs import Leftover
 from tests.helpers.compare import assert_all_near, assert_equal_on_ranks, values
 from tests.helpers.files import through_a_file
 from tests.helpers.ranks import run_ranks

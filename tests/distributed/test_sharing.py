@@ -543,7 +543,7 @@ def of_one_rank(rank: int, world_size: int) -> dict[str, Any]:
         seen: list[set[int]] = []
 
         def look(into: list[set[int]] = seen, engine: Any = optimizer.curvature) -> None:
-            into.append(set(engine._capture.statistics.sums))
+            into.append(set(engine._capture._passes.statistics.sums))
 
         train(wrapped, optimizer, range(4), rank=rank, world_size=world_size, before_step=look)
         workers = optimizer.curvature.ranks.assignment.layers

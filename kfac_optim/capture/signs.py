@@ -1,0 +1,163 @@
+"""Watches, between the steps of an optimizer, for signs that its network is the discriminator of a game.
+
+:mod:`kfac_optim.steering.opponents` makes of them whether networks train against each other. Both signs are gradients
+that are thrown away: those of the backward passes by which the generator trains.
+
+*Captured ones* were seen by the layers' hooks, and are removed before a step has used them. That shows only before
+steps that collect statistics. *Added ones* were added to the gradients that a step has left in ``.grad``, by the time
+the optimizer clears these (:class:`Leftover`). That shows before every step, but only if they are cleared so late.
+
+Many GANs freeze their discriminator while the generator trains through it (``requires_grad_(False)``, Lightning's
+``toggle_optimizer()``). It then gets no gradients that could be thrown away; the passes themselves are seen instead
+(:class:`FrozenPasses`), before every step, because the generator may train in few of them. They count as both signs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..layers import KroneckerLayer
+from .graphs import leaves_of, nodes_reached
+from .microbatch import BackwardPasses
+
+__all__ = ["FrozenPasses", "Leftover", "Signs"]
+
+_NUMBERS = itertools.count(1)
+
+
+class Leftover:
+    """Watches whether a later backward pass adds to a gradient that ``step()`` has left in ``.grad``.
+
+    It watches for as long as somebody holds a reference to it.
+
+    Args:
+        parameter: The parameter; it gets a hook.
+        gradient: Its gradient after the step, which gets a number as an attribute. No reference to the gradient is
+            kept, not even a weak one: torch could not swap it then, as ``model.to()`` does under
+            ``torch.__future__.set_swap_module_params_on_conversion(True)``. Attributes are swapped as well.
+
+    Attributes:
+        has_grown: Whether another backward pass has added to the gradient.
+    """
+
+    def __init__(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        self.has_grown = False
+        if parameter.requires_grad:
+            self._number, of_self = next(_NUMBERS), weakref.ref(self)
+            gradient._kfac_left = self._number  # type: ignore[attr-defined]
+            handle = parameter.register_post_accumulate_grad_hook(lambda p: _note(of_self, p))
+            # Not in __del__: when a cycle is collected, the handle has lost its hooks by then.
+            weakref.finalize(self, handle.remove)
+
+    def on_gradient_added(self, parameter: Tensor) -> None:
+        """Called when a backward pass has added to the gradient of the parameter."""
+        self.has_grown |= getattr(parameter.grad, "_kfac_left", 0) == self._number
+
+
+def _note(leftover: weakref.ref[Leftover], parameter: Tensor) -> None:
+    known = leftover()
+    if known is not None:
+        known.on_gradient_added(parameter)
+
+
+class FrozenPasses:
+    """Notes layers that *serve*: other parameters train through them while they are frozen.
+
+    Compiled networks, re-entrant checkpoints and layers of attention are not searched.
+
+    Attributes:
+        served: The layers that have served.
+    """
+
+    def __init__(self) -> None:
+        self.served: set[KroneckerLayer] = set()
+        self._serves: bool | None = None  # found from the first frozen layer, because walks from each take too long
+
+    def note_call(self, layer: KroneckerLayer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Notes a call of a layer, which serves if it is frozen and parameters have made its input.
+
+        It does not serve if gradients end at a tensor other than a parameter, as for an adversarial example.
+        """
+        if layer.weight.requires_grad or self._serves is False or layer in self.served:
+            return
+        a = args[0] if args else next(iter(kwargs.values()), None)
+        if not isinstance(a, Tensor) or not a.requires_grad:
+            return
+        if self._serves is None:
+            self._serves = any(isinstance(leaf, nn.Parameter) for leaf in leaves_of(nodes_reached([a.grad_fn])))
+        if self._serves:
+            self.served.add(layer)
+
+
+class Signs:
+    """What was thrown away since the last step of an optimizer.
+
+    Args:
+        captured: Whether captured gradients were.
+        added: Whether gradients were that had been added to those that the step has left.
+
+    Attributes:
+        frozen: The passes since the last step in which layers were frozen.
+    """
+
+    def __init__(self, *, captured: bool = False, added: bool = False) -> None:
+        self._captured, self._added = captured, added
+        self._leftover: Leftover | None = None
+        self._passes: weakref.ref[BackwardPasses] | None = None  # weak, because they hold this object
+        self.frozen = FrozenPasses()
+
+    def watch(self, passes: BackwardPasses) -> None:
+        """Starts to watch the passes that new hooks see."""
+        self._passes, self.frozen = weakref.ref(passes), FrozenPasses()
+
+    def note_left(self, gradients: Mapping[nn.Parameter, Tensor] | None) -> None:
+        """Starts to watch the gradients that a step leaves in ``.grad``; None or empty: there are none."""
+        self._leftover = Leftover(*next(iter(gradients.items()))) if gradients else None
+
+    def note_captured_lost(self) -> None:
+        """Notes that captured gradients are thrown away."""
+        self._captured = True
+
+    def note_clearing(self) -> None:
+        """Notes, before the optimizer clears gradients, what is thrown away by that."""
+        self._captured, self._added = self._if_cleared
+        self._leftover = None  # clearing gradients a second time throws nothing away
+
+    def take(self) -> tuple[bool, bool]:
+        """Whether captured gradients and added ones were thrown away before the step that begins; starts anew.
+
+        Layers that have served count if they train in this step.
+        """
+        weights = [layer.weight for layer in self.frozen.served]
+        served = any(weight.requires_grad and weight.grad is not None for weight in weights)
+        found = self._captured or served, self._added or served
+        self._captured, self._added, self.frozen = False, False, FrozenPasses()
+        return found
+
+    @property
+    def _if_cleared(self) -> tuple[bool, bool]:
+        """Whether gradients of both kinds were thrown away, or would be if they were cleared now."""
+        passes = None if self._passes is None else self._passes()
+        captured = passes is not None and bool(passes.statistics.sums)
+        added = self._leftover is not None and self._leftover.has_grown
+        return self._captured or captured, self._added or added
+
+    @property
+    def if_resumed(self) -> tuple[bool, bool]:
+        """What :meth:`take` finds in a resumed run, which has lost the gradients of all passes since the last step."""
+        (captured, added), served = self._if_cleared, bool(self.frozen.served)
+        return captured or served, added or served
+
+    def restore(self, *, captured: bool, added: bool) -> None:
+        """Goes on from a saved state."""
+        self._captured, self._added, self._leftover = captured, added, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state to copy or pickle: hooks stay behind, and what was captured is lost."""
+        captured, added = self.if_resumed
+        return vars(Signs(captured=captured, added=added))
