@@ -154,8 +154,8 @@ class Signs:
         return captured or served, added or served
 
     def restore(self, *, captured: bool, added: bool) -> None:
-        """Goes on from a saved state."""
-        self._captured, self._added, self._leftover = captured, added, None
+        """Goes on from a saved state; what was seen before is forgotten."""
+        self._captured, self._added, self._leftover, self.frozen = captured, added, None, FrozenPasses()
 
     def __getstate__(self) -> dict[str, Any]:
         """The state to copy or pickle: hooks stay behind, and what was captured is lost."""

@@ -901,6 +901,20 @@ def test_whoever_goes_on_knows_that_frozen_layers_have_served_others(go_on: Any)
         assert optimizer.curvature._steering.opposition.opposes is not False
 
 
+def test_loading_a_state_forgets_that_frozen_layers_have_served_others() -> None:
+    model = net()
+    optimizer = KFACSGD(model, **options(0.1, momentum=0.9))
+    backward(model, data(), loss)
+    optimizer.step()
+    state, known = optimizer.state_dict(), optimizer.curvature.counters()
+    model.requires_grad_(False)
+    loss(model(nn.Linear(3, 3)(torch.randn(6, 3))), torch.randn(6, 2)).backward()
+    model.requires_grad_(True)
+    assert optimizer.curvature.counters()["added_lost"] == 1
+    optimizer.load_state_dict(state)
+    assert optimizer.curvature.counters() == known
+
+
 @pytest.mark.parametrize("ways", [("saved", "into a used one"), ("copied", "pickled")], ids=" or ".join)
 @pytest.mark.parametrize("cleared", ["before the cut", "after the cut"])
 @pytest.mark.parametrize("probes", [(0, 1, 2, 3, 4, 5), (3, 4), (4, 5), (2, 4), ()])
