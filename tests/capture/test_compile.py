@@ -176,6 +176,10 @@ def with_labels(call: Call, step: int) -> None:
     call(numbers(step, 8, 4), labels=classes(step)).loss.backward()
 
 
+def on_sequences(call: Call, step: int) -> None:
+    F.cross_entropy(call(numbers(step, 4, 3, 4)).flatten(0, 1), classes(step, 12)).backward()
+
+
 def accumulated(call: Call, step: int) -> None:
     """Micro-batches of two sizes, and an evaluation between them."""
     for part, size in enumerate((8, 4, 8)):
@@ -264,7 +268,7 @@ def test_every_class_trains_as_in_eager_mode(kind: str) -> None:
     assert graphs() == 2, "one graph for steps with statistics, one for steps without"
 
 
-@pytest.mark.slow
+@pytest.mark.fast("^before")
 @pytest.mark.parametrize("when", ["before", "after", "in place", "by layer"])
 def test_whenever_and_whatever_is_compiled(when: str) -> None:
     model, plain = convolutions(), convolutions()
@@ -304,6 +308,7 @@ ODD: dict[str, tuple[Callable[[], nn.Module], Call, dict[str, Any]]] = {
     "one backward of three forwards": (mlp, one_backward_for_three, {}),
     "among monitors": (mlp, among_monitors, {}),
     "gradients set by the loop": (mlp, sets_gradients, {}),
+    "a term for each position": (mlp, on_sequences, {"loss_average": "batch+sequence"}),
     "terms by a function": (mlp, on_vectors, {"loss_average": lambda inputs, y: y.shape[0]}),
     "checkpoint": (lambda: Checkpointed(False), on_vectors, {}),
     "re-entrant checkpoint": (lambda: Checkpointed(True), on_vectors, {}),
@@ -430,7 +435,6 @@ def test_compilation_warns_of_nothing() -> None:
 # Errors --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast("^True")
 @pytest.mark.parametrize("in_place", [False, True])
 def test_called_before_the_optimizer_was_built(in_place: bool) -> None:
     """The first step says what to do; after ``torch._dynamo.reset()`` training goes on as in eager mode."""
