@@ -234,23 +234,6 @@ def test_a_loss_that_is_kept_keeps_nothing_that_was_observed(fisher: str) -> Non
     assert optimizer.curvature.report()["layers"]
 
 
-def test_several_calls_in_one_backward_pass_add_rows_not_loss_terms() -> None:
-    """M is counted once per backward pass: K calls under one loss have a G that is K times smaller than one call's."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    found = []
-    x, y = torch.randn(EXAMPLES, 3), torch.randn(EXAMPLES)
-    for calls in (3, 1):
-        optimizer = KFACSGD(model, **(OPTIONS | {"lr": 0.0}))
-        pairs = zip(x.chunk(calls), y.chunk(calls), strict=True)
-        torch.stack([squares(model(part_x), part_y) / EXAMPLES for part_x, part_y in pairs]).sum().backward()
-        optimizer.step()
-        found.append(factors_of(optimizer))
-        optimizer.zero_grad()
-        optimizer.curvature.close()
-    for name, factor in found[1].items():
-        assert_near(found[0][name], factor / (3 if name.endswith("G") else 1), name, SAME, scale=0.0)
-
-
 def test_statistics_on_some_steps_take_all_micro_batches_of_those() -> None:
     split, first, whole, second = pair("linear", factor_update_steps=2, inv_update_steps=2)
     for _ in range(2):

@@ -154,14 +154,6 @@ def test_transforms_after_ordinary_steps(transform: Callable[[nn.Module, Tensor,
         optimizer.step()
 
 
-def test_a_loop_whose_only_backward_pass_creates_a_graph_is_told_so() -> None:
-    model = small()
-    optimizer = KFACSGD(model, **OPTIONS)
-    model(torch.randn(8, 4)).square().mean().backward(create_graph=True)
-    with pytest.raises(RuntimeError, match="create_graph=True.*does not count"):
-        optimizer.step()
-
-
 def test_gradients_out_of_nowhere_after_ordinary_steps() -> None:
     """A step or two on old gradients may be meant; the third statistics step in a row stops the training."""
     model = small()

@@ -368,17 +368,6 @@ def test_a_loop_that_writes_through_data(how: str) -> None:
     assert_as(run, two_steps)
 
 
-def test_saliency_maps_and_clearing_between_them() -> None:
-    def run(model: nn.Module, optimizer: KFACSGD) -> None:
-        x = torch.randn(6, 3, requires_grad=True)
-        torch.autograd.grad(model(x).sum(), x)
-        loss_of(model, 1).backward()
-        torch.autograd.grad(model(x).sum(), x)
-        loss_of(model, 2).backward()
-
-    assert_as(run, passes(1, 2))
-
-
 @pytest.mark.parametrize("fisher", ["empirical", "categorical"])
 def test_a_backward_pass_in_two_parts(fisher: str) -> None:
     """As gradient caching has it: the first part, which frees its graph, ends at the model's output."""

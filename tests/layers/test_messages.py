@@ -159,15 +159,6 @@ def test_a_bias_whose_weight_another_optimizer_trains_is_not_called_frozen() -> 
     }
 
 
-def test_a_forward_pass_before_construction_is_the_first_cause_named() -> None:
-    model = nn.Linear(4, 3)
-    loss = model(torch.randn(8, 4)).square().mean()
-    optimizer = KFACSGD(model, lr=0.1)
-    loss.backward()
-    with pytest.raises(RuntimeError, match=r"(?s)before the forward pass.*before the first call of a compiled model"):
-        optimizer.step()
-
-
 def test_several_roots_have_names_that_tell_them_apart() -> None:
     first, second, third = nn.Linear(4, 3), nn.Linear(3, 2), nn.Sequential(nn.Linear(2, 2))
     optimizer = KFACSGD([p for m in (first, second, third) for p in m.parameters()], lr=0.1)

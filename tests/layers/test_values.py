@@ -205,19 +205,6 @@ def test_norm_blocks_over_micro_batches(batches: list[int], case: str, damping: 
     check_norm(model, passes, blocks, mean, {"damping": damping}, lambda output, y: squared_error(output, y) / total)
 
 
-@pytest.mark.parametrize("case", NORMS.values(), ids=NORMS)
-def test_unit_norm_of_a_norm_layer_is_the_root_of_its_channels(
-    case: tuple[Callable[[], nn.Module], tuple[int, ...]],
-) -> None:
-    factory, shape = case
-    model = disturbed(Between(factory()))
-    passes = [((torch.randn(5, *shape),), torch.randn(5, *shape))]
-    optimizer = KFACSGD(model, **EXACT | {"damping": 0.01, "scaling": "unit"})
-    changes = take_step(model, optimizer, passes, mean_loss)
-    moved = matrix(model.norm, changes["norm.weight"], changes.get("norm.bias"))
-    assert float(moved.norm()) == pytest.approx(math.sqrt(len(moved)), rel=1e-10)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Embedding
 # ---------------------------------------------------------------------------------------------------------------------

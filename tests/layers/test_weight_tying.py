@@ -19,7 +19,7 @@ from tests.helpers.compare import (
     snapshot,
 )
 from tests.helpers.reference import Oracle, assert_steps_as, averaged, cross_entropy, log_cosh, take_step
-from tests.helpers.settings import OPTIONS, SOLVERS
+from tests.helpers.settings import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -41,19 +41,6 @@ class Shared(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
-
-
-class Recurrent(nn.Module):
-    """One cell called several times in a forward."""
-
-    def __init__(self, times: int) -> None:
-        super().__init__()
-        self.times, self.cell, self.head = times, nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.times):
-            x = torch.tanh(self.cell(x))
-        return self.head(x)
 
 
 class Branches(nn.Module):
@@ -78,24 +65,6 @@ class Language(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(torch.tanh(self.mix(self.embed(tokens))))
-
-
-@pytest.mark.parametrize(
-    "factory",
-    [Shared, lambda: Shared("none"), lambda: Recurrent(2), lambda: Recurrent(3)],
-    ids=["shared", "shared without bias", "called twice", "called three times"],
-)
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
-@pytest.mark.parametrize("sizes", [(5,), (4, 4)])
-def test_uses_of_one_weight_pool_their_rows(
-    factory: Callable[[], nn.Module], solver: str, sizes: tuple[int, ...]
-) -> None:
-    model, twin = factory(), factory()
-    optimizer = KFACSGD(model, **(OPTIONS | {"lr": 1.0, "damping": DAMPING, "solver": SOLVERS[solver]}))
-    oracle = Oracle(twin)
-    for _ in range(2):
-        passes = [((torch.randn(n, 4),), torch.randn(n, 2)) for n in sizes]
-        assert_steps_as(oracle, model, optimizer, passes, loss, DAMPING, solver)
 
 
 def test_pooled_layers_are_named_in_the_table() -> None:

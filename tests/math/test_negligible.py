@@ -176,13 +176,6 @@ def test_layers_of_one_shape_of_which_some_have_no_gradient_are_looked_at_once(m
     assert set(asked) == {0, 2}
 
 
-@pytest.mark.parametrize("value", [-0.1, 1.0, float("nan")])
-def test_what_is_out_of_range_is_refused(value: float) -> None:
-    """Naming the argument, the value and the range."""
-    with pytest.raises(ValueError, match=r"EigenSolver\(negligible=.*\): must be in \[0, 1\)"):
-        EigenSolver(negligible=value)
-
-
 @pytest.mark.parametrize("kept", [(1, 9), (7, 2), (3, 3), (7, 9)])
 def test_the_products_come_in_the_cheaper_order(kept: tuple[int, int]) -> None:
     """There and back, each by the order that takes the fewer multiply-adds."""

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import math
 import pickle
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import KFACSGD, exponential_decay, forgetting, inverse_time_decay
+from kfac_optim import KFACSGD, forgetting
 from kfac_optim.factors import FactorSpec, pack
 from tests.helpers.compare import factors_of
 from tests.helpers.settings import EXACT
@@ -116,31 +114,6 @@ def test_weighted_running_averages_of_unequal_batches(steps: list[Batch], decay:
         assert step(model, optimizer, batch) == pytest.approx(wanted, rel=TOL)
 
 
-@given(batch=batches, decay=st.floats(0.0, 0.99), count=st.integers(1, 5))
-def test_there_is_no_initial_bias(batch: Batch, decay: float, count: int) -> None:
-    """With the same data at every step, every average is that of one batch, from the first step on."""
-    model, optimizer = build(factor_decay=decay)
-    wanted = Sums(0.0)
-    wanted.add(batch)
-    for _ in range(count):
-        assert curvature_of(step(model, optimizer, batch), batch) == pytest.approx(wanted.curvature, rel=1e-8)
-
-
-@given(parts=st.lists(batches, min_size=1, max_size=4), decay=st.floats(0.0, 0.99))
-def test_micro_batches_of_one_step_do_not_decay_each_other(parts: list[Batch], decay: float) -> None:
-    """Unequal micro-batches whose losses are weighted by their size are one batch."""
-    model, optimizer = build(factor_decay=decay)
-    sums = Sums(decay)
-    for _ in range(2):
-        whole = [pair for part in parts for pair in part]
-        for part in parts:
-            x, c = (torch.tensor(column).unsqueeze(1) for column in zip(*part, strict=False))
-            ((c * model(x)).sum() / len(whole)).backward()
-        sums.add(whole)
-        wanted = -mean_gradient(whole) / (sums.curvature + GAMMA)
-        assert change(model, optimizer) == pytest.approx(wanted, rel=TOL)
-
-
 @pytest.mark.parametrize("without", ["", "factor_decay"])
 def test_the_decay_of_the_paper_and_the_default_one(without: str) -> None:
     """The latter falls with the step."""
@@ -229,21 +202,6 @@ def test_a_batch_of_tiny_gradients_leaves_weights_finite(size: float, scaling: s
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ((1.0,), ValueError, "forgetting(decay=1.0): must be in [0, 1)"),
-        (("x",), TypeError, "forgetting(decay='x')"),
-        ((forgetting(0.5),), TypeError, "must be a number or a function of the step"),
-        ((0.9, 0.5), ValueError, "forgetting(slack=0.5): must be >= 1"),
-        ((0.9, "x"), TypeError, "forgetting(slack='x')"),
-    ],
-)
-def test_what_forgetting_refuses(arguments: tuple[Any, ...], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=re.escape(text)):
-        forgetting(*arguments)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What is data and what is not
 # ---------------------------------------------------------------------------------------------------------------------
@@ -290,13 +248,6 @@ def test_intervals_of_statistics_and_decompositions(
         assert step(model, optimizer, batch) == pytest.approx(wanted, rel=TOL), f"step {t}"
 
 
-def test_the_first_statistics_are_used_at_once() -> None:
-    """Not even the first step runs on the raw gradient."""
-    model, optimizer = build(factor_update_steps=10, inv_update_steps=100)
-    batch = [(2.0, 3.0)]
-    assert curvature_of(step(model, optimizer, batch), batch) == pytest.approx(36.0, rel=TOL)
-
-
 def test_norm_layers_have_running_averages_too() -> None:
     """``(x - mean) / std`` of two numbers is +-1, so the block of a scale is the mean of squared output gradients."""
     model = nn.Sequential(nn.LayerNorm(2, eps=1e-12, bias=False))
@@ -337,10 +288,3 @@ def test_the_diagonal_of_a_packed_matrix(n: int) -> None:
     matrix = torch.randn(2, n, n)
     matrix = matrix + matrix.mT
     assert torch.equal(torch.cat(FactorSpec(2, n).diagonals(pack(matrix)), -1), matrix.diagonal(dim1=-2, dim2=-1))
-
-
-@pytest.mark.parametrize("steps", [0, -1])
-def test_decays_need_a_number_of_steps(steps: int) -> None:
-    for make in (lambda: inverse_time_decay(0.1, steps=steps), lambda: exponential_decay(0.1, 0.5, steps=steps)):
-        with pytest.raises(ValueError, match=rf"decay\(steps={steps}\): must be > 0"):
-            make()

@@ -384,37 +384,6 @@ def test_every_step_draws_new_targets() -> None:
     assert not torch.allclose(changes[0]["0.weight"], changes[1]["0.weight"])
 
 
-@pytest.mark.parametrize("fisher", ["empirical", *KINDS])
-def test_in_place_activations_change_nothing(fisher: str) -> None:
-    def factory(in_place: bool) -> nn.Module:
-        def act() -> nn.Module:
-            return nn.ReLU(inplace=in_place)
-
-        return nn.Sequential(
-            nn.Linear(3, 6), act(), nn.LayerNorm(6), act(), nn.Linear(6, 3), nn.Hardtanh(-2, 2, in_place)
-        )
-
-    plain, in_place = factory(False), factory(True)
-    in_place.load_state_dict(plain.state_dict())
-    passes = [small_passes() for _ in range(3)]
-    expected, actual = (run(model, passes, fisher=fisher) for model in (plain, in_place))
-    for name, value in expected.items():
-        assert_near(actual[name], value, name, rel=1e-12)
-
-
-def test_in_place_activations_converge_to_the_same_expectation() -> None:
-    def factory(in_place: bool) -> nn.Module:
-        return nn.Sequential(nn.Linear(3, 6), nn.ReLU(in_place), nn.Linear(6, 3), nn.Hardtanh(-2, 2, in_place))
-
-    model, twin = factory(True), factory(False)
-    twin.load_state_dict(model.state_dict())
-    x, target, loss = torch.randn(4, 3), 3 * torch.randn(4, 3), averaged(squared_error, "batch")
-    oracle = Oracle(twin)
-    directions, gamma = expected_directions(oracle, x, target, loss, gaussian_roots)
-    optimizer = KFACSGD(model, **EXACT | {"damping": gamma, "fisher": "gaussian"})
-    assert_close_to(oracle, take_step(model, optimizer, [((copied(x),), copied(target))], loss), directions)
-
-
 def test_forwards_without_backward_leave_no_trace() -> None:
     model, twin = same_start(perceptron, 2)
     x, target, loss = torch.randn(4, 3), 3 * torch.randn(4, 3), averaged(squared_error, "batch")

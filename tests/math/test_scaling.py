@@ -182,10 +182,3 @@ def test_what_are_no_multipliers_is_refused_by_name(returned: Any) -> None:
     d = direction(None)
     with pytest.raises(ValueError, match=r"Own.*multipliers\(\) has returned \[.*must be one tensor.*\[\(6,\)\]"):
         scaled_by(Own(), [d], 0)
-
-
-@pytest.mark.parametrize(("iterations", "error"), [(0, ValueError), (2.5, ValueError), ("3", TypeError)])
-def test_orthogonal_refuses_what_is_no_number_of_iterations(iterations: Any, error: type[Exception]) -> None:
-    """By name and value."""
-    with pytest.raises(error, match="iterations"):
-        Orthogonal(iterations)

@@ -31,6 +31,7 @@ from kfac_optim import (
     KroneckerLayer,
     OfLargest,
     OfMean,
+    Orthogonal,
     constant_then_scaled,
     exponential_decay,
     forgetting,
@@ -172,17 +173,12 @@ def test_a_typo_is_answered_with_what_was_meant(typo: str, meant: str) -> None:
     assert f"'{typo}'" in message and f"'{meant}'" in message and "KFACSGD" in message
 
 
-@pytest.mark.parametrize("kfac", CLASSES)
-def test_an_unknown_keyword_is_refused(kfac: Any) -> None:
-    message = refusal(TypeError, lambda: kfac(make_model(), xyzzy=1))
-    assert "'xyzzy'" in message and kfac.__name__ in message
-
-
 @pytest.mark.parametrize(("kfac", "foreign"), [(KFACSGD, "betas"), (KFACAdam, "momentum"), (KFACLAMB, "amsgrad")])
-def test_a_keyword_of_another_base_class_is_refused(kfac: Any, foreign: str) -> None:
+def test_an_unknown_keyword_and_one_of_another_base_class_are_refused(kfac: Any, foreign: str) -> None:
     """By us, under our name, not by the base class under its."""
-    message = refusal(TypeError, lambda: kfac(make_model(), **{foreign: 0.9}))
-    assert f"'{foreign}'" in message and kfac.__name__ in message
+    for keyword in ("xyzzy", foreign):
+        message = refusal(TypeError, lambda keyword=keyword: kfac(make_model(), **{keyword: 0.9}))
+        assert f"'{keyword}'" in message and kfac.__name__ in message
 
 
 def test_curvature_arguments_are_keyword_only() -> None:
@@ -336,6 +332,7 @@ def test_uninitialised_layers_of_ones_own_ask_for_a_first_run() -> None:
     [
         (KFACSGD, "lr", -1.0),
         (KFACSGD, "momentum", -1.0),
+        (KFACSGD, "nesterov", True),  # without momentum
         (KFACAdam, "betas", (1.0, 0.9)),
         (KFACAdam, "eps", -1.0),
         (KFACLAMB, "clamp_value", -1.0),
@@ -344,10 +341,6 @@ def test_uninitialised_layers_of_ones_own_ask_for_a_first_run() -> None:
 def test_the_base_class_checks_its_own(kfac: Any, keyword: str, value: Any) -> None:
     base = refusal(ValueError, lambda: BASES[kfac](make_model().parameters(), **{keyword: value}))
     assert refusal(ValueError, lambda: kfac(make_model(), **{keyword: value})) == base
-
-
-def test_nesterov_without_momentum_is_refused_as_by_torch() -> None:
-    refusal(ValueError, lambda: KFACSGD(make_model(), lr=0.1, nesterov=True))
 
 
 # Signatures ----------------------------------------------------------------------------------------------------------
@@ -403,6 +396,18 @@ OBJECTS: list[tuple[Any, Any, type[Exception], str]] = [
     (Gaussian, "1", TypeError, rf"Gaussian\(variance='1'\){NO_NUMBER}"),
     (KAISA, "half", TypeError, rf"KAISA\(grad_worker_fraction='half'\){NO_NUMBER}"),
     (OfMean, True, TypeError, rf"OfMean\(value=True\){NO_NUMBER}"),
+    *((lambda x: inverse_time_decay(0.1, x), x, ValueError, rf"decay\(steps={x}\): must be > 0") for x in (0, -1)),
+    *((lambda x: exponential_decay(0.1, 0.5, x), x, ValueError, rf"decay\(steps={x}\): must be > 0") for x in (0, -1)),
+    (forgetting, 1.0, ValueError, r"forgetting\(decay=1.0\): must be in \[0, 1\)"),
+    (forgetting, "x", TypeError, r"forgetting\(decay='x'\)"),
+    (forgetting, forgetting(0.5), TypeError, "must be a number or a function of the step"),
+    (lambda x: forgetting(0.9, slack=x), 0.5, ValueError, r"forgetting\(slack=0.5\): must be >= 1"),
+    (lambda x: forgetting(0.9, slack=x), "x", TypeError, r"forgetting\(slack='x'\)"),
+    *((Orthogonal, x, kind, "iterations") for x, kind in ((0, ValueError), (2.5, ValueError), ("3", TypeError))),
+    *(
+        (lambda x: EigenSolver(negligible=x), x, ValueError, r"EigenSolver\(negligible=.*\): must be in \[0, 1\)")
+        for x in (-0.1, 1.0, NAN)
+    ),
     (lambda x: KFAC(make_model(), fisher="gaussian", model_fraction=x), "1", TypeError, f"fraction='1'{NO_NUMBER}"),
 ]
 

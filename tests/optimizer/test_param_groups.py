@@ -462,20 +462,6 @@ def test_parameters_of_two_models() -> None:
     assert_close(nn.ModuleList([first, second]), both, TOL)
 
 
-def test_layers_of_two_models_have_names_of_their_own() -> None:
-    models = make_model(), make_model()
-    engine = CurvatureEngine([p for model in models for p in model.parameters()], **(SETTINGS | {"scaling": None}))
-    names = [layer.name for layer in engine.layers]
-    assert len(set(names)) == len(names) == 2 * len(CurvatureEngine(make_model(), scaling=None).layers)
-    assert {name.partition(".")[0] for name in names} == {"Sequential-1", "Sequential-2"}
-    for model in models:
-        backward(model, 0)
-    engine.precondition_(0.1)
-    saved = engine.state_dict()
-    assert set(engine.report()["layers"]) == set(saved["layers"]) == set(names)
-    engine.load_state_dict(saved)
-
-
 def test_a_second_optimizer_over_the_same_parameters_has_its_own_curvature() -> None:
     """Also without any argument, and of a derived class; what Horovod derives is in test_horovod_derivation."""
     model = make_model()

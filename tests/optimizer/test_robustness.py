@@ -26,8 +26,8 @@ from tests.helpers.compare import (
     factors_of,
     snapshot,
 )
-from tests.helpers.reference import Oracle, assert_steps_as, averaged, log_cosh, squared_error
-from tests.helpers.settings import OPTIONS, SOLVERS, damping_of
+from tests.helpers.reference import averaged, log_cosh, squared_error
+from tests.helpers.settings import OPTIONS, damping_of
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -300,25 +300,6 @@ def test_an_inverse_that_float32_cannot_hold_is_a_failure() -> None:
     """float64, in which the failure is retried, can."""
     tiny = torch.full((1, 2, 2), 1e-42, dtype=torch.float32)
     assert isinstance(decompose_safely(InverseSolver(), tiny, torch.full((1,), 1e-42, dtype=torch.float32)), Failure)
-
-
-# Factors that are too large ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("limit", [3, 4, 5])
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
-def test_factors_over_the_limit_are_block_diagonal(limit: int, solver: str) -> None:
-    model, twin = network(), network()
-    optimizer = KFACSGD(model, max_factor_dim=limit, **(OPTIONS | {"lr": 1.0, "solver": SOLVERS[solver]}))
-    oracle = Oracle(twin, largest_block=limit)
-    for _ in range(2):
-        passes = [((torch.randn(6, 3),), torch.randn(6, 2))]
-        assert_steps_as(oracle, model, optimizer, passes, loss, 0.1, solver)
-    rows = {line.split()[0]: line for line in str(optimizer.curvature).splitlines() if line.split()}
-    for layer in optimizer.curvature.layers:
-        for side, dim in (("A", layer.d_in), ("G", layer.d_out)):
-            split = f"{side} block-diagonal, 2 blocks of {(dim + 1) // 2}: {dim} > max_factor_dim={limit}"
-            assert (split in rows[layer.name]) == (dim > limit)
 
 
 # Nothing to learn from -----------------------------------------------------------------------------------------------

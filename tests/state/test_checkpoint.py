@@ -584,22 +584,6 @@ def test_callables_are_not_saved_and_not_overridden(name: str, schedule: Callabl
     assert getattr(with_schedule.curvature, name) is schedule
 
 
-def test_the_schedule_s_clock_goes_on() -> None:
-    model, optimizer = build(KFACSGD)
-    train(model, optimizer, range(K))
-    seen: list[int] = []
-
-    def damping(step: int) -> float:
-        seen.append(step)
-        return 0.1
-
-    resumed, again = build(KFACSGD, {"damping": damping})
-    again.load_state_dict(through_a_file(optimizer.state_dict()))
-    seen.clear()
-    train(resumed, again, range(2))
-    assert sorted(set(seen)) == [K, K + 1]
-
-
 # Loading what is not a state of this optimizer -----------------------------------------------------------------------
 
 
