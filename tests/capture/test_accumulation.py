@@ -16,7 +16,14 @@ from kfac_optim import KFACLAMB, KFACSGD, KFACAdam
 from kfac_optim.capture.statistics import MicroBatch, StepStatistics
 from kfac_optim.layers import Observation
 from kfac_optim.optimizers import KFACMixin
-from tests.helpers.compare import SAME, assert_near, assert_same_factors, assert_same_weights, factors_of
+from tests.helpers.compare import (
+    SAME,
+    assert_near,
+    assert_same_factors,
+    assert_same_weights,
+    assert_step_alike,
+    factors_of,
+)
 from tests.helpers.settings import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -146,15 +153,11 @@ def test_unequal_micro_batches(sizes: list[int], seed: int) -> None:
     first, second = KFACSGD(model, **OPTIONS), KFACSGD(whole, **OPTIONS)
     for _ in range(2):
         x, y = torch.randn(n, 3), torch.randn(n)
-        first.zero_grad()
-        for part_x, part_y in zip(x.split(sizes), y.split(sizes), strict=True):
+        *others, last = zip(x.split(sizes), y.split(sizes), strict=True)
+        for part_x, part_y in others:
             (squares(model(part_x), part_y) / n).backward()
-        first.step()
-        second.zero_grad()
-        (squares(whole(x), y) / n).backward()
-        second.step()
-    assert_same_factors(first, second)
-    assert_same_weights(model, whole)
+        losses = [squares(m(inputs), targets) / n for m, (inputs, targets) in ((model, last), (whole, (x, y)))]
+        assert_step_alike((model, first, losses[0]), (whole, second, losses[1]))
 
 
 def lightning(model: nn.Module, optimizer: KFACMixin, parts: Sequence[tuple[Tensor, Tensor]]) -> None:

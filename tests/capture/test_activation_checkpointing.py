@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from kfac_optim import KFACSGD
-from tests.helpers.compare import assert_same_factors, assert_same_weights
+from tests.helpers.compare import assert_same_factors, assert_same_weights, assert_step_alike
 from tests.helpers.settings import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -68,9 +68,16 @@ def run(model: nn.Module, optimizer: KFACSGD, parts: int = 1, call: Callable[[Te
         optimizer.step()
 
 
-def check(model: nn.Module, plain: nn.Module, parts: int = 1, **keywords: object) -> None:
+def check(
+    model: nn.Module,
+    plain: nn.Module,
+    parts: int = 1,
+    call: Callable[[Tensor], Tensor] | None = None,
+    **keywords: object,
+) -> None:
+    """``call``: how the first model is called."""
     first, second = (KFACSGD(m, **(OPTIONS | {"lr": 0.01} | keywords)) for m in (model, plain))
-    run(model, first, parts)
+    run(model, first, parts, call)
     run(plain, second, parts)
     assert_same_factors(first, second)
     assert_same_weights(model, plain)
@@ -100,12 +107,7 @@ def test_a_checkpoint_around_the_whole_model(reentrant: bool, average: str) -> N
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_around_the_call_of_the_model(reentrant: bool) -> None:
     model = Net()
-    plain = copy.deepcopy(model)
-    first, second = KFACSGD(model, **OPTIONS), KFACSGD(plain, **OPTIONS)
-    run(model, first, call=lambda x: checkpoint(model, x, use_reentrant=reentrant))
-    run(plain, second)
-    assert_same_factors(first, second)
-    assert_same_weights(model, plain)
+    check(model, copy.deepcopy(model), call=lambda x: checkpoint(model, x, use_reentrant=reentrant))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -114,14 +116,10 @@ def test_checkpoint_sequential(reentrant: bool) -> None:
     plain = copy.deepcopy(model)
     first, second = KFACSGD(model, **OPTIONS), KFACSGD(plain, **OPTIONS)
     for _ in range(STEPS):
-        x = torch.randn(6, 3)
-        for m, optimizer in ((model, first), (plain, second)):
-            optimizer.zero_grad()
-            inputs = x.clone().requires_grad_()
-            out = m(inputs) if m is plain else checkpoint_sequential(m, 2, inputs, use_reentrant=reentrant)
-            out.pow(4).mean(1).mean().backward()
-            optimizer.step()
-    assert_same_weights(model, plain)
+        x = torch.randn(6, 3, requires_grad=True)
+        outputs = checkpoint_sequential(model, 2, x, use_reentrant=reentrant), plain(x)
+        losses = [output.pow(4).mean(1).mean() for output in outputs]
+        assert_step_alike((model, first, losses[0]), (plain, second, losses[1]))
 
 
 @pytest.mark.parametrize("fisher", ["categorical", "gaussian"])

@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, hessian, vmap
 from torch.nn import functional as F
 
 from kfac_optim import KFACSGD, CurvatureEngine
-from tests.helpers.compare import assert_same_factors, assert_same_weights
+from tests.helpers.compare import assert_step_alike
 from tests.helpers.settings import EXACT
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -52,15 +52,9 @@ def test_functional_call_is_a_call_of_the_model(make: Callable[[], nn.Module], c
     first, second = KFACSGD(model, **OPTIONS), KFACSGD(plain, **OPTIONS)
     for _ in range(3):
         x, y = torch.randn(8, 4), torch.randint(3, (8,))
-        first.zero_grad()
-        second.zero_grad()
-        F.cross_entropy(functional_call(model, weights(), (x,)), y).backward()
-        F.cross_entropy(plain(x), y).backward()
-        first.step()
-        second.step()
+        losses = [F.cross_entropy(output, y) for output in (functional_call(model, weights(), (x,)), plain(x))]
+        assert_step_alike((model, first, losses[0]), (plain, second, losses[1]))
     assert not any(block.never_seen for block in first.curvature.trained.blocks)
-    assert_same_factors(first, second)
-    assert_same_weights(model, plain)
 
 
 def whole_batch(model: nn.Module, x: Tensor, y: Tensor) -> None:
@@ -215,13 +209,7 @@ def test_derivatives_by_transforms_that_the_loss_has_no_part_in() -> None:
     first, second = KFACSGD(model, **OPTIONS), KFACSGD(plain, **OPTIONS)
     for _ in range(3):
         x, y = torch.randn(8, 4), torch.randint(3, (8,))
-        first.zero_grad()
-        second.zero_grad()
         residual(model, x)
         torch.autograd.grad(residual(model, x).sum(), list(model.parameters()), allow_unused=True)
-        F.cross_entropy(model(x), y).backward()
-        F.cross_entropy(plain(x), y).backward()
-        first.step()
-        second.step()
-    assert_same_factors(first, second)
-    assert_same_weights(model, plain)
+        losses = [F.cross_entropy(m(x), y) for m in (model, plain)]
+        assert_step_alike((model, first, losses[0]), (plain, second, losses[1]))

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, CurvatureEngine
-from tests.helpers.compare import assert_same_factors, assert_same_weights
+from tests.helpers.compare import assert_step_alike
 from tests.helpers.settings import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -57,12 +58,8 @@ def test_in_place_equals_out_of_place(activation: str, fisher: str) -> None:
     first, second = (KFACSGD(m, fisher=fisher, **(OPTIONS | {"lr": 0.01})) for m in (model, plain))
     for _ in range(STEPS):
         x, y = torch.randn(6, 1, 6, 6), torch.randint(4, (6,))
-        for m, optimizer in ((model, first), (plain, second)):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(m(x), y).backward()
-            optimizer.step()
-    assert_same_factors(first, second)
-    assert_same_weights(model, plain)
+        losses = [F.cross_entropy(m(x), y) for m in (model, plain)]
+        assert_step_alike((model, first, losses[0]), (plain, second, losses[1]))
 
 
 @pytest.mark.parametrize("fisher", ["empirical", "categorical"])
@@ -73,14 +70,8 @@ def test_in_place_on_the_output_of_the_model(fisher: str) -> None:
     first, second = (KFACSGD(m, fisher=fisher, **(OPTIONS | {"lr": 0.01})) for m in (model, plain))
     for _ in range(STEPS):
         x = torch.randn(6, 1, 6, 6)
-        first.zero_grad()
-        model(x).sub_(1.0).square().mean(1).mean().backward()
-        first.step()
-        second.zero_grad()
-        (plain(x) - 1.0).square().mean(1).mean().backward()
-        second.step()
-    assert_same_factors(first, second)
-    assert_same_weights(model, plain)
+        losses = [output.square().mean(1).mean() for output in (model(x).sub_(1.0), plain(x) - 1.0)]
+        assert_step_alike((model, first, losses[0]), (plain, second, losses[1]))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -96,10 +87,8 @@ def test_a_forward_hook_that_changes_the_output(fisher: str, when: str) -> None:
     if when == "after":
         model[0].register_forward_hook(lambda module, args, output: 2 * output)
     x, y = torch.randn(6, 3), torch.randint(2, (6,))
-    for m, optimizer in ((model, first), (plain, second)):
-        nn.functional.cross_entropy(m(x), y).backward()
-        optimizer.step()
-    assert_same_factors(first, second)
+    losses = [F.cross_entropy(m(x), y) for m in (model, plain)]
+    assert_step_alike((model, first, losses[0]), (plain, second, losses[1]))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -115,12 +104,8 @@ def test_in_place_on_the_tokens_of_a_linear(shape: tuple[int, ...], fisher: str,
     first, second = (KFACSGD(m, fisher=fisher, factor_batch_fraction=0.5, **(OPTIONS | {"lr": 0.01})) for m in models)
     for _ in range(STEPS):
         x = torch.randn(shape)
-        for model, optimizer in zip(models, (first, second), strict=True):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-    assert_same_factors(first, second)
-    assert_same_weights(*models)
+        losses = [model(x).square().mean() for model in models]
+        assert_step_alike((models[0], first, losses[0]), (models[1], second, losses[1]))
     assert float(first.curvature.factors("0")[1].norm()) > 0
 
 
@@ -132,11 +117,8 @@ def test_a_hook_that_changes_the_gradient_of_an_output(fisher: str) -> None:
     model.load_state_dict(plain.state_dict())
     first, second = (KFACSGD(m, fisher=fisher, **(OPTIONS | {"lr": 0.01})) for m in (model, plain))
     x, y = torch.randn(6, 3), torch.randint(2, (6,))
-    for m, optimizer in ((model, first), (plain, second)):
-        nn.functional.cross_entropy(m(x), y).backward()
-        optimizer.step()
-    assert_same_factors(first, second)
-    assert_same_weights(model, plain)
+    losses = [F.cross_entropy(m(x), y) for m in (model, plain)]
+    assert_step_alike((model, first, losses[0]), (plain, second, losses[1]))
 
 
 class TenthOfGradient(torch.autograd.Function):
@@ -208,11 +190,9 @@ def test_a_residual_that_is_added_in_the_place_of_a_norms_input(norm: Any, dtype
     model.load_state_dict(plain.state_dict())
     first, second = (KFACSGD(m, **(OPTIONS | {"lr": 0.0})) for m in (model, plain))
     x, y = torch.randn(8, 4, dtype=dtype), torch.randint(3, (8,))
-    for m, optimizer in ((model, first), (plain, second)):
-        nn.functional.cross_entropy(m(x), y).backward()
-        optimizer.step()
+    losses = [F.cross_entropy(m(x), y) for m in (model, plain)]
+    assert_step_alike((model, first, losses[0]), (plain, second, losses[1]))
     assert "norm" in [layer.name for layer in first.curvature.layers]
-    assert_same_factors(first, second)
 
 
 @pytest.mark.parametrize(

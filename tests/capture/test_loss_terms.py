@@ -21,6 +21,7 @@ from tests.helpers.compare import (
     assert_near,
     assert_same_factors,
     assert_same_weights,
+    assert_step_alike,
     factors_of,
 )
 from tests.helpers.reference import Oracle, assert_steps_as, averaged, cross_entropy
@@ -151,11 +152,9 @@ def test_loss_terms_of_a_model_called_by_keywords() -> None:
     plain = copy.deepcopy(model)
     x, mask = torch.randn(4, 3, 3), torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]]).bool()
     first, second = build(model, loss_average=terms), build(plain, loss_average=6)
-    for m, optimizer in ((model, first), (plain, second)):
-        m(x=x, mask=mask)[mask].square().sum(-1).mean().backward()
-        optimizer.step()
+    losses = [m(x=x, mask=mask)[mask].square().sum(-1).mean() for m in (model, plain)]
+    assert_step_alike((model, first, losses[0]), (plain, second, losses[1]))
     assert seen == [["mask", "x"]]
-    assert_same_factors(first, second)
 
 
 def test_loss_terms_add_up_over_micro_batches() -> None:
@@ -251,13 +250,10 @@ def test_models_that_return_other_things_count_the_same(
         average = "batch"  # of the inputs nobody knows how many elements the output had
     inner = Tagger()
     model, plain = Wrapped(inner, kind), Wrapped(copy.deepcopy(inner), "tensor")
-    first, second = build(model, loss_average=average), build(plain, loss_average=average)
     x, y = torch.randn(*shape, 3), torch.randn(*shape)
-    for m, optimizer in ((model, first), (plain, second)):
-        loss_in(m(x=x, y=y) if by_name else m(x, y)).backward()
-        optimizer.step()
-    assert_same_factors(first, second)
-    assert_same_weights(model, plain)
+    first, second = build(model, loss_average=average), build(plain, loss_average=average)
+    losses = [loss_in(m(x=x, y=y) if by_name else m(x, y)) for m in (model, plain)]
+    assert_step_alike((model, first, losses[0]), (plain, second, losses[1]))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -276,11 +272,7 @@ def test_inputs_and_outputs_may_be_dataclasses_with_slots(compiled: bool) -> Non
     plain = copy.deepcopy(model)
     first, second = build(model), build(plain)
     call = torch.compile(model, backend="eager") if compiled else model
-    for output, optimizer in ((call(Batch(x)).x, first), (plain(x), second)):
-        output.square().mean().backward()
-        optimizer.step()
-    assert_same_factors(first, second)
-    assert_same_weights(model, plain)
+    assert_step_alike((model, first, call(Batch(x)).x.square().mean()), (plain, second, plain(x).square().mean()))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -295,11 +287,7 @@ def test_outputs_may_be_dataclasses_with_more_than_their_fields(compiled: bool) 
     plain.load_state_dict(model.state_dict())
     first, second = build(model, loss_average="elements"), build(plain, loss_average="elements")
     call = torch.compile(model, backend="eager") if compiled else model
-    for output, optimizer in ((call(x).results[0], first), (plain(x), second)):
-        output.square().mean().backward()
-        optimizer.step()
-    assert_same_factors(first, second)
-    assert_same_weights(model, plain)
+    assert_step_alike((model, first, call(x).results[0].square().mean()), (plain, second, plain(x).square().mean()))
 
 
 def test_a_scalar_over_tokens_counts_the_examples_of_integer_inputs() -> None:
@@ -318,10 +306,7 @@ def test_a_scalar_over_tokens_counts_the_examples_of_integer_inputs() -> None:
     plain = copy.deepcopy(model)
     ids = torch.randint(6, (4, 8))
     first, second = build(model), build(plain, loss_average=4)
-    for m, optimizer in ((model, first), (plain, second)):
-        m(ids).backward()
-        optimizer.step()
-    assert_same_factors(first, second)
+    assert_step_alike((model, first, model(ids)), (plain, second, plain(ids)))
 
 
 @pytest.mark.parametrize("average", ["batch", "batch+sequence"])
@@ -334,12 +319,8 @@ def test_sequence_first_equals_batch_first(average: str) -> None:
         first, second = build(model, batch_dim=1, **keywords), build(plain, **keywords)
         x = torch.randn(7, 3, 3)
         terms = 7 if average == "batch" else 21
-        (model(x.transpose(0, 1)).square().sum() / terms).backward()
-        (plain(x).square().sum() / terms).backward()
-        first.step()
-        second.step()
-        assert_same_factors(first, second)
-        assert_same_weights(model, plain)
+        losses = [m(inputs).square().sum() / terms for m, inputs in ((model, x.transpose(0, 1)), (plain, x))]
+        assert_step_alike((model, first, losses[0]), (plain, second, losses[1]))
 
 
 @pytest.mark.parametrize("call", [lambda f: f(), lambda f: torch.stack([f(), f()]).mean()], ids=["once", "twice"])
@@ -404,13 +385,13 @@ def test_a_call_lent_to_the_loop_is_no_call_of_the_model(average: str, fisher: s
 
     for _ in range(3):
         x, y = torch.randn(4, 3, 3), torch.randn(4, 3, 5)
-        first.zero_grad()
+        for optimizer in (first, second):
+            optimizer.zero_grad()
         loss = lent.lend(body, x, y)
         if loss is not None:
             loss.backward()
-        first.step()
-        second.zero_grad()
         averaged(cross_entropy, average, 0)(plain(x), y).backward()
+        first.step()
         second.step()
     assert_same_factors(first, second)
     assert_same_weights(lent, plain)
@@ -425,43 +406,38 @@ def test_one_example_without_a_batch_dimension_is_one_term() -> None:
     assert LossTerms("batch").count((torch.randint(5, (9,)),), {}, output) == 3  # texts, one behind the other
 
 
+def classifiers() -> tuple[nn.Module, nn.Module]:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    return model, copy.deepcopy(model)
+
+
 def test_examples_one_by_one_have_the_curvature_of_their_batch() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    whole = copy.deepcopy(model)
-    x, y = torch.randn(6, 4).double(), torch.randint(3, (6,))
+    model, whole = classifiers()
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
     first, second = (KFACSGD(m, **OPTIONS) for m in (model, whole))
-    for one, target in zip(x, y, strict=True):
+    for one, target in zip(x[1:], y[1:], strict=True):
         (F.cross_entropy(model(one), target) / 6).backward()
-    F.cross_entropy(whole(x), y).backward()
-    first.step()
-    second.step()
-    assert_same_factors(first, second)
+    losses = F.cross_entropy(model(x[0]), y[0]) / 6, F.cross_entropy(whole(x), y)
+    assert_step_alike((model, first, losses[0]), (whole, second, losses[1]))
 
 
 def test_two_halves_of_a_batch_under_one_mean_with_the_number_of_terms_given() -> None:
     """It can't be told from two losses that are added up; ``loss_average`` says it."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    whole = copy.deepcopy(model)
-    x, y = torch.randn(6, 4).double(), torch.randint(3, (6,))
+    model, whole = classifiers()
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
     first, second = KFACSGD(model, **OPTIONS, loss_average=6), KFACSGD(whole, **OPTIONS)
-    F.cross_entropy(torch.cat([model(x[:3]), model(x[3:])]), y).backward()
-    F.cross_entropy(whole(x), y).backward()
-    first.step()
-    second.step()
-    assert_same_factors(first, second)
+    outputs = torch.cat([model(x[:3]), model(x[3:])]), whole(x)
+    losses = [F.cross_entropy(output, y) for output in outputs]
+    assert_step_alike((model, first, losses[0]), (whole, second, losses[1]))
 
 
 def test_losses_of_several_calls_have_the_terms_of_the_largest_call() -> None:
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    other = copy.deepcopy(model)
-    x, y = torch.randn(6, 4).double(), torch.randint(3, (6,))
+    """They add rows, but no terms."""
+    model, other = classifiers()
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
     first, second = KFACSGD(model, **OPTIONS), KFACSGD(other, **OPTIONS, loss_average=4)
-    for m, optimizer in ((model, first), (other, second)):
-        (F.cross_entropy(m(x[:4]), y[:4]) + F.cross_entropy(m(x[4:]), y[4:])).backward()
-        optimizer.step()
-    assert_same_factors(first, second)
+    losses = [F.cross_entropy(m(x[:4]), y[:4]) + F.cross_entropy(m(x[4:]), y[4:]) for m in (model, other)]
+    assert_step_alike((model, first, losses[0]), (other, second, losses[1]))
 
 
 @pytest.mark.parametrize("tokens", [False, True])
@@ -510,11 +486,7 @@ def test_a_model_that_calls_itself_counts_the_outermost_call(fisher: str) -> Non
     plain.by_call = False
     first, second = (build(m, fisher=fisher) for m in (model, plain))
     x = torch.randn(4, 3)
-    for m, optimizer in ((model, first), (plain, second)):
-        m(x).square().mean().backward()
-        optimizer.step()
-    assert_same_factors(first, second)
-    assert_same_weights(model, plain)
+    assert_step_alike((model, first, model(x).square().mean()), (plain, second, plain(x).square().mean()))
 
 
 @pytest.mark.parametrize("average", ["batch", "batch+sequence", "elements"])

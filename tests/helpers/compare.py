@@ -53,6 +53,19 @@ def assert_same_weights(actual: nn.Module, expected: nn.Module, rel: float = SAM
         assert_near(found[name].double(), value.double(), name, rel)
 
 
+def assert_step_alike(*runs: tuple[nn.Module, KFACMixin, Tensor], rel: float = SAME) -> None:
+    """A step of each model on its loss, after which all have the same factors and weights, and no gradients."""
+    for _, optimizer, loss in runs:
+        loss.backward()
+        optimizer.step()
+    (model, optimizer, _), *others = runs
+    for other, its, _ in others:
+        assert_same_factors(optimizer, its, rel)
+        assert_same_weights(model, other, rel)
+    for _, each, _ in runs:
+        each.zero_grad()
+
+
 def snapshot(model: nn.Module) -> Named:
     """A copy of the state of the model."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
