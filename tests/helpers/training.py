@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.helpers.compare import assert_identical
+from tests.helpers.files import through_a_file
 
 Batch = tuple[Tensor, Tensor]
 SHAPE = (8, 4)  # inputs of the small model
@@ -103,6 +104,22 @@ def train(
             after()
 
 
+def resumed_from(model: nn.Module, optimizer: Any, into: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Another model and its optimizer, from the states of these, by way of a file."""
+    weights, state = through_a_file([model.state_dict(), optimizer.state_dict()])
+    into[0].load_state_dict(weights)
+    into[1].load_state_dict(state)
+    return into
+
+
+def assert_go_on_alike(steps: range, *runs: tuple[nn.Module, Any], **how: Any) -> None:
+    """Models that train on by their optimizers are the same afterwards, bit for bit."""
+    for model, optimizer in runs:
+        train(model, optimizer, steps, **how)
+    for model, _ in runs[1:]:
+        assert_identical(model, runs[0][0])
+
+
 def assert_refused(model: nn.Module, optimizer: Any, state: dict[str, Any]) -> str:
     """The state is, by a ValueError, whose message is returned; training goes on as if nothing had been."""
     before = copy.deepcopy(optimizer.state_dict())
@@ -111,9 +128,7 @@ def assert_refused(model: nn.Module, optimizer: Any, state: dict[str, Any]) -> s
         optimizer.load_state_dict(state)
     torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
     assert_identical(model, twin)
-    for net, by in ((model, optimizer), (twin, other)):
-        train(net, by, range(20, 26))
-    assert_identical(model, twin)
+    assert_go_on_alike(range(20, 26), (model, optimizer), (twin, other))
     return str(error.value)
 
 

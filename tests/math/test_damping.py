@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from kfac_optim import KFACSGD, Graft, OfLargest, OfMean, exponential_decay
 from kfac_optim.spectra import largest_eigenvalue
 from tests.helpers.compare import assert_applied, assert_identical, assert_trained, values
-from tests.helpers.files import through_a_file
 from tests.helpers.reference import Curvature, Oracle, averaged, squared_error, take_step
 from tests.helpers.settings import EXACT, SOLVERS
-from tests.helpers.training import train
+from tests.helpers.training import assert_go_on_alike, resumed_from, train
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -230,15 +229,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(schedule: Any, solver: str, spre
     model, optimizer = build(OfLargest(schedule))
     before = values(model)
     train(model, optimizer, range(STEPS), shape=(8, 70))
-    weights, state = through_a_file((model.state_dict(), optimizer.state_dict()))
-    train(model, optimizer, range(STEPS, 2 * STEPS), shape=(8, 70))
-
-    resumed, again = build(OfLargest(schedule))
-    resumed.load_state_dict(weights)
-    again.load_state_dict(state)
-    train(resumed, again, range(STEPS, 2 * STEPS), shape=(8, 70))
+    resumed, again = resumed_from(model, optimizer, build(OfLargest(schedule)))
+    assert_go_on_alike(range(STEPS, 2 * STEPS), (model, optimizer), (resumed, again), shape=(8, 70))
     assert_trained(model, before)
-    assert_identical(resumed, model)
     other, _ = build(OfMean(schedule))
     train(other, _, range(2 * STEPS), shape=(8, 70))
     assert not torch.equal(other[0].weight, model[0].weight), "the kind tells"

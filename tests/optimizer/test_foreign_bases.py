@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin, bases, first_moments
 from kfac_optim.step_parameters import Member, buckets_of
-from tests.helpers.compare import assert_identical, values
+from tests.helpers.compare import values
 from tests.helpers.files import through_a_file
 from tests.helpers.settings import OFTEN
-from tests.helpers.training import make_model, train
+from tests.helpers.training import assert_go_on_alike, make_model, resumed_from, train
 
 
 class KFACAdafactor(KFACMixin, torch.optim.Adafactor):
@@ -191,11 +191,8 @@ def test_a_base_class_whose_state_has_other_shapes_resumes(kfac: Any, stepped: b
     train(model, optimizer, range(4))
     if stepped:
         train(resumed, again, range(10, 12))
-    resumed.load_state_dict(model.state_dict())
-    again.load_state_dict(through_a_file(optimizer.state_dict()))
-    train(model, optimizer, range(4, 8))
-    train(resumed, again, range(4, 8))
-    assert_identical(model, resumed)
+    resumed_from(model, optimizer, (resumed, again))
+    assert_go_on_alike(range(4, 8), (model, optimizer), (resumed, again))
 
 
 @pytest.mark.parametrize("plain", [False, True])

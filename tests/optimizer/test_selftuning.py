@@ -18,11 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from kfac_optim import KFAC, Gaussian, InverseSolver
 from kfac_optim.capture import replay as replay_module
 from kfac_optim.objective import Objective
-from tests.helpers.compare import assert_identical, assert_near, assert_same_weights, assert_trained, values
-from tests.helpers.files import through_a_file
+from tests.helpers.compare import assert_near, assert_same_weights, assert_trained, values
 from tests.helpers.fishers import FixedTargets
 from tests.helpers.settings import FLOAT64
-from tests.helpers.training import data_of, make_model, train
+from tests.helpers.training import assert_go_on_alike, data_of, make_model, resumed_from, train
 
 
 def make(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[nn.Sequential, KFAC]:
@@ -713,13 +712,8 @@ def test_a_closure_has_to_return_the_loss() -> None:
 def test_a_resumed_run_is_the_uninterrupted_one(seen: int) -> None:
     model, optimizer = make(torch.float32)
     train(model, optimizer, range(seen), **BATCH)
-    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    train(model, optimizer, range(seen, 14), **BATCH)
-    resumed, again = make(torch.float32)
-    resumed.load_state_dict(saved["model"])
-    again.load_state_dict(saved["optimizer"])
-    train(resumed, again, range(seen, 14), **BATCH)
-    assert_identical(resumed, model)
+    resumed, again = resumed_from(model, optimizer, make(torch.float32))
+    assert_go_on_alike(range(seen, 14), (model, optimizer), (resumed, again), **BATCH)
     assert {**again.param_groups[0], "params": 0} == {**optimizer.param_groups[0], "params": 0}
 
 
@@ -727,9 +721,7 @@ def test_a_copy_trains_on_its_own() -> None:
     model, optimizer = make()
     train(model, optimizer, range(3), **BATCH)
     twin, copied = copy.deepcopy((model, optimizer))
-    train(model, optimizer, range(3, 6), **BATCH)
-    train(twin, copied, range(3, 6), **BATCH)
-    assert_identical(twin, model)
+    assert_go_on_alike(range(3, 6), (model, optimizer), (twin, copied), **BATCH)
     assert copied.rule is not optimizer.rule and copied.curvature.damping is copied.rule
 
 

@@ -17,7 +17,7 @@ from kfac_optim.step_parameters import buckets_of
 from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
 from tests.helpers.reads import HostReads
 from tests.helpers.settings import BASES, CLASSES, SETTINGS
-from tests.helpers.training import backward, loss_of, make_model, train
+from tests.helpers.training import assert_go_on_alike, backward, loss_of, make_model, train
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -278,9 +278,7 @@ def test_a_closed_engine_leaves_the_base_class(spread: int) -> None:
     base = torch.optim.SGD(base_model.parameters(), lr=0.05, momentum=0.9)
     for p, q in zip(model.parameters(), base_model.parameters(), strict=True):
         base.state[q]["momentum_buffer"] = optimizer.state[p]["momentum_buffer"].clone()
-    train(model, optimizer, range(3, 9))
-    train(base_model, base, range(3, 9))
-    assert_identical(model, base_model)
+    assert_go_on_alike(range(3, 9), (model, optimizer), (base_model, base))
 
 
 def test_a_closed_engine_hooks_nothing_and_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

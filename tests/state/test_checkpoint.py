@@ -35,7 +35,7 @@ from kfac_optim import (
 from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
 from tests.helpers.files import through_a_file
 from tests.helpers.settings import ALL_CLASSES, BASES, CLASSES, FLOAT64, OFTEN
-from tests.helpers.training import assert_refused, backward, make_model, train
+from tests.helpers.training import assert_go_on_alike, assert_refused, backward, make_model, resumed_from, train
 from tests.helpers.versions import FLATTENS_DICTS
 
 K = 7  # steps before the interruption: not a multiple of an interval, and in the midst of a spread refresh
@@ -105,17 +105,13 @@ def test_a_state_that_was_emptied_is_saved_with_the_curvature(kfac: Any) -> None
     train(model, optimizer, range(K))
     optimizer.state.clear()
     model2, optimizer2 = again_by_state(model, optimizer)
-    for trained, over in ((model, optimizer), (model2, optimizer2)):
-        train(trained, over, range(K, 2 * K))
-    assert_identical(model, model2)
+    assert_go_on_alike(range(K, 2 * K), (model, optimizer), (model2, optimizer2))
 
 
 def again_by_state(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
-    model2, optimizer2 = build(type(optimizer), seed=1)
-    model2.load_state_dict(model.state_dict())
-    model2[0].requires_grad_(model[0].weight.requires_grad)  # type: ignore[index, union-attr]
-    optimizer2.load_state_dict(through_a_file(optimizer.state_dict()))
-    return model2, optimizer2
+    fresh = build(type(optimizer), seed=1)
+    fresh[0][0].requires_grad_(model[0].weight.requires_grad)  # type: ignore[index, union-attr]
+    return resumed_from(model, optimizer, fresh)
 
 
 def again_by_copy(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
@@ -177,9 +173,7 @@ def test_hooks_on_loading_are_heard_before_the_state_is_judged() -> None:
     assert not resumed.state and not resumed._optimizer_load_state_dict_pre_hooks
     resumed.register_load_state_dict_pre_hook(in_order)
     resumed.load_state_dict(reversed_groups)
-    for net, own in ((model, optimizer), (other, resumed)):
-        train(net, own, range(K, 2 * K))
-    assert_identical(model, other)
+    assert_go_on_alike(range(K, 2 * K), (model, optimizer), (other, resumed))
 
 
 def test_a_hook_on_loading_may_order_the_layers_by_their_names() -> None:
@@ -266,9 +260,7 @@ def test_a_run_is_resumed_all_of_whose_steps_were_skipped(
     train(model, optimizer, [0], loss=lambda output, _: output.sum() * math.nan)
     assert optimizer.curvature.skipped_steps == 1
     model2, optimizer2 = again(model, optimizer)
-    for net, own in ((model, optimizer), (model2, optimizer2)):
-        train(net, own, range(K))
-    assert_identical(model, model2)
+    assert_go_on_alike(range(K), (model, optimizer), (model2, optimizer2))
 
 
 @pytest.mark.fast("^KFACSGD-(paper|spread$|inverse|sampled|growing|half|largest|momentum)|^KFACLAMB-paper|^KFACAdamW")
@@ -277,16 +269,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(kfac: Any, options: str) -> None
     model, optimizer = build(kfac, options)
     before = values(model)
     train(model, optimizer, range(K))
-    checkpoint = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    train(model, optimizer, range(K, 2 * K))
-
-    resumed, again = build(kfac, options, seed=1)
-    resumed.load_state_dict(checkpoint["model"])
-    again.load_state_dict(checkpoint["optimizer"])
-    assert_same_state(again.state_dict(), checkpoint["optimizer"])
-    train(resumed, again, range(K, 2 * K))
+    resumed, again = resumed_from(model, optimizer, build(kfac, options, seed=1))
+    assert_same_state(again.state_dict(), optimizer.state_dict())
+    assert_go_on_alike(range(K, 2 * K), (model, optimizer), (resumed, again))
     assert_trained(model, before)
-    assert_identical(resumed, model)
     assert_same_state(again.state_dict(), optimizer.state_dict())
 
 
@@ -297,13 +283,8 @@ def test_at_whatever_step_a_spread_refresh_is_interrupted(interrupted_after: int
     options = {"spread": 3, "inv_update_steps": 5, "factor_update_steps": 1, "solver": solver}
     model, optimizer = build(KFACSGD, options)
     train(model, optimizer, range(interrupted_after))
-    checkpoint = through_a_file([model.state_dict(), optimizer.state_dict()])
-    resumed, again = build(KFACSGD, options, seed=1)
-    resumed.load_state_dict(checkpoint[0])
-    again.load_state_dict(checkpoint[1])
-    train(resumed, again, range(interrupted_after, 14))
-    train(model, optimizer, range(interrupted_after, 14))
-    assert_identical(resumed, model)
+    resumed, again = resumed_from(model, optimizer, build(KFACSGD, options, seed=1))
+    assert_go_on_alike(range(interrupted_after, 14), (model, optimizer), (resumed, again))
 
 
 @pytest.mark.slow
@@ -345,8 +326,7 @@ def test_an_engine_that_stands_alone_resumes() -> None:
     model, resumed = make_model(), make_model(1)
     engine, again = (CurvatureEngine(m, **SETTINGS, spread=2) for m in (model, resumed))
     run(model, engine, range(K))
-    resumed.load_state_dict(model.state_dict())
-    again.load_state_dict(through_a_file(engine.state_dict()))
+    resumed_from(model, engine, (resumed, again))
     run(model, engine, range(K, 2 * K))
     run(resumed, again, range(K, 2 * K))
     assert_identical(model, resumed)
@@ -434,13 +414,11 @@ def test_state_dict_does_not_depend_on_the_assignment() -> None:
 @pytest.mark.parametrize(("kfac", "dtype"), [*[(kfac, torch.bfloat16) for kfac in CLASSES], (KFACSGD, torch.float16)])
 def test_float32_factors_stay_float32_on_a_half_precision_model(kfac: Any, dtype: torch.dtype) -> None:
     """Torch casts loaded state to the parameter's dtype."""
-    model, optimizer = build(kfac)
-    model.to(dtype)
+    (model, optimizer), fresh = build(kfac), build(kfac, seed=1)
+    for each in (model, fresh[0]):
+        each.to(dtype)
     train(model, optimizer, range(K))
-    resumed, again = build(kfac, seed=1)
-    resumed.to(dtype)
-    resumed.load_state_dict(model.state_dict())
-    again.load_state_dict(through_a_file(optimizer.state_dict()))
+    resumed, again = resumed_from(model, optimizer, fresh)
     for name in ("0", "2", "3"):
         for ours, theirs in zip(again.curvature.factors(name), optimizer.curvature.factors(name), strict=True):
             assert ours.dtype is torch.float32
@@ -448,9 +426,7 @@ def test_float32_factors_stay_float32_on_a_half_precision_model(kfac: Any, dtype
     curvature = [v for path, v in leaves(again.state_dict()["state"]) if path.endswith("value")]
     assert curvature
     assert {value.dtype for value in curvature} == {torch.float32}
-    train(model, optimizer, range(K, 2 * K))
-    train(resumed, again, range(K, 2 * K))
-    assert_identical(resumed, model)
+    assert_go_on_alike(range(K, 2 * K), (model, optimizer), (resumed, again))
 
 
 # Hyperparameters in a state ------------------------------------------------------------------------------------------
@@ -462,15 +438,11 @@ def test_numbers_are_saved_and_loaded() -> None:
     engine = optimizer.curvature
     engine.damping, engine.factor_decay, engine.inv_update_steps = 0.7, 0.5, 4
     train(model, optimizer, range(K))
-    resumed, again = build(KFACSGD, seed=1)
-    resumed.load_state_dict(model.state_dict())
-    again.load_state_dict(through_a_file(optimizer.state_dict()))
+    resumed, again = resumed_from(model, optimizer, build(KFACSGD, seed=1))
     for name in ("damping", "factor_decay", "inv_update_steps"):
         ours, theirs = getattr(again.curvature, name), getattr(engine, name)
         assert ours == theirs and type(ours) is type(theirs), name
-    train(model, optimizer, range(K, 2 * K))
-    train(resumed, again, range(K, 2 * K))
-    assert_identical(resumed, model)
+    assert_go_on_alike(range(K, 2 * K), (model, optimizer), (resumed, again))
 
 
 @pytest.mark.parametrize(
@@ -507,13 +479,9 @@ def test_the_kind_of_a_damping_is_part_of_the_state(kept: Any, fresh: Any) -> No
     names = {key for group in state["param_groups"] for key in group if key.startswith("kfac_damping")}
     kind = {OfMean: "_of_mean", OfLargest: "_of_largest"}.get(type(kept), "")
     assert names == {f"kfac_damping{kind}"}, "and no other"
-    resumed, again = build(KFACSGD, {"damping": fresh}, seed=1)
-    resumed.load_state_dict(model.state_dict())
-    again.load_state_dict(state)
+    resumed, again = resumed_from(model, optimizer, build(KFACSGD, {"damping": fresh}, seed=1))
     assert again.curvature.damping == kept and type(again.curvature.damping) is type(kept)
-    train(model, optimizer, range(K, 2 * K))
-    train(resumed, again, range(K, 2 * K))
-    assert_identical(resumed, model)
+    assert_go_on_alike(range(K, 2 * K), (model, optimizer), (resumed, again))
     alone = CurvatureEngine(make_model(), damping=fresh)
     alone.load_state_dict(through_a_file(optimizer.curvature.state_dict()))
     assert alone.damping == kept and type(alone.damping) is type(kept)
@@ -716,9 +684,7 @@ def test_the_dry_step_creates_all_state_and_changes_nothing(kfac: Any, options: 
 
     optimizer.param_groups[0]["lr"] = CLASSES[kfac]["lr"]
     if kfac is KFACSGD:  # Adam and LAMB count the dry step in their own bias corrections, as they do in torch
-        train(model, optimizer, range(K))
-        train(again, fresh, range(K))
-        assert_identical(model, again)
+        assert_go_on_alike(range(K), (model, optimizer), (again, fresh))
 
 
 def test_a_dry_step_after_a_backward_pass_does_not_count_either() -> None:
@@ -797,15 +763,10 @@ def test_lists_of_parameter_names_survive() -> None:
     model = make_model()
     optimizer = KFACSGD(model.named_parameters(), lr=0.1, **SETTINGS)
     train(model, optimizer, range(K))
-    state = through_a_file(optimizer.state_dict())
-    assert state["param_groups"][0]["param_names"] == [name for name, _ in model.named_parameters()]
-    resumed = make_model(1)
-    again = KFACSGD(resumed.named_parameters(), lr=0.1, **SETTINGS)
-    resumed.load_state_dict(model.state_dict())
-    again.load_state_dict(state)
-    train(model, optimizer, range(K, 2 * K))
-    train(resumed, again, range(K, 2 * K))
-    assert_identical(resumed, model)
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == [name for name, _ in model.named_parameters()]
+    fresh = make_model(1)
+    resumed, again = resumed_from(model, optimizer, (fresh, KFACSGD(fresh.named_parameters(), lr=0.1, **SETTINGS)))
+    assert_go_on_alike(range(K, 2 * K), (model, optimizer), (resumed, again))
 
 
 def test_the_number_in_klclip_is_saved_and_loaded_and_does_not_replace_a_function() -> None:

@@ -19,10 +19,10 @@ from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACAdamW
 from kfac_optim.saved_state.checks import checksums
 from kfac_optim.state_keys import RECORDED
 from tests.helpers.bases import KFACRMSprop
-from tests.helpers.compare import assert_identical, assert_near, assert_same_factors
+from tests.helpers.compare import assert_near, assert_same_factors
 from tests.helpers.files import packed, through_a_file, unpacked
 from tests.helpers.settings import CLASSES, OFTEN
-from tests.helpers.training import assert_refused, backward, make_model, train
+from tests.helpers.training import assert_go_on_alike, assert_refused, backward, make_model, train
 from tests.helpers.versions import needs_decay_in_states
 
 K, NAN = 7, math.nan
@@ -381,6 +381,4 @@ def test_weight_decay_does_not_change_its_meaning(kfac: Any, other: Any) -> None
         twin, theirs = build(other, weight_decay=0.1)
         for own in (optimizer, theirs):
             own.load_state_dict(trained(other, weight_decay=0.1))
-        train(model, optimizer, range(3))
-        train(twin, theirs, range(3))
-        assert_identical(model, twin)
+        assert_go_on_alike(range(3), (model, optimizer), (twin, theirs))

@@ -22,7 +22,7 @@ from kfac_optim.refresh import Refresher
 from tests.helpers.compare import assert_identical, factors_of
 from tests.helpers.files import through_a_file
 from tests.helpers.settings import CLASSES, SETTINGS
-from tests.helpers.training import backward, loss_of, make_model, train
+from tests.helpers.training import assert_go_on_alike, backward, loss_of, make_model, resumed_from, train
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -241,13 +241,8 @@ def test_a_step_that_is_interrupted_anywhere_can_be_followed_by_others_and_resum
 
     for lines in range(1 + steps, total - 50, total // 8):
         model, optimizer = interrupted_after(lines)
-        resumed, other = build()
-        state = through_a_file((model.state_dict(), optimizer.state_dict()))
-        resumed.load_state_dict(state[0])
-        other.load_state_dict(state[1])
-        for net, by in ((model, optimizer), (resumed, other)):
-            train(net, by, range(steps + 1, steps + 6))
-        assert_identical(model, resumed)
+        resumed, other = resumed_from(model, optimizer, build())
+        assert_go_on_alike(range(steps + 1, steps + 6), (model, optimizer), (resumed, other))
         model, optimizer = interrupted_after(lines)
         optimizer.step()
         train(model, optimizer, range(steps + 1, steps + 3))
