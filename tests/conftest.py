@@ -59,13 +59,16 @@ def seeded() -> None:
     torch.set_flush_denormal(False)
 
 
-@pytest.fixture(scope="module")
-def float64() -> Iterator[None]:
-    """Make float64 the default dtype of a test module that compares exact values."""
+def _in_float64() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+# For a test module that compares exact values, and for one test in a module whose others need the usual dtype.
+float64 = pytest.fixture(scope="module", name="float64")(_in_float64)
+double = pytest.fixture(name="double")(_in_float64)
 
 
 @pytest.fixture

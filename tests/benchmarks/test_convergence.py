@@ -24,11 +24,13 @@ def task():
     return replace(whole, model=lambda: ResNet(channels=1, blocks=1, width=2), held_out=held_out)
 
 
-@pytest.fixture(autouse=True)
-def small(task, monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def small(task):
     """The command trains ``task`` as the digits, in batches of 8."""
-    monkeypatch.setitem(convergence.TASKS, "digits", lambda: task)
-    monkeypatch.setitem(convergence.SHORT, "batch_size", 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(convergence.TASKS, "digits", lambda: task)
+        patch.setitem(convergence.SHORT, "batch_size", 8)
+        yield
 
 
 def smoke(folder, *more):
@@ -38,30 +40,35 @@ def smoke(folder, *more):
     return json.loads((folder / "digits.json").read_text())
 
 
-def test_the_command_writes_table_json_and_plot(tmp_path, capsys):
-    result = smoke(tmp_path, "--optimizer", "SGD", "KFACSGD")
-    assert (tmp_path / "digits.png").stat().st_size > 0
+@pytest.fixture(scope="module")
+def first(small, folder):
+    """What a first run of the command has written to ``folder``."""
+    return smoke(folder, "--optimizer", "SGD", "KFACSGD")
+
+
+def test_the_command_writes_json_and_plot(first, folder):
+    result = first
+    assert (folder / "digits.png").stat().st_size > 0
     assert {"versions", "commit", "machine", "seeds", "draws", "tuning", "command"} <= result.keys()
     counts = {row: sum(run["of"] == row for run in result["runs"]) for row in result["chosen"]}
     # Two draws and two seeds. The swap is not tuned; its runs are those of the defaults if draw 0 is the best.
     assert counts.pop("KFACSGD, defaults") in (2, 4)
     assert counts == {"SGD": 4, "KFACSGD for SGD": 2, "KFACSGD": 4}
-    printed = capsys.readouterr().out
-    assert all(line in printed for line in result["table"])
 
 
-def test_the_swap_takes_over_what_was_tuned_for_its_base_class(tmp_path):
-    result = smoke(tmp_path, "--optimizer", "SGD", "KFACSGD")
-    settings = {run["of"]: run["settings"] for run in result["runs"] if run["draw"] is None}
+def test_the_swap_takes_over_what_was_tuned_for_its_base_class(first):
+    settings = {run["of"]: run["settings"] for run in first["runs"] if run["draw"] is None}
     base, swap = settings["SGD"], settings["KFACSGD for SGD"]
     assert {**base, "optimizer": "", "kfac": {}} == {**swap, "optimizer": "", "kfac": {}}
     assert swap["kfac"]["loss_average"] == "batch"
 
 
-def test_started_again_nothing_is_repeated(tmp_path, monkeypatch):
-    first = smoke(tmp_path, "--optimizer", "SGD", "KFACSGD")
+def test_started_again_nothing_is_repeated_and_the_table_is_printed(first, folder, monkeypatch, capsys):
     monkeypatch.setattr(Trainer, "train_step", lambda self: pytest.fail("a run was repeated"))
-    assert smoke(tmp_path, "--optimizer", "SGD", "KFACSGD")["runs"] == first["runs"]
+    again = smoke(folder, "--optimizer", "SGD", "KFACSGD")
+    assert again["runs"] == first["runs"]
+    printed = capsys.readouterr().out
+    assert all(line in printed for line in again["table"])
 
 
 def test_a_draw_whose_decomposition_fails_loses_and_the_others_go_on(tmp_path, monkeypatch):

@@ -53,16 +53,15 @@ def content(folder: Path, part: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.fast("^(?!table)")
-@pytest.mark.parametrize("part", STUDIES)
-def test_every_part_writes_its_result_with_facts_and_a_plot(folder: Path, part: str) -> None:
-    result = content(folder, part)
-    assert {"versions", "machine", "commit", "command", "tables"} <= result.keys()
-    assert (folder / f"{part}.png").stat().st_size > 5000
-    for run in result.get("runs", ()):
-        assert run["run"]["seed"] == 0 and run["end"] == "finished"
-        assert run["versions"]["torch"] == importlib.metadata.version("torch")
-        assert run["evaluations"][-1]["step"] == run["run"]["steps"] == 2
+def test_every_part_writes_its_result_with_facts_and_a_plot(folder: Path) -> None:
+    for part in STUDIES:  # one test, so that a single process trains
+        result = content(folder, part)
+        assert {"versions", "machine", "commit", "command", "tables"} <= result.keys(), part
+        assert (folder / f"{part}.png").stat().st_size > 5000, part
+        for run in result.get("runs", ()):
+            assert run["run"]["seed"] == 0 and run["end"] == "finished", part
+            assert run["versions"]["torch"] == importlib.metadata.version("torch")
+            assert run["evaluations"][-1]["step"] == run["run"]["steps"] == 2
 
 
 def test_no_run_is_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

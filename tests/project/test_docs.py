@@ -13,7 +13,6 @@ import importlib.util
 import os
 import re
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -168,14 +167,6 @@ def test_every_module_that_the_pages_run_exists() -> None:
     assert len(names) > 8
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     assert not missing
-
-
-@pytest.fixture
-def double() -> Iterator[None]:
-    """float64 by default, for one test: others compare with ranks, or run what a reader would."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def test_an_extension_is_short() -> None:
