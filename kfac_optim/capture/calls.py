@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CONCURRENT", "ModelCall", "ModelCalls", "in_backward", "own_result", "when_gradient_arrives"]
+__all__ = ["CONCURRENT", "ModelCall", "ModelCalls", "as_plain", "in_backward", "own_result", "when_gradient_arrives"]
 
 CONCURRENT = (
     "two threads are in forward or backward passes of one model at the same time, and its statistics can't tell them "
@@ -164,6 +164,17 @@ class ModelCalls:
     def forget_last(self) -> None:
         """Forgets the last call, because the step is over."""
         self.last = None
+
+
+def as_plain(tensor: Tensor) -> Tensor:
+    """The same numbers without the methods of a subclass (images, tensors with labels), which may not suit moments.
+
+    Tensors that store their numbers in another way define ``__torch_dispatch__``, and stay as they are.
+    """
+    if type(tensor) is Tensor or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return Tensor.as_subclass(tensor, Tensor)
 
 
 def own_result(output: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from ..distributed import is_sharded, own_part
 from ..layers import AttentionLayer, KroneckerLayer, LinearLayer, ProjectionCall
 from .attention import ProjectionTap, remove_taps
-from .calls import ModelCall, ModelCalls, in_backward, own_result, when_gradient_arrives
+from .calls import ModelCall, ModelCalls, as_plain, in_backward, own_result, when_gradient_arrives
 from .compiled import CompiledCalls
 from .copies import leave_hooks_behind
 from .fisher import Fisher
@@ -269,6 +269,7 @@ class Capture:
         if torch._C._functorch.is_functorch_wrapped_tensor(output):
             self._await_hidden(index, output)
             return None
+        a = as_plain(a)
         call, result = self._calls.current, own_result(output)
         if call is not None and not in_backward():
             self._uses.note_call(index, result)

@@ -28,7 +28,7 @@ from torch._compile import _disable_dynamo
 
 from ..layers import AttentionInputLayer, KroneckerLayer, Observation, ProjectionCall
 from ..precision import full_precision
-from .calls import CONCURRENT, ModelCall, in_backward
+from .calls import CONCURRENT, ModelCall, as_plain, in_backward
 from .gradients import GradientWatch, destination
 from .statistics import MicroBatch, StepStatistics, TakenStatistics
 
@@ -138,7 +138,7 @@ class Recorder:
         For layers with ``by_example`` it returns rows ``[n, p, d_out]``, from which :meth:`pool` makes a moment when
         the pass ends.
         """
-        layer = self.layers[call.index]
+        layer, g = self.layers[call.index], as_plain(g)
         with self.stage("factor computation"), full_precision(g.device.type):
             if call.shape is None:
                 g = positions_of(g)

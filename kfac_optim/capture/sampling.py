@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .calls import ModelCall, in_backward, when_gradient_arrives
+from .calls import ModelCall, as_plain, in_backward, when_gradient_arrives
 from .fisher import Fisher
 from .gradients import destination
 from .microbatch import BackwardPasses, LayerCall
@@ -97,7 +97,7 @@ class SampledBackward:
 
     @torch.no_grad()
     def _sampled_gradient(self, logits: Tensor, generator: torch.Generator) -> Tensor:
-        parameters = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+        parameters = as_plain(logits).detach().to(torch.promote_types(logits.dtype, torch.float32))
         # Nothing can be drawn from NaNs. They are passed on to the moments, so that these do not count.
         finite = self.fisher.can_sample(parameters)
         target = self.fisher.sample_gradient(torch.where(finite, parameters, 0.0), generator)

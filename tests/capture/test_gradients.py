@@ -475,6 +475,24 @@ def test_sparse_inputs_are_those_of_the_dense_matrix() -> None:
         assert_near(found, expected, rel=1e-6)
 
 
+class Labelled(Tensor):
+    """A tensor whose results lack what its methods need, as labelled tensors of libraries have it."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise AttributeError("this tensor has no labels")
+
+    detach = clone = reshape = sum = to
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "categorical"])
+def test_inputs_of_a_subclass_count_as_plain_ones(fisher: str) -> None:
+    def run(cls: type[Tensor], model: nn.Module, optimizer: KFACSGD) -> None:
+        x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+        F.cross_entropy(model(x.as_subclass(cls)), torch.arange(6) % 2).backward()
+
+    assert_as(functools.partial(run, Labelled), functools.partial(run, Tensor), fisher=fisher)
+
+
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_nested_inputs_are_those_of_all_positions(layout: torch.layout) -> None:
     torch.manual_seed(0)
