@@ -110,7 +110,10 @@ class _Collector:
         """Adds a module's layers, or the reason why it has none; an attention module stands for its parts as well."""
         layers, reason = _layers_of(name, module, self._options)
         recurse = isinstance(module, nn.MultiheadAttention)
+        lent = _lent_by_parts(module) if reason and not recurse else ()
         for parameter_name, parameter in module.named_parameters(name, recurse=recurse):
+            if parameter in lent and not _skipped(name, self._options):
+                continue
             if reason and parameter not in self._names:
                 self._reasons[parameter] = reason
             elif reason and parameter in {p for layer in self._layers.values() for p in layer.parameters}:
@@ -171,6 +174,12 @@ class _Collector:
             found = [self._reasons[parameter] for parameter in layer.parameters if parameter in self._reasons]
             for parameter in layer.parameters if found else ():
                 self._reasons.setdefault(parameter, found[0])
+
+
+def _lent_by_parts(module: nn.Module) -> set[nn.Parameter]:
+    """The parameters of a module that are those of a module inside it: ``self.weight = self.linear.weight``."""
+    inside = {p for part in module.modules() if part is not module for p in part._parameters.values() if p is not None}
+    return inside.intersection(p for p in module._parameters.values() if p is not None)
 
 
 def _prefixes(roots: Sequence[nn.Module]) -> list[str]:

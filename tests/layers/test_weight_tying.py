@@ -144,6 +144,47 @@ def test_a_weight_with_a_use_that_no_rule_covers_is_declined(first: str, unruled
     )
 
 
+class Named(nn.Module):
+    """A layer with the weight of the layer inside it as an attribute; ``how`` it computes."""
+
+    def __init__(self, how: str = "inside") -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(4, 2), how
+        self.weight, self.bias = self.linear.weight, self.linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = 2 * (x @ self.weight.mT) if self.how != "inside" else 0.0
+        return own + self.linear(x) if self.how != "own" else own
+
+
+def test_a_weight_that_is_named_by_the_module_around_its_layer_is_covered() -> None:
+    model = Named()
+    found: list[Tensor] = []
+    for module in (model, copy.deepcopy(model.linear)):
+        optimizer = KFACSGD(module, **(OPTIONS | {"lr": 1.0, "damping": DAMPING}))
+        assert len(optimizer.curvature.layers) == 1 and not optimizer.curvature.trained.uncovered
+        take_step(module, optimizer, [((torch.eye(6)[:, :4],), torch.ones(6, 2))], loss)
+        found.append(module.weight)
+    assert_near(*found, rel=EXACTLY)
+
+
+@pytest.mark.parametrize(("how", "text"), [("own", "never seen"), ("both", "beside")])
+def test_a_use_of_the_named_weight_itself_is_told(how: str, text: str) -> None:
+    model = Named(how)
+    optimizer = KFACSGD(model, **(OPTIONS | {"lr": 0.01}))
+    with pytest.warns(UserWarning, match=text):
+        for _ in range(8):
+            optimizer.zero_grad()
+            model(torch.randn(6, 4)).square().mean().backward()
+            optimizer.step()
+    assert text in str(optimizer.curvature)
+
+
+def test_skip_layers_may_name_the_module_around_a_layer() -> None:
+    model = nn.Sequential(Named())
+    assert not KFACSGD(model, lr=0.1, skip_layers=["^0$"]).curvature.layers
+
+
 def test_the_layers_beside_a_declined_weight_keep_their_block() -> None:
     model, twin = Language(), Language()
     optimizer = KFACSGD(model, **(OPTIONS | {"lr": 1.0, "damping": DAMPING}))
