@@ -268,29 +268,29 @@ class Capture:
             return self._compiled.trace_layer_call(index, use, a, output, projection)
         if torch._C._functorch.is_functorch_wrapped_tensor(output):
             self._await_hidden(index, output)
-            return None
-        a = as_plain(a)
+        else:
+            self._record_call(index, use, as_plain(a), output, projection)
+        return None
+
+    def _record_call(
+        self, index: int, use: int, a: Tensor, output: Tensor, projection: ProjectionCall | None = None
+    ) -> None:
+        """Takes the moment of a layer's input now, and that of its output's gradient when this arrives."""
         call, result = self._calls.current, own_result(output)
         if call is not None and not in_backward():
             self._uses.note_call(index, result)
-        if a.is_nested:  # examples of different lengths: their positions are laid out one after the other
-            if not (isinstance(layer, LinearLayer) and layer.sharing == "expand"):
-                return None
-            a = positions_of(a)
-        elif a.layout is not torch.strided:
-            a = a.to_dense()
-        if output.numel() == 0:  # an expert to which no token was routed has seen nothing
-            return None
+        dense = _dense(self.layers[index], a)
+        if dense is None or output.numel() == 0:  # an expert to which no token was routed has seen nothing
+            return
         if self._sampling is not None and self._sampling.leaves_out(index, call):
-            return None
-        layer_call = self._recorder.observe(index, use, a, output, projection)
+            return
+        layer_call = self._recorder.observe(index, use, dense, output, projection)
         if self._sampling is not None and call is not None:
             # The edge, because after an in-place activation the tensor itself stands for the activation's output.
             call.await_gradient(layer_call, torch.autograd.graph.get_gradient_edge(result))
         else:
             take = functools.partial(self._passes.record_output_gradient, layer_call, call or self._calls.last)
             when_gradient_arrives(result, take)
-        return None
 
     def _await_hidden(self, index: int, output: Tensor) -> None:
         """Watches whether the loss's gradient passes through a layer's call inside a transform of ``torch.func``."""
@@ -313,6 +313,13 @@ class Capture:
 
     def _on_attention_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         remove_taps()
+
+
+def _dense(layer: KroneckerLayer, a: Tensor) -> Tensor | None:
+    """An input as a dense tensor; None if it has examples of different lengths, of which the layer makes no rows."""
+    if a.is_nested:  # the positions of all examples, one after the other
+        return positions_of(a) if isinstance(layer, LinearLayer) and layer.sharing == "expand" else None
+    return a if a.layout is torch.strided else a.to_dense()
 
 
 def _is_local(layer: KroneckerLayer, a: Tensor, output: Tensor) -> bool:
