@@ -155,16 +155,7 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
 
     def _update_weights(self, buckets: Sequence[Bucket], closure: Callable[[], Any] | None) -> None:
         engine, gradients = self.curvature, gradients_of(buckets)
-        if engine.closed:
-            self._replay.close()
-            raise RuntimeError("the curvature of this optimizer is closed, and KFAC has nothing else: build a new one")
-        for name, own in (("damping", self.rule), ("scaling", None)):
-            if getattr(engine, name) is not own:
-                raise ValueError(
-                    f"curvature.{name} was set, but KFAC finds its damping and the length of its steps by itself: set "
-                    f"curvature.{name} = {'optimizer.rule' if own else None} again; the present damping, which may be "
-                    "changed, is optimizer.param_groups[0]['damping']"
-                )
+        self._require_own_curvature()
         if not gradients:
             return
         _check_parameters(gradients)
@@ -190,6 +181,20 @@ class KFAC(KFACMixin, torch.optim.Optimizer):
             if closure is not None:
                 for p, g in gradients.items():
                     p.grad = g
+
+    def _require_own_curvature(self) -> None:
+        """Raises an error if the curvature is closed, or has options that ``KFAC`` sets by itself."""
+        engine = self.curvature
+        if engine.closed:
+            self._replay.close()
+            raise RuntimeError("the curvature of this optimizer is closed, and KFAC has nothing else: build a new one")
+        for name, own in (("damping", self.rule), ("scaling", None)):
+            if getattr(engine, name) is not own:
+                raise ValueError(
+                    f"curvature.{name} was set, but KFAC finds its damping and the length of its steps by itself: set "
+                    f"curvature.{name} = {'optimizer.rule' if own else None} again; the present damping, which may be "
+                    "changed, is optimizer.param_groups[0]['damping']"
+                )
 
     def _start(
         self, objective: Objective, gradients: Mapping[nn.Parameter, Tensor], change: Change, *, canonical: bool
