@@ -29,7 +29,7 @@ from torch import Tensor
 from .blocks import SIDES, Block
 from .capture import StepMoments
 from .distributed import Communicator
-from .factors import FactorSpec, read, write_
+from .factors import Average, FactorSpec, read, write_
 from .stopwatch import Stopwatch
 from .tensor_cache import sent_once
 
@@ -224,28 +224,28 @@ class Increment:
         """Adds the moments of a step, with the decay xi (eqs. 14-15)."""
         self.past, self.count, self.trace = decay * self.past, decay * self.count + count, decay * self.trace + trace
 
-    def added_to(self, average: Mapping[str, Tensor]) -> tuple[float, float]:
+    def added_to(self, average: Average) -> tuple[float, float]:
         """The weight and the trace that the running average has after this update."""
         past = self.past * float(average["weight"])
         weight = past + self.count
         return weight, (past * float(average["trace"]) + self.trace) / weight if weight else 0.0
 
 
-_Update = tuple[dict[str, Tensor], Increment]  # a running average, and the numbers of its update
+_Update = tuple[Average, Increment]  # a running average, and the numbers of its update
 
 
 def fold_(updates: Sequence[_Update], moments: Sequence[Tensor | None]) -> None:
     """Updates running averages in place (eqs. 14-15): ``S <- xi S + moments``, ``w <- xi w + count``.
 
-    S / w and w are stored (:meth:`~kfac_optim.factors.FactorSpec.empty`), because S could overflow in half precision.
+    S / w and w are stored (:class:`~kfac_optim.factors.Average`), because S could overflow in half precision.
 
     Args:
         updates: The running averages and the numbers of their updates; one stays as it is if its count is 0.
         moments: The packed sums of the new moments, ``[p, packed]``, which are overwritten; None if another rank keeps
             the factor.
     """
-    kept: list[tuple[dict[str, Tensor], Tensor]] = []
-    numbers: list[tuple[dict[str, Tensor], float, float]] = []
+    kept: list[tuple[Average, Tensor]] = []
+    numbers: list[tuple[Average, float, float]] = []
     pasts, shares = [], []
     for (average, increment), moment in zip(updates, moments, strict=True):
         if not increment.count:
@@ -300,7 +300,7 @@ class LocalSums:
     def add(
         self,
         own: Sequence[Tensor] | None,
-        averages: Sequence[Mapping[str, Tensor]],
+        averages: Sequence[Average],
         seen: Sequence[Sequence[float]],
         decay: float,
         slack: float,

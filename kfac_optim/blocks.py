@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from .counters import Counter
 from .damping import Damping, kind_of, unit_of
 from .distributed import LayerAssignment
-from .factors import FactorSpec, copy_average_, numbers_of, read
+from .factors import Average, FactorSpec, copy_average_, numbers_of, read
 from .layers import KroneckerLayer
 from .precision import full_precision
 from .solvers import Decomposition, Solver
@@ -26,12 +26,16 @@ __all__ = [
     "Block",
     "Factors",
     "KnownSpectra",
+    "Snapshot",
     "Source",
+    "State",
     "decomposed_bytes",
     "part_dtype",
+    "set_learned",
 ]
 
-SIDES = ("A", "G")
+Side = Literal["A", "G"]
+SIDES: tuple[Side, Side] = ("A", "G")
 Source = Literal["current", "pending", "in_use"]
 _CONSTRAINED = 2  # a layer counts as constrained after this many comparisons in a row that found its weights changed
 # The learned numbers of a layer, which are saved beside its running averages.
@@ -53,37 +57,64 @@ class KnownSpectra:
     largest: tuple[Tensor, Tensor] | None = None
 
 
+class Snapshot(TypedDict, total=False):
+    """What the state of a layer's weight holds for one :data:`Source`.
+
+    Attributes:
+        A: The running average A.
+        G: The running average G.
+        gamma: "in_use" and "pending": the damping of each pair with which the factors are decomposed, ``[p]``; 0 if the
+            solver adds it when it applies them.
+        reach: "current" alone, as those below: see :attr:`Block.reach`.
+        trains: See :attr:`Block.trains`.
+        changes: See :meth:`Block.note_comparison`.
+    """
+
+    A: Average
+    G: Average
+    gamma: Tensor
+    reach: float
+    trains: bool
+    changes: int
+
+
+State = dict[Source, Snapshot]
+
+
+def set_learned(snapshot: Snapshot, numbers: Mapping[str, Any]) -> None:
+    """Sets learned numbers of a snapshot."""
+    cast(dict[str, Any], snapshot).update(numbers)
+
+
 class Factors:
     """A and G of one layer at one point in time, over the tensors that the optimizer's state holds.
 
     Args:
         layer: The layer.
-        tensors: The running averages "A" and "G" (see :meth:`~kfac_optim.factors.FactorSpec.empty`). A snapshot that
-            decompositions are made of also has "gamma": the damping of each pair with which it is decomposed, ``[p]``;
-            0 if damping comes later. Of a factor that another rank keeps there are only ``weight`` and ``trace``.
+        snapshot: The tensors; gamma is a part of those that decompositions are made of.
         known: The known eigenvalues; if another rank keeps a factor, all that are asked for.
     """
 
-    def __init__(self, layer: KroneckerLayer, tensors: dict[str, Any], known: KnownSpectra | None) -> None:
-        self.pairs_share_scale, self.specs, self.tensors = layer.pairs_share_scale, layer.specs, tensors
+    def __init__(self, layer: KroneckerLayer, snapshot: Snapshot, known: KnownSpectra | None) -> None:
+        self.pairs_share_scale, self.specs, self.snapshot = layer.pairs_share_scale, layer.specs, snapshot
         self._known_spectra = known or KnownSpectra()
 
     @property
     def has_data(self) -> bool:
         """Whether both running averages have seen something."""
-        return all(float(self.tensors[side]["weight"]) for side in SIDES)
+        return all(float(self.snapshot[side]["weight"]) for side in SIDES)
 
     def kept(self, side: int) -> bool:
         """Whether this rank keeps A (side 0) or G (side 1)."""
-        return "value" in self.tensors[SIDES[side]]
+        return "value" in self.snapshot[SIDES[side]]
 
     def packed(self, side: int) -> Tensor:
         """A (side 0) or G (side 1), packed, in at least float32."""
-        return read(self.tensors[SIDES[side]])
+        return read(self.snapshot[SIDES[side]])
 
     def matrix(self, side: int) -> Tensor:
         """A (side 0) or G (side 1), ``[p b, m, m]`` (diagonal: ``[p, n]``)."""
-        return self.specs[side].matrix(self.tensors[SIDES[side]])
+        return self.specs[side].matrix(self.snapshot[SIDES[side]])
 
     def means(self) -> tuple[Tensor, Tensor]:
         """The mean eigenvalues of A and of G, ``[p]`` each; pairs that share a scale get their common mean."""
@@ -97,7 +128,7 @@ class Factors:
 
     def mean(self, side: int) -> Tensor:
         """The mean eigenvalue of each pair of A (side 0) or G (side 1), which this rank must keep, ``[p]``."""
-        return self.specs[side].mean_eigenvalue(self.tensors[SIDES[side]])
+        return self.specs[side].mean_eigenvalue(self.snapshot[SIDES[side]])
 
     def largest_of(self, side: int) -> Tensor:
         """The largest eigenvalue of each pair of A (side 0) or G (side 1), which this rank must keep, ``[p]``."""
@@ -109,15 +140,15 @@ class Factors:
         """1 for each pair, ``[p]``."""
         if self._known_spectra.means is not None:
             return torch.ones_like(self._known_spectra.means[0])
-        value: Tensor = self.tensors["A"]["value"]
+        value: Tensor = self.snapshot["A"]["value"]
         return value.new_ones(self.specs[0].pairs, dtype=torch.promote_types(value.dtype, torch.float32))
 
     def freeze(self, source: Factors, gamma: Tensor | None) -> None:
         """Becomes a copy of ``source``; ``gamma``: the damping to decompose it with, ``[p]``, or None for none."""
         for side in SIDES:
-            copy_average_(self.tensors[side], source.tensors[side])
+            copy_average_(self.snapshot[side], source.snapshot[side])
         if gamma is not None:
-            self.tensors["gamma"].copy_(gamma)
+            self.snapshot["gamma"].copy_(gamma)
 
 
 @dataclass(eq=False, repr=False)
@@ -129,10 +160,10 @@ class Block:
         workers: The ranks that decompose its factors, and those that precondition its gradient.
         route: The broadcast by which its preconditioned gradient reaches or leaves this rank, as source and members;
             None if it does not travel.
-        state: The layer's part of the optimizer's state: the tensors of its :class:`Factors` "current" (the running
-            averages, and the ``LEARNED`` numbers), "in_use" (what the decompositions in use were made of) and, where
-            refreshes may be spread over steps, "pending" (what a refresh in progress decomposes). Empty before the
-            first step, and as long as the weight is frozen from then on.
+        state: The layer's part of the optimizer's state, by source: "current" (the running averages, and the
+            ``LEARNED`` numbers), "in_use" (what the decompositions in use were made of) and, where refreshes may be
+            spread over steps, "pending" (what a refresh in progress decomposes). Empty before the first step, and as
+            long as the weight is frozen from then on.
         kept_by: The assignment by which the factors in the state lie on the ranks; None before there are any.
         decomposed: The decompositions of A and G in use; None on ranks that do not precondition the layer, and before
             the first refresh.
@@ -147,7 +178,7 @@ class Block:
     layer: KroneckerLayer
     workers: LayerAssignment = field(init=False)
     route: tuple[int, tuple[int, ...]] | None = None
-    state: dict[str, Any] = field(default_factory=dict)
+    state: State = field(default_factory=dict)
     kept_by: LayerAssignment | None = None
     decomposed: tuple[Decomposition, Decomposition] | None = None
     has_direction: bool = False
@@ -182,17 +213,17 @@ class Block:
         device = self.layer.weight.device
         sources: tuple[Source, ...] = ("current", "in_use", "pending") if spreads else ("current", "in_use")
         for source in sources:
-            if source not in self.state:
-                tensors: dict[str, Any] = {
-                    name: spec.empty(dtype, device, kept=self.workers.keeps(side, rank))
-                    for side, (name, spec) in enumerate(zip(SIDES, self.specs, strict=True))
-                }
-                if source == "current":
-                    tensors.update({name: learned.start for name, learned in LEARNED.items()})
-                else:
-                    precision = torch.promote_types(dtype, torch.float32)
-                    tensors["gamma"] = torch.zeros(self.specs[0].pairs, dtype=precision, device=device)
-                self.state[source] = tensors
+            if source in self.state:
+                continue
+            kept = (self.workers.keeps(side, rank) for side in range(2))
+            a, g = (spec.empty(dtype, device, kept=here) for spec, here in zip(self.specs, kept, strict=True))
+            snapshot: Snapshot = {"A": a, "G": g}
+            if source == "current":
+                set_learned(snapshot, {name: learned.start for name, learned in LEARNED.items()})
+            else:
+                precision = torch.promote_types(dtype, torch.float32)
+                snapshot["gamma"] = torch.zeros(self.specs[0].pairs, dtype=precision, device=device)
+            self.state[source] = snapshot
 
     def factors(self, source: Source, known: KnownSpectra | None = None) -> Factors:
         """The factors of one source; ``known`` eigenvalues take the place of those that the block has noted."""
@@ -240,14 +271,14 @@ class Block:
         """Whether the training loop keeps changing its weights between steps."""
         return bool(self.state) and self.state["current"]["changes"] == _CONSTRAINED
 
-    def adopt(self, state: dict[str, Any]) -> None:
+    def adopt(self, state: State) -> None:
         """Replaces the state."""
         self.state = state
 
-    def fits(self, state: Mapping[str, Any]) -> bool:
+    def fits(self, state: State) -> bool:
         """Whether factors have this layer's shapes: not if they are older than a change of its width or bias."""
         sides = list(zip(SIDES, self.specs, strict=True))
-        return not any(spec.problem(tensors.get(s), kept=False) for tensors in state.values() for s, spec in sides)
+        return not any(spec.problem(snapshot.get(s), kept=False) for snapshot in state.values() for s, spec in sides)
 
     def take_layer(self, layer: KroneckerLayer) -> bool:
         """Becomes the block of a layer that a new search has found, if its factors fit; returns whether they do."""
@@ -262,14 +293,14 @@ class Block:
     @property
     def has_all_factors(self) -> bool:
         """Whether no factor is on another rank."""
-        return all("value" in tensors[side] for tensors in self.state.values() for side in SIDES)
+        return all("value" in snapshot[side] for snapshot in self.state.values() for side in SIDES)
 
-    def take_factors(self, whole: dict[str, Any], rank: int) -> None:
+    def take_factors(self, whole: State, rank: int) -> None:
         """Keeps, out of the factors in ``whole``, those that ``rank``, this process, now has to keep; in place."""
-        for source, tensors in self.state.items():
+        for source, snapshot in self.state.items():
             for side, name in enumerate(SIDES):
                 kept, average = self.workers.keeps(side, rank), whole[source][name]
-                tensors[name] = average if kept else numbers_of(average)
+                snapshot[name] = average if kept else numbers_of(average)
         self.kept_by = self.workers
 
     def note_rows(self, rows: float) -> None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .blocks import SIDES, Block, KnownSpectra, Source
+from .blocks import SIDES, Block, KnownSpectra, Source, State
 from .distributed import Broadcast, Communicator
 
 __all__ = ["known_spectra", "move_factors", "refuse_to_move", "whole_state"]
@@ -61,7 +60,7 @@ def known_spectra(
     return {block: of(block) for block in told}
 
 
-def whole_state(block: Block, dtype: torch.dtype, comm: Communicator) -> dict[str, Any]:
+def whole_state(block: Block, dtype: torch.dtype, comm: Communicator) -> State:
     """A layer's state including the factors that other ranks keep (a collective).
 
     Args:
@@ -69,7 +68,7 @@ def whole_state(block: Block, dtype: torch.dtype, comm: Communicator) -> dict[st
         dtype: The dtype of stored factors.
         comm: The ranks.
     """
-    whole: dict[str, Any] = {source: dict(tensors) for source, tensors in block.state.items()}
+    whole: State = {source: snapshot.copy() for source, snapshot in block.state.items()}
     broadcasts = []
     for source in sorted(whole):
         for side, (name, spec) in enumerate(zip(SIDES, block.specs, strict=True)):

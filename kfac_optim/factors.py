@@ -9,23 +9,47 @@ packs, sends or decomposes matrices need not know of blocks. ``averages.py`` upd
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from .tensor_cache import tensor_cache
 
-__all__ = ["FactorSpec", "copy_average_", "numbers_of", "pack", "read", "unpack", "write_"]
+__all__ = ["Average", "AverageNumbers", "FactorSpec", "copy_average_", "numbers_of", "pack", "read", "unpack", "write_"]
 
 
 _INDEXED = 1024  # matrices of up to so many rows are packed by an index, which is kept for each size
-_NUMBERS = ("weight", "trace")  # the parts of a running average that every rank knows
 _ELSEWHERE = (
     "is on another rank (this is the part of one rank of a state that is shared out: save full_state_dict(), or the "
     "parts of all ranks by torch.distributed.checkpoint)"
 )
+
+
+class AverageNumbers(TypedDict):
+    """The part of a running average that every rank keeps: numbers on the CPU, as reading them must not wait.
+
+    Attributes:
+        weight: The decayed count of the rows or terms in the average, 0-dim, float64.
+        trace: The factor's trace, likewise.
+    """
+
+    weight: Tensor
+    trace: Tensor
+
+
+class Average(AverageNumbers, total=False):
+    """A running average of a factor, as the state of its layer's weight holds it.
+
+    Attributes:
+        value: The factor, packed; missing if another rank keeps it.
+        scale: In float16, the largest entry of each matrix, ``[p b, 1]``, by which ``value`` is divided, because second
+            moments of gradients lie below float16's range; missing in other types.
+    """
+
+    value: Tensor
+    scale: Tensor
 
 
 def pack(matrix: Tensor) -> Tensor:
@@ -144,17 +168,10 @@ class FactorSpec:
         """The largest of each pair's blocks, ``[p]``, from a value per block, ``[p b]``."""
         return of_blocks if self.blocks == 1 else of_blocks.unflatten(0, (self.pairs, self.blocks)).amax(1)
 
-    def empty(self, dtype: torch.dtype, device: torch.device, *, kept: bool = True) -> dict[str, Tensor]:
-        """A running average that has seen nothing yet; ``kept``: whether this rank keeps it, rather than another one.
-
-        Returns:
-            ``value``: the factor, packed. ``weight``: the decayed count of the rows or terms in it; ``trace``: the
-            factor's trace; both 0-dim, float64, on the CPU so that reading them never waits for a device. In float16
-            also ``scale``: the largest entry of each matrix, ``[p b, 1]``, by which ``value`` is divided, because
-            second moments of gradients lie below float16's range. If another rank keeps the average, there are only
-            ``weight`` and ``trace``.
-        """
-        average = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in _NUMBERS}
+    def empty(self, dtype: torch.dtype, device: torch.device, *, kept: bool = True) -> Average:
+        """A running average that has seen nothing yet; ``kept``: whether this rank keeps it, not another one."""
+        weight, trace = (torch.zeros((), dtype=torch.float64, device="cpu") for _ in range(2))
+        average: Average = {"weight": weight, "trace": trace}
         if not kept:
             return average
         average["value"] = self.zeros(dtype, device)
@@ -188,11 +205,11 @@ class FactorSpec:
         _, cols, first_row = _rectangle(self.size)
         return cols + 1, (first_row * cols, cols), (1 - first_row, self.size - cols)
 
-    def matrix(self, average: dict[str, Tensor]) -> Tensor:
+    def matrix(self, average: Average) -> Tensor:
         """Unpacks a running average: the factor ``[p b, m, m]`` (diagonal: ``[p, n]``), in at least float32."""
         return self.unpack(read(average))
 
-    def mean_eigenvalue(self, average: dict[str, Tensor]) -> Tensor:
+    def mean_eigenvalue(self, average: Average) -> Tensor:
         """The mean eigenvalue of each pair of a running average, its trace divided by n: ``[p]``."""
         diagonal = torch.cat(self.diagonals(read(average)), -1)
         return diagonal.mean(-1) if self.blocks == 1 else diagonal.view(self.pairs, -1).sum(-1) / self.dim
@@ -203,9 +220,9 @@ class FactorSpec:
         ``kept``: see :meth:`empty`.
         """
         known = average if isinstance(average, dict) else {}
-        value, numbers = known.get("value"), {name: known[name] for name in _NUMBERS if name in known}
-        whole = len(numbers) == len(_NUMBERS) and all(isinstance(number, Tensor) for number in numbers.values())
-        if not whole or not isinstance(value, Tensor | None):
+        value, names = known.get("value"), ("weight", "trace")
+        numbers = {name: number for name in names if isinstance(number := known.get(name), Tensor)}
+        if len(numbers) < len(names) or not isinstance(value, Tensor | None):
             return "is missing"
         if value is None and kept:
             return _ELSEWHERE
@@ -227,7 +244,7 @@ class FactorSpec:
         return ""
 
 
-def read(average: Mapping[str, Tensor]) -> Tensor:
+def read(average: Average) -> Tensor:
     """The packed factor of a running average, in at least float32."""
     value = average["value"]
     if value.dtype.itemsize < 4:
@@ -235,7 +252,7 @@ def read(average: Mapping[str, Tensor]) -> Tensor:
     return value * average["scale"] if "scale" in average else value
 
 
-def write_(average: dict[str, Tensor], value: Tensor) -> None:
+def write_(average: Average, value: Tensor) -> None:
     """Replaces the packed factor of a running average, in place; the inverse of :func:`read`."""
     if "scale" in average:
         scale = value.abs().amax(-1, keepdim=True)
@@ -244,18 +261,21 @@ def write_(average: dict[str, Tensor], value: Tensor) -> None:
     average["value"].copy_(value)
 
 
-def numbers_of(average: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The part of a running average that every rank keeps: its weight and its trace."""
-    return {name: average[name] for name in _NUMBERS}
+def numbers_of(average: AverageNumbers) -> Average:
+    """A running average without its factor, as ranks have it that do not keep the factor."""
+    return {"weight": average["weight"], "trace": average["trace"]}
 
 
-def copy_average_(target: dict[str, Tensor], source: Mapping[str, Tensor]) -> None:
+def copy_average_(target: Average, source: Average) -> None:
     """Copies a running average into another one of the same shape, in place; bit for bit if both have the same dtype.
 
     If another rank keeps the target, only weight and trace are copied.
     """
-    converted = "value" in target and target["value"].dtype is not source["value"].dtype
-    if converted:
-        write_(target, read(source))  # only float16 has a scale
-    for name, own in (numbers_of(target) if converted else target).items():
-        own.copy_(source[name])
+    if "value" in target and target["value"].dtype is not source["value"].dtype:
+        write_(target, read(source))
+    elif "value" in target:
+        target["value"].copy_(source["value"])
+        if "scale" in target:
+            target["scale"].copy_(source["scale"])
+    target["weight"].copy_(source["weight"])
+    target["trace"].copy_(source["trace"])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from .blocks import LEARNED, SIDES
+from .blocks import LEARNED, SIDES, State, set_learned
 from .build import BuiltEngine
 from .capture import when_whole
 from .config import loaded_options, saved_options
@@ -35,7 +35,7 @@ class StatefulEngine(BuiltEngine):
 
     # Loading and saving ---------------------------------------------------------------------------------------------
 
-    def adopt_states(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+    def adopt_states(self, states: Mapping[nn.Parameter, State]) -> None:
         """Adopts factors that were moved or replaced from outside (Lightning moves optimizer state between devices)."""
         for block in self.trained.blocks:
             given = states.get(block.layer.weight, block.state)
@@ -87,7 +87,7 @@ class StatefulEngine(BuiltEngine):
         check_states(self.trained.blocks, states, self.comm.rank, frozen, pending=counters["pending_spread"] >= 0)
         check_sums(self.trained.blocks, states, counters)
 
-    def load(self, states: Mapping[nn.Parameter, dict[str, Any]], counters: Mapping[str, Any]) -> None:
+    def load(self, states: Mapping[nn.Parameter, State], counters: Mapping[str, Any]) -> None:
         """Copies checked states, in the engine's own precision, and rebuilds the decompositions."""
         for name, value in loaded_options(self, counters).items():
             setattr(self, name, value)
@@ -143,13 +143,13 @@ class StatefulEngine(BuiltEngine):
         self._compare()
         self._averaging.pool(self.trained.blocks, self.comm)
 
-    def whole_states(self) -> dict[nn.Parameter, dict[str, Any]]:
+    def whole_states(self) -> dict[nn.Parameter, State]:
         """The factors of all ranks by weight, with all statistics so far (a collective).
 
         Factors that the strategy shares out are gathered on the CPU, layer by layer; others are not copied.
         """
         self.synchronize()
-        found = {}
+        found: dict[nn.Parameter, State] = {}
         for block in self.trained.blocks:
             if block.state:
                 whole = whole_state(block, self.factor_dtype, self.comm)
@@ -212,14 +212,15 @@ class StatefulEngine(BuiltEngine):
             self._join_ranks(self.ranks.after_unpickling())
 
 
-def _copy_state(target: Mapping[str, dict[str, Any]], saved: Mapping[str, Mapping[str, Any]]) -> None:
+def _copy_state(target: State, saved: State) -> None:
     """Copies a layer's saved state into a fresh one, which keeps its dtype and device and shares nothing with it."""
-    for source, tensors in target.items():
+    for source, snapshot in target.items():
         if source not in saved:  # no refresh was in progress, or its factors were not saved
             continue
         for side in SIDES:
-            copy_average_(tensors[side], saved[source][side])
-        if "gamma" in tensors:
-            tensors["gamma"].copy_(saved[source]["gamma"])
+            copy_average_(snapshot[side], saved[source][side])
+        if "gamma" in snapshot:
+            snapshot["gamma"].copy_(saved[source]["gamma"])
         else:
-            tensors.update({name: learned.restored(saved[source][name]) for name, learned in LEARNED.items()})
+            numbers = cast(Mapping[str, Any], saved[source])
+            set_learned(snapshot, {name: learned.restored(numbers[name]) for name, learned in LEARNED.items()})

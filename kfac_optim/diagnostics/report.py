@@ -84,7 +84,7 @@ def damped_condition(a: Mapping[str, float], g: Mapping[str, float], damping: fl
 
 def workers_of(block: Block) -> dict[str, Any]:
     """A layer's part of :meth:`~kfac_optim.CurvatureEngine.workers`."""
-    inverse = dict(zip(SIDES, block.workers.inverse_workers, strict=True))
+    inverse: dict[str, int] = dict(zip(SIDES, block.workers.inverse_workers, strict=True))
     return {**inverse, "precondition": list(block.workers.gradient_workers)}
 
 
