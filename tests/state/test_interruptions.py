@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 import kfac_optim
-from kfac_optim import KFACSGD, CurvatureEngine
+from kfac_optim import KFACSGD, CurvatureEngine, precision
 from kfac_optim.preconditioning import Preconditioner
 from kfac_optim.refresh import Refresher
 from tests.helpers.compare import assert_identical, factors_of
@@ -24,7 +24,13 @@ from tests.helpers.files import through_a_file
 from tests.helpers.settings import CLASSES, SETTINGS
 from tests.helpers.training import assert_go_on_alike, backward, loss_of, make_model, resumed_from, train
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = pytest.mark.usefixtures("float64", "own_switch")
+
+
+@pytest.fixture
+def own_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt right in ``full_precision.__enter__`` leaves the switch held, which other tests must not find."""
+    monkeypatch.setattr(precision, "_SWITCH", precision._Switch())
 
 
 def interrupt(*_: Any, **__: Any) -> None:
