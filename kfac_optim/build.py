@@ -56,7 +56,7 @@ class BuiltEngine(Config):
             sampled=self._sampled_fisher is not None,
         )
         self._refresher = Refresher(self.solver, self.inv_dtype, self._stopwatch)
-        self._signs = Signs()
+        self._signs = Signs()  # that networks train against each other, seen between steps
         self._steering = Steering(self.ranks, self._signs)
         self._sightings = Sightings()
         self._find_layers()

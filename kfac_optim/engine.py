@@ -283,8 +283,8 @@ class CurvatureEngine(ViewedEngine):
         with self._stopwatch.stage("factor update"):
             decay = self.at("factor_decay", self.step_count)
             reports = [unseen, *self._steering.opposition.report()]
-            anything, (blind, *others) = self._averaging.fold(blocks, resolved, decay, self.slack, self.comm, reports)
-            self._steering.opposition.hear(others)
+            anything, (blind, *reported) = self._averaging.fold(blocks, resolved, decay, self.slack, self.comm, reports)
+            self._steering.opposition.hear(reported)
             self._sightings.note(blocks, resolved, blind=blind > 0 and not anything, alone=self.ranks.alone)
             if self.ranks.alone or self.ranks.assignment.shares_factors:
                 self._averaging.pool(blocks, self.comm)
