@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from kfac_optim import KFACSGD, CurvatureEngine
 from tests.helpers.compare import assert_step_alike
 from tests.helpers.settings import EXACT
+from tests.helpers.training import train
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -96,20 +97,14 @@ def test_transforms_hide_the_layers_and_the_first_step_says_so_each_time(
         with pytest.raises(RuntimeError, match="none of its layers was seen"):
             optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    for _ in range(3):  # called rightly it trains
-        optimizer.zero_grad()
-        F.cross_entropy(model(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
-        optimizer.step()
+    train(model, optimizer, range(3))  # called rightly
     assert optimizer.curvature.refreshes > 0
 
 
 def test_a_trained_model_of_which_nothing_is_seen_any_more_is_an_error_in_each_step() -> None:
     model = small()
     optimizer = KFACSGD(model, **OPTIONS | {"factor_update_steps": 3, "inv_update_steps": 6})
-    for _ in range(7):
-        optimizer.zero_grad()
-        F.cross_entropy(model(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
-        optimizer.step()
+    train(model, optimizer, range(7))
     while True:  # an unseen step may come between statistics
         optimizer.zero_grad()
         whole_batch(model, torch.randn(8, 4), torch.randint(3, (8,)))
@@ -139,10 +134,7 @@ def test_transforms_after_ordinary_steps(transform: Callable[[nn.Module, Tensor,
     model = small()
     optimizer = KFACSGD(model, **OPTIONS)
     x, y = torch.randn(8, 4), torch.randint(3, (8,))
-    for _ in range(2):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, [(x, y)] * 2)
     transform(model, x, y)
     with pytest.raises(RuntimeError, match="none of its layers was seen"):
         optimizer.step()
@@ -156,18 +148,12 @@ def test_gradients_out_of_nowhere_after_ordinary_steps() -> None:
     F.cross_entropy(model(x), y).backward()
     steps = 0
 
-    def train() -> None:
-        nonlocal steps
+    with pytest.raises(RuntimeError, match="none of its layers was seen"):
         while steps < 20:
             optimizer.step()
             steps += 1
-
-    with pytest.raises(RuntimeError, match="none of its layers was seen"):
-        train()
     assert steps == 6
-    optimizer.zero_grad()
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
+    train(model, optimizer, [(x, y)])
 
 
 def test_steps_that_train_no_layer_are_no_error() -> None:
@@ -198,9 +184,7 @@ def test_a_loss_of_derivatives_beside_an_ordinary_pass() -> None:
     with pytest.raises(RuntimeError, match="torch.func.*none of its layers was seen.*create_graph=True"):
         optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    optimizer.zero_grad()
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
+    train(model, optimizer, [(x, y)])
 
 
 def test_derivatives_by_transforms_that_the_loss_has_no_part_in() -> None:

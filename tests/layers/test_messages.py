@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from kfac_optim import KFACSGD, Categorical, CurvatureEngine, KFACAdam, LayerOptions
 from kfac_optim.layers import RowsLayer
+from tests.helpers.training import train
 
 OFTEN = {"factor_update_steps": 1, "inv_update_steps": 2}
 
@@ -274,10 +275,7 @@ def test_modules_of_torch_jit_train_by_the_base_rule(make: Any) -> None:
     optimizer = KFACSGD(model.parameters(), lr=0.1)
     assert [layer.weight for layer in optimizer.curvature.layers] == [model[2].weight]
     assert "torch.jit" in str(optimizer.curvature)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.randn(5, 4)).square().sum().backward()
-        optimizer.step()
+    train(model, optimizer, range(2))
     assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kfac_optim import KFACSGD, CurvatureEngine
+from tests.helpers.training import train
 
 OFTEN = {"factor_update_steps": 1, "inv_update_steps": 2}
 
@@ -31,10 +32,7 @@ def warned_of(model: nn.Module, optimizer: KFACSGD) -> list[str]:
     """Some steps; the texts of the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(12):
-            optimizer.zero_grad()
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
+        train(model, optimizer, range(12))
     return [str(w.message) for w in caught]
 
 
@@ -93,12 +91,8 @@ def test_a_model_none_of_whose_layers_is_called_trains_as_by_the_base_class() ->
     optimizers = [KFACSGD(model, lr=0.1, momentum=0.9), torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for step in range(12):
-            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-            for net, optimizer in zip((model, other), optimizers, strict=True):
-                optimizer.zero_grad()
-                net(x).square().mean().backward()
-                optimizer.step()
+        for net, optimizer in zip((model, other), optimizers, strict=True):
+            train(net, optimizer, range(12))
     assert [str(w.message).partition(":")[0] for w in caught] == ["'0.linear', '2.linear'"]
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
     assert repr(optimizers[0].curvature).splitlines()[-1].startswith("0 layers preconditioned, 4 parameters")  # type: ignore[attr-defined]

@@ -430,69 +430,6 @@ def test_transformer_encoder_layer_is_covered_completely() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Grouped(nn.Module):
-    """One grouped convolution."""
-
-    def __init__(self, transposed: bool, groups: int) -> None:
-        super().__init__()
-        cls = nn.ConvTranspose2d if transposed else nn.Conv2d
-        self.conv = cls(2 * groups, 3 * groups, 2, stride=2, padding=1, groups=groups)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Convolve."""
-        return self.conv(x).tanh()
-
-
-class Separate(nn.Module):
-    """The same as one convolution for each group."""
-
-    def __init__(self, transposed: bool, groups: int) -> None:
-        super().__init__()
-        cls = nn.ConvTranspose2d if transposed else nn.Conv2d
-        self.convs = nn.ModuleList([cls(2, 3, 2, stride=2, padding=1) for _ in range(groups)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Convolve every group, and concatenate."""
-        parts = x.chunk(len(self.convs), dim=1)
-        return torch.cat([conv(part) for conv, part in zip(self.convs, parts, strict=False)], dim=1).tanh()
-
-
-def per_group(values: Named, transposed: bool, groups: int) -> Named:
-    """Values of ``Grouped`` under the names of ``Separate``; both store their groups first."""
-    weights, biases = values["conv.weight"].chunk(groups), values["conv.bias"].chunk(groups)
-    return {f"convs.{k}.weight": w for k, w in enumerate(weights)} | {
-        f"convs.{k}.bias": b for k, b in enumerate(biases)
-    }
-
-
-@pytest.mark.parametrize(
-    "keywords",
-    [
-        {"damping": 0.01},
-        {"damping": OfMean(0.1)},
-        {"damping": 0.01, "solver": "inverse"},
-        {"damping": OfMean(0.1), "solver": "inverse"},
-        {"damping": 0.01, "scaling": "unit"},
-        {"damping": 0.01, "weight_sharing": "reduce"},
-        {"damping": 0.01, "scaling": "kl_clip"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("groups", [1, 2, 3])
-@pytest.mark.parametrize("transposed", [False, True], ids=["conv", "transposed conv"])
-def test_grouped_convolution_is_separate_convolutions(
-    transposed: bool, groups: int, keywords: dict[str, object]
-) -> None:
-    grouped, separate = disturbed(Grouped(transposed, groups)), Separate(transposed, groups)
-    separate.load_state_dict(per_group(parameters(grouped), transposed, groups))
-    x = torch.randn(3, 2 * groups, 4, 4)
-    passes = [((x,), torch.randn_like(grouped(x)))]
-    ours = take_step(grouped, KFACSGD(grouped, **EXACT | keywords), passes, mean_loss)
-    theirs = take_step(separate, KFACSGD(separate, **EXACT | keywords), passes, mean_loss)
-    for name, change in per_group(ours, transposed, groups).items():
-        assert_near(change, theirs[name], name, scale=10)
-
-
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("dims", [1, 2, 3])

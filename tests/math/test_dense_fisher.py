@@ -360,49 +360,10 @@ def test_relative_damping_is_a_multiple_of_each_pairs_mean_eigenvalue(problem: P
     check_one_step(problem, relative=True)
 
 
-@given(problem=any_problem, examples=st.integers(1, 2))
-def test_micro_batches_divided_by_their_number_equal_one_batch(problem: Problem, examples: int) -> None:
-    parts = len(problem.batches)
-    whole = make_passes(problem.stack, [parts * examples], problem.seed)
-    inputs, target = whole[0]
-    split = [((x,), y) for x, y in zip(inputs[0].split(examples), target.split(examples), strict=False)]
-    mean = problem.mean_loss()
-    changes = []
-    for passes, loss in ((whole, mean), (split, lambda output, y: mean(output, y) / parts)):
-        model, twin = problem.models()
-        oracle = problem.oracle(twin)
-        step = oracle.observe(whole, mean)
-        oracle.refresh(step)
-        gamma = problem.gamma(oracle)
-        assume(oracle.well_posed(step, gamma, solver=problem.solver))
-        changes.append(take_step(model, KFACSGD(model, **problem.keywords(gamma)), passes, loss))
-    for name in changes[0]:
-        assert_near(changes[1][name], changes[0][name], name)
-
-
 @given(problem=any_problem, sizes=st.lists(st.integers(1, 3), min_size=2, max_size=3))
 def test_sums_over_micro_batches_equal_the_sum_over_one_batch(problem: Problem, sizes: list[int]) -> None:
     """M is 1 for the loss whose gradient stands in ``.grad``, in however many passes the sum was taken."""
     check_one_step(replace(problem, average=None, terms_per_example=None, divided=False, batches=tuple(sizes)))
-
-
-@given(problem=problems(linear_stacks() | image_stacks(), passes=2))
-def test_undivided_micro_batches_scale_the_gradient_by_k_and_the_curvature_by_k_squared(problem: Problem) -> None:
-    passes, mean = problem.passes(sizes=[2] * len(problem.batches)), problem.mean_loss()
-    k = len(passes)
-    gamma = 0.1
-    solver = {"solver": SOLVERS["eigen"]}  # the factored damping is not homogeneous in G
-    model, other = problem.models()
-    divided = KFACSGD(model, **problem.keywords(gamma) | solver)
-    undivided = KFACSGD(other, **problem.keywords(gamma * k**2) | solver)
-    expected = take_step(model, divided, passes, lambda output, y: mean(output, y) / k)
-    actual = take_step(other, undivided, passes, mean)
-    covered = {id(layer.module.weight) for layer in problem.oracle(model).layers}
-    uncovered = problem.oracle(model).uncovered()
-    assert covered
-    for name in expected:
-        scale = k if name in uncovered else 1 / k
-        assert_near(actual[name], scale * expected[name], name)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

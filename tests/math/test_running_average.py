@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from kfac_optim import KFACSGD, forgetting
 from kfac_optim.factors import FactorSpec, pack
@@ -246,28 +246,6 @@ def test_intervals_of_statistics_and_decompositions(
             used = sums.curvature
         wanted = -mean_gradient(batch) / (used + GAMMA)
         assert step(model, optimizer, batch) == pytest.approx(wanted, rel=TOL), f"step {t}"
-
-
-def test_norm_layers_have_running_averages_too() -> None:
-    """``(x - mean) / std`` of two numbers is +-1, so the block of a scale is the mean of squared output gradients."""
-    model = nn.Sequential(nn.LayerNorm(2, eps=1e-12, bias=False))
-    optimizer = KFACSGD(model, **EXACT | {"damping": GAMMA, "factor_decay": 0.5})
-    total, weight = torch.zeros(2), 0.0
-    for c in (torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 1.0], [0.5, 2.0]]), torch.tensor([[2.0, 2.0]])):
-        signs = torch.tensor([[1.0, -1.0]])
-        before = model[0].weight.detach().clone()
-        moved = norm_step(model, optimizer, c, signs)
-        total, weight = 0.5 * total + c.square().sum(0), 0.5 * weight + len(c)
-        wanted = -(c * signs).mean(0) / (total / weight + GAMMA)
-        assert torch.allclose(moved - before, wanted, rtol=1e-8, atol=0)
-
-
-def norm_step(model: nn.Module, optimizer: KFACSGD, c: Tensor, signs: Tensor) -> Tensor:
-    """One step on the loss ``mean_n sum_i c s`` for inputs whose normalised values are ``signs``."""
-    optimizer.zero_grad()
-    ((c * model(signs.expand_as(c))).sum() / len(c)).backward()
-    optimizer.step()
-    return model[0].weight.detach().clone()
 
 
 def test_a_pickle_grows_no_faster_than_the_number_of_layers() -> None:

@@ -17,6 +17,7 @@ from kfac_optim.steering.brake import brake_of
 from kfac_optim.steering.graft import shortened
 from kfac_optim.steering.reach import stretches
 from kfac_optim.steering.trust import changes_at
+from tests.helpers.training import train
 
 
 def direction(layers: list[int] | None, shape: tuple[int, ...] = (3, 2)) -> Direction:
@@ -157,10 +158,7 @@ def test_what_changes_directions_is_not_stretched() -> None:
 
     model = torch.nn.Linear(4, 3)
     optimizer = KFACSGD(model, lr=0.1, momentum=0.9, scaling=Turned())
-    for _ in range(12):
-        optimizer.zero_grad()
-        model(torch.randn(8, 4)).square().mean().backward()
-        optimizer.step()
+    train(model, optimizer, range(12))
     assert optimizer.curvature.plan().learns and not optimizer.curvature.plan().stretches
 
 

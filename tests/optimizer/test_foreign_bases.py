@@ -261,10 +261,7 @@ def moments_after_three_steps(kfac: Any, **how: Any) -> list[tuple[Member, Tenso
     """The parameters of a small net, and what is preconditioned of each."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     optimizer = kfac(model, lr=0.001, **how)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.randn(8, 6)).square().mean().backward()
-        optimizer.step()
+    train(model, optimizer, range(3), shape=(8, 6))
     (bucket,) = buckets_of(optimizer)
     return list(zip(bucket, first_moments.first_moments(bucket, [m.gradient for m in bucket]), strict=True))
 

@@ -219,10 +219,10 @@ def assert_trains_as(textbook: Textbook, model: Net, optimizer: KFACMixin, steps
         assert_same_weights(model, textbook.model)
 
 
-def train_alike(*runs: tuple[Net, torch.optim.Optimizer]) -> None:
-    """Four steps of each on the same data."""
-    for _ in range(4):
-        passes = data()
+def train_alike(*runs: tuple[Net, torch.optim.Optimizer], steps: int = 4, batch: Any = None) -> None:
+    """Some steps of each on the same data: on one batch, or another in each step."""
+    for _ in range(steps):
+        passes = batch or data()
         for model, optimizer in runs:
             backward(model, passes, loss)
             optimizer.step()
@@ -320,20 +320,6 @@ def test_the_ways_of_the_base_classes_against_the_textbook(
     assert_trains_as(Textbook(model, made, FULL), model, optimizer)
 
 
-@pytest.mark.parametrize(
-    "how", [{}, {"weight_decay": 0.1}, {"nesterov": True, "weight_decay": 0.1}, {"maximize": True}]
-)
-def test_without_curvature_it_is_sgd(how: dict[str, Any]) -> None:
-    """Damping that hides all curvature leaves SGD's own step, decay and all: nothing but the direction is ours."""
-    model = Net()
-    other = copy.deepcopy(model)
-    how = {"lr": LR, "momentum": 0.9, **how}
-    ours = KFACSGD(model, **(MODE | how | {"scaling": FULL, "damping": 1e12}))
-    theirs = torch.optim.SGD(other.parameters(), **how)
-    train_alike((model, ours), (other, theirs))
-    assert_same_weights(model, other, 1e-9)
-
-
 def test_a_base_without_moments_has_its_gradients_preconditioned() -> None:
     """Adagrad keeps no first moment: the direction is that of the gradient, the length Adagrad's."""
 
@@ -397,11 +383,7 @@ def test_with_fixed_curvature_both_modes_are_identical(nesterov: bool) -> None:
     fixed = {"momentum": 0.9, "nesterov": nesterov, "inv_update_steps": 1000}
     after = KFACSGD(model, **(MODE | fixed))
     before = KFACSGD(other, **(MODE | fixed | {"precondition": "gradient"}))
-    for _ in range(6):
-        passes = data()
-        for m, optimizer in ((model, after), (other, before)):
-            backward(m, passes, loss)
-            optimizer.step()
+    train_alike((model, after), (other, before), steps=6)
     assert_same_weights(model, other)
 
 
@@ -537,9 +519,7 @@ def test_a_dampening_that_lets_no_more_gradients_in() -> None:
     """The weights of gradients in the moment fall to nothing; in that of plain SGD there are none from the start."""
     model = Net()
     optimizer = KFACSGD(model, lr=LR, momentum=1e-200, dampening=1.0, factor_update_steps=2)
-    for _ in range(4):
-        backward(model, data(), loss)
-        optimizer.step()
+    train_alike((model, optimizer))
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
@@ -768,11 +748,9 @@ def test_a_resumed_run_repeats_what_the_other_would_have(before: int, momentum: 
 )
 def test_a_damaged_turn_is_refused(key: str, damage: Callable[[Tensor], Any]) -> None:
     options = MODE | {"momentum": 0.0 if key == "kfac_moment" else 0.9, "scaling": "graft", "lr": 2.0}
-    model, batch = Net(), data()
+    model = Net()
     optimizer = KFACSGD(model, **options)
-    for _ in range(7):
-        backward(model, batch, loss)
-        optimizer.step()
+    train_alike((model, optimizer), steps=7, batch=data())
     state = copy.deepcopy(optimizer.state_dict())
     saved = next(own for own in state["state"].values() if key in own and own[key].dim() != 1)
     saved[key] = damage(saved[key])

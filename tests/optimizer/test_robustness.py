@@ -221,10 +221,7 @@ def test_without_any_decomposition_the_raw_gradient_trains(monkeypatch: pytest.M
         train(model, first, batches)
     assert sorted(str(w.message).split("'")[1] for w in warned) == ["0", "2", "4"]  # one for each layer, not each step
     assert all(REASONS[how] in str(w.message) for w in warned)
-    for x, y in batches:
-        sgd.zero_grad()
-        loss(plain(x), y).backward()
-        sgd.step()
+    train(plain, sgd, batches)
     assert_same_weights(model, plain)
     assert first.curvature.report()["failed_decompositions"] == 9
 
@@ -276,10 +273,7 @@ def test_a_failing_cholesky(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = [data() for _ in range(2)]
     with pytest.warns(UserWarning, match="raw gradient"):
         train(model, first, batches)
-    for x, y in batches:
-        sgd.zero_grad()
-        loss(plain(x), y).backward()
-        sgd.step()
+    train(plain, sgd, batches)
     assert_same_weights(model, plain)
 
 
