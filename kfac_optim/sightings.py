@@ -18,13 +18,14 @@ __all__ = ["Sightings"]
 _NONE_SEEN = (
     "the model has gradients, but none of its layers was seen in a forward and backward pass since the last "
     "zero_grad(). Build the optimizer before the forward pass whose gradients it is to take, call the model's modules "
-    "rather than their forward methods, and call them outside of torch.func.grad and vmap. If the model is compiled, "
-    "build the optimizer before the first call of a compiled model, or call torch._dynamo.reset(). A pass with "
-    "create_graph=True is taken for a derivative in the loss and does not count: take second derivatives by "
-    "torch.autograd.grad(..., create_graph=True) beside an ordinary backward(), or use the base class. The output_fn "
-    "of a sampled fisher has to return the very tensor that the loss is computed from. Name layers whose weights are "
-    "used without calling them (fake quantization) in skip_layers. Gradients that no backward pass has made (a "
-    "formula, evolution strategies, the averages of a server) have no curvature: use the base class itself for these"
+    "rather than their forward methods, and call them and the backward pass outside of torch.func.grad and vmap "
+    "(torchjd: parallel_chunk_size=1). If the model is compiled, build the optimizer before the first call of a "
+    "compiled model, or call torch._dynamo.reset(). A pass with create_graph=True is taken for a derivative in the "
+    "loss and does not count: take second derivatives by torch.autograd.grad(..., create_graph=True) beside an "
+    "ordinary backward(), or use the base class. The output_fn of a sampled fisher has to return the very tensor that "
+    "the loss is computed from. Name layers whose weights are used without calling them (fake quantization) in "
+    "skip_layers. Gradients that no backward pass has made (a formula, evolution strategies, the averages of a "
+    "server) have no curvature: use the base class itself for these"
 )
 
 
@@ -100,8 +101,8 @@ class Sightings:
                 "as in F.linear(x, layer.weight), is not seen, nor is one inside a function that was compiled before "
                 "the optimizer was built, or in a pipeline whose schedule splits backward passes (zero bubble). A pass "
                 "does not count if its gradients were cleared since (PCGrad), if it is torch.autograd.grad beside a "
-                "backward(), or if it has create_graph=True. Steps that are taken inside the backward pass need "
-                "factor_update_steps=1. A sampled Fisher sees no layer that the output does not depend on. If all this "
-                "is intended, name the layer in skip_layers",
+                "backward(), if it has create_graph=True, or inside torch.vmap (torchjd: parallel_chunk_size=1). Steps "
+                "that are taken inside the backward pass need factor_update_steps=1. A sampled Fisher sees no layer "
+                "that the output does not depend on. If all this is intended, name the layer in skip_layers",
                 stacklevel=2,
             )

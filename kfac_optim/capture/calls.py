@@ -22,7 +22,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CONCURRENT", "ModelCall", "ModelCalls", "as_plain", "in_backward", "own_result", "when_gradient_arrives"]
+__all__ = [
+    "CONCURRENT",
+    "ModelCall",
+    "ModelCalls",
+    "as_plain",
+    "in_backward",
+    "is_wrapped",
+    "own_result",
+    "when_gradient_arrives",
+]
 
 CONCURRENT = (
     "two threads are in forward or backward passes of one model at the same time, and its statistics can't tell them "
@@ -175,6 +184,12 @@ def as_plain(tensor: Tensor) -> Tensor:
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
         return Tensor.as_subclass(tensor, Tensor)
+
+
+def is_wrapped(g: Tensor) -> bool:
+    """Whether a gradient is of several passes at once (``is_grads_batched=True``), or of one inside ``torch.func``."""
+    functorch = torch._C._functorch
+    return bool(functorch.is_functorch_wrapped_tensor(g) or functorch.is_legacy_batchedtensor(g))
 
 
 def own_result(output: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from torch._compile import _disable_dynamo
 
 from ..layers import AttentionInputLayer, KroneckerLayer, Observation, ProjectionCall
 from ..precision import full_precision
-from .calls import CONCURRENT, ModelCall, as_plain, in_backward
+from .calls import CONCURRENT, ModelCall, as_plain, in_backward, is_wrapped
 from .gradients import GradientWatch, destination
 from .statistics import MicroBatch, StepStatistics, TakenStatistics
 
@@ -210,7 +210,7 @@ class BackwardPasses:
     def record_output_gradient(self, layer_call: LayerCall, call: ModelCall | None, g: Tensor) -> None:
         """Takes the gradient of a layer's output, which completes the pair (a, g) of its call."""
         # create_graph=True enables gradients: this is a gradient penalty or a higher derivative, not the loss.
-        if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(g):
+        if torch.is_grad_enabled() or is_wrapped(g):
             return
         goes_to = destination(self.recorder.layers[layer_call.index])
         if goes_to is not None:

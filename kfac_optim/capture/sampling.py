@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .calls import ModelCall, as_plain, in_backward, when_gradient_arrives
+from .calls import ModelCall, as_plain, in_backward, is_wrapped, when_gradient_arrives
 from .fisher import Fisher
 from .gradients import destination
 from .microbatch import BackwardPasses, LayerCall
@@ -105,7 +105,7 @@ class SampledBackward:
 
     def _commit(self, call: ModelCall, pending: list[tuple[LayerCall, Tensor]], g: Tensor) -> None:
         """Adds the moments of a call, because the user's backward pass has reached the model's output."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or is_wrapped(g):
             return
         self._check_loss(g)
         for layer_call, moment in pending:

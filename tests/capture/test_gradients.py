@@ -521,6 +521,21 @@ def test_batched_gradients_are_left_alone() -> None:
     assert optimizer.curvature.layers
 
 
+@pytest.mark.parametrize("fisher", ["empirical", "categorical"])
+def test_a_step_on_gradients_of_a_pass_inside_vmap_says_what_to_do(fisher: str) -> None:
+    """One pass for all losses, as torchjd takes it unless it is told otherwise."""
+    model = net()
+    optimizer = KFACSGD(model, lr=0.1, fisher=fisher)
+    told: Any = pytest.raises(RuntimeError, match="parallel_chunk_size=1")
+    with told if fisher == "categorical" else pytest.warns(UserWarning, match="parallel_chunk_size=1"):
+        for _ in range(6):
+            losses = F.cross_entropy(model(torch.randn(6, 3)), torch.arange(6) % 2, reduction="none").view(2, 3).mean(1)
+            gradients = functools.partial(torch.autograd.grad, losses, list(model.parameters()), retain_graph=True)
+            for parameter, found in zip(model.parameters(), torch.vmap(gradients)(torch.eye(2)), strict=True):
+                parameter.grad = found.mean(0)
+            optimizer.step()
+
+
 # Models that hand their output over in another way -------------------------------------------------------------------
 
 
