@@ -68,9 +68,9 @@ NOTED = "kfac_noted"  # which of RECORDED were recorded, one bit for each
 NORM = "kfac_norm"  # the norm of the weight after the last step, to be compared; -1: it is not to be compared
 
 
-def is_of_base(key: str) -> bool:
-    """Whether an entry of a parameter's state belongs to the base class."""
-    return key != AVERAGES and not key.startswith(PREFIX)
+def is_of_base(key: Any) -> bool:
+    """Whether an entry of a parameter's state belongs to the base class, or to a wrapper, which may have other keys."""
+    return not (isinstance(key, str) and (key == AVERAGES or key.startswith(PREFIX)))
 
 
 def kept_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, dict[str, Any]]]:

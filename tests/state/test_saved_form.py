@@ -155,6 +155,17 @@ def test_a_state_has_the_same_keys_at_any_time(case: str) -> None:
     assert {p_key for state in again.state.values() for p_key in state} == live
 
 
+def test_entries_of_a_wrapper_are_loaded() -> None:
+    """TRAC of pytorch_optimizer keeps its tensors by parameter, under a name of its own."""
+    model, optimizer = made("Adam")
+    step(model, optimizer, 0)
+    own = {parameter: torch.ones(()) for parameter in model.parameters()}
+    saved = optimizer.state_dict()
+    again = made("Adam")[1]
+    again.load_state_dict({**saved, "state": {**saved["state"], "wrapper": own}})
+    assert again.state["wrapper"] == own
+
+
 @pytest.mark.parametrize("way", ["deepcopy", "state"])
 def test_a_projection_before_a_step_is_found_by_copies_and_resumed_runs(way: str) -> None:
     ends = []
