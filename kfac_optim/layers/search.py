@@ -110,7 +110,7 @@ class _Collector:
         """Adds a module's layers, or the reason why it has none; an attention module stands for its parts as well."""
         layers, reason = _layers_of(name, module, self._options)
         recurse = isinstance(module, nn.MultiheadAttention)
-        lent = _lent_by_parts(module) if reason and not recurse else ()
+        lent = _lent_by_parts(module) if reason and module._parameters and not recurse else ()
         for parameter_name, parameter in module.named_parameters(name, recurse=recurse):
             if parameter in lent and not _skipped(name, self._options):
                 continue
