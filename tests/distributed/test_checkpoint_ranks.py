@@ -18,13 +18,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kfac_optim import KAISA, KFACLAMB, KFACSGD, FactorWise, KFACAdam, KLClip, LayerWise
-from tests.helpers.compare import assert_all_near, values
+from tests.helpers.compare import assert_all_near, assert_same_state, leaves, values
 from tests.helpers.files import packed, unpacked
 from tests.helpers.ranks import run_ranks
 from tests.helpers.settings import CLASSES, FLOAT64
 from tests.helpers.training import make_model, train
 from tests.helpers.versions import FLATTENS_DICTS
-from tests.state.test_checkpoint import assert_same_state, leaves
 
 # Refreshes at 0, 4, 8 and 12; saved after 6 steps, so that the statistics of step 5 are in no refresh yet. One that is
 # spread over 3 steps is started at 4, and step 6 still uses the one before it.

@@ -1,9 +1,9 @@
-"""Comparisons: of tensors, of parameters, of two runs side by side, of a step with what the oracle expects."""
+"""Comparisons: of tensors, parameters and states, of two runs side by side, of a step with what the oracle expects."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -142,3 +142,25 @@ def assert_trained(model: nn.Module, before: list[Tensor]) -> None:
     """Every parameter has changed: a comparison of two models that both stood still proves nothing."""
     for (name, p), old in zip(model.named_parameters(), before, strict=True):
         assert not torch.equal(p, old), f"{name} has not changed"
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf of nested dicts and lists, with where it stands."""
+    items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield path, value
+    else:
+        for key, item in items:
+            yield from leaves(item, f"{path}.{key}")
+
+
+def assert_same_state(state: Any, other: Any) -> None:
+    """The same keys, dtypes and values, bit for bit."""
+    found, expected = dict(leaves(state)), dict(leaves(other))
+    assert found.keys() == expected.keys()
+    for path, value in found.items():
+        if isinstance(value, Tensor):
+            assert value.dtype == expected[path].dtype, path
+            assert torch.equal(value, expected[path]), path
+        else:
+            assert value == expected[path] or value != value, path

@@ -28,6 +28,7 @@ from tests.helpers.reference import (
     take_step,
 )
 from tests.helpers.settings import EXACT, SOLVERS, damping_of
+from tests.helpers.solvers import UndampedSolver
 from tests.helpers.textbook import grafted, kl_clip_factor, unit_norm, unit_scaled
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -165,16 +166,6 @@ def test_the_direction_is_a_descent_direction_shorter_than_gradient_over_damping
         bound = math.sqrt(sum(float(gradients[name].square().sum()) for name in names)) / damping
         assert slope < 0
         assert length <= bound * (1 + 1e-8) + 1e-12
-
-
-class UndampedSolver:
-    """Of what the eigen solver does no more than it has to."""
-
-    damps_factors = False
-
-    def __init__(self) -> None:
-        eigen = EigenSolver(negligible=0.0)
-        self.shapes, self.decompose, self.precondition = eigen.shapes, eigen.decompose, eigen.precondition
 
 
 @pytest.mark.parametrize("spread", [0, 3])

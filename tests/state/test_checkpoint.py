@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from kfac_optim import (
     growing,
     memory_estimate,
 )
-from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
+from tests.helpers.compare import assert_close, assert_identical, assert_same_state, assert_trained, leaves, values
 from tests.helpers.files import through_a_file
 from tests.helpers.settings import ALL_CLASSES, BASES, CLASSES, FLOAT64, OFTEN
 from tests.helpers.training import assert_go_on_alike, assert_refused, backward, make_model, resumed_from, train
@@ -71,28 +71,6 @@ def build(kfac: Any, options: str | dict[str, Any] = "paper", seed: int = 0) -> 
     model = make_model(seed)
     chosen = {**OPTIONS, **ONLY_SGD}[options] if isinstance(options, str) else options
     return model, kfac(model, **ALL_CLASSES[kfac], **{**SETTINGS, **chosen})
-
-
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of nested dicts and lists, with where it stands."""
-    items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
-    if items is None:
-        yield path, value
-    else:
-        for key, item in items:
-            yield from leaves(item, f"{path}.{key}")
-
-
-def assert_same_state(state: Any, other: Any) -> None:
-    """The same keys, dtypes and values, bit for bit."""
-    found, expected = dict(leaves(state)), dict(leaves(other))
-    assert found.keys() == expected.keys()
-    for path, value in found.items():
-        if isinstance(value, Tensor):
-            assert value.dtype == expected[path].dtype, path
-            assert torch.equal(value, expected[path]), path
-        else:
-            assert value == expected[path] or value != value, path
 
 
 # Resuming ------------------------------------------------------------------------------------------------------------
