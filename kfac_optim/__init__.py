@@ -37,7 +37,7 @@ from .scaling import Graft, KLClip, Orthogonal, Scaling, Unit
 from .schedules import constant_then_scaled, exponential_decay, forgetting, growing, inverse_time_decay
 from .selftuning import KFAC
 from .solvers import EigenSolver, InverseSolver, Solver
-from .stack_algebra import Direction
+from .stacks import Direction
 
 __version__ = "0.1.0"
 

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from .blocks import SIDES, Block
 from .capture import StepMoments
+from .common.stopwatch import Stopwatch
+from .common.tensor_cache import sent_once
 from .distributed import Communicator
 from .factors import Average, FactorSpec, read, write_
-from .stopwatch import Stopwatch
-from .tensor_cache import sent_once
 
 __all__ = ["Averaging", "Increment", "LocalSums", "fold_", "traces"]
 

@@ -10,12 +10,12 @@ from typing import Any, Literal, TypedDict, cast
 import torch
 from torch import Tensor
 
-from .counters import Counter
+from .common.counters import Counter
+from .common.precision import full_precision
 from .damping import Damping, kind_of, unit_of
 from .distributed import LayerAssignment
 from .factors import Average, FactorSpec, copy_average_, numbers_of, read
 from .layers import KroneckerLayer
-from .precision import full_precision
 from .solvers import Decomposition, Solver
 from .spectra import eigenvalues, largest_eigenvalue
 

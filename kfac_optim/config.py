@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from . import checks
 from .capture import Bernoulli, Categorical, Fisher, Gaussian, LossAverage
+from .common import checks
 from .damping import Damping, OfLargest, OfMean, as_damping, check_damping
 from .distributed import KAISA, AssignmentStrategy, Communicator, FactorWise, LayerWise
 from .layers import Sharing

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from .checks import is_number, is_positive, require_number
+from .common.checks import is_number, is_positive, require_number
 from .schedules import Schedule, value_at
 
 __all__ = [

@@ -15,7 +15,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from .tensor_cache import tensor_cache
+from .common.tensor_cache import tensor_cache
 
 __all__ = ["Average", "AverageNumbers", "FactorSpec", "copy_average_", "numbers_of", "pack", "read", "unpack", "write_"]
 

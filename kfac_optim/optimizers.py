@@ -16,21 +16,21 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from .bases import refuse_base, refuse_order
+from .bases.base_step import refuse_base, refuse_order
+from .bases.lamb import MultiTensorLamb
+from .bases.parameters import Bucket, buckets_of, gradients_of
+from .bases.state_keys import AVERAGES, OF_STEP, PREFIX, RECORDED, forget, set_aside, take_out, without_counters
+from .common.rates import Scalar, common_rate, rate_of
 from .config import options as engine_options
 from .config import refuse_in_groups, refuse_unknown, signature
 from .damping import OfLargest
-from .directions import by_parameter
 from .distributed import derived_from_by_horovod, join_hook, notify_join_context, register_joinable, share_gradients
 from .engine import CurvatureEngine
-from .lamb import MultiTensorLamb
-from .rates import Scalar, common_rate, rate_of
 from .saved_state import saved_form, saved_parts, take_saved_form, with_checksums
 from .schedules import forgetting, growing, inverse_time_decay
 from .solvers import EigenSolver
-from .state_keys import AVERAGES, OF_STEP, PREFIX, RECORDED, forget, set_aside, take_out, without_counters
+from .stacks import by_parameter
 from .steering import lessons_of
-from .step_parameters import Bucket, buckets_of, gradients_of
 from .turning import take_turned_step
 
 __all__ = ["KFACLAMB", "KFACSGD", "KFACAdam", "KFACAdamW", "KFACMixin"]

@@ -13,22 +13,32 @@ import torch
 from torch import Tensor
 
 from .blocks import Block
+from .common.flat_storage import FlatStorage, scale_pairs
+from .common.machines import is_asynchronous
+from .common.precision import without_autocast
+from .common.rates import Scalar, common_rate
+from .common.stopwatch import Stopwatch
 from .damping import Damping, OfLargest, value_of
-from .directions import Directions, StepVectors
 from .distributed import Broadcast, Communicator
-from .flat_storage import FlatStorage, scale_pairs
-from .layout import fill_all
-from .machines import is_asynchronous
-from .precision import without_autocast
-from .rates import Scalar, common_rate
+from .placement import exchanged_blocks, gathered_vectors
 from .scaling import Scaling, scaled_by, traits_of
-from .shard_routing import exchanged_blocks, gathered_vectors
 from .solvers import EigenSolver, Solver
 from .solvers.joint import JointEigen
-from .stack_algebra import Direction, Steepest, cosines, keep_zeros_
-from .stacks import Stack, layer_of_pair, stack_key, stacks_of
-from .stopwatch import Stopwatch
-from .tiles import Tile, precondition
+from .stacks import (
+    Direction,
+    Directions,
+    Stack,
+    Steepest,
+    StepVectors,
+    Tile,
+    cosines,
+    fill_all,
+    keep_zeros_,
+    layer_of_pair,
+    precondition,
+    stack_key,
+    stacks_of,
+)
 
 __all__ = ["Preconditioner"]
 
@@ -162,7 +172,7 @@ class Preconditioner:
             stacks: Those that have a vector.
             vectors: What to precondition.
             value: gamma, in units of the damping.
-            contrast: See :class:`~kfac_optim.stack_algebra.Steepest`.
+            contrast: See :class:`~kfac_optim.stacks.algebra.Steepest`.
             any_length: Whether the directions may be gamma times as long, which saves launches.
         """
         joint = self._joint_of(stacks)

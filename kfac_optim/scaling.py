@@ -16,9 +16,9 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from .checks import is_int, is_positive, require_number
+from .common.checks import is_int, is_positive, require_number
 from .schedules import Schedule, value_at
-from .stack_algebra import Direction, norms, ratios, scaled, update_norms
+from .stacks import Direction, norms, ratios, scaled, update_norms
 
 __all__ = ["Graft", "KLClip", "Orthogonal", "Scaling", "Traits", "Unit", "scaled_by", "traits_of"]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TypeVar, Union
 
-from .checks import is_int, is_number, require_number
+from .common.checks import is_int, is_number, require_number
 
 __all__ = [
     "OWN_SCHEDULES",
@@ -52,8 +52,9 @@ class growing:
         fraction: The interval as a fraction of the step, >= 0. Default 0.1: every 100 steps at step 1000.
         minimum: Smallest interval in steps, >= 1.
         most_work: Upper bound, > 0, on the cost of a refresh relative to that of the training steps between two
-            refreshes, both counted in multiply-adds (:mod:`kfac_optim.pacing`). The interval is lengthened until the
-            bound holds: with 1.0 a refresh costs at most as much as those steps. None (default): cost is ignored.
+            refreshes, both counted in multiply-adds (:mod:`~kfac_optim.refresh.pacing`). The interval is lengthened
+            until the bound holds: with 1.0 a refresh costs at most as much as those steps. None (default): cost is
+            ignored.
 
     Raises:
         TypeError: If a value is not a number.

@@ -1,8 +1,8 @@
 """A step of the base optimizer, turned towards K-FAC's directions as far as trust allows (``precondition="momentum"``).
 
 The base class takes its own step on the raw gradients. The weights of layers are then changed by the difference between
-the turned update and the base class's own (:mod:`~kfac_optim.bases`, :mod:`~.trust`). What a step records for the next
-one is kept in the state of the parameters, so that a resumed run goes on as if it had not been interrupted.
+the turned update and the base class's own (:mod:`~kfac_optim.bases.base_step`, :mod:`~.trust`). What a step records for
+the next one is kept in the state of the parameters, so that a resumed run goes on as if it had not been interrupted.
 """
 
 from __future__ import annotations
@@ -15,14 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .bases import BaseStep, base_step, multiplied, subtract_, subtract_multiples_, update_length, weights_before
-from .directions import Directions, Maker
+from .bases.base_step import (
+    BaseStep,
+    base_step,
+    multiplied,
+    subtract_,
+    subtract_multiples_,
+    update_length,
+    weights_before,
+)
+from .bases.first_moments import gradient_weight_tracked, keep_averages
+from .bases.parameters import Bucket, averages_gradients
+from .bases.state_keys import CHANGE, DESCENT, LENGTH, MOMENT, OF_STEP, STRETCH, TURN, forget
+from .common.rates import Scalar, rate_of
 from .engine import CurvatureEngine
-from .first_moments import gradient_weight_tracked, keep_averages
-from .rates import Scalar, rate_of
-from .state_keys import CHANGE, DESCENT, LENGTH, MOMENT, OF_STEP, STRETCH, TURN, forget
+from .stacks import Directions, Maker
 from .steering import Compared, Plan, alignments, brake_of, changes_at, compares_weights, shortened, stretches, turns
-from .step_parameters import Bucket, averages_gradients
 
 __all__ = ["take_turned_step"]
 

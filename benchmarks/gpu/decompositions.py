@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.common.reports import grid, table
 from benchmarks.step_time.timing import Place
-from kfac_optim.precision import full_precision
+from kfac_optim.common.precision import full_precision
 from kfac_optim.solvers import Decomposition, EigenSolver, InverseSolver, Solver, damps_factors
 
 DAMPING = 0.01  # in mean eigenvalues

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..checks import is_int, is_positive, require_number
+from ..common.checks import is_int, is_positive, require_number
 from .loss_terms import main_tensor
 
 __all__ = ["Bernoulli", "Categorical", "Fisher", "Gaussian"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cuda_graphs import refuse_cuda_graphs
+from ..common.cuda_graphs import refuse_cuda_graphs
 from .calls import CONCURRENT
 
 __all__ = ["FirstHook", "Hook", "put_after", "put_before", "remove_all"]

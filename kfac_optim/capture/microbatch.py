@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from ..common.precision import full_precision
 from ..layers import AttentionInputLayer, KroneckerLayer, Observation, ProjectionCall
-from ..precision import full_precision
 from .calls import CONCURRENT, ModelCall, as_plain, in_backward, is_wrapped
 from .gradients import GradientWatch, destination
 from .statistics import MicroBatch, StepStatistics, TakenStatistics

@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..grouping import SMALL_NUMEL
-from ..rates import Scalar
+from ..common.grouping import SMALL_NUMEL
+from ..common.rates import Scalar
 from .sharding import is_sharded, mesh_of, own_part
 
 __all__ = ["largest_entry", "summed_over_shards"]

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..grouping import grouped_by_key
+from ..common.grouping import grouped_by_key
 from .communicator import Communicator
 from .sharding import are_rows, is_sharded
 

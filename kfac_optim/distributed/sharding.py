@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..grouping import grouped_by_key
+from ..common.grouping import grouped_by_key
 
 __all__ = [
     "all_gathered",

@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..checks import is_int, require_number
-from ..grouping import longest_first
+from ..common.checks import is_int, require_number
+from ..common.grouping import longest_first
 from .assignment import Assignment, FactorPlace, LayerAssignment, LayerCost, check_place
 
 __all__ = ["KAISA", "FactorWise", "LayerWise"]

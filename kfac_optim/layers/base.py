@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..common.machines import machine_of
 from ..distributed import whole_shape
 from ..factors import FactorSpec
-from ..machines import machine_of
 from .limits import LARGEST, kept_of
 from .moments import multiplicand, second_moment, spread_examples, with_ones
 
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 Sharing = Literal["expand", "reduce"]
-COMPUTED = "is computed from other parameters"  # coverage.py looks for this in reasons: the layer may come back
+COMPUTED = "is computed from other parameters"  # coverage/ looks for this in reasons: the layer may come back
 
 
 class Declined(Exception):

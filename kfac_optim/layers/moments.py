@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..machines import machine_of
+from ..common.machines import machine_of
 
 __all__ = ["GRAM_DIM", "gram", "multiplicand", "product", "second_moment", "spread_examples", "with_ones"]
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..machines import machine_of
+from ..common.machines import machine_of
 from .base import KroneckerLayer, LayerOptions, Observation
 from .moments import second_moment
 from .registry import register_layer

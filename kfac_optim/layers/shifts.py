@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..machines import machine_of
-from ..tensor_cache import tensor_cache
+from ..common.machines import machine_of
+from ..common.tensor_cache import tensor_cache
 from .moments import GRAM_DIM, product
 from .windows import CHUNK_NUMEL, Windows
 

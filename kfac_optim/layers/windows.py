@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..machines import machine_of
+from ..common.machines import machine_of
 from .moments import gram, second_moment
 
 __all__ = ["CHUNK_NUMEL", "Windows", "pixels", "unfolded_moment"]

@@ -1,6 +1,6 @@
 """The saved state of an optimizer: its form, and checks that it is whole and belongs to this model.
 
-The only entries loaded here are those of a turned step; :mod:`~kfac_optim.state` loads the engine's part.
+The only entries loaded here are those of a turned step; :mod:`~kfac_optim.engine.state` loads the engine's part.
 
 Where to look::
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..bases.state_keys import PREFIX
 from ..blocks import LEARNED, SIDES, Block, Source
-from ..counters import Counter
-from ..state_keys import PREFIX
+from ..common.counters import Counter
 from ..steering import Steering
 
 __all__ = ["check_counters", "check_states", "check_sums", "checksums"]

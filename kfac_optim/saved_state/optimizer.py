@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..state_keys import AVERAGES, PREFIX
+from ..bases.state_keys import AVERAGES, PREFIX
 from .checks import checksums
 
 __all__ = ["saved_parts", "with_checksums"]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..state_keys import CHANGE, DESCENT, LENGTH, MOMENT, NORM, NOTED, OF_STEP, RECORDED, TURN, is_of_base
-from ..step_parameters import needs_average
+from ..bases.parameters import needs_average
+from ..bases.state_keys import CHANGE, DESCENT, LENGTH, MOMENT, NORM, NOTED, OF_STEP, RECORDED, TURN, is_of_base
 
 __all__ = ["saved_form", "take_saved_form"]
 

@@ -10,8 +10,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from ..grouping import grouped_by_key
-from ..precision import full_precision
+from ..common.grouping import grouped_by_key
+from ..common.precision import full_precision
 from .eigen import EigenSolver
 from .protocol import Decomposition, Failure, MaybeDecomposition, Solver
 

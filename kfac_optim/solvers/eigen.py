@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import require_number
+from ..common.checks import require_number
 from .joint import in_order
 from .protocol import Decomposition
 

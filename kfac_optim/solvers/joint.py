@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..flat_storage import split_flat
+from ..common.flat_storage import split_flat
 from .protocol import Decomposition
 
 __all__ = ["JointEigen", "in_order"]

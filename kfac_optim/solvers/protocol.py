@@ -41,7 +41,7 @@ class Solver(Protocol):
         """Decomposes ``factor + shift I``; the factor is ``[p, n, n]``, or ``[p, n]`` if it is diagonal.
 
         The blocks of a block-diagonal factor count as pairs here and in ``shapes``; ``precondition`` then sees one tile
-        of the gradient at a time, with a block of A and a block of G (:mod:`kfac_optim.tiles`).
+        of the gradient at a time, with a block of A and a block of G (:mod:`kfac_optim.stacks.tiles`).
 
         The engine calls it without autocast and, unless the solver is an :class:`~kfac_optim.EigenSolver`, without
         TF32. The call may come from another thread while the model trains.

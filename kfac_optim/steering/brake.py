@@ -20,8 +20,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..counters import Counted, Counter
-from ..machines import is_asynchronous
+from ..common.counters import Counted, Counter
+from ..common.machines import is_asynchronous
 
 __all__ = ["Brake", "brake_of"]
 

@@ -21,9 +21,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from ..counters import Counted, Counter, moved
-from ..flat_storage import elementwise
-from ..stack_algebra import Direction, rates_followed, relative_lengths, scaled
+from ..common.counters import Counted, Counter, moved
+from ..common.flat_storage import elementwise
+from ..stacks import Direction, rates_followed, relative_lengths, scaled
 
 __all__ = ["GraftShare", "shortened"]
 

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..common.grouping import SMALL_NUMEL, grouped_by_key
+from ..common.machines import is_asynchronous
+from ..common.rates import Scalar
+from ..common.tensor_cache import sent_once, tensor_cache
 from ..distributed import is_sharded, summed_over_shards
-from ..grouping import SMALL_NUMEL, grouped_by_key
-from ..machines import is_asynchronous
-from ..rates import Scalar
-from ..tensor_cache import sent_once, tensor_cache
 
 __all__ = ["Compared", "Copies", "alignments", "total_alignment"]
 

@@ -12,12 +12,12 @@ from itertools import chain, islice
 import torch
 from torch import Tensor, nn
 
+from ..bases.parameters import Bucket
+from ..bases.state_keys import DESCENT, LENGTH, MOMENT, STRETCH, TURN, kept_states
+from ..common.flat_storage import flat_view
+from ..common.machines import is_asynchronous
+from ..common.rates import Scalar, common_rate, rate_of
 from ..distributed import any_sharded, largest_entry
-from ..flat_storage import flat_view
-from ..machines import is_asynchronous
-from ..rates import Scalar, common_rate, rate_of
-from ..state_keys import DESCENT, LENGTH, MOMENT, STRETCH, TURN, kept_states
-from ..step_parameters import Bucket
 from .constraints import WeightWatch
 from .inner_products import Compared, Copies, alignments, total_alignment
 

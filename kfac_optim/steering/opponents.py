@@ -37,8 +37,8 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..capture import Signs
-from ..counters import Counter
-from ..ranks import Ranks
+from ..common.counters import Counter
+from ..placement import Ranks
 
 __all__ = ["OPPONENTS", "Opponents", "Opposition"]
 

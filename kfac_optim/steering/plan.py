@@ -14,9 +14,9 @@ from torch import nn
 
 from ..blocks import Block
 from ..capture import Signs
-from ..counters import Counted, Counter
+from ..common.counters import Counted, Counter
 from ..damping import Damping, OfLargest
-from ..ranks import Ranks
+from ..placement import Ranks
 from ..scaling import Scaling, traits_of
 from .brake import Brake
 from .constraints import WeightWatch

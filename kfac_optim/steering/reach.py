@@ -35,9 +35,9 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from ..blocks import Block
-from ..counters import Counted, Counter
-from ..flat_storage import elementwise, scale_pairs
-from ..stack_algebra import Direction, at_largest, rates_followed
+from ..common.counters import Counted, Counter
+from ..common.flat_storage import elementwise, scale_pairs
+from ..stacks import Direction, at_largest, rates_followed
 
 __all__ = ["LEAST", "RateHistory", "learn_reaches", "lower_reaches", "stretches"]
 

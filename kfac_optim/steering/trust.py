@@ -33,9 +33,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..counters import Counted, Counter, moved
-from ..flat_storage import Tensors, elementwise, scale_pairs
-from ..stack_algebra import Direction, norms, ratios, update_norms
+from ..common.counters import Counted, Counter, moved
+from ..common.flat_storage import Tensors, elementwise, scale_pairs
+from ..stacks import Direction, norms, ratios, update_norms
 
 __all__ = ["Trust", "changes_at", "turns"]
 
@@ -131,7 +131,7 @@ def changes_at(
         trust: In [0, 1].
         brake: The result of :func:`~kfac_optim.steering.brake.brake_of`.
         graft: The graft that k was shortened with, in [0, 1]; 1: k is as long as u (:mod:`~.graft`).
-        out: See :func:`~kfac_optim.flat_storage.elementwise`.
+        out: See :func:`~kfac_optim.common.flat_storage.elementwise`.
     """
     if not directions:
         return []

@@ -21,9 +21,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, Graft, KFACAdamW, LayerWise, TorchCommunicator
+from kfac_optim.bases.lamb import MultiTensorLamb
 from kfac_optim.blocks import Block
 from kfac_optim.distributed import LocalCommunicator
-from kfac_optim.lamb import MultiTensorLamb
 from kfac_optim.steering import plan, reach
 from tests.helpers.compare import assert_all_near
 from tests.helpers.files import packed, unpacked

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfac_optim import LayerOptions
+from kfac_optim.common.machines import is_asynchronous, machine_of
 from kfac_optim.layers import find_layers
-from kfac_optim.machines import is_asynchronous, machine_of
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kfac_optim.layers import LayerOptions, find_layers
 from kfac_optim.layers.linear import LinearLayer, TransposedLinearLayer
 from kfac_optim.layers.norm import RMSNormLayer
-from kfac_optim.layout import Layout
+from kfac_optim.stacks.layout import Layout
 
 CASES = {
     "biases": [nn.Linear(4, 3) for _ in range(3)],

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_optim import KFACSGD, FactorWise, LayerWise, growing, pacing
+from kfac_optim import KFACSGD, FactorWise, LayerWise, growing
+from kfac_optim.refresh import pacing
 from tests.helpers.ranks import run_ranks
 
 WAITS = growing(fraction=0.5, minimum=2, most_work=2.0)

@@ -14,10 +14,10 @@ from torch.func import functional_call, jacrev
 from torch.nn import functional as F
 
 from kfac_optim import KFAC, Bernoulli, Categorical, Fisher, Gaussian
-from kfac_optim import objective as objective_module
 from kfac_optim.capture import replay as replay_module
-from kfac_optim.objective import Objective
-from kfac_optim.quadratic import LevenbergMarquardt, QuadraticModel, SecantCheck
+from kfac_optim.selftuning import objective as objective_module
+from kfac_optim.selftuning.objective import Objective
+from kfac_optim.selftuning.quadratic import LevenbergMarquardt, QuadraticModel, SecantCheck
 from tests.helpers.compare import assert_near
 
 pytestmark = pytest.mark.usefixtures("float64")

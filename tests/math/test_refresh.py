@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, CurvatureEngine, EigenSolver, Graft, InverseSolver, growing
-from kfac_optim.directions import by_parameter
+from kfac_optim.common.grouping import grouped_by_key
 from kfac_optim.factors import FactorSpec
-from kfac_optim.grouping import grouped_by_key
-from kfac_optim.jobs import FactorJob, Refresh, batch_of, grouped_by_shape
 from kfac_optim.layers import gram
-from kfac_optim.refresh import Refresher, _stored
+from kfac_optim.refresh.jobs import FactorJob, Refresh, batch_of, grouped_by_shape
+from kfac_optim.refresh.refresher import Refresher, _stored
 from kfac_optim.solvers import Batch, Failure, decompose_all, decompose_safely
-from kfac_optim.stacks import _cat, stack_of
+from kfac_optim.stacks.directions import by_parameter
+from kfac_optim.stacks.stack import _cat, stack_of
 from tests.helpers.files import through_a_file
 
 specs = st.builds(FactorSpec, st.integers(1, 3), st.sampled_from([3, 4, 10]), st.booleans())

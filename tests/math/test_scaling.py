@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_optim import KFACSGD, Graft, Orthogonal, Unit, stack_algebra
-from kfac_optim.flat_storage import FlatStorage
+from kfac_optim import KFACSGD, Graft, Orthogonal, Unit
+from kfac_optim.common.flat_storage import FlatStorage
 from kfac_optim.scaling import scaled_by
-from kfac_optim.stack_algebra import Direction, Steepest, at_largest, inners, norms, scaled
+from kfac_optim.stacks import algebra
+from kfac_optim.stacks.algebra import Direction, Steepest, at_largest, inners, norms, scaled
 from kfac_optim.steering.brake import brake_of
 from kfac_optim.steering.graft import shortened
 from kfac_optim.steering.reach import stretches
@@ -122,7 +123,7 @@ def test_a_step_is_brought_back_to_the_length_that_directions_have() -> None:
 def test_the_rate_of_a_base_is_computed_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """To shorten the direction, and not again for the stretch."""
     taken: list[int] = []
-    monkeypatch.setattr(stack_algebra, "inners", lambda *given: (taken.append(1), inners(*given))[1])
+    monkeypatch.setattr(algebra, "inners", lambda *given: (taken.append(1), inners(*given))[1])
     k, m, u = torch.randn(3, 6, 3, 2, dtype=torch.float64)
     u = u + 3 * m
     d = Direction(k, m, u, 0.1, steepest=Steepest(torch.full((6,), 2.0, dtype=torch.float64), 11.0))

@@ -15,7 +15,7 @@ from kfac_optim.factors import FactorSpec
 from kfac_optim.layers import find_layers
 from kfac_optim.layers.moments import second_moment
 from kfac_optim.solvers import Decomposition, EigenSolver, InverseSolver, Solver, damps_factors
-from kfac_optim.tiles import precondition, tiles_of
+from kfac_optim.stacks.tiles import precondition, tiles_of
 from tests.helpers.compare import assert_near
 
 pytestmark = pytest.mark.usefixtures("float64")

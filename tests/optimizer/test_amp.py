@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, InverseSolver, KFACAdam, OfMean
 from kfac_optim.capture.statistics import MicroBatch, StepStatistics
-from kfac_optim.directions import by_parameter
+from kfac_optim.common.precision import full_precision
 from kfac_optim.layers import RowsLayer
 from kfac_optim.optimizers import KFACMixin
-from kfac_optim.precision import full_precision
+from kfac_optim.stacks.directions import by_parameter
 from tests.helpers.compare import assert_near, assert_same_factors, assert_same_weights, factors_of, twins
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Batch, clipping, train

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kfac_optim import KFACSGD, Graft, KFACAdam, KFACAdamW, machines
+from kfac_optim import KFACSGD, Graft, KFACAdam, KFACAdamW
+from kfac_optim.common import machines
 from kfac_optim.steering.constraints import WeightWatch
 from tests.helpers.bases import KFACRMSprop
 from tests.helpers.compare import assert_identical, values

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, Graft, KFACAdam, KFACAdamW, KFACMixin
-from kfac_optim.bases import base_step
+from kfac_optim.bases.base_step import base_step
+from kfac_optim.bases.parameters import buckets_of
 from kfac_optim.steering.brake import Brake
 from kfac_optim.steering.graft import GraftShare
 from kfac_optim.steering.trust import Trust
-from kfac_optim.step_parameters import buckets_of
 from tests.helpers.bases import KFACAdagrad, KFACRMSprop
 from tests.helpers.compare import (
     SAME,

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KLClip, machines
-from kfac_optim.directions import Directions, by_parameter
+from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KLClip
+from kfac_optim.common import machines
+from kfac_optim.stacks.directions import Directions, by_parameter
 from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
 from tests.helpers.settings import CLASSES, FLOAT64, OFTEN, SETTINGS
 from tests.helpers.training import backward, make_model, train

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KFACLAMB, KFACSGD, InverseSolver, KFACAdam, machines
+from kfac_optim import KFACLAMB, KFACSGD, InverseSolver, KFACAdam
+from kfac_optim.bases.state_keys import TURN
+from kfac_optim.common import machines
 from kfac_optim.distributed import largest_entry
 from kfac_optim.optimizers import KFACMixin
 from kfac_optim.solvers import Failure, decompose_safely
-from kfac_optim.state_keys import TURN
 from tests.helpers import training
 from tests.helpers.compare import (
     SAME,

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kfac_optim import KFAC, Gaussian, InverseSolver
 from kfac_optim.capture import replay as replay_module
-from kfac_optim.objective import Objective
+from kfac_optim.selftuning.objective import Objective
 from tests.helpers.compare import assert_near, assert_same_weights, assert_trained, values
 from tests.helpers.fishers import FixedTargets
 from tests.helpers.settings import FLOAT64
@@ -123,7 +123,7 @@ def test_a_step_that_raises_the_loss_is_undone(monkeypatch: pytest.MonkeyPatch) 
     train(model, optimizer, range(2), **BATCH)
     before, damping = values(model), optimizer.param_groups[0]["damping"]
     update = optimizer.state[model[0].weight]["kfac_last_update"].clone()
-    monkeypatch.setattr("kfac_optim.objective.Objective.change", lambda self, c: 1.0)
+    monkeypatch.setattr("kfac_optim.selftuning.objective.Objective.change", lambda self, c: 1.0)
     train(model, optimizer, [2], **BATCH)
     assert all(map(torch.equal, values(model), before))
     assert torch.equal(optimizer.state[model[0].weight]["kfac_last_update"], update)

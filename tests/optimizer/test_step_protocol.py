@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from kfac_optim import KFACSGD, CurvatureEngine, KFACMixin
-from kfac_optim.bases import base_step, bias_correction
+from kfac_optim.bases.base_step import base_step, bias_correction
+from kfac_optim.bases.parameters import buckets_of
 from kfac_optim.steering import lessons
-from kfac_optim.step_parameters import buckets_of
 from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
 from tests.helpers.reads import HostReads
 from tests.helpers.settings import BASES, CLASSES, SETTINGS

@@ -12,19 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import (
-    KFACSGD,
-    EigenSolver,
-    Graft,
-    KFACAdam,
-    KFACAdamW,
-    OfLargest,
-    OfMean,
-    machines,
-    turning,
-)
+from kfac_optim import KFACSGD, EigenSolver, Graft, KFACAdam, KFACAdamW, OfLargest, OfMean, turning
+from kfac_optim.bases.parameters import buckets_of
+from kfac_optim.common import machines
 from kfac_optim.steering import brake, graft, inner_products, lessons_of, opponents, plan, reach, trust
-from kfac_optim.step_parameters import buckets_of
 from tests.helpers.compare import assert_identical, assert_near, assert_same_weights, snapshot
 from tests.helpers.files import through_a_file
 from tests.helpers.reference import Oracle, averaged, backward, log_cosh

@@ -18,7 +18,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 import kfac_optim
-from kfac_optim.machines import machine_of
+from kfac_optim.common.machines import machine_of
 
 PACKAGE = Path(kfac_optim.__file__).parent
 TREES = {
@@ -28,30 +28,16 @@ TREES = {
 
 # From the bottom up: a module or package imports from the rows above its own alone, not from its own row.
 LAYERS = (
-    ("checks", "counters", "machines", "rates", "state_keys", "stopwatch", "tensor_cache"),
-    (
-        "flat_storage",
-        "schedules",
-        "factors",
-        "grouping",
-        "spectra",
-        "precision",
-        "cuda_graphs",
-        "quadratic",
-        "step_parameters",
-    ),
-    ("damping", "stack_algebra", "distributed"),
-    ("layers", "solvers", "scaling", "lamb"),
-    ("capture", "first_moments", "layout", "tiles", "whereabouts"),
-    ("bases", "blocks", "config", "directions", "objective"),
-    ("coverage", "diagnostics", "pacing", "factor_owners"),
-    ("averages", "jobs", "stacks", "shard_routing", "ranks", "sightings"),
-    ("preconditioning", "steering"),
-    ("refresh",),
-    ("saved_state",),
-    ("build",),
-    ("state",),
-    ("views",),
+    ("common", "spectra"),
+    ("distributed", "factors", "schedules"),
+    ("bases", "layers", "damping"),
+    ("capture", "solvers"),
+    ("blocks",),
+    ("averages", "stacks", "sightings"),
+    ("scaling",),
+    ("config", "placement"),
+    ("steering",),
+    ("coverage", "diagnostics", "refresh", "preconditioning", "saved_state"),
     ("engine",),
     ("turning",),
     ("optimizers",),
@@ -60,7 +46,7 @@ LAYERS = (
 )
 # Beside torch and the standard library. OPTIONAL ones are imported when they are needed, never with the package.
 THIRD_PARTIES = {
-    "torch_optimizer": ("bases", "lamb"),
+    "torch_optimizer": ("bases",),
     "matplotlib": ("diagnostics.plots",),
     "horovod": ("distributed",),
     "deepspeed": ("distributed",),

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACAdamW
+from kfac_optim.bases.state_keys import RECORDED
 from kfac_optim.saved_state.checks import checksums
-from kfac_optim.state_keys import RECORDED
 from tests.helpers.bases import KFACRMSprop
 from tests.helpers.compare import assert_near, assert_same_factors
 from tests.helpers.files import packed, through_a_file, unpacked

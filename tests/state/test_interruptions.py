@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 import kfac_optim
-from kfac_optim import KFACSGD, CurvatureEngine, precision
+from kfac_optim import KFACSGD, CurvatureEngine
+from kfac_optim.common import precision
 from kfac_optim.preconditioning import Preconditioner
-from kfac_optim.refresh import Refresher
+from kfac_optim.refresh.refresher import Refresher
 from tests.helpers.compare import assert_identical, factors_of
 from tests.helpers.files import through_a_file
 from tests.helpers.settings import CLASSES, SETTINGS

@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from .averages import Averaging
-from .blocks import Block
-from .capture import Capture, Fisher, LossTerms, Signs
-from .config import Config, compared, compared_options, options, refuse_unknown
-from .coverage import TrainedModel
-from .cuda_graphs import refuse_cuda_graphs
-from .distributed import Communicator, communicator_of, is_sharded
-from .layers import KroneckerLayer
-from .preconditioning import Preconditioner
-from .ranks import Ranks
-from .refresh import Refresher
-from .scaling import traits_of
-from .schedules import due, growing
-from .sightings import Sightings
-from .steering import Steering
-from .stopwatch import Stopwatch
+from ..averages import Averaging
+from ..blocks import Block
+from ..capture import Capture, Fisher, LossTerms, Signs
+from ..common.cuda_graphs import refuse_cuda_graphs
+from ..common.stopwatch import Stopwatch
+from ..config import Config, compared, compared_options, options, refuse_unknown
+from ..coverage import TrainedModel
+from ..distributed import Communicator, communicator_of, is_sharded
+from ..layers import KroneckerLayer
+from ..placement import Ranks
+from ..preconditioning import Preconditioner
+from ..refresh import Refresher
+from ..scaling import traits_of
+from ..schedules import due, growing
+from ..sightings import Sightings
+from ..steering import Steering
 
 __all__ = ["BuiltEngine"]
 

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .distributed import is_sharded
-from .flat_storage import Tensors
+from ..common.flat_storage import Tensors
+from ..distributed import is_sharded
+from .parameters import Bucket, Member
 from .state_keys import GRADIENT_WEIGHT, MOMENT
-from .step_parameters import Bucket, Member
 
 __all__ = ["first_moments", "gradient_weight_tracked", "keep_averages"]
 

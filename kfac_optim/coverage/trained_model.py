@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .blocks import UNSEEN_STEPS, Block
-from .config import Config
-from .distributed import Communicator, own_shape, refuse_flattened, sharding_problem, whole_shape
-from .layers import COMPUTED, LayerOptions, LinearLayer, find_layers, skip_reason
+from ..blocks import UNSEEN_STEPS, Block
+from ..config import Config
+from ..distributed import Communicator, own_shape, refuse_flattened, sharding_problem, whole_shape
+from ..layers import COMPUTED, LayerOptions, LinearLayer, find_layers, skip_reason
 from .whereabouts import Whereabouts, owners_of, unwrap
 
 __all__ = ["TrainedModel", "parameters_of"]

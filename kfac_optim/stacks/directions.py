@@ -10,11 +10,11 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from .distributed import ShardExchange, any_sharded, gathered, sharded_like
-from .flat_storage import flat_view
+from ..common.flat_storage import flat_view
+from ..common.rates import Scalar
+from ..distributed import ShardExchange, any_sharded, gathered, sharded_like
+from .algebra import Direction, length_of_updates
 from .layout import Layout, Part
-from .rates import Scalar
-from .stack_algebra import Direction, length_of_updates
 
 __all__ = ["Directions", "Maker", "StepVectors", "by_parameter"]
 

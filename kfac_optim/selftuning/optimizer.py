@@ -2,8 +2,8 @@
 
 A step is that of Martens & Grosse (2015), sections 6.4 to 6.6 and 7. The directions are the preconditioned gradient and
 the last update. Their coefficients minimise the exact quadratic model of the batch's loss along both. The damping
-follows from how well that model predicted the loss. The mathematics is in :mod:`~kfac_optim.quadratic` and
-:mod:`~kfac_optim.objective`.
+follows from how well that model predicted the loss. The mathematics is in :mod:`~kfac_optim.selftuning.quadratic` and
+:mod:`~kfac_optim.selftuning.objective`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .capture import Fisher, RandomState, Replay, repeating
-from .checks import is_positive, require_number
-from .config import options as engine_options
-from .config import refuse_unknown
-from .directions import by_parameter
-from .distributed import is_sharded
+from ..bases.parameters import Bucket, gradients_of
+from ..bases.state_keys import LAST_UPDATE
+from ..capture import Fisher, RandomState, Replay, repeating
+from ..common.checks import is_positive, require_number
+from ..common.rates import rate_of
+from ..config import options as engine_options
+from ..config import refuse_unknown
+from ..distributed import is_sharded
+from ..optimizers import KFACMixin
+from ..schedules import growing
+from ..stacks import by_parameter
 from .objective import Objective
-from .optimizers import KFACMixin
 from .quadratic import LevenbergMarquardt, SecantCheck
-from .rates import rate_of
-from .schedules import growing
-from .state_keys import LAST_UPDATE
-from .step_parameters import Bucket, gradients_of
 
 __all__ = ["KFAC"]
 

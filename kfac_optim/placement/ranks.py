@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .blocks import Block, decomposed_bytes
-from .distributed import (
+from ..blocks import Block, decomposed_bytes
+from ..distributed import (
     Assignment,
     AssignmentStrategy,
     Communicator,
@@ -17,8 +17,8 @@ from .distributed import (
     agreement,
     default_communicator,
 )
+from ..solvers import Solver
 from .factor_owners import move_factors, refuse_to_move
-from .solvers import Solver
 
 __all__ = ["Ranks"]
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .blocks import SIDES, Block, KnownSpectra, Source, State
-from .distributed import Broadcast, Communicator
+from ..blocks import SIDES, Block, KnownSpectra, Source, State
+from ..distributed import Broadcast, Communicator
 
 __all__ = ["known_spectra", "move_factors", "refuse_to_move", "whole_state"]
 

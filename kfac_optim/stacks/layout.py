@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from .layers import KroneckerLayer
+from ..layers import KroneckerLayer
 
 __all__ = ["Layout", "Part", "fill_all"]
 

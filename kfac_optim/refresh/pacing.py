@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from .blocks import Block
-from .config import Config
-from .counters import Counted, Counter
-from .machines import machine_of
-from .schedules import due, growing
+from ..blocks import Block
+from ..common.counters import Counted, Counter
+from ..common.machines import machine_of
+from ..config import Config
+from ..schedules import due, growing
 
 __all__ = ["Pace"]
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from .blocks import LEARNED, SIDES, State, set_learned
+from ..blocks import LEARNED, SIDES, State, set_learned
+from ..capture import when_whole
+from ..config import loaded_options, saved_options
+from ..distributed import shard_number
+from ..factors import copy_average_
+from ..placement import whole_state
+from ..saved_state import check_counters, check_states, check_sums, checksums
 from .build import BuiltEngine
-from .capture import when_whole
-from .config import loaded_options, saved_options
-from .distributed import shard_number
-from .factor_owners import whole_state
-from .factors import copy_average_
-from .saved_state import check_counters, check_states, check_sums, checksums
 
 __all__ = ["StatefulEngine"]
 

@@ -4,7 +4,7 @@
 
 By default the base class takes this step on the raw gradients, with its own state; K-FAC then preconditions m, and
 changes u (:mod:`~kfac_optim.steering`). Weight decay is not preconditioned, and does not count towards the length of
-the update, even if the base class adds it to the gradient, as SGD and Adam do (:mod:`~kfac_optim.first_moments`).
+the update, even if the base class adds it to the gradient, as SGD and Adam do (:mod:`~kfac_optim.bases.first_moments`).
 
 If m is an average kept by this package, K-FAC's direction comes from m, its length from the base class's own update.
 """
@@ -21,13 +21,13 @@ import torch
 import torch_optimizer
 from torch import Tensor, nn
 
-from .distributed import any_sharded, is_sharded, summed_over_shards
+from ..common.flat_storage import Tensors
+from ..common.machines import is_asynchronous
+from ..common.rates import Scalar, rate_of
+from ..distributed import any_sharded, is_sharded, summed_over_shards
 from .first_moments import first_moments
-from .flat_storage import Tensors
 from .lamb import debiasing
-from .machines import is_asynchronous
-from .rates import Scalar, rate_of
-from .step_parameters import Bucket, Member, is_decoupled
+from .parameters import Bucket, Member, is_decoupled
 
 __all__ = [
     "BaseStep",
@@ -95,7 +95,7 @@ class BaseStep:
 
 
 def base_step(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], before: Sequence[Tensors]) -> BaseStep:
-    """Takes apart the step that the base class has just taken, after :func:`~kfac_optim.first_moments.keep_averages`.
+    """Takes apart the step that the base class has just taken, after :func:`~.first_moments.keep_averages`.
 
     Args:
         optimizer: The optimizer, after its step.

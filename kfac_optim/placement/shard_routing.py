@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from .blocks import Block
-from .directions import StepVectors
-from .distributed import Communicator, ShardExchange, all_gathered, any_sharded, are_exchangeable, own_part
-from .scaling import Scaling, traits_of
+from ..blocks import Block
+from ..distributed import Communicator, ShardExchange, all_gathered, any_sharded, are_exchangeable, own_part
+from ..scaling import Scaling, traits_of
+from ..stacks import StepVectors
 
 __all__ = ["exchanged_blocks", "gathered_vectors"]
 

@@ -10,7 +10,7 @@ import torch
 import torch_optimizer
 from torch import Tensor
 
-from .distributed import gathered, is_sharded, mesh_of
+from ..distributed import gathered, is_sharded, mesh_of
 
 __all__ = ["MultiTensorLamb", "debiasing"]
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from .blocks import Block
-from .damping import value_of
-from .diagnostics import memory_of, report_of, table, total, workers_of
-from .layers import KroneckerLayer
+from ..blocks import Block
+from ..damping import value_of
+from ..diagnostics import memory_of, report_of, table, total, workers_of
+from ..layers import KroneckerLayer
+from ..steering import LEAST, Plan
 from .state import StatefulEngine
-from .steering import LEAST, Plan
 
 __all__ = ["ViewedEngine"]
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor, nn
 
-from .distributed import is_sharded
-from .layers import KroneckerLayer
+from ..distributed import is_sharded
+from ..layers import KroneckerLayer
 
 __all__ = ["Whereabouts", "owners_of", "unwrap"]
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from .capture import Fisher, Part
-from .distributed import Communicator
+from ..capture import Fisher, Part
+from ..distributed import Communicator
 from .quadratic import QuadraticModel
 
 __all__ = ["Objective"]

@@ -2,7 +2,7 @@
 
 A stack holds the matrices of all layers of one shape. Norms and inner products are taken over single pairs, or over all
 pairs that are scaled together (the channels of a norm layer). On devices where launches cost much, all stacks share one
-storage, and few operations process all of them (:mod:`~kfac_optim.flat_storage`).
+storage, and few operations process all of them (:mod:`~kfac_optim.common.flat_storage`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .flat_storage import FlatStorage, elementwise, flat_view, scale_pairs
-from .machines import is_asynchronous
+from ..common.flat_storage import FlatStorage, elementwise, flat_view, scale_pairs
+from ..common.machines import is_asynchronous
 
 __all__ = [
     "Direction",
@@ -200,7 +200,7 @@ def rates_followed(directions: Sequence[Direction]) -> list[Tensor]:
 def at_largest(directions: Sequence[Direction], out: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
     """``(L + gamma) P m`` of each stack; damping has to be relative to the largest eigenvalue L.
 
-    ``out``: see :func:`~kfac_optim.flat_storage.elementwise`.
+    ``out``: see :func:`~kfac_optim.common.flat_storage.elementwise`.
     """
     factors = [of.factor for of in _steepest_of(directions)]
     return scale_pairs([d.direction for d in directions], factors, directions[0].storage, out)

@@ -14,14 +14,12 @@ state::
     steering/           how far steps turn (how far a layer's steps stretch is kept in its block)
     capture/            what was captured in backward passes since the last step
     averages.py         what this rank has seen since the ranks last pooled their sums   (eqs. 14-15)
-    refresh.py          the refresh in progress, and when the next one is due            (eqs. 8-13, by the solver)
-    preconditioning.py  stacks of layers that have one shape, see stacks.py              (eqs. 8-13, by the solver)
+    refresh/            the refresh in progress, and when the next one is due            (eqs. 8-13, by the solver)
+    preconditioning.py  stacks of layers that have one shape, see stacks/                (eqs. 8-13, by the solver)
     scaling.py          nothing                                                          (eq. 16)
     sightings.py        whether training is seen at all
 
-The class is built in five files, each of which extends the class of the one before: options
-(:mod:`~kfac_optim.config`), construction (:mod:`~kfac_optim.build`), saved state (:mod:`~kfac_optim.state`), reports
-(:mod:`~kfac_optim.views`) and, here, the step. ``update`` and ``directions`` leave ``.grad`` alone: an optimizer of
+``update`` and ``directions`` leave ``.grad`` alone: an optimizer of
 this package or :meth:`~kfac_optim.CurvatureEngine.precondition_` applies the directions.
 
 ``inv_`` in names of options is the paper's prefix; it refers to decompositions by any solver.
@@ -40,15 +38,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .capture import TakenStatistics
-from .checks import is_int, require_number
-from .config import describe, signature
-from .directions import Directions, StepVectors, by_parameter
-from .distributed import AssignmentStrategy, LocalCommunicator, full_gradient, set_full_gradient_
-from .rates import Scalar
-from .scaling import traits_of
-from .schedules import due
-from .steering import Lessons, Readings, WeightWatch
+from ..capture import TakenStatistics
+from ..common.checks import is_int, require_number
+from ..common.rates import Scalar
+from ..config import describe, signature
+from ..distributed import AssignmentStrategy, LocalCommunicator, full_gradient, set_full_gradient_
+from ..scaling import traits_of
+from ..schedules import due
+from ..stacks import Directions, StepVectors, by_parameter
+from ..steering import Lessons, Readings, WeightWatch
 from .views import ViewedEngine
 
 __all__ = ["CurvatureEngine", "memory_estimate"]

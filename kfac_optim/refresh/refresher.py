@@ -19,14 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocks import Block, part_dtype
-from .config import Config
-from .damping import Damping, unit_of, value_of
-from .distributed import Broadcast, Communicator
-from .factor_owners import known_spectra
-from .jobs import Refresh, batch_of, grouped_by_shape
-from .pacing import Pace
-from .solvers import (
+from ..blocks import Block, part_dtype
+from ..common.stopwatch import Stopwatch
+from ..config import Config
+from ..damping import Damping, unit_of, value_of
+from ..distributed import Broadcast, Communicator
+from ..placement import known_spectra
+from ..solvers import (
     Decomposition,
     EigenSolver,
     MaybeDecomposition,
@@ -36,7 +35,8 @@ from .solvers import (
     decompose_all,
     decompose_safely,
 )
-from .stopwatch import Stopwatch
+from .jobs import Refresh, batch_of, grouped_by_shape
+from .pacing import Pace
 
 __all__ = ["Refresher"]
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .blocks import Block
-from .damping import Damping, kind_of
-from .flat_storage import are_adjacent, sharing
-from .grouping import grouped_by_key
-from .layers import KroneckerLayer
+from ..blocks import Block
+from ..common.flat_storage import are_adjacent, sharing
+from ..common.grouping import grouped_by_key
+from ..common.machines import is_asynchronous, machine_of
+from ..damping import Damping, kind_of
+from ..layers import KroneckerLayer
 from .layout import Layout
-from .machines import is_asynchronous, machine_of
 from .tiles import Tile, tiles_of
 
 __all__ = ["Stack", "layer_of_pair", "stack_key", "stack_of", "stacks_of"]
@@ -36,7 +36,7 @@ class Stack:
         tiles: The tiles of the stack's matrices, each with the decompositions of one block of A and one of G; empty if
             only other ranks precondition these layers.
         damping_unit: What gamma is a multiple of, for each pair, ``[p]``.
-        layer_of_pair: See :class:`~kfac_optim.stack_algebra.Direction`.
+        layer_of_pair: See :class:`~kfac_optim.stacks.algebra.Direction`.
         pairs_per_layer: Likewise.
         relevant: A damping, and the tiles with the parts of their decompositions that matter at it; None: not computed.
         layout: Where the parameters lie in the stack's matrices.

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .factors import FactorSpec
-from .solvers import Decomposition, Solver
+from ..factors import FactorSpec
+from ..solvers import Decomposition, Solver
 
 __all__ = ["Tile", "precondition", "tiles_of"]
 

@@ -1,0 +1,86 @@
+"""The walks of docs/walks.rst: the functions that a page names are called, in this order."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kfac_optim
+from kfac_optim import KFACSGD, LocalCommunicator
+from tests.helpers.pages import ROOT
+
+PACKAGE = Path(kfac_optim.__file__).parent
+PAGE = (ROOT / "docs" / "walks.rst").read_text(encoding="utf-8")
+Call = tuple[str, str]
+
+
+class Twin(LocalCommunicator):
+    """Rank 0 of two, the other of which has the same numbers; what it would broadcast never comes."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2)
+
+    def _start_sum(self, tensor: Tensor) -> Twin:
+        tensor.mul_(2)
+        return self
+
+    def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Twin:
+        return self
+
+    def wait(self) -> None:
+        """Returns: nothing is under way."""
+
+
+def walk(name: str) -> list[Call]:
+    """The rows of a walk: file and function."""
+    _, after = PAGE.split(f".. _walk-{name}:\n")
+    return re.findall(r"^``([\w/]+\.py)`` +``([\w.]+)``", after.split("\n.. _")[0], re.MULTILINE)
+
+
+def calls_of(train: Callable[[], object]) -> list[Call]:
+    """Every function of the package that is called meanwhile, in this order: file and name."""
+    found: list[Call] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(str(PACKAGE)):
+            owner = frame.f_locals.get("self", frame.f_locals.get("cls"))
+            classes = () if owner is None else (owner if isinstance(owner, type) else type(owner)).__mro__
+            of_class = (c.__name__ for c in classes if getattr(vars(c).get(code.co_name), "__code__", None) is code)
+            name = ".".join([*of_class, code.co_name])
+            found.append((Path(code.co_filename).relative_to(PACKAGE).as_posix(), name))
+
+    sys.setprofile(note)
+    try:
+        train()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def train(**options: object) -> None:
+    """Builds an optimizer and takes a step, which collects statistics and refreshes."""
+    model = nn.Linear(8, 4)  # with a second layer, each call would have a second chance to be found
+    optimizer = KFACSGD(model, lr=0.1, momentum=0.9, **options)
+    model(torch.randn(32, 8)).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("activation", {}), ("damping", {}), ("assignment", {"assignment": "layer-wise", "communicator": Twin()})],
+    ids=["activation", "damping", "assignment"],
+)
+def test_the_page_names_the_calls_of_a_step_in_order(name: str, options: dict[str, object]) -> None:
+    rows = walk(name)
+    assert len(rows) > 8
+    calls = iter(calls_of(lambda: train(**options)))
+    for row in rows:
+        assert row in calls, f"{row} is not called after the rows above it"
