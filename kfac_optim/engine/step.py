@@ -19,8 +19,8 @@ state::
     scaling.py          nothing                                                          (eq. 16)
     sightings.py        whether training is seen at all
 
-``update`` and ``directions`` leave ``.grad`` alone: an optimizer of
-this package or :meth:`~kfac_optim.CurvatureEngine.precondition_` applies the directions.
+``update`` and ``directions`` leave ``.grad`` alone: an optimizer of this package or
+:meth:`~kfac_optim.CurvatureEngine.precondition_` applies the directions.
 
 ``inv_`` in names of options is the paper's prefix; it refers to decompositions by any solver.
 
