@@ -221,3 +221,29 @@ def test_whoever_goes_on_from_a_game_does_what_it_would_have_done(
     assert whole[0][0] > 1, "it has refreshed since"
     for cut in (5, 9, 10, 11, 24, 25, 26, 27) if player else (5, 9):
         assert run(cut) == whole, f"cut before step {cut}"
+
+
+def test_a_step_that_fails_is_none_that_was_taken_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a network would seem to have taken two steps in a row, as one does that plays no game."""
+    game = Game(*CLASSES[0])
+    game.play(3)
+    with monkeypatch.context() as patched:
+        patched.setattr(game.optimizers[1], "_base_step", lambda: pytest.fail("out of memory"))
+        with pytest.raises(pytest.fail.Exception, match="out of memory"):
+            game.play(1)
+    game.play(2)  # gradients are thrown away before the second step
+    opposition = game.engines[1]._steering.opposition
+    assert (opposition.since_lost, opposition.alone_for) == (1, 0)
+
+
+def test_what_a_skipped_step_has_seen_of_a_game_is_saved() -> None:
+    """The next step that is taken judges it, in a resumed run, too."""
+    game = Game(*CLASSES[0])
+    game.play(1)
+    for parameter in game.discriminator.parameters():
+        parameter.register_hook(lambda g: g * torch.nan)
+    game.play(1)
+    discriminator = game.optimizers[1]
+    assert discriminator.curvature.skipped_steps == 1
+    saved = through_a_file(discriminator.state_dict())
+    assert [group["kfac_added_lost"] for group in saved["param_groups"]] == [1]
