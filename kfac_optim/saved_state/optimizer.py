@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..bases.state_keys import AVERAGES, PREFIX
+from ..bases.state_keys import AVERAGES, PREFIX, is_of_base
 from .checks import checksums
 
 __all__ = ["saved_parts", "with_checksums"]
@@ -121,9 +121,10 @@ def _base_problem(
     if missing and any(key in saved for key in whole):
         return f"is damaged, or of another class of optimizers: it has no {missing[0]!r}"
     for key, value in saved.items():
+        ours = not is_of_base(key)
         if isinstance(value, Tensor) and value.dim():
             mine = own.get(key)
-            kind = "parameter" if key.startswith(PREFIX) else kinds.get((parameter.dim(), key))
+            kind = "parameter" if ours else kinds.get((parameter.dim(), key))
             like = mine.shape if isinstance(mine, Tensor) and kind != "parameter" else parameter.shape
             fits = _shares(value.shape, like) if kind == "dims" and mine is None else value.shape == like
             if not fits and (kind or mine is not None):
@@ -131,7 +132,7 @@ def _base_problem(
         if isinstance(value, Tensor) and bool(value.isnan().any()):
             return f"is damaged, or was saved after training had failed: {key!r} is not a number"
         counts = key == "step" and isinstance(value, Tensor | int | float)
-        none = value is None and (kinds or key.startswith(PREFIX)) and kinds.get((parameter.dim(), key)) != "none"
+        none = value is None and (kinds or ours) and kinds.get((parameter.dim(), key)) != "none"
         if none or counts and not 0 <= float(value) < math.inf:
             return f"is damaged: its {key!r} is {value}"
     return ""

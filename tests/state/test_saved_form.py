@@ -155,6 +155,16 @@ def test_a_state_has_the_same_keys_at_any_time(case: str) -> None:
     assert {p_key for state in again.state.values() for p_key in state} == live
 
 
+def test_entries_of_a_parameter_may_have_any_keys() -> None:
+    model, optimizer = made("Adam")
+    step(model, optimizer, 0)
+    saved = optimizer.state_dict()
+    saved["state"][0][7] = torch.ones(2)
+    again = made("Adam")[1]
+    again.load_state_dict(saved)
+    assert torch.equal(again.state[again.param_groups[0]["params"][0]][7], torch.ones(2))
+
+
 def test_entries_of_a_wrapper_are_loaded() -> None:
     """TRAC of pytorch_optimizer keeps its tensors by parameter, under a name of its own."""
     model, optimizer = made("Adam")
