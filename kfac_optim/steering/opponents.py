@@ -137,6 +137,7 @@ class Opposition:
         "opposes": Counter("opposes", -1, 1),
         "suspected": Counter("suspected", 1, 1),
         "throws": Counter("throws", 0, _THROWS),
+        # These two are not attributes: the signs are asked for them, see counters() and load().
         "captured_lost": Counter("_signs", 0, 1),
         "added_lost": Counter("_signs", 0, 1),
         "all_see_opponents": Counter("all_see_opponents", 0, 1),
