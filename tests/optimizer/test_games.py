@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -247,3 +248,16 @@ def test_what_a_skipped_step_has_seen_of_a_game_is_saved() -> None:
     assert discriminator.curvature.skipped_steps == 1
     saved = through_a_file(discriminator.state_dict())
     assert [group["kfac_added_lost"] for group in saved["param_groups"]] == [1]
+
+
+def test_a_dropped_player_is_forgotten_though_its_last_loss_is_kept() -> None:
+    """The graph of the loss holds the hooks, which must not hold what the optimizer knows of the game."""
+    game = Game(*CLASSES[0])
+    game.play(6)
+    generator = game.optimizers[0]
+    assert generator.curvature.is_opposed
+    loss = game._judged(torch.randn(8, 3), torch.randn(8, 4))
+    game.optimizers, game.discriminator = [generator], nn.Linear(3, 1)
+    gc.collect()
+    assert not generator.curvature.is_opposed
+    assert loss.requires_grad
