@@ -65,9 +65,9 @@ class Snapshot(TypedDict, total=False):
         G: The running average G.
         gamma: "in_use" and "pending": the damping of each pair with which the factors are decomposed, ``[p]``; 0 if the
             solver adds it when it applies them.
-        reach: "current" alone, as those below: see :attr:`Block.reach`.
-        trains: See :attr:`Block.trains`.
-        changes: See :meth:`Block.note_comparison`.
+        reach: "current" alone: see :attr:`Block.reach`.
+        trains: "current" alone: see :attr:`Block.trains`.
+        changes: "current" alone: see :meth:`Block.note_comparison`.
     """
 
     A: Average

@@ -176,7 +176,7 @@ class ModelCalls:
 
 
 def as_plain(tensor: Tensor) -> Tensor:
-    """The same numbers without the methods of a subclass (images, tensors with labels), which may not suit moments.
+    """The same numbers without the methods of a subclass (images, labelled tensors), which may refuse to be reshaped.
 
     Tensors that store their numbers in another way define ``__torch_dispatch__``, and stay as they are.
     """
