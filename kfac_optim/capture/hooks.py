@@ -272,9 +272,7 @@ class Capture:
             self._record_call(index, use, as_plain(a), output, projection)
         return None
 
-    def _record_call(
-        self, index: int, use: int, a: Tensor, output: Tensor, projection: ProjectionCall | None = None
-    ) -> None:
+    def _record_call(self, index: int, use: int, a: Tensor, output: Tensor, projection: ProjectionCall | None) -> None:
         """Takes the moment of a layer's input now, and that of its output's gradient when this arrives."""
         call, result = self._calls.current, own_result(output)
         if call is not None and not in_backward():

@@ -1,4 +1,4 @@
-"""README.rst and docs/results/swap.rst quote the figures that are in the files of ``benchmarks.swap``."""
+"""README.rst and docs/results quote the figures that are in the files of ``benchmarks.swap``."""
 
 from __future__ import annotations
 
@@ -88,3 +88,35 @@ def test_times_of_trainings_are_those_of_the_file() -> None:
         assert cells(SWAP, label)[0] == ", ".join(f"{time:.2f}" for time in times)
     suite = [row["time"] for row in rows if row["half"] in ("choose", "judge")]
     assert cells(SWAP, "the suite, geometric mean")[0] == f"{statistics.geometric_mean(suite):.2f}"
+
+
+def libraries(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """What trainings of libraries add up to, with the first two seeds of each."""
+    found = {"trainings": len(rows), "libraries": len({row["library"] for row in rows} - {"torch"})}
+    pairs = [pair for row in rows for pair in list(zip(row["base losses"], row["swap losses"], strict=True))[:2]]
+    points = [(base, swap) for pair in pairs for base, swap in zip(*pair, strict=True)]
+    return found | {
+        "behind": sum(swap - base > 0.02 * abs(base) for base, swap in points),
+        "ahead": sum(base - swap > 0.02 * abs(base) for base, swap in points),
+        "points": len(points),
+        "lower": sum(swap[-1] < base[-1] for base, swap in pairs),
+        "runs": len(pairs),
+    }
+
+
+def test_counts_of_libraries_are_those_of_the_file() -> None:
+    rows = [row for row in json.loads((FILES / "libraries.json").read_text(encoding="utf-8"))["runs"] if row["counted"]]
+    all_, own = libraries(rows), libraries([row for row in rows if "loop" not in row])
+    readme, results, scripts = (
+        " ".join(page.read_text(encoding="utf-8").split())
+        for page in (README, ROOT / "docs" / "results.rst", ROOT / "docs" / "results" / "scripts.rst")
+    )
+    assert "in {trainings} trainings with {libraries} libraries at {behind} of {points}".format(**all_) in readme
+    assert "{trainings} trainings with {libraries} libraries".format(**all_) in results
+    assert f"{own['trainings']} by their own loops" in results
+    assert "{behind} of {points}; ahead at {ahead}".format(**all_) in results
+    assert "behind at {behind} of {points} points, ahead at {ahead}".format(**all_) in scripts
+    assert "lower at the end in {lower} of {runs} runs".format(**all_) in scripts
+    assert "In {trainings} of them the loop is the library's own ({libraries} libraries)".format(**own) in scripts
+    assert "behind at {behind} of {points} points, ahead at {ahead}, lower at the end".format(**own) in scripts
+    assert "in {lower} of {runs} runs".format(**own) in scripts
