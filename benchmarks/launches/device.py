@@ -40,7 +40,7 @@ def library(torch: Path) -> Path:
             raise RuntimeError(reason)
         BUILDS.mkdir(parents=True, exist_ok=True)
         headers = [f"-I{torch / 'include' / more}" for more in ("", "torch/csrc/api/include")]
-        half = built.with_suffix(".tmp")
+        half = built.with_suffix(f".{os.getpid()}.tmp")  # other processes may compile it at the same time
         subprocess.run(["g++", "-std=c++20", "-O1", "-shared", "-fPIC", SOURCE, "-o", half, *headers], check=True)
         half.replace(built)
     return built
