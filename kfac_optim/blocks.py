@@ -16,7 +16,7 @@ from .damping import Damping, kind_of, unit_of
 from .distributed import LayerAssignment
 from .factors import Average, FactorSpec, copy_average_, numbers_of, read
 from .layers import KroneckerLayer
-from .solvers import Decomposition, Solver
+from .solvers import Decomposition, Shifting, Solver
 from .spectra import eigenvalues, largest_eigenvalue
 
 __all__ = [
@@ -135,6 +135,12 @@ class Factors:
         matrix = self.matrix(side)
         with full_precision(matrix.device.type):
             return self.specs[side].largest_of_blocks(largest_eigenvalue(matrix))
+
+    def shifts(self, solver: Shifting, gamma: Tensor) -> tuple[Tensor, Tensor]:
+        """What a solver that damps factors adds to the diagonals of A and of G, ``[p]`` each."""
+        if self.pairs_share_scale:  # A is the constant 1, so all damping goes to G
+            return torch.zeros_like(gamma), gamma
+        return solver.shifts(gamma, *self.means())
 
     def ones(self) -> Tensor:
         """1 for each pair, ``[p]``."""

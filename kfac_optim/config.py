@@ -90,8 +90,8 @@ class Config:
     factor_update_steps: Schedule[int] | None = _option(
         None,
         checks.count("factor_update_steps", or_callable=True),
-        """Steps between statistics updates, >= 1; an int or a function of the step. None: 10, or half the refresh
-        interval if ``inv_update_steps`` is :class:`~kfac_optim.growing`.""",
+        """Steps between statistics updates, >= 1; an int or a function of the step. None: 10, but at most the
+        refresh interval, or half of it if ``inv_update_steps`` is :class:`~kfac_optim.growing`.""",
     )
     factor_batch_fraction: Schedule[float] = _option(
         1.0,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .blocks import Block
-from .common.flat_storage import FlatStorage, scale_pairs
+from .common.flat_storage import FlatStorage, Tensors, scale_pairs
 from .common.machines import is_asynchronous
 from .common.precision import without_autocast
 from .common.rates import Scalar, common_rate
@@ -22,7 +22,7 @@ from .damping import Damping, OfLargest, value_of
 from .distributed import Broadcast, Communicator
 from .placement import exchanged_blocks, gathered_vectors
 from .scaling import Scaling, scaled_by, traits_of
-from .solvers import EigenSolver, Solver
+from .solvers import EigenSolver, Solver, damps_factors
 from .solvers.joint import JointEigen
 from .stacks import (
     Direction,
@@ -102,6 +102,8 @@ class Preconditioner:
         device = stacks[0].damping_unit.device.type if stacks else "cpu"
         with self.stopwatch.stage("preconditioning"), without_autocast(device):
             contrast = 1 + 1 / value if isinstance(damping, OfLargest) else None
+            if not traits_of(scaling).needs_lr:
+                vectors = replace(vectors, lr=math.nan)
             found = self._precondition(stacks, vectors, value, contrast, any_length=any_length)
         if any(block.route for block in blocks if block not in exchanged):
             with self.stopwatch.communication("gradient", comm.world_size):
@@ -188,9 +190,13 @@ class Preconditioner:
             pairs = [len(stack.damping_unit) for stack in stacks]
             whole = torch.full((sum(pairs),), contrast, dtype=self.dtype, device=stacks[0].layout.device)
             factors = whole.split(pairs)
-        elif contrast:
-            found = torch._foreach_add([stack.damping_unit for stack in stacks], list(gammas)) if stacks else ()
-            factors = [largest.to(self.dtype) for largest in found]  # plus gamma; factors may be in more precision
+        elif contrast and stacks:
+            found: Tensors
+            if damps_factors(self.solver):
+                found = [stack.largest_damped(self.solver) for stack in stacks]
+            else:
+                found = torch._foreach_add([stack.damping_unit for stack in stacks], list(gammas))
+            factors = [largest.to(self.dtype) for largest in found]  # factors may be in more precision
         steepest = [Steepest(factor, contrast) for factor in factors] if contrast else [None] * len(stacks)
         return [
             Direction(

@@ -83,7 +83,8 @@ class BuiltEngine(Config):
         given = self.at("factor_update_steps", step)
         if given is not None:
             return int(given)
-        return max(1, self.refresh_interval(step) // 2) if isinstance(self.inv_update_steps, growing) else 10
+        interval = self.refresh_interval(step)
+        return max(1, interval // 2) if isinstance(self.inv_update_steps, growing) else min(10, interval)
 
     def spread_at(self, step: int) -> int:
         """The number of steps over which the work of a refresh that starts at ``step`` is spread."""

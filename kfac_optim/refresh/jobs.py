@@ -132,6 +132,12 @@ class Refresh:
         """The damping of a block's pairs, ``[p]``; zeros or, for current factors, None if damping is added later."""
         return self.gammas.get(block, block.state[self.source].get("gamma"))
 
+    def shift(self, block: Block, side: int, solver: Shifting) -> Tensor:
+        """What the solver adds to the diagonal of each matrix of A (0) or G (1) of a block, ``[p]``."""
+        gamma = self.gamma(block)
+        assert gamma is not None  # the solver damps factors
+        return block.factors(self.source, self.spectra.get(block)).shifts(solver, gamma)[side]
+
     def __getstate__(self) -> dict[str, Any]:
         """A copy starts the background jobs again."""
         return {**self.__dict__, "_running": {}}
@@ -169,19 +175,10 @@ def batch_of(jobs: Sequence[FactorJob], refresh: Refresh, solver: Solver, inv_dt
         factors = spec.unpack(whole).to(dtype)
         if not damps_factors(solver):
             return factors, factors.new_zeros(len(factors))
-        shifts = [job.spec.for_blocks(_shift_of(*job, refresh, solver)) for job in jobs]
+        shifts = [job.spec.for_blocks(refresh.shift(*job, solver)) for job in jobs]
         return factors, torch.cat(shifts).to(factors)
 
     spec, device = jobs[0].spec, jobs[0].device
     # Not padded on the CPU, because padding changes the rounding; see grouped_by_shape().
     rows = None if device.type == "cpu" or spec.diagonal else (spec.size, device)
     return Batch(inputs, [job.spec.matrices for job in jobs], rows)
-
-
-def _shift_of(block: Block, side: int, refresh: Refresh, solver: Shifting) -> Tensor:
-    """The number that the solver adds to the diagonal of each matrix of a factor, ``[p]``."""
-    factors, gamma = block.factors(refresh.source, refresh.spectra.get(block)), refresh.gamma(block)
-    assert gamma is not None  # the solver damps factors
-    if block.layer.pairs_share_scale:  # A is the constant 1, so all damping goes to G
-        return gamma if side else torch.zeros_like(gamma)
-    return solver.shifts(gamma, *factors.means())[side]

@@ -16,6 +16,7 @@ from ..common.grouping import grouped_by_key
 from ..common.machines import is_asynchronous, machine_of
 from ..damping import Damping, kind_of
 from ..layers import KroneckerLayer
+from ..solvers import Shifting
 from .layout import Layout
 from .tiles import Tile, tiles_of
 
@@ -51,6 +52,7 @@ class Stack:
     relevant: tuple[float, list[Tile]] | None = None
     layout: Layout = field(init=False)
     singles: dict[Block, Stack] = field(default_factory=dict)
+    _largest_damped: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.layout = Layout(self.layers)
@@ -78,13 +80,26 @@ class Stack:
     def with_vectors(self, vectors: Mapping[nn.Parameter, Tensor], damping: Damping) -> list[Stack]:
         """The stack if all of its layers have a vector in this step, else a stack for each layer that has one.
 
-        Those are kept, because a layer without a vector seldom has one in the next step.
+        Those are kept, because a layer without a vector seldom has one in the next step. Their decompositions are views
+        of this stack's.
         """
         present = [block for block in self.blocks if block.layer.weight in vectors]
         if len(present) == len(self.blocks):
             return [self]
-        self.singles.update({block: stack_of([block], damping) for block in present if block not in self.singles})
+        new = [block for block in present if block not in self.singles]
+        self.singles.update({block: stack_of([block], damping, views=True) for block in new})
         return [self.singles[block] for block in present]
+
+    def largest_damped(self, solver: Shifting) -> Tensor:
+        """The product of the largest eigenvalues of the damped A and the damped G that a solver inverts, ``[p]``."""
+        if self._largest_damped is None:
+            found = []
+            for block in self.blocks:
+                used, gamma = block.factors("in_use"), block.state["in_use"]["gamma"]
+                (a, g), (of_a, of_g) = used.largest(), used.shifts(solver, gamma)
+                found.append((a + of_a) * (g + of_g))
+            self._largest_damped = _cat(found)
+        return self._largest_damped
 
     def note_relevant(self, value: float, tiles: list[Tile]) -> None:
         """Notes the tiles with the parts of their decompositions that matter at a damping of ``value`` units."""
@@ -113,8 +128,11 @@ def stacks_of(blocks: Sequence[Block], damping: Damping) -> list[Stack]:
     return stacks
 
 
-def stack_of(blocks: list[Block], damping: Damping) -> Stack:
-    """Stacks blocks of one shape. Side effect: their decompositions become views of the stack."""
+def stack_of(blocks: list[Block], damping: Damping, *, views: bool = False) -> Stack:
+    """Stacks blocks of one shape. Side effect: their decompositions become views of the stack.
+
+    ``views``: leaves those of a single block where they are, even if that is a part of a larger storage.
+    """
     together: tuple[Tensor | None, Tensor | None] = (None, None)
     if blocks[0].layer.pairs_share_scale:
         pairs = torch.tensor([block.layer.pairs for block in blocks], device="cpu")
@@ -123,10 +141,12 @@ def stack_of(blocks: list[Block], damping: Damping) -> Stack:
     decomposed = [block.decomposed for block in blocks if block.decomposed is not None]
     if not decomposed:
         return Stack(blocks, [], damping_unit, *together)
+    if views:
+        return Stack(blocks, tiles_of(decomposed[0], blocks[0].specs), damping_unit, *together)
     whole = [tuple(_cat(parts) for parts in zip(*side, strict=True)) for side in zip(*decomposed, strict=True)]
     sizes = ([block.specs[side].matrices for block in blocks] for side in range(2))
-    views = [zip(*(part.split(n) for part in side), strict=True) for side, n in zip(whole, sizes, strict=True)]
-    for block, in_a, in_g in zip(blocks, *views, strict=True):
+    parts = [zip(*(part.split(n) for part in side), strict=True) for side, n in zip(whole, sizes, strict=True)]
+    for block, in_a, in_g in zip(blocks, *parts, strict=True):
         block.share_storage((in_a, in_g))
     return Stack(blocks, tiles_of((whole[0], whole[1]), blocks[0].specs), damping_unit, *together)
 

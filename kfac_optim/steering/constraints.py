@@ -8,7 +8,7 @@ reach may fall, because what a mask leaves of a stretch need not be flat, and a 
 shows a wall, whatever was undone.
 
 Changes are found by comparing the norms of the weights, in float64, after a step and before the next one: at first in
-every step, then in every eighth. Ranks whose loops do the same find the same. A rank that puts other weights in for an
+every step, then in every seventh. Ranks whose loops do the same find the same. A rank that puts other weights in for an
 evaluation, and then the old ones back, finds no change. Sharded weights are not compared.
 """
 
@@ -25,7 +25,10 @@ from ..distributed import is_sharded
 __all__ = ["WeightWatch", "compares_weights"]
 
 _ROUNDING = 1e-12  # the relative error of sums of millions of squares in float64
-_AT_FIRST, _INTERVAL = 16, 8  # all stretched weights are compared before step 16, and then in one step of every 8
+_AT_FIRST = 16  # all stretched weights are compared before this step, and then in one step of every _INTERVAL
+# A prime that loops hardly use, so that what averages weights every 5, 8 or 10 steps (Lookahead, averages) is found at
+# some comparisons but not at two in a row, which would make the layers count as constrained.
+_INTERVAL = 7
 
 
 def compares_weights(step: int) -> bool:

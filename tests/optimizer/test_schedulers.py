@@ -197,7 +197,9 @@ def test_inv_update_steps_over_time(name: str) -> None:
     [
         (1, 3, [0, 3, 6, 9, 12]),
         (1, constant_then_scaled(1, (4,), 4), [0, 1, 2, 3, 7, 11]),
-        (1, None, [0, 10]),
+        (1, None, list(range(14))),
+        (4, None, [0, 4, 8, 12]),
+        (30, None, [0, 10]),
         (growing(fraction=0.0, minimum=7), None, [0, 3, 6, 9, 12]),
         (growing(fraction=0.0, minimum=15), 5, [0, 5, 10]),
         (growing(fraction=0.0, minimum=3), None, list(range(14))),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KFACSGD, EigenSolver, Graft, KFACAdam, KFACAdamW, OfLargest, OfMean, turning
+from kfac_optim import KFACSGD, EigenSolver, Graft, InverseSolver, KFACAdam, KFACAdamW, OfLargest, OfMean, turning
 from kfac_optim.bases.parameters import buckets_of
 from kfac_optim.common import machines
 from kfac_optim.steering import brake, graft, inner_products, lessons_of, opponents, plan, reach, trust
@@ -1071,3 +1071,32 @@ def test_a_skipped_step_keeps_what_the_next_one_learns() -> None:
         noted = sum("kfac_length" in state for state in optimizer.state.values())
         seen.append((noted, optimizer.curvature._steering.brake.seen))
     assert seen == [(1, 0), (1, 1), (1, 1), (1, 1), (1, 2)]
+
+
+@pytest.mark.parametrize("kind", ["linear", "norm"])
+@pytest.mark.parametrize("solver", [EigenSolver(0.0), EigenSolver(), InverseSolver(), InverseSolver(pi=False)])
+def test_no_solver_stretches_along_the_steepest_direction(solver: Any, kind: str) -> None:
+    """One that damps A and G separately shortens that direction more than damping of ``A (x) G`` would."""
+    torch.manual_seed(3)
+    layer = nn.Linear(6, 5, bias=False) if kind == "linear" else nn.LayerNorm(6, dtype=torch.float64)
+    model = nn.Sequential(layer.double())
+    optimizer = KFACSGD(model, **options(0.0001, solver=solver))
+    x = torch.randn(64, 6, dtype=torch.float64) * torch.logspace(0, -2, 6, dtype=torch.float64)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(x) * torch.logspace(0, -1, model(x).shape[1], dtype=torch.float64)).square().sum(1).mean().backward()
+        optimizer.step()
+    a, g = (torch.linalg.eigh(factor) for factor in optimizer.curvature.factors("0"))
+    values = g.eigenvalues[:, :, None] * a.eigenvalues[:, None, :]
+    bases = torch.einsum("pik,pjl->pklij", g.eigenvectors, a.eigenvectors)
+    found = {}
+    for pair, row, column in values.gt(0).nonzero().tolist():
+        matrix = torch.zeros(len(values), *bases.shape[-2:], dtype=torch.float64)
+        matrix[pair] = bases[pair, row, column]
+        vectors = dict(zip(layer.parameters(), optimizer.curvature.layers[0].from_matrix(matrix), strict=True))
+        (stretch,) = reach.stretches(optimizer.curvature.directions(vectors, 1.0).scaled)
+        found[float(values[pair, row, column])] = float((stretch * matrix).sum())
+    inexact = 0.02 if solver == EigenSolver() else 1e-9  # it leaves small eigenvalues out
+    assert abs(found[max(found)]) < inexact
+    assert all(found[value] > -inexact for value in found)
+    assert max(found.values()) > 5

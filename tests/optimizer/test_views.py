@@ -341,6 +341,20 @@ def test_estimated_memory_is_what_is_then_held(options: str) -> None:
     assert in_state == pytest.approx(expected, rel=WITHIN)
 
 
+def test_layers_of_one_shape_that_are_used_in_turn_hold_their_decompositions_once() -> None:
+    heads = nn.ModuleList([nn.Linear(40, 30), nn.Linear(40, 30)])
+    optimizer = KFACSGD(heads, lr=0.01, momentum=0.9, factor_update_steps=1, inv_update_steps=100)
+    held = []
+    for step in range(5):
+        optimizer.zero_grad()
+        sum(heads[i](torch.randn(8, 40)).square().mean() for i in range(2) if step == 0 or i == step % 2).backward()
+        optimizer.step()
+        optimizer.curvature.watch.note(())
+        held.append(reachable_bytes(optimizer.curvature))
+    smallest = 4 * 30 * 30  # the eigenvectors of one G
+    assert held[-1] < held[0] + smallest
+
+
 def test_estimate_by_hand_for_several_ranks() -> None:
     """Four Linear(8, 8) without bias: packed 36 numbers per factor, 72 per decomposition, 8 of each kind."""
     model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(4)]).float()
