@@ -16,6 +16,8 @@ A variant of the defaults is tried by ``--option``, once for each keyword, in te
 ``--option 'damping=OfLargest(0.03)' --option scaling='"graft"' --label largest --reuse
 benchmarks/results/swap/main.json`` runs the swap alone, beside the base runs of the first command.
 
+``--longer 10 --label longer`` gives every training ten times its steps.
+
 How much of a difference is chance is told by ``--again --label again``: in the place of the swap the base class runs
 once more, from weights that a thousandth of noise has changed.
 """
@@ -42,9 +44,8 @@ from benchmarks.swap.trainings import HALVES, TRAININGS
 def measure(output: Output, options: Any, names: Sequence[str]) -> None:
     """Run what no file has; print the tables, write files and picture."""
     swap, seeds = AGAIN if options.again else tuple(options.option), options.seeds
-    trainings = [TRAININGS[name] for name in names]
-    if options.smoke:
-        trainings = [replace(training, steps=12) for training in trainings]
+    given = [TRAININGS[name] for name in names]
+    trainings = [replace(t, steps=options.longer * (12 if options.smoke else t.steps)) for t in given]
     known, found, jobs = Store([options.reuse] if options.reuse else []), Store([]), []
     for training, seed in product(trainings, seeds):
         if base := known.find(identity(training, seed, None)):
@@ -77,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--half", choices=(*HALVES, "both"), default="both", help="which trainings (default: both)")
     add("--only", nargs="+", metavar="NAME", help=f"some trainings alone: {', '.join(TRAININGS)}")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="(default: 0 1 2)")
+    add("--longer", type=int, default=1, metavar="N", help="times the steps of each training (default: 1)")
     add("--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
     add("--label", default="main", metavar="NAME", help="of the result files (default: main)")
     add("--reuse", type=Path, metavar="FILE", help="JSON of an earlier run whose base runs are taken over")

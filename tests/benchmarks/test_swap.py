@@ -218,6 +218,13 @@ def test_chance_is_told_by_the_base_again_from_slightly_other_weights(folder):
     assert all(a == pytest.approx(b, rel=0.02) and a != b for a, b in zip(again, base, strict=True))
 
 
+def test_trainings_may_be_longer(tmp_path):
+    smoke(tmp_path, "--seeds", "0", "--longer", "3", "--label", "longer")
+    runs = json.loads((tmp_path / "longer.json").read_text())["runs"]
+    assert {run["run"]["steps"] for run in runs} == {36}
+    assert {len(run["curve"]) for run in runs} == {36}
+
+
 def test_a_swap_that_fails_is_behind_and_the_others_go_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(kfac_optim.KFACSGD, "step", lambda self: 1 / 0)
     smoke(tmp_path, "--seeds", "0")
