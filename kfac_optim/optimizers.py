@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from .bases.base_step import refuse_base, refuse_order
-from .bases.lamb import MultiTensorLamb
-from .bases.parameters import Bucket, buckets_of, gradients_of
+from .bases import Bucket, MultiTensorLamb, buckets_of, gradients_of, refuse_base, refuse_order
 from .bases.state_keys import AVERAGES, OF_STEP, PREFIX, RECORDED, forget, set_aside, take_out, without_counters
 from .common.rates import Scalar, common_rate, rate_of
 from .config import options as engine_options

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .bases.base_step import (
+from .bases import (
     BaseStep,
-    base_step,
+    Bucket,
+    gradient_weight_tracked,
+    keep_averages,
     multiplied,
     subtract_,
     subtract_multiples_,
+    take_apart,
     update_length,
-    weights_before,
 )
-from .bases.first_moments import gradient_weight_tracked, keep_averages
-from .bases.parameters import Bucket, averages_gradients
 from .bases.state_keys import CHANGE, DESCENT, LENGTH, MOMENT, OF_STEP, STRETCH, TURN, forget
 from .common.rates import Scalar, rate_of
 from .engine import CurvatureEngine
@@ -62,18 +62,18 @@ def take_turned_step(
             state.pop(key, None)
     repeats = plan.repeats and _can_repeat(engine, plan, covered)
     computes = plan.computes and not repeats
-    before = weights_before(optimizer, covered) if computes else []
-    with gradient_weight_tracked(optimizer, covered):
+    before = [bucket[0].rule.weights_before(bucket) for bucket in covered] if computes else []
+    with gradient_weight_tracked(covered):
         take_base_step()
     if plan.learns or computes:
         for m in chain.from_iterable(covered):
-            m.take_state(optimizer)
+            m.take_state()
         keep_averages(covered, plan.moment_decay if plan.learns else None)
     else:
         forget(optimizer, (MOMENT,))
     forget(optimizer, (LENGTH,) if repeats else OF_STEP)  # this step has learned from these; some are still repeated
     if computes:
-        base = base_step(optimizer, covered, before)
+        base = take_apart(covered, before)
         del before
         directions = engine.directions(base.moments, lr, base.updates, keeps_zeros=plan.learns)
         _turn_and_stretch(plan, covered, base, directions, reaches)
@@ -129,7 +129,7 @@ def _descents(moments: Mapping[nn.Parameter, Tensor], stretched: Changes) -> dic
     params = [m.p for bucket, _ in stretched for m in bucket]
     compared: list[Compared] = []
     for bucket, vectors in stretched:
-        weighted = [(m.moment_weight, m, v) for m, v in zip(bucket, vectors, strict=True)]
+        weighted = [(m.rule.weight_of_gradients(m), m, v) for m, v in zip(bucket, vectors, strict=True)]
         for weight, of_weight in groupby(weighted, key=itemgetter(0)):
             _, some, along = zip(*of_weight, strict=True)
             compared.append(Compared([moments[m.p] for m in some], along, 1 / weight))
@@ -186,7 +186,8 @@ def _can_repeat(engine: CurvatureEngine, plan: Plan, buckets: Sequence[Bucket]) 
     if not turned or (others and not others.isdisjoint(engine.trained.weights_with_directions())):
         return False
     for bucket in buckets:
-        base, own = averages_gradients(bucket[0].group), plan.moment_decay > 0  # whether moments average many gradients
+        # Whether moments average many gradients.
+        base, own = bucket[0].rule.averages_gradients(bucket[0].group), plan.moment_decay > 0
         if [m for m in bucket if TURN in m.state and not (base if m.has_first_moment else own)]:
             return False
     return plan.trust == 0 or any(CHANGE in m.state or (plan.stretches and STRETCH in m.state) for m in turned)

@@ -4,7 +4,7 @@
 
 By default the base class takes this step on the raw gradients, with its own state; K-FAC then preconditions m, and
 changes u (:mod:`~kfac_optim.steering`). Weight decay is not preconditioned, and does not count towards the length of
-the update, even if the base class adds it to the gradient, as SGD and Adam do (:mod:`~kfac_optim.bases.first_moments`).
+the update, even if the base class adds it to the gradient, as SGD and Adam do (:mod:`~kfac_optim.bases.rules`).
 
 If m is an average kept by this package, K-FAC's direction comes from m, its length from the base class's own update.
 """
@@ -12,35 +12,18 @@ If m is an average kept by this package, K-FAC's direction comes from m, its len
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch_optimizer
 from torch import Tensor, nn
 
 from ..common.flat_storage import Tensors
-from ..common.machines import is_asynchronous
-from ..common.rates import Scalar, rate_of
-from ..distributed import any_sharded, is_sharded, summed_over_shards
-from .first_moments import first_moments
-from .lamb import debiasing
-from .parameters import Bucket, Member, is_decoupled
+from ..distributed import any_sharded, summed_over_shards
+from .parameters import Bucket
 
-__all__ = [
-    "BaseStep",
-    "base_step",
-    "bias_correction",
-    "multiplied",
-    "refuse_base",
-    "refuse_order",
-    "subtract_",
-    "subtract_multiples_",
-    "update_length",
-    "weights_before",
-]
+__all__ = ["BaseStep", "refuse_base", "refuse_order", "take_apart", "update_length"]
 
 
 def refuse_base(cls: type, step: Callable[..., Any]) -> None:
@@ -94,39 +77,25 @@ class BaseStep:
     updates: dict[nn.Parameter, Tensor]
 
 
-def base_step(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], before: Sequence[Tensors]) -> BaseStep:
+def take_apart(buckets: Sequence[Bucket], before: Sequence[Tensors]) -> BaseStep:
     """Takes apart the step that the base class has just taken, after :func:`~.first_moments.keep_averages`.
 
     Args:
-        optimizer: The optimizer, after its step.
         buckets: The parameters of interest, with their states after the step.
-        before: What :func:`weights_before` returned before the step.
+        before: For each bucket, what :meth:`.Rule.weights_before` returned before the step.
     """
     moments_of: dict[nn.Parameter, Tensor] = {}
     updates_of: dict[nn.Parameter, Tensor] = {}
     alike = True
     for bucket, weights in zip(buckets, before, strict=True):
-        moments, updates = _take_apart(optimizer, bucket, weights)
+        gradients, rule = [m.gradient for m in bucket], bucket[0].rule
+        descent: Tensors = torch._foreach_neg(gradients) if bucket[0].group.get("maximize") else gradients
+        moments = rule.moments(bucket, descent)
+        updates = rule.updates(bucket, weights, moments, descent)
         params, alike = [m.p for m in bucket], alike and updates is moments
         moments_of.update(zip(params, moments, strict=True))
         updates_of.update(zip(params, updates, strict=True))
     return BaseStep(moments_of, moments_of if alike else updates_of)
-
-
-def _take_apart(optimizer: torch.optim.Optimizer, bucket: Bucket, before: Tensors) -> tuple[Tensors, Tensors]:
-    """The first moments and the updates of some parameters."""
-    group, is_sgd = bucket[0].group, bucket[0].is_sgd
-    gradients = [m.gradient for m in bucket]
-    descent: Tensors = torch._foreach_neg(gradients) if group.get("maximize") else gradients
-    moments = first_moments(bucket, descent)
-    if is_sgd:
-        return moments, moments if group["momentum"] else descent  # exact, unlike a difference of rounded weights
-    lr = rate_of(group)
-    updates = list(_less_decay(optimizer, bucket, before, moments))  # copies, which may be overwritten
-    torch._foreach_sub_(updates, [m.p for m in bucket])
-    # At a rate of 0 the differences are 0, and dividing them by 1 leaves them so.
-    torch._foreach_div_(updates, torch.where(lr == 0, 1.0, lr) if isinstance(lr, Tensor) else lr or 1.0)
-    return moments, updates
 
 
 def update_length(
@@ -141,7 +110,7 @@ def update_length(
         updates: Their updates, in the same order.
         known_length: Returns the norm of all updates if it is known at little cost, else None.
     """
-    weights = [m.moment_weight for bucket in buckets for m in bucket]
+    weights = [m.rule.weight_of_gradients(m) for bucket in buckets for m in bucket]
     if len(set(weights)) == 1 and (length := known_length()) is not None:
         return length / weights[0]
     dtype = torch.float64 if any(update.dtype == torch.float64 for update in updates) else torch.float32
@@ -153,130 +122,3 @@ def update_length(
     if any(weight != 1 for weight in weights):
         norms = torch._foreach_div(norms, weights)
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-
-
-def _less_decay(optimizer: torch.optim.Optimizer, bucket: Bucket, before: Tensors, moments: Tensors) -> Tensors:
-    """Weights before a step, less the weight decay that the base class added to the gradient or to the update.
-
-    Decay stays a part of the update for base classes whose first moment is not known to contain it, unless their groups
-    set ``decoupled_weight_decay``.
-    """
-    group, lr = bucket[0].group, rate_of(bucket[0].group)
-    if not group.get("weight_decay"):
-        return before
-    if isinstance(optimizer, torch_optimizer.Lamb):
-        ratios = [1.0 if optimizer.adam else m.state["trust_ratio"] for m in bucket]
-        sizes = [lr * debiasing(optimizer, group, m.state) for m in bucket]
-        shares = [size * ratio * group["weight_decay"] for size, ratio in zip(sizes, ratios, strict=True)]
-        return torch._foreach_sub(before, _scaled(before, shares))
-    if not all(m.decay_in_moment and m.has_first_moment for m in bucket):
-        return before
-    decays = [
-        _decay_in_update(optimizer, m, m.state["exp_avg"] - moment, weight).mul_(lr)
-        for m, moment, weight in zip(bucket, moments, before, strict=True)
-    ]
-    return torch._foreach_sub(before, decays)
-
-
-def _decay_in_update(optimizer: torch.optim.Optimizer, m: Member, in_moment: Tensor, weight: Tensor) -> Tensor:
-    """The part of an update of Adam, NAdam, RAdam or Adamax that is due to decay, per unit of the learning rate.
-
-    Args:
-        optimizer: The optimizer.
-        m: The parameter, with its state after the step.
-        in_moment: The decay in its first moment; overwritten.
-        weight: The parameter's value before the step; NAdam also uses the decay in the last gradient.
-    """
-    steps, (beta1, beta2) = m.state["step"], m.group["betas"]
-    if not (isinstance(steps, Tensor) and is_asynchronous(steps.device)):
-        steps = float(steps)  # not from a device, where fused kernels count steps: that would wait for it
-    weight1, weight2 = bias_correction(beta1, steps), bias_correction(beta2, steps)
-    if isinstance(optimizer, torch.optim.Adamax):
-        return in_moment.div_(m.state["exp_inf"]).div_(weight1)
-    second = m.state["max_exp_avg_sq"] if m.group.get("amsgrad") else m.state["exp_avg_sq"]
-    if isinstance(optimizer, torch.optim.RAdam):
-        longest = 2 / (1 - beta2) - 1
-        length = longest - 2 * steps * beta2**steps / weight2
-        if length <= 5:
-            return in_moment.div_(weight1)
-        rectified = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
-        return in_moment.div_(second.sqrt().add_(m.group["eps"])).mul_((rectified * weight2) ** 0.5 / weight1)
-    denominator = (second / weight2).sqrt_().add_(m.group["eps"])
-    if isinstance(optimizer, torch.optim.NAdam):
-        now, later = (beta1 * (1 - 0.5 * 0.96 ** (n * m.group["momentum_decay"])) for n in (steps, steps + 1))
-        product = float(m.state["mu_product"])
-        of_weight = m.group["weight_decay"] * (1 - now) / (1 - product)
-        return (weight * of_weight).add_(in_moment.mul_(later / (1 - product * later))).div_(denominator)
-    return in_moment.div_(denominator).div_(weight1)
-
-
-def bias_correction(beta: float, steps: float | Tensor) -> Scalar:
-    """``1 - beta^steps``, the weight of all gradients so far in a moment; on the device of ``steps``, if a tensor."""
-    if not isinstance(steps, Tensor):
-        return 1 - beta**steps
-    return -torch.expm1(steps * math.log(beta)) if beta else 1.0  # float32 would round 1 - beta^steps
-
-
-def weights_before(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> list[Tensors]:
-    """Copies of the weights before the step, less the decay that the step subtracts apart from its update.
-
-    Under SGD, which needs no copies, the weights themselves.
-    """
-    before: list[Tensors] = []
-    for bucket in buckets:
-        params: list[Tensor] = [m.p for m in bucket]
-        group = bucket[0].group
-        kept: Scalar = 1.0
-        decay = group.get("weight_decay") or 0.0
-        if decay and is_decoupled(optimizer, group):
-            kept = 1 - rate_of(group) * decay
-        if bucket[0].is_sgd:
-            before.append(params)
-        elif isinstance(kept, Tensor):
-            before.append(multiplied(params, [1.0] * len(params), kept))
-        else:
-            before.append(torch._foreach_mul(params, kept))
-    return before
-
-
-def subtract_(params: list[Tensor], changes: list[Tensor], lr: Scalar) -> None:
-    """Subtracts ``lr`` times the changes, laid out as the parameters are, from parameters of one type and device."""
-    if is_sharded(params[0]):
-        for p, change in zip(params, changes, strict=True):
-            p.sub_(change * lr)
-    elif isinstance(lr, Tensor):
-        torch._foreach_sub_(params, torch._foreach_mul(changes, lr))
-    else:
-        torch._foreach_sub_(params, changes, alpha=lr)
-
-
-def subtract_multiples_(params: list[Tensor], vectors: list[Tensor], factors: list[float], lr: Scalar) -> None:
-    """As :func:`subtract_`, with a factor for each vector; on the CPU without a copy of each."""
-    if not params:
-        return
-    if isinstance(lr, Tensor) or is_sharded(params[0]) or is_asynchronous(params[0].device):
-        subtract_(params, multiplied(vectors, factors, 1.0), lr)
-    else:
-        for p, vector, factor in zip(params, vectors, factors, strict=True):
-            p.sub_(vector, alpha=lr * factor)
-
-
-def multiplied(vectors: list[Tensor], factors: list[float], shared: Scalar) -> list[Tensor]:
-    """Each vector times its factor and the ``shared`` factor, a number or a 0-dim tensor; all vectors on one device."""
-    if not vectors:
-        return []
-    if is_sharded(vectors[0]):
-        return [vector * (factor * shared) for vector, factor in zip(vectors, factors, strict=True)]
-    if not isinstance(shared, Tensor):
-        return list(torch._foreach_mul(vectors, [factor * shared for factor in factors]))
-    found = torch._foreach_mul(vectors, factors)
-    torch._foreach_mul_(found, shared.to(found[0].device))
-    return list(found)
-
-
-def _scaled(tensors: Sequence[Tensor], scales: Sequence[Scalar]) -> Tensors:
-    """Each tensor times its scale."""
-    numbers = [scale for scale in scales if not isinstance(scale, Tensor)]
-    if len(numbers) == len(scales):
-        return torch._foreach_mul(list(tensors), numbers)
-    return [tensor * scale for tensor, scale in zip(tensors, scales, strict=True)]

@@ -1,4 +1,4 @@
-"""The parameters of a step, and what the base class does with their gradients."""
+"""The parameters of a step, and the rule by which the base class takes it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,130 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .state_keys import GRADIENT_WEIGHT
+from ..common.flat_storage import Tensors
+from ..common.rates import Scalar, rate_of
+from .multi_tensor import multiplied
+from .state_keys import MOMENT
 
-__all__ = ["Bucket", "Member", "averages_gradients", "buckets_of", "gradients_of", "is_decoupled", "needs_average"]
+__all__ = ["Bucket", "Member", "Rule", "gradients_of"]
 
-# Torch's classes that shrink weights by lr * weight_decay, apart from the update; not every version has Muon.
-_DECOUPLED = tuple(getattr(torch.optim, name) for name in ("AdamW", "Adafactor", "Muon") if hasattr(torch.optim, name))
-# Those that add weight decay to the gradient, unless their groups say otherwise, and keep an average of the sum.
-_COUPLED = (torch.optim.SGD, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
+
+class Rule:
+    """What a base class does with gradients; this one is for classes of which nothing else is known.
+
+    Such a class keeps a first moment if its state holds an ``exp_avg`` of the parameter's shape. Its update is what it
+    has subtracted from the weights, weight decay included unless its groups say ``decoupled_weight_decay``. Rules of
+    classes that are known extend it (:mod:`~kfac_optim.bases.rules`).
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    moment_key = "exp_avg"  # of the first moment in a parameter's state
+    adds_decay = False  # whether the class adds weight decay to the gradient, unless its groups say otherwise
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    # Moments --------------------------------------------------------------------------------------------------------
+
+    def keeps_moment(self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+        """Whether the state holds a first moment of the gradients.
+
+        In some classes ``momentum`` means something else: RMSprop averages gradients that it has already divided. A
+        moment of projected or masked gradients has another shape and does not count.
+        """
+        moment = state.get(self.moment_key)
+        return isinstance(moment, Tensor) and moment.shape == p.shape
+
+    def needs_average(self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+        """Whether gradients may be averaged here: the class keeps no first moment, or one with weight decay in it."""
+        return not self.keeps_moment(p, group, state) or self.decays_moment(group)
+
+    def averages_gradients(self, group: Mapping[str, Any]) -> bool:
+        """Whether first moments are averages; at a first beta of 0 each is a single gradient."""
+        beta = (group.get("betas") or (1.0,))[0]
+        return isinstance(beta, Tensor) or beta != 0  # reading a tensor could mean waiting for a device
+
+    def weight_of_gradients(self, m: Member) -> float:
+        """The sum of the weights of all gradients in the update."""
+        return 1.0
+
+    def weight_of_average(self, m: Member) -> float:
+        """The first moment over the average of gradients that is kept here."""
+        return 1.0
+
+    def share_of_gradient(self, m: Member) -> float:
+        """The new gradient's share in an average that is kept beside a first moment with weight decay in it."""
+        return 1 - float(m.group["betas"][0])  # this average starts at zero, as Adam's own moment does
+
+    def first_average(self, m: Member, share: float) -> Tensor:
+        """The average of gradients before its first update; ``share``: that of the new gradient."""
+        return torch.zeros_like(m.p)
+
+    def moments(self, bucket: Bucket, descent: Tensors) -> Tensors:
+        """The first moments of the raw gradients, to be subtracted from the weights.
+
+        Args:
+            bucket: Parameters, after the step and after :func:`~kfac_optim.bases.first_moments.keep_averages`.
+            descent: The gradients, negated under ``maximize``; returned if some parameters have no first moment.
+        """
+        sign = -1.0 if bucket[0].group.get("maximize") else 1.0
+        found: list[Tensor] = []
+        factors: list[float] = []
+        for m in bucket:
+            if MOMENT in m.state:
+                found.append(m.state[MOMENT])
+                factors.append(sign * self.weight_of_average(m))
+            elif m.has_first_moment:
+                found.append(m.state[self.moment_key])
+                factors.append(1.0)
+            else:
+                return descent
+        return torch._foreach_mul(found, factors) if any(factor != 1 for factor in factors) else found
+
+    # Updates --------------------------------------------------------------------------------------------------------
+
+    def weights_before(self, bucket: Bucket) -> Tensors:
+        """Copies of the weights before the step, less the decay that the step subtracts apart from its update."""
+        params: list[Tensor] = [m.p for m in bucket]
+        group = bucket[0].group
+        kept: Scalar = 1.0
+        if (decay := group.get("weight_decay")) and self.is_decoupled(group):
+            kept = 1 - rate_of(group) * decay
+        if isinstance(kept, Tensor):
+            return multiplied(params, [1.0] * len(params), kept)
+        return torch._foreach_mul(params, kept)
+
+    def updates(self, bucket: Bucket, before: Tensors, moments: Tensors, descent: Tensors) -> Tensors:
+        """What the class has subtracted from the weights because of gradients, per unit of the learning rate.
+
+        Args:
+            bucket: Parameters, after the step.
+            before: What :meth:`weights_before` returned before the step.
+            moments: Their first moments, see :meth:`moments`; returned if they are the updates.
+            descent: The gradients, negated under ``maximize``.
+        """
+        group, lr = bucket[0].group, rate_of(bucket[0].group)
+        updates = list(self.less_decay(bucket, before, moments) if group.get("weight_decay") else before)
+        torch._foreach_sub_(updates, [m.p for m in bucket])
+        # At a rate of 0 the differences are 0, and dividing them by 1 leaves them so.
+        torch._foreach_div_(updates, torch.where(lr == 0, 1.0, lr) if isinstance(lr, Tensor) else lr or 1.0)
+        return updates
+
+    # Weight decay ---------------------------------------------------------------------------------------------------
+
+    def is_decoupled(self, group: Mapping[str, Any]) -> bool:
+        """Whether weights shrink by the factor ``1 - lr * weight_decay``, and moments have no decay in them."""
+        return bool(group.get("decoupled_weight_decay"))
+
+    def decays_moment(self, group: Mapping[str, Any]) -> bool:
+        """Whether weight decay gets into the first moment and is kept out here; for unknown classes it is not."""
+        return self.adds_decay and bool(group.get("weight_decay")) and not self.is_decoupled(group)
+
+    def less_decay(self, bucket: Bucket, before: Tensors, moments: Tensors) -> Tensors:
+        """Weights before a step, less the decay that the class has added to the gradient or to the update; copies."""
+        return before
 
 
 @dataclass(slots=True, eq=False)
@@ -29,99 +145,32 @@ class Member:
         group: Its group.
         state: Its state in the optimizer. If there is none yet, an empty dict; entries written to that before
             :meth:`take_state` are lost.
-        is_sgd: Whether the base class is SGD.
-        decay_in_moment: Whether weight decay is a part of the first moment that the base class keeps.
+        rule: What the base class does with the gradient.
         has_first_moment: Whether the state holds a first moment of the base class.
-        version: Of the gradient, counted by torch; looked up for Nesterov's momentum alone.
+        version: Of the gradient before the step, counted by torch.
     """
 
     p: nn.Parameter
     gradient: Tensor
     group: dict[str, Any]
     state: dict[str, Any]
-    is_sgd: bool
-    decay_in_moment: bool
+    rule: Rule
     has_first_moment: bool = field(init=False)
-    version: int = field(init=False, default=0)
+    version: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._look_at_state()
-        if self.is_sgd and self.group["nesterov"] and not self.gradient.is_inference():
-            self.version = self.gradient._version
+        self.has_first_moment = self.rule.keeps_moment(self.p, self.group, self.state)
+        self.version = 0 if self.gradient.is_inference() else self.gradient._version
 
-    def _look_at_state(self) -> None:
-        if self.is_sgd:
-            self.has_first_moment = bool(self.group["momentum"]) and self.state.get("momentum_buffer") is not None
-        else:
-            self.has_first_moment = _has_average(self.p, self.state)
-
-    def take_state(self, optimizer: torch.optim.Optimizer) -> None:
+    def take_state(self) -> None:
         """Looks up the state again, which the base class may have created; creates it if there is none."""
-        self.state = optimizer.state[self.p]
-        self._look_at_state()
-
-    @property
-    def moment_weight(self) -> float:
-        """The sum of the weights of all gradients in the first moment, which is 1 except for the momentum of SGD."""
-        if not self.is_sgd or not self.group["momentum"]:
-            return 1.0
-        weight: float = self.state.get(GRADIENT_WEIGHT, 1.0) or 1.0
-        return 1 + self.group["momentum"] * weight if self.group["nesterov"] else weight
+        self.state = self.rule.optimizer.state[self.p]
+        self.has_first_moment = self.rule.keeps_moment(self.p, self.group, self.state)
 
 
 Bucket = list[Member]  # of one group, device and type, so that one multi-tensor operation can take all of them
 
 
-def buckets_of(optimizer: torch.optim.Optimizer) -> list[Bucket]:
-    """The parameters that have a gradient, in buckets."""
-    found: list[Bucket] = []
-    is_sgd = isinstance(optimizer, torch.optim.SGD)
-    for group in optimizer.param_groups:
-        kinds: dict[Any, Bucket] = {}
-        has_decay = _has_decay_in_moment(optimizer, group)
-        for p in group["params"]:
-            if (gradient := p.grad) is not None:
-                kind = type(p), p.device, p.dtype, gradient.dtype
-                member = Member(p, gradient, group, optimizer.state.get(p) or {}, is_sgd, has_decay)
-                kinds.setdefault(kind, []).append(member)
-        found += kinds.values()
-    return found
-
-
 def gradients_of(buckets: Sequence[Bucket]) -> dict[nn.Parameter, Tensor]:
     """The gradients, by parameter."""
     return {m.p: m.gradient for bucket in buckets for m in bucket}
-
-
-def needs_average(
-    optimizer: torch.optim.Optimizer, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
-) -> bool:
-    """Whether gradients may be averaged here: the base class keeps no first moment, or one with weight decay in it."""
-    # SGD may create its first moment only in its next step.
-    kept = bool(group["momentum"]) if isinstance(optimizer, torch.optim.SGD) else _has_average(p, state)
-    return not kept or _has_decay_in_moment(optimizer, group)
-
-
-def _has_average(p: Tensor, state: Mapping[str, Any]) -> bool:
-    """Whether a base class other than SGD keeps a first moment that is known here.
-
-    In some of them ``momentum`` means something else: RMSprop averages gradients that it has already divided.
-    """
-    moment = state.get("exp_avg")  # a moment of projected or masked gradients has another shape and does not count
-    return isinstance(moment, Tensor) and moment.shape == p.shape
-
-
-def _has_decay_in_moment(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether weight decay gets into the first moment and is kept out here; for unknown classes it is not kept out."""
-    return bool(group.get("weight_decay")) and isinstance(optimizer, _COUPLED) and not is_decoupled(optimizer, group)
-
-
-def is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether weights shrink by the factor ``1 - lr * weight_decay``, and moments have no decay in them."""
-    return bool(group.get("decoupled_weight_decay")) or isinstance(optimizer, _DECOUPLED)
-
-
-def averages_gradients(group: Mapping[str, Any]) -> bool:
-    """Whether the base class's first moments are averages; at a first beta of 0 each is a single gradient."""
-    beta = (group.get("betas") or (1.0,))[0]
-    return isinstance(beta, Tensor) or beta != 0  # reading a tensor could mean waiting for a device

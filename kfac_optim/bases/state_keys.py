@@ -55,12 +55,12 @@ DESCENT = "kfac_descent"  # the stretch's alignment with the gradients that it w
 OF_STEP = (TURN, CHANGE, LENGTH, STRETCH, DESCENT)
 
 # An entry from every step if the base class keeps no first moment, or one with weight decay in it. Saved as the above.
-# ``first_moments`` writes it and takes it for the first moment; if the base class has none, ``lessons`` judges it.
+# ``first_moments`` writes it, ``Rule.moments`` reads it; if the base class has no first moment, ``lessons`` judges it.
 MOMENT = "kfac_moment"  # the average of the gradients
 RECORDED = (*OF_STEP, MOMENT)
 
 # Entries that a single module writes and reads. Saved if they exist.
-GRADIENT_WEIGHT = "kfac_gradient_weight"  # ``first_moments``: the sum of the weights of all gradients in SGD's momentum
+GRADIENT_WEIGHT = "kfac_gradient_weight"  # ``SGDRule``: the sum of the weights of all gradients in SGD's momentum
 LAST_UPDATE = "kfac_last_update"  # ``selftuning``: the last update, along which the next step may move again
 
 # Entries of saved states only. ``saved_state.step`` writes and reads them.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..bases.parameters import needs_average
+from ..bases import rule_of
 from ..bases.state_keys import CHANGE, DESCENT, LENGTH, MOMENT, NORM, NOTED, OF_STEP, RECORDED, TURN, is_of_base
 
 __all__ = ["saved_form", "take_saved_form"]
@@ -34,7 +34,7 @@ def saved_form(
         turned: The parameters whose steps trust may turn, which are saved with all keys.
         norms: The norms of the weights that the next step is to compare.
     """
-    states = dict(state_dict["state"])
+    states, rule = dict(state_dict["state"]), rule_of(optimizer)
     base_keeps = any(_has_base_state(state) for state in states.values() if isinstance(state, dict))
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for p, i in zip(group["params"], saved["params"], strict=True):
@@ -44,7 +44,7 @@ def saved_form(
                 continue
             found: dict[str, Any] = {NOTED: sum(1 << n for n, key in enumerate(RECORDED) if key in state)}
             if p in turned:
-                keys = RECORDED if needs_average(optimizer, p, group, state) else OF_STEP
+                keys = RECORDED if rule.needs_average(p, group, state) else OF_STEP
                 found |= {key: _zeros(p, key) for key in keys if key not in state} | {NORM: norms.get(p, -1.0)}
             if CHANGE in state and state[CHANGE] is state.get(TURN):  # a checkpoint with two tensors is read into both
                 found[CHANGE] = state[CHANGE].clone()

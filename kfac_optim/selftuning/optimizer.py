@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..bases.parameters import Bucket, gradients_of
+from ..bases import Bucket, gradients_of
 from ..bases.state_keys import LAST_UPDATE
 from ..capture import Fisher, RandomState, Replay, repeating
 from ..common.checks import is_positive, require_number

@@ -12,7 +12,7 @@ from itertools import chain, islice
 import torch
 from torch import Tensor, nn
 
-from ..bases.parameters import Bucket
+from ..bases import Bucket
 from ..bases.state_keys import DESCENT, LENGTH, MOMENT, STRETCH, TURN, kept_states
 from ..common.flat_storage import flat_view
 from ..common.machines import is_asynchronous

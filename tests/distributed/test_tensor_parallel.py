@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 from kfac_optim import KFACLAMB, KFACSGD, EigenSolver, Graft, KFACAdamW, LayerWise, TorchCommunicator
-from kfac_optim.bases.lamb import MultiTensorLamb
+from kfac_optim.bases import MultiTensorLamb
 from kfac_optim.blocks import Block
 from kfac_optim.distributed import LocalCommunicator
 from kfac_optim.steering import plan, reach

@@ -10,7 +10,7 @@ import torch_optimizer
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, KFACAdam, KFACAdamW
-from kfac_optim.bases.lamb import MultiTensorLamb
+from kfac_optim.bases import MultiTensorLamb
 from tests.helpers.bases import KFACRMSprop
 from tests.helpers.compare import assert_close, assert_trained, values
 from tests.helpers.reads import HostReads

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, KFACAdam, KFACMixin
-from kfac_optim.bases.base_step import base_step, weights_before
-from kfac_optim.bases.first_moments import first_moments, keep_averages
-from kfac_optim.bases.parameters import Member, buckets_of
+from kfac_optim.bases import Member, buckets_of, keep_averages, take_apart
 from tests.helpers.compare import values
 from tests.helpers.files import through_a_file
 from tests.helpers.settings import OFTEN
@@ -265,7 +263,7 @@ def moments_after_three_steps(kfac: Any, **how: Any) -> list[tuple[Member, Tenso
     optimizer = kfac(model, lr=0.001, **how)
     train(model, optimizer, range(3), shape=(8, 6))
     (bucket,) = buckets_of(optimizer)
-    return list(zip(bucket, first_moments(bucket, [m.gradient for m in bucket]), strict=True))
+    return list(zip(bucket, bucket[0].rule.moments(bucket, [m.gradient for m in bucket]), strict=True))
 
 
 def test_a_base_that_projects_some_of_its_moments_has_averages_for_those() -> None:
@@ -314,7 +312,7 @@ def test_averages_have_nothing_of_the_decay_that_a_base_adds_to_the_gradient(bas
             own[p] = 0.8 * own[p] + 0.2 * (sign * p.grad + coupled * 0.5 * p.detach())
         optimizer.step()
         (bucket,) = buckets_of(optimizer)
-        moments = first_moments(bucket, [sign * m.gradient for m in bucket])
+        moments = bucket[0].rule.moments(bucket, [sign * m.gradient for m in bucket])
         for m, moment in zip(bucket, moments, strict=True):
             torch.testing.assert_close(moment, sign * raw[m.p], rtol=1e-12, atol=1e-15)
             torch.testing.assert_close(m.state["exp_avg"], own[m.p], rtol=1e-12, atol=1e-15)
@@ -331,13 +329,13 @@ def test_updates_have_nothing_of_the_decay_that_a_base_adds_to_the_gradient(base
         optimizer.zero_grad()
         (model(torch.randn(8, 6).double()).square().mean() * (base is not torch.optim.NAdam)).backward()
         (bucket,) = buckets_of(optimizer)
-        (weights,) = weights_before(optimizer, [bucket])
+        weights = bucket[0].rule.weights_before(bucket)
         with torch.no_grad():
             optimizer._base_step()
             for m in bucket:
-                m.take_state(optimizer)
+                m.take_state()
             keep_averages([bucket], None)
-            found = base_step(optimizer, [bucket], [[weight.clone() for weight in weights]])
+            found = take_apart([bucket], [[weight.clone() for weight in weights]])
         for m, weight in zip(bucket, weights, strict=True):
             share = 1.0 if "decoupled_weight_decay" in how else found.moments[m.p] / m.state["exp_avg"]
             expected = share * (weight - m.p.detach()) / 0.01

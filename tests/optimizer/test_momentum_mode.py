@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim import KFACLAMB, KFACSGD, CurvatureEngine, Graft, KFACAdam, KFACAdamW, KFACMixin
-from kfac_optim.bases.base_step import base_step
-from kfac_optim.bases.parameters import buckets_of
+from kfac_optim.bases import buckets_of, take_apart
 from kfac_optim.steering.brake import Brake
 from kfac_optim.steering.graft import GraftShare
 from kfac_optim.steering.trust import Trust
@@ -494,7 +493,7 @@ def test_the_decay_in_a_mature_buffer_of_plain_sgd_is_known(how: dict[str, float
         backward(model, passes, loss)
         ours.step()
         buckets = [[m for alike in buckets_of(ours) for m in alike if m.p in covered]]
-        found = base_step(ours, buckets, [[m.p.data for m in buckets[0]]])
+        found = take_apart(buckets, [[m.p.data for m in buckets[0]]])
         for p in covered:
             assert_near(found.moments[p], weight * p.grad, rel=1e-9)
 

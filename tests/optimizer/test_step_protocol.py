@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from kfac_optim import KFACSGD, CurvatureEngine, KFACMixin
-from kfac_optim.bases.base_step import base_step, bias_correction
-from kfac_optim.bases.parameters import buckets_of
+from kfac_optim.bases import buckets_of, take_apart
+from kfac_optim.bases.rules import bias_correction
 from kfac_optim.steering import lessons
 from tests.helpers.compare import assert_close, assert_identical, assert_trained, values
 from tests.helpers.reads import HostReads
@@ -386,7 +386,7 @@ def test_adams_decay_is_taken_apart_where_the_steps_are(amsgrad: bool) -> None:
     moments = {"exp_avg": weight.data, "exp_avg_sq": weight.data, "max_exp_avg_sq": weight.data}
     adam.state[weight] = {"step": torch.ones((), device="meta"), **moments}
     weight.grad = weight.data
-    parts = base_step(adam, buckets_of(adam), [[weight.data]])
+    parts = take_apart(buckets_of(adam), [[weight.data]])
     assert parts.updates[weight].shape == parts.moments[weight].shape == weight.shape
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim import KFACSGD, EigenSolver, Graft, InverseSolver, KFACAdam, KFACAdamW, OfLargest, OfMean, turning
-from kfac_optim.bases.parameters import buckets_of
+from kfac_optim.bases import buckets_of
 from kfac_optim.common import machines
 from kfac_optim.steering import brake, graft, inner_products, lessons_of, opponents, plan, reach, trust
 from tests.helpers.compare import assert_identical, assert_near, assert_same_weights, snapshot
