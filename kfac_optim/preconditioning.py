@@ -96,8 +96,8 @@ class Preconditioner:
         given = vectors.given
         stacks = [part for stack in self._current_stacks(known, damping) for part in stack.with_vectors(given, damping)]
         self._select(stacks, value)
-        # Directions of any length may do without the division by gamma. Not if they travel: the rank that receives them
-        # takes them for eqs. 11-13.
+        # Where the scaling ignores a factor per pair, gamma P m serves as well as P m, and costs less. Directions that
+        # are sent to other ranks have to be P m itself, which the receivers take them for.
         any_length = traits_of(scaling).of_any_length and not any(block.route for block in blocks)
         device = stacks[0].damping_unit.device.type if stacks else "cpu"
         with self.stopwatch.stage("preconditioning"), without_autocast(device):

@@ -101,9 +101,10 @@ def take_apart(buckets: Sequence[Bucket], before: Sequence[Tensors]) -> BaseStep
 def update_length(
     buckets: Sequence[Bucket], updates: Sequence[Tensor], known_length: Callable[[], Tensor | None]
 ) -> Tensor:
-    """The norm of all updates together, 0-dim, per unit of the weight that gradients have in the momentum of SGD.
+    """The norm of all updates together, 0-dim.
 
-    That weight grows from 1 to ``1 / (1 - momentum)``. A collective if updates are sharded.
+    SGD's momentum buffer sums up gradients, so each update is first divided by the sum of their weights, which grows
+    from 1 to ``1 / (1 - momentum)``. A collective if updates are sharded.
 
     Args:
         buckets: The parameters, with their states after the step.

@@ -35,11 +35,11 @@ class SGDRule(Rule):
         return bool(group["momentum"]) and state.get(self.moment_key) is not None
 
     def needs_average(self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
-        """See :class:`Rule`; SGD may create its first moment only in its next step."""
+        """SGD may create its first moment only in its next step."""
         return not group["momentum"] or self.decays_moment(group)
 
     def weight_of_gradients(self, m: Member) -> float:
-        """See :class:`Rule`; it grows from 1 to ``1 / (1 - momentum)``."""
+        """It grows from 1 to ``1 / (1 - momentum)``."""
         if not m.group["momentum"]:
             return 1.0
         weight: float = m.state.get(GRADIENT_WEIGHT, 1.0) or 1.0
@@ -50,14 +50,14 @@ class SGDRule(Rule):
         return weight
 
     def share_of_gradient(self, m: Member) -> float:
-        """See :class:`Rule`; the average is per unit of the weight of all gradients, and so starts as the first one."""
+        """The average is per unit of the weight of all gradients, and so starts as the first one."""
         weight = m.state[GRADIENT_WEIGHT] or 1.0
         if MOMENT in m.state:
             return float((1 - m.group["dampening"]) / weight)
         return 1.0 if weight == 1 else 0.0
 
     def first_average(self, m: Member, share: float) -> Tensor:
-        """See :class:`Rule`.
+        """What the momentum buffer holds already, if it is not to start with the new gradient.
 
         If plain SGD, or SGD without decay, has filled the momentum buffer before, it is the average in the buffer, less
         the decay that would be in it if the weights had not moved. A single gradient, used as if it were the average of
@@ -82,7 +82,7 @@ class SGDRule(Rule):
         return kept / (1 - momentum) if m.has_first_moment and momentum < 1 else 1.0
 
     def moments(self, bucket: Bucket, descent: Tensors) -> Tensors:
-        """See :class:`Rule`; under Nesterov's momentum ``g + momentum * buffer``."""
+        """Under Nesterov's momentum ``g + momentum * buffer``."""
         moments, group = super().moments(bucket, descent), bucket[0].group
         if moments is descent or not group["nesterov"] or not all(m.has_first_moment for m in bucket):
             return moments
@@ -95,7 +95,7 @@ class SGDRule(Rule):
         return [m.p for m in bucket]
 
     def updates(self, bucket: Bucket, before: Tensors, moments: Tensors, descent: Tensors) -> Tensors:
-        """See :class:`Rule`; exact, unlike a difference of rounded weights."""
+        """They are exact, unlike a difference of rounded weights."""
         return moments if bucket[0].group["momentum"] else descent
 
 
@@ -128,7 +128,7 @@ class AdamRule(Rule):
     adds_decay = True
 
     def less_decay(self, bucket: Bucket, before: Tensors, moments: Tensors) -> Tensors:
-        """See :class:`Rule`; the decay in a moment is what the average of gradients alone lacks."""
+        """The decay in a moment is what the average of gradients alone lacks."""
         if not (self.decays_moment(bucket[0].group) and all(m.has_first_moment for m in bucket)):
             return before
         lr = rate_of(bucket[0].group)

@@ -44,15 +44,16 @@ class FlatStorage:
     """Where the matrices ``[p, d_out, d_in]`` of some stacks lie in one storage.
 
     Args:
-        shapes: The shape of each stack's matrices. Stacks that share most (:func:`sharing`) should come first, because
-            a stack after one that shares less shares no more than that.
+        shapes: The shape of each stack's matrices. They have to be sorted by :func:`sharing`, because only the first
+            stacks, up to one that shares less, can share kernels.
         groups: For each stack, the number of pairs in each group that is scaled together.
         device: The device of the matrices.
 
     Attributes:
         scaled: How many stacks, the first ones, are multiplied by their factors in one kernel.
         summed: How many stacks, the first ones, have their norms computed in one kernel.
-        row: By either number of stacks, the length of a row: of consecutive numbers that all belong to one group.
+        row: By either number of stacks, how many consecutive numbers form a row, all of which belong to one group: the
+            greatest common divisor of the sizes of the groups.
     """
 
     def __init__(

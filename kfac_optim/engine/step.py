@@ -99,7 +99,7 @@ class CurvatureEngine(ViewedEngine):
         self._prepare_ranks()
         # Also in a step that is a no-op: torch.distributed.checkpoint takes one to make the state exist.
         self.make_room(self.trained.blocks)
-        if not self._refresher.pace.work:  # before the first refresh no layer counts as new
+        if not self._refresher.has_begun:  # no layer counts as new yet
             for block in self.trained.blocks:
                 block.note_trains()
         statistics = self._capture.take()
@@ -199,7 +199,7 @@ class CurvatureEngine(ViewedEngine):
             self._rebuild_stages()
         # The step was not taken, so its statistics are due again. Ranks that have seen no layer all get that error.
         if self.last_statistics == self.step_count and (self.ranks.alone or self._sightings.blind):
-            self.last_statistics = None
+            self._collect_next_step()
         self._prepare_statistics()
 
     @property
@@ -302,26 +302,31 @@ class CurvatureEngine(ViewedEngine):
             self._refresher.start(step, ready, self.damping_rule, self.spread_at(step), self.comm)
             return
         seen_nothing = self.last_statistics == self.step_count and not self.skipped_batches
-        # Every step collects statistics until there are some. What one of several ranks has seen must not decide that.
+        # Every step collects statistics until there are some. Several ranks do not stop because of what one has seen:
+        # they would disagree.
         if not (self.ranks.alone and all(block.never_seen for block in self.trained.blocks)):
-            self.last_statistics = None
+            self._collect_next_step()
         has_gradients = any(layer.weight.grad is not None for layer in self.layers)
         self._sightings.warn(self.trained.blocks)
         self._sightings.require(missing=trains and seen_nothing and has_gradients)
+
+    def _collect_next_step(self) -> None:
+        """Has the next step collect statistics, whatever the interval."""
+        self.last_statistics = None
 
     def _restart_for_new_layers(self) -> None:
         """If layers were unfrozen or added, has the next step collect statistics and refresh, as the first step did.
 
         This depends on which layers train, which is the same on all ranks, and not on which of them a rank has seen.
         """
-        if self._refresher.in_progress is not None or not self._refresher.pace.work:
+        if self._refresher.in_progress is not None or not self._refresher.has_begun:
             return
         changed = [block for block in self.trained.blocks if block.layer.weight.requires_grad != block.trains]
         for block in changed:
             block.note_trains()
         # Layers that had trained before go on with their decompositions.
         if not all(block.has_direction for block in changed if block.layer.weight.requires_grad):
-            self.last_statistics = None
+            self._collect_next_step()
             self._refresher.pace.forget()
             self._refresher.refresh_next_step()
 

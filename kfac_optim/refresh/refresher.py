@@ -71,6 +71,11 @@ class Refresher:
 
     # When -----------------------------------------------------------------------------------------------------------
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether there has been a refresh, in this run or in the one that it resumes."""
+        return bool(self.pace.work)
+
     def is_due(self, config: Config, step: int) -> bool:
         """Whether a refresh begins at ``step``."""
         return self.in_progress is None and self.pace.is_due(config, step, self.last_refresh)

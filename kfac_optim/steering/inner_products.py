@@ -16,7 +16,8 @@ from ..distributed import is_sharded, summed_over_shards
 
 __all__ = ["Compared", "Copies", "alignments", "total_alignment"]
 
-# By the ids of some gradients, which are to outlive it: their batches, each with its gradients as one vector.
+# For gradients that were compared before, by their ids: their batches, each with its gradients copied into one vector.
+# The gradients have to live as long as this, or others might get their ids.
 Copies = dict[tuple[int, ...], list[tuple["_Batch", Tensor]]]
 
 _BATCH_NUMEL = 2**25  # the most numbers in such a vector on a GPU

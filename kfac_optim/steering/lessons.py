@@ -185,7 +185,10 @@ def _stretched(buckets: Sequence[Bucket], copies: Copies) -> Stretched:
 
 
 def _rate_downhill(bucket: Bucket) -> Scalar:
-    """The size of the learning rate, negative under ``maximize``; a negative rate has turned the aim with the step."""
+    """The size of the learning rate, negative under ``maximize``.
+
+    The sign of the rate does not count: it turns the step and the direction that was aimed at alike.
+    """
     lr = rate_of(bucket[0].group)
     lr = lr.abs() if isinstance(lr, Tensor) else abs(lr)
     return -lr if bucket[0].group.get("maximize") else lr

@@ -119,7 +119,7 @@ class Opposition:
 
     Attributes:
         opposes: Whether captured gradients were thrown away before both of the last two steps that collected
-            statistics. The very first step, before which nobody looks, counts as such a step. None until the second.
+            statistics; assumed of the very first one, before which nobody looks. None until there have been two.
         suspected: Whether gradients were thrown away before the last of these steps. A step that was skipped, because
             its gradients had overflowed for instance, does not make the network an opponent.
         throws: One bit for each of the last 16 steps, the latest lowest: whether gradients were cleared before the step
@@ -129,8 +129,8 @@ class Opposition:
             train against each other.
         since_lost: The number of steps since gradients were last thrown away, at most 16. The first step after that
             has 1. 0: none have been thrown away yet.
-        alone_for: How many steps this optimizer had taken, with none of any other in between, when gradients were last
-            thrown away, at most 16; at 16 thrown-away gradients no longer count.
+        alone_for: How many steps this optimizer had taken in a row, with none of any other in between, when gradients
+            were last thrown away, at most 16. At 16 thrown-away gradients no longer count.
     """
 
     COUNTERS: ClassVar[Mapping[str, Counter]] = {

@@ -56,8 +56,8 @@ def learn_reaches(
         blocks: The layers' blocks.
         slopes: For each parameter that was stretched, two alignments with its stretch: that of the gradient after the
             step, and that of the gradients before it.
-        undone: The parameters of layers whose last stretch the training loop may have undone. Their reaches do not
-            move, except that the reach of a constrained layer moves at or below its start value.
+        undone: The parameters of layers whose last stretch the training loop may have undone. Nothing is learned from
+            these stretches, except that a constrained layer still learns, up to its start value.
 
     Returns:
         The parameters of layers whose stretch was too long, so that the loss no longer falls along it.
