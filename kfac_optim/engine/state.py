@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
@@ -193,6 +194,12 @@ class StatefulEngine(BuiltEngine):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StatefulEngine:
         """A copy for a copy of the model, among the same ranks."""
+        if self.grad_scaler is not None:
+            warnings.warn(
+                "the copy of this optimizer has no grad_scaler, so that its statistics would count the loss as scaled: "
+                "set that of its own loop on copied.curvature.grad_scaler",
+                stacklevel=4,
+            )
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         state = copy.deepcopy(self.__getstate__(), memo)

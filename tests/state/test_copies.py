@@ -174,6 +174,18 @@ def test_a_copy_of_an_optimizer_over_parameters() -> None:
     assert_identical(model, model2)
 
 
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_copy_without_the_scaler_of_its_original_is_named(scaled: bool) -> None:
+    """Its own loop has a scaler of its own, whose scale the copy cannot know."""
+    scaler = torch.amp.GradScaler("cpu") if scaled else None
+    optimizer = KFACSGD(make_model(), lr=0.1, grad_scaler=scaler)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        copied = copy.deepcopy(optimizer)
+    assert copied.curvature.grad_scaler is None
+    assert len(caught) == scaled and all("copied.curvature.grad_scaler" in str(w.message) for w in caught)
+
+
 def test_the_copy_of_a_closed_optimizer_stays_closed() -> None:
     model, optimizer = build(KFACSGD)
     train(model, optimizer, range(3))
