@@ -11,9 +11,9 @@ from the identity, so they have no bias to correct; batches of different sizes a
 
 In a statistics step the ranks add up counts and traces, so that each knows the new w, and also xi where it depends on
 the moments (:class:`~kfac_optim.forgetting`). The moments, which are as large as the factors, wait for a refresh. Since
-sums are linear, each rank adds up its moments since the last refresh (:class:`LocalSums`) with the same xi, and one sum
-over the ranks is enough. A single process adds its moments to the averages in every statistics step. So do ranks that
-share factors out: a rank that does not keep a factor sends its moments at once to the rank that does.
+sums are linear, each rank adds up its moments since the last refresh (:class:`PendingUpdate`) with the same xi, and one
+sum over the ranks is enough. A single process adds its moments to the averages in every statistics step. So do ranks
+that share factors out: a rank that does not keep a factor sends its moments at once to the rank that does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .common.tensor_cache import sent_once
 from .distributed import Communicator
 from .factors import Average, FactorSpec, read, write_
 
-__all__ = ["Averaging", "Increment", "LocalSums", "fold_", "traces"]
+__all__ = ["Averaging", "PendingUpdate", "fold_", "traces"]
 
 
 class Averaging:
@@ -57,7 +57,7 @@ class Averaging:
 
     def clear(self) -> None:
         """Forgets the moments that have not been pooled."""
-        self._local: dict[Block, LocalSums] = {}
+        self._pending: dict[Block, tuple[PendingUpdate, PendingUpdate]] = {}  # of A and of G
 
     def load(self, counters: Mapping[str, Any]) -> None:
         """Restores saved counters."""
@@ -109,14 +109,14 @@ class Averaging:
         self.skipped_batches += all_skips
         anything = False
         for index, (block, (of_a, of_g)) in enumerate(zip(blocks, seen.tolist(), strict=True)):
-            rows, _ = of_a
-            block.note_rows(rows)
+            block.note_rows(of_a[0])
             # Layers that no rank has used, or that were frozen before their first step, get no update.
-            if rows and block.state:
+            if of_a[0] and block.state:
                 anything = True
-                averages = [block.state["current"][side] for side in SIDES]
-                local = self._local.setdefault(block, LocalSums())
-                local.add(own.get(index), averages, (of_a, of_g), decay, slack)
+                pending = self._pending.setdefault(block, (PendingUpdate(), PendingUpdate()))
+                parts: Sequence[Tensor | None] = own[index] if index in own else (None, None)
+                for side, update, moment, (count, trace) in zip(SIDES, pending, parts, (of_a, of_g), strict=True):
+                    update.add(moment, block.state["current"][side], count, trace, decay, slack)
         return anything, reported
 
     def terms_of_rank(self, statistics: StepMoments, layer: int | None, comm: Communicator) -> tuple[float, float]:
@@ -168,36 +168,37 @@ class Averaging:
             blocks: All blocks; their averages are updated in place.
             comm: The ranks.
         """
-        local, self._local = self._local, {}
+        pending, self._pending = self._pending, {}
         with self.stopwatch.communication("factor", comm.world_size):
-            summed = self._summed({block: local[block] for block in blocks if block in local}, comm)
+            summed = self._summed({block: pending[block] for block in blocks if block in pending}, comm)
             at_once = None if comm.world_size == 1 else 1  # sums over ranks are folded as they arrive
             while batch := list(islice(summed, at_once)):
                 fold_([update for update, _ in batch], [total for _, total in batch])
 
-    def _summed(self, local: Mapping[Block, LocalSums], comm: Communicator) -> Iterator[tuple[_Update, Tensor | None]]:
+    def _summed(
+        self, pending: Mapping[Block, Sequence[PendingUpdate]], comm: Communicator
+    ) -> Iterator[tuple[_Update, Tensor | None]]:
         """Sums the moments of all ranks for each update (a collective); None if another rank gets the sum."""
         sent: list[tuple[int | None, _Update, Tensor]] = []  # each with the only rank that gets the sum, if it is one
-        for block, of_block in local.items():
+        for block, updates in pending.items():
             workers = block.workers
-            for i, (side, spec) in enumerate(zip(SIDES, block.specs, strict=True)):
-                update, owner = (block.state["current"][side], of_block.increments[i]), workers.owner(i)
+            for i, (side, spec, update) in enumerate(zip(SIDES, block.specs, updates, strict=True)):
+                of_average = block.state["current"][side], update
                 if not workers.counts(i, comm.rank):
-                    yield update, None
+                    yield of_average, None
                     continue
-                if of_block.sums is None:  # a rank that has not used the layer adds zeros
+                own = update.sum
+                if own is None:  # a rank that has not used the layer adds zeros
                     own = spec.zeros(self.dtype, block.layer.weight.device)
-                else:
-                    own = of_block.sums[i]
                 if workers.factors == "local":  # nothing is sent: the owner's own part is the whole sum
-                    yield update, own
+                    yield of_average, own
                 else:
-                    sent.append((owner, update, own))
+                    sent.append((workers.owner(i), of_average, own))
         sent.sort(key=lambda item: -1 if item[0] is None else item[0])  # neighbours of one owner share a bucket
         owners = [owner for owner, *_ in sent]
         sums = comm.sum([own for *_, own in sent], "factors", owners=owners, compressed=True)
-        for (owner, update, _), total in zip(sent, sums, strict=True):
-            yield update, total if owner in (None, comm.rank) else None
+        for (owner, of_average, _), total in zip(sent, sums, strict=True):
+            yield of_average, total if owner in (None, comm.rank) else None
 
 
 def _counted(blocks: Sequence[Block], rank: int) -> Tensor:
@@ -207,22 +208,45 @@ def _counted(blocks: Sequence[Block], rank: int) -> Tensor:
 
 
 @dataclass
-class Increment:
-    """The numbers of a running average's pending update, over all ranks and the statistics steps since the last update.
+class PendingUpdate:
+    """What is to be added to one running average as soon as the ranks pool their moments.
+
+    k updates ``S <- xi S + sum over ranks m_r`` equal one ``S <- xi^k S + sum over ranks s_r`` with the local sums
+    ``s_r <- xi s_r + m_r``. xi may differ from update to update and between A and G, as long as all ranks use the same.
 
     Attributes:
         past: What the average itself is to be multiplied by: the product of xi over these steps.
-        count: The sum of the rows (A) or loss terms (G), each multiplied by the xi of the steps after it.
-        trace: The sum of the moments' traces, weighted in the same way.
+        count: The sum over all ranks of rows (A) or loss terms (G), each multiplied by the xi of the steps after it.
+        trace: The sum of the moments' traces, likewise.
+        sum: This rank's packed local sum; None as long as it has not used the layer.
     """
 
     past: float = 1.0
     count: float = 0.0
     trace: float = 0.0
+    sum: Tensor | None = None
 
-    def add(self, count: float, trace: float, decay: float) -> None:
-        """Adds the moments of a step, with the decay xi (eqs. 14-15)."""
+    def add(
+        self, moment: Tensor | None, average: Average, count: float, trace: float, decay: float, slack: float
+    ) -> None:
+        """Adds the moments of a step (eqs. 14-15).
+
+        Args:
+            moment: This rank's packed moment, which is kept and changed in place; None: it has not used the layer.
+            average: The running average, without this update.
+            count: The count of the new moments, over all ranks.
+            trace: Their trace, over all ranks.
+            decay: xi, the weight of the past.
+            slack: See :meth:`Averaging.fold`.
+        """
+        decay *= past_worth(slack, count, trace, *self.added_to(average))
         self.past, self.count, self.trace = decay * self.past, decay * self.count + count, decay * self.trace + trace
+        if self.sum is None:
+            self.sum = moment
+            return
+        self.sum.mul_(decay)
+        if moment is not None:
+            self.sum.add_(moment)
 
     def added_to(self, average: Average) -> tuple[float, float]:
         """The weight and the trace that the running average has after this update."""
@@ -231,7 +255,7 @@ class Increment:
         return weight, (past * float(average["trace"]) + self.trace) / weight if weight else 0.0
 
 
-_Update = tuple[Average, Increment]  # a running average, and the numbers of its update
+_Update = tuple[Average, PendingUpdate]
 
 
 def fold_(updates: Sequence[_Update], moments: Sequence[Tensor | None]) -> None:
@@ -240,20 +264,20 @@ def fold_(updates: Sequence[_Update], moments: Sequence[Tensor | None]) -> None:
     S / w and w are stored (:class:`~kfac_optim.factors.Average`), because S could overflow in half precision.
 
     Args:
-        updates: The running averages and the numbers of their updates; one stays as it is if its count is 0.
+        updates: The running averages and their updates; an average stays as it is if the count of its update is 0.
         moments: The packed sums of the new moments, ``[p, packed]``, which are overwritten; None if another rank keeps
             the factor.
     """
     kept: list[tuple[Average, Tensor]] = []
     numbers: list[tuple[Average, float, float]] = []
     pasts, shares = [], []
-    for (average, increment), moment in zip(updates, moments, strict=True):
-        if not increment.count:
+    for (average, update), moment in zip(updates, moments, strict=True):
+        if not update.count:
             continue
-        weight, trace = increment.added_to(average)
+        weight, trace = update.added_to(average)
         if moment is not None:
             kept.append((average, moment))
-            pasts.append(increment.past * float(average["weight"]) / weight)
+            pasts.append(update.past * float(average["weight"]) / weight)
             shares.append(1 / weight)
         numbers.append((average, weight, trace))
     values, new = [read(average) for average, _ in kept], [moment for _, moment in kept]
@@ -280,54 +304,6 @@ def _require_fit(block: Block, moments: Iterable[Tensor]) -> None:
                 f"{layer.name!r}: the rows of {type(layer).__name__}.{method}() do not fit structure(): they must be "
                 f"[examples, positions, {spec.pairs}, {spec.dim - ones}], in chunks if they are those of the input"
             )
-
-
-class LocalSums:
-    """This rank's moments of a layer since the ranks last pooled them, and their counts and traces over all ranks.
-
-    k updates ``S <- xi S + sum over ranks m_r`` equal one ``S <- xi^k S + sum over ranks s_r`` with the local sums
-    ``s_r <- xi s_r + m_r``. xi may differ from update to update and between A and G, as long as all ranks use the same.
-
-    Attributes:
-        sums: This rank's packed sums for A and G; None as long as it has not used the layer.
-        increments: The numbers of the pending updates of A and of G, over all ranks.
-    """
-
-    def __init__(self) -> None:
-        self.sums: list[Tensor] | None = None
-        self.increments = (Increment(), Increment())
-
-    def add(
-        self,
-        own: Sequence[Tensor] | None,
-        averages: Sequence[Average],
-        seen: Sequence[Sequence[float]],
-        decay: float,
-        slack: float,
-    ) -> None:
-        """Adds the moments of a step.
-
-        Args:
-            own: This rank's packed sums for A and G, which are kept and changed in place; None: it has not used the
-                layer.
-            averages: The running averages A and G, without the pending updates.
-            seen: The count and the trace of the new moments, over all ranks, for A and for G.
-            decay: xi, the weight of the past.
-            slack: See :meth:`Averaging.fold`.
-        """
-        decays = [
-            decay * past_worth(slack, count, trace, *increment.added_to(average))
-            for increment, average, (count, trace) in zip(self.increments, averages, seen, strict=True)
-        ]
-        for increment, (count, trace), xi in zip(self.increments, seen, decays, strict=True):
-            increment.add(count, trace, xi)
-        if self.sums is None:
-            self.sums = None if own is None else list(own)
-            return
-        for i, (total, xi) in enumerate(zip(self.sums, decays, strict=True)):
-            total.mul_(xi)
-            if own is not None:
-                total.add_(own[i])
 
 
 def past_worth(slack: float, count: float, trace: float, weight: float, mean: float) -> float:

@@ -34,7 +34,7 @@ from kfac_optim import (
     constant_then_scaled,
     growing,
 )
-from kfac_optim.averages import LocalSums, fold_
+from kfac_optim.averages import PendingUpdate, fold_
 from kfac_optim.distributed import Broadcast, Communicator, LayerAssignment, LocalCommunicator, TorchCommunicator
 from kfac_optim.factors import FactorSpec, read
 from tests.helpers.compare import assert_all_near, assert_equal_on_ranks, values
@@ -88,7 +88,7 @@ def test_pooling_now_and_then_is_exchanging_at_every_update(history: History) ->
     lazy = [[spec.empty(torch.float64, torch.device("cpu")) for spec in specs] for _ in range(layers)]
     sums = [[spec.zeros(torch.float64, torch.device("cpu")) for spec in specs] for _ in range(layers)]
     weights, sizes = ([[0.0, 0.0] for _ in range(layers)] for _ in range(2))
-    local = [[LocalSums() for _ in range(layers)] for _ in range(ranks)]
+    local = [[(PendingUpdate(), PendingUpdate()) for _ in range(layers)] for _ in range(ranks)]
     for present, decay, pools in zip(history.present, history.decays, history.pooled_after, strict=True):
         for layer in range(layers):
             users = [rank for rank in range(ranks) if present[rank][layer]]
@@ -106,19 +106,21 @@ def test_pooling_now_and_then_is_exchanging_at_every_update(history: History) ->
                 weights[layer][side] = xi * weights[layer][side] + count
                 sizes[layer][side] = xi * sizes[layer][side] + trace
             for rank in range(ranks):
-                local[rank][layer].add(own.get(rank), lazy[layer], seen, decay, history.slack)
+                for update, moment, average, of_side in zip(
+                    local[rank][layer], own.get(rank, (None, None)), lazy[layer], seen, strict=True
+                ):
+                    update.add(moment, average, *of_side, decay, history.slack)
         if not pools:
             continue
         for layer in range(layers):
-            of_ranks = [one[layer] for one in local]
-            assert all(one.increments == of_ranks[0].increments for one in of_ranks), (
-                "decays and weights are the same on all ranks"
-            )
-            parts = [one.sums for one in of_ranks if one.sums is not None]
-            for side in range(2) if parts else ():
-                moment = torch.stack([part[side] for part in parts]).sum(0)
-                fold_([(lazy[layer][side], of_ranks[0].increments[side])], [moment])
-        local = [[LocalSums() for _ in range(layers)] for _ in range(ranks)]
+            for side in range(2):
+                of_ranks = [one[layer][side] for one in local]
+                numbers = {(one.past, one.count, one.trace) for one in of_ranks}
+                assert len(numbers) == 1, "decays and weights are the same on all ranks"
+                parts = [one.sum for one in of_ranks if one.sum is not None]
+                if parts:
+                    fold_([(lazy[layer][side], of_ranks[0])], [torch.stack(parts).sum(0)])
+        local = [[(PendingUpdate(), PendingUpdate()) for _ in range(layers)] for _ in range(ranks)]
     for layer, side in itertools.product(range(layers), range(2)):
         assert_running_sums(lazy[layer][side], sums[layer][side], weights[layer][side])
 
