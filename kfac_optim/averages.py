@@ -100,7 +100,8 @@ class Averaging:
         if own:
             specs = [spec for index in own for spec in blocks[index].specs]
             seen[list(own), :, 1] = traces(specs, [moment for pair in own.values() for moment in pair]).view(-1, 2)
-        seen *= _counted(blocks, comm.rank)[:, :, None]
+        counted = [[block.workers.counts(side, comm.rank) for side in range(2)] for block in blocks]
+        seen *= torch.tensor(counted, device="cpu").view(-1, 2, 1)
         skips = sum(statistics.taken) - sum(statistics.finite)
         with self.stopwatch.communication("factor", comm.world_size):
             of_rank = torch.tensor([skips, *reports], dtype=torch.float64, device="cpu")
@@ -147,18 +148,15 @@ class Averaging:
         self, own: Mapping[int, tuple[Tensor, Tensor]], statistics: StepMoments, comm: Communicator
     ) -> dict[int, float]:
         """Multiplies the moments of G by ``M^2``, in place; returns this rank's share of M by layer index."""
-        known: dict[int, tuple[float, float]] = {}  # by the first micro-batch that counts
+        alike: dict[int, list[int]] = {}  # layers by the first micro-batch that counts for them, which decides
+        for index in own:
+            alike.setdefault(statistics.starts.get(index, 0), []).append(index)
         terms_of: dict[int, float] = {}
-        scaled: dict[float, list[Tensor]] = {}
-        for index, (_, of_g) in own.items():
-            start = statistics.starts.get(index, 0)
-            if start not in known:
-                known[start] = self.terms_of_rank(statistics, index, comm)
-            scale, terms_of[index] = known[start]
-            scaled.setdefault(scale, []).append(of_g)
-        for scale, moments in scaled.items():
+        for layers in alike.values():
+            scale, terms = self.terms_of_rank(statistics, layers[0], comm)
+            terms_of.update(dict.fromkeys(layers, terms))
             if scale != 1:
-                torch._foreach_mul_(moments, scale)
+                torch._foreach_mul_([own[index][1] for index in layers], scale)
         return terms_of
 
     def pool(self, blocks: Sequence[Block], comm: Communicator) -> None:
@@ -199,12 +197,6 @@ class Averaging:
         sums = comm.sum([own for *_, own in sent], "factors", owners=owners, compressed=True)
         for (owner, of_average, _), total in zip(sent, sums, strict=True):
             yield of_average, total if owner in (None, comm.rank) else None
-
-
-def _counted(blocks: Sequence[Block], rank: int) -> Tensor:
-    """Whether this rank's moments count for A and G of each block, ``[blocks, 2]``: 1 or 0."""
-    counted = [[float(block.workers.counts(side, rank)) for side in range(2)] for block in blocks]
-    return torch.tensor(counted, dtype=torch.float64, device="cpu").view(-1, 2)
 
 
 @dataclass
