@@ -58,21 +58,17 @@ class TorchCommunicator(Communicator):
         self._groups = self._made.setdefault(self.group, {})
 
     def _start_sum(self, tensor: Tensor) -> Work:
-        work: Any = dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self.group, async_op=True)
-        return work
+        return dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self.group, async_op=True)
 
     def _start_reduce(self, tensor: Tensor, owner: int) -> Work:
-        work: Any = dist.reduce(tensor, self._global(owner), dist.ReduceOp.SUM, group=self.group, async_op=True)
-        return work
+        return dist.reduce(tensor, self._global(owner), dist.ReduceOp.SUM, group=self.group, async_op=True)
 
     def _start_broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
         group = self.group if len(members) == self.world_size else self._groups[members]
-        work: Any = dist.broadcast(tensor, self._global(source), group=group, async_op=True)
-        return work
+        return dist.broadcast(tensor, self._global(source), group=group, async_op=True)
 
     def _start_exchange(self, sent: Tensor, sizes: Sequence[int], received: Tensor, into: Sequence[int]) -> Work:
-        work: Any = dist.all_to_all_single(received, sent, list(into), list(sizes), group=self.group, async_op=True)
-        return work
+        return dist.all_to_all_single(received, sent, list(into), list(sizes), group=self.group, async_op=True)
 
     def use_device(self, device: torch.device) -> None:
         """See :meth:`Communicator.use_device`.
