@@ -17,7 +17,7 @@ from torch import Tensor
 from ..blocks import SIDES, Block, KnownSpectra, Source, State
 from ..distributed import Broadcast, Communicator
 
-__all__ = ["known_spectra", "move_factors", "refuse_to_move", "whole_state"]
+__all__ = ["known_spectra", "move_factors", "whole_state"]
 
 
 def known_spectra(
@@ -92,12 +92,3 @@ def move_factors(blocks: Sequence[Block], dtype: torch.dtype, comm: Communicator
         before, now = block.kept_by, block.workers
         if block.state and before is not None and any(before.owner(side) != now.owner(side) for side in range(2)):
             block.take_factors(whole_state(block, dtype, comm), comm.rank)
-
-
-def refuse_to_move(blocks: Sequence[Block], comm: Communicator) -> None:
-    """Raises RuntimeError if the blocks have only one rank's part of the factors; ``comm``: the ranks that had all."""
-    if not all(block.has_all_factors for block in blocks):
-        raise RuntimeError(
-            f"this engine has only the factors of rank {comm.rank} of {comm.world_size}, as its strategy shares them "
-            "out, and cannot go on elsewhere: build a new optimizer and load the full_state_dict() of the old one"
-        )

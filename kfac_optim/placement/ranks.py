@@ -18,7 +18,7 @@ from ..distributed import (
     default_communicator,
 )
 from ..solvers import Solver
-from .factor_owners import move_factors, refuse_to_move
+from .factor_owners import move_factors
 
 __all__ = ["Ranks"]
 
@@ -85,8 +85,12 @@ class Ranks:
         """
         before, self.comm = self.comm, comm
         changed = (comm.rank, comm.world_size) != (before.rank, before.world_size)
-        if changed:
-            refuse_to_move(blocks, before)
+        if changed and not all(block.has_all_factors for block in blocks):
+            raise RuntimeError(
+                f"this engine has only the factors of rank {before.rank} of {before.world_size}, as its strategy "
+                "shares them out, and cannot go on elsewhere: build a new optimizer and load the full_state_dict() of "
+                "the old one"
+            )
         return changed
 
     def late_communicator(self) -> Communicator | None:
