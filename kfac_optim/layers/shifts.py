@@ -55,18 +55,12 @@ class _Axis:
             The distance in positions; the strips, each as its first position and last + 1 under the first tap; and, by
             the number of the first tap, the indices of the strips in the pair's sum.
         """
-        reaches = self._reaches(distance)
+        reaches = self.reaches(distance)
         strips = list(itertools.pairwise(_ends(reaches)))
         meets = {tap: [i for i, (a, _) in enumerate(strips) if a in r] for tap, r in reaches.items()}
         return distance * self.dilation, strips, meets
 
-    def extents(self) -> list[tuple[int, int]]:
-        """For each distance at which there are any, the number of strips and of positions in them; distance 0 first."""
-        distances = sorted(range(1 - self.count, self.count), key=abs)
-        found = [ends for ends in (_ends(self._reaches(distance)) for distance in distances) if ends]
-        return [(len(ends) - 1, ends[-1] - ends[0]) for ends in found]
-
-    def _reaches(self, distance: int) -> dict[int, range]:
+    def reaches(self, distance: int) -> dict[int, range]:
         """The positions in the sum of each pair of taps at one distance, by the number of the first tap."""
         shift = distance * self.dilation
         reaches = {}
@@ -335,4 +329,7 @@ def _work(axes: Sequence[_Axis]) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def _extents(axis: _Axis) -> list[tuple[int, int]]:
-    return axis.extents()
+    """For each distance at which there are any, the number of strips and of positions in them; distance 0 first."""
+    distances = sorted(range(1 - axis.count, axis.count), key=abs)
+    found = [ends for ends in (_ends(axis.reaches(distance)) for distance in distances) if ends]
+    return [(len(ends) - 1, ends[-1] - ends[0]) for ends in found]
