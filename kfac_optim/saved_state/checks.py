@@ -86,31 +86,21 @@ def _is_damping(gamma: Any, pairs: int) -> bool:
 # Damage --------------------------------------------------------------------------------------------------------------
 
 
-def check_counters(known: Iterable[str], counters: Mapping[str, Any]) -> None:
+def check_counters(known: Collection[str], counters: Mapping[str, Any]) -> None:
     """Raises ValueError unless the saved counters are complete and in range; ``known``: the names of all counters."""
-    problem = _counter_problem(list(known), counters)
-    if problem:
-        raise ValueError(f"the state is damaged: {problem}")
-
-
-def _counter_problem(known: Iterable[str], counters: Mapping[str, Any]) -> str:
-    """What is wrong with saved counters; empty if nothing."""
-    missing = [name for name in known if name not in counters]
-    if missing:
-        return f"it has no counter {missing[0]!r}"
-    for name, value in counters.items():
-        if value is None and name.startswith("checksum"):
-            continue
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            return f"its counter {name!r} is {value!r}"
     for name in known:
-        counter = Steering.COUNTERS.get(name, Counter(name, 0))
-        if not counter.allows(counters[name], least=-1 if name in _MAY_BE_NEVER else 0):
-            return f"its counter {name!r} is {counters[name]}"
+        if name not in counters:
+            raise ValueError(f"the state is damaged: it has no counter {name!r}")
+    for name, value in counters.items():
+        unknown_sum = value is None and name.startswith("checksum")
+        number = isinstance(value, int | float) and math.isfinite(value)
+        least, counter = -1 if name in _MAY_BE_NEVER else 0, Steering.COUNTERS.get(name, Counter(name, 0))
+        if not (unknown_sum or number and (name not in known or counter.allows(value, least=least))):
+            raise ValueError(f"the state is damaged: its counter {name!r} is {value!r}")
     for name in ("last_statistics", "last_refresh", "frozen_at"):
         if counters[name] > counters["step"]:
-            return f"its counter {name!r} is {counters[name]}, after the last step {counters['step']}"
-    return ""
+            after = f"after the last step {counters['step']}"
+            raise ValueError(f"the state is damaged: its counter {name!r} is {counters[name]}, {after}")
 
 
 def checksums(states: Iterable[object]) -> dict[str, int | None]:
