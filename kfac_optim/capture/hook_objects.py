@@ -14,8 +14,9 @@ from torch import nn
 
 from ..common.cuda_graphs import refuse_cuda_graphs
 from .calls import CONCURRENT
+from .copies import leave_hooks_behind
 
-__all__ = ["FirstHook", "Hook", "put_after", "put_before", "remove_all"]
+__all__ = ["FirstHook", "Hook", "Hooks"]
 
 
 class Hook:
@@ -68,24 +69,36 @@ class FirstHook(Hook):
         return super().__call__(*args)
 
 
-def put_before(module: nn.Module, hook: Hook, *, first: bool = False) -> Any:
-    """Registers a hook on the calls of a module; ``first``: before all others.
+class Hooks:
+    """The hooks that call one owner's methods. They are removed together, at the latest when the owner is gone."""
 
-    Returns:
-        The handle that removes it.
-    """
-    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-    if first:
-        _put_last_first(module._forward_pre_hooks)
-    return handle
+    def __init__(self, owner: Any) -> None:
+        self._handles: list[Any] = []
+        weakref.finalize(owner, self.remove)
 
+    def before(self, module: nn.Module, hook: Hook, *, first: bool = False) -> None:
+        """Puts a hook before the calls of a module; ``first``: before all others."""
+        self._handles.append(module.register_forward_pre_hook(hook.of(module), with_kwargs=True))
+        if first:
+            _put_last_first(module._forward_pre_hooks)
 
-def put_after(module: nn.Module, hook: Hook, *, first: bool = False, always_call: bool = False) -> Any:
-    """As :func:`put_before`, on the results of the calls; ``always_call``: also after exceptions."""
-    handle = module.register_forward_hook(hook, with_kwargs=True, always_call=always_call)
-    if first:
-        _put_last_first(module._forward_hooks)
-    return handle
+    def after(self, module: nn.Module, hook: Hook, *, first: bool = False, always_call: bool = False) -> None:
+        """As :meth:`before`, after the calls; ``always_call``: also if they end with an exception."""
+        handle = module.register_forward_hook(hook.of(module), with_kwargs=True, always_call=always_call)
+        self._handles.append(handle)
+        if first:
+            _put_last_first(module._forward_hooks)
+
+    def leave_behind(self, module: nn.Module) -> None:
+        """Keeps the hooks out of copies and pickles of a module."""
+        state = leave_hooks_behind(module, Hook)
+        if state is not None:
+            self._handles.append(state)
+
+    def remove(self) -> None:
+        """Removes all hooks."""
+        while self._handles:
+            self._handles.pop().remove()
 
 
 def _put_last_first(hooks: dict[int, Any]) -> None:
@@ -97,12 +110,6 @@ def _put_last_first(hooks: dict[int, Any]) -> None:
     *before, last = hooks.items()
     hooks.clear()
     hooks.update([last, *before])
-
-
-def remove_all(handles: list[Any]) -> None:
-    """Removes hooks by their handles, and empties the list of these."""
-    while handles:
-        handles.pop().remove()
 
 
 def _exporting() -> bool:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -35,9 +34,8 @@ from ..layers import AttentionLayer, KroneckerLayer, LinearLayer, ProjectionCall
 from .attention import ProjectionTap, remove_taps
 from .calls import ModelCall, ModelCalls, as_plain, in_backward, own_result, when_gradient_arrives
 from .compiled import CompiledCalls
-from .copies import leave_hooks_behind
 from .fisher import Fisher
-from .hook_objects import FirstHook, Hook, put_after, put_before, remove_all
+from .hook_objects import FirstHook, Hook, Hooks
 from .loss_terms import LossTerms, main_tensor
 from .microbatch import BackwardPasses, Recorder, positions_of
 from .sampling import SampledBackward
@@ -81,9 +79,8 @@ class Capture:
         signs.watch(self._passes)
         self._sampling = None if fisher is None else SampledBackward(fisher, self._passes, roots)
         self._compiled = CompiledCalls(self._calls, self._passes, sampled=fisher is not None)
-        self._handles: list[Any] = []
+        self._hooks = Hooks(self)
         self._attach(roots)
-        weakref.finalize(self, remove_all, self._handles)
 
     @property
     def enabled(self) -> bool:
@@ -119,7 +116,7 @@ class Capture:
         """Removes every hook and forgets what was captured."""
         self._recorder.prepare(enabled=False, fraction=1.0, grad_scaler=None)
         self.forget()
-        remove_all(self._handles)
+        self._hooks.remove()
 
     def forget(self) -> None:
         """Forgets the micro-batches of this step, but not a forward pass that still awaits its backward pass."""
@@ -165,29 +162,21 @@ class Capture:
                 if "_orig_mod" not in module._modules and any(child in watched for child in module.modules()):
                     containers[module] = None
         for module in containers:
-            state = leave_hooks_behind(module, Hook)
-            if state is not None:
-                self._handles.append(state)
+            self._hooks.leave_behind(module)
             if module in called:
                 # Runs first, because other hooks may change the output. Only the hooks of tensor parallelism run
                 # before it, since they turn DTensors into local tensors.
                 index, _ = called[module]
                 first = not is_sharded(self.layers[index].weight)
                 if not list(module.children()):  # one hook, not three, as hooks can take as long as a small layer
-                    self._after(module, FirstHook(self, "_on_layer_call", *called[module]), first=first)
+                    self._hooks.after(module, FirstHook(self, "_on_layer_call", *called[module]), first=first)
                     continue
-                self._after(module, Hook(self, "_record_input", *called[module]), first=first)
-            self._before(module, FirstHook(self, "_on_model_call_start"), first=True)
+                self._hooks.after(module, Hook(self, "_record_input", *called[module]), first=first)
+            self._hooks.before(module, FirstHook(self, "_on_model_call_start"), first=True)
             if module in hosts:
-                self._before(module, Hook(self, "_on_attention_start"))
-                self._after(module, Hook(self, "_on_attention_end"), always_call=True)
-            self._after(module, Hook(self, "_on_model_call_end"), always_call=True)
-
-    def _before(self, module: nn.Module, hook: Hook, *, first: bool = False) -> None:
-        self._handles.append(put_before(module, hook.of(module), first=first))
-
-    def _after(self, module: nn.Module, hook: Hook, *, first: bool = False, always_call: bool = False) -> None:
-        self._handles.append(put_after(module, hook.of(module), first=first, always_call=always_call))
+                self._hooks.before(module, Hook(self, "_on_attention_start"))
+                self._hooks.after(module, Hook(self, "_on_attention_end"), always_call=True)
+            self._hooks.after(module, Hook(self, "_on_model_call_end"), always_call=True)
 
     # Model calls ----------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ BatchNorm stay as they were). Autocast is off: half precision would leave nothin
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,10 +21,9 @@ from torch.utils._pytree import tree_map_only
 
 from ..layers import KroneckerLayer, spread_examples
 from .calls import in_backward, when_gradient_arrives
-from .copies import leave_hooks_behind
 from .fisher import Fisher
 from .gradients import GradientWatch, destination
-from .hook_objects import Hook, put_after, put_before, remove_all
+from .hook_objects import Hook, Hooks
 from .loss_terms import LossTerms
 
 __all__ = ["Part", "RandomState", "Replay", "repeating"]
@@ -142,17 +140,16 @@ class Replay:
         self._calls: dict[_Call, Tensor] = {}  # the calls whose gradients have arrived, with these
         self._watch = GradientWatch(())
         self._task = -1  # the number of the last backward pass that has reached an output
-        own_state = leave_hooks_behind(module, Hook)
-        self._handles: list[Any] = [] if own_state is None else [own_state]
-        before, after = Hook(self, "_on_call"), Hook(self, "_on_return")
-        self._handles += [put_before(module, before, first=True), put_after(module, after, always_call=True)]
-        weakref.finalize(self, remove_all, self._handles)
+        self._hooks = Hooks(self)
+        self._hooks.leave_behind(module)
+        self._hooks.before(module, Hook(self, "_on_call"), first=True)
+        self._hooks.after(module, Hook(self, "_on_return"), always_call=True)
 
     def close(self) -> None:
         """Removes the hooks."""
         self.enabled = False
         self.discard()
-        remove_all(self._handles)
+        self._hooks.remove()
 
     def discard(self) -> None:
         """Forgets the calls of this step, except one that still awaits its backward pass."""
