@@ -87,15 +87,13 @@ class Part:
         output: The parameters of the output distribution as they were, at least in float32.
         gradient: The gradient of the loss with respect to them.
         weight: How many examples of the call each example of this part stands for, >= 1.
+        run: Calls the model with these examples.
     """
 
-    replay: Replay
-    call: _Call
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
     output: Tensor
     gradient: Tensor
     weight: float
+    run: Callable[[], Tensor]
 
     def evaluate(self) -> Tensor:
         """The parameters of the output distribution at the present weights.
@@ -103,7 +101,7 @@ class Part:
         Raises:
             RuntimeError: If they do not belong to the examples of this part.
         """
-        output = self.replay.run(self.call, self.args, self.kwargs)
+        output = self.run()
         if output.shape != self.gradient.shape:
             raise RuntimeError(
                 f"the model's output for every {self.weight:g}th example has the shape {tuple(output.shape)} instead "
@@ -176,9 +174,9 @@ class Replay:
         return [self._part(call, g, fraction, loss_scale) for call, g in seen], terms
 
     @torch.no_grad()
-    def run(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _run(self, random: RandomState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The parameters of the output distribution for these arguments, at the present weights."""
-        with repeating(self.module, call.random), torch.autocast(call.random.device.type, enabled=False):
+        with repeating(self.module, random), torch.autocast(random.device.type, enabled=False):
             return _precise(self.fisher.parameters_of(self.module(*args, **kwargs)))
 
     def _part(self, call: _Call, gradient: Tensor, fraction: float, loss_scale: float) -> Part:
@@ -200,10 +198,10 @@ class Replay:
             gradient = some(gradient)
         if call.autocast:  # inputs may be in half precision, as Lightning's Fabric makes them
             args, kwargs = tree_map_only(Tensor, lambda x: _precise(x) if x.dtype in _HALF else x, (args, kwargs))
-        weight = examples / gradient.shape[dim]
+        run = functools.partial(self._run, call.random, args, kwargs)
         if share < 1 or call.autocast:  # BatchNorm and dropout treat a part of the batch differently
-            output = self.run(call, args, kwargs)
-        return Part(self, call, args, kwargs, _precise(output), gradient, weight)
+            output = run()
+        return Part(_precise(output), gradient, examples / gradient.shape[dim], run)
 
     # Hooks ----------------------------------------------------------------------------------------------------------
 
@@ -234,17 +232,13 @@ class Replay:
         if torch.is_grad_enabled() or all(destination(layer) != "gradient" for layer in self.layers()):
             return
         task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._begin_pass(task)
+        if task != self._task:  # the first output that the pass reaches, before it has changed a gradient
+            self._task = task
+            if self._calls and self._watch.all_cleared():  # by zero_grad() of some kind: a new step has begun
+                self._calls = {}
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
         known = self._calls.get(call)
         self._calls[call] = gradient.detach() if known is None else known + gradient.detach()
-
-    def _begin_pass(self, task: int) -> None:
-        """Called when a backward pass reaches an output, before it has changed a gradient."""
-        self._task = task
-        if self._calls and self._watch.all_cleared():  # by zero_grad() of some kind: a new step has begun
-            self._calls = {}
-        torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
 
     def _on_backward_end(self) -> None:
         """Notes the gradients as the pass leaves them."""
