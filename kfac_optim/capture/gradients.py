@@ -80,12 +80,9 @@ def is_used_itself(layer: KroneckerLayer) -> bool:
 
 
 class GradientWatch:
-    """Remembers the gradients as the last backward pass has left them, and compares them with the present ones.
+    """Remembers the gradients of layers as the last backward pass has left them, and compares the present ones.
 
     Only :meth:`all_cleared` reads from the device, to look at gradients that were changed in place.
-
-    Args:
-        layers: The layers.
     """
 
     def __init__(self, layers: Sequence[KroneckerLayer]) -> None:

@@ -53,20 +53,19 @@ class LossTerms:
             classes = tensor.shape[-1] if tensor.is_floating_point() else 1
         elif self.average != "elements" and _is_one_example(_first_tensor((args, kwargs)), tensor):
             return 1
+        elif tensor.dim() < 2:
+            classes = 1
+        elif -tensor.dim() <= self.class_dim < tensor.dim():
+            classes = tensor.shape[self.class_dim]
         else:
-            classes = self._classes(tensor) if tensor.dim() > 1 else 1
+            raise ValueError(
+                f"Categorical(dim={self.class_dim}): the model's output {list(tensor.shape)} has no such dimension"
+            )
         if self.average == "elements":
             return tensor.numel()
         if self.average == "batch+sequence":
             return tensor.numel() // max(1, classes)
         return tensor.shape[self.dim_of_examples(tensor)]  # "batch"
-
-    def _classes(self, tensor: Tensor) -> int:
-        if not -tensor.dim() <= self.class_dim < tensor.dim():
-            raise ValueError(
-                f"Categorical(dim={self.class_dim}): the model's output {list(tensor.shape)} has no such dimension"
-            )
-        return tensor.shape[self.class_dim]
 
     def of_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """M as far as it is known before the model returns; 0 if a callable ``average`` has to see the output."""

@@ -271,7 +271,7 @@ class BackwardPasses:
 
     def require_alone(self) -> None:
         """Raises if another thread is in a backward pass."""
-        if self._batch is not None and self._batch.is_of_other_thread:
+        if self._batch is not None and any(call.is_of_other_thread for call in self._batch.calls):
             raise RuntimeError(CONCURRENT)
 
     def _compare_gradients(self) -> None:

@@ -60,11 +60,6 @@ class MicroBatch:
     task: int = -1
     to_caller: bool = False
 
-    @property
-    def is_of_other_thread(self) -> bool:
-        """Whether it belongs to another thread that is still running."""
-        return any(call.is_of_other_thread for call in self.calls)
-
     def note_caller(self) -> None:
         """Notes that the pass returns the gradients to its caller."""
         self.to_caller = True
@@ -253,11 +248,7 @@ class TakenStatistics:
         return found
 
     def resolve(self, flags: Iterable[float]) -> StepMoments:
-        """The step's statistics.
-
-        Args:
-            flags: All entries of :attr:`flags`, read from the device.
-        """
+        """The step's statistics; ``flags``: all entries of :attr:`flags`, read from the device."""
         values = iter(flags)
         for statistics, largest in self._kinds:
             found = statistics.resolve(values)

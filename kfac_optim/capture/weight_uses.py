@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,11 +27,7 @@ _MOST_RESHAPES = 8  # the most casts, transposes and views between a layer's ope
 
 
 class WeightUses:
-    """Looks for uses of the layers' weights beside their calls.
-
-    Args:
-        layers: The layers.
-    """
+    """Looks for uses of the layers' weights beside their calls."""
 
     def __init__(self, layers: Sequence[KroneckerLayer]) -> None:
         self._layers = layers
@@ -69,10 +65,8 @@ class WeightUses:
         # A user's autograd function that takes the weight may call the layer inside: the graph then has no such call.
         called = {index for (node, _), index in known.items() if node in reached}
         leaves = set(leaves_of(reached))
-        self._warn(sorted(index for index in called if self._layers[index].weight in leaves))
-
-    def _warn(self, layers: Iterable[int]) -> None:
-        new = [layer for layer in (self._layers[i] for i in layers) if _USED_BESIDE not in layer.notes]
+        layers = [layer for layer in (self._layers[i] for i in sorted(called)) if layer.weight in leaves]
+        new = [layer for layer in layers if _USED_BESIDE not in layer.notes]
         for layer in new:
             layer.notes.append(_USED_BESIDE)
         if new:
