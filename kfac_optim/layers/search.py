@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -184,14 +185,10 @@ def _lent_by_parts(module: nn.Module) -> set[nn.Parameter]:
 
 def _prefixes(roots: Sequence[nn.Module]) -> list[str]:
     """The prefix of the names in each root: empty, or the root's class if two roots have the same names."""
-    names: set[str] = set()
     visited: set[nn.Module] = set()
-    for root in roots:
-        own = {name for name, module in root.named_modules(visited) if module._parameters}
-        if own & names:
-            break
-        names |= own
-    else:
+    modules = itertools.chain.from_iterable(root.named_modules(visited) for root in roots)
+    names = [name for name, module in modules if module._parameters]
+    if len(set(names)) == len(names):
         return [""] * len(roots)
     classes = [type(root).__name__ for root in roots]
     numbers = [f"-{classes[:i].count(c) + 1}" if classes.count(c) > 1 else "" for i, c in enumerate(classes)]
