@@ -92,24 +92,25 @@ class AttentionInputLayer(AttentionLayer):
         pairs = slice(call.first_pair, call.end_pair)
         moment, count = seen.a, seen.count
         if self.by_example:
-            count = self._among_zeros(pairs, count, 0)
+            count = count.new_zeros(self.pairs)
+            count[pairs] = seen.count
         elif call.first_pair > 0:  # keys and values, weighted as if there were as many as queries, whose rows count
             moment, count = moment * (call.queries / positions), 0.0
-        return Observation(self._among_zeros(pairs, moment, *self._place_of_pairs(0)), count, context=pairs)
+        return Observation(self._among_zeros(pairs, moment, side=0), count, context=pairs)
 
     def output_rows(self, module: nn.Module, g: Tensor, context: Any) -> Tensor:
         return super().output_rows(module, g, context).squeeze(2).unflatten(-1, (-1, self.d_out))
 
     def output_moment(self, module: nn.Module, g: Tensor, observation: Observation) -> Tensor:
         moment = super().output_moment(module, g, observation)
-        return self._among_zeros(observation.context, moment, *self._place_of_pairs(1))
+        return self._among_zeros(observation.context, moment, side=1)
 
-    def _place_of_pairs(self, side: int) -> tuple[int, int]:
-        """The dimension of the pairs in an observation's ``a`` (side 0) or an output moment (1), and their blocks."""
-        return (1, 1) if self.by_example else (0, self.specs[side].blocks)
+    def _among_zeros(self, pairs: slice, part: Tensor, *, side: int) -> Tensor:
+        """Widens an observation's ``a`` (side 0) or an output moment (side 1) to all pairs.
 
-    def _among_zeros(self, pairs: slice, part: Tensor, dim: int, blocks: int = 1) -> Tensor:
-        """Widens ``dim`` to all pairs: ``pairs`` get ``part`` (if it is one pair's, all the same), the others zeros."""
+        ``pairs`` get ``part`` (if it is one pair's, all get the same), the others zeros.
+        """
+        dim, blocks = (1, 1) if self.by_example else (0, self.specs[side].blocks)
         part = part.unflatten(dim, (-1, blocks))
         full = part.new_zeros(*part.shape[:dim], self.pairs, *part.shape[dim + 1 :])
         full.narrow(dim, pairs.start, pairs.stop - pairs.start).copy_(part)
