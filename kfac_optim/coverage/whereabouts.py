@@ -107,15 +107,14 @@ def owners_of(parameters: Iterable[Tensor], known: Iterable[nn.Module] = ()) -> 
 
     ``known``: more modules to search, because the garbage collector does not list what ``gc.freeze()`` has set aside.
     """
-    parameters = list(parameters)
-    wanted = {id(parameter) for parameter in parameters}
+    order = {id(parameter): i for i, parameter in enumerate(parameters)}
     modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
     modules += [module for root in known for module in root.modules()]
     parents: dict[int, list[nn.Module]] = {}
     for module in modules:
         for child in module.__dict__.get("_modules", {}).values():
             parents.setdefault(id(child), []).append(module)
-    pending = [m for m in modules if any(id(p) in wanted for p in m.__dict__.get("_parameters", {}).values())]
+    pending = [m for m in modules if any(id(p) in order for p in m.__dict__.get("_parameters", {}).values())]
     tops: dict[nn.Module, None] = {}
     seen: set[int] = set()
     while pending:
@@ -126,7 +125,6 @@ def owners_of(parameters: Iterable[Tensor], known: Iterable[nn.Module] = ()) -> 
             pending += above
             if not above:
                 tops[unwrap(module)] = None
-    order = {id(parameter): i for i, parameter in enumerate(parameters)}
 
     def sort_key(top: nn.Module) -> tuple[int, int]:
         """Sorts by what a module owns, the most first, so that every process lists the modules in the same order."""

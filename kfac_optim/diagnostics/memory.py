@@ -53,8 +53,6 @@ def memory_of(block: Block, rank: int, world_size: int, config: Config) -> dict[
 
 def total(layers: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """The sums over all layers, by kind, and their ``total``."""
-    sums = dict.fromkeys(_KINDS, 0)
-    for layer in layers:
-        for kind, count in layer.items():
-            sums[kind] += count
+    layers = list(layers)
+    sums = {kind: sum(layer.get(kind, 0) for layer in layers) for kind in _KINDS}
     return {**sums, "total": sum(sums.values())}

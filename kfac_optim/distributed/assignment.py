@@ -132,8 +132,7 @@ class Assignment:
                     "must be tuples of ranks"
                 )
         distinct = {layer: i for i, layer in enumerate(self.layers)}
-        for i in distinct.values():
-            layer = self.layers[i]
+        for layer, i in distinct.items():
             check_place(f"assignment: layer {i}", layer.factors)
             ranks = (*layer.inverse_workers, *layer.gradient_workers)
             if len(layer.inverse_workers) != 2 or not layer.gradient_workers:
