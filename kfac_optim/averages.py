@@ -160,12 +160,7 @@ class Averaging:
         return terms_of
 
     def pool(self, blocks: Sequence[Block], comm: Communicator) -> None:
-        """Adds the moments of all ranks since the last pooling to the running averages (a collective).
-
-        Args:
-            blocks: All blocks; their averages are updated in place.
-            comm: The ranks.
-        """
+        """Adds the moments of all ranks since the last pooling to the running averages of all blocks (a collective)."""
         pending, self._pending = self._pending, {}
         with self.stopwatch.communication("factor", comm.world_size):
             summed = self._summed({block: pending[block] for block in blocks if block in pending}, comm)

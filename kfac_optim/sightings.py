@@ -33,8 +33,8 @@ class Sightings:
     """What this rank has seen of the model.
 
     Attributes:
-        blind: Whether no rank has seen a layer in the last step with statistics, and some rank has seen none for too
-            long, the same on all ranks; or whether a refresh has found nothing.
+        blind: Whether training cannot go on because the model is not seen. Either some rank has seen nothing for too
+            long, and no other rank has seen a layer, which all ranks know; or a refresh has found nothing to decompose.
     """
 
     def __init__(self) -> None:
@@ -76,11 +76,7 @@ class Sightings:
             block.note_statistics(seen=index in resolved.sums or not alone and block.has_data())
 
     def require(self, *, missing: bool = False) -> None:
-        """Raises RuntimeError if no training of the model is seen.
-
-        Args:
-            missing: Whether a refresh has just found nothing to decompose.
-        """
+        """Raises RuntimeError if no training is seen; ``missing``: a refresh has just found nothing to decompose."""
         self.blind |= missing and not self._model_seen
         if self.blind:
             raise RuntimeError(_NONE_SEEN)

@@ -8,14 +8,6 @@ Full backward hooks are never used: they crash when an in-place activation follo
 How loss terms are counted. M, the number of terms that the loss averages, belongs to the loss. It is derived from the
 output of the outermost module call, once per backward pass, however many layers and calls took part.
 
-A *micro-batch* is one backward pass. Its moments are added to the sums of the step when the backward pass ends, unless
-one of them is not finite; then the whole micro-batch has weight 0. That decision stays on the device: the flags are
-read once, in ``step()``.
-
-Sampled Fisher. When the outermost call returns, targets are drawn from the model's own predictive distribution, and
-gradients of the layer outputs are computed for these targets. Their moments are added when the user's backward pass
-reaches the model's output.
-
 Where to look::
 
     hooks.py           eager models: the hooks, from the call of a model to the end of its backward pass

@@ -171,7 +171,7 @@ class StepStatistics:
             self.starts[i] = len(self.terms)
 
     def restart_cleared(self, layers: Sequence[int], largest: Tensor) -> None:
-        """Restarts the statistics of those layers whose changed gradient is zero, by its largest entry."""
+        """Restarts the statistics of layers whose gradient was changed to zero; ``largest``: its largest entries."""
         for i, entry in zip(layers, largest, strict=True):
             self.sums[i].drop_unless_(entry != 0)
         self.checks.append((len(self.terms), list(layers), largest))

@@ -78,9 +78,7 @@ class TrainedModel:
     def find_blocks(self, config: Config, comm: Communicator) -> None:
         """Finds the blocks of the trained parameters; those that are known already stay the same objects.
 
-        Args:
-            config: The options that decide what a layer is.
-            comm: The ranks that share factors.
+        ``config`` decides what a layer is, and ``comm`` has the ranks that share factors.
         """
         self.roots = [self.model] if self.model is not None else owners_of(self.parameters, self.roots)
         refuse_flattened(self.roots)

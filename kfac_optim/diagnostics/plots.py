@@ -53,12 +53,7 @@ def _height(rows: int) -> float:
 
 
 def _in_damping(layer: Mapping[str, Any], side: str) -> list[float]:
-    """The eigenvalues of A or G, divided by the factor's share of the layer's damping (eq. 9).
-
-    Args:
-        layer: The layer's part of a report.
-        side: "A" or "G".
-    """
+    """The eigenvalues of A or G in a layer's report, divided by the factor's share of the layer's damping (eq. 9)."""
     numbers = layer["damping"], layer["A"]["mean"], layer["G"]["mean"]
     share = float(split(*torch.tensor(numbers, dtype=torch.float64, device="cpu"))["AG".index(side)])
     return [value / share for value in layer[side]["eigenvalues"]]

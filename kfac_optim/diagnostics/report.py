@@ -1,12 +1,4 @@
-"""Reports about the curvature, as plain data and text.
-
-Where to look::
-
-    report_of     a layer's spectra, damping, condition and cosine, for ``engine.report()``
-    workers_of    the ranks that work on a layer, for ``engine.workers()``
-    flatten       any of these views as one level of numbers, for loggers
-    table         the coverage table that ``print(engine)`` shows
-"""
+"""Reports about the curvature, as plain data and text."""
 
 from __future__ import annotations
 
@@ -31,13 +23,8 @@ __all__ = [
 ]
 
 
-# Numbers --------------------------------------------------------------------------------------------------------------
-
-
 def report_of(block: Block, gamma: Tensor, *, full: bool) -> dict[str, Any]:
-    """A layer's part of the engine's ``report()``.
-
-    Entries of a factor that another rank keeps are None.
+    """A layer's part of the engine's ``report()``, in which entries of a factor that another rank keeps are None.
 
     Args:
         block: A block that has decompositions.
@@ -68,16 +55,11 @@ def spectrum(values: Tensor, *, full: bool = False) -> dict[str, Any]:
 
 
 def damped_condition(a: Mapping[str, float], g: Mapping[str, float], damping: float) -> float:
-    """The condition number of ``A (x) G + damping I``, the matrix that the solver inverts.
+    """The condition number of ``A (x) G + damping I``, the matrix that the solver inverts, from two :func:`spectrum`.
 
     If it is near 1, the damping dominates and the layer keeps its gradient's direction. For a layer with several pairs
     it is roughly an upper bound: the extremes of A and of G may belong to different pairs, and ``damping`` is the mean
     over the pairs.
-
-    Args:
-        a: The :func:`spectrum` of A.
-        g: The spectrum of G.
-        damping: gamma.
     """
     return (a["max"] * g["max"] + damping) / (a["min"] * g["min"] + damping)
 
@@ -107,9 +89,6 @@ def flatten(report: Mapping[str, Any], prefix: str = "kfac") -> dict[str, float]
         elif isinstance(value, (int, float)):
             flat[name] = float(value)
     return flat
-
-
-# The coverage table ---------------------------------------------------------------------------------------------------
 
 
 _HEADER = ("layer", "rule", "A", "G", "memory", "inverse workers", "gradient workers", "note")
