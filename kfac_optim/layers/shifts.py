@@ -122,29 +122,6 @@ class _Plan:
     members: list[int]
     offsets: list[int]
 
-    @classmethod
-    def of(cls, axes: Sequence[_Axis]) -> _Plan:
-        """The plan for some spatial dimensions."""
-        counts = [axis.count for axis in axes]
-        number_of = {tap: number for number, tap in enumerate(itertools.product(*map(range, counts)))}
-        zero = (0,) * len(axes)
-        products: list[_Product] = []
-        pairs: dict[tuple[int, int], list[int]] = {}
-        count = 0
-        for distances in (d for d in itertools.product(*(range(1 - n, n) for n in counts)) if d >= zero):
-            found = [axis.strips(distance) for axis, distance in zip(axes, distances, strict=True)]
-            shifts, strips, meets = zip(*found, strict=True)
-            of_distance, numbers = _products(shifts, strips, count)
-            products += of_distance
-            count += len(numbers)
-            for first in itertools.product(*meets):
-                second = tuple(i + d for i, d in zip(first, distances, strict=True))
-                met = itertools.product(*(meet[tap] for meet, tap in zip(meets, first, strict=True)))
-                pairs[number_of[first], number_of[second]] = [numbers[choice] for choice in met]
-        members = list(itertools.chain.from_iterable(pairs.values()))
-        offsets = list(itertools.accumulate(map(len, pairs.values()), initial=0))
-        return cls(products, count, list(pairs), members, offsets)
-
 
 def _products(
     shifts: Sequence[int], strips: Sequence[Sequence[tuple[int, int]]], count: int
@@ -178,7 +155,26 @@ def _membership(strips: Sequence[tuple[int, int]], span: tuple[int, int]) -> Ten
 @functools.lru_cache(maxsize=1024)
 def _plan(windows: Windows, lengths: tuple[int, ...]) -> _Plan:
     """The plan for windows of stride 1 over an image whose spatial dimensions have some lengths."""
-    return _Plan.of(_axes(windows, lengths))
+    axes = _axes(windows, lengths)
+    counts = [axis.count for axis in axes]
+    number_of = {tap: number for number, tap in enumerate(itertools.product(*map(range, counts)))}
+    zero = (0,) * len(axes)
+    products: list[_Product] = []
+    pairs: dict[tuple[int, int], list[int]] = {}
+    count = 0
+    for distances in (d for d in itertools.product(*(range(1 - n, n) for n in counts)) if d >= zero):
+        found = [axis.strips(distance) for axis, distance in zip(axes, distances, strict=True)]
+        shifts, strips, meets = zip(*found, strict=True)
+        of_distance, numbers = _products(shifts, strips, count)
+        products += of_distance
+        count += len(numbers)
+        for first in itertools.product(*meets):
+            second = tuple(i + d for i, d in zip(first, distances, strict=True))
+            met = itertools.product(*(meet[tap] for meet, tap in zip(meets, first, strict=True)))
+            pairs[number_of[first], number_of[second]] = [numbers[choice] for choice in met]
+    members = list(itertools.chain.from_iterable(pairs.values()))
+    offsets = list(itertools.accumulate(map(len, pairs.values()), initial=0))
+    return _Plan(products, count, list(pairs), members, offsets)
 
 
 def _axes(windows: Windows, lengths: tuple[int, ...]) -> list[_Axis]:

@@ -168,7 +168,7 @@ def test_work_is_counted_as_the_plan_has_it() -> None:
 
 def test_no_plan_is_made_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a kernel as wide as a word's embedding has 51,360 pairs of taps, and each batch has another length."""
-    monkeypatch.setattr(shifts._Plan, "of", lambda *_: pytest.fail("made a plan"))
+    monkeypatch.setattr(shifts, "_plan", lambda *_: pytest.fail("made a plan"))
     sliding = Windows((5, 64), (1, 1), (1, 1), ((0, 0), (0, 0)))
     assert not any(
         shift_pays(torch.Size((64, 1, words, 64)), sliding, 1, torch.device("cpu")) for words in range(20, 40)
